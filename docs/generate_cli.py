@@ -14,9 +14,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from check_equivalence import CheckConfig  # noqa: E402  (found by the path above)
 from transformers import Seq2SeqTrainingArguments  # noqa: E402
 
-from hf_ga.data.options import DataOptions  # noqa: E402
-from hf_ga.run import arguments  # noqa: E402
-from hf_ga.run.config import FinetuneConfig  # noqa: E402
+from hf_ga.finetuning.data.options import DataOptions  # noqa: E402
+from hf_ga.finetuning.run import arguments  # noqa: E402
+from hf_ga.finetuning.run.config import FinetuneConfig  # noqa: E402
 
 INTRODUCTION = """# All flags
 
@@ -28,7 +28,7 @@ The flags of `accelerate launch scripts/finetune.py`; [Fine-tuning](finetune.md)
 - The number of processes and mixed precision are flags of `accelerate launch`.
 - Exit codes: see [Troubleshooting](troubleshooting.md#exit-codes).
 
-`python docs/generate_cli.py` writes this page from `hf_ga/run/config.py` and `hf_ga/data/options.py`.
+`python docs/generate_cli.py` writes this page from `hf_ga/finetuning/run/config.py` and `hf_ga/finetuning/data/options.py`.
 """
 SCRIPTS = f"""# From an example script
 
@@ -64,7 +64,7 @@ The fields of TrainingArguments and the flags of the scripts:
 - no effect: accepted, for this reason. printed: accepted, and the run prints what differs.
 - refused: an error with this remedy, unless the value is off or the default.
 
-`python docs/generate_cli.py` writes this table from `hf_ga/run/arguments.py`.
+`python docs/generate_cli.py` writes this table from `hf_ga/finetuning/run/arguments.py`.
 
 """
 OF_SCRIPTS = """model_name_or_path trust_remote_code dataset_name dataset_config_name validation_file test_file streaming block_size

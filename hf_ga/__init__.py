@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from hf_ga.exact.update import StepResult as StepResult
     from hf_ga.exact.window import Window as Window
     from hf_ga.exact.window_loader import WindowLoader as WindowLoader
+    from hf_ga.finetuning.run.config import FinetuneConfig as FinetuneConfig
+    from hf_ga.finetuning.run.finetune import finetune as finetune
     from hf_ga.parallel.pipeline import Pipeline as Pipeline
     from hf_ga.parallel.pipeline import prepare_pipeline as prepare_pipeline
-    from hf_ga.run.config import FinetuneConfig as FinetuneConfig
-    from hf_ga.run.finetune import finetune as finetune
     from hf_ga.speed.compiling import compile_layers as compile_layers
     from hf_ga.trainer.exact_trainer import ExactTrainer as ExactTrainer
     from hf_ga.trainer.exact_trainer import ExactTrainerMixin as ExactTrainerMixin
@@ -59,7 +59,7 @@ _MODULES = {
     "EquivalenceReport": "hf_ga.check.report",
     "ExactTrainer": "hf_ga.trainer.exact_trainer",
     "ExactTrainerMixin": "hf_ga.trainer.exact_trainer",
-    "FinetuneConfig": "hf_ga.run.config",
+    "FinetuneConfig": "hf_ga.finetuning.run.config",
     "HfGaError": "hf_ga.errors",
     "InfoNCE": "hf_ga.embedding.losses",
     "LossNotAdditive": "hf_ga.errors",
@@ -80,7 +80,7 @@ _MODULES = {
     "backward_window": "hf_ga.training",
     "check_equivalence": "hf_ga.check.check",
     "compile_layers": "hf_ga.speed.compiling",
-    "finetune": "hf_ga.run.finetune",
+    "finetune": "hf_ga.finetuning.run.finetune",
     "plan_batch": "hf_ga.exact.plan_batch",
     "prepare": "hf_ga.training",
     "prepare_pipeline": "hf_ga.parallel.pipeline",

@@ -10,7 +10,7 @@ def main() -> int:
     the extra `finetune` are missing, explained in one line.
     """
     try:
-        from hf_ga.run.cli import finetune_main
+        from hf_ga.finetuning.run.cli import finetune_main
     except MissingPackage as error:
         print("error:", error, file=sys.stderr)
         return 2

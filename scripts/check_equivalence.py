@@ -10,22 +10,22 @@ from typing import Any
 import numpy as np
 from accelerate import Accelerator
 
-import hf_ga.run  # noqa: F401  (first: its error names the packages that are missing)
+import hf_ga.finetuning.run  # noqa: F401  (first: its error names the packages that are missing)
 from hf_ga.check.arms import ARMS
 from hf_ga.check.check import check_equivalence
 from hf_ga.check.layouts import NAMES, least_samples
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS
 from hf_ga.check.subjects import Step
-from hf_ga.data.data import PreparedData
 from hf_ga.errors import ConfigError
 from hf_ga.exact.order import epoch_order
+from hf_ga.finetuning.data.data import PreparedData
+from hf_ga.finetuning.run.accelerator import make_accelerator
+from hf_ga.finetuning.run.build import build_model, chosen_loss, prepare_setup, proof_samples
+from hf_ga.finetuning.run.cli import guarded, parse_config
+from hf_ga.finetuning.run.config import FinetuneConfig, option
+from hf_ga.finetuning.run.config_checks import check_output_dir
 from hf_ga.parallel.processes import end_training, main_process_first, print_on_main
-from hf_ga.run.accelerator import make_accelerator
-from hf_ga.run.build import build_model, chosen_loss, prepare_setup, proof_samples
-from hf_ga.run.cli import guarded, parse_config
-from hf_ga.run.config import FinetuneConfig, option
-from hf_ga.run.config_checks import check_output_dir
 
 TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}  # names of the arms in a report
 MOST_SAMPLES, QUICK_SAMPLES, QUICK_LAYOUTS = 64, 16, ["uneven", "one by one", "short last window"]

@@ -35,7 +35,7 @@ from tqdm.auto import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_ga
-from hf_ga.data.corpus import train_tokenizer
+from hf_ga.finetuning.data.corpus import train_tokenizer
 
 DESCRIPTOR = {
     "os.rename": 2,
@@ -53,8 +53,8 @@ SERVER = multiprocessing.get_context(
     "forkserver"
 )  # imports once; each run is still a separate process
 PRELOAD = [
-    "hf_ga.run.finetune",
-    "hf_ga.data.corpus",
+    "hf_ga.finetuning.run.finetune",
+    "hf_ga.finetuning.data.corpus",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.auto.modeling_auto",
 ]

@@ -29,7 +29,7 @@ from submitit.slurm.slurm import _make_sbatch_string
 
 from hf_ga.errors import ConfigError, HfGaError
 from hf_ga.exact.plan_batch import launch_flags
-from hf_ga.run.cli import guarded, parse_config
+from hf_ga.finetuning.run.cli import guarded, parse_config
 
 GRACE_SECONDS = 90  # for the launched processes to finish their window and save after SIGTERM
 # at most from the SIGTERM of a preemption to the signal that requeues the job, or to SIGKILL

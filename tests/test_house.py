@@ -59,8 +59,8 @@ def test_imports_go_down_only():
     [
         ("exact/order.py", "import hf_ga.recovery.files"),
         ("speed/packing.py", "import hf_ga.parallel.processes"),
-        ("data/masking.py", "import hf_ga.run.config"),
-        ("trainer/checks.py", "import hf_ga.data.tasks"),
+        ("finetuning/data/masking.py", "import hf_ga.finetuning.run.config"),
+        ("trainer/checks.py", "import hf_ga.finetuning.data.tasks"),
         (
             "errors.py",
             "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hf_ga.exact.plan",

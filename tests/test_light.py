@@ -18,7 +18,7 @@ import pytest
 from not_installed import FINETUNE
 
 import hf_ga
-from hf_ga.run import PACKAGES
+from hf_ga.finetuning.run import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {*FINETUNE, "pandas"}
@@ -59,7 +59,7 @@ def test_the_library_loads_no_package_of_the_command():
     loaded = imported_after(*LIGHT)
     assert {"hf_ga.training", "hf_ga.check.check", "accelerate"} <= loaded
     assert loaded & {*HEAVY, "transformers.trainer"} == set()
-    assert {name for name in loaded if name.startswith("hf_ga.run")} == set()
+    assert {name for name in loaded if name.startswith("hf_ga.finetuning")} == set()
 
 
 def test_the_command_does_load_them():
@@ -132,7 +132,7 @@ def test_the_library_imports_only_what_it_requires():
     }
     for path in sorted((ROOT / "hf_ga").rglob("*.py")):
         room = path.relative_to(ROOT).as_posix()
-        if room.startswith(("hf_ga/run/", "hf_ga/data/")):
+        if room.startswith("hf_ga/finetuning/"):
             continue
         found = set()
         for node in ast.walk(ast.parse(path.read_text())):

@@ -33,11 +33,11 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import hf_ga
 from benchmark.lap import memory_now, peak_memory
-from hf_ga.data.pairs import collate_pairs, tokenize_pairs
 from hf_ga.embedding.layout import saved_pooling
 from hf_ga.embedding.losses import InfoNCE
 from hf_ga.embedding.model import EmbeddingModel
 from hf_ga.exact.forward import unwrapped
+from hf_ga.finetuning.data.pairs import collate_pairs, tokenize_pairs
 
 TEMPERATURE = 0.05
 MAX_LENGTH = 64

@@ -19,7 +19,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_ga.data import corpus
+from hf_ga.finetuning.data import corpus
 
 Sample = dict[str, Any]
 MODELS = ("gpt", "bert")  # a causal language model, and a classifier

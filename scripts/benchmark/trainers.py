@@ -19,7 +19,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from benchmark.lap import Lap
-from hf_ga.data.corpus import load_stdlib_tokenizer
+from hf_ga.finetuning.data.corpus import load_stdlib_tokenizer
 
 
 class _Clock(TrainerCallback):

@@ -1,4 +1,4 @@
-"""Label smoothing against the formula in plain Python. tests/run/test_generation.py has the
+"""Label smoothing against the formula in plain Python. tests/finetuning/run/test_generation.py has the
 gradient of a split.
 """
 
@@ -9,7 +9,7 @@ import helpers as h
 import pytest
 import torch
 
-from hf_ga.run.losses import SmoothedCrossEntropy, WeightedCrossEntropy
+from hf_ga.finetuning.run.losses import SmoothedCrossEntropy, WeightedCrossEntropy
 
 
 def computed(logits, labels, smoothing, shifted):

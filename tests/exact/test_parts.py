@@ -15,7 +15,7 @@ from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.errors import LossNotAdditive
-from hf_ga.run.evaluation import evaluate, evaluation_windows
+from hf_ga.finetuning.run.evaluation import evaluate, evaluation_windows
 
 SIZES = {
     "vocab_size": h.VOCABULARY,

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import hf_ga
 from hf_ga import ConfigError, plan_batch
 from hf_ga.exact.length_plan import plan_by_length
-from hf_ga.run.cli import parse_config
+from hf_ga.finetuning.run.cli import parse_config
 
 CASE = {"nodes": 30, "devices_per_node": 8, "per_device_train_batch_size": 10}
 windows, nodes, devices, limits = (

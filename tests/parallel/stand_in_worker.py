@@ -20,8 +20,8 @@ from accelerate.state import AcceleratorState
 from steps import backward_window, train_step
 
 import hf_ga
-from hf_ga.run import loop
-from hf_ga.run.evaluation import evaluate, evaluation_windows
+from hf_ga.finetuning.run import loop
+from hf_ga.finetuning.run.evaluation import evaluate, evaluation_windows
 from hf_ga.trainer.exact_trainer import TrainerWindow
 
 CPU, DROPOUT = torch.device("cpu"), 0.3

@@ -3,7 +3,7 @@
 import pytest
 from runs import lines_of, train
 
-from hf_ga.run import loop
+from hf_ga.finetuning.run import loop
 
 
 class Stopped(Exception):

@@ -14,6 +14,7 @@ from runs import lines_of, relative_distance, saved_weights, train
 from stops import Stopped, content, interrupted, without_speed
 
 import hf_ga
+from hf_ga.finetuning.run import build, loop, saving
 from hf_ga.parallel import shards
 from hf_ga.recovery.checkpoint import (
     list_checkpoints,
@@ -23,7 +24,6 @@ from hf_ga.recovery.checkpoint import (
 )
 from hf_ga.recovery.manifest import write_manifest
 from hf_ga.recovery.versions import machine
-from hf_ga.run import build, loop, saving
 
 ALONE = SimpleNamespace(
     is_main_process=True, num_processes=1

@@ -8,11 +8,11 @@ import pytest
 from disk_limits import limit_at
 from runs import lines_of, small_config, train
 
+from hf_ga.finetuning.run import finetune, outputs, report, saving
+from hf_ga.finetuning.run.cli import finetune_main
 from hf_ga.recovery import checkpoint
 from hf_ga.recovery.checkpoint import list_checkpoints
 from hf_ga.recovery.manifest import verify
-from hf_ga.run import finetune, outputs, report, saving
-from hf_ga.run.cli import finetune_main
 
 LEFT = "partial-", "replaced-"
 SMALL = {

@@ -10,9 +10,9 @@ from runs import lines_of, small_config, train
 from stops import content
 
 import hf_ga
+from hf_ga.finetuning.run import finetune
 from hf_ga.recovery import lock
 from hf_ga.recovery.lock import LOCK, is_empty_folder, only_run_in
-from hf_ga.run import finetune
 
 ALONE = SimpleNamespace(is_main_process=True, num_processes=1)
 

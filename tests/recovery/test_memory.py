@@ -26,8 +26,8 @@ import hf_ga
 from hf_ga.errors import OutOfMemory
 from hf_ga.exact.audit import Audits
 from hf_ga.exact.memory import is_out_of_memory
+from hf_ga.finetuning.run import build
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
-from hf_ga.run import build
 
 SAMPLES, WINDOW, MICRO_BATCH, SEED = 53, 24, 8, 3  # windows of 24, 24 and 5
 EARLIER = 2.0**-8  # gradients that the caller had

@@ -21,7 +21,7 @@ from hf_ga.errors import NonFinite
 from hf_ga.exact.audit import Audits
 from hf_ga.exact.generators import random_states
 from hf_ga.exact.order import epoch_order
-from hf_ga.run import loop
+from hf_ga.finetuning.run import loop
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 WINDOW, MICRO_BATCH, NUM_WINDOWS = 8, 3, 3
@@ -332,7 +332,7 @@ def bad_rows(monkeypatch, place):
         )
         return fit(run, *how)
 
-    monkeypatch.setattr("hf_ga.run.finetune.fit", spoilt_fit)
+    monkeypatch.setattr("hf_ga.finetuning.run.finetune.fit", spoilt_fit)
     return {
         "dataset_name": write_rows(place / "bad.jsonl", rows),
         "save_steps": 1,

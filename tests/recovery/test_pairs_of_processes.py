@@ -33,11 +33,11 @@ from torch.distributed.tensor import DTensor
 import hf_ga
 from hf_ga.errors import NonFinite
 from hf_ga.exact.audit import Audits
+from hf_ga.finetuning.run import build
+from hf_ga.finetuning.run.optimizers import build_optimizer
 from hf_ga.parallel import prepare as preparing
 from hf_ga.recovery import checkpoint
 from hf_ga.recovery.checkpoint import load_checkpoint, save_checkpoint
-from hf_ga.run import build
-from hf_ga.run.optimizers import build_optimizer
 
 pytestmark = pytest.mark.slow("starts processes")
 

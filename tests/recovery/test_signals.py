@@ -17,9 +17,9 @@ import hf_ga
 from hf_ga.errors import RunStopped
 from hf_ga.exact import workers
 from hf_ga.exact.order import epoch_order
+from hf_ga.finetuning.run import cli, loop
 from hf_ga.recovery import signals
 from hf_ga.recovery.signals import stop_requests
-from hf_ga.run import cli, loop
 
 
 @pytest.fixture(autouse=True)

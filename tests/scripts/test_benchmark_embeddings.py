@@ -8,8 +8,8 @@ import pytest
 import transformers as tf
 from runs import WORDS
 
-from hf_ga.data import corpus
 from hf_ga.embedding.model import EmbeddingModel
+from hf_ga.finetuning.data import corpus
 
 pytest.importorskip("sentence_transformers")
 embeddings = pytest.importorskip("benchmark.embeddings")

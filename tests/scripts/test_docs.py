@@ -21,8 +21,8 @@ from torch import nn
 import hf_ga
 from hf_ga import errors
 from hf_ga.exact.memory import too_large_for
+from hf_ga.finetuning.run.cli import parse_config
 from hf_ga.recovery.manifest import verify, write_manifest
-from hf_ga.run.cli import parse_config
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -23,9 +23,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import hf_ga
 from hf_ga.exact.order import epoch_order
-from hf_ga.run import loop, outputs
-from hf_ga.run.arguments import SCRIPTS
-from hf_ga.run.cli import parse_config
+from hf_ga.finetuning.run import loop, outputs
+from hf_ga.finetuning.run.arguments import SCRIPTS
+from hf_ga.finetuning.run.cli import parse_config
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 SPECIAL = ["<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>"]

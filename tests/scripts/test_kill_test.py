@@ -11,7 +11,7 @@ import kill_test
 import pytest
 
 import hf_ga
-from hf_ga.run import finetune
+from hf_ga.finetuning.run import finetune
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 DOCS = (SCRIPTS.parent / "docs/recovery.md").read_text().splitlines()

@@ -18,7 +18,7 @@ from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.exact.hooks import Call
-from hf_ga.run.losses import SmoothedCrossEntropy
+from hf_ga.finetuning.run.losses import SmoothedCrossEntropy
 from hf_ga.speed import chunked_loss, lazy_logits
 from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
 from hf_ga.speed.lazy_logits import ChunkedLoss, LazyLogits

@@ -29,8 +29,8 @@ import transformers as tf
 from accelerate.state import AcceleratorState
 from launching import PORTS
 
-from hf_ga.run import finetune, loop
-from hf_ga.run.config import FinetuneConfig
+from hf_ga.finetuning.run import finetune, loop
+from hf_ga.finetuning.run.config import FinetuneConfig
 
 LIMIT = 400  # seconds for all phases of one call, which take a quarter of it on an idle machine
 STOPPED = 9  # exit code of a process that was stopped where a phase says so

@@ -1,0 +1,135 @@
+"""The data flags; `hf_ga.finetuning.run.config.FinetuneConfig` adds those of a run."""
+
+import os
+from dataclasses import dataclass, field
+from typing import Any
+
+from hf_ga.finetuning.data.tasks import TASKS
+
+Several = (
+    list[str] | None | str
+)  # one or several values; HfArgumentParser reads a type before None as that of the flag
+SEVERAL = ("dataset_name", "dataset_config_name", "validation_file", "test_file", "predict_file")
+
+
+def option(default: Any, help: str, *, repr: bool = True) -> Any:
+    """A dataclass field with a help text for the command line."""
+    # HfArgumentParser ignores a list's own default.
+    return field(default=default, repr=repr, metadata={"help": help, "default": default})
+
+
+def as_list(value: Several) -> list[str]:
+    """The values of an option that takes one or several."""
+    return value if isinstance(value, list) else [] if value is None else [value]
+
+
+@dataclass
+class DataOptions:
+    """The options of `prepare_data`.
+
+    Example:
+        options = DataOptions(task="text-classification", dataset_name="reviews.jsonl")
+        data = prepare_data(options, tokenizer)
+    """
+
+    task: str = option("causal-lm", f"One of: {', '.join(TASKS)}.")
+    dataset_name: list[str] | str = option(
+        "stdlib",
+        "stdlib (embedded: documentation strings of Python), hub ids, files or patterns of files "
+        "(json, jsonl, csv, txt, parquet), "
+        "or folders.",
+    )
+    dataset_weights: list[float] | None = option(
+        None,
+        "Proportions of the datasets in the training rows, one per dataset_name. Default: all "
+        "rows of each.",
+    )
+    dataset_config_name: Several = option(
+        None, "Configuration of a hub dataset: one for all, or one for each."
+    )
+    validation_file: Several = option(
+        None, "Files with validation rows. Default: the validation split, or a part of train."
+    )
+    test_file: Several = option(None, "Files with test rows. Default: the test split, if any.")
+    predict_file: Several = option(
+        None, "Files with rows to predict at the end; writes predictions.jsonl to output_dir."
+    )
+    validation_split_percentage: float = option(
+        5.0, "Percentage of the training rows to hold out if there is no validation split."
+    )
+    eval_only: bool = option(
+        False, "Do not train: evaluate the model, predict, and write evaluation.json."
+    )
+    streaming: bool = option(
+        False,
+        "Read the training rows as a stream during training, instead of all before the first "
+        "step; needs max_steps.",
+    )
+    shuffle_buffer_size: int = option(
+        10_000, "streaming: size of the shuffle buffer in samples; 0: the order of the stream."
+    )
+    text_column: str | None = option(
+        None,
+        "Column with the text (the question, the source, the anchor). Default: `text`, a common "
+        "name, or the only column of strings.",
+    )
+    text_pair_column: str | None = option(
+        None,
+        "Column with a second text (a question's context, an anchor's positive). Default: a common "
+        "name of pairs (sentence1, sentence2).",
+    )
+    label_column: str | None = option(
+        None,
+        "Column with the label (the score of a pair). Default: `label`, `labels`, or a common name "
+        "for the task.",
+    )
+    choices_column: str | None = option(
+        None,
+        "multiple-choice: column with the list of choices. Default: `choices`, `endings`, or "
+        "ending0, ending1, ...",
+    )
+    target_column: str | None = option(
+        None, "seq2seq: column with the text to generate. Default: `target`, `summary`, ..."
+    )
+    source_prefix: str | None = option(
+        None, "seq2seq: text before every source, such as 'summarize: ' for T5."
+    )
+    weight_column: str | None = option(
+        None,
+        "Column with the weight of each row, a number of at least 0, in the loss of training and "
+        "evaluations. Default: all rows weigh the same.",
+    )
+    max_train_samples: int | None = option(
+        None, "Use only the first N training rows. Default: all."
+    )
+    max_eval_samples: int | None = option(
+        None, "Use only the first N validation rows. Default: all."
+    )
+    max_predict_samples: int | None = option(
+        None, "Use only the first N test rows, and rows to predict. Default: all."
+    )
+    max_length: int = option(
+        128, "Maximum tokens of a sample; longer ones are truncated and counted in the log."
+    )
+    max_target_length: int | None = option(
+        None, "seq2seq: maximum tokens of a target. Default: max_length."
+    )
+    block_size: int | None = option(
+        None,
+        "causal-lm, masked-lm: concatenate all texts and split them into blocks of this many "
+        "tokens, instead of one sample per "
+        "row.",
+    )
+    mlm_probability: float = option(
+        0.15, "masked-lm: probability that a token is masked and predicted."
+    )
+
+    def __post_init__(self) -> None:
+        """Convert paths to strings, for JSON, and a list of one name to this name."""
+        for name, value in list(vars(self).items()):
+            if name in SEVERAL and isinstance(value, list):
+                value = [
+                    os.fspath(part) if isinstance(part, os.PathLike) else part for part in value
+                ]
+                value = value[0] if len(value) == 1 and isinstance(value[0], str) else value
+            setattr(self, name, os.fspath(value) if isinstance(value, os.PathLike) else value)

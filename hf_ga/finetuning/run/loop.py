@@ -1,0 +1,203 @@
+"""fit(): training windows, evaluation, checkpoints and logging, in this order, by plain calls."""
+
+import math
+import time
+from typing import Any
+
+from tqdm.auto import tqdm
+
+from hf_ga.errors import DataError, RunStopped
+from hf_ga.exact.backend import sum_over_ranks
+from hf_ga.exact.batches import count_tokens
+from hf_ga.exact.window import Window
+from hf_ga.finetuning.run.outputs import save_best
+from hf_ga.finetuning.run.report import MetricsFile
+from hf_ga.finetuning.run.run import Progress, Run
+from hf_ga.finetuning.run.saving import save
+from hf_ga.parallel.processes import end_training
+from hf_ga.recovery.checkpoint import PREFIX
+from hf_ga.recovery.signals import StopRequest, stop_requests
+from hf_ga.training import StepResult, train_step
+
+BAR = "{percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} steps, {remaining} left{postfix}"
+PROGRESS = "loss {loss:.4f}, lr {learning_rate:.1e}, {tokens_per_second:,.0f} tokens/s"
+OUT_OF_MEMORY = (
+    "out of memory: from now on at most {} tokens (padding included) in a micro-batch; the update "
+    "is the same"
+)
+MAX_SKIPPED_IN_A_ROW = 20
+
+
+def fit(run: Run, progress: Progress) -> Progress:
+    """Train from `progress` until `max_steps` or `max_windows`. All processes run it together; the
+    main process writes.
+
+    Raises:
+        DataError: 20 consecutive windows made no step. NonFinite: a loss or gradient is not finite,
+            with `on_nonfinite` "stop".
+        RunStopped: a signal stopped the run; it is saved.
+    """
+    is_main, stop = run.accelerator.is_main_process, False
+    bar = tqdm(
+        total=run.max_steps,
+        initial=progress.step,
+        bar_format=BAR,
+        dynamic_ncols=True,
+        disable=not is_main,
+    )
+    run.model.train()
+    metrics = MetricsFile(
+        run.output_dir / "metrics.jsonl" if is_main else None, progress.metrics_size
+    )
+    with bar, stop_requests() as request:
+        while not (stop or _finished(run, progress)):
+            for window in run.windows:
+                line, stop = _train_on(run, progress, window, request)
+                if not line["skipped"]:
+                    shown = PROGRESS.format_map(line)
+                    bar.set_postfix_str(shown, refresh=False)
+                    bar.update()
+                finished = _finished(run, progress)
+                due = not line["skipped"] or finished  # the last window may have been skipped
+                if due and (progress.step % run.eval_steps == 0 or finished):
+                    line |= _evaluate(run, progress)
+                    finished = _finished(run, progress)  # early stopping
+                metrics.write(**line)
+                progress.metrics_size = metrics.size
+                numbers = {k: v for k, v in line.items() if type(v) in (int, float) and k != "step"}
+                run.accelerator.log(numbers, step=progress.step)
+                if run.on_step is not None:
+                    run.on_step(dict(line), run.model)
+                if stop or (due and (progress.step % run.save_steps == 0 or finished)):
+                    save(run, progress)
+                if stop or finished:
+                    break
+        _raise_if_stopped(run, progress, request)
+    request.pass_on()  # a signal after the last check
+    return progress
+
+
+def _train_on(
+    run: Run, progress: Progress, window: Window, request: StopRequest
+) -> tuple[dict[str, Any], bool]:
+    """Train on one window; returns its line for metrics.jsonl, and whether any process received a
+    stop signal.
+    """
+    learning_rate, began = run.scheduler.get_last_lr()[0], time.perf_counter()
+    result = train_step(
+        run.accelerator,
+        run.model,
+        run.optimizer,
+        window,
+        scheduler=run.scheduler,
+        max_grad_norm=run.config.max_grad_norm or None,
+        on_nonfinite=run.config.on_nonfinite,
+    )
+    if result.nonfinite:
+        _write(
+            run, f"before optimizer step {progress.step + 1} a window was skipped: {result.cause}"
+        )
+    loss, seconds = (
+        result.loss,
+        time.perf_counter() - began,
+    )  # reading the loss synchronizes with the device
+    own_tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
+    tokens, stopping = sum_over_ranks(run.accelerator, [own_tokens, request.received])
+    progress.num_windows += 1
+    progress.step += not result.skipped
+    progress.num_skipped += result.skipped
+    progress.skipped_in_a_row = progress.skipped_in_a_row + 1 if result.skipped else 0
+    if progress.skipped_in_a_row == MAX_SKIPPED_IN_A_ROW:
+        raise DataError(_why_skipped(window, result))
+    if result.retries:
+        _write(run, OUT_OF_MEMORY.format(run.windows.state.max_elements))
+    line = {
+        "step": progress.step,
+        "epoch": window.epoch
+        + ((window.index + 1) / len(run.windows) if hasattr(run.windows, "__len__") else 0.0),
+        "loss": None if result.skipped else loss,
+        "grad_norm": None if result.skipped else result.grad_norm,
+        "learning_rate": learning_rate,
+        "num_targets": result.num_targets,
+        "tokens_per_second": round(tokens / seconds, 1),
+        "skipped": result.skipped,
+    }
+    optional = {
+        "nonfinite": result.nonfinite or None,
+        "retries": result.retries or None,
+        "loss_scale": result.loss_scale,
+    }
+    return line | {
+        name: value for name, value in optional.items() if value is not None
+    }, stopping > 0
+
+
+def _write(run: Run, text: str) -> None:
+    """Print above the progress bar."""
+    if run.accelerator.is_main_process:
+        tqdm.write(text)
+
+
+def _raise_if_stopped(run: Run, progress: Progress, request: StopRequest) -> None:
+    """Raise RunStopped if a signal was received, also after the last window (during evaluation or
+    saving).
+    """
+    (stopping,) = sum_over_ranks(run.accelerator, [request.received])
+    if stopping:
+        end_training(run.accelerator)
+        raise RunStopped(
+            f"stopped by {request} after step {progress.step}: saved as "
+            f"{run.output_dir / f'{PREFIX}{progress.step}'}; resume with "
+            "--resume_from_checkpoint auto"
+        )
+
+
+def _why_skipped(window: Window, result: StepResult) -> str:
+    why = "their samples have no targets, or weight 0: check the labels, or remove such rows"
+    if result.overflowed:
+        why = (
+            f"their gradients overflow in fp16, even with a loss scale of {result.loss_scale:g}: "
+            "train in bf16 or float32"
+        )
+    if result.nonfinite:
+        why = (
+            f"their losses or gradients are not finite ({result.cause}): lower the learning rate, "
+            "or check these samples"
+        )
+    return (
+        f"{MAX_SKIPPED_IN_A_ROW} consecutive windows made no step, up to window {window.index} of "
+        f"epoch {window.epoch}; {why}."
+    )
+
+
+def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
+    """Evaluate, save the best model, print; returns the metrics for metrics.jsonl."""
+    results = run.evaluate()
+    value, best = results[f"eval_{run.config.metric_for_best_model}"], progress.best_metric
+    progress.evaluations_since_best += 1
+    if not math.isnan(value) and (
+        best is None or (value < best if run.config.lower_is_better else value > best)
+    ):
+        progress.best_metric, progress.evaluations_since_best = value, 0
+        save_best(run, run.model)
+    shown = ", ".join(
+        f"{k.removeprefix('eval_')} {value:.4f}"
+        for k, value in results.items()
+        if k != "eval_num_targets"
+    )
+    _write(run, f"step {progress.step}: validation {shown}")
+    return results
+
+
+def _finished(run: Run, progress: Progress) -> bool:
+    return (
+        progress.step >= run.max_steps
+        or progress.num_windows >= run.max_windows
+        or stopped_early(run, progress)
+    )
+
+
+def stopped_early(run: Run, progress: Progress) -> bool:
+    """Whether the metric has not improved for `early_stopping_patience` evaluations."""
+    patience = run.config.early_stopping_patience
+    return patience is not None and progress.evaluations_since_best >= patience

@@ -1,0 +1,100 @@
+"""The parts of a run, and its progress."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from transformers import EvalPrediction, PretrainedConfig
+
+from hf_ga.exact.rule import Rule
+from hf_ga.exact.stream_loader import StreamLoader
+from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.finetuning.data.data import PreparedData, Unlabelled
+from hf_ga.finetuning.run.config import FinetuneConfig
+
+
+@dataclass
+class Progress:
+    """The progress of a run, saved in checkpoints.
+
+    Attributes:
+        step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no
+            step.
+        best_metric: best value of the metric that chooses the best model.
+        evaluations_since_best: evaluations without improvement.
+        metrics_size: bytes of metrics.jsonl. changes: by --resume_with_changes, each `name old ->
+            new`.
+    """
+
+    step: int = 0
+    num_windows: int = 0
+    num_skipped: int = 0
+    skipped_in_a_row: int = 0
+    best_metric: float | None = None
+    evaluations_since_best: int = 0
+    metrics_size: int = 0
+    changes: list[str] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Setup:
+    """What training, evaluation and prediction share.
+
+    Attributes:
+        model_config: with the labels of the data.
+        class_weights: by label, in the order of the labels; empty without `class_weights`.
+        unlabelled: the rows to predict at the end, if any.
+        on_step, on_evaluate, compute_metrics, preprocess_logits_for_metrics: the user's functions;
+            see `finetune`.
+    """
+
+    config: FinetuneConfig
+    accelerator: Accelerator
+    data: PreparedData
+    model_config: PretrainedConfig
+    class_weights: dict[str, float] = field(default_factory=dict)
+    unlabelled: Unlabelled | None = None
+    on_step: Callable[[dict[str, Any], nn.Module], None] | None = None
+    on_evaluate: Callable[[dict[str, float], nn.Module], None] | None = None
+    compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None
+    preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None
+
+    @property
+    def output_dir(self) -> Path:
+        """The folder of all the run's outputs."""
+        return Path(self.config.output_dir)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the named model, in which models are saved; float32 by default."""
+        return self.model_config.dtype or torch.float32
+
+
+@dataclass(kw_only=True)
+class Run(Setup):
+    """The inputs of `loop.fit` and of saving. Steps are optimizer steps.
+
+    Attributes:
+        rule: What was proven about the training loss.
+        evaluate: (split, by default validation) -> `eval_loss` and the other metrics (`test_loss`,
+            ...).
+        max_windows, max_steps: end of training, whichever comes first.
+        eval_steps, save_steps: steps between evaluations and between checkpoints.
+        identity: settings that must be equal on resume.
+    """
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    scheduler: torch.optim.lr_scheduler.LRScheduler
+    windows: WindowLoader | StreamLoader
+    rule: Rule
+    evaluate: Callable[..., dict[str, float]]
+    max_windows: int
+    max_steps: int
+    eval_steps: int
+    save_steps: int
+    identity: dict[str, Any]

@@ -1,0 +1,239 @@
+"""Labels of all forms -> ids, names and weights, against mappings that are written by hand."""
+
+import math
+
+import pytest
+from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
+
+from hf_ga import DataError
+from hf_ga.finetuning.data.labels import encode_labels
+
+
+def split(labels, **columns):
+    return Dataset.from_dict({"text": ["a"] * len(labels), **columns, "label": labels})
+
+
+def typed(labels, feature):
+    features = Features({"text": Value("string"), "label": feature})
+    return Dataset.from_dict({"text": ["a"] * len(labels), "label": labels}, features=features)
+
+
+def encoded(kind, train, *others, known=None):
+    splits = dict(zip(("train", "validation", "test"), (train, *others), strict=False))
+    rows = DatasetDict(
+        {name: data if isinstance(data, Dataset) else split(data) for name, data in splits.items()}
+    )
+    result, names = encode_labels(rows, kind, known)
+    assert all(len(result[name]) == len(rows[name]) for name in rows)
+    return names, *(result[name]["label"][:] for name in result)
+
+
+def test_classes_in_sorted_order():
+    for labels, names in [
+        (["b", "a", "b", "ß", "日"], ["a", "b", "ß", "日"]),
+        (
+            [10, 9, 10, -1],
+            ["-1", "9", "10"],
+        ),  # whole numbers of a dataset that does not name them are as they are
+        ([True, False], ["False", "True"]),
+        (["10", "9"], ["10", "9"]),  # strings sort as strings
+    ]:
+        found, train, validation = encoded("class", labels, labels[:1])
+        assert found == names
+        assert [names[i] for i in train] == [
+            str(label) for label in labels
+        ] and validation == train[:1]
+
+
+def test_class_labels_are_numbered_as_the_dataset_does():
+    """Another split may number the same names differently, or have the names themselves."""
+    train = typed([2, 0, 2], ClassLabel(names=["z", "unused", "a"]))
+    validation = typed([0, 1], ClassLabel(names=["a", "z"]))
+    names, *ids = encoded("class", train, validation, ["unused", "z"])
+    assert names == ["z", "unused", "a"] and ids == [[2, 0, 2], [2, 0], [1, 0]]
+    _, _, by_number = encoded("class", train, [0, 1, 2])
+    assert by_number == [0, 1, 2]
+    # A whole number is a number of the dataset, although it looks like a name; a string is a name.
+    train = typed([0, 1], ClassLabel(names=["1", "2"]))
+    assert encoded("class", train, [0, 1], ["1", "2"]) == (["1", "2"], [0, 1], [0, 1], [0, 1])
+
+
+def test_numbers_that_another_file_wrote_as_names():
+    """A CSV file holds 0 where a JSON file holds "0"."""
+    assert encoded("class", ["0", "1", "10"], [10, 0]) == (["0", "1", "10"], [0, 1, 2], [2, 0])
+    assert encoded("class", [0, 1, 10], ["10", "0"]) == (["0", "1", "10"], [0, 1, 2], [2, 0])
+    with pytest.raises(
+        DataError, match=r"unknown labels in the validation rows: '2'. The training rows have 2"
+    ):
+        encoded("class", ["0", "1"], [2])
+
+
+def test_labels_that_training_does_not_know():
+    for unknown in (["c"], ["c", "a", "c"], ["A"], [""]):
+        for split, others in {"validation": [unknown], "test": [["a"], unknown]}.items():
+            with pytest.raises(
+                DataError,
+                match=f"unknown labels in the {split} rows: {unknown[0]!r}. The training rows "
+                "have 2 labels",
+            ):
+                encoded("class", ["a", "b"], *others)
+    with pytest.raises(
+        DataError, match="unknown labels in the train rows: '-1'"
+    ):  # how hub datasets mark secret labels
+        encoded("class", typed([0, -1, 1], ClassLabel(names=["a", "b"])))
+
+
+def test_one_class_alone():
+    for kind, labels in (
+        ("class", ["same"] * 3),
+        ("classes", [["same"], []]),
+        ("classes", [[], []]),
+    ):
+        with pytest.raises(
+            DataError, match=r"all training rows have the label '(same|none)'.*two labels"
+        ):
+            encoded(kind, split(labels))
+
+
+def test_known_names_keep_their_order():
+    """The control: without a head the order is that of the names."""
+    labels = ["neg", "pos", "neutral", "neg"]
+    assert encoded("class", labels) == (["neg", "neutral", "pos"], [0, 2, 1, 0])
+    assert encoded("class", ["neg", "pos"], known=["pos", "neutral"]) == (
+        ["neg", "pos"],
+        [0, 1],
+    )  # of another task
+    head = ["pos", "neutral", "neg", "mixed"]
+    assert encoded("class", labels, known=head) == (head, [2, 0, 1, 2])
+    assert encoded("class", ["neg"], ["mixed", "pos"], known=head) == (
+        head,
+        [2],
+        [3, 0],
+    )  # an evaluation may hold few
+    assert encoded("classes", split([["neg", "pos"], []]), known=head) == (head, [[2, 0], []])
+    tagged = split([["neg", "pos"]], tokens=[["a", "b"]])
+    assert encoded("tags", tagged, known=head) == (head, [[2, 0]])
+    # The dataset's numbers stand for its names, which are the head's in another order.
+    train = typed([0, 1, 2], ClassLabel(names=["neg", "neutral", "pos"]))
+    head = ["pos", "neg", "neutral"]
+    assert encoded("class", train, [0, 1, 2], ["neg", "neutral", "pos"], known=head) == (
+        head,
+        [1, 2, 0],
+        [1, 2, 0],
+        [1, 2, 0],
+    )
+
+
+def test_sets_of_classes():
+    """None and an empty list are the empty set."""
+    names, train, validation = encoded(
+        "classes", split([["b", "a"], [], None, ["c"]]), split([["c", "b"], []])
+    )
+    assert (names, train, validation) == (["a", "b", "c"], [[1, 0], [], [], [2]], [[2, 1], []])
+    assert encoded("classes", split([[3, 20], [1]])) == (["1", "3", "20"], [[1, 2], [0]])
+    assert encoded("classes", split([[3, 1]]), split([[], []]))[2] == [[], []]
+    with pytest.raises(DataError, match="unknown labels in the validation rows: 'c'"):
+        encoded("classes", split([["a"], ["b"]]), split([["a", "c"]]))
+
+
+def test_lists_of_class_labels():
+    train = typed([[1, 0], [], [1]], List(ClassLabel(names=["z", "a", "unused"])))
+    assert encoded("classes", train, split([["unused", "z"]])) == (
+        ["z", "a", "unused"],
+        [[1, 0], [], [1]],
+        [[2, 0]],
+    )
+    fixed = typed([[1, 0], [0, 0]], List(ClassLabel(names=["z", "a"]), length=2))
+    assert encoded("classes", fixed) == (["z", "a"], [[1, 0], [0, 0]])
+    with pytest.raises(DataError, match="unknown labels in the train rows: '-1'"):
+        encoded("classes", typed([[-1], [0]], List(ClassLabel(names=["z", "a"]))))
+
+
+def test_tags():
+    rows = split([["N", "V"], [], ["N"]], tokens=[["dogs", "bark"], [], ["dog"]])
+    validation = split([["V"]], tokens=[["go"]])
+    assert encoded("tags", rows, validation) == (["N", "V"], [[0, 1], [], [0]], [[1]])
+    features = Features(
+        {"tokens": List(Value("string")), "label": List(ClassLabel(names=["O", "B-X"]))}
+    )
+    named = Dataset.from_dict({"tokens": [["a", "b"]], "label": [[1, 0]]}, features=features)
+    assert encoded("tags", named, split([["O", "B-X"]], tokens=[["a", "b"]])) == (
+        ["O", "B-X"],
+        [[1, 0]],
+        [[0, 1]],
+    )
+
+
+@pytest.mark.parametrize(
+    ("tags", "words"),
+    [
+        ([["N"], ["N", "V"]], [["a"], ["a"]]),
+        ([["N", "V"], []], [["a", "b"], ["a"]]),
+        ([["N", "V"], ["N"]], [["a", "b"], None]),
+        ([["N", "V"], None], [["a", "b"], ["c"]]),
+    ],
+)
+def test_every_word_needs_one_tag(tags, words):
+    with pytest.raises(DataError, match="every word needs one tag, but 1 of 2 train rows have"):
+        encoded("tags", split(tags, tokens=words))
+
+
+def test_numbers():
+    """Whole numbers and those with a fraction; -1 is a number, and so are those of ClassLabels.
+    There are no names.
+    """
+    assert encoded("number", [1, -1, 3], [0.25]) == ([], [1.0, -1.0, 3.0], [0.25])
+    assert encoded("number", typed([1, 0], ClassLabel(names=["a", "b"]))) == ([], [1.0, 0.0])
+    _, numbers = encoded("number", [1, 2])
+    assert all(isinstance(number, float) for number in numbers)
+
+
+WRONG = {  # kind: good labels, rule, labels that break it
+    "class": (
+        ["a", "b"],
+        "labels must be names or whole numbers",
+        [
+            [0, None, 1],
+            ["a", None, "b"],
+            [0.0, 1.0],
+            [0.0, math.nan],
+            [[0], [1]],
+            [{"a": 1}, {"a": 2}],
+            [None, None],
+        ],
+    ),
+    "classes": (
+        [["a"], ["b"]],
+        "labels must be lists of names or whole numbers",
+        [["a", "b"], [0, 1], [[0.5], [1.0]], [["a", None]], [[["a"]]]],
+    ),
+    "tags": (
+        [["N", "V"], ["N", "N"]],
+        "labels must be lists of names or whole numbers",
+        [[["N", None]], ["NV"]],
+    ),
+    "number": (
+        [1.0, 2.0],
+        "labels of a regression must be finite float32 numbers",
+        [
+            [1.0, None],
+            [1.0, math.nan],
+            [math.inf, 1.0],
+            [True, False],
+            ["1.5", "2"],
+            [[1.0]],
+            [None],
+        ],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "labels"), [(kind, labels) for kind in WRONG for labels in WRONG[kind][-1]], ids=str
+)
+def test_what_is_no_label(kind, labels):
+    good, rule, _ = WRONG[kind]
+    good, wrong = (split(values, tokens=[["a", "b"]] * len(values)) for values in (good, labels))
+    for name, splits in {"train": [wrong], "validation": [good, wrong]}.items():
+        with pytest.raises(DataError, match=f"{rule}.*{name} rows.*--label_column"):
+            encoded(kind, *splits)
