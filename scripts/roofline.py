@@ -35,8 +35,7 @@ from hf_ga.exact.override import override
 from hf_ga.speed.chunked_loss import CHUNK_BYTES, OutputProjection, cross_entropy
 
 MAX_LENGTH = 512
-# Seconds that the host needs to launch one kernel, from C++ alone to PyTorch without a queue: an
-# assumption, no vendor states it.
+# Seconds that the host needs to launch one kernel: an assumption, no vendor states it.
 LAUNCH_SECONDS = (2e-6, 5e-6)
 # AdamW reads weight, gradient and two moments, and writes all but the gradient; clipping reads the
 # gradient twice and writes it once. All in float32.

@@ -175,6 +175,12 @@ def _check_windows(
 ) -> None:
     """Raise ConfigError if a window cannot be longer than what it shares with its neighbor."""
     num_special = check_room(tokenizer, max_length, is_pair=True)
+    if doc_stride >= max_length - num_special:
+        raise ConfigError(
+            f"doc_stride {doc_stride} is not below the {max_length - num_special} tokens that "
+            f"max_length {max_length} leaves besides {num_special} special tokens: lower "
+            "doc_stride, or raise max_length."
+        )
     whole = tokenizer(questions, contexts, verbose=False)["input_ids"]
     alone = tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"]
     for question, ids, of_question in zip(questions, whole, alone, strict=True):

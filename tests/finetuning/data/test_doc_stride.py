@@ -100,6 +100,8 @@ def test_a_question_that_leaves_too_little_room():
     assert windows(asked("c", question="a b c d"))["length"] == [8]  # its context fits
     with pytest.raises(ConfigError, match="max_length 3 leaves no room"):
         windows(asked(CONTEXT), max_length=3)
+    with pytest.raises(ConfigError, match="doc_stride 5 is not below the 5 tokens"):
+        windows(asked("c"), doc_stride=5)  # transformers would refuse it for the short one, too
 
 
 def best_by_trying_all(logits, samples, context):
