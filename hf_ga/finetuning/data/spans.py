@@ -101,19 +101,18 @@ def tokenize_questions(
         for question, context in zip(rows["question"], rows["context"], strict=True)
     ]
     encoded, row_of, was_cut = _encode(tokenizer, max_length, doc_stride, texts)
-    num_windows = np.bincount(row_of, minlength=len(texts))
+    windows = np.arange(len(row_of)) - np.searchsorted(row_of, row_of)  # rows are in order
+    is_part = np.array(was_cut) | (np.bincount(row_of)[row_of] > 1)
     columns: Rows = {}
-    has_answer: set[int] = set()  # rows of which a sample has the answer
+    is_found = np.zeros(len(texts), bool)  # rows without an answer, or with one in a sample
     for i, row in enumerate(row_of):
         ids = encoded["input_ids"][i] if any(texts[row]) else []
         starts, ends = _characters(encoded, i)
         answer = _first_answer(rows, row) if ids else None
-        is_part = was_cut[i] or num_windows[row] > 1
-        found = _tokens_of(answer, starts, ends, is_part) if answer else None
+        found = _tokens_of(answer, starts, ends, is_part[i]) if answer else None
+        is_found[row] |= answer is None or found is not None
         no_answer = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
         first, last = found or (no_answer, no_answer)
-        if answer is None or found is not None:
-            has_answer.add(row)
         sample = {
             "input_ids": ids,
             "starts": starts[: len(ids)],
@@ -124,7 +123,6 @@ def tokenize_questions(
             "was_cut": bool(ids) and was_cut[i],
             "length": len(ids),
             "num_targets": int(bool(ids)),
-            "window": 0 if i == 0 or row != row_of[i - 1] else columns["window"][-1] + 1,
             "context": rows["context"][row] or "",
         }
         if "token_type_ids" in encoded:
@@ -133,10 +131,8 @@ def tokenize_questions(
             sample["answers"] = rows["answer_texts"][row]
         for name, value in sample.items():
             columns.setdefault(name, []).append(value)
-    columns["answer_is_lost"] = [
-        number == 0 and row not in has_answer
-        for number, row in zip(columns["window"], row_of, strict=True)
-    ]
+    columns["window"] = windows.tolist()
+    columns["answer_is_lost"] = ((windows == 0) & ~is_found[row_of]).tolist()
     return columns
 
 
@@ -146,7 +142,9 @@ def _encode(
     doc_stride: int | None,
     texts: Sequence[tuple[str, str]],
 ) -> tuple[BatchEncoding, list[int], list[bool]]:
-    """The samples of some rows; also the row of each sample, and whether its context was cut."""
+    """The samples of some rows; also the row of each sample, in order, and whether its context was
+    cut.
+    """
     questions, contexts = (list(part) for part in zip(*texts, strict=True))
     how: dict[str, Any] = {"truncation": "only_second", "return_offsets_mapping": True}
     if doc_stride is None or max_length is None:
