@@ -187,7 +187,8 @@ class Diagnosis:
                 weights,
                 (Cause("normalisation", f"micro-batches are weighted by x({factors}) of n_k / N"),),
             ), left
-        if error > MATCH["bf16"]:
+        # Low precision is no explanation where the parts do not add up in any precision.
+        if error > MATCH["bf16"] or self.subject.whole_batch is not None:
             return replace(match, causes=()), error
         if self._reduced_in(trial, error):
             return match, error
@@ -217,33 +218,23 @@ class Diagnosis:
         ]
 
     def _not_additive(self, residual: float) -> list[Cause]:
+        """Why no weights of the micro-batches' gradients give that of the window."""
         if residual <= self.match:
             return []
-        text, seen = (
-            "the loss of the window is not a weighted mean of its micro-batches' losses",
-            f"residual {residual:.1e}",
-        )
-        if self.subject.rule is not None and isinstance(self.subject.rule.loss, WithRouter):
-            return [
-                Cause(
-                    "auxiliary loss",
-                    "the router's auxiliary loss is a product of means over the micro-batch",
-                    seen,
-                )
-            ]
-        if self.subject.rule is not None:
-            return [
-                Cause(
-                    "several means",
-                    f"{text}: it is a sum of several means, each over its own targets",
-                    seen,
-                )
-            ]
-        text += (
-            "even with all suspects switched off: it depends on pairs of samples (in-batch "
-            "negatives)"
-        )
-        return [Cause("cross-batch loss", text, seen)]
+        text = "the loss of the window is not a weighted mean of its micro-batches' losses"
+        seen = f"residual {residual:.1e}"
+        rule = self.subject.rule
+        if rule is None:
+            pairs = "it depends on pairs of samples (in-batch negatives)"
+            return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", seen)]
+        if self.subject.whole_batch is not None:
+            own = "each micro-batch compares its own samples only (in-batch negatives)"
+            return [Cause("cross-batch loss", f"{text}: {own}", seen)]
+        if isinstance(rule.loss, WithRouter):
+            balancing = "the router's auxiliary loss is a product of means over the micro-batch"
+            return [Cause("auxiliary loss", balancing, seen)]
+        means = "it is a sum of several means, each over its own targets"
+        return [Cause("several means", f"{text}: {means}", seen)]
 
     def _trial(self, on: str | None = None) -> Trial:
         """Arm and parts with all suspects except `on` switched off."""
