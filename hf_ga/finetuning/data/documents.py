@@ -64,7 +64,8 @@ def json_lines_of(path: str, field: str | None) -> tuple[dict[str | None, str], 
         files, fact = json_lines_of("rows.json", None)  # {"data": [{"text": "a"}, ...]}
         print(files[None], fact)  # a file of the cache; rows.json: rows under the key `data`
     """
-    document = _read_object(Path(path))
+    name = Path(path)
+    document = _read_object(name, line_is_row=".jsonl" in name.suffixes and field is None)
     if document is None and field is not None:
         raise DataError(
             f"field {field} names a key of a JSON file that is one object, but {path} has one row "
@@ -83,9 +84,13 @@ def json_lines_of(path: str, field: str | None) -> tuple[dict[str | None, str], 
     return files, f"{Path(path).name}: {found.form}"
 
 
-def _read_object(path: Path) -> dict[str, Any] | None:
+def _read_object(path: Path, line_is_row: bool) -> dict[str, Any] | None:
     """The content of a file that is one JSON object. None: a list, rows in lines, or malformed
     (`datasets` says how).
+
+    Args:
+        path: The file.
+        line_is_row: Whether an object on a single line is a row.
     """
     try:
         with _open_text(path) as file:
@@ -96,8 +101,7 @@ def _read_object(path: Path) -> dict[str, Any] | None:
                 row = json.loads(first)
             except json.JSONDecodeError:  # an object of several lines
                 return json.loads(first + file.read())
-            # A single line of a .jsonl file is a row.
-            return row if ".json" in path.suffixes and not _next_line(file) else None
+            return None if line_is_row or _next_line(file) else row
     except (ValueError, OSError, EOFError, zlib.error):
         return None
 

@@ -1,5 +1,6 @@
 """Files of rows, given by names and patterns, and errors of `datasets` while it reads."""
 
+import codecs
 import gzip
 import zlib
 from collections.abc import Iterator, Sequence
@@ -184,6 +185,12 @@ def _check_no_pointer(path: Path) -> None:
         )
 
 
+def _check_not_utf16(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise DataError(f"the file {path} is UTF-16: convert it to UTF-8.")
+
+
 def _checked_kind(file: str) -> str:
     """Type of a file, checked before it is parsed."""
     path = Path(file)
@@ -198,6 +205,7 @@ def _checked_kind(file: str) -> str:
     if path.stat().st_size == 0:
         raise DataError(f"the file {file} is empty.")
     _check_no_pointer(path)
+    _check_not_utf16(path)
     if kind == "json":
         with (
             suppress(OSError, EOFError, zlib.error),

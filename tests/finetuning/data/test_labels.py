@@ -195,8 +195,9 @@ WRONG = {  # kind: good labels, rule, labels that break it
         [
             [0, None, 1],
             ["a", None, "b"],
-            [0.0, 1.0],
+            [0.0, 1.5],
             [0.0, math.nan],
+            [0.0, math.inf],
             [[0], [1]],
             [{"a": 1}, {"a": 2}],
             [None, None],
