@@ -64,8 +64,8 @@ def json_lines_of(path: str, field: str | None) -> tuple[dict[str | None, str], 
         files, fact = json_lines_of("rows.json", None)  # {"data": [{"text": "a"}, ...]}
         print(files[None], fact)  # a file of the cache; rows.json: rows under the key `data`
     """
-    name = Path(path)
-    document = _read_object(name, line_is_row=".jsonl" in name.suffixes and field is None)
+    file = Path(path)
+    document = _read_object(file, line_is_row=".jsonl" in file.suffixes and field is None)
     if document is None and field is not None:
         raise DataError(
             f"field {field} names a key of a JSON file that is one object, but {path} has one row "
@@ -77,11 +77,11 @@ def json_lines_of(path: str, field: str | None) -> tuple[dict[str | None, str], 
     if found is None:
         return {None: path}, None
     files = {
-        split: _write_lines(rows, Path(path).name.partition(".")[0])
+        split: _write_lines(rows, file.name.partition(".")[0])
         for split, rows in found.splits.items()
         if rows
     }
-    return files, f"{Path(path).name}: {found.form}"
+    return files, f"{file.name}: {found.form}"
 
 
 def _read_object(path: Path, line_is_row: bool) -> dict[str, Any] | None:

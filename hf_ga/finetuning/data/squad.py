@@ -28,9 +28,13 @@ def questions_of(rows: DatasetDict) -> DatasetDict:
     """
     splits = {}
     for split, dataset in rows.items():
-        has_articles = ARTICLES in dataset.column_names
-        splits[split] = _questions_of(dataset) if has_articles else dataset
+        splits[split] = _questions_of(dataset) if _has_articles(dataset) else dataset
     return DatasetDict(splits)
+
+
+def _has_articles(dataset: Dataset) -> bool:
+    paragraph = getattr(dataset.features.get(ARTICLES), "feature", None)
+    return isinstance(paragraph, dict) and {"context", "qas"} <= paragraph.keys()
 
 
 def _questions_of(articles: Dataset) -> Dataset:
@@ -47,7 +51,7 @@ def _rows_of(article: dict[str, Any]) -> Iterator[dict[str, Any]]:
             yield {
                 "id": str(question.get("id")),
                 "title": article.get("title"),
-                "question": question["question"],
+                "question": question.get("question"),
                 "context": paragraph["context"],
                 "answers": _answers_of(question),
             }
@@ -58,4 +62,4 @@ def _answers_of(question: dict[str, Any]) -> dict[str, list] | None:
     answers = question.get("answers")
     if answers is None:
         return {"text": [], "answer_start": []} if question.get("is_impossible") else None
-    return {name: [answer[name] for answer in answers] for name in ANSWERS}
+    return {name: [answer.get(name) for answer in answers] for name in ANSWERS}
