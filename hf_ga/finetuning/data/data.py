@@ -146,7 +146,7 @@ def prepare_data(
     data.labels = list(known or []) if task.labels in ("class", "classes", "tags") else []
     if rows:
         data.columns = choose_columns(rows, options, task)
-        if stream is None:  # its rows are converted by nothing
+        if stream is None:  # the rows of a stream are not converted
             rows = as_numbers(rows, _columns_of_numbers(data), data.facts)
         rows = _labelled(rename_columns(rows, data.columns), data, known)
         data.facts += _facts_of_template(data)

@@ -65,7 +65,8 @@ def json_lines_of(path: str, field: str | None) -> tuple[dict[str | None, str], 
         print(files[None], fact)  # a file of the cache; rows.json: rows under the key `data`
     """
     file = Path(path)
-    document = _read_object(file, line_is_row=".jsonl" in file.suffixes and field is None)
+    line_is_row = field is None and ".json" not in file.suffixes  # .jsonl, .ndjson
+    document = _read_object(file, line_is_row)
     if document is None and field is not None:
         raise DataError(
             f"field {field} names a key of a JSON file that is one object, but {path} has one row "
@@ -139,7 +140,7 @@ def _find_rows(document: Mapping[str, Any], path: str) -> Found | None:
         return None
     if _is_split_form(document) or _is_table_form(document):
         return Found({None: _pandas_rows(document)}, "the form of pandas' to_json")
-    splits = _splits_in(document)
+    splits = _splits_in(document, path)
     if splits is not None:
         return splits
     rows = _pandas_rows(document)
@@ -163,16 +164,28 @@ def _find_rows(document: Mapping[str, Any], path: str) -> Found | None:
     return None
 
 
-def _splits_in(document: Mapping[str, Any]) -> Found | None:
-    """Rows by split, if the keys are names of splits."""
+def _splits_in(document: Mapping[str, Any], path: str) -> Found | None:
+    """Rows by split, if the keys are names of splits.
+
+    Raises:
+        DataError: Two keys name the same split.
+    """
     rows = {key: _rows_in(value) for key, value in document.items()}
     rows = {key: of_key for key, of_key in rows.items() if of_key is not None}
-    named = {SPLIT_NAMES[key]: of_key for key, of_key in rows.items() if key in SPLIT_NAMES}
-    if not named or not ("train" in named or len(named) == len(rows)):
+    keys = [key for key in rows if key in SPLIT_NAMES]
+    named = {SPLIT_NAMES[key]: rows[key] for key in keys}
+    if "train" not in named and len(keys) < max(1, len(rows)):
         return None
+    if len(named) < len(keys):
+        raise DataError(
+            f"{path} has rows under the keys {', '.join(keys)}, of which several name the same "
+            "split: rename or join them."
+        )
     unused = [key for key in rows if key not in SPLIT_NAMES]
-    form = f"splits under the keys {', '.join(key for key in rows if key in SPLIT_NAMES)}"
-    return Found(dict(named), form + f" (not used: {', '.join(unused)})" * bool(unused))
+    form = f"splits under the keys {', '.join(keys)}"
+    if unused:
+        form += f" (not used: {', '.join(unused)})"
+    return Found(dict(named), form)
 
 
 def _rows_in(value: Any) -> list[Row] | None:

@@ -10,7 +10,8 @@ from glob import glob
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset
+from datasets import load_dataset, load_dataset_builder
+from datasets.packaged_modules.json.json import JsonConfig
 from datasets.utils import logging
 
 from hf_ga.errors import DataError, HfGaError
@@ -20,6 +21,7 @@ from hf_ga.finetuning.data.documents import json_lines_of
 FILE_KINDS = {
     ".json": "json",
     ".jsonl": "json",
+    ".ndjson": "json",
     ".csv": "csv",
     ".tsv": "csv",
     ".txt": "text",
@@ -28,8 +30,13 @@ FILE_KINDS = {
 }
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 LARGEST_POINTER = 1024  # bytes, by the specification of git-lfs
-# Options of `datasets` for a type of file. A byte order mark is no part of the first text.
-READ_WITH: dict[str, dict[str, Any]] = {"text": {"encoding": "utf-8-sig"}}
+# Options of `datasets` for a type of file.
+READ_WITH: dict[str, dict[str, Any]] = {
+    "text": {"encoding": "utf-8-sig"},  # a byte order mark is no part of the first text
+    "json": {},
+}
+if hasattr(JsonConfig, "parse_agent_traces"):  # conversations with some columns are not logs
+    READ_WITH["json"]["parse_agent_traces"] = False
 
 
 @dataclass(frozen=True)
@@ -93,14 +100,16 @@ def load_files(
     split: str,
     *,
     field: str | None = None,
+    streaming: bool = False,
     facts: list[str] | None = None,
 ) -> Any:
     """Load the rows of files for one split; of a JSON file whose keys are splits, only its rows.
 
     Args:
         files: As for `load_splits`.
-        split: `validation`, `test` or `predict`.
+        split: `validation`, `test`, `predict`, or any other name.
         field: As for `load_splits`.
+        streaming: As for `load_splits`.
         facts: As for `load_splits`.
 
     Raises:
@@ -113,7 +122,40 @@ def load_files(
             f"{', '.join(files)} has rows for {', '.join(str(part.split) for part in parts)}, but "
             f"none for {split}: save these rows in a file of their own."
         )
-    return _load(kind, chosen, streaming=False)
+    return _load(kind, chosen, streaming)
+
+
+def load_folder(
+    folder: Path, *, streaming: bool = False, facts: list[str] | None = None
+) -> dict[str, Any] | None:
+    """Load the rows of the files in a folder by split, to which `datasets` assigns them by name.
+
+    Args:
+        folder: With files of one type, such as train.csv and test.csv.
+        streaming: As for `load_splits`.
+        facts: As for `load_splits`.
+
+    Returns:
+        {split: dataset, or stream}. None if `datasets` must read the folder itself: one with a
+        README.md, which may say how, or with files of another type than text, CSV and JSON.
+
+    Raises:
+        DataError: as `load_splits`; or a file is a pointer of git-lfs.
+    """
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            _check_no_pointer(path)
+    if (folder / "README.md").exists():
+        return None
+    with reading(str(folder)):
+        found = load_dataset_builder(str(folder)).config.data_files or {}
+    kinds = {_file_kind(Path(path)) for paths in found.values() for path in paths}
+    if not kinds or not kinds <= {"csv", "json", "text"}:
+        return None
+    return {
+        str(split): load_files(paths, str(split), streaming=streaming, facts=facts)
+        for split, paths in found.items()
+    }
 
 
 def _parts_of(files: Sequence[str], field: str | None, facts: list[str]) -> tuple[str, list[_Part]]:
@@ -160,17 +202,6 @@ def _load(kind: str, parts: Sequence[_Part], streaming: bool) -> Any:
             return load_delimited(paths, streaming=streaming)
         options = READ_WITH.get(kind, {})
         return load_dataset(kind, data_files=paths, split="train", streaming=streaming, **options)
-
-
-def check_no_pointers(folder: Path) -> None:
-    """Check that no file in a folder is a pointer of git-lfs.
-
-    Raises:
-        DataError: one is.
-    """
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            _check_no_pointer(path)
 
 
 def _check_no_pointer(path: Path) -> None:
@@ -284,7 +315,9 @@ def _columns(kind: str, part: _Part) -> list[str]:
     with reading(part.name):
         if kind == "csv":
             return header(part.path, separator_of(part.path))
-        return columns_of(load_dataset(kind, data_files=part.path, split="train", streaming=True))
+        options = READ_WITH.get(kind, {})
+        rows = load_dataset(kind, data_files=part.path, split="train", streaming=True, **options)
+        return columns_of(rows)
 
 
 def _file_kind(path: Path) -> str | None:

@@ -35,11 +35,11 @@ from hf_ga.finetuning.data.checks import (
     is_weight,
 )
 from hf_ga.finetuning.data.files import (
-    check_no_pointers,
     check_same_columns,
     columns_of,
     is_file,
     load_files,
+    load_folder,
     load_splits,
     reading,
     unreadable,
@@ -316,8 +316,10 @@ def _load(
         )
     if is_file(name):
         return load_splits(names, field=options.field, streaming=options.streaming, facts=facts)
-    if path.is_dir():
-        check_no_pointers(path)
+    if path.is_dir() and not is_saved and config is None:
+        splits = load_folder(path, streaming=options.streaming, facts=facts)
+        if splits is not None:
+            return splits
     with reading(name):
         if is_saved:
             loaded = load_from_disk(path)
@@ -348,7 +350,11 @@ def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
 
 def _remedy_of_nesting(rows: Dataset) -> str:
     """What to do if a single row holds the rows in one of its columns."""
-    nested = [name for name, kind in rows.features.items() if isinstance(kind, List)]
+    nested = [
+        name
+        for name, kind in rows.features.items()
+        if isinstance(kind, List) and isinstance(kind.feature, dict)
+    ]
     if len(rows) != 1 or not nested:
         return ""
     return (

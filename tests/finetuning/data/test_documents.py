@@ -9,6 +9,7 @@ import json
 import datasets
 import pandas as pd
 import pytest
+from datasets.packaged_modules.json.json import JsonConfig
 
 from hf_ga import ConfigError, DataError, FinetuneConfig
 from hf_ga.finetuning.data.files import load_files, load_splits
@@ -123,6 +124,45 @@ def test_splits_as_keys(name, tmp_path):
     assert list(load_files([file], "test")) == ROWS[5:]
     with pytest.raises(DataError, match="none for predict: save these rows in a file of their own"):
         load_files([file], "predict")
+
+
+def test_two_keys_for_one_split(tmp_path):
+    file = written(tmp_path / "d.json", {"train": ROWS[:3], "val": ROWS[3:4], "dev": ROWS[4:]})
+    with pytest.raises(DataError, match="keys train, val, dev, of which several name the same"):
+        load_splits([file])
+
+
+def test_files_of_a_folder_are_read_as_any_other(tmp_path):
+    """The control: `datasets` itself makes nulls of the words NA. With a README it reads them."""
+    folder = tmp_path / "rows"
+    folder.mkdir()
+    for split in ("train", "validation", "test"):
+        (folder / f"{split}.csv").write_text("text;label\nNA;1\nnull;0\n")
+    facts = []
+    rows, _ = load_rows(FinetuneConfig(dataset_name=str(folder)), facts)
+    expected = [{"text": "NA", "label": 1}, {"text": "null", "label": 0}]
+    assert {split: list(of_split) for split, of_split in rows.items()} == {
+        "train": expected,
+        "validation": expected,
+        "test": expected,
+    }
+    assert sorted(facts) == [
+        f"{split}.csv: columns separated by semicolons" for split in ("test", "train", "validation")
+    ]
+    (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  sep: ;\n---\n")
+    rows, _ = load_rows(FinetuneConfig(dataset_name=str(folder)))
+    assert list(rows["train"]["text"]) == [None, None]
+
+
+def test_conversations_that_look_like_logs_of_agents(tmp_path):
+    """The control: `datasets` asks for a package that reads such logs."""
+    turns = [{"role": "user", "content": "a"}]
+    row = {"id": "1", "source": "s", "model": "m", "system_prompt": "p", "messages": turns}
+    file = written(tmp_path / "d.jsonl", row)
+    assert splits_of(file) == {"train": [row]}
+    if hasattr(JsonConfig, "parse_agent_traces"):
+        with pytest.raises(datasets.exceptions.DatasetGenerationError):
+            datasets.load_dataset("json", data_files=file)
 
 
 def test_splits_of_several_files(tmp_path):
