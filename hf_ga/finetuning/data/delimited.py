@@ -19,7 +19,7 @@ from datasets import Dataset, Features, IterableDataset, Value, concatenate_data
 from hf_ga.errors import DataError
 
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
-NUM_LOOKED_AT = 1000  # rows of a stream that tell which columns are numbers
+NUM_LOOKED_AT = 1000  # first rows, the only ones of a stream that tell the types of its columns
 # Codes: 007, and numbers with more digits than an int64 or a float holds.
 _CODE = r"^[+-]?(0\d|\d{19})"
 _READ = {"int64": int, "float64": float, "bool": lambda text: text.strip().lower() == "true"}
@@ -94,14 +94,14 @@ def _check_first_row(path: str, separator: str) -> None:
 
 
 def _check_quotes(path: str, rows: Dataset) -> None:
-    """Refuse a quote that was never closed, which makes one text of several rows."""
+    """Refuse texts that look like several rows, joined by a quote that was not closed."""
     for name in rows.column_names:
         texts = rows.data.column(name)
         if pc.any(pc.match_substring_regex(texts, r"\t[^\n]*\n|\n[^\n]*\t")).as_py():
             raise DataError(
-                f"the column {name!r} of {path} has texts with tabs and line breaks: a double "
-                "quote that is not closed joins several rows. Write such quotes twice inside a "
-                "quoted text, or remove them."
+                f"the column {name!r} of {path} has texts with tabs and line breaks, as a double "
+                "quote that is not closed makes of several rows: write quotes within texts twice, "
+                "or remove them. If the texts are right, save the rows as JSON lines."
             )
 
 
@@ -122,7 +122,13 @@ def _with_numbers(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
 
 def _type_of(cells: pa.ChunkedArray) -> str | None:
     """The type of all cells of a column; None: they are texts."""
-    texts = pc.utf8_trim_whitespace(cells.drop_null().cast(pa.string()))
+    cells = cells.drop_null()
+    first = _type_of_each(cells.slice(0, NUM_LOOKED_AT))  # spares a copy of long texts
+    return None if first is None else _type_of_each(cells)
+
+
+def _type_of_each(cells: pa.ChunkedArray) -> str | None:
+    texts = pc.utf8_trim_whitespace(cells.cast(pa.string()))
     is_code = pc.match_substring_regex(texts, _CODE)
     if not len(texts) or pc.any(is_code).as_py():
         return None
