@@ -122,9 +122,10 @@ def _with_numbers(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
 
 def _type_of(cells: pa.ChunkedArray) -> str | None:
     """The type of all cells of a column; None: they are texts."""
-    cells = cells.drop_null()
-    first = _type_of_each(cells.slice(0, NUM_LOOKED_AT))  # spares a copy of long texts
-    return None if first is None else _type_of_each(cells)
+    first = cells.slice(0, NUM_LOOKED_AT).drop_null()
+    if len(first) and _type_of_each(first) is None:  # spares a copy of long texts
+        return None
+    return _type_of_each(cells.drop_null())
 
 
 def _type_of_each(cells: pa.ChunkedArray) -> str | None:
