@@ -83,6 +83,11 @@ def missing_column():
     hf_ga.finetune(hf_ga.FinetuneConfig(**task, output_dir="outputs/reviews"))
 
 
+def unquoted_commas():
+    Path("reviews.csv").write_text("review,stars\nslow, but good,4\n")
+    hf_ga.finetune(hf_ga.FinetuneConfig(dataset_name="reviews.csv", output_dir="outputs/reviews"))
+
+
 def damaged_checkpoint():
     folder = Path("outputs/safe/checkpoint-50")
     folder.mkdir(parents=True)
@@ -116,6 +121,7 @@ def infinite_sample():
     [
         (errors.ConfigError, lambda: parse_config(["--num_epochs", "3"])),
         (errors.DataError, missing_column),
+        (errors.DataError, unquoted_commas),
         (
             errors.LossNotAdditive,
             lambda: hf_ga.prove_targets(Net(nn.BatchNorm1d(8)), rows(), collate),

@@ -37,10 +37,20 @@ def check_values(
         )
 
 
+def is_given(value: Any) -> bool:
+    """Whether a value is not None."""
+    return value is not None
+
+
+def is_number(value: Any) -> bool:
+    """Whether a value is a number that is finite in float32, and no truth value."""
+    is_real = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_real and abs(value) <= LARGEST
+
+
 def is_weight(value: Any) -> bool:
     """Whether a value is a number of at least 0, finite in float32."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_number and 0 <= value <= LARGEST
+    return is_number(value) and value >= 0
 
 
 def check_weights(split: str, weights: Sequence[Any]) -> None:

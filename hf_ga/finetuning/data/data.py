@@ -16,20 +16,28 @@ from transformers import PreTrainedTokenizerBase
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.finetuning.data.chat import chat_columns
 from hf_ga.finetuning.data.choices import encode_choices
-from hf_ga.finetuning.data.columns import choose_columns, rename_columns
+from hf_ga.finetuning.data.columns import FLAGS, choose_columns, rename_columns
 from hf_ga.finetuning.data.corpus import SPLITS
 from hf_ga.finetuning.data.files import load_files, reading
-from hf_ga.finetuning.data.labels import encode_labels
+from hf_ga.finetuning.data.labels import (
+    encode_labels,
+    facts_of_whole_numbers,
+    one_hot_as_ids,
+    similar_names,
+)
 from hf_ga.finetuning.data.masking import KeyedMasks
+from hf_ga.finetuning.data.numeric import as_numbers
 from hf_ga.finetuning.data.options import DataOptions, Several, as_list
 from hf_ga.finetuning.data.pairs import check_scores
 from hf_ga.finetuning.data.sources import StreamedSamples, first_rows, load_rows
 from hf_ga.finetuning.data.spans import encode_answers
+from hf_ga.finetuning.data.squad import questions_of
 from hf_ga.finetuning.data.tasks import TASKS, Task
 from hf_ga.finetuning.data.tokenization import (
     complete_tokenizer,
     contents_of,
     cut_into_blocks,
+    encoding_of,
     tokenize_completions,
 )
 
@@ -66,6 +74,9 @@ class PreparedData:
         description: one line on the source of the rows. facts: lines on rows that were truncated,
             skipped or have no target.
         content_hash: of the training samples, independent of their source.
+        identity: hashes of what the training samples are made of, by name: the rows, the tokenizer,
+            and the chat template where the rows are conversations. They do not depend on what the
+            template renders, which may be today's date.
         stream: all training samples if they are read while training; then `train` contains the
             first ones.
     """
@@ -79,6 +90,7 @@ class PreparedData:
     labels: list[str] = field(default_factory=list)
     facts: list[str] = field(default_factory=list)
     content_hash: str = ""
+    identity: dict[str, str | None] = field(default_factory=dict)
     stream: StreamedSamples | None = None
 
     @property
@@ -126,19 +138,25 @@ def prepare_data(
         ConfigError: options or a tokenizer that do not fit the data or the task.
     """
     task = TASKS[options.task]
-    rows, stream = load_rows(options)
+    facts: list[str] = []
+    rows, stream = load_rows(options, facts)
     complete_tokenizer(tokenizer, task.labels, is_decoder=task.pipeline == "text-generation")
     _set_truncation(tokenizer, options)
     data = PreparedData(task, {}, tokenizer, {}, options.mlm_probability, _describe(rows, options))
+    data.facts += facts
     data.labels = list(known or []) if task.labels in ("class", "classes", "tags") else []
     if rows:
         data.columns = choose_columns(rows, options, task)
+        if stream is None:  # the rows of a stream are not converted
+            rows = as_numbers(rows, _columns_of_numbers(data), data.facts)
         rows = _labelled(rename_columns(rows, data.columns), data, known)
+        data.facts += _facts_of_template(data)
     for split in SPLITS:
         if split in rows and not (options.eval_only and split == "train"):
             data.splits[split] = _tokenized(rows[split], split, options, data)
     if "train" in data.splits:
         data.content_hash = _content_hash(data.splits["train"], data.labels)
+        data.identity = _identity_of(rows["train"], data)
     if stream is not None:
         tokenize = _tokenizing(data.columns, options, data)
         data.stream = StreamedSamples(
@@ -166,7 +184,10 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
     Raises:
         DataError: a file cannot be read, or lacks a column.
     """
-    rows = first_rows(load_files(as_list(files)), options.max_predict_samples)
+    rows = load_files(as_list(files), "predict", field=options.field, facts=data.facts)
+    if options.task == "question-answering":
+        rows = questions_of(DatasetDict(predict=rows))["predict"]
+    rows = first_rows(rows, options.max_predict_samples)
     splits = DatasetDict(
         predict=rows.flatten() if options.task == "seq2seq" else rows
     )  # same as in `load_rows`
@@ -239,8 +260,30 @@ def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None
             )
     if kind == "choice":
         return encode_choices(rows)
+    if kind == "classes":
+        rows, num_classes = one_hot_as_ids(rows)
+        if num_classes:
+            data.facts.append(
+                f"labels: a 0 or 1 for each of {num_classes} classes (one-hot); if they are lists "
+                "of the classes that apply, write names instead of numbers"
+            )
+    if kind == "class":
+        data.facts += facts_of_whole_numbers(rows)
     rows, data.labels = encode_labels(rows, kind, known)
+    data.facts += similar_names(data.labels)
     return rows
+
+
+def _facts_of_template(data: PreparedData) -> list[str]:
+    if not chat_columns(data.columns) or "strftime_now" not in str(data.tokenizer.chat_template):
+        return []
+    return ["the chat template renders the current date: samples depend on when they are tokenized"]
+
+
+def _columns_of_numbers(data: PreparedData) -> dict[str, str]:
+    """Flags that name a column of numbers -> the column."""
+    roles = ("label", "weight") if data.task.labels in ("number", "pairs") else ("weight",)
+    return {FLAGS[role]: data.columns[role] for role in roles if role in data.columns}
 
 
 def _tokenizing(roles: Iterable[str], options: DataOptions, data: PreparedData) -> partial:
@@ -292,7 +335,7 @@ def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedDa
     if "weight" in dataset.column_names:
         data.facts.append(f"{split}: {_fact_of_weights(dataset, options)}")
     if is_empty.all():
-        raise DataError(f"all {len(dataset)} {split} rows are empty: give rows with text.")
+        raise DataError(f"all {len(dataset)} {split} rows are empty or null: give rows with text.")
     if is_empty.any():
         dataset = dataset.select(np.flatnonzero(~is_empty))
     if not any(dataset["num_targets"][:]):
@@ -326,7 +369,7 @@ def _facts(dataset: Dataset, split: str, options: DataOptions, side: str) -> lis
     from_left = " from the left" if side == "left" else ""
     counts = {
         f"truncated to {options.max_length} tokens{from_left}": sum(dataset["was_cut"][:]),
-        "skipped because they are empty": (lengths == 0).sum(),
+        "skipped because they are empty or null": (lengths == 0).sum(),
         "without a target (they do not contribute to the loss)": (
             (targets == 0) & (lengths > 0)
         ).sum(),
@@ -367,3 +410,26 @@ def _content_hash(train: Dataset, labels: Sequence[str]) -> str:
     for rows in _learned_from(train).iter(batch_size=1000):
         digest.update(json.dumps(rows).encode())
     return digest.hexdigest()[:16]
+
+
+def _identity_of(train: Dataset, data: PreparedData) -> dict[str, str | None]:
+    """Hashes of what the training samples are made of, see `PreparedData`.
+
+    Args:
+        train: The rows by role, with labels as ids. Of a stream, those that were read ahead.
+        data: With the tokenizer and the names of the labels.
+    """
+    digest = hashlib.sha256(json.dumps(data.labels).encode())
+    for rows in train.iter(batch_size=1000):
+        digest.update(json.dumps(rows, default=str).encode())
+    is_templated = bool(chat_columns(train.column_names))
+    template = data.tokenizer.chat_template if is_templated else None
+    return {
+        "data": digest.hexdigest()[:16],
+        "tokenizer": _short_hash([encoding_of(data.tokenizer), _FORMAT]),
+        "chat_template": None if template is None else _short_hash(template),
+    }
+
+
+def _short_hash(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -1,26 +1,57 @@
 """Files of rows, given by names and patterns, and errors of `datasets` while it reads."""
 
+import codecs
 import gzip
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from glob import glob
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset
+from datasets import load_dataset, load_dataset_builder
+from datasets.packaged_modules.json.json import JsonConfig
 from datasets.utils import logging
 
 from hf_ga.errors import DataError, HfGaError
+from hf_ga.finetuning.data.delimited import SEPARATORS, header, load_delimited, separator_of
+from hf_ga.finetuning.data.documents import json_lines_of
 
 FILE_KINDS = {
     ".json": "json",
     ".jsonl": "json",
+    ".ndjson": "json",
     ".csv": "csv",
+    ".tsv": "csv",
     ".txt": "text",
     ".text": "text",
     ".parquet": "parquet",
 }
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+LARGEST_POINTER = 1024  # bytes, by the specification of git-lfs
+# Options of `datasets` for a type of file.
+READ_WITH: dict[str, dict[str, Any]] = {
+    "text": {"encoding": "utf-8-sig"},  # a byte order mark is no part of the first text
+    "json": {},
+}
+if hasattr(JsonConfig, "parse_agent_traces"):  # conversations with some columns are not logs
+    READ_WITH["json"]["parse_agent_traces"] = False
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of one split in a file.
+
+    Attributes:
+        name: The file's name, for errors.
+        path: The file to read. Of a JSON object it is a file in the cache.
+        split: None if the file does not name splits.
+    """
+
+    name: str
+    path: str
+    split: str | None = None
 
 
 def is_file(name: str) -> bool:
@@ -34,13 +65,101 @@ def is_pattern(name: str) -> bool:
     return any(character in name for character in "*?[") and not Path(name).expanduser().exists()
 
 
-def load_files(files: Sequence[str], *, streaming: bool = False) -> Any:
-    """The rows of files in the given order; those of a pattern in the order of their paths.
+def load_splits(
+    files: Sequence[str],
+    *,
+    field: str | None = None,
+    streaming: bool = False,
+    facts: list[str] | None = None,
+) -> dict[str, Any]:
+    """Load the rows of files by split: `train`, unless the keys of a JSON file are splits.
+
+    Args:
+        files: Names and patterns of files. Rows are in the given order, those of a pattern in the
+            order of their paths.
+        field: Key of the rows in JSON files that are one object. None: find it.
+        streaming: Read rows as they are needed.
+        facts: Lines on how the files were read are appended to it.
+
+    Returns:
+        {split: dataset, or stream}
 
     Raises:
         DataError: a file is missing, empty, of an unknown type or not readable; a pattern without a
             match; files of different types or columns.
     """
+    kind, parts = _parts_of(files, field, facts if facts is not None else [])
+    by_split: dict[str, list[_Part]] = {}
+    for part in parts:
+        by_split.setdefault(part.split or "train", []).append(part)
+    return {split: _load(kind, of_split, streaming) for split, of_split in by_split.items()}
+
+
+def load_files(
+    files: Sequence[str],
+    split: str,
+    *,
+    field: str | None = None,
+    streaming: bool = False,
+    facts: list[str] | None = None,
+) -> Any:
+    """Load the rows of files for one split; of a JSON file whose keys are splits, only its rows.
+
+    Args:
+        files: As for `load_splits`.
+        split: `validation`, `test`, `predict`, or any other name.
+        field: As for `load_splits`.
+        streaming: As for `load_splits`.
+        facts: As for `load_splits`.
+
+    Raises:
+        DataError: as `load_splits`; or no rows of this split.
+    """
+    kind, parts = _parts_of(files, field, facts if facts is not None else [])
+    chosen = [part for part in parts if part.split in (None, split)]
+    if not chosen:
+        raise DataError(
+            f"{', '.join(files)} has rows for {', '.join(str(part.split) for part in parts)}, but "
+            f"none for {split}: save these rows in a file of their own."
+        )
+    return _load(kind, chosen, streaming)
+
+
+def load_folder(
+    folder: Path, *, streaming: bool = False, facts: list[str] | None = None
+) -> dict[str, Any] | None:
+    """Load the rows of the files in a folder by split, to which `datasets` assigns them by name.
+
+    Args:
+        folder: With files of one type, such as train.csv and test.csv.
+        streaming: As for `load_splits`.
+        facts: As for `load_splits`.
+
+    Returns:
+        {split: dataset, or stream}. None if `datasets` must read the folder itself: one with a
+        README.md, which may say how, or with files of another type than text, CSV and JSON.
+
+    Raises:
+        DataError: as `load_splits`; or a file is a pointer of git-lfs.
+    """
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            _check_no_pointer(path)
+    if (folder / "README.md").exists():
+        return None
+    with reading(str(folder)):
+        found = load_dataset_builder(str(folder)).config.data_files or {}
+    kinds = {_file_kind(Path(path)) for paths in found.values() for path in paths}
+    if not kinds or not kinds <= {"csv", "json", "text"}:
+        return None
+    return {
+        str(split): load_files(paths, str(split), streaming=streaming, facts=facts)
+        for split, paths in found.items()
+    }
+
+
+def _parts_of(files: Sequence[str], field: str | None, facts: list[str]) -> tuple[str, list[_Part]]:
+    """The type of files, and what is read of them."""
     paths = [path for file in files for path in _matches(file)]
     kinds = {path: _checked_kind(path) for path in paths}
     if len(set(kinds.values())) > 1:
@@ -50,10 +169,57 @@ def load_files(files: Sequence[str], *, streaming: bool = False) -> Any:
             f"the files of {', '.join(files)} are of different types: {found}. Give files of one "
             "type."
         )
-    if len(paths) > 1:
-        check_same_columns([(path, _columns(kind, path)) for path, kind in kinds.items()])
-    with reading(", ".join(files)):
-        return load_dataset(kinds[paths[0]], data_files=paths, split="train", streaming=streaming)
+    kind = kinds[paths[0]]
+    if field is not None and kind != "json":
+        raise DataError(f"field {field} applies to JSON files, not to {paths[0]}: omit it.")
+    parts = []
+    for path in paths:
+        with reading(path):
+            fact = _fact_of_separator(path) if kind == "csv" else None
+            lines: dict[str | None, str] = {None: path}
+            if kind == "json":
+                lines, fact = json_lines_of(path, field)
+        parts += [_Part(path, of_split, split) for split, of_split in lines.items()]
+        if fact is not None and fact not in facts:
+            facts.append(fact)
+    return kind, parts
+
+
+def _fact_of_separator(path: str) -> str | None:
+    """A line on the separator of a CSV or TSV file; None if it is a comma."""
+    separator = separator_of(path)
+    if separator == ",":
+        return None
+    return f"{Path(path).name}: columns separated by {SEPARATORS[separator]}"
+
+
+def _load(kind: str, parts: Sequence[_Part], streaming: bool) -> Any:
+    if len(parts) > 1:
+        check_same_columns([(part.name, _columns(kind, part)) for part in parts])
+    paths = [part.path for part in parts]
+    with reading(", ".join(dict.fromkeys(part.name for part in parts))):
+        if kind == "csv":
+            return load_delimited(paths, streaming=streaming)
+        options = READ_WITH.get(kind, {})
+        return load_dataset(kind, data_files=paths, split="train", streaming=streaming, **options)
+
+
+def _check_no_pointer(path: Path) -> None:
+    if path.stat().st_size > LARGEST_POINTER:
+        return
+    content = path.read_bytes()
+    if content.startswith(LFS_POINTER):
+        size = content.decode(errors="replace").partition("size ")[2].split()[:1]
+        raise DataError(
+            f"the file {path} is a git-lfs pointer to data of {''.join(size) or 'unknown'} bytes, "
+            "not the data itself: fetch it with `git lfs pull`."
+        )
+
+
+def _check_not_utf16(path: Path) -> None:
+    with path.open("rb") as file:
+        if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise DataError(f"the file {path} is UTF-16: convert it to UTF-8.")
 
 
 def _checked_kind(file: str) -> str:
@@ -69,6 +235,8 @@ def _checked_kind(file: str) -> str:
         )
     if path.stat().st_size == 0:
         raise DataError(f"the file {file} is empty.")
+    _check_no_pointer(path)
+    _check_not_utf16(path)
     if kind == "json":
         with (
             suppress(OSError, EOFError, zlib.error),
@@ -142,10 +310,14 @@ def _matches(file: str) -> list[str]:
     return paths
 
 
-def _columns(kind: str, path: str) -> list[str]:
+def _columns(kind: str, part: _Part) -> list[str]:
     """Columns of the first rows of a file."""
-    with reading(path):
-        return columns_of(load_dataset(kind, data_files=path, split="train", streaming=True))
+    with reading(part.name):
+        if kind == "csv":
+            return header(part.path, separator_of(part.path))
+        options = READ_WITH.get(kind, {})
+        rows = load_dataset(kind, data_files=part.path, split="train", streaming=True, **options)
+        return columns_of(rows)
 
 
 def _file_kind(path: Path) -> str | None:

@@ -36,8 +36,13 @@ class DataOptions:
     dataset_name: list[str] | str = option(
         "stdlib",
         "stdlib (embedded: documentation strings of Python), hub ids, files or patterns of files "
-        "(json, jsonl, csv, txt, parquet), "
+        "(json, jsonl, csv, tsv, txt, parquet), "
         "or folders.",
+    )
+    field: str | None = option(
+        None,
+        "Key of the rows in a JSON file that is one object, with dots for keys in keys. Default: "
+        "the only list of objects, or the keys train, validation, test.",
     )
     dataset_weights: list[float] | None = option(
         None,

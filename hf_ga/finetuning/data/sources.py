@@ -15,6 +15,7 @@ from datasets import (
     Dataset,
     DatasetDict,
     IterableDataset,
+    List,
     Value,
     concatenate_datasets,
     interleave_datasets,
@@ -25,17 +26,27 @@ from datasets import (
 from hf_ga.errors import ConfigError, DataError, HfGaError
 from hf_ga.exact.order import epoch_order
 from hf_ga.finetuning.data import corpus
-from hf_ga.finetuning.data.checks import FIX_WEIGHTS, WEIGHT_RULE, check_values, is_weight
+from hf_ga.finetuning.data.checks import (
+    FIX_LABELS,
+    FIX_WEIGHTS,
+    WEIGHT_RULE,
+    check_values,
+    is_given,
+    is_weight,
+)
 from hf_ga.finetuning.data.files import (
     check_same_columns,
     columns_of,
     is_file,
     load_files,
+    load_folder,
+    load_splits,
     reading,
     unreadable,
 )
-from hf_ga.finetuning.data.labels import label_ids
+from hf_ga.finetuning.data.labels import CLASS_RULE, label_ids
 from hf_ga.finetuning.data.options import DataOptions, as_list
+from hf_ga.finetuning.data.squad import questions_of
 
 NUM_READ_AHEAD = 1000
 BATCH_SIZE = 100  # rows of a stream that are tokenized together
@@ -43,23 +54,30 @@ BATCH_SIZE = 100  # rows of a stream that are tokenized together
 SEED = 0
 
 
-def load_rows(options: DataOptions) -> tuple[DatasetDict, IterableDataset | None]:
+def load_rows(
+    options: DataOptions, facts: list[str] | None = None
+) -> tuple[DatasetDict, IterableDataset | None]:
     """The splits of `dataset_name`, `validation_file` and `test_file`, not tokenized; with
     `streaming`, also the stream of all training rows, of which `train` has the first ones: for
     columns, labels and the proof.
 
     With `eval_only`, training rows are optional, and the default corpus is not read if files are
-    given.
+    given. Lines on how files were read are appended to `facts`.
 
     Raises:
+        ConfigError: `field` without a file.
         DataError: a missing or unreadable file, an unknown dataset, no training rows, a stream
             without validation rows.
     """
     files = {"validation": options.validation_file, "test": options.test_file}
-    extra = {split: load_files(as_list(file)) for split, file in files.items() if file}
+    extra = {
+        split: load_files(as_list(file), split, field=options.field, facts=facts)
+        for split, file in files.items()
+        if file
+    }
     has_own_rows = bool(extra) or options.predict_file is not None
     files_only = options.eval_only and has_own_rows and options.dataset_name == "stdlib"
-    named, stream = ({} if files_only else _named_rows(options)), None
+    named, stream = ({} if files_only else _named_rows(options, facts)), None
     limits = {
         "train": options.max_train_samples,
         "validation": options.max_eval_samples,
@@ -77,6 +95,8 @@ def load_rows(options: DataOptions) -> tuple[DatasetDict, IterableDataset | None
             if split not in extra
         }
     loaded = {**named, **extra}
+    if options.task == "question-answering":
+        loaded = questions_of(DatasetDict(loaded))
     rows = DatasetDict(
         {s: loaded[s] for s in corpus.SPLITS if s in loaded and (len(loaded[s]) or s == "train")}
     )
@@ -167,10 +187,10 @@ class StreamedSamples:
             raise unreadable(self.name, error) from error
 
 
-def _named_rows(options: DataOptions) -> dict[str, Any]:
+def _named_rows(options: DataOptions, facts: list[str] | None) -> dict[str, Any]:
     """The splits of all datasets of `dataset_name`, or their streams."""
     loaded = [
-        (", ".join(names), _load(names, config, options))
+        (", ".join(names), _load(names, config, options, facts))
         for names, config in _named_datasets(options)
     ]
     lacking = [name for name, splits in loaded if "train" not in splits]
@@ -275,12 +295,18 @@ def _with_one_text_type(rows: Any) -> Any:
     return rows
 
 
-def _load(names: Sequence[str], config: str | None, options: DataOptions) -> Mapping[str, Any]:
+def _load(
+    names: Sequence[str], config: str | None, options: DataOptions, facts: list[str] | None
+) -> Mapping[str, Any]:
     """The splits of one dataset, or their streams."""
     name, path = names[0], Path(names[0]).expanduser()
     is_saved = (path / "dataset_dict.json").exists() or (
         path / "state.json"
     ).exists()  # by `save_to_disk` of `datasets`
+    if options.field is not None and not is_file(name):
+        raise ConfigError(
+            f"field {options.field} names a key of a JSON file, but {name} is no file: omit it."
+        )
     if name == "stdlib":
         return corpus.load(options.task)
     if is_saved and options.streaming:
@@ -289,7 +315,11 @@ def _load(names: Sequence[str], config: str | None, options: DataOptions) -> Map
             "streaming."
         )
     if is_file(name):
-        return {"train": load_files(names, streaming=options.streaming)}
+        return load_splits(names, field=options.field, streaming=options.streaming, facts=facts)
+    if path.is_dir() and not is_saved and config is None:
+        splits = load_folder(path, streaming=options.streaming, facts=facts)
+        if splits is not None:
+            return splits
     with reading(name):
         if is_saved:
             loaded = load_from_disk(path)
@@ -308,7 +338,7 @@ def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
     if size >= len(train):
         raise DataError(
             f"{len(train)} training rows are too few to take validation rows from: give "
-            "--validation_file."
+            f"--validation_file{_remedy_of_nesting(train)}."
         )
     order = epoch_order(len(train), SEED, 0)
     parts = {
@@ -318,10 +348,26 @@ def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
     return DatasetDict({**rows, **parts})
 
 
+def _remedy_of_nesting(rows: Dataset) -> str:
+    """What to do if a single row holds the rows in one of its columns."""
+    nested = [
+        name
+        for name, kind in rows.features.items()
+        if isinstance(kind, List) and isinstance(kind.feature, dict)
+    ]
+    if len(rows) != 1 or not nested:
+        return ""
+    return (
+        f". If the row is a JSON object that holds the rows ({', '.join(nested)}), name their key "
+        "with --field"
+    )
+
+
 def _encode(
     rows: dict[str, list], feature: ClassLabel | None, labels: Sequence[str], tokenize: partial
 ) -> dict[str, list]:
     if labels:
+        check_values("streamed", rows["label"], is_given, CLASS_RULE, FIX_LABELS)
         ids = label_ids([[value] for value in rows["label"]], feature, labels, "the stream")
         rows = {**rows, "label": [of_row[0] for of_row in ids]}
     if "weight" in rows:

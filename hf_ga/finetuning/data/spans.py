@@ -26,6 +26,8 @@ T = TypeVar("T")
 def encode_answers(dataset: Dataset, split: str) -> Dataset:
     """Replace `answers` by `answer_texts` and `answer_starts`: lists, empty if there is no answer.
 
+    Answers are a pair of lists or, as in SQuAD's own files, a list of pairs.
+
     Raises:
         DataError: another format, or a text that is not in its context at its answer_start.
     """
@@ -63,6 +65,8 @@ def _answers(value: Any) -> list[tuple[str, int]] | None:
     """Texts with their starts; None for another format."""
     if not value:
         return []
+    if isinstance(value, list) and all(isinstance(answer, dict) for answer in value):
+        value = {name: [answer.get(name) for answer in value] for name in ("text", "answer_start")}
     if not isinstance(value, dict) or len(value.get("text") or []) != len(
         value.get("answer_start") or []
     ):

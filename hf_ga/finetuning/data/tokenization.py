@@ -215,10 +215,15 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, labels: str, is_decod
 
 
 def contents_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Everything that determines a tokenizer's output, as a cache key; not the truncation and
-    padding of its last call.
+    """Everything that determines a tokenizer's output, as a cache key."""
+    return f"{encoding_of(tokenizer)}{tokenizer.chat_template}"
+
+
+def encoding_of(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Everything that determines how a tokenizer encodes texts; not the truncation and padding of
+    its last call, nor its chat template.
     """
-    extra = f"{tokenizer.special_tokens_map}{tokenizer.chat_template}{tokenizer.truncation_side}"
+    extra = f"{tokenizer.special_tokens_map}{tokenizer.truncation_side}"
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return str(sorted(tokenizer.get_vocab().items())) + extra

@@ -226,7 +226,7 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
         "chunks": [config.same_bits, config.max_tokens_per_micro_batch]
         if config.same_bits
         else None,
-        "data": setup.data.content_hash,
+        **setup.data.identity,
         "mixed_precision": setup.accelerator.mixed_precision,
         "base_model": _frozen_sha256(model) if is_lora(model) else None,  # not in checkpoints
     }

@@ -21,9 +21,11 @@ from hf_ga.recovery.versions import machine, versions
 
 # Moments fit one optimizer only, and trained parameters by their index.
 _NEVER_CHANGED = ("optim", "freeze")
-# Settings that affect the validation metric (`data`: hash of the training samples).
+# Settings that affect the validation metric (`data`: hash of the training rows).
 _MEASURED_BY = {
     "data",
+    "tokenizer",
+    "chat_template",
     "validation_file",
     "validation_split_percentage",
     "max_eval_samples",
@@ -90,7 +92,8 @@ def resume(run: Run, folder: Path) -> Progress:
             f"{folder / 'state.json'} is not a checkpoint of a run: it lacks "
             f"{', '.join(sorted(missing))}."
         )
-    changes = _changes(folder, state["identity"], run.identity, run.config.resume_with_changes)
+    identity = _comparable(run, state["identity"])
+    changes = _changes(folder, state["identity"], identity, run.config.resume_with_changes)
     # The optimizer's settings from the configuration.
     own_groups = [
         {name: value for name, value in group.items() if name != "params"}
@@ -118,6 +121,16 @@ def forget_other_best(run: Run, progress: Progress, checkpoint: Path) -> None:
         run.accelerator, best.exists() and best.stat().st_mtime <= checkpoint.stat().st_mtime
     ):
         progress.best_metric = None
+
+
+def _comparable(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
+    """The run's identity as a checkpoint has it. Earlier versions saved a hash of the tokens of all
+    training samples instead of hashes of their rows, tokenizer and template.
+    """
+    if "tokenizer" in saved:
+        return run.identity
+    others = {k: v for k, v in run.identity.items() if k not in run.data.identity}
+    return others | {"data": run.data.content_hash}
 
 
 def _changes(

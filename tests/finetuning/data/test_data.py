@@ -481,7 +481,7 @@ def test_rows_are_counted_and_said(tmp_path):
     assert data.splits["train"]["num_targets"][:] == [2, 3, 3, 3, 0]
     assert data.facts == [
         "train: 2 of 7 rows truncated to 4 tokens",
-        "train: 2 of 7 rows skipped because they are empty",
+        "train: 2 of 7 rows skipped because they are empty or null",
         "train: 1 of 7 rows without a target (they do not contribute to the loss)",
     ]
 
@@ -580,7 +580,7 @@ def test_blocks(tmp_path):
     data = prepared(file, validation_file=file, block_size=4, max_length=2)
     assert data.splits["train"]["input_ids"][:] == [[3, 4, 1, 5], [1, 6, 7, 8], [1]]
     assert [fact for fact in data.facts if fact.startswith("train")] == [
-        "train: 1 of 4 rows skipped because they are empty",
+        "train: 1 of 4 rows skipped because they are empty or null",
         "train: 3 rows, 9 tokens, concatenated and cut into 3 blocks of 4 tokens (the last has 1)",
     ]
     again = prepared(file, validation_file=file, block_size=4, max_length=99)

@@ -1,12 +1,18 @@
 """Labels of all forms -> ids, names and weights, against mappings that are written by hand."""
 
 import math
+from decimal import Decimal
 
 import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
 from hf_ga import DataError
-from hf_ga.finetuning.data.labels import encode_labels
+from hf_ga.finetuning.data.labels import (
+    encode_labels,
+    facts_of_whole_numbers,
+    one_hot_as_ids,
+    similar_names,
+)
 
 
 def split(labels, **columns):
@@ -43,6 +49,90 @@ def test_classes_in_sorted_order():
         assert [names[i] for i in train] == [
             str(label) for label in labels
         ] and validation == train[:1]
+
+
+def test_whole_numbers_of_another_type():
+    """1.0 and Decimal("1.00") are the class 1, also where another file has 1 or "1"."""
+    for train, other in [
+        ([1.0, 0.0, 10.0], [0, 10]),
+        ([Decimal("1.00"), Decimal("0"), Decimal("10")], ["0", "10"]),
+        ([1, 0, 10], [0.0, 10.0]),
+        (["1", "0", "10"], [0.0, 10.0]),
+    ]:
+        names, ids, validation = encoded("class", train, other)
+        assert names == ["0", "1", "10"]
+        assert ids == [1, 0, 2] and validation == [0, 2]
+    assert encoded("classes", split([[1.0, 2.0], [1.0]])) == (["1", "2"], [[0, 1], [0]])
+    assert len(facts_of_whole_numbers(DatasetDict(train=split([1.0, 0.0])))) == 1
+    for labels in ([1, 0], ["1", "0"], [True, False]):
+        assert not facts_of_whole_numbers(DatasetDict(train=split(labels)))
+
+
+ONE_HOT = {  # rows of the training split and what they mean; None: lists of the classes that apply
+    "two classes": ([[0, 1], [1, 0], [0, 1]], [[1], [0], [1]]),
+    "both and none": ([[1, 1], [0, 0], [0, 1]], [[0, 1], [], [1]]),
+    "three classes": ([[0, 1, 1], [1, 0, 0]], [[1, 2], [0]]),
+    "a class that never applies": ([[0, 1, 0], [1, 0, 0]], [[1], [0]]),
+    "truth values": ([[True, False], [False, True]], [[0], [1]]),
+    "floats": ([[0.0, 1.0], [1.0, 1.0]], [[1], [0, 1]]),
+    "always the same": ([[0, 1], [0, 1]], [[1], [1]]),
+    "one class a row": ([[0], [1]], None),
+    "other lengths": ([[0, 1], [0]], None),
+    "other numbers": ([[0, 1], [1, 2]], None),
+    "a row without classes": ([[0, 1], [], [1]], None),
+    "names": ([["0", "1"], ["1", "0"]], None),
+}
+
+
+@pytest.mark.parametrize("name", ONE_HOT)
+def test_a_zero_or_one_for_each_class(name):
+    labels, expected = ONE_HOT[name]
+    rows, num_classes = one_hot_as_ids(DatasetDict(train=split(labels)))
+    if expected is None:
+        assert num_classes == 0 and rows["train"]["label"][:] == labels
+        return
+    names, found = encoded("classes", rows["train"])
+    assert num_classes == len(labels[0]) and names == [str(i) for i in range(num_classes)]
+    assert found == expected
+
+
+def test_two_classes_as_lists_say_the_same_of_every_row():
+    """The control: what the labels would be if they were not a 0 or 1 for each class."""
+    names, ids = encoded("classes", split([[0, 1], [1, 0], [0, 1]]))
+    assert names == ["0", "1"] and [sorted(row) for row in ids] == [[0, 1]] * 3
+    with pytest.raises(DataError, match="each label that applies once, or every list a 0 or 1"):
+        encoded("classes", split([[0, 1, 1], [1, 0, 0]]))
+
+
+def test_other_splits_have_the_form_of_the_first():
+    both = {"train": split([[0, 1], [1, 0]]), "test": split([[1, 1]])}
+    rows, num_classes = one_hot_as_ids(DatasetDict(both))
+    assert num_classes == 2 and rows["test"]["label"][:] == [[0, 1]]
+    for wrong in ([[0, 1, 1]], [[1]], [[]], [None], [[0, 2]]):
+        with pytest.raises(DataError, match="a 0 or 1 for each of 2 classes, but 1 of 1 test rows"):
+            one_hot_as_ids(DatasetDict({**both, "test": split(wrong)}))
+    both = {"train": split([[0], [1, 2]]), "test": split([[0, 1]])}
+    rows, num_classes = one_hot_as_ids(DatasetDict(both))
+    assert num_classes == 0 and rows["test"]["label"][:] == [[0, 1]]
+    named = DatasetDict(train=typed([[1, 0], [0, 1]], List(ClassLabel(names=["z", "a"]))))
+    assert one_hot_as_ids(named)[1] == 0
+
+
+@pytest.mark.parametrize(
+    ("names", "lines"),
+    [
+        (["neg", "pos", "pos "], ["'pos' and 'pos ' differ in spaces only"]),
+        (["a b", "a  b", "ab", "c"], ["'a b' and 'a  b' and 'ab' differ in spaces only"]),
+        (["POS", "neg", "pos"], ["'POS' and 'pos' differ in spaces or case only"]),
+        (["A ", "a", "B", "b"], ["'A ' and 'a' differ in", "'B' and 'b' differ in spaces or case"]),
+        (["\u00a0x", "x"], ["differ in spaces only"]),
+        (["pos", "neg", "p-os", "posi"], []),
+    ],
+)
+def test_names_that_look_alike(names, lines):
+    found = similar_names(names)
+    assert len(found) == len(lines)
+    assert all(line in fact for line, fact in zip(lines, found, strict=True))
 
 
 def test_class_labels_are_numbered_as_the_dataset_does():
@@ -195,8 +285,9 @@ WRONG = {  # kind: good labels, rule, labels that break it
         [
             [0, None, 1],
             ["a", None, "b"],
-            [0.0, 1.0],
+            [0.0, 1.5],
             [0.0, math.nan],
+            [0.0, math.inf],
             [[0], [1]],
             [{"a": 1}, {"a": 2}],
             [None, None],

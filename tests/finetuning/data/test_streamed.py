@@ -160,3 +160,18 @@ def test_rows_that_cannot_be_streamed(tmp_path):
     ]:
         with pytest.raises(DataError, match=message):
             prepared(name, validation_file=validation and str(validation))
+
+
+def test_a_label_that_is_null_is_no_class(tmp_path):
+    """Also if a class is called None."""
+    rows = [{"text": row["text"], "label": ("None", "yes")[i % 2]} for i, row in enumerate(TEXTS)]
+    good = write(tmp_path / "v.jsonl", rows)
+    rows[20] = {"text": "a", "label": None}
+    data = prepared(
+        write(tmp_path / "d.jsonl", rows), task="text-classification", validation_file=good
+    )
+    assert data.labels == ["None", "yes"]
+    with pytest.raises(
+        DataError, match="names or whole numbers, but 1 of 4 streamed rows have None"
+    ):
+        list(data.stream)

@@ -391,6 +391,30 @@ CASES = {
         "--dataset_name {d}/good.xyz",
         ["good.xyz", "unknown extension", ".jsonl", ".parquet"],
     ),
+    "key of no file": (
+        "--dataset_name stdlib --field rows",
+        ["field rows names a key of a JSON file", "stdlib is no file", "omit it"],
+    ),
+    "key of lines": (
+        "--dataset_name {d}/good.jsonl --field rows",
+        ["field rows names a key", "good.jsonl has one row per line"],
+    ),
+    "key that is not there": (
+        "--dataset_name {d}/nested.json --field rows",
+        ["field rows: there is no list of rows", "version, data"],
+    ),
+    "several keys": (
+        "--dataset_name {d}/keys.json",
+        ["keys.json is one JSON object with several lists of rows (a, b)", "--field"],
+    ),
+    "pointer of git-lfs": (
+        "--dataset_name {d}/pointer.parquet",
+        ["pointer.parquet is a git-lfs pointer", "git lfs pull"],
+    ),
+    "fields without quotes": (
+        "--dataset_name {d}/fields.csv",
+        ["fields.csv have more fields than its header (text, label)", "double quotes"],
+    ),
     "unknown hub dataset": ("--dataset_name nobody/nothing", ["cannot read nobody/nothing"]),
     "empty file": ("--dataset_name {d}/empty.jsonl", ["empty.jsonl is empty"]),
     "blank lines only": ("--dataset_name {d}/blank.jsonl", ["blank.jsonl"]),
