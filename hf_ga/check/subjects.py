@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -23,6 +22,7 @@ from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.forward import LossFunction, argument_filter, restored_buffers
 from hf_ga.exact.generators import seed_generators
+from hf_ga.exact.override import restored
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import Window
@@ -152,9 +152,10 @@ def own_accelerate_state() -> Iterator[None]:
     """Run the block with an empty Accelerate state; then restore the caller's, and the environment
     variables.
     """
-    with patch.dict(os.environ), ExitStack() as stack:
+    with restored(os.environ), ExitStack() as stack:
         for kind in (AcceleratorState, PartialState, GradientState):
-            stack.enter_context(patch.dict(kind._shared_state, clear=True))
+            stack.enter_context(restored(kind._shared_state))
+            kind._shared_state.clear()
         yield
 
 

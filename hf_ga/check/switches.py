@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_ga.check.subjects import Subject
+from hf_ga.exact.override import override
 from hf_ga.exact.window import Window
 from hf_ga.proof.probes import same_shapes
 
@@ -45,13 +45,13 @@ def without_dropout() -> Iterator[None]:
         return x
 
     functions = dict.fromkeys(_DROPOUT_FUNCTIONS, keep) | {"scaled_dot_product_attention": attend}
-    with patch.multiple(F, **functions), patch.object(torch, "dropout", keep):
+    with override(F, **functions), override(torch, dropout=keep):
         yield
 
 
 def without_batch_statistics() -> AbstractContextManager:
     """BatchNorm normalises by its running statistics without updating them."""
-    return patch.object(F, "batch_norm", partial(_frozen_batch_norm, F.batch_norm))
+    return override(F, batch_norm=partial(_frozen_batch_norm, F.batch_norm))
 
 
 def without_clipping() -> AbstractContextManager:
@@ -59,11 +59,11 @@ def without_clipping() -> AbstractContextManager:
     without clipping.
     """
     original = nn.utils.clip_grad_norm_
-    return patch.object(
-        nn.utils,
-        "clip_grad_norm_",
-        lambda parameters, max_norm, *args, **kwargs: original(parameters, math.inf),
-    )
+
+    def only_norm(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+        return original(parameters, math.inf)
+
+    return override(nn.utils, clip_grad_norm_=only_norm)
 
 
 class Switch(NamedTuple):

@@ -61,13 +61,13 @@ class Backend:
     Attributes:
         is_sharded: parameters are sharded (FSDP), so that every forward and backward is a
             collective of all ranks.
-        reason_not_to_cut: why a micro-batch for which memory runs out is not computed in parts; ""
-            if it is.
+        reason_not_to_cut: why a micro-batch for which memory runs out is not computed in parts.
+            None: it is.
         can_sum_early: gradients may be summed while the last backward still runs.
     """
 
     is_sharded = False
-    reason_not_to_cut = ""
+    reason_not_to_cut: str | None = None
     can_sum_early = True
     _early: EarlySums | None = None  # of this window
 

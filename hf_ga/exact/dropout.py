@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import lru_cache, partial, update_wrapper
 from typing import Any, NamedTuple
-from unittest.mock import patch
 from weakref import proxy
 
 import torch
@@ -28,6 +27,7 @@ from hf_ga.exact.forward import compiled_modules
 from hf_ga.exact.hashing import make_key, name_key
 from hf_ga.exact.hooks import Call, Hook
 from hf_ga.exact.masks import drop, keep_mask, keyed_dropout
+from hf_ga.exact.override import override
 
 cached_key = lru_cache(1 << 16)(make_key)  # each forward uses the same ones
 
@@ -231,7 +231,7 @@ class KeyedDropout(Hook):
                 )
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for owner, name, keyed in DRAWING_FUNCTIONS:
-                stack.enter_context(patch.object(owner, name, replacement(owner, name, keyed)))
+                stack.enter_context(override(owner, **{name: replacement(owner, name, keyed)}))
             stack.callback(self._stack.clear)
             stack.callback(self._forget_calls)
             yield

@@ -39,9 +39,15 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def too_large_for(rank: int, micro_batch: MicroBatch, reason_not_to_cut: str = "") -> OutOfMemory:
-    """The error where nothing can be cut: a single sample, or a micro-batch of a backend with a
-    reason not to.
+def too_large_for(
+    rank: int, micro_batch: MicroBatch, reason_not_to_cut: str | None = None
+) -> OutOfMemory:
+    """Return the error for a micro-batch that cannot be cut into smaller ones.
+
+    Args:
+        rank: Where it did not fit.
+        micro_batch: A single sample, or any micro-batch of a backend with a reason not to cut.
+        reason_not_to_cut: See `Backend`.
     """
     padded = num_elements(micro_batch)
     if len(micro_batch) == 1:

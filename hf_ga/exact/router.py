@@ -16,12 +16,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
+from hf_ga.exact.override import override
 
 FUNCTION = "load_balancing_loss_func"  # in the modules of all these families, with one meaning
 ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
@@ -53,12 +53,10 @@ class Router:
         with ExitStack() as stack:
             stack.callback(self._calls.clear)
             for owner in self.owners:
-                known = list(inspect.signature(getattr(owner, FUNCTION)).parameters) == ARGUMENTS
-                stack.enter_context(
-                    patch.object(
-                        owner, FUNCTION, self._count if known else partial(_refuse, owner.__name__)
-                    )
-                )
+                arguments = list(inspect.signature(getattr(owner, FUNCTION)).parameters)
+                is_known = arguments == ARGUMENTS
+                replacement = self._count if is_known else partial(_refuse, owner.__name__)
+                stack.enter_context(override(owner, **{FUNCTION: replacement}))
             yield
 
     def take(self) -> Tensor:

@@ -108,20 +108,20 @@ class Prover(Prober):
             tolerance = self._tolerance(batch, TRIAL_ROWS, plain)
             for speed_up in candidates:
                 reason = self._try(speed_up, batch, plain, tolerance)
-                if reason:
-                    self.left_out[speed_up.name] = reason
-                else:
+                if reason is None:
                     self.speed_ups.append(speed_up)
+                else:
+                    self.left_out[speed_up.name] = reason
         self.structure = structure_of(self._accepted(put_together(batch)))
 
-    def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str:
-        """The reason why it fails; "" if it passes."""
+    def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str | None:
+        """Return the reason why a speed-up fails. None: it passes."""
         reads_logits = self.loss_fn is not None or kind_of(self._accepted(batch)) is not None
         is_routed = self.router is not None
         reason = speed_up.attach(
             self.model, self.dropout, reads_logits=reads_logits, has_router=is_routed
         )
-        if reason:
+        if reason is not None:
             return reason
         self.speed_ups.append(speed_up)
         try:
@@ -131,11 +131,11 @@ class Prover(Prober):
             return f"{type(failure).__name__}: {failure}"
         finally:
             self.speed_ups.remove(speed_up)
-        if reason:
+        if reason is not None:
             return reason
-        if not error <= tolerance:
+        if not error <= tolerance:  # also where it is NaN
             return f"it changes loss or gradient (relative error {error:.0e})"
-        return ""
+        return None
 
     def prove_loss(self) -> float:
         """Find the loss whose terms of A and B sum to the loss of A+B; returns the largest relative
