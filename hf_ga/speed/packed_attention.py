@@ -293,9 +293,12 @@ def is_plain_mask(mask: Tensor, lengths: Tensor, is_causal: bool, window: int | 
         expected = expected & (positions <= rows)
     if window is not None:
         expected = expected & (positions > rows - window)
+    mask = mask[:, 0]
     if mask.dtype == torch.bool:
-        shown, hidden = mask[:, 0], ~mask[:, 0]
+        shown = mask
+        hidden = ~mask
     else:
-        shown, hidden = mask[:, 0] == 0, mask[:, 0] < torch.finfo(mask.dtype).min / 2
+        shown = mask == 0
+        hidden = mask < torch.finfo(mask.dtype).min / 2
     is_as_expected = torch.where(expected, shown, hidden)
     return bool((is_as_expected | (rows >= lengths)).all())
