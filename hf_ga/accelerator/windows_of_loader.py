@@ -20,7 +20,7 @@ from torch.utils.data import (
 from hf_ga.accelerator.named_entries import NamedEntries
 from hf_ga.errors import ConfigError
 from hf_ga.exact.generators import preserved_random_states, seed_generators
-from hf_ga.exact.hashing import Stream, make_key
+from hf_ga.exact.hashing import Purpose, fold_in
 from hf_ga.exact.lengths import find_lengths
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.stream_loader import StreamLoader
@@ -172,7 +172,7 @@ class OrderedWindowLoader(WindowLoader):
 
     def _draw(self, epoch: int) -> np.ndarray:
         """What the sampler yields in an epoch: a function of (seed, epoch)."""
-        key = make_key(Stream.ORDER, self.seed, epoch)
+        key = fold_in(Purpose.ORDER, self.seed, epoch)
         with preserved_random_states():
             seed_generators(key)
             for part in (self.sampler, getattr(self.sampler, "sampler", None)):

@@ -126,7 +126,8 @@ def check_equivalence(
             copied, list(samples), collate_fn, accelerator, precision, seed, max_grad_norm, proof
         )
         _prove(subject)
-        rows, facts = _rows(subject, checked, steps or {}), _facts(subject)
+        rows = _rows(subject, checked, steps or {})
+        facts = _facts(subject)
         if same_bits is not None and not subject.refused:
             rows.insert(len(checked), bits_row(subject, same_bits))
         if pipeline_stages is not None and not subject.refused:
@@ -229,7 +230,8 @@ def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
 def _facts(subject: Subject) -> list[str]:
     sizes = [p.numel() for p in subject.model.parameters() if p.requires_grad]
     counted = str(subject.rule) if subject.rule else "hf_ga found no counting rule for the targets"
-    num_sites, accelerator = len(subject.dropout.sites), subject.accelerator
+    num_sites = len(subject.dropout.sites)
+    accelerator = subject.accelerator
     wrapper = (
         f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}" if is_sharded(accelerator) else "DDP"
     )

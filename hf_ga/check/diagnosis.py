@@ -96,7 +96,10 @@ class Diagnosis:
     def __init__(
         self, subject: Subject, layout: CheckedLayout, step: Step | None, refused: str | None
     ) -> None:
-        self.subject, self.layout, self.step, self.refused = subject, layout, step, refused
+        self.subject = subject
+        self.layout = layout
+        self.step = step
+        self.refused = refused
         self.window = layout.window(subject)
         innocent = {"clipping"} if step is None else set()
         if step is None and not refused:
@@ -104,7 +107,8 @@ class Diagnosis:
         self.suspects = [
             s for s in SWITCHES if s.applies(subject, self.window) and s.name not in innocent
         ]
-        self.match, self.effect = MATCH[subject.precision], EFFECT[subject.precision]
+        self.match = MATCH[subject.precision]
+        self.effect = EFFECT[subject.precision]
 
     def causes(self) -> list[Cause]:
         """All causes found, or one named "unknown"."""
@@ -219,10 +223,8 @@ class Diagnosis:
     def _not_additive(self, residual: float) -> list[Cause]:
         if residual <= self.match:
             return []
-        text, seen = (
-            "the loss of the window is not a weighted mean of its micro-batches' losses",
-            f"residual {residual:.1e}",
-        )
+        text = "the loss of the window is not a weighted mean of its micro-batches' losses"
+        seen = f"residual {residual:.1e}"
         if self.subject.rule is not None and isinstance(self.subject.rule.loss, WithRouter):
             return [
                 Cause(
@@ -247,7 +249,8 @@ class Diagnosis:
 
     def _trial(self, on: str | None = None) -> Trial:
         """Arm and parts with all suspects except `on` switched off."""
-        subject, off = self.subject, {s.name: s for s in self.suspects if s.name != on}
+        subject = self.subject
+        off = {s.name: s for s in self.suspects if s.name != on}
         with ExitStack() as stack:
             for switch in off.values():
                 stack.enter_context(switch.off())
@@ -271,7 +274,8 @@ class Diagnosis:
                 )
                 or 1
             )
-            parts, counted = [], []
+            parts = []
+            counted = []
             for micro_batch in window.micro_batches:
                 _, gradients, count = plain_backward(subject, window, micro_batch, keyed=keyed)
                 parts.append(_flat(gradients, names, stride))

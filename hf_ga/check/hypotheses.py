@@ -67,7 +67,8 @@ def hypotheses(
         counts: name of a counting rule -> targets of each micro-batch. right: the rule of the loss.
         accumulation_steps: micro-batches of a full window (GA x processes).
     """
-    usual, k = _usual(counts, right, accumulation_steps, num_processes), len(counts[right])
+    usual = _usual(counts, right, accumulation_steps, num_processes)
+    k = len(counts[right])
     if repeats := -k % num_processes:
         order = np.arange(k + repeats) % k
         even = Cause(
@@ -97,7 +98,8 @@ def _usual(
         np.bincount(process, n, num_processes),
         np.bincount(process),
     )  # targets and micro-batches of each process
-    k, mean = sizes[0], 1 / sizes[process] / num_processes
+    k = sizes[0]
+    mean = 1 / sizes[process] / num_processes
     is_uneven = num_processes == 1 or any(
         len(set(n[rank::num_processes])) > 1 for rank in range(num_processes)
     )
@@ -155,7 +157,8 @@ def best_match(
 def fitted_weights(vector: Tensor, parts: Sequence[Tensor]) -> tuple[np.ndarray, float]:
     """The weights that fit a gradient best by least squares, and their residual relative error."""
     matrix = torch.stack(list(parts)).double()
-    gram, right = (matrix @ matrix.T).cpu(), (matrix @ vector.double()).cpu()
+    gram = (matrix @ matrix.T).cpu()
+    right = (matrix @ vector.double()).cpu()
     weights = torch.linalg.lstsq(gram, right, driver="gelsd").solution.numpy()
     return weights, relative_error(Hypothesis(weights).gradient(parts), vector)
 
@@ -193,7 +196,8 @@ def _wrong_counts(counts: dict[str, np.ndarray], right: str) -> list[Hypothesis]
     """The loss is divided, or the micro-batches are weighted, by a count that is not the loss's
     own.
     """
-    n, found = counts[right], []
+    n = counts[right]
+    found = []
     for name, other in counts.items():
         if name == right:
             continue

@@ -106,7 +106,8 @@ def choose_layouts(
 
 
 def _named(name: str, lengths: np.ndarray, num_processes: int) -> CheckedLayout:
-    n, steps = len(lengths), full_accumulation(num_processes)
+    n = len(lengths)
+    steps = full_accumulation(num_processes)
     if name == "short last window":
         size = max(1, n // (2 * steps))
         sizes = np.resize([size, max(1, size // 2)], steps // 2).tolist()

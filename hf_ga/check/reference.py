@@ -41,8 +41,10 @@ def plain_backward(
     Returns:
         (mean loss, gradients, number of targets as `loss_fn` counts them).
     """
-    model, precision = subject.model, precision or subject.precision
-    dtype, scale = DTYPES.get(precision), FP16_SCALE if precision == "fp16" else 1.0
+    model = subject.model
+    precision = precision or subject.precision
+    dtype = DTYPES.get(precision)
+    scale = FP16_SCALE if precision == "fp16" else 1.0
     device = device_of(model)
     batch = send_to_device(micro_batch.batch, device)
     if precision == "float64":

@@ -20,7 +20,9 @@ HEAD = (
     "report</title>"
 )
 COLORS = ("#1a7f4b", "#c0392b", "#d98200", "#6a4fb3", "#2471a3", "#7f8c8d")  # of the arms, in order
-SMALLEST, LARGEST = 1e-9, 1e3  # the range of the plot
+# the range of the plot
+SMALLEST = 1e-9
+LARGEST = 1e3
 
 
 @dataclass(repr=False)

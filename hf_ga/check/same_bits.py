@@ -13,7 +13,9 @@ def bits_row(subject: Subject, chunk_size: int) -> Row:
     """Compute the window with several per-device batch sizes, each in chunks of that many samples,
     and compare hashes.
     """
-    hashes, losses, sizes = [], [], []
+    hashes = []
+    losses = []
+    sizes = []
     for multiple in MULTIPLES:
         size = chunk_size * multiple
         window = subject.window(

@@ -131,7 +131,8 @@ def _frozen_batch_norm(
     **kwargs: Any,
 ) -> Tensor:
     if mean is None:  # a layer without running statistics
-        mean, variance = torch.zeros(x.shape[1]).to(x), torch.ones(x.shape[1]).to(x)
+        mean = torch.zeros(x.shape[1]).to(x)
+        variance = torch.ones(x.shape[1]).to(x)
     return original(
         x,
         mean,

@@ -29,7 +29,9 @@ from hf_ga.exact.precision import sum_dtype
 
 MOST_BY_VALUE = 16  # audits because of new values of one integer entry, as a vocabulary has many
 MOST_ELEMENTS = 4096  # of a float entry of one sample that is looked at
-SMALLEST, LARGEST = 2.0**-4, 2.0**10  # sizes of a row's largest float that are told apart
+# sizes of a row's largest float that are told apart
+SMALLEST = 2.0**-4
+LARGEST = 2.0**10
 MOST_KEPT = 2**16  # elements of a micro-batch's outputs that are kept for the end of the window
 # Relative error of the identity that rounding may cause, for the numbers of a forward.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}

@@ -173,7 +173,8 @@ class Backend:
             if self._early is not None:
                 self._early.drop()
             _raise_on_all_ranks(own)
-        counts, given = numbers[: len(status.counts)], numbers[len(status.counts) :]
+        counts = numbers[: len(status.counts)]
+        given = numbers[len(status.counts) :]
         self.check_use(given)
         return replace(
             status,

@@ -73,7 +73,9 @@ def take_rows(
     """Some samples of a collated batch: the entries in `names` (see `entries.Entries`) are indexed,
     the others stay.
     """
-    taken, rows = dict(batch), np.array(rows)  # a copy: torch has no negative strides
+    # a copy: torch has no negative strides
+    taken = dict(batch)
+    rows = np.array(rows)
     for name in names:
         value = batch[name]
         if isinstance(value, Tensor | np.ndarray):
@@ -98,9 +100,11 @@ def equal_batches(value: Any, other: Any) -> bool:
         return len(value) == len(other) and all(map(equal_batches, value, other))
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         # numpy has no bfloat16
-        value, other = at_least_float32(value), at_least_float32(other)
+        value = at_least_float32(value)
+        other = at_least_float32(other)
     if isinstance(value, Tensor | np.ndarray):
-        value, other = np.asarray(value), np.asarray(other)
+        value = np.asarray(value)
+        other = np.asarray(other)
         return value.shape == other.shape and bool(
             ((value == other) | ((value != value) & (other != other))).all()
         )

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config
 
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.dropout_functions import Masks, dropped_attention
+from hf_ga.exact.dropout_functions import MaskDrawer, dropped_attention
 from hf_ga.exact.dropout_site import DropoutSite
 from hf_ga.exact.hashing import signed
-from hf_ga.exact.masks import drop, keep_mask, keyed_dropout
+from hf_ga.exact.masks import apply_dropout_mask, drop, keep_mask
 from hf_ga.exact.override import override
 
 SITES = "_hf_ga_sites"  # attribute of a module that draws, within a scope
@@ -70,7 +70,7 @@ def draw_and_drop(x: Tensor, seeds: Tensor, axis: int | None, drop_probability: 
     dropped = drop(x, seeds, 0, axis, drop_probability)
     if dropped is None:
         kept = keep_mask(seeds, 0, x.shape, axis, drop_probability)
-        dropped = keyed_dropout(x, drop_probability, kept)
+        dropped = apply_dropout_mask(x, drop_probability, kept)
     return dropped.contiguous()
 
 
@@ -235,7 +235,7 @@ class CompiledDropout:
         self._masks.keys = keys
         self._masks.window_key = window_key
 
-    def replacement(self, original: Callable, keyed: Callable, outside: Masks) -> Callable:
+    def replacement(self, original: Callable, keyed: Callable, outside: MaskDrawer) -> Callable:
         """What is called in place of a function of torch, always the same one.
 
         Args:

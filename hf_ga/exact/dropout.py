@@ -24,12 +24,12 @@ from hf_ga.exact.compiled_dropout import CompiledDropout
 from hf_ga.exact.dropout_functions import DRAWING_FUNCTIONS, dropped_attention
 from hf_ga.exact.dropout_site import DropoutSite
 from hf_ga.exact.forward import compiled_modules
-from hf_ga.exact.hashing import make_key, name_key
+from hf_ga.exact.hashing import fold_in, name_key
 from hf_ga.exact.hooks import Call, Hook
-from hf_ga.exact.masks import drop, keep_mask, keyed_dropout
+from hf_ga.exact.masks import apply_dropout_mask, drop, keep_mask
 from hf_ga.exact.override import override
 
-cached_key = lru_cache(1 << 16)(make_key)  # each forward uses the same ones
+cached_key = lru_cache(1 << 16)(fold_in)  # each forward uses the same ones
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class SampleMasks:
         if dropped is not None:
             return dropped
         kept = self.mask(site, input.shape, drop_probability)
-        return keyed_dropout(input, drop_probability, kept)
+        return apply_dropout_mask(input, drop_probability, kept)
 
     def _keys_of(self, site: DropoutSite) -> Tensor:
         return self.window_key if site.axis is None else self.keys

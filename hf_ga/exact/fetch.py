@@ -18,7 +18,7 @@ from hf_ga.exact.generators import (
     random_states,
     seed_generators,
 )
-from hf_ga.exact.hashing import Stream, make_key
+from hf_ga.exact.hashing import Purpose, fold_in
 
 Collate = Callable[[list[Any]], Any]
 
@@ -53,7 +53,8 @@ class Fetcher:
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate) -> None:
-        self.dataset, self.collate_fn = dataset, collate_fn
+        self.dataset = dataset
+        self.collate_fn = collate_fn
         self.is_repeatable = False  # not known yet
         self.entries: Entries | None = None  # not known yet
 
@@ -84,7 +85,7 @@ class Fetcher:
         for position, sample_id in zip(
             request.positions[offsets], request.sample_ids[offsets], strict=True
         ):
-            seed_generators(make_key(Stream.SAMPLE, request.seed, request.epoch, int(position)))
+            seed_generators(fold_in(Purpose.SAMPLE, request.seed, request.epoch, int(position)))
             samples.append(self.dataset[int(sample_id)])
         return samples
 
@@ -123,7 +124,7 @@ class Fetcher:
         if self.entries is None:
             self.entries = Entries(self.collate_fn, samples[0])
             self.entries.look_at(samples)
-        seed_generators(make_key(Stream.COLLATE, request.seed, request.epoch, request.index))
+        seed_generators(fold_in(Purpose.COLLATE, request.seed, request.epoch, request.index))
         batch = as_batch(self.collate_fn(samples))
         batch = self.entries.split(batch, samples)
         parts = (take_rows(batch, o, self.entries.of_samples) for o in request.micro_batches)

@@ -5,7 +5,7 @@ generators.
 import numpy as np
 import torch
 
-from hf_ga.exact.hashing import Stream, make_key, mixed, signed
+from hf_ga.exact.hashing import Purpose, fold_in, mixed, signed
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
@@ -35,7 +35,7 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -
     ids = np.arange(num_samples, dtype=np.int64)
     if not shuffle:
         return ids
-    keys = mixed(torch.from_numpy(ids) ^ signed(make_key(Stream.ORDER, seed, epoch)))
+    keys = mixed(torch.from_numpy(ids) ^ signed(fold_in(Purpose.ORDER, seed, epoch)))
     del ids  # with many samples each array counts
     keys ^= signed(1 << 63)  # as signed numbers they have the order of unsigned ones now
     return torch.argsort(keys, stable=True).numpy()  # in half of numpy's time

@@ -18,7 +18,8 @@ def check_precision(accelerator: Accelerator) -> None:
     Raises:
         ConfigError: fp8, or mixed precision that Accelerate leaves out (fp16 on a CPU).
     """
-    requested, scaler = accelerator.mixed_precision, accelerator.scaler
+    requested = accelerator.mixed_precision
+    scaler = accelerator.scaler
     computes = (
         requested in ("bf16", "fp16")
         and accelerator.native_amp

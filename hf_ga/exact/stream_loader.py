@@ -107,7 +107,8 @@ class StreamLoader(BaseLoader):
         )
         self.num_workers = num_workers
         self.collate_fn = collate_fn
-        fetcher, length_of = StreamFetcher(collate_fn), length_of or sample_length
+        fetcher = StreamFetcher(collate_fn)
+        length_of = length_of or sample_length
         self.reader = WindowReader(
             dataset, fetcher, self.splitter, shuffle_buffer_size, length_of, drop_last_window
         )

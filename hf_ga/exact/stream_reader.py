@@ -20,7 +20,7 @@ from hf_ga.errors import DataError
 from hf_ga.exact.base_loader import Splitter
 from hf_ga.exact.fetch import Collate, Fetcher, WindowRequest
 from hf_ga.exact.generators import preserved_random_states, seed_generators
-from hf_ga.exact.hashing import Stream, make_key
+from hf_ga.exact.hashing import Purpose, fold_in
 from hf_ga.exact.shuffle_buffer import shuffled
 
 Numbered = tuple[int, Any]  # a sample with its 0-based index in the stream
@@ -39,7 +39,9 @@ class HeldSamples:
     def __init__(
         self, numbered: Sequence[Numbered], first: Sequence[Any] = (), digest: int = 0
     ) -> None:
-        self.samples, self.first, self.digest = dict(numbered), first, digest
+        self.samples = dict(numbered)
+        self.first = first
+        self.digest = digest
 
     def __len__(self) -> int:
         return len(self.samples)
@@ -69,7 +71,8 @@ class StreamFetcher(Fetcher):
         """The fetcher of one window, which the reader has collated; also keeps what came with the
         first window.
         """
-        self.first, self.is_repeatable = samples.first or self.first, True
+        self.first = samples.first or self.first
+        self.is_repeatable = True
         fetcher = copy.copy(self)
         fetcher.dataset = samples
         return fetcher
@@ -118,11 +121,9 @@ class WindowReader(IterableDataset):
             del held, request, batches  # free the window while the next one is read
 
     def _windows(self) -> Iterator[HeldSamples]:
-        size, drops, seed = (
-            self.splitter.layout.window_size,
-            self.drop_last_window,
-            self.splitter.seed,
-        )
+        size = self.splitter.layout.window_size
+        drops = self.drop_last_window
+        seed = self.splitter.seed
         stream = numbered_samples(self.dataset, seed, self.epoch)
         head = list(islice(stream, NUM_FOR_PROOF))
         first = sorted((sample for _, sample in head), key=self.length_of)
@@ -144,7 +145,8 @@ class WindowReader(IterableDataset):
             del window, first
             yield held
             del held
-            first, num_windows = [], num_windows + 1
+            first = []
+            num_windows = num_windows + 1
         if not num_windows:
             raise DataError(
                 f"drop_last_window drops the whole stream of {len(window)} samples: use a window "
@@ -162,10 +164,10 @@ def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
     """
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
-    seed_generators(make_key(Stream.BUFFER, seed, epoch))
+    seed_generators(fold_in(Purpose.BUFFER, seed, epoch))
     iterator = iter(dataset)
     for number in count():
-        seed_generators(make_key(Stream.SAMPLE, seed, epoch, number))
+        seed_generators(fold_in(Purpose.SAMPLE, seed, epoch, number))
         try:
             sample = next(iterator)
         except StopIteration:

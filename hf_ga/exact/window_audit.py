@@ -144,7 +144,7 @@ class WindowAudit:
         parts = [kept.numbers for kept in self._outputs]
         error = residual(numbers_of(sums, counts), parts)
         if error > TOLERANCES[torch.float32]:
-            raise not_additive(engine.described_window(), error, engine.rule.name)
+            raise not_additive(engine.window.description, error, engine.rule.name)
 
     def _audit_call(self, chosen: Chosen) -> None:
         """Audit one call, and note it. One that does not fit into memory is left out, and said."""
@@ -155,7 +155,7 @@ class WindowAudit:
         except Exception as error:
             if not is_out_of_memory(error) or engine.audits_together:
                 raise
-            where = engine.described_window()
+            where = engine.window.description
             warnings.warn(
                 f"hf_ga: {where}: an audit ran out of memory and was left out.", stacklevel=2
             )
@@ -203,7 +203,7 @@ class WindowAudit:
         error = residual(whole, numbers)
         if error > self._tolerance(error, groups):
             ids = engine.window.sample_ids[np.concatenate(groups)].tolist()
-            where = f"{engine.described_window()}, samples {ids[:8]}"
+            where = f"{engine.window.description}, samples {ids[:8]}"
             raise not_additive(where, error, engine.rule.name, chosen.new)
 
     def _numbers_of(self, groups: list[np.ndarray]) -> list[Numbers]:
@@ -221,7 +221,7 @@ class WindowAudit:
         with engine.scope(), engine.backend.autocast():
             for index, micro_batch in enumerate(engine.window.split(groups).micro_batches):
                 counts = loss.count(micro_batch.batch, len(micro_batch))
-                outputs = engine.first_forward(Call(micro_batch, index=index, counts=counts))
+                outputs = engine.forward_of(Call(micro_batch, index=index, counts=counts))
                 found.append(numbers_of(*loss.sums(outputs, engine.call)))
         state.num_plain = num_plain  # which counts what is trained on
         engine.check_generators(before)

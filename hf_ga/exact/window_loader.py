@@ -85,11 +85,9 @@ class WindowLoader(BaseLoader):
             pad_to_window,
             canonical_micro_batch,
         )
-        self.shuffle, self.drop_last_window, self.num_workers = (
-            shuffle,
-            drop_last_window,
-            num_workers,
-        )
+        self.shuffle = shuffle
+        self.drop_last_window = drop_last_window
+        self.num_workers = num_workers
         self.num_samples = _checked_length(dataset, lengths)
         if not len(self):
             raise DataError(

@@ -89,7 +89,8 @@ def with_extreme_values(batch: Batch, seen: Batch, names: Collection[str]) -> It
         names: Entries with a row for each sample, which the loss may depend on.
     """
     for name in sorted(names):
-        value, found = batch.get(name), seen.get(name)
+        value = batch.get(name)
+        found = seen.get(name)
         if name in ("labels", *NOT_A_TARGET) or "mask" in name:
             continue
         if not isinstance(value, Tensor) or not isinstance(found, Tensor):

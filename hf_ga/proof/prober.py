@@ -74,11 +74,15 @@ class Prober:
     ) -> None:
         if not len(samples):
             raise LossNotAdditive("a proof needs samples, got none.")
-        self.model, self.collate_fn, self.loss_fn = unwrapped(model), collate_fn, loss_fn
+        self.model = unwrapped(model)
+        self.collate_fn = collate_fn
+        self.loss_fn = loss_fn
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.parameters, self.unused = list(trainable.values()), set(trainable)
+        self.parameters = list(trainable.values())
+        self.unused = set(trainable)
         check_trainable(self.model, self.parameters)
-        self.device, self._accepted = self.parameters[0].device, argument_filter(self.model)
+        self.device = self.parameters[0].device
+        self._accepted = argument_filter(self.model)
         self.speed_ups: list[SpeedUp] = []
         self.by_length = sorted(samples, key=sample_length)
         spread = np.unique(np.linspace(0, len(samples) - 1, NUM_CANDIDATES).astype(int))
@@ -226,7 +230,8 @@ class Prober:
         if not (
             count and has_enough_targets(batch := self.collate(self.candidates[:count]), count)
         ):
-            batch, count = self.collate(self.candidates), len(self.candidates)
+            batch = self.collate(self.candidates)
+            count = len(self.candidates)
         picked = rows_with_targets(batch, count, NUM_PROBE_SAMPLES)
         return take_rows(batch, np.resize(picked, NUM_PROBE_SAMPLES), self.entries)
 

@@ -17,8 +17,11 @@ Probe = tuple[
 ]  # loss (mean, or sum with loss_fn), targets counted by loss_fn, gradients
 # Limits of rounding errors. A parameter with a small gradient is compared with FLOOR times the norm
 # over all parameters.
-TOLERANCE, FLOOR = 2e-5, 1e-2
-NUM_PROBE_SAMPLES, NUM_IN_A = 6, 2  # A has 2: BatchNorm has no statistics of 1 sample
+TOLERANCE = 2e-5
+FLOOR = 1e-2
+# A has 2: BatchNorm has no statistics of 1 sample
+NUM_PROBE_SAMPLES = 6
+NUM_IN_A = 2
 MANY_TARGETS = 4  # three of them are kept in B
 POSITIONS = ("start_positions", "end_positions")
 SECOND_LABELS = ("next_sentence_label", "sentence_order_label")

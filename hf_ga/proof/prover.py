@@ -260,7 +260,8 @@ class Prover(Prober):
         """Whether padding short samples to a long one's width changes their loss or gradient; None:
         unknown.
         """
-        shorter, longest = self.candidates[:-1], self.by_length[-1]
+        shorter = self.candidates[:-1]
+        longest = self.by_length[-1]
         useful = (
             np.flatnonzero(targets_per_row(self.collate(shorter), len(shorter))) if shorter else []
         )
@@ -270,11 +271,13 @@ class Prover(Prober):
             shorter[i]
             for i in useful[np.unique(np.linspace(0, len(useful) - 1, NUM_WIDTHS).astype(int))]
         ]
-        whole, shapes_differ = self.collate([*picked, longest]), False
+        whole = self.collate([*picked, longest])
+        shapes_differ = False
         for i, sample in enumerate(
             picked
         ):  # one by one: at some lengths padding may have no effect (pooling, top-k)
-            narrow, wide = self.collate([sample]), take_rows(whole, np.array([i]), self.entries)
+            narrow = self.collate([sample])
+            wide = take_rows(whole, np.array([i]), self.entries)
             if same_shapes(narrow, wide):
                 continue
             shapes_differ = True

@@ -14,9 +14,11 @@ from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.dropout_site import DropoutSite
 from hf_ga.exact.forward import restored_buffers
 from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states
-from hf_ga.exact.masks import keyed_dropout
+from hf_ga.exact.masks import apply_dropout_mask
 
-SMALL, LARGE = 2, 3  # batch sizes of the two forwards
+# batch sizes of the two forwards
+SMALL = 2
+LARGE = 3
 
 
 def find_dropout_sites(
@@ -69,10 +71,8 @@ def find_dropout_sites(
             "split-dependent randomness with allow_split_dependent_randomness."
         )
     dropout = KeyedDropout(model)
-    dropout.sites, dropout.hooked = (
-        finder.sites,
-        [m for m in finder.names if m in finder.on_the_way],
-    )
+    dropout.sites = finder.sites
+    dropout.hooked = [m for m in finder.names if m in finder.on_the_way]
     dropout.unkeyed = [
         *finder.moved,
         *(site.module for site in finder.sites.values() if not site.is_keyed),
@@ -138,7 +138,7 @@ class _SiteFinder(KeyedDropout):
             self.record_draws(module)
 
     def _dropped(self, key: int, input: Tensor, drop_probability: float) -> Tensor:
-        return keyed_dropout(
+        return apply_dropout_mask(
             input, drop_probability, self._draw(key, input.shape, drop_probability)
         )
 

@@ -543,11 +543,9 @@ class Attention(torch.autograd.Function):
         seeds: Tensor,
         problem: Problem,
     ) -> Tensor:
-        q, k, v = (
-            _with_contiguous_vectors(q),
-            _with_contiguous_vectors(k),
-            _with_contiguous_vectors(v),
-        )
+        q = _with_contiguous_vectors(q)
+        k = _with_contiguous_vectors(k)
+        v = _with_contiguous_vectors(v)
         num_tokens, num_heads = q.shape[:2]
         launch = _launches(q).forward
         out = q.new_empty(q.shape)

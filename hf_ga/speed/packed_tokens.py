@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout import DropoutSite, SampleMasks
 from hf_ga.exact.hashing import mixed, signed
-from hf_ga.exact.masks import drop, keep_columns, keyed_dropout, over_axes, row_keys
+from hf_ga.exact.masks import apply_dropout_mask, drop, keep_columns, over_axes, row_keys
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class PackedMasks:
             if dropped is not None:
                 return dropped
         kept = self.mask(site, input.shape, drop_probability)
-        return keyed_dropout(input, drop_probability, kept)
+        return apply_dropout_mask(input, drop_probability, kept)
 
     def _check(self, site: DropoutSite, shape: torch.Size) -> None:
         is_of_tokens = len(shape) >= 3 and shape[:2] == self.tokens.packed_shape

@@ -81,7 +81,8 @@ class WindowSampler(Sampler):
 
     def __len__(self) -> int:
         """Micro-batches of this rank in an epoch, which Trainer counts: as many on all ranks."""
-        layout, num_full = self.windows.layout, len(self.windows) - 1
+        layout = self.windows.layout
+        num_full = len(self.windows) - 1
         rest = min(self.windows.num_samples - layout.window_size * num_full, layout.window_size)
         return num_full * layout.accumulation_steps + -(
             -rest // (layout.micro_batch_size * layout.num_processes)

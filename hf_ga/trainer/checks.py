@@ -110,7 +110,8 @@ def _of_arguments(args: Any) -> Iterator[str]:
 
 
 def _of_trainer(trainer: Any, mixin: type) -> Iterator[str]:
-    processes, kind = trainer.accelerator.num_processes, trainer.accelerator.distributed_type
+    processes = trainer.accelerator.num_processes
+    kind = trainer.accelerator.distributed_type
     if kind not in SUPPORTED:
         yield f"Accelerate runs {processes} processes under {kind.value}: use DDP or FSDP2"
     if kind == DistributedType.FSDP and not trainer.accelerator.is_fsdp2:

@@ -335,7 +335,8 @@ class ExactTrainerMixin:
         dataset and collate function.
         """
         loader = super().get_train_dataloader()
-        args, collate_fn = self.args, loader.collate_fn
+        args = self.args
+        collate_fn = loader.collate_fn
         windows = WindowLoader(
             loader.dataset,
             partial(collate_pairs, collate_fn) if has_pairs(collate_fn) else collate_fn,
