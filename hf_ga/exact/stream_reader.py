@@ -110,9 +110,7 @@ class WindowReader(IterableDataset):
             if held is None:
                 return
             ids = np.array(list(held.samples), np.int64)
-            lengths = np.array(
-                [self.length_of(sample) for sample in held.samples.values()], np.int64
-            )
+            lengths = np.array([self.length_of(held.samples[i]) for i in held.samples], np.int64)
             request = self.splitter.request(self.epoch, index, ids, lengths, self.pad_to_window)
             self.fetcher.dataset = held
             batches = self.fetcher[request]
@@ -122,8 +120,8 @@ class WindowReader(IterableDataset):
 
     def _windows(self) -> Iterator[HeldSamples]:
         size = self.splitter.layout.window_size
-        drops = self.drop_last_window
         seed = self.splitter.seed
+        has_others = self.splitter.layout.num_processes > 1
         stream = numbered_samples(self.dataset, seed, self.epoch)
         head = list(islice(stream, NUM_FOR_PROOF))
         first = sorted((sample for _, sample in head), key=self.length_of)
@@ -133,20 +131,21 @@ class WindowReader(IterableDataset):
         if num_skipped <= size * (self.num_consumed - 1):
             raise DataError(
                 f"the stream ended after {num_skipped} samples in epoch {self.epoch}, but "
-                f"{self.num_consumed} windows of {size} "
-                "were consumed before the checkpoint. Resume with the same stream, not split by "
-                "process."
+                f"{self.num_consumed} windows of {size} were consumed before the checkpoint. "
+                "Resume with the same stream, not split by process."
             )
         num_windows = self.num_consumed
-        while len(window := list(islice(samples, size))) == size or (window and not drops):
-            held = HeldSamples(
-                window, first, _digest(window) if self.splitter.layout.num_processes > 1 else 0
-            )
-            del window, first
+        while True:
+            window = list(islice(samples, size))
+            is_short = len(window) < size
+            if not window or (is_short and self.drop_last_window):
+                break
+            held = HeldSamples(window, first, digest=_digest(window) if has_others else 0)
+            del window, first  # or they would stay in memory until the next window is read
             yield held
             del held
             first = []
-            num_windows = num_windows + 1
+            num_windows += 1
         if not num_windows:
             raise DataError(
                 f"drop_last_window drops the whole stream of {len(window)} samples: use a window "
@@ -155,12 +154,14 @@ class WindowReader(IterableDataset):
 
 
 def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
-    """One pass over a stream. Seeds the global generators for every sample: see
-    `preserved_random_states`.
+    """Read a stream once, with the index of each sample.
+
+    Seeds the global generators for every sample; the caller restores them
+    (`preserved_random_states`).
 
     Raises:
-        DataError: an empty stream, one that can be read only once, a sample that is not a dict,
-            list, tuple or tensor.
+        DataError: If the stream is empty or can be read only once, or a sample is not a dict, list,
+            tuple or tensor.
     """
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
@@ -175,8 +176,8 @@ def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
         if not isinstance(sample, Mapping | list | tuple | Tensor | np.ndarray):
             raise DataError(
                 f"sample {number} of the stream is a {type(sample).__name__} "
-                f"({str(sample)[:40]!r}): a sample must be a dict (or a "
-                "list, a tuple, a tensor). From a dict of splits, choose one split."
+                f"({str(sample)[:40]!r}): a sample must be a dict (or a list, a tuple, a tensor). "
+                "From a dict of splits, choose one split."
             )
         yield number, sample
     if not number:
@@ -186,12 +187,15 @@ def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
 
 
 def _digest(samples: Sequence[Numbered]) -> int:
-    """32-bit hash of samples; only the shape of float arrays and tensors, as decoders may round
-    differently.
+    """Return a 32-bit hash of samples.
+
+    Of float arrays and tensors only the shape counts, as decoders may round differently.
     """
     return zlib.crc32(json.dumps(samples, default=_digest_of_array, skipkeys=True).encode())
 
 
 def _digest_of_array(value: Any) -> Any:
     array = np.asarray(value)
-    return zlib.crc32(array.tobytes()) if array.dtype.kind in "iubS" else str(array.shape)
+    if array.dtype.kind in "iubS":
+        return zlib.crc32(array.tobytes())
+    return str(array.shape)
