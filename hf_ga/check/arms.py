@@ -22,7 +22,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from hf_ga.batch.call import backward
 from hf_ga.check.gradients import Gradients, take_gradients
-from hf_ga.check.subjects import Step, device_of
+from hf_ga.check.subjects import StepFunction, device_of
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import keep_process_group_alive
 from hf_ga.exact.forward import head_loss
@@ -43,7 +43,7 @@ TRAINING_ARGUMENTS = {
 }
 
 
-def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Step:
+def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> StepFunction:
     """A step that runs `transformers.Trainer`'s own training loop on the window and takes the
     gradients before its optimizer step.
 
@@ -97,7 +97,7 @@ class _Taken(TrainerCallback):
         self.gradients = _take(self.trainer.model_wrapped)
 
 
-def accelerate_arm(**arguments: Any) -> Step:
+def accelerate_arm(**arguments: Any) -> StepFunction:
     """A step that runs the loop of Accelerate's documentation: `with accelerator.accumulate(model):
     accelerator.backward(loss)`.
 
@@ -127,7 +127,7 @@ def accelerate_arm(**arguments: Any) -> Step:
     return step
 
 
-def backward_arm(micro_batch_size: int, **arguments: Any) -> Step:
+def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
     """A step that calls `hf_ga.backward` once for the window, which must be one collated batch.
 
     Args:

@@ -21,7 +21,7 @@ from hf_ga.check.rows import OURS, Row
 from hf_ga.check.same_bits import bits_row
 from hf_ga.check.subjects import (
     DTYPES,
-    Step,
+    StepFunction,
     Subject,
     make_accelerator,
     own_accelerate_state,
@@ -47,7 +47,7 @@ def check_equivalence(
     samples: Sequence[Any],
     collate_fn: Collate,
     layouts: str | Sequence[str] | Mapping[str, Sequence[int]] = "auto",
-    steps: Mapping[str, Step] | None = None,
+    steps: Mapping[str, StepFunction] | None = None,
     *,
     loss_fn: LossFunction | None = None,
     whole_batch: WholeBatchLoss | None = None,
@@ -141,10 +141,12 @@ def check_equivalence(
     return EquivalenceReport(type(copied).__name__, rows, facts, shown, versions())
 
 
-def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, Step]) -> list[Row]:
+def _rows(
+    subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, StepFunction]
+) -> list[Row]:
     """All arms in all layouts, window by window, to keep only one reference in memory."""
     found: dict[tuple[str, str], Row] = {}
-    arms: dict[str, Step | None] = {OURS: None, **steps}
+    arms: dict[str, StepFunction | None] = {OURS: None, **steps}
     hidden = not subject.accelerator.is_main_process
     with tqdm(
         total=len(layouts) * len(arms),
@@ -177,7 +179,11 @@ def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, St
 
 
 def _row(
-    subject: Subject, arm: str, step: Step | None, layout: CheckedLayout, reference: Reference
+    subject: Subject,
+    arm: str,
+    step: StepFunction | None,
+    layout: CheckedLayout,
+    reference: Reference,
 ) -> Row:
     row = Row(arm, layout.name, layout.sizes, layout.accumulation_steps)
     if step is None and subject.refused:

@@ -28,11 +28,12 @@ class Reference:
     """The correct result of one window, and the relative errors that an arm may have.
 
     Attributes:
-        loss, gradients: of the full batch in float64.
-        own_error: relative error of the full batch in the checked precision, over all parameters
+        loss: Of the full batch in float64.
+        gradients: Of the full batch in float64.
+        own_error: Relative error of the full batch in the checked precision, over all parameters
             together.
-        limits, loss_limit: of the relative error of each parameter, relative to the norm over all,
-            and of the loss.
+        limits: Of the relative error of each parameter, relative to the norm over all.
+        loss_limit: Of the relative error of the loss.
     """
 
     loss: float
@@ -43,10 +44,10 @@ class Reference:
 
 
 def compute_reference(subject: Subject, window: Window) -> Reference:
-    """The full batch in the checked precision and in float64.
+    """Compute the full batch in the checked precision and in float64.
 
     Raises:
-        ConfigError: the model cannot run in float64, or memory runs out.
+        ConfigError: If the model cannot run in float64, or memory runs out.
     """
     whole = window.split([np.arange(window.num_samples)])
     loss, gradients, _ = plain_backward(subject, whole, whole.micro_batches[0])
@@ -55,10 +56,9 @@ def compute_reference(subject: Subject, window: Window) -> Reference:
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
             "the reference needs one forward and backward of all samples in float64, but this "
-            "failed: "
-            f"{' '.join(str(error).split())}. Pass fewer samples if memory ran out; convert a "
-            "loss_fn's float32 tensors "
-            "(.to(logits)); check on a CPU (ACCELERATE_USE_CPU=true) if the device has no float64."
+            f"failed: {' '.join(str(error).split())}. Pass fewer samples if memory ran out; "
+            "convert a loss_fn's float32 tensors (.to(logits)); check on a CPU "
+            "(ACCELERATE_USE_CPU=true) if the device has no float64."
         ) from error
     for values in (gradients, right):
         clip(values, subject.max_grad_norm)
