@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -52,10 +53,10 @@ from hf_ga.trainer.loss import TrainerLoss
 from hf_ga.trainer.pairs import collate_pairs, has_pairs
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
-BOOKKEEPING = (
-    "_metrics",
-    "_total_train_tokens",
-)  # TRL's compute_loss updates them; the proof's forwards must not
+logger = get_logger(__name__)
+
+# TRL's compute_loss updates them; the proof's forwards must not.
+BOOKKEEPING = ("_metrics", "_total_train_tokens")
 
 
 class TrainerWindow:
@@ -194,9 +195,8 @@ class TrainerWindow:
         if self.rule.modes != module_modes(self.module):
             raise ConfigError(
                 "the training modes (or the modules) of the model differ from those of the proof: "
-                "a callback or training_step "
-                "put a module into evaluation mode. Do that in the model's own train() method, "
-                "which the proof calls too."
+                "a callback or training_step put a module into evaluation mode. Do that in the "
+                "model's own train() method, which the proof calls too."
             )
         self._term = torch.zeros((), device=engine.backend.device, requires_grad=True)
         self._counts = ()
@@ -222,8 +222,8 @@ class TrainerWindow:
             if passed != expected and math.isfinite(expected):
                 raise ConfigError(
                     "the term of the window's loss must reach backward() unscaled, but was "
-                    f"multiplied by {passed / expected:g}: "
-                    "an overridden training_step scales it again. Remove that scaling."
+                    f"multiplied by {passed / expected:g}: an overridden training_step scales it "
+                    "again. Remove that scaling."
                 )
         self.engine.backward_term(self._term, self._counts)
 
@@ -337,23 +337,25 @@ class ExactTrainerMixin:
         loader = super().get_train_dataloader()
         args = self.args
         collate_fn = loader.collate_fn
+        if has_pairs(collate_fn):
+            collate_fn = partial(collate_pairs, collate_fn)
+        micro_batch_size = args.per_device_train_batch_size
         windows = WindowLoader(
             loader.dataset,
-            partial(collate_pairs, collate_fn) if has_pairs(collate_fn) else collate_fn,
+            collate_fn,
             accelerator=self.accelerator,
-            per_device_batch_size=args.per_device_train_batch_size,
+            per_device_batch_size=micro_batch_size,
             global_batch_size=self._window_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last_window=args.dataloader_drop_last,
-            planner=partial(
-                plan_by_sizes, sizes=[args.per_device_train_batch_size]
-            ),  # as many micro-batches as Trainer's
+            planner=partial(plan_by_sizes, sizes=[micro_batch_size]),  # as many as Trainer's
             lengths=find_lengths(loader.dataset, loader.collate_fn),
         )
         self._window = TrainerWindow(self, windows)
-        if self.is_world_process_zero() and not args.disable_tqdm:
-            print(f"ExactTrainer: {windows.layout}; {self._window.rule}")
+        if not args.disable_tqdm:
+            # A warning, as this is to be seen with the default settings of logging.
+            logger.warning(f"ExactTrainer: {windows.layout}; {self._window.rule}")
         return WindowedDataLoader(windows, loader)
 
     def get_batch_samples(
