@@ -107,7 +107,7 @@ class Accelerator(accelerate.Accelerator):
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Nothing is prepared."""
+        """Forget everything that was prepared."""
         self.training_loop = TrainingLoop(self, self._given)
         self.epochs = Epochs()
         self._schedules: list[ScheduleStart] = []

@@ -32,8 +32,7 @@ PRODUCTS = ("Mm", "Addmm", "Cdist")
 
 
 def operation_across_samples(loss: Tensor, outputs: Iterable[Tensor]) -> str | None:
-    """The name of an operation that compares rows of a model's outputs in a loss; None if there is
-    none.
+    """Find an operation that compares rows of a model's outputs in a loss.
 
     Args:
         loss: What the loop passed to `backward`.
@@ -78,9 +77,7 @@ def depends_across_samples(loss: Tensor, outputs: Iterable[Tensor], num_samples:
 def _change_of(
     gradients: Sequence[Tensor], outputs: Sequence[Tensor], number: int
 ) -> tuple[Tensor, ...]:
-    """The gradient with respect to the outputs of a fixed projection of the first rows of the
-    gradients.
-    """
+    """Differentiate a fixed projection of the first rows of gradients with respect to the outputs."""
     projection = torch.zeros((), device=outputs[0].device)
     for index, gradient in enumerate(gradients):
         part = gradient[:number].flatten()
@@ -97,7 +94,9 @@ def _change_of(
 
 
 def _nodes_above(start: Node | None, ends: set[Node]) -> dict[Node, None]:
-    """The nodes of a graph from `start` through which a gradient reaches one of the ends."""
+    """Return the nodes of a graph, from `start` on, through which a gradient reaches one of the
+    ends.
+    """
     above: dict[Node, None] = {}
     entered: set[Node] = set()
     waiting = [(start, False)]

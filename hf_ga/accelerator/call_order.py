@@ -38,22 +38,22 @@ class CallOrder:
         self._gradient: tuple[Tensor, int] | None = None  # after the last backward
 
     def begin_window(self) -> None:
-        """A window begins."""
+        """Called when a window begins."""
         self._was_interrupted = not self.is_complete
         self.is_complete = False
 
     def begin_micro_batch(self, index: int) -> None:
-        """A micro-batch is handed out."""
+        """Called when a micro-batch is handed out."""
         self.index = index
         self.is_waiting = True
         self._had_backward = False
 
     def begin_other_batches(self) -> None:
-        """A loader hands out Accelerate's own batches."""
+        """Called when a loader hands out Accelerate's own batches."""
         self._had_backward = False
 
     def note_backward(self) -> None:
-        """The micro-batch had its backward."""
+        """Called when the micro-batch had its backward."""
         self.is_waiting = False
         self._had_backward = True
 
@@ -75,7 +75,7 @@ class CallOrder:
             )
 
     def unexpected_backward(self, *, is_in_evaluation: bool) -> ConfigError:
-        """The error of a backward for which no micro-batch waits.
+        """Return the error of a backward for which no micro-batch waits.
 
         Args:
             is_in_evaluation: The loader began while no model was in training mode.
@@ -208,12 +208,12 @@ def check_syncs(model: nn.Module) -> None:
 
 
 def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """All parameters in an optimizer's groups."""
+    """Return all parameters in an optimizer's groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _first_gradient(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, int] | None:
-    """The first gradient that there is, and the number of its changes."""
+    """Return the first gradient that there is, and the number of its changes."""
     for parameter in parameters:
         if parameter.grad is not None:
             return parameter.grad, parameter.grad._version

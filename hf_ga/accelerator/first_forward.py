@@ -136,7 +136,7 @@ def _prove_outputs(model: nn.Module, prove: Callable[..., Rule]) -> Rule:
 
 
 def sum_of_outputs(outputs: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
-    """A loss that depends on every output of every sample: the outputs times fixed numbers.
+    """Compute a loss that depends on every output of every sample: the outputs times fixed numbers.
 
     Returns:
         (sum over the samples, number of samples).

@@ -22,11 +22,11 @@ class Epochs:
         self._last: dict[int, int] = {}  # id of a dataset -> the epoch that was begun last
 
     def next(self, dataset: Any) -> int:
-        """The epoch that a new loader of a dataset begins with."""
+        """Return the epoch that a new loader of a dataset begins with."""
         return self._last.get(id(dataset), -1) + 1
 
     def begin(self, dataset: Any, epoch: int) -> None:
-        """An epoch of a dataset begins."""
+        """Called when an epoch of a dataset begins."""
         self._last[id(dataset)] = epoch
 
 
@@ -78,7 +78,7 @@ class WindowedDataLoader:
         return self._windows
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in an epoch, as many on all ranks."""
+        """Count the micro-batches of this rank in an epoch, as many on all ranks."""
         if not self._is_for_training():
             return super().__len__()
         windows = self.windows
@@ -116,7 +116,7 @@ class WindowedDataLoader:
         self.windows.set_epoch(epoch)
 
     def state(self) -> dict[str, Any]:
-        """The position, as `save_state` keeps it."""
+        """Return the position, as `save_state` keeps it."""
         return self.position or self.windows.state_dict()
 
     def restore(self, state: dict[str, Any]) -> None:
@@ -140,7 +140,7 @@ class WindowedDataLoader:
         return self.owner.training_loop.training_model() is not None
 
     def _micro_batches(self, model: torch.nn.Module) -> Iterator[Any]:
-        """This rank's micro-batches of the rest of the epoch."""
+        """Yield this rank's micro-batches of the rest of the epoch."""
         owner = self.owner
         windows = self.windows
         self._begin_at_the_right_window(windows)
@@ -203,7 +203,7 @@ class WindowedDataLoader:
             windows.num_consumed = num_to_skip // num_steps
 
     def _take_num_to_skip(self) -> int:
-        """The batches to skip, once."""
+        """Return how many batches to skip, and reset it: they are skipped once."""
         num_to_skip = self.num_to_skip
         self.num_to_skip = 0
         return num_to_skip
@@ -219,7 +219,7 @@ def _continue_at(windows: BaseLoader, position: dict[str, Any]) -> None:
 
 
 def seed_of(loader: DataLoader) -> int:
-    """The seed of a loader that is not prepared yet: that of its generator, or torch's own."""
+    """Return the seed of a loader that is not prepared yet: that of its generator, or torch's own."""
     generator = loader.generator or getattr(loader.sampler, "generator", None)
     seed = torch.initial_seed() if generator is None else generator.initial_seed()
     return seed % (1 << 31)

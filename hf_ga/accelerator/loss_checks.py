@@ -69,7 +69,7 @@ class LossChecks:
         return self._are_heads[operations]
 
     def mean_of(self, loss: Tensor, seen: Seen) -> Mean:
-        """The mean of one of torch's loss functions that a loss is.
+        """Find the mean of one of torch's loss functions that a loss is.
 
         Args:
             loss: What the loop passed to `backward`.
@@ -110,7 +110,7 @@ class LossChecks:
         self._sums.add(operations)
 
     def _comparison_in(self, loss: Tensor, outputs: Any, num_samples: int) -> str | None:
-        """What in a sum compares the samples of a micro-batch; None if nothing does."""
+        """Find out what in a sum compares the samples of a micro-batch; None if nothing does."""
         if num_samples == 1:
             return None
         tensors = tensors_of(outputs)
@@ -166,7 +166,7 @@ def _find_out_if_head(loss: Tensor, seen: Seen) -> bool:
 
 
 def _operations_of(loss: Tensor) -> Operations:
-    """The last operations that made a loss."""
+    """Return the names of the last operations that made a loss."""
     node = loss.grad_fn
     if node is None:
         return ()

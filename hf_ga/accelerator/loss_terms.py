@@ -39,7 +39,7 @@ class LossTerms:
         self._kind: str | None = None  # of the losses of this window
 
     def begin_window(self) -> None:
-        """A window begins."""
+        """Called when a window begins."""
         self.checks.num_windows += 1
         self._kind = None
 
@@ -51,7 +51,7 @@ class LossTerms:
         loss: Tensor,
         num_targets: float | Tensor | None,
     ) -> None:
-        """Backward of the term of one micro-batch.
+        """Make the backward of the term of one micro-batch.
 
         Args:
             engine: Of the window.
@@ -92,7 +92,7 @@ class LossTerms:
             raise ConfigError(OTHER_LOSS)
 
     def _backward_of_head(self, engine: Engine, watch: ForwardWatch, loss: Tensor) -> None:
-        """Backward of the model's own loss, or of one that differs by a penalty only."""
+        """Make the backward of the model's own loss, or of one that differs by a penalty only."""
         self._check_kind("the model's loss")
         if isinstance(engine.loss, GivenSum):  # of a model that was proven in its first forward
             (number,) = self.head.count(watch.arguments, watch.num_samples)
@@ -160,6 +160,6 @@ def check_is_number(loss: object) -> None:
 
 
 def _backward_of_mean(engine: Engine, loss: Tensor, number: float) -> None:
-    """Backward of a mean over `number` targets; without targets it is 0 / 0 and left out."""
+    """Make the backward of a mean over `number` targets; without targets it is 0 / 0 and left out."""
     total = loss * number if number else 0.0
     engine.backward((total, number))

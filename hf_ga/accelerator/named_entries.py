@@ -31,7 +31,7 @@ class NamedEntries:
         return {str(i): entry for i, entry in enumerate(entries)}
 
     def find_type(self, dataset: Any) -> type:
-        """The type that the user's function returns, found on one sample."""
+        """Return the type that the user's function returns, found on one sample."""
         with preserved_random_states():
             seed_generators(0)
             is_stream = isinstance(dataset, IterableDataset)
@@ -40,7 +40,7 @@ class NamedEntries:
 
     @staticmethod
     def restore(batch: dict[str, Any], kind: type) -> Any:
-        """A batch in the type of the user's collate function."""
+        """Convert a batch to the type that the user's collate function returns."""
         batch = dict(batch)  # a loop may take entries out
         if kind is dict:
             return batch

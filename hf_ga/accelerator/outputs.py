@@ -190,8 +190,9 @@ class ForwardWatch:
 
 
 def loss_of(outputs: Any) -> Tensor | None:
-    """The loss of a model's own head: `outputs.loss`, a tuple's first entry if it is one number,
-    or a scalar. None if there is none.
+    """Return the loss of a model's own head; None if there is none.
+
+    It is `outputs.loss`, a tuple's first entry if that is one number, or a scalar itself.
     """
     if isinstance(outputs, _ComputedWhenRead):
         loss = dict.get(outputs, "loss")
@@ -204,8 +205,9 @@ def loss_of(outputs: Any) -> Tensor | None:
 
 
 def tensors_of(outputs: Any, *, with_gradient: bool = True) -> list[Tensor]:
-    """All tensors in a model's outputs with a gradient, except its loss. Logits that are not
-    computed yet are replaced by what they will be computed from.
+    """Return all tensors in a model's outputs with a gradient, except its loss.
+
+    Logits that are not computed yet are replaced by what they will be computed from.
 
     Args:
         outputs: What a model returned.
@@ -239,7 +241,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def readable(outputs: Any) -> Any:
-    """Outputs whose logits are computed only when somebody reads them; then they are plain tensors.
+    """Let the logits in outputs be computed when somebody reads them; then they are plain tensors.
 
     Args:
         outputs: What a model returned. A `ModelOutput` with lazy logits becomes one whose class
@@ -307,7 +309,7 @@ def _compute(outputs: Any) -> Any:
 
 
 def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward by their names."""
+    """Return the arguments of a forward by their names."""
     forward = getattr(model, "_original_forward", model.forward)
     signature = inspect.signature(forward)
     try:

@@ -52,6 +52,6 @@ def prove_before_sharding(
 
 
 def _spread_samples(dataset: Any) -> list[Any]:
-    """Samples at equal distances over a whole dataset."""
+    """Take samples at equal distances over a whole dataset."""
     step = max(1, len(dataset) // NUM_PROOF_SAMPLES)
     return [dataset[index] for index in range(0, len(dataset), step)]

@@ -125,7 +125,7 @@ def check_can_save(accelerator: accelerate.Accelerator, *, is_complete: bool) ->
 
 
 def positions_of(loaders: Iterable[Any]) -> list[dict[str, Any] | None]:
-    """The position of each prepared loader; None for those that handed out no windows."""
+    """Return the position of each prepared loader; None for those that handed out no windows."""
     return [
         loader.state() if isinstance(loader, WindowedDataLoader) and loader.has_begun else None
         for loader in loaders
@@ -140,7 +140,7 @@ def restore_positions(loaders: list[Any], positions: list[dict[str, Any] | None]
 
 
 def folder_to_load(input_dir: str | None, project_dir: str | None) -> Path:
-    """The folder from which `load_state` loads.
+    """Return the folder from which `load_state` loads.
 
     Args:
         input_dir: What the script passed. None: Accelerate loads its newest checkpoint.

@@ -60,7 +60,7 @@ class TrainingLoop:
         self._random_states: dict[str, bytes] = {}  # before a forward in which a model is proven
 
     def add_model(self, prepared: nn.Module) -> None:
-        """A model was prepared."""
+        """Called when a model was prepared."""
         self._prepared[unwrapped(prepared)] = prepared
 
     def close(self) -> None:
@@ -77,7 +77,7 @@ class TrainingLoop:
         return isinstance(active, WindowedDataLoader) and active.in_windows
 
     def training_model(self) -> nn.Module | None:
-        """The prepared model that is in training mode and has something to train.
+        """Return the prepared model that is in training mode and has something to train.
 
         Raises:
             ConfigError: If there are several.
@@ -241,7 +241,7 @@ class TrainingLoop:
         return batch
 
     def _open_micro_batch(self, model: nn.Module) -> None:
-        """Until the backward, note which loss functions the loop calls, and sum no gradients."""
+        """Note which loss functions the loop calls, and do not sum gradients, until the backward."""
         self._micro_batch = ExitStack()
         self._criteria.start(unwrapped(model))
         self._micro_batch.callback(self._criteria.turn_off)
@@ -280,7 +280,7 @@ class TrainingLoop:
         engine.backward(loss)
 
     def _seen(self, watch: ForwardWatch) -> Seen:
-        """What was seen of the micro-batch that waits for its backward."""
+        """Return what was seen of the micro-batch that waits for its backward."""
         call = self.engine.call
         tensors = [value for value in call.batch.values() if isinstance(value, Tensor)]
         return Seen(
@@ -311,7 +311,7 @@ class TrainingLoop:
     # Models that are proven in a forward of the loop
 
     def _first_batch(self, model: nn.Module, window: Window) -> dict[str, Any]:
-        """The first batch of a model that is proven in its first forward."""
+        """Return the first batch of a model that is proven in its first forward."""
         window = window.padded_to_window()
         micro_batches = window.micro_batches
         if not micro_batches:  # another rank has all samples of the window
@@ -332,7 +332,7 @@ class TrainingLoop:
         args: tuple,
         kwargs: dict[str, Any],
     ) -> None:
-        """At the start of a forward: prove the model on its arguments, then begin the window.
+        """Prove the model on the arguments of a forward that begins, then begin the window.
 
         Raises:
             UnkeyedRandomness: If the loop drew random numbers since it fetched the batch.
@@ -354,7 +354,7 @@ class TrainingLoop:
         rule.dropout.join_forward(args, kwargs)
 
     def _prove_again(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """The loop calls the model with something else than the batch: prove it so.
+        """Prove a model that the loop calls with something else than the batch.
 
         Raises:
             ConfigError: If the loop called it with the batch before.

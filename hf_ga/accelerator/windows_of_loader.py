@@ -89,7 +89,7 @@ def _batch_size_of(batch_sampler: Any) -> int:
 
 
 def _sizes(accelerator: Any, batch_size: int) -> tuple[int, int]:
-    """Samples in a micro-batch of one process, and in a window."""
+    """Return the samples in a micro-batch of one process, and in a window."""
     num_processes = accelerator.num_processes
     num_steps = accelerator.gradient_accumulation_steps
     micro_batch_size = batch_size
@@ -105,7 +105,9 @@ def _sizes(accelerator: Any, batch_size: int) -> tuple[int, int]:
 def _windows_in_order(
     given: DataLoader, collate: NamedEntries, accelerator: Any, settings: dict[str, Any]
 ) -> WindowLoader:
-    """Windows in the order of the user's loader: shuffled, as the dataset is, or its sampler's."""
+    """Make windows in the order of the user's loader: shuffled, as the dataset is, or its
+    sampler's.
+    """
     has_plain_batches = type(given.batch_sampler) is BatchSampler
     if has_plain_batches and is_shuffle(given.sampler):
         return WindowLoader(given.dataset, collate, **settings)
@@ -171,7 +173,7 @@ class OrderedWindowLoader(WindowLoader):
         return self._known[1]
 
     def _draw(self, epoch: int) -> np.ndarray:
-        """What the sampler yields in an epoch: a function of (seed, epoch)."""
+        """Run the sampler for an epoch. What it yields is a function of (seed, epoch)."""
         key = fold_in(Purpose.ORDER, self.seed, epoch)
         with preserved_random_states():
             seed_generators(key)

@@ -44,7 +44,7 @@ TRAINING_ARGUMENTS = {
 
 
 def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> StepFunction:
-    """A step that runs `transformers.Trainer`'s own training loop on the window and takes the
+    """Make a step that runs `transformers.Trainer`'s own training loop on the window and takes the
     gradients before its optimizer step.
 
     Args:
@@ -98,8 +98,8 @@ class _Taken(TrainerCallback):
 
 
 def accelerate_arm(**arguments: Any) -> StepFunction:
-    """A step that runs the loop of Accelerate's documentation: `with accelerator.accumulate(model):
-    accelerator.backward(loss)`.
+    """Make a step that runs the loop of Accelerate's documentation: `with
+    accelerator.accumulate(model): accelerator.backward(loss)`.
 
     Args:
         arguments: for `Accelerator`, such as `kwargs_handlers`; precision and accumulation come
@@ -128,7 +128,8 @@ def accelerate_arm(**arguments: Any) -> StepFunction:
 
 
 def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
-    """A step that calls `hf_ga.backward` once for the window, which must be one collated batch.
+    """Make a step that calls `hf_ga.backward` once for the window, which must be one collated
+    batch.
 
     Args:
         micro_batch_size: Samples in one forward.

@@ -144,7 +144,7 @@ def check_equivalence(
 def _rows(
     subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, StepFunction]
 ) -> list[Row]:
-    """All arms in all layouts, window by window, to keep only one reference in memory."""
+    """Run all arms in all layouts, window by window, to keep only one reference in memory."""
     found: dict[tuple[str, str], Row] = {}
     arms: dict[str, StepFunction | None] = {OURS: None, **steps}
     hidden = not subject.accelerator.is_main_process

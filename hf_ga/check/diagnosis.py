@@ -131,7 +131,7 @@ class Diagnosis:
         self.effect = EFFECT[subject.precision]
 
     def causes(self) -> list[Cause]:
-        """All causes found, or one named "unknown"."""
+        """Find all causes, or return one named "unknown"."""
         if self.refused and self.subject.dropout.unkeyed:
             return [Cause("randomness", self.refused)]
         quiet = self._trial()
@@ -160,7 +160,9 @@ class Diagnosis:
     def _with_one(
         self, suspect: Switch, rule: str, match: Hypothesis, before: float
     ) -> list[Cause]:
-        """The suspect, if the arm or the model itself fails with this suspect alone switched on."""
+        """Return the suspect, if the arm or the model itself fails with this suspect alone switched
+        on.
+        """
         try:
             trial = self._trial(suspect.name)
         except ValueError as failure:
@@ -185,8 +187,8 @@ class Diagnosis:
         ]
 
     def _weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float]:
-        """The weights that the arm gave its micro-batches, with the causes, and their residual
-        relative error.
+        """Find the weights that the arm gave its micro-batches, with the causes, and the relative
+        error that they leave.
         """
         candidates = hypotheses(
             trial.counts,
@@ -221,8 +223,8 @@ class Diagnosis:
         return replace(match, causes=(*match.causes, Cause("precision", text))), error
 
     def _reduced_in(self, trial: Trial, error: float) -> list[Cause]:
-        """Processes that add up their gradients in half precision leave a sum that half precision
-        can hold.
+        """Find out whether the processes added up their gradients in half precision: then it can
+        hold every element of the sum.
         """
         name = half_precision(trial.arm)
         if self.subject.accelerator.num_processes == 1 or name is None:
@@ -285,7 +287,9 @@ class Diagnosis:
 
 
 def _frozen(arm: Gradients, reference: Gradients) -> list[str]:
-    """Names of the parameters for which an arm has no gradient, although they should have one."""
+    """Return the names of the parameters for which an arm has no gradient, although they should
+    have one.
+    """
     sizes = norms(reference)
     least = 1e-6 * total(sizes)
     return [name for name, size in sizes.items() if size > least and not arm[name].any()]
@@ -318,7 +322,7 @@ def _unknown(trial: Trial) -> str:
 
 
 def _flat(gradients: Gradients, names: list[str], stride: int) -> Tensor:
-    """Every `stride`-th element of each of these gradients, one after the other."""
+    """Join every `stride`-th element of each of these gradients, one after the other."""
     if not names:
         return torch.empty(0)
     return torch.cat([gradients[name].flatten()[::stride].float() for name in names])

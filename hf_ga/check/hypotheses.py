@@ -134,7 +134,7 @@ def _of_each_once(
 
 
 def _undivided(n: np.ndarray, num_processes: int) -> list[Hypothesis]:
-    """Means that are averaged equally, or summed.
+    """List the weights of means that are averaged equally, or summed.
 
     Args:
         n: Targets of each micro-batch.
@@ -161,7 +161,7 @@ def _undivided(n: np.ndarray, num_processes: int) -> list[Hypothesis]:
 def _of_short_window(
     found: list[Hypothesis], num_micro_batches: int, accumulation_steps: int, num_processes: int
 ) -> list[Hypothesis]:
-    """The same weights where a short last window is divided by the full accumulation steps."""
+    """List the same weights where a short last window is divided by the full accumulation steps."""
     steps = -(-num_micro_batches // num_processes)
     full = -(-accumulation_steps // num_processes)
     if steps >= full:
@@ -220,7 +220,7 @@ def half_precision(vector: Tensor) -> str | None:
 
 
 def _listed(numbers: np.ndarray) -> str:
-    """`8, 3, 5 targets`; of more than six the first."""
+    """Format numbers, `8, 3, 5 targets`; of more than six the first."""
     shown = [f"{number:g}" for number in numbers[:6]]
     if len(numbers) > 6:
         shown.append("...")

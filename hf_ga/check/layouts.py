@@ -38,7 +38,7 @@ class CheckedLayout:
         return [len(part) for part in self.offsets]
 
     def window(self, subject: Subject) -> Window:
-        """All micro-batches of the window, on every process."""
+        """Collate all micro-batches of the window, on every process."""
         return subject.window(sum(self.sizes)).split(self.offsets)
 
     def run(
@@ -73,12 +73,12 @@ def own_share(window: Window, accelerator: Accelerator) -> Window:
 
 
 def full_accumulation(num_processes: int) -> int:
-    """Micro-batches of a full window: at least four, and two for each process."""
+    """Return the micro-batches of a full window: at least four, and two for each process."""
     return max(4, 2 * num_processes)
 
 
 def least_samples(num_processes: int) -> int:
-    """Samples of the smallest window: two in each micro-batch, on average."""
+    """Return the samples of the smallest window: two in each micro-batch, on average."""
     return 2 * full_accumulation(num_processes)
 
 

@@ -123,12 +123,12 @@ def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
 
 
 def _float64_dtype(argument: Any) -> Any:
-    """float64 in place of the dtype float32; other arguments unchanged."""
+    """Return float64 in place of the dtype float32; other arguments unchanged."""
     return torch.float64 if argument is torch.float32 else argument
 
 
 def _in_float64(value: Any) -> Any:
-    """A floating-point tensor in float64; other values unchanged."""
+    """Convert a floating-point tensor to float64; other values are unchanged."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     return value

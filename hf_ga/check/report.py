@@ -68,11 +68,11 @@ class EquivalenceReport:
         return max(self.rows, key=lambda row: (not row.passed, row.share))
 
     def arm(self, name: str) -> "EquivalenceReport":
-        """The report of one arm."""
+        """Return the report of one arm."""
         return replace(self, rows=[row for row in self.rows if row.arm == name])
 
     def causes(self, arm: str = OURS) -> dict[Cause, list[str]]:
-        """Why an arm differs -> the layouts with this cause; empty if it passed."""
+        """Return why an arm differs -> the layouts with this cause; empty if it passed."""
         found: dict[Cause, list[str]] = {}
         for row in self.arm(arm).rows:
             for cause in row.causes:
@@ -80,7 +80,7 @@ class EquivalenceReport:
         return found
 
     def verdict(self, arm: str) -> str:
-        """One sentence about an arm."""
+        """Describe an arm's result in one sentence."""
         part = self.arm(arm)
         failed = [row for row in part.rows if not row.passed]
         if not failed:
@@ -98,7 +98,7 @@ class EquivalenceReport:
         )
 
     def reasons(self, arm: str) -> list[str]:
-        """Why an arm differs, one line per cause, with its layouts."""
+        """Describe why an arm differs, one line per cause, with its layouts."""
         lines = []
         for cause, layouts in self.causes(arm).items():
             where = ", ".join(layouts)
@@ -107,7 +107,7 @@ class EquivalenceReport:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON: numbers that are not finite are None."""
+        """Return all figures, ready for JSON: numbers that are not finite are None."""
         values = {
             "passed": self.passed,
             "max_error": self.max_error,
@@ -153,7 +153,7 @@ class EquivalenceReport:
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:
-    """An aligned table for a terminal."""
+    """Align the rows in a table for a terminal."""
     table = [list(rows[0].cells()), *(list(row.cells().values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [

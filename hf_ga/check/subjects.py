@@ -171,7 +171,7 @@ def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Device of the first parameter."""
+    """Return the device of the first parameter."""
     return next(model.parameters()).device
 
 

@@ -50,7 +50,7 @@ def without_dropout() -> Iterator[None]:
 
 
 def without_batch_statistics() -> AbstractContextManager:
-    """BatchNorm normalises by its running statistics without updating them."""
+    """Let BatchNorm normalise by its running statistics without updating them."""
     return override(F, batch_norm=partial(_frozen_batch_norm, F.batch_norm))
 
 

@@ -132,7 +132,7 @@ class Backend:
             self.scaled(term).backward()
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """A tensor times the loss scale of fp16."""
+        """Multiply a tensor by the loss scale of fp16."""
         scaler = self.accelerator.scaler
         return tensor if scaler is None else scaler.scale(tensor)
 
@@ -145,8 +145,8 @@ class Backend:
             status.counts = added(status.counts, counts)
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """The calls, with as many forwards as the other ranks make where forwards are
-        collectives.
+        """Return the calls to make: where forwards are collectives, as many as the other ranks
+        make.
         """
         return calls
 
@@ -192,7 +192,7 @@ class Backend:
         """
 
     def most_on_a_rank(self, number: int) -> int:
-        """The largest of a number that each rank has."""
+        """Return the largest of a number that each rank has."""
         if self.num_processes == 1:
             return number
         largest = torch.tensor(number, device=self.device)
@@ -200,7 +200,7 @@ class Backend:
         return int(largest)
 
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
-        """The sum over all ranks, of a tensor that each computed in the window so far."""
+        """Sum a tensor over all ranks, which each computed in the window so far."""
         if not self.is_sharded:  # where a rank that fails ends at once
             self.all_reduce_status(
                 status
@@ -265,18 +265,18 @@ class LocalBackend(Backend):
         self.process_index = 0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The caller's precision."""
+        """Leave the caller's precision."""
         return nullcontext()
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """The tensor itself: there is no loss scale."""
+        """Return the tensor itself: there is no loss scale."""
         return tensor
 
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
@@ -320,8 +320,8 @@ def keep_process_group_alive(model: nn.parallel.DistributedDataParallel) -> None
 
 
 def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> tuple[float, ...]:
-    """Sums in float64 (exact for integers up to 2**53); on one process the numbers themselves.
-    Waits for the device.
+    """Sum numbers over the ranks, in float64 (exact for integers up to 2**53). Waits for the
+    device.
     """
     if accelerator.num_processes == 1:
         return tuple(numbers)
@@ -333,7 +333,7 @@ def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> tuple[
 
 
 def added(*counts: Counts) -> Counts:
-    """The sums of several means' counts, each by itself."""
+    """Add up the counts of several means, each by itself."""
     return tuple(map(sum, zip(*counts, strict=True)))
 
 

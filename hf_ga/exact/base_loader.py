@@ -244,8 +244,8 @@ class BaseLoader:
         self.state.max_elements = state.get("max_elements", self.state.max_elements)
 
     def _carried_over(self, state: dict[str, Any]) -> int:
-        """How many of this loader's windows are filled by the samples that were consumed in another
-        order.
+        """Count how many of this loader's windows are filled by the samples that were consumed in
+        another order.
         """
         size = self.layout.window_size
         consumed = state["num_consumed"] * state["window_size"]
@@ -256,7 +256,7 @@ class BaseLoader:
         return int(consumed // size)
 
     def _identity(self) -> dict[str, int]:
-        """What must be equal for a position to mean the same samples."""
+        """Return what must be equal for a position to mean the same samples."""
         identity = {"seed": self.seed, "window_size": self.layout.window_size}
         if self.canonical_micro_batch is not None:
             identity["canonical_micro_batch"] = self.canonical_micro_batch

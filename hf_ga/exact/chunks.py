@@ -69,7 +69,7 @@ class Chunks:
         return parents
 
     def _middle(self, start: int, stop: int) -> int:
-        """Where the node of these chunks is cut: its halves cost most nearly the same."""
+        """Find where the node of these chunks is cut: its halves cost most nearly the same."""
         ends = self._ends[start + 1 : stop]
         difference = np.abs(2 * ends - self._ends[start] - self._ends[stop])
         return start + 1 + int(difference.argmin())

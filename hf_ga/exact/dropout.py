@@ -42,7 +42,7 @@ class SampleMasks:
     window_key: Tensor
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
-        """bool, of the given shape.
+        """Draw a mask: bool, of the given shape.
 
         Raises:
             UnkeyedRandomness: the sample axis does not hold whole samples.
@@ -51,7 +51,7 @@ class SampleMasks:
         return keep_mask(self._keys_of(site), site.key, shape, site.axis, drop_probability)
 
     def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
-        """The input with dropout of all its elements.
+        """Apply dropout to all elements of an input.
 
         Raises:
             UnkeyedRandomness: the sample axis does not hold whole samples.
@@ -144,7 +144,7 @@ class KeyedDropout(Hook):
         self._compiled: CompiledDropout | None = None
 
     def set_keys(self, keys: Tensor, shared: Tensor) -> None:
-        """Whose masks the next forward draws: int64 keys of shape (samples,) and (1,), on the
+        """Set whose masks the next forward draws: int64 keys of shape (samples,) and (1,), on the
         model's device.
         """
         self.source = SampleMasks(keys, shared)
@@ -155,7 +155,9 @@ class KeyedDropout(Hook):
         self.set_keys(call.keys, call.window_key)
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keyed dropout inside every forward of the model, and in what `backward()` runs again."""
+        """Make dropout keyed inside every forward of the model, and in what `backward()` runs
+        again.
+        """
         if not self.sites:
             return nullcontext()  # without patches a compiled model stays compiled
         compiled = self._find_compiled()
@@ -186,7 +188,7 @@ class KeyedDropout(Hook):
             )
 
     def _find_compiled(self) -> CompiledDropout | None:
-        """The keyed dropout of the modules that are compiled now; None if none is."""
+        """Return the keyed dropout of the modules that are compiled now; None if none is."""
         roots = compiled_modules(self.model)
         if not roots:
             self._compiled = None
@@ -196,7 +198,7 @@ class KeyedDropout(Hook):
 
     @contextmanager
     def _patched_around(self, compiled: CompiledDropout) -> Iterator[None]:
-        """Hooks keep the path outside of compiled modules; these resolved it before."""
+        """Let hooks keep the path outside of compiled modules, whose paths are resolved before."""
         outside = proxy(self)  # torch.compile keeps the functions for ever
 
         def replacement(owner: object, name: str, keyed: Callable) -> Callable:
@@ -208,14 +210,14 @@ class KeyedDropout(Hook):
             yield
 
     def _patched(self) -> AbstractContextManager[None]:
-        """Hooks on all modules keep the path."""
+        """Let hooks on all modules keep the path."""
         return self._replaced(self.hooked, self._replacement)
 
     @contextmanager
     def _replaced(
         self, hooked: Iterable[nn.Module], replacement: Callable[..., Callable]
     ) -> Iterator[None]:
-        """The dropout functions of torch are replaced, and hooks of modules keep the path.
+        """Replace the dropout functions of torch, and let hooks of modules keep the path.
 
         Args:
             hooked: These modules.
@@ -237,7 +239,10 @@ class KeyedDropout(Hook):
             yield
 
     def _replacement(self, owner: object, name: str, keyed: Callable) -> Callable:
-        """What is called in place of a function of torch.
+        """Return what is called in place of a function of torch.
+
+        It has the function's own name, which torch.compile reads of all functions of torch. It
+        refers to the model weakly, because torch.compile keeps these functions for ever.
 
         Has the function's own name, which torch.compile reads of all functions of torch. Refers to
         the model weakly, because torch.compile keeps these functions for ever.
@@ -246,7 +251,7 @@ class KeyedDropout(Hook):
         return update_wrapper(partial(keyed, proxy(self), original), original)
 
     def join_forward(self, args: tuple, kwargs: dict) -> None:
-        """For a scope that is entered while the model's forward begins: the hook that starts a
+        """Called where a scope is entered while the model's forward begins: the hook that starts a
         forward was not registered yet.
         """
         if self._compiled is not None and self.model in self._compiled.modules:
@@ -285,11 +290,13 @@ class KeyedDropout(Hook):
         return False
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
-        """The mask of the next draw of the module that is running: bool, of the given shape."""
+        """Draw the next mask of the module that is running: bool, of the given shape."""
         return self._draw(self._next_key(), shape, drop_probability)
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
-        """Dropout of all elements of an input, at the next draw of the module that is running."""
+        """Apply dropout to all elements of an input, at the next draw of the module that is
+        running.
+        """
         return self._dropped(self._next_key(), input, drop_probability)
 
     def _next_key(self) -> int:
@@ -302,8 +309,10 @@ class KeyedDropout(Hook):
         return self.source.drop(self._site(key), input, drop_probability)
 
     def next_site(self) -> DropoutSite | None:
-        """The site of the next draw of the module that is running, for a mask that is drawn
-        elsewhere, as by a kernel. None: the probing forward drew no mask there.
+        """Return the site of the next draw of the module that is running, for a mask that is drawn
+        elsewhere, as by a kernel.
+
+        Returns None if the probing forward drew no mask there.
         """
         frame = self._stack[-1]
         return self.sites.get(cached_key(frame.key, frame.draws))
@@ -357,7 +366,7 @@ class KeyedDropout(Hook):
             self._stack.pop()
 
     def _key_of_recomputed(self, module: nn.Module, inputs: tuple[Any, ...]) -> int:
-        """The path key of the call that checkpointing runs again.
+        """Return the path key of the call that checkpointing runs again.
 
         Where a forward called the module several times (an encoder of two texts): of the modules
         that run again together, the first one has the inputs that it had in the forward, because
@@ -385,8 +394,10 @@ class KeyedDropout(Hook):
 
 
 def _identity(tensor: Tensor) -> tuple[Any, int, int]:
-    """Of a tensor's values. An address is none: memory is used again, by other tensors once it is
-    free, or for other values.
+    """Identify the values of a tensor.
+
+    An address does not: memory is used again, by other tensors once it is free, or for other
+    values.
     """
     if tensor.layout != torch.strided:  # a sparse tensor has no storage of its own
         return proxy(tensor), 0, tensor._version

@@ -105,7 +105,7 @@ def attention(
 
 
 def _dtype_of_scores(query: Tensor) -> torch.dtype:
-    """The type in which query and key are multiplied."""
+    """Return the type in which query and key are multiplied."""
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)

@@ -206,17 +206,17 @@ class Engine:
             )
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The entries of a batch that the model's forward takes."""
+        """Take the entries of a batch that the model's forward accepts."""
         return self._accepted(batch)
 
     def forward(self, batch: dict[str, Any]) -> Any:
-        """The model's outputs for a batch on the device, under autocast."""
+        """Compute the model's outputs for a batch on the device, under autocast."""
         # A prepared model has autocast of its own; another one must not be left in float32.
         with self.backend.autocast():
             return self._module(**self._accepted(batch))
 
     def sums(self, outputs: Any) -> tuple[Sums, Counts]:
-        """The loss of the current micro-batch summed over its targets, and their number.
+        """Sum the loss of the current micro-batch over its targets, and count them.
 
         Args:
             outputs: What the model returned for it, or its loss alone.
@@ -224,11 +224,11 @@ class Engine:
         return self.loss.sums(outputs, self.call)
 
     def mean(self, outputs: Any) -> Tensor:
-        """The mean loss over the targets of the current micro-batch alone."""
+        """Compute the mean loss over the targets of the current micro-batch alone."""
         return torch.as_tensor(self.loss.mean(*self.sums(outputs)))
 
     def term(self, outputs: Any, *, is_whole: bool = True) -> tuple[Tensor | float, Counts]:
-        """What the current micro-batch adds to the window's mean loss, and its targets.
+        """Compute what the current micro-batch adds to the window's mean loss, and its targets.
 
         Args:
             outputs: What the model returned for it, or its loss alone.
@@ -240,7 +240,7 @@ class Engine:
         return self.loss.mean(sums, self.totals), counts
 
     def backward(self, outputs: Any, *, is_whole: bool = True) -> None:
-        """Backward of the current micro-batch's term.
+        """Make the backward of the current micro-batch's term.
 
         Args:
             outputs: What the model returned for it, or its loss alone.
@@ -251,7 +251,7 @@ class Engine:
         self.backward_term(term, counts)
 
     def backward_term(self, term: Tensor | float, counts: Counts) -> None:
-        """Backward of a term of the window's mean loss.
+        """Make the backward of a term of the window's mean loss.
 
         Args:
             term: A scalar, already divided by the targets of the window.
@@ -421,7 +421,7 @@ class Engine:
         return self.backend.all_reduce_status(self.status).counts
 
     def forward_of(self, call: Call) -> Any:
-        """The model's outputs for a call that has no backward, within `scope`.
+        """Compute the model's outputs for a call that has no backward, within `scope`.
 
         Args:
             call: On the host. It becomes the engine's current call, on the device.
@@ -449,7 +449,7 @@ class Engine:
             yield
 
     def _on_device(self, planned: Call) -> Call:
-        """A call with its batch and the keys of its dropout on the device."""
+        """Return a call with its batch and the keys of its dropout on the device."""
         request = self.window.request
         keys = sample_keys(request.seed, request.epoch, planned.micro_batch.positions)
         key_of_window = window_key(request.seed, request.epoch, request.index)

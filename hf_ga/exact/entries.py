@@ -91,13 +91,13 @@ class Entries:
         self._note_missing(alone)
 
     def num_joined(self, sample: Any) -> int:
-        """Rows of a sample in the joined entries."""
+        """Count the rows of a sample in the joined entries."""
         with preserved_random_states():
             alone = self._collated([sample])
         return sum(num_rows(alone.get(name)) for name in self.joined)
 
     def split(self, batch: Batch, samples: Sequence[Any]) -> dict[str, Any]:
-        """A batch with `Parts` in place of each joined entry.
+        """Replace each joined entry of a batch by `Parts`.
 
         Args:
             batch: What the collate function returned.
@@ -188,7 +188,7 @@ class Entries:
 
 
 def put_together(batch: Batch) -> dict[str, Any]:
-    """A batch with each entry of `Parts` as the collate function would return it."""
+    """Return a batch with each entry of `Parts` as the collate function would return it."""
     whole = dict(batch)
     for name, value in batch.items():
         if not isinstance(value, Parts):
@@ -202,7 +202,7 @@ def put_together(batch: Batch) -> dict[str, Any]:
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """The rows of several tensors, arrays or lists."""
+    """Concatenate the rows of several tensors, arrays or lists."""
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], np.ndarray):
@@ -211,6 +211,6 @@ def concatenated(parts: Sequence[Any]) -> Any:
 
 
 def num_rows(value: Any) -> int:
-    """The size of the first axis."""
+    """Return the size of the first axis."""
     shape = shape_of(value)
     return shape[0] if shape else 0

@@ -74,11 +74,11 @@ class Fetcher:
         return batches
 
     def offsets(self, request: WindowRequest) -> np.ndarray:
-        """Offsets of the samples of a window that can be collated here: all of them."""
+        """Return the offsets of the samples of a window that can be collated here: all of them."""
         return np.arange(len(request.positions))
 
     def samples(self, request: WindowRequest, offsets: np.ndarray) -> list[Any]:
-        """Samples by their offsets. A random transform draws from generators seeded by (seed,
+        """Fetch samples by their offsets. A random transform draws from generators seeded by (seed,
         epoch, position).
         """
         samples = []
@@ -90,8 +90,8 @@ class Fetcher:
         return samples
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """About `count` samples from all over the dataset, for a proof: one window's may be too few
-        or too alike.
+        """Fetch about `count` samples from all over the dataset, for a proof: one window's may be
+        too few or too alike.
         """
         ids = np.unique(np.linspace(0, len(self.dataset) - 1, count).astype(np.int64))
         with preserved_random_states():
@@ -104,7 +104,9 @@ class Fetcher:
         return self._cut_from_whole_window(request) if batches is None else batches
 
     def _one_by_one(self, request: WindowRequest) -> list[dict[str, Any]] | None:
-        """None where the collate function drew random numbers: then its result depends on the
+        """Collate each micro-batch by itself.
+
+        Returns None if the collate function drew random numbers: its result then depends on the
         split.
         """
         batches = []

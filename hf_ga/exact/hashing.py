@@ -44,7 +44,7 @@ def mix_in_place(values: Tensor) -> Tensor:
 
 
 def _shifted_right(values: Tensor, bits: int) -> Tensor:
-    """A logical shift: zeros come in from the left, where torch copies the sign."""
+    """Shift logically: zeros come in from the left, where torch copies the sign."""
     return values.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 

@@ -120,7 +120,7 @@ def padded_tokens(plan: Plan, lengths: np.ndarray) -> int:
 
 
 def _prices(widths: np.ndarray) -> np.ndarray:
-    """The cost of one more sample in a micro-batch of that width."""
+    """Return the cost of one more sample in a micro-batch of that width."""
     return widths * (ATTENTION_WIDTH + widths)
 
 

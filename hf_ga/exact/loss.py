@@ -27,7 +27,7 @@ Sums = tuple[Tensor | float, ...]
 
 
 def _count_shifted_labels(batch: Batch, num_samples: int) -> int:
-    """A causal head predicts column 1 first."""
+    """Count for a causal head, which predicts column 1 first."""
     return int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
 
 
@@ -40,7 +40,7 @@ def _count_samples(batch: Batch, num_samples: int) -> int:
 
 
 def _count_attended_tokens(batch: Batch, num_samples: int) -> int:
-    """With any labels."""
+    """Count the tokens of the attention mask, with any labels."""
     return int(batch["attention_mask"].sum())
 
 
@@ -80,8 +80,8 @@ class FirstPass:
     scaled: Callable[[Tensor], Tensor]
 
     def from_first_rank(self, tensor: Tensor) -> Tensor:
-        """A tensor with the same bits on all ranks, which may have computed it with different
-        rounding.
+        """Give all ranks the bits of the first one's tensor: the others may have rounded
+        differently.
         """
         return self.all_reduce(tensor if self.process_index == 0 else torch.zeros_like(tensor))
 

@@ -207,5 +207,5 @@ def _uniform_int32(rows: Tensor, size: int) -> Tensor:
 
 
 def _threshold(drop_probability: float) -> int:
-    """The least uniform int32 that is kept."""
+    """Return the least uniform int32 that is kept."""
     return max(-(1 << 31), min((1 << 31) - 1, round(drop_probability * 2**32) - (1 << 31)))

@@ -28,12 +28,14 @@ class TooLarge(Exception):
 
 
 def num_elements(micro_batch: MicroBatch) -> int:
-    """Of its largest tensor with one row a sample, padding included."""
+    """Count the elements of its largest tensor with one row a sample, padding included."""
     return widest(micro_batch.batch, len(micro_batch))
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """On a GPU, or on a CPU whose allocator fails before the system ends the process."""
+    """Whether memory ran out: on a GPU, or on a CPU whose allocator fails before the system ends
+    the process.
+    """
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or should_reduce_batch_size(
         error
     )

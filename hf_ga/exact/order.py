@@ -9,7 +9,7 @@ from hf_ga.exact.hashing import Purpose, fold_in, mixed, signed
 
 
 def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -> np.ndarray:
-    """The sample ids of one epoch in the order in which they are visited.
+    """Return the sample ids of one epoch in the order in which they are visited.
 
     Every sample gets a 64-bit hash of (seed, epoch, sample id); the order sorts them by it. The
     sort is stable, so equal hashes (about n**2 / 2**65 of them) keep the order of the ids, and the

@@ -78,15 +78,15 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """In what type losses and counts are added up: float64 where the device has it."""
+    """Return the type in which losses and counts are added up: float64 where the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """float16 and bfloat16 as float32; other dtypes unchanged."""
+    """Convert float16 and bfloat16 to float32; other dtypes are unchanged."""
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
 
 
 def not_autocast(device: torch.device) -> torch.autocast:
-    """A context in which operations have the precision of their inputs."""
+    """Return a context in which operations have the precision of their inputs."""
     return torch.autocast(device.type, enabled=False)

@@ -70,7 +70,7 @@ class Rule:
         return (self.dropout, *self.speed_ups)
 
     def speed_ups_for(self, call: Call, arguments: Batch) -> list[SpeedUp]:
-        """The speed-ups that change nothing for a micro-batch.
+        """Choose the speed-ups that change nothing for a micro-batch.
 
         Args:
             call: The micro-batch, on the host.

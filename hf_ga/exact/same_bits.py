@@ -122,7 +122,7 @@ class ChunkBackend(Backend):
             self.sum.add((chunk, chunk + 1), [numbers, *gradients])
 
     def _no_numbers(self, dtype: torch.dtype) -> Tensor:
-        """Zeros for the loss and the counts of a node."""
+        """Make zeros for the loss and the counts of a node."""
         return torch.zeros(1 + self.num_counts, dtype=dtype, device=self.device)
 
     def _over_ranks(

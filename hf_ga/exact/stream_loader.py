@@ -119,13 +119,13 @@ class StreamLoader(BaseLoader):
         self.reader = replace(self.reader, splitter=self.splitter)
 
     def probe_samples(self, count: int) -> list[Any]:
-        """About `count` samples from the beginning of the stream, for a proof. Reads a window."""
+        """Read about `count` samples from the beginning of the stream, for a proof. Reads a window."""
         window = next(iter(self))
         self.num_consumed -= 1  # it is still to be trained on
         return window.fetcher.probe_samples(window.request, count)
 
     def __iter__(self) -> Iterator[Window]:
-        """The remaining windows of the current pass; then the next pass begins."""
+        """Yield the remaining windows of the current pass; then the next pass begins."""
         reader = replace(
             self.reader,
             epoch=self.epoch,
@@ -150,7 +150,7 @@ class StreamLoader(BaseLoader):
         self.set_epoch(self.epoch + 1)
 
     def _check_same(self, index: int, samples: HeldSamples) -> None:
-        """One all-gather per window (index -1: the end) checks that all processes read the same
+        """Check, by one all-gather per window (index -1: the end), that all processes read the same
         stream.
         """
         if self.layout.num_processes == 1 or not torch.distributed.is_initialized():

@@ -47,11 +47,11 @@ class HeldSamples:
         return len(self.samples)
 
     def __getitem__(self, sample_id: int) -> Any:
-        """A copy: collate functions may pop entries of a sample."""
+        """Copy a sample: collate functions may pop entries of it."""
         return copy.copy(self.samples[sample_id])
 
     def __getstate__(self) -> bytes:
-        """Plain bytes: in shared memory, every tensor of a worker's samples would use a file
+        """Give plain bytes: in shared memory, every tensor of a worker's samples would use a file
         descriptor.
         """
         return pickle.dumps(self.__dict__)
@@ -68,8 +68,8 @@ class StreamFetcher(Fetcher):
         self.first: Sequence[Any] = ()
 
     def of(self, samples: HeldSamples) -> "StreamFetcher":
-        """The fetcher of one window, which the reader has collated; also keeps what came with the
-        first window.
+        """Return the fetcher of one window, which the reader has collated; also keep what came with
+        the first window.
         """
         self.first = samples.first or self.first
         self.is_repeatable = True
@@ -78,7 +78,7 @@ class StreamFetcher(Fetcher):
         return fetcher
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """Samples from the beginning of the stream, over the whole range of lengths."""
+        """Take samples from the beginning of the stream, over the whole range of lengths."""
         chosen = np.linspace(0, len(self.first) - 1, min(count, len(self.first))).astype(int)
         return [copy.copy(self.first[i]) for i in chosen]
 

@@ -42,7 +42,7 @@ class LabelMean:
         return F.cross_entropy(rows, batch[self.labels].reshape(-1), reduction="sum")
 
     def scores(self, outputs: Any) -> Tensor:
-        """The logits in at least float32."""
+        """Return the logits in at least float32."""
         logits = output_of(outputs, self.logits)
         if logits is None:
             raise LossNotAdditive(

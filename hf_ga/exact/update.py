@@ -115,7 +115,7 @@ def update(
 
 
 def _loss_and_norm_on_host(result: StepResult, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Loss and norm of the gradients, read in one transfer, which waits for the device once.
+    """Read loss and norm of the gradients in one transfer, which waits for the device once.
 
     Behind the optimizer's step, reading them would wait for that too.
     """
@@ -153,7 +153,7 @@ def _is_finite(
 
 
 def _own_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The gradients, or their shards on this rank, without empty ones."""
+    """Return the gradients, or their shards on this rank, without empty ones."""
     gradients = [own_part(parameter.grad) for parameter in parameters]
     return [gradient for gradient in gradients if gradient.numel()]
 
@@ -164,8 +164,10 @@ def own_part(gradient: Tensor) -> Tensor:
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Fused optimizers are called whether or not a gradient overflowed, so Accelerate takes every
-    step for one that was made.
+    """Whether an optimizer skips steps itself: Accelerate then takes every step for one that was
+    made.
+
+    Fused optimizers do: they are called whether or not a gradient overflowed.
     """
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer

@@ -93,30 +93,30 @@ class Window:
         return self.fetcher.offsets(self.request)
 
     def offsets_of(self, micro_batch: MicroBatch) -> np.ndarray:
-        """Where the samples of a micro-batch are in the window."""
+        """Return where the samples of a micro-batch are in the window."""
         return micro_batch.positions - self.request.positions[0]
 
     def split(self, micro_batches: list[np.ndarray]) -> "Window":
-        """The same window in other micro-batches (offsets in the window), collated again."""
+        """Collate the same window in other micro-batches (offsets in the window)."""
         return self._collated(
             replace(self.request, micro_batches=micro_batches, lengths=None, chunks=None)
         )
 
     def whole_batch(self, device: torch.device) -> dict[str, Any]:
-        """All samples of the window, in its order, as one batch on a device."""
+        """Collate all samples of the window, in its order, as one batch on a device."""
         whole = self.split([np.arange(self.num_samples)])
         return send_to_device(whole.batches[0], device)
 
     def fitting(self) -> "Window":
-        """With this rank's micro-batches over the memory limit cut into even parts, each collated
-        again.
-        """
+        """Cut this rank's micro-batches over the memory limit into even parts, each collated again."""
         parts = [part for micro_batch in self.micro_batches for part in self._parts(micro_batch)]
         return self if len(parts) == len(self.batches) else self.split(parts)
 
     def padded_to_window(self) -> "Window":
-        """With all micro-batches padded to the window's longest sample. A window planned by lengths
-        is planned again, as micro-batches of many short samples would be too large now.
+        """Pad all micro-batches to the window's longest sample.
+
+        A window planned by lengths is planned again, as micro-batches of many short samples would
+        be too large now.
         """
         request = self.request
         if request.whole_window:
@@ -129,7 +129,7 @@ class Window:
         return replace(self, request=request, batches=self.fetcher[request])
 
     def _parts(self, micro_batch: MicroBatch) -> list[np.ndarray]:
-        """Offsets in the window of each part that fits. One sample is never cut."""
+        """Return the offsets in the window of each part that fits. One sample is never cut."""
         offsets = self.offsets_of(micro_batch)
         limit = self.state.max_elements
         if limit is None or num_elements(micro_batch) <= limit:

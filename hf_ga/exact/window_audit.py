@@ -106,8 +106,8 @@ class WindowAudit:
         engine.call = call  # the audits made others
 
     def run_together(self) -> None:
-        """The audits of ranks whose forwards are collectives, before the window's own: FSDP keeps
-        the gradients of a window where other forwards would disturb them.
+        """Run the audits of ranks whose forwards are collectives, before the window's own: FSDP
+        keeps the gradients of a window where other forwards would disturb them.
 
         Raises:
             LossNotAdditive: If the rule does not hold.
@@ -133,7 +133,7 @@ class WindowAudit:
             self._chosen += audits.more(engine.calls, number - len(self._chosen))
 
     def _audit_outputs(self) -> None:
-        """The user's loss function of all outputs together is that of the micro-batches."""
+        """Check that the user's loss function of all outputs together is that of the micro-batches."""
         whole = together(self._outputs)
         if whole is None:
             return
@@ -147,7 +147,7 @@ class WindowAudit:
             raise not_additive(engine.window.description, error, engine.rule.name)
 
     def _audit_call(self, chosen: Chosen) -> None:
-        """Audit one call, and note it. One that does not fit into memory is left out, and said."""
+        """Audit one call, and note it. Warn of one that does not fit into memory, and leave it out."""
         engine = self.engine
         try:
             for first, second in self._comparisons(chosen):
@@ -162,9 +162,11 @@ class WindowAudit:
         engine.window.state.audits.note(chosen)
 
     def _comparisons(self, chosen: Chosen) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Pairs of groups of samples, as offsets in the window, to be compared with both together:
-        the two parts of the call; where all of its samples are of the new kind, also some of them
-        and as many others.
+        """Choose pairs of groups of samples, as offsets in the window, to be compared with both
+        together.
+
+        They are the two parts of the call; where all of its samples are of the new kind, also some
+        of them and as many others.
         """
         window = self.engine.window
         own = window.offsets_of(chosen.call.micro_batch)
@@ -185,7 +187,7 @@ class WindowAudit:
         return pairs
 
     def _compare(self, first: np.ndarray, second: np.ndarray, chosen: Chosen) -> None:
-        """The numbers of two groups of samples must add up to those of both together.
+        """Check that the numbers of two groups of samples add up to those of both together.
 
         Raises:
             LossNotAdditive: If they do not.
@@ -207,7 +209,7 @@ class WindowAudit:
             raise not_additive(where, error, engine.rule.name, chosen.new)
 
     def _numbers_of(self, groups: list[np.ndarray]) -> list[Numbers]:
-        """Sums and counts of groups of the window's samples, by forwards without gradients.
+        """Compute sums and counts of groups of the window's samples, by forwards without gradients.
 
         Args:
             groups: Offsets in the window.
@@ -228,8 +230,8 @@ class WindowAudit:
         return found
 
     def _tolerance(self, error: float, halves: list[np.ndarray]) -> float:
-        """The relative error that rounding may cause: in doubt, as much as another order of the
-        same samples does.
+        """Return the relative error that rounding may cause: in doubt, as much as another order of
+        the same samples does.
         """
         engine = self.engine
         device = engine.backend.device.type

@@ -108,13 +108,13 @@ class WindowLoader(BaseLoader):
         self.fetcher = Fetcher(dataset, collate_fn)
 
     def __len__(self) -> int:
-        """Windows in an epoch."""
+        """Count the windows in an epoch."""
         full, rest = divmod(self.num_samples, self.layout.window_size)
         return full + (rest > 0 and not self.drop_last_window)
 
     def __iter__(self) -> Iterator[Window]:
-        """The windows of the current epoch that are not consumed yet; after the last one the next
-        epoch begins.
+        """Yield the windows of the current epoch that are not consumed yet; after the last one the
+        next epoch begins.
         """
         requests, to_load = tee(self.requests())
         loaded = load_items(self.fetcher, self.num_workers, self.accelerator.device, to_load)
@@ -124,7 +124,7 @@ class WindowLoader(BaseLoader):
         self.set_epoch(self.epoch + 1)
 
     def requests(self) -> Iterator[WindowRequest]:
-        """What the windows of the current epoch that are not consumed yet will be made of."""
+        """Plan the windows of the current epoch that are not consumed yet."""
         order = self.order(self.epoch)
         size = self.layout.window_size
         for index in range(self.num_consumed, len(self)):
@@ -134,11 +134,11 @@ class WindowLoader(BaseLoader):
             )
 
     def order(self, epoch: int) -> np.ndarray:
-        """The sample ids of an epoch in the order in which they are visited."""
+        """Return the sample ids of an epoch in the order in which they are visited."""
         return epoch_order(self.num_samples, self.seed, epoch, self.shuffle)
 
     def probe_samples(self, count: int) -> list[Any]:
-        """About `count` samples from all over the dataset, for a proof."""
+        """Fetch about `count` samples from all over the dataset, for a proof."""
         position = WindowRequest(
             seed=self.seed,
             epoch=self.epoch,

@@ -144,8 +144,8 @@ class Prober:
             module.training = False
 
     def _check_masks_of_samples(self, allow_split_dependent_randomness: bool) -> None:
-        """Where samples have different numbers of rows in some entries: check that no mask is drawn
-        for these rows.
+        """Check that no mask is drawn for the rows of an entry of which samples do not have one
+        each.
 
         Raises:
             UnkeyedRandomness: If one is.
@@ -191,15 +191,15 @@ class Prober:
         return self._entries.split(self._seeded(samples), samples)
 
     def probe_batch(self) -> dict[str, Any]:
-        """The samples that a proof compares with parts of them."""
+        """Return the samples that a proof compares with parts of them."""
         return self._rows_with_targets()
 
     def on_device(self, batch: Batch) -> dict[str, Any]:
-        """A batch as the model gets it."""
+        """Return a batch as the model gets it."""
         return send_to_device(put_together(batch), self.device)
 
     def plain_forward(self, batch: Batch) -> Any:
-        """The model's outputs for a batch, without gradients and without keyed dropout."""
+        """Compute the model's outputs for a batch, without gradients and without keyed dropout."""
         with torch.no_grad():
             return self.model(**self._accepted(self.on_device(batch)))
 
@@ -307,8 +307,8 @@ class Prober:
         return result.loss, gradients
 
     def _value(self, batches: Sequence[Batch], rows: Sequence[np.ndarray]) -> float:
-        """The mean loss of a window of these micro-batches by the proven rule, without gradients
-        and without speed-ups.
+        """Compute the mean loss of a window of these micro-batches by the proven rule, without
+        gradients and without speed-ups.
         """
         engine = self._engine(self.loss, speed_ups=())
         engine.begin(self._window(batches, rows))

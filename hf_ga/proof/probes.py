@@ -67,7 +67,7 @@ def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
 
 
 def separating_means(batch: Batch, num_samples: int) -> dict[str, Any]:
-    """Also mask, in a copy, targets of a second mean, in different samples than the first: a start
+    """Mask also, in a copy, targets of a second mean, in different samples than the first: a start
     beyond the text in A, an end beyond it and a sentence label of -100 in B.
 
     A batch without such entries is unchanged.
@@ -147,7 +147,7 @@ def rows_with_targets(batch: Batch, num_samples: int, most: int) -> np.ndarray:
 
 
 def applicable_rules(arguments: Batch) -> list[str]:
-    """The rules of `loss.COUNTING_RULES` that apply to these arguments of the model."""
+    """List the rules of `loss.COUNTING_RULES` that apply to these arguments of the model."""
     labels = arguments.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
         return ["samples"]
@@ -174,8 +174,8 @@ def residual_of(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> f
 
 
 def relative_error(probe: Probe, reference: Probe) -> float:
-    """The largest relative difference of the loss and of every parameter's gradient (with the
-    floor); a NaN counts as infinite.
+    """Return the largest relative difference of the loss and of every parameter's gradient (with
+    the floor); a NaN counts as infinite.
     """
     of_loss = abs(probe[0] - reference[0]) / max(abs(reference[0]), 1e-12)
     differences = torch._foreach_sub(probe[2], reference[2])

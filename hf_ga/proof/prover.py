@@ -170,7 +170,7 @@ class Prover(Prober):
         return residual
 
     def _sum_of_means(self, batches: dict[str, Batch], whole: Probe) -> tuple[Loss, float] | None:
-        """A head recognised by its labels, if `sums_of_means.py` reproduces its loss."""
+        """Recognise a head by its labels, if `sums_of_means.py` reproduces its loss."""
         name = kind_of(self._accepted(batches["A+B"])) if self.loss_fn is None else None
         if name is None:
             return None
@@ -184,7 +184,9 @@ class Prover(Prober):
         return self.loss, residual
 
     def _one_mean(self, batches: dict[str, Batch], probes: dict[str, Probe]) -> tuple[Loss, float]:
-        """The loss whose one mean fits, and the relative error.
+        """Find the loss whose one mean fits.
+
+        Two rules that count other numbers, but give A the same share of A+B, make the same update.
 
         Raises:
             LossNotAdditive: If no counting rule fits, or several different ones.
@@ -214,7 +216,7 @@ class Prover(Prober):
     def _counts(
         self, batches: dict[str, Batch], probes: dict[str, Probe]
     ) -> dict[str, list[float]]:
-        """For each counting rule that may apply, the targets of A, B and A+B."""
+        """Count the targets of A, B and A+B by each counting rule that may apply."""
         if self.loss_fn is not None:
             return {OwnSum.name: [probes[name].number for name in GROUPS]}
         rules = applicable_rules(self._accepted(batches["A+B"]))
@@ -310,8 +312,8 @@ class Prover(Prober):
         return False if shapes_differ else None
 
     def check_unpadded(self) -> None:
-        """If padding matters, check that the longest sample alone (unpadded) and a padded one sum
-        to both together.
+        """Check that the longest sample alone (unpadded) and a padded one sum to both together.
+        Called if padding matters.
 
         Raises:
             LossNotAdditive: If they do not, so that even one width for all micro-batches of a
@@ -462,7 +464,7 @@ class Prover(Prober):
             )
 
     def _split_dependent(self, names: list[str], batch: Batch, rows: np.ndarray) -> list[str]:
-        """Those of the named buffers that have other values after a batch in two parts."""
+        """Return those of the named buffers that have other values after a batch in two parts."""
         if not names:
             return []
         ends = [np.arange(NUM_IN_A), np.arange(NUM_IN_A, len(rows))]
@@ -515,7 +517,7 @@ class Prover(Prober):
     def _buffers_after(
         self, names: list[str], batches: list[Batch], rows: list[np.ndarray]
     ) -> dict[str, Tensor]:
-        """Buffers after a window of these micro-batches."""
+        """Return buffers after a window of these micro-batches."""
         with restored_buffers(self.model):
             self.compute(BatchLoss(self.loss_fn), batches, rows)
             return {name: self.model.get_buffer(name).clone() for name in names}
@@ -535,7 +537,7 @@ def _no_single_rule(
     counts: dict[str, list],
     losses: dict[str, float],
 ) -> str:
-    """The error if no counting rule fits, or more than one."""
+    """Describe that no counting rule fits, or more than one."""
     if fitting:
         return (
             "several counting rules fit and cannot be distinguished on these samples: "

@@ -62,7 +62,7 @@ class OutputProjection:
         )
 
     def in_type(self, tensor: Tensor | None) -> Tensor | None:
-        """Weight or bias in the layer's compute dtype."""
+        """Convert weight or bias to the layer's compute dtype."""
         return None if tensor is None else tensor.to(self.dtype)
 
 

@@ -45,7 +45,7 @@ class FusedAttention(SpeedUp):
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, *others: Any
     ) -> Tensor:
-        """Replaces `dropped_attention`; see there."""
+        """Replace `dropped_attention`; see there."""
         if not _is_supported(query, key, value):
             return dropped_attention(query, key, value, kept, *others)
         self._was_used = True

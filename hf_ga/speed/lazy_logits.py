@@ -95,7 +95,7 @@ class ChunkedLoss(SpeedUp):
         return None
 
     def _rule_that_fits(self) -> Callable[[Batch, int], int] | None:
-        """The rule that counts the targets of the last forward's only cross entropy."""
+        """Find the rule that counts the targets of the last forward's only cross entropy."""
         micro_batch = self._call.micro_batch
         if "labels" not in micro_batch.batch:
             return None
@@ -135,7 +135,7 @@ class ChunkedLoss(SpeedUp):
     def rows_with_target(
         self, hidden: Tensor, target: Tensor, ignore_index: int
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states and targets of the rows with a target."""
+        """Take the hidden states and targets of the rows with a target."""
         counted = target != ignore_index
         if self._expected is None:
             rows = counted.nonzero().squeeze(1)
@@ -219,11 +219,11 @@ class LazyLogits(Tensor):
         return self.made
 
     def rows_of(self, hidden: Tensor) -> "LazyLogits":
-        """The same logits for other rows."""
+        """Return the same logits for other rows."""
         return LazyLogits(self.call, hidden, self.steps)
 
     def then(self, step: Forward) -> "LazyLogits":
-        """The same logits with one more step."""
+        """Return the same logits with one more step."""
         return LazyLogits(self.call, self.hidden, (*self.steps, step))
 
     @classmethod
@@ -279,7 +279,7 @@ def _reshaped(logits: LazyLogits, *shape: Any) -> Any:
 
 
 def _indexed(logits: LazyLogits, index: Any) -> Any:
-    """Slices that leave the last axis whole: `[:, :-1]`, `[..., :-1, :]`."""
+    """Take slices that leave the last axis whole: `[:, :-1]`, `[..., :-1, :]`."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, slice) or part is Ellipsis for part in parts):
         return NotImplemented

@@ -137,11 +137,13 @@ class Packing(SpeedUp):
             yield
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
-        """The source of dropout masks: packed within layers, except for attention weights."""
+        """Draw a mask: of packed tokens within layers, of padded samples elsewhere and for
+        attention weights.
+        """
         return self._source_of(site).mask(site, shape, drop_probability)
 
     def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
-        """The input with dropout of all its elements."""
+        """Apply dropout to all elements of an input."""
         return self._source_of(site).drop(site, input, drop_probability)
 
     def _source_of(self, site: DropoutSite) -> PackedMasks | SampleMasks:
@@ -149,13 +151,13 @@ class Packing(SpeedUp):
         return self._packed_masks if is_packed else self._padded_masks
 
     def _gain_needed(self, device: torch.device) -> float:
-        """The padding ratio above which a micro-batch on this device is packed."""
+        """Return the padding ratio above which a micro-batch on this device is packed."""
         if self._dropout.sites and self._attention.can_run(device):
             return GAIN_WITH_KERNEL
         return self._gain
 
     def _samples_for_kernel(self, call: Call) -> PackedSamples | None:
-        """The packed samples; None if the attention kernel cannot run here, or needs other
+        """Return the packed samples; None if the attention kernel cannot run here, or needs other
         padding.
         """
         mask = call.micro_batch.batch["attention_mask"]
@@ -185,7 +187,7 @@ class Packing(SpeedUp):
         return args, kwargs
 
     def _packed_hidden(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """The hidden states of a layer, packed before the first one.
+        """Return the hidden states of a layer, packed before the first one.
 
         Raises:
             ConfigError: If they are neither padded nor packed.
@@ -274,7 +276,8 @@ def _num_parameters(module: nn.Module) -> int:
 
 
 def padded_sides(mask: Tensor) -> set[str]:
-    """Where the samples of a batch are padded: "right", "left", "inside"; empty without padding.
+    """Find out where the samples of a batch are padded: "right", "left", "inside"; empty without
+    padding.
 
     Args:
         mask: The attention mask, of shape (samples, tokens).
@@ -294,7 +297,7 @@ def padded_sides(mask: Tensor) -> set[str]:
 
 
 def _tokens(call: Call, gain: float) -> PackedTokens | None:
-    """The real tokens of a micro-batch that is worth packing.
+    """Find the real tokens of a micro-batch that is worth packing.
 
     Args:
         call: The micro-batch.

@@ -81,7 +81,7 @@ class WindowSampler(Sampler):
             self.windows.fetcher.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in an epoch, which Trainer counts: as many on all ranks."""
+        """Count the micro-batches of this rank in an epoch, for Trainer: as many on all ranks."""
         layout = self.windows.layout
         num_full = len(self.windows) - 1
         rest = min(self.windows.num_samples - layout.window_size * num_full, layout.window_size)

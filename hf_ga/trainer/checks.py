@@ -58,7 +58,7 @@ class WindowSize(TrainerCallback, ExportableState):
 
 
 def _saved_window_size(path: Path) -> int | None:
-    """The window size in a `trainer_state.json`; None if there is none."""
+    """Read the window size from a `trainer_state.json`; None if there is none."""
     if not path.exists():
         return None
     callbacks = json.loads(path.read_text()).get("stateful_callbacks", {})

@@ -164,7 +164,7 @@ class TrainerWindow:
         self._check_targets(any(self.engine.totals))
 
     def begin_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> int:
-        """The index of the next micro-batch in the window (0-based).
+        """Return the index of the next micro-batch in the window (0-based).
 
         Raises:
             ConfigError: If there is none, it is not `inputs`, or the model is not the proven one.
@@ -186,7 +186,7 @@ class TrainerWindow:
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: None = None
     ) -> Tensor:
-        """In place of Trainer's `compute_loss` in a training step.
+        """Replace Trainer's `compute_loss` in a training step.
 
         Returns:
             The term of the current micro-batch in the window's mean loss.
@@ -210,7 +210,7 @@ class TrainerWindow:
         return self._term
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """In place of `accelerator.backward` in a training step.
+        """Replace `accelerator.backward` in a training step.
 
         Raises:
             ConfigError: If the term was scaled on its way.
@@ -243,8 +243,8 @@ class TrainerWindow:
             )
 
     def logged(self) -> Tensor:
-        """What Trainer adds up over the micro-batches and averages over the processes, to log the
-        window's mean loss.
+        """Return what Trainer adds up over the micro-batches and averages over the processes, to
+        log the window's mean loss.
         """
         if self.engine.loss.counts_in_forward:  # the divisor is known at the end
             if self.result is None:
@@ -318,9 +318,7 @@ class ExactTrainerMixin:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Trainer's `compute_loss`; with `loss_sums`, the mean of the batch, as evaluations need
-        it.
-        """
+        """Compute Trainer's loss; with `loss_sums`, the mean of the batch, as evaluations need it."""
         if self.loss_sums is None:
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
@@ -361,8 +359,8 @@ class ExactTrainerMixin:
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, None]:
-        """The micro-batches of one window, without a number of items: each loss is weighted by its
-        own targets.
+        """Return the micro-batches of one window, without a number of items: each loss is weighted
+        by its own targets.
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._window.begin(batches)
@@ -396,8 +394,8 @@ class ExactTrainer(ExactTrainerMixin, Trainer):
 
 @contextmanager
 def _accumulation_unseen(trainer: Trainer) -> Iterator[None]:
-    """Trainer divides the loss by one of these numbers, and a custom loss may divide by the other:
-    set both to 1 in the block.
+    """Set to 1, in the block, the numbers by which Trainer divides the loss, and a custom loss may
+    divide.
     """
     trainer.current_gradient_accumulation_steps = 1  # the loop sets it for each window
     with override(trainer.args, gradient_accumulation_steps=1):
