@@ -49,20 +49,26 @@ class WindowedDataLoader:
     given: DataLoader
 
     def begin_windows(self, owner: Any, given: DataLoader, seed: int) -> None:
-        """Called once, in place of `__init__`."""
+        """Set the attributes. Called once, in place of `__init__`.
+
+        Args:
+            owner: The `hf_ga.Accelerator`.
+            given: The DataLoader as the user made it.
+            seed: Of the order.
+        """
         self.owner = owner
-        self.seed = seed
         self.given = given
+        self.seed = seed
         self.position: dict[str, Any] | None = None
         self.num_to_skip = 0
         self.has_begun = False
         self.in_windows = False
-        self._windows: WindowLoader | StreamLoader | None = None
-        self._num_steps = 0
-        self._was_left = False
-        self._gives_own_batches = False  # Accelerate's
+        self._windows: WindowLoader | StreamLoader | None = None  # made when they are needed
+        self._num_steps = 0  # gradient accumulation steps for which they were made
+        self._was_left = False  # the loop left the epoch by `break`
+        self._gives_own_batches = False  # it is handing out Accelerate's own batches
         self._collate = NamedEntries(given.collate_fn)
-        self._kind: type | None = None
+        self._kind: type | None = None  # of what the user's collate function returns
 
     @property
     def windows(self) -> WindowLoader | StreamLoader:
@@ -219,7 +225,7 @@ def _continue_at(windows: BaseLoader, position: dict[str, Any]) -> None:
 
 
 def seed_of(loader: DataLoader) -> int:
-    """Return the seed of a loader that is not prepared yet: that of its generator, or torch's own."""
+    """Return the seed of a loader before it is prepared: that of its generator, or torch's own."""
     generator = loader.generator or getattr(loader.sampler, "generator", None)
     seed = torch.initial_seed() if generator is None else generator.initial_seed()
     return seed % (1 << 31)

@@ -160,6 +160,6 @@ def check_is_number(loss: object) -> None:
 
 
 def _backward_of_mean(engine: Engine, loss: Tensor, number: float) -> None:
-    """Make the backward of a mean over `number` targets; without targets it is 0 / 0 and left out."""
+    """Make the backward of a mean over `number` targets; without any it is 0 / 0 and left out."""
     total = loss * number if number else 0.0
     engine.backward((total, number))

@@ -241,7 +241,7 @@ class TrainingLoop:
         return batch
 
     def _open_micro_batch(self, model: nn.Module) -> None:
-        """Note which loss functions the loop calls, and do not sum gradients, until the backward."""
+        """Until the backward, note which loss functions are called, and do not sum gradients."""
         self._micro_batch = ExitStack()
         self._criteria.start(unwrapped(model))
         self._micro_batch.callback(self._criteria.turn_off)

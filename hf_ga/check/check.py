@@ -62,15 +62,14 @@ def check_equivalence(
     (promise 1).
 
     Works on a copy of the model and restores all other state. On several processes all must call it
-        with the same arguments: each
-    computes the reference, and process r takes micro-batches r, r + num_processes, ... of each
-    layout, under DDP or FSDP.
+    with the same arguments: each computes the reference, and process r takes micro-batches r, r +
+    num_processes, ... of each layout, under DDP or FSDP.
 
     Args:
-        model: not wrapped, on any device; if it is in evaluation mode, the copy is put into
+        model: Not wrapped, on any device; if it is in evaluation mode, the copy is put into
             training mode.
-        samples: one window of at least 8, ideally of very different lengths. collate_fn: list of
-            samples -> model arguments.
+        samples: One window of at least 8, ideally of very different lengths.
+        collate_fn: List of samples -> model arguments.
         layouts: "auto" (even, uneven, one by one, sorted by length, short last window), some of
             these names, or {name: sizes of the micro-batches}.
         steps: name -> another `step(model, micro_batches)`: it receives a copy of the model and the
@@ -95,7 +94,7 @@ def check_equivalence(
             stages compute together (`hf_ga.prepare_pipeline`).
 
     Raises:
-        ConfigError: bad arguments, or a full batch that cannot be computed in float64.
+        ConfigError: If an argument is bad, or the full batch cannot be computed in float64.
 
     Example:
         report = check_equivalence(model, [dataset[i] for i in range(64)], collate_fn)
@@ -207,7 +206,7 @@ def _prove(subject: Subject) -> None:
     the subject.
 
     Random draws that depend on the split cannot be compared: put their modules into evaluation
-        mode.
+    mode.
     """
     subject.dropout = find_dropout(subject)
     if subject.proof_arguments["allow_split_dependent_randomness"]:

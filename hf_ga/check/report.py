@@ -30,8 +30,11 @@ class EquivalenceReport:
     """The result of `check_equivalence`.
 
     Attributes:
-        rows: arm by arm, layout by layout. facts: sentences on how the check was run.
-        settings: precision, seed and the like. versions: of the libraries.
+        model: Name of the model's class.
+        rows: Arm by arm, layout by layout.
+        facts: Sentences on how the check was run.
+        settings: Precision, seed and the like.
+        versions: Of the libraries.
 
     Example:
         report = check_equivalence(model, samples, collate_fn)

@@ -70,8 +70,10 @@ class Switch(NamedTuple):
     """A suspected cause.
 
     Attributes:
-        name, text: of the cause. applies: whether it can affect a window. off: context manager that
-            switches it off.
+        name: Of the cause.
+        text: What is wrong.
+        applies: Whether it can affect a window.
+        off: Context manager that switches it off.
     """
 
     name: str

@@ -97,7 +97,7 @@ class Audits:
         return chosen
 
     def more(self, calls: Sequence[Call], number: int) -> list[Chosen]:
-        """Choose further calls, because the schedule or other ranks ask for them, each in its turn."""
+        """Choose further calls, as the schedule or other ranks ask for them, each in its turn."""
         calls = [call for call in calls if call.weight] or list(calls)
         if not calls:
             return []  # of a rank without samples

@@ -34,8 +34,11 @@ cached_key = lru_cache(1 << 16)(fold_in)  # each forward uses the same ones
 
 @dataclass(frozen=True)
 class SampleMasks:
-    """Draws the masks of padded samples. keys: int64, shape (samples,). window_key: int64, shape
-    (1,).
+    """Draws the masks of padded samples.
+
+    Attributes:
+        keys: Of the samples: int64, shape (samples,).
+        window_key: Of masks that the window shares: int64, shape (1,).
     """
 
     keys: Tensor
@@ -45,7 +48,7 @@ class SampleMasks:
         """Draw a mask: bool, of the given shape.
 
         Raises:
-            UnkeyedRandomness: the sample axis does not hold whole samples.
+            UnkeyedRandomness: If the sample axis does not hold whole samples.
         """
         self._check(site, shape)
         return keep_mask(self._keys_of(site), site.key, shape, site.axis, drop_probability)
@@ -54,7 +57,7 @@ class SampleMasks:
         """Apply dropout to all elements of an input.
 
         Raises:
-            UnkeyedRandomness: the sample axis does not hold whole samples.
+            UnkeyedRandomness: If the sample axis does not hold whole samples.
         """
         self._check(site, input.shape)
         dropped = drop(input, self._keys_of(site), site.key, site.axis, drop_probability)
@@ -70,15 +73,20 @@ class SampleMasks:
         if site.axis is not None and shape[site.axis] % len(self.keys):
             raise UnkeyedRandomness(
                 f"{site.name} draws a dropout mask of shape {list(shape)} for {len(self.keys)} "
-                f"samples: axis {site.axis} does not "
-                "contain whole samples (packed tokens?). Set this dropout to 0, or feed padded "
-                "batches."
+                f"samples: axis {site.axis} does not contain whole samples (packed tokens?). Set "
+                "this dropout to 0, or feed padded batches."
             )
 
 
 class Frame:
-    """One call of a module: the key of its path, how often it called each submodule, how often it
-    called any, and how many masks it drew.
+    """A call of a module that is running.
+
+    Attributes:
+        module: The module.
+        key: Of its path: the calls from the model down to this one.
+        calls: How often it called each submodule.
+        num_calls: How often it called any.
+        draws: How many masks it drew.
     """
 
     __slots__ = ("calls", "draws", "key", "module", "num_calls")
@@ -111,10 +119,11 @@ class KeyedDropout(Hook):
     """The dropout of one model. `proof.sites.find_dropout_sites` makes it.
 
     Attributes:
-        sites: by the key of their paths. hooked: modules whose calls make these paths.
-        unkeyed: modules that draw in a way that depends on the split, where that was allowed.
-        source: draws the masks of the next forward; a speed-up may put its own there.
-        attend: attention with a given mask of its weights; a speed-up may put its own there.
+        sites: By their keys.
+        hooked: Modules whose calls make the paths of the sites.
+        unkeyed: Modules that draw in a way that depends on the split, where that was allowed.
+        source: Draws the masks of the next forward; a speed-up may put its own there.
+        attend: Attention with a given mask of its weights; a speed-up may put its own there.
 
     Example:
         def forward(num_samples):
@@ -268,7 +277,7 @@ class KeyedDropout(Hook):
         """Whether a call of a dropout function draws a mask that is keyed here.
 
         Raises:
-            UnkeyedRandomness: checkpointing runs a function again that draws outside of any
+            UnkeyedRandomness: If checkpointing runs a function again that draws outside of any
                 module's forward.
         """
         if not training or drop_probability in (0, 1):
@@ -277,9 +286,8 @@ class KeyedDropout(Hook):
             if is_in_backward():
                 raise UnkeyedRandomness(
                     "activation checkpointing repeats a function that draws dropout outside of a "
-                    "module's forward, so its masks "
-                    "cannot be identified. Put the function into a module, or turn checkpointing "
-                    "off."
+                    "module's forward, so its masks cannot be identified. Put the function into a "
+                    "module, or turn checkpointing off."
                 )
             return False
         frame = self._stack[-1]
@@ -329,9 +337,8 @@ class KeyedDropout(Hook):
         if site is None:
             raise UnkeyedRandomness(
                 f"{self.names[self._stack[-1].module]} draws dropout at a site that the probing "
-                "forward did not reach: the model's "
-                "path depends on its data or has changed. Prove the model again, or set this "
-                "dropout to 0."
+                "forward did not reach: the model's path depends on its data or has changed. Prove "
+                "the model again, or set this dropout to 0."
             )
         return site
 
@@ -373,24 +380,24 @@ class KeyedDropout(Hook):
         checkpointing keeps them. The others follow each other as they did there.
         """
         calls = self._calls.get(module, [])
-        matching = calls
-        node = torch._C._current_autograd_node()
-        if len(calls) > 1:
-            last, last_node = self._run_again or (None, None)
-            if node is last_node:
-                matching = [call for call in calls if _follows(call, last)]
-            else:
-                matching = [call for call in calls if call.inputs == inputs]
+        node = torch._C._current_autograd_node()  # the same for modules that run again together
+        last_call, last_node = self._run_again or (None, None)
+        if len(calls) == 1:
+            matching = calls
+        elif node is last_node:
+            matching = [call for call in calls if _follows(call, last_call)]
+        else:
+            matching = [call for call in calls if call.inputs == inputs]
         if len(matching) != 1:
             raise UnkeyedRandomness(
                 f"activation checkpointing runs {self.names[module]} again, which the forward "
-                f"called {len(calls)} times, and "
-                f"{len(matching)} of these calls had the same inputs: its masks cannot be "
-                "identified. Turn gradient checkpointing "
-                "off, or set its dropout to 0."
+                f"called {len(calls)} times, and {len(matching)} of these calls had the same "
+                "inputs: its masks cannot be identified. Turn gradient checkpointing off, or set "
+                "its dropout to 0."
             )
-        self._run_again = matching[0], node
-        return matching[0].key
+        call = matching[0]
+        self._run_again = (call, node)
+        return call.key
 
 
 def _identity(tensor: Tensor) -> tuple[Any, int, int]:

@@ -25,14 +25,21 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class WindowRequest:
-    """All that a worker must know to make this process's micro-batches of one window. Offsets count
-    within the window.
+    """The plan of one window: all that a worker must know to make this process's micro-batches.
 
     Attributes:
-        micro_batches: of this process. most_micro_batches: of the process that has most of them.
-        chunks: of the window, where it is cut into chunks (same bits): each micro-batch is one.
-        lengths: of the samples, where the window was planned by them; None: the micro-batches are
-            somebody's own.
+        seed: Of the run.
+        epoch: Of the window (0-based).
+        index: Of the window in its epoch (0-based).
+        positions: Of its samples in the order of the epoch: int64, shape (samples,).
+        sample_ids: Of its samples: int64, shape (samples,).
+        micro_batches: For each micro-batch of this process, the offsets of its samples in the
+            window.
+        whole_window: Whether all micro-batches are padded to one width.
+        most_micro_batches: How many the process has that has most of them.
+        lengths: Tokens of the samples, if the window was planned by them. None: the micro-batches
+            are somebody's own.
+        chunks: Of the window, if it is cut into chunks (same bits): each micro-batch is one.
     """
 
     seed: int
@@ -64,11 +71,9 @@ class Fetcher:
             if not self.is_repeatable and not equal_batches(batches, self._collated(request)):
                 raise UnkeyedRandomness(
                     "the dataset or the collate function gave two different batches for the same "
-                    "samples and seeds: it draws from "
-                    "its own generator, so the split of a window would change its result. Let it "
-                    "draw from torch's, numpy's "
-                    "or Python's global generator, which are seeded for it: leave its seed or "
-                    "generator argument out."
+                    "samples and seeds: it draws from its own generator, so the split of a window "
+                    "would change its result. Let it draw from torch's, numpy's or Python's global "
+                    "generator, which are seeded for it: leave its seed or generator argument out."
                 )
         self.is_repeatable = True
         return batches

@@ -40,21 +40,21 @@ class StreamLoader(BaseLoader):
     The number of samples is unknown, so there is no `len()`.
 
     Args:
-        dataset: yields samples (dicts, lists, tuples, tensors), with each `iter()` from the
+        dataset: Yields samples (dicts, lists, tuples, tensors), with each `iter()` from the
             beginning: a torch or `datasets` IterableDataset, not split by process.
-        shuffle_buffer_size: in samples; see `shuffle_buffer`. 0: the stream's own order.
-        length_of: sample -> number of tokens, for planning windows by length. Default: with a
+        collate_fn: See `WindowLoader`, as the arguments that are not listed here.
+        shuffle_buffer_size: In samples; see `shuffle_buffer`. 0: the stream's own order.
+        length_of: Sample -> number of tokens, for planning windows by length. Default: with a
             `planner`, the longest list in a sample. Without a token limit, a micro-batch has at
             most as many tokens as `per_device_batch_size` of its window's longest samples.
         num_workers: 1 reads ahead in a worker process; 0 does not.
-        The others: see `WindowLoader`.
 
     Raises:
-        ConfigError: sizes that fit no layout, more than one worker (each would read the whole
-            stream).
-        DataError: a stream that can be read only once; while iterating: an empty stream, a stream
-            that ends before the loaded position, a sample that is not a dict, list, tuple or
-            tensor, processes that read different streams.
+        ConfigError: If sizes fit no layout, or there is more than one worker (each would read the
+            whole stream).
+        DataError: If the stream can be read only once. While iterating, if it is empty, ends before
+            the loaded position, or has a sample that is not a dict, list, tuple or tensor; or if
+            processes read different streams.
 
     Example:
         sizes = {"per_device_batch_size": 8, "shuffle_buffer_size": 1000}
@@ -119,7 +119,7 @@ class StreamLoader(BaseLoader):
         self.reader = replace(self.reader, splitter=self.splitter)
 
     def probe_samples(self, count: int) -> list[Any]:
-        """Read about `count` samples from the beginning of the stream, for a proof. Reads a window."""
+        """Read about `count` samples of the stream's first window, for a proof."""
         window = next(iter(self))
         self.num_consumed -= 1  # it is still to be trained on
         return window.fetcher.probe_samples(window.request, count)
@@ -143,9 +143,8 @@ class StreamLoader(BaseLoader):
             del request, samples, batches  # free them when the caller does
             yield window
             del window
-            reader.pad_to_window = (
-                self.state.pad_to_window
-            )  # without a worker; the step pads a worker's windows
+            # Without a worker; the step pads a worker's windows.
+            reader.pad_to_window = self.state.pad_to_window
         self._check_same(-1, HeldSamples([]))
         self.set_epoch(self.epoch + 1)
 

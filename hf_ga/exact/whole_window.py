@@ -98,6 +98,7 @@ class Projection:
         self.used = used
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, int]:
+        """Compute the sum of (o + r)^2 / 2, and count the samples."""
         tensors = named_tensors(outputs)
         total = torch.zeros(())
         number = 0
@@ -225,22 +226,25 @@ class WholeWindow(Loss):
         return with_tensors(outputs, tensors), tensors
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """Compute a micro-batch's share of the loss of the window, with the gradient that the loss
-        has through its outputs.
+        """Compute a micro-batch's share of the loss of the window.
+
+        Its gradient with respect to the micro-batch's outputs is that of the loss of the window.
         """
         gradients = self._gradients
         offsets = torch.as_tensor(gradients.window.offsets_of(call.micro_batch))
-        has_first = bool((offsets == 0).any())
+        has_first_sample = bool((offsets == 0).any())
         tensors = named_tensors(outputs)
         term = torch.zeros((), device=gradients.loss.device)
         for name, gradient in gradients.of_outputs.items():
             output = at_least_float32(tensors[name])
             if name in self.used.of_samples:
-                term = term + (output * gradient[offsets.to(gradient.device)]).sum()
+                own_gradient = gradient[offsets.to(gradient.device)]
+                term = term + (output * own_gradient).sum()
             else:  # one of the window's micro-batches has all of its gradient
-                term = term + (output * gradient).sum() * has_first
+                term = term + (output * gradient).sum() * has_first_sample
         share = gradients.loss * (len(offsets) / gradients.window.num_samples)
-        return (term - term.detach() + share,), call.counts
+        only_gradient = term - term.detach()  # the value is 0
+        return (only_gradient + share,), call.counts
 
     def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
         return sums[0]

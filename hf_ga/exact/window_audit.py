@@ -133,7 +133,7 @@ class WindowAudit:
             self._chosen += audits.more(engine.calls, number - len(self._chosen))
 
     def _audit_outputs(self) -> None:
-        """Check that the user's loss function of all outputs together is that of the micro-batches."""
+        """Check that the user's loss of all outputs together is that of the micro-batches."""
         whole = together(self._outputs)
         if whole is None:
             return
@@ -147,7 +147,7 @@ class WindowAudit:
             raise not_additive(engine.window.description, error, engine.rule.name)
 
     def _audit_call(self, chosen: Chosen) -> None:
-        """Audit one call, and note it. Warn of one that does not fit into memory, and leave it out."""
+        """Audit one call, and note it. If it does not fit into memory, warn and leave it out."""
         engine = self.engine
         try:
             for first, second in self._comparisons(chosen):

@@ -33,7 +33,7 @@ def changed_buffers(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
 
 
 def changed_counters(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
-    """Return the names of the other buffers with other values than before, without those of norms."""
+    """Return the names of other buffers with other values than before, without those of norms."""
     return [
         name
         for name, buffer in model.named_buffers()

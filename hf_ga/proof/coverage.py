@@ -22,7 +22,7 @@ NOT_A_TARGET = ("input_ids", "position_ids", "token_type_ids", *POSITIONS, *SECO
 
 
 def special_tokens(model: nn.Module) -> list[int]:
-    """Return the special tokens that a model's config names; some configs have several of a kind."""
+    """Return the special tokens that a model's config names; there may be several of a kind."""
     config = getattr(model, "config", None)
     found = set()
     for name in SPECIAL_TOKENS:

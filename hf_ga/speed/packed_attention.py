@@ -158,7 +158,7 @@ class PackedAttention:
         return out.unsqueeze(0)
 
     def _site(self, drop_probability: float, num_heads: int) -> DropoutSite | None:
-        """Return the site of the next draw, if it draws the weights of attention for each sample."""
+        """Return the site of the next draw, if it drops attention weights sample by sample."""
         if not self._dropout.is_keyed(drop_probability):
             return None
         site = self._dropout.next_site()

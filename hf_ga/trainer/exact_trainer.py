@@ -318,7 +318,7 @@ class ExactTrainerMixin:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Compute Trainer's loss; with `loss_sums`, the mean of the batch, as evaluations need it."""
+        """Compute Trainer's loss; with `loss_sums`, the mean of the batch, for evaluations."""
         if self.loss_sums is None:
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
