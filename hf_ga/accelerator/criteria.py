@@ -161,12 +161,16 @@ class CriteriaWatch:
         return value
 
     def _has_known_weights(self, name: str, given: dict[str, Any]) -> bool:
-        """Whether the weights of a loss function are those of the micro-batches before: weights
-        that are computed from a micro-batch depend on the split. Weights of single elements change
-        what some functions divide by.
+        """Whether the weights of a loss function are those of the micro-batches before.
+
+        Weights that are computed from a micro-batch depend on the split.
+
+        Args:
+            name: Of the function.
+            given: Its arguments.
         """
         if given.get("weight") is not None and name in WEIGHTED_ELEMENTS:
-            return False
+            return False  # weights of single elements change what these divide by
         for key in ("weight", "pos_weight"):
             weight = given.get(key)
             if weight is None:

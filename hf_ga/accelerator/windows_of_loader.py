@@ -147,7 +147,8 @@ class OrderedWindowLoader(WindowLoader):
     ) -> None:
         self.sampler = sampler
         self.share = share
-        self._known: tuple[int, np.ndarray] | None = None
+        self._epoch_of_ids: int | None = None
+        self._known_ids = np.empty(0, np.int64)
         super().__init__(*args, **kwargs)
         self.num_samples = len(self._ids(self.epoch))
 
@@ -161,16 +162,25 @@ class OrderedWindowLoader(WindowLoader):
         return ids
 
     def _ids(self, epoch: int) -> np.ndarray:
-        if self._known is None or self._known[0] != epoch:
-            ids = self._draw(epoch)
-            if self._known is None and not np.array_equal(ids, self._draw(epoch)):
-                raise ConfigError(
-                    f"the sampler {type(self.sampler).__name__} draws from a generator of its own, "
-                    "so a resumed run would visit other samples: let it draw from torch's, numpy's "
-                    "or Python's global generator, or from its attribute `generator`."
-                )
-            self._known = epoch, self.share(ids)
-        return self._known[1]
+        """Return the sample ids of an epoch in the sampler's order. Those of the last epoch are
+        kept.
+
+        Raises:
+            ConfigError: If the sampler gives another order when it is asked again.
+        """
+        if self._epoch_of_ids == epoch:
+            return self._known_ids
+        ids = self._draw(epoch)
+        is_first_time = self._epoch_of_ids is None
+        if is_first_time and not np.array_equal(ids, self._draw(epoch)):
+            raise ConfigError(
+                f"the sampler {type(self.sampler).__name__} draws from a generator of its own, "
+                "so a resumed run would visit other samples: let it draw from torch's, numpy's "
+                "or Python's global generator, or from its attribute `generator`."
+            )
+        self._known_ids = self.share(ids)
+        self._epoch_of_ids = epoch
+        return self._known_ids
 
     def _draw(self, epoch: int) -> np.ndarray:
         """Run the sampler for an epoch. What it yields is a function of (seed, epoch)."""

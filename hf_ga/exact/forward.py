@@ -52,15 +52,19 @@ def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
     model = unwrapped(model)
     forwards = [getattr(model, "_original_forward", model.forward)]
     if isinstance(model, PreTrainedModel):
-        forwards += [
-            vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)
-        ]
+        bases = [vars(base) for base in type(model).__mro__]
+        forwards += [base["forward"] for base in bases if "forward" in base]
     named: set[str] = set()
+
+    def accepted(batch: Batch) -> dict[str, Any]:
+        return {name: value for name, value in batch.items() if name in named}
+
     for forward in forwards:
         parameters = inspect.signature(forward).parameters.values()
         named |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        if not any(p.kind == p.VAR_KEYWORD for p in parameters):
-            return lambda batch: {name: value for name, value in batch.items() if name in named}
+        hands_others_on = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        if not hands_others_on:
+            return accepted
     return dict
 
 

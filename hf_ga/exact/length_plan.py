@@ -220,7 +220,9 @@ def _in_turns(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int
         [int(turn[process]) for turn in turns[::-1] if process < len(turn)]
         for process in range(num_processes)
     ]
-    times = [int(costs[turn[0]]) for turn in turns]
+    times = [int(costs[turn[0]]) for turn in turns]  # of the costliest in each turn
     if len(turns) > 1 and len(turns[-1]) < num_processes:
-        times[-1] = max(times[-1], int(costs[turns[-2][len(turns[-1])]]))
+        *_, turn_before, cheapest_turn = turns
+        repeated = turn_before[len(cheapest_turn)]  # the costliest that a rank repeats
+        times[-1] = max(times[-1], int(costs[repeated]))
     return sum(times), dealt

@@ -16,16 +16,16 @@ def epoch_order(num_samples: int, seed: int, epoch: int, shuffle: bool = True) -
     result is the same on every platform and version.
 
     Args:
-        num_samples: number of samples in the dataset.
-        seed: any integer.
+        num_samples: Samples in the dataset.
+        seed: Any integer.
         epoch: 0-based; every epoch has its own order.
         shuffle: False gives 0, 1, 2, ...
 
     Returns:
-        int64 array of shape (num_samples,), a permutation of 0 ... num_samples - 1.
+        int64, shape (num_samples,): a permutation of 0 ... num_samples - 1.
 
     Raises:
-        ValueError: `num_samples` is negative.
+        ValueError: If `num_samples` is negative.
 
     >>> epoch_order(8, seed=0, epoch=0)
     array([3, 1, 6, 2, 4, 7, 0, 5])

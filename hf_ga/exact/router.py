@@ -32,6 +32,9 @@ class Router:
 
     While `patched`, the head's own is zero, and what its calls count is kept for `take`.
 
+    Args:
+        model: The model.
+
     Attributes:
         owners: Python modules that define such a loss; empty if the model's family has none.
         coefficients: For each call in a forward, its weight in the head's loss.
@@ -40,8 +43,9 @@ class Router:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
-        self.owners = [module for module in modules if hasattr(module, FUNCTION)]
+        # The Python modules that the classes of the model's modules are from.
+        files = {sys.modules.get(type(module).__module__) for module in model.modules()}
+        self.owners = [file for file in files if hasattr(file, FUNCTION)]
         # What was counted, and what the head got: its gradient is its coefficient.
         self._calls: list[tuple[Tensor, Tensor]] = []
         self.coefficients: list[float] = []

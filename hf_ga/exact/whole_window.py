@@ -98,7 +98,7 @@ class Projection:
         self.used = used
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, int]:
-        """Compute the sum of (o + r)^2 / 2, and count the samples."""
+        """Compute the sum of (o + r)^2 / 2, and count the samples; as a `loss_fn`."""
         tensors = named_tensors(outputs)
         total = torch.zeros(())
         number = 0
