@@ -11,7 +11,7 @@ first_forward.py      the proof of a model that shows in its first forward how i
 sharding.py           the proof of a model before FSDP shards it
 outputs.py            watches the model's forwards
 criteria.py           watches the calls of torch's loss functions
-losses.py             compares the loss that the loop passes with the one that was proven
+loss_comparison.py    compares the loss that the loop passes with the one that was proven
 across_samples.py     finds sums that compare samples
 loss_checks.py        remembers which losses were compared
 loss_terms.py         makes the backward of each kind of loss

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ga.accelerator.losses import GivenSum
+from hf_ga.accelerator.loss_comparison import GivenSum
 from hf_ga.accelerator.outputs import named_arguments, tensors_of
 from hf_ga.errors import ConfigError, LossNotAdditive, NoLoss, UnkeyedRandomness
 from hf_ga.exact.loss import HeadMean, Loss

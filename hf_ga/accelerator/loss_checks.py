@@ -1,7 +1,7 @@
 """Which loss a loop passes to `accelerator.backward`, checked again from time to time.
 
-`losses.py` compares a loss with the one that was proven, which costs extra backwards. So a loss is
-compared in windows 1, 2, 4, 8, ... and whenever other operations made it than before.
+`loss_comparison.py` compares a loss with the one that was proven, which costs extra backwards. So a
+loss is compared in windows 1, 2, 4, 8, ... and whenever other operations made it than before.
 """
 
 import warnings
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hf_ga.accelerator.across_samples import depends_across_samples, operation_across_samples
 from hf_ga.accelerator.criteria import Mean
-from hf_ga.accelerator.losses import Seen, check_factor, check_loss, mean_of
+from hf_ga.accelerator.loss_comparison import Seen, check_factor, check_loss, mean_of
 from hf_ga.accelerator.outputs import loss_of, tensors_of
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.audit import is_small

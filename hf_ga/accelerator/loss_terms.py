@@ -8,7 +8,7 @@ a mean of torch's losses   what it divides by follows from its arguments
 from torch import Tensor
 
 from hf_ga.accelerator.loss_checks import LossChecks
-from hf_ga.accelerator.losses import GivenSum, Seen
+from hf_ga.accelerator.loss_comparison import GivenSum, Seen
 from hf_ga.accelerator.outputs import ForwardWatch, loss_of
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.engine import Engine

@@ -60,11 +60,11 @@ class ForwardWatch:
         self._given: tuple[tuple, dict[str, Any]] = (), {}
         self.outputs: Any = None
         # Called once with the arguments of the next training forward, before it runs.
-        self.learn: Callable[[tuple, dict[str, Any]], None] | None = None
+        self.prove: Callable[[tuple, dict[str, Any]], None] | None = None
         # Called with them where the forward gets something else than the batch.
-        self.learn_again: Callable[[tuple, dict[str, Any]], None] | None = None
+        self.prove_again: Callable[[tuple, dict[str, Any]], None] | None = None
         self._batch: dict[str, tuple[Any, int]] | None = None
-        self._is_learning = False
+        self._is_proving = False
         base = unwrapped(model)
         self._handles = [
             base.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -121,7 +121,7 @@ class ForwardWatch:
 
     def _is_watched(self, model: nn.Module) -> bool:
         is_training = model.training and torch.is_grad_enabled()
-        return is_training and self.is_open() and not self._is_learning
+        return is_training and self.is_open() and not self._is_proving
 
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._is_watched(model):
@@ -147,20 +147,20 @@ class ForwardWatch:
             )
         self._given = args, kwargs
         self.criteria.turn_off()
-        learn = self.learn
-        if learn is None and not self._gets_the_batch(args, kwargs):
-            learn = self.learn_again
-        if learn is not None:
-            self.learn = None
-            self._is_learning = True
+        prove = self.prove
+        if prove is None and not self._gets_the_batch(args, kwargs):
+            prove = self.prove_again
+        if prove is not None:
+            self.prove = None
+            self._is_proving = True
             try:
-                learn(args, kwargs)
+                prove(args, kwargs)
             finally:
-                self._is_learning = False
+                self._is_proving = False
             self.criteria.turn_off()  # the forward goes on
 
     def _after(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        if not self.is_open() or self._is_learning:
+        if not self.is_open() or self._is_proving:
             return None
         output = readable(output)
         if self._is_watched(model):

@@ -19,8 +19,8 @@ from hf_ga.accelerator.engines import engine_if_provable, rule_for_loop
 from hf_ga.accelerator.first_forward import prove_first_forward
 from hf_ga.accelerator.loader import WindowedDataLoader
 from hf_ga.accelerator.loss_checks import LossChecks
+from hf_ga.accelerator.loss_comparison import GivenSum, Seen
 from hf_ga.accelerator.loss_terms import LossTerms, check_is_number
-from hf_ga.accelerator.losses import GivenSum, Seen
 from hf_ga.accelerator.outputs import ForwardWatch
 from hf_ga.errors import ConfigError, DataError, HfGaError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.engine import Engine
@@ -237,7 +237,7 @@ class TrainingLoop:
         watch = self._watch_of(model)
         is_counted_in_forward = isinstance(engine.rule.loss, GivenSum)
         watch.start(None if is_counted_in_forward else engine.arguments(batch))
-        watch.learn_again = partial(self._prove_again, model)
+        watch.prove_again = partial(self._prove_again, model)
         return batch
 
     def _open_micro_batch(self, model: nn.Module) -> None:
@@ -319,7 +319,7 @@ class TrainingLoop:
         micro_batch = micro_batches[0]
         watch = self._watch_of(model)
         watch.start()
-        watch.learn = partial(self._prove, model, window, len(micro_batch))
+        watch.prove = partial(self._prove, model, window, len(micro_batch))
         self._open_micro_batch(model)
         self._random_states = random_states()
         return send_to_device(micro_batch.batch, self.accelerator.device)

@@ -83,11 +83,14 @@ class Switch(NamedTuple):
 
 
 def _has_unequal_widths(window: Window) -> bool:
-    tensors = [
-        {k: v[:1] for k, v in m.batch.items() if isinstance(v, Tensor) and v.dim()}
-        for m in window.micro_batches
-    ]
-    return not all(same_shapes(tensors[0], other) for other in tensors)
+    """Whether the rows of samples have other shapes in some micro-batches than in others."""
+    first_rows = []
+    for micro_batch in window.micro_batches:
+        batch = micro_batch.batch
+        first_rows.append(
+            {name: v[:1] for name, v in batch.items() if isinstance(v, Tensor) and v.dim()}
+        )
+    return not all(same_shapes(first_rows[0], other) for other in first_rows)
 
 
 SWITCHES = [

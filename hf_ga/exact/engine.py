@@ -337,6 +337,7 @@ class Engine:
         return too_large_for(self.backend.process_index, micro_batch, reason_not_to_cut)
 
     def _empty_status(self) -> RankStatus:
+        """The status of this rank before its first forward."""
         return RankStatus(
             loss=torch.zeros((), dtype=sum_dtype(self.backend.device), device=self.backend.device),
             counts=(0,) * self.loss.num_means,
@@ -390,6 +391,7 @@ class Engine:
             self.calls += [filler] * (num_calls - len(self.calls))
 
     def _first_pass(self) -> FirstPass:
+        """Collect what a loss may use to look at the whole window before its terms are computed."""
         calls = self.calls or [replace(stand_in(self.window, self.loss), weight=0)]
         return FirstPass(
             window=self.window,

@@ -162,13 +162,13 @@ class StreamLoader(BaseLoader):
         rows = self.accelerator.gather(row).cpu()
         if (rows != rows[0]).any():
             listed = "; ".join(
-                f"process {p}: {n:.0f} samples, digest {d:.0f}" for p, (*_, n, d) in enumerate(rows)
+                f"process {process}: {number:.0f} samples, digest {digest:.0f}"
+                for process, (_, _, number, digest) in enumerate(rows)
             )
             raise DataError(
                 f"the processes read different streams: window {self.num_consumed} of epoch "
-                f"{self.epoch} differs ({listed}). Every "
-                "process must read the whole stream: do not split it by process, and fix the seed "
-                "of its own shuffle."
+                f"{self.epoch} differs ({listed}). Every process must read the whole stream: do "
+                "not split it by process, and fix the seed of its own shuffle."
             )
 
     def _identity(self) -> dict[str, int]:

@@ -90,20 +90,24 @@ def with_extreme_values(batch: Batch, seen: Batch, names: Collection[str]) -> It
     """
     for name in sorted(names):
         value = batch.get(name)
-        found = seen.get(name)
+        in_data = seen.get(name)
         if name in ("labels", *NOT_A_TARGET) or "mask" in name:
             continue
-        if not isinstance(value, Tensor) or not isinstance(found, Tensor):
+        if not isinstance(value, Tensor) or not isinstance(in_data, Tensor):
             continue
-        is_column = value.dim() == 1
-        if not is_column and not (value.is_floating_point() and value.dim() == 2):
+        has_one_each = value.dim() == 1
+        has_weights_of_tokens = value.dim() == 2 and value.is_floating_point()
+        if not has_one_each and not has_weights_of_tokens:
             continue
-        numbers = found[found.isfinite() & ((found != 0) | is_column)].unique()
+        is_weight = in_data.isfinite()
+        if has_weights_of_tokens:
+            is_weight &= in_data != 0  # padding has weight 0
+        numbers = in_data[is_weight].unique()
         if len(numbers) < 2:
             continue
         changed = value.clone()
         changed[:NUM_IN_A] = numbers[0]
         changed[NUM_IN_A:] = numbers[-1]
-        if not is_column:
+        if has_weights_of_tokens:
             changed[value == 0] = 0
         yield {**batch, name: changed}

@@ -166,6 +166,10 @@ def _as_leaf(value: Tensor) -> Tensor:
 def _has_rows(value: Tensor, few: Tensor | None) -> bool:
     """Whether an output has one row per sample, whose shape does not depend on the number of
     samples.
+
+    Args:
+        value: The output for all probe samples.
+        few: The same output for two of them. None: the model did not return it.
     """
     if few is None or not value.dim() or not few.dim():
         return False
