@@ -10,14 +10,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_ga.check.gradients import Gradients, norms, total
+from hf_ga.check.gradients import Gradients, norms, relative_error, total
 from hf_ga.check.hypotheses import (
     Hypothesis,
     best_match,
     fitted_weights,
     half_precision,
     hypotheses,
-    relative_error,
 )
 from hf_ga.check.layouts import CheckedLayout
 from hf_ga.check.reference import plain_backward

@@ -1,5 +1,6 @@
 """Gradients by parameter name: taken from a model, norms, relative errors, clipping."""
 
+import math
 from contextlib import nullcontext
 
 import torch
@@ -44,6 +45,14 @@ def relative_errors(gradients: Gradients, reference: Gradients) -> dict[str, flo
         name: ratio(float((gradients[name].to(right.dtype) - right).norm()), whole)
         for name, right in reference.items()
     }
+
+
+def relative_error(vector: Tensor, reference: Tensor) -> float:
+    """Compute ||vector - reference|| / ||reference||; a NaN counts as infinite."""
+    reference = reference.double()
+    difference = (vector.double() - reference).norm()
+    error = float(difference / reference.norm().clamp(min=1e-300))
+    return float("inf") if math.isnan(error) else error
 
 
 def clip(gradients: Gradients, max_grad_norm: float | None) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from hf_ga.check.gradients import relative_error
 from hf_ga.check.rows import Cause
 
 _UNDIVIDED = "the loss is divided by the micro-batch's own count and not by the accumulation steps"
@@ -54,14 +55,6 @@ class Hypothesis:
             f"the gradient is clipped to a norm of {norm:.3g} after every micro-batch",
         )
         return Hypothesis(self.weights, (*self.causes, cause), norm)
-
-
-def relative_error(vector: Tensor, reference: Tensor) -> float:
-    """Compute ||vector - reference|| / ||reference||; a NaN counts as infinite."""
-    reference = reference.double()
-    difference = (vector.double() - reference).norm()
-    error = float(difference / reference.norm().clamp(min=1e-300))
-    return float("inf") if np.isnan(error) else error
 
 
 def hypotheses(

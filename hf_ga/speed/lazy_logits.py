@@ -26,7 +26,7 @@ from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.exact.override import override
 from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
 
-Forward = Callable[[Tensor], Tensor]
+TensorFunction = Callable[[Tensor], Tensor]
 TRIAL_ROWS = 3
 # Modules whose parameters are gathered for a forward.
 UNITS = (FullyShardedDataParallel, FSDPModule)
@@ -122,7 +122,7 @@ class ChunkedLoss(SpeedUp):
                 stack.enter_context(override(layer, forward=forward))
             yield
 
-    def _defer(self, layer: nn.Linear, forward: Forward, input: Tensor) -> "LazyLogits":
+    def _defer(self, layer: nn.Linear, forward: TensorFunction, input: Tensor) -> "LazyLogits":
         """Replace `layer.forward`."""
         device = input.device.type
         dtype = input.dtype
@@ -166,7 +166,7 @@ class DeferredCall:
 
     head: ChunkedLoss
     layer: nn.Linear
-    forward: Forward
+    forward: TensorFunction
     dtype: torch.dtype
     autocast: bool
     gradient: bool
@@ -192,7 +192,7 @@ class LazyLogits(Tensor):
 
     @staticmethod
     def __new__(
-        cls: type, call: DeferredCall, hidden: Tensor, steps: Sequence[Forward] = ()
+        cls: type, call: DeferredCall, hidden: Tensor, steps: Sequence[TensorFunction] = ()
     ) -> "LazyLogits":
         num_classes = call.layer.out_features
         like = torch.empty((0, num_classes), dtype=call.dtype, device=hidden.device)
@@ -201,7 +201,9 @@ class LazyLogits(Tensor):
         shape = (*hidden.shape[:-1], num_classes)
         return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
 
-    def __init__(self, call: DeferredCall, hidden: Tensor, steps: Sequence[Forward] = ()) -> None:
+    def __init__(
+        self, call: DeferredCall, hidden: Tensor, steps: Sequence[TensorFunction] = ()
+    ) -> None:
         self.call = call
         self.hidden = hidden
         self.steps = tuple(steps)
@@ -222,7 +224,7 @@ class LazyLogits(Tensor):
         """Return the same logits for other rows."""
         return LazyLogits(self.call, hidden, self.steps)
 
-    def then(self, step: Forward) -> "LazyLogits":
+    def then(self, step: TensorFunction) -> "LazyLogits":
         """Return the same logits with one more step."""
         return LazyLogits(self.call, self.hidden, (*self.steps, step))
 
