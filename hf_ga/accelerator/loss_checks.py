@@ -14,7 +14,7 @@ from hf_ga.accelerator.criteria import Mean
 from hf_ga.accelerator.loss_comparison import Seen, check_factor, check_loss, mean_of
 from hf_ga.accelerator.outputs import loss_of, tensors_of
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.audit import is_small
+from hf_ga.exact.audit import is_power_of_two, is_small
 
 # The names of the last operations that made a loss.
 Operations = tuple[str, ...]
@@ -42,7 +42,7 @@ class LossChecks:
     @property
     def _is_due(self) -> bool:
         """Whether this is window 1, 2, 4, 8, ..."""
-        return self.num_windows & (self.num_windows - 1) == 0
+        return is_power_of_two(self.num_windows)
 
     def is_head(self, loss: Tensor, seen: Seen) -> bool:
         """Whether a loss is the model's own, up to something that does not depend on the data.

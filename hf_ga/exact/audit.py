@@ -91,8 +91,7 @@ class Audits:
                 is_uniform = any(kinds[kind] == number for kind in new)
                 chosen.append(Chosen(call, new, is_uniform))
                 covered |= new
-        is_due = self.num_windows & (self.num_windows - 1) == 0
-        if not chosen and is_due:
+        if not chosen and is_power_of_two(self.num_windows):
             return self.more(calls, 1)
         return chosen
 
@@ -113,6 +112,11 @@ class Audits:
     def _counts(self, kind: Kind) -> bool:
         entry, what = kind
         return not isinstance(what, int) or self._by_value[entry] < MOST_BY_VALUE
+
+
+def is_power_of_two(number: int) -> bool:
+    """Whether a number is 1, 2, 4, 8, ..."""
+    return number & (number - 1) == 0
 
 
 def kinds_of(batch: Batch, num_samples: int) -> dict[Kind, int]:

@@ -174,8 +174,8 @@ def residual_of(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> f
 
 
 def relative_error(probe: Probe, reference: Probe) -> float:
-    """Return the largest relative difference of the loss and of every parameter's gradient (with
-    the floor); a NaN counts as infinite.
+    """The largest relative difference of the loss and of every parameter's gradient (with the
+    floor); a NaN counts as infinite.
     """
     of_loss = abs(probe[0] - reference[0]) / max(abs(reference[0]), 1e-12)
     differences = torch._foreach_sub(probe[2], reference[2])

@@ -640,28 +640,28 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """dropout(softmax(q k^T * scale)) v within each of the packed samples.
+    """Compute dropout(softmax(q k^T * scale)) v within each of the packed samples.
 
     Args:
-        q: shape (T, heads, size), float32, float16 or bfloat16, size <= 256.
-        k: shape (T, key heads, size); heads is a multiple of key heads.
-        v: shape (T, key heads, size).
-        cu_seqlens: int32, shape (samples + 1,): where each sample starts, and T.
-        max_length: the most tokens of a sample.
-        seeds: int64, shape (samples,): the sample's key XOR the key of the dropout site. None
+        q: Queries of shape (T, heads, size), float32, float16 or bfloat16, size <= 256.
+        k: Keys of shape (T, key heads, size); heads is a multiple of key heads.
+        v: Values of shape (T, key heads, size).
+        cu_seqlens: Where each sample starts, and T: int32, shape (samples + 1,).
+        max_length: The most tokens of a sample.
+        seeds: The sample's key XOR the key of the dropout site: int64, shape (samples,). None
             without dropout.
         drop_probability: p, with 0 <= p < 1.
-        scale: factor of the products of queries and keys.
-        is_causal: whether a query attends to no later tokens.
-        window: the most tokens that a query attends to, itself and those before it. None: no limit.
+        scale: Factor of the products of queries and keys.
+        is_causal: Whether a query attends to no later tokens.
+        window: The most tokens that a query attends to, itself and those before it. None: no limit.
             Causal attention only.
-        softcap: scores are capped to softcap * tanh(score / softcap). None: not capped.
+        softcap: Scores are capped to softcap * tanh(score / softcap). None: not capped.
 
     Returns:
-        shape (T, heads, size), contiguous.
+        A contiguous tensor of shape (T, heads, size).
 
     Raises:
-        ValueError: if the arguments do not fit together.
+        ValueError: If the arguments do not fit together.
 
     Example:
         seeds = keys ^ signed(site)

@@ -277,8 +277,8 @@ class ExactTrainerMixin:
             outputs of the whole window, and `inputs` its batch. Each micro-batch has two forwards.
 
     Raises, when training begins:
-        ConfigError, DataError: training cannot be made exact (see `checks`). LossNotAdditive,
-            UnkeyedRandomness: see `hf_ga.prove_targets`.
+        ConfigError, DataError: If training cannot be made exact (see `checks`).
+        LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`.
 
     Example:
         from hf_ga import ExactTrainer as Trainer  # instead of: from transformers import Trainer
@@ -295,7 +295,7 @@ class ExactTrainerMixin:
     loss_sums: LossFunction | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Trainer's `train`, after checking that it can be made exact."""
+        """Check that training can be made exact, then call Trainer's `train`."""
         enable_fp16_on_cpu(self.accelerator)
         check_trainer(self, ExactTrainerMixin)
         if is_sharded(self.accelerator):
