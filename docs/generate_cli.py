@@ -52,7 +52,7 @@ The batch of an update, its loss and the optimizer are those of the script. What
 - The same `--seed` gives another order of samples, other masks and other dropout.
 - `run_clm`: each text ends with the end-of-text token, and the last, shorter block is trained on, too.
 - `run_clm`, `run_mlm`: `--max_train_samples` counts rows, not blocks.
-- `run_qa`: contexts beyond `--max_length` are truncated, not split by `--doc_stride`; the run prints how many.
+- `run_qa`: the answer is the best of all spans and no answer, whatever its length (`--n_best_size`, `--max_answer_length`).
 - A run always evaluates. Without validation rows, it holds out `--validation_split_percentage` of the training rows.
 - `--optim adafactor` is torch's implementation.
 
@@ -68,7 +68,7 @@ The fields of TrainingArguments and the flags of the scripts:
 
 """
 OF_SCRIPTS = """model_name_or_path trust_remote_code dataset_name dataset_config_name validation_file test_file streaming block_size
-    validation_split_percentage text_column max_length max_target_length source_prefix mlm_probability num_beams max_train_samples
+    validation_split_percentage text_column max_length max_target_length doc_stride source_prefix mlm_probability num_beams max_train_samples
     # flags of the scripts that hf_ga has under the same name
     max_eval_samples max_predict_samples"""
 CHECKER = """

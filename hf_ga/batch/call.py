@@ -202,7 +202,8 @@ def _agreed(
     Raises:
         ConfigError, DataError, ProcessFailed: See `agree`.
     """
-    collated, failure = None, None
+    collated = None
+    failure = None
     try:
         collated = CollatedBatch(batch)
     except Exception as error:  # for all ranks

@@ -211,7 +211,8 @@ class Diagnosis:
             shown = ", ".join(f"{factor:.3g}" for factor in factors[:8])
             text = f"micro-batches are weighted by x({shown}) of n_k / N"
             return Hypothesis(weights, (Cause("normalisation", text),)), left
-        if error > MATCH["bf16"]:
+        # Low precision is no explanation where the parts do not add up in any precision.
+        if error > MATCH["bf16"] or self.subject.whole_batch is not None:
             return replace(match, causes=()), error
         if self._reduced_in(trial, error):
             return match, error
@@ -236,21 +237,23 @@ class Diagnosis:
         return [Cause(f"{name} reduction", text, seen)]
 
     def _not_additive(self, residual: float) -> list[Cause]:
+        """Why no weights of the micro-batches' gradients give that of the window."""
         if residual <= self.match:
             return []
         text = "the loss of the window is not a weighted mean of its micro-batches' losses"
         seen = f"residual {residual:.1e}"
-        if self.subject.rule is not None and isinstance(self.subject.rule.loss, WithRouter):
-            text = "the router's auxiliary loss is a product of means over the micro-batch"
-            return [Cause("auxiliary loss", text, seen)]
-        if self.subject.rule is not None:
-            text += ": it is a sum of several means, each over its own targets"
-            return [Cause("several means", text, seen)]
-        text += (
-            "even with all suspects switched off: it depends on pairs of samples (in-batch "
-            "negatives)"
-        )
-        return [Cause("cross-batch loss", text, seen)]
+        rule = self.subject.rule
+        if rule is None:
+            pairs = "it depends on pairs of samples (in-batch negatives)"
+            return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", seen)]
+        if self.subject.whole_batch is not None:
+            own = "each micro-batch compares its own samples only (in-batch negatives)"
+            return [Cause("cross-batch loss", f"{text}: {own}", seen)]
+        if isinstance(rule.loss, WithRouter):
+            balancing = "the router's auxiliary loss is a product of means over the micro-batch"
+            return [Cause("auxiliary loss", balancing, seen)]
+        means = "it is a sum of several means, each over its own targets"
+        return [Cause("several means", f"{text}: {means}", seen)]
 
     def _trial(self, on: str | None = None) -> Trial:
         """Run the arm and its parts with all suspects except `on` switched off."""

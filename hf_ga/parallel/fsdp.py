@@ -133,12 +133,11 @@ class ShardedBackend(Backend):
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Repeat the first call with weight 0 up to the maximum number of calls over ranks."""
-        if missing := window.request.most_micro_batches - len(calls):
-            calls = [
-                *[_filler(window, calls, loss)] * missing,
-                *calls,
-            ]
-        return calls
+        missing = window.request.most_micro_batches - len(calls)
+        if not missing:
+            return calls
+        fillers = [_filler(window, calls, loss)] * missing
+        return [*fillers, *calls]
 
     def check_use(self, num_ranks: Sequence[float]) -> None:
         """See the base class."""

@@ -25,7 +25,8 @@ from hf_ga.exact.forward import unwrapped
 from hf_ga.parallel.fsdp import own_name
 
 FILE_BYTES = 1 << 30  # over all ranks; each file is built in memory
-MODEL, MOMENTS = "model.", "optimizer."
+MODEL = "model."  # prefix of the names of weights
+MOMENTS = "optimizer."  # prefix of the names of the optimizer's tensors
 
 
 def save_shards(
@@ -39,23 +40,22 @@ def save_shards(
         trained_only: leave frozen parameters out.
     """
     plain = getattr(optimizer, "optimizer", optimizer)  # unwraps a prepared optimizer
-    made_no_step = not plain.state and not isinstance(
-        model, FullyShardedDataParallel
-    )  # an FSDP1 rank may have no parameters
+    # A rank of FSDP1 may have no parameters, and so no state.
+    made_no_step = not plain.state and not isinstance(model, FullyShardedDataParallel)
     tensors = _tensors(model, *get_state_dict(model, plain), trained_only)
     if made_no_step:  # torch made a step with zero gradients to create the state: undo it
         plain.state.clear()
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-    files, size = {}, 0
+    files = {}
+    size = 0
     for name, tensor in tensors.items():
         files[name] = 1 + size // FILE_BYTES
         size += tensor.size().numel() * tensor.dtype.itemsize
     # The first rank's table is used for all, and the stages of a pipeline have other tensors.
     files = {name: file for of_rank in gather_object([files]) for name, file in of_rank.items()}
     writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
-    with warnings.catch_warnings(
-        action="ignore", category=UserWarning
-    ):  # "torch.distributed is disabled": single process
+    # A single process is warned that "torch.distributed is disabled".
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
         distributed_checkpoint.save(tensors, storage_writer=writer)
 
 
@@ -69,10 +69,8 @@ def load_shards(
         CheckpointException, OSError, RuntimeError, ValueError, KeyError: they do not fit this
             model, or are damaged.
     """
-    plain, reader = (
-        getattr(optimizer, "optimizer", optimizer),
-        HuggingFaceStorageReader(str(folder)),
-    )
+    plain = getattr(optimizer, "optimizer", optimizer)  # unwraps a prepared optimizer
+    reader = HuggingFaceStorageReader(str(folder))
     weights, state = get_state_dict(model, plain)
     saved = reader.read_metadata().state_dict_metadata
     # A parameter without saved moments never had a gradient: drop the zeros that torch created for

@@ -44,14 +44,24 @@ def save_checkpoint(
     the newest `keep`. All processes must call it.
 
     Args:
-        state: further plain values (position, schedule, best loss). trained_only: skip frozen
-            parameters.
+        accelerator: Of the run.
+        output_dir: The folder of the run's checkpoints.
+        model: The model, prepared for any layout.
+        optimizer: Its optimizer.
+        state: Further plain values (position, schedule, best loss).
+        step: Optimizer steps that were made.
+        keep: The number of checkpoints to keep.
+        trained_only: Skip frozen parameters.
+
+    Returns:
+        The checkpoint's folder.
 
     Raises:
-        CheckpointError: a failed write, such as a full disk; on all processes. Earlier files are
+        CheckpointError: A failed write, such as a full disk; on all processes. Earlier files are
             kept.
     """
-    final, is_main = output_dir / f"{PREFIX}{step}", accelerator.is_main_process
+    is_main = accelerator.is_main_process
+    final = output_dir / f"{PREFIX}{step}"
     partial = partial_of(final)
     try:
         with raise_on_all_ranks(accelerator), writing(output_dir, output_dir):
@@ -63,10 +73,7 @@ def save_checkpoint(
             save_shards(model, optimizer, partial / SHARDS, trained_only=trained_only)
         with raise_on_all_ranks(accelerator):
             if is_main:
-                groups = [
-                    {k: v for k, v in group.items() if k != "params"}
-                    for group in optimizer.param_groups
-                ]
+                groups = _settings_of(optimizer)
                 _finish(final, {"step": step, "param_groups": groups, **state}, keep)
     except CheckpointError:
         if is_main:
@@ -75,9 +82,19 @@ def save_checkpoint(
     return final
 
 
+def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """The settings of each group of parameters (learning rate, weight decay, ...)."""
+    return [
+        {name: value for name, value in group.items() if name != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
 def _finish(final: Path, state: dict[str, Any], keep: int) -> None:
     """Add state and manifest to the written files, and make it the newest checkpoint."""
-    partial, output_dir, step = partial_of(final), final.parent, state["step"]
+    partial = partial_of(final)
+    output_dir = final.parent
+    step = state["step"]
     with writing(partial, output_dir):
         (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
         write_manifest(partial, step, versions())
@@ -92,14 +109,19 @@ def _finish(final: Path, state: dict[str, Any], keep: int) -> None:
 def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
 ) -> dict[str, Any]:
-    """Load weights and optimizer in place, from any layout into any layout; returns the saved
-    state.
+    """Load weights and optimizer in place, from any layout into any layout.
 
     Args:
-        folder: verified by `find_checkpoint` on all processes. trained_only: as in saving.
+        folder: The checkpoint, verified by `find_checkpoint` on all processes.
+        model: The model, prepared for any layout.
+        optimizer: Its optimizer.
+        trained_only: As in saving.
+
+    Returns:
+        The saved plain values.
 
     Raises:
-        CheckpointError: it does not fit this model.
+        CheckpointError: The checkpoint does not fit this model.
     """
     with _reading(folder):
         load_shards(model, optimizer, folder / SHARDS, trained_only=trained_only)
@@ -122,9 +144,8 @@ def state_sha256(weights: Mapping[str, Tensor]) -> str:
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
         digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(
-            tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-        )
+        values = tensor.detach().cpu().contiguous().flatten()
+        digest.update(values.view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 

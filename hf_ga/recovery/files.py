@@ -19,7 +19,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hf_ga.errors import CheckpointError, HfGaError
 
-PARTIAL, REPLACED, SUFFIX = "partial-", "replaced-", ".partial"
+PARTIAL = "partial-"  # + name: a folder that is being written or deleted
+REPLACED = "replaced-"  # + name: a folder that another is about to replace
+SUFFIX = ".partial"  # of a file that is being written
 
 
 def flush(path: Path) -> None:
@@ -66,7 +68,8 @@ def new_partial(final: Path) -> Path:
 
 def publish(final: Path) -> None:
     """Rename `partial_of(final)` to `final`, replacing an existing folder."""
-    partial, replaced = partial_of(final), final.with_name(REPLACED + final.name)
+    partial = partial_of(final)
+    replaced = final.with_name(REPLACED + final.name)
     flush_tree(partial)
     if final.exists():  # a folder cannot be renamed onto a non-empty one
         final.rename(replaced)

@@ -29,15 +29,16 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     is_main = accelerator.is_main_process
     missing = [path for path in (folder, *folder.parents) if is_main and not path.exists()]
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
-    if problem := broadcast_from_main(accelerator, _take(lock, folder) if is_main else None):
+    problem = _take(lock, folder) if is_main else None
+    problem = broadcast_from_main(accelerator, problem)
+    if problem is not None:
         raise ConfigError(f"output_dir {folder} {problem}")
     try:
         yield
     finally:
         if lock.is_locked:
-            (folder / LOCK).unlink(
-                missing_ok=True
-            )  # before the release: a process that has just opened it detects the removal
+            # Before the release: a process that has just opened the file detects the removal.
+            (folder / LOCK).unlink(missing_ok=True)
             lock.release()
         with suppress(OSError):  # not empty
             for path in missing:
@@ -49,8 +50,8 @@ def is_empty_folder(folder: Path) -> bool:
     return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
 
 
-def _take(lock: FileLock, folder: Path) -> str:
-    """Create the folder and acquire the lock; returns why that is not possible, "" if it is."""
+def _take(lock: FileLock, folder: Path) -> str | None:
+    """Create the folder and acquire the lock; returns why that is not possible, None if it is."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
@@ -64,4 +65,4 @@ def _take(lock: FileLock, folder: Path) -> str:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK):
             return f"cannot be used ({error}): choose another output_dir."
         (folder / LOCK).unlink(missing_ok=True)
-    return ""
+    return None

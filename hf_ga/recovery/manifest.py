@@ -11,7 +11,9 @@ from typing import Any
 from hf_ga.errors import CheckpointError
 
 PREFIX = "checkpoint-"
-SHARDS, STATE, MANIFEST = "shards", "state.json", "manifest.json"
+SHARDS = "shards"  # the folder of weights and optimizer
+STATE = "state.json"
+MANIFEST = "manifest.json"
 FORMAT = 3
 _REMEDY = "Resume from another checkpoint, or start a new run."
 

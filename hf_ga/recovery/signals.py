@@ -9,13 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
+from typing import Any
 
-NAMES = (
-    "SIGTERM",
-    "SIGINT",
-    "SIGUSR1",
-    "SIGUSR2",
-)  # SLURM can warn with the last two, which Windows lacks
+# SLURM can warn with the last two, which Windows lacks.
+NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
 # Seconds in which a repeated signal is ignored: launchers forward signals that their processes also
 # received directly.
 SAME_REQUEST = 1.0
@@ -50,6 +47,15 @@ class StopRequest:
         )
 
 
+def _handlers() -> dict[int, Any]:
+    """The present handler of each signal that is not ignored."""
+    numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
+    found = {number: signal.getsignal(number) for number in numbers}
+    # None: a handler that was not set from Python, and cannot be set again.
+    kept_out = (signal.SIG_IGN, None)
+    return {number: handler for number, handler in found.items() if handler not in kept_out}
+
+
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
     """In this block signals are only recorded. The same signal again, more than a second later,
@@ -59,14 +65,10 @@ def stop_requests() -> Iterator[StopRequest]:
     background). Outside the main thread, where Python cannot handle signals, the block does
     nothing.
     """
-    request, handlers = StopRequest(), {}
+    request = StopRequest()
+    handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
-        handlers = {
-            n: signal.getsignal(n)
-            for n in numbers
-            if signal.getsignal(n) not in (signal.SIG_IGN, None)
-        }  # None: from C
+        handlers = _handlers()
 
     def record(number: int, frame: FrameType | None) -> None:
         if time.monotonic() - request.first.setdefault(number, time.monotonic()) > SAME_REQUEST:

@@ -48,7 +48,7 @@ _LEARNED_FROM = (
     "end_positions",
     "weight",
 )
-_FORMAT = 5  # part of the cache key: increment when tokenization changes
+_FORMAT = 6  # part of the cache key: increment when tokenization changes
 # Rows to predict: original, with columns named by role, tokenized; see `prepare_unlabelled`.
 Unlabelled = tuple[Dataset, Dataset, Dataset]
 
@@ -128,6 +128,7 @@ def prepare_data(
     task = TASKS[options.task]
     rows, stream = load_rows(options)
     complete_tokenizer(tokenizer, task.labels, is_decoder=task.pipeline == "text-generation")
+    _set_truncation(tokenizer, options)
     data = PreparedData(task, {}, tokenizer, {}, options.mlm_probability, _describe(rows, options))
     data.labels = list(known or []) if task.labels in ("class", "classes", "tags") else []
     if rows:
@@ -144,6 +145,18 @@ def prepare_data(
             stream, _name_of(options), data.columns, data.labels, tokenize
         )
     return data
+
+
+def _set_truncation(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
+    """Let the tokenizer truncate the side that is asked for; it is saved with the model."""
+    if options.truncation_side is not None:
+        tokenizer.truncation_side = options.truncation_side
+        tokenizer.init_kwargs["truncation_side"] = options.truncation_side
+    if tokenizer.truncation_side == "left" and options.source_prefix:
+        raise ConfigError(
+            f"truncation from the left would remove source_prefix {options.source_prefix!r} from "
+            "long sources: set truncation_side right, or omit source_prefix."
+        )
 
 
 def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several) -> Unlabelled:
@@ -233,8 +246,12 @@ def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None
 def _tokenizing(roles: Iterable[str], options: DataOptions, data: PreparedData) -> partial:
     """The function from rows by role to columns of samples."""
     tokenize = tokenize_completions if chat_columns(list(roles)) else data.task.tokenize
-    of_seq2seq = {"prefix": options.source_prefix, "max_target_length": options.max_target_length}
-    given = {name: value for name, value in of_seq2seq.items() if value is not None}
+    of_tasks = {
+        "prefix": options.source_prefix,
+        "max_target_length": options.max_target_length,
+        "doc_stride": options.doc_stride,
+    }
+    given = {name: value for name, value in of_tasks.items() if value is not None}
     return partial(
         tokenize,
         tokenizer=data.tokenizer,
@@ -269,7 +286,8 @@ def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedDa
     data.facts += _facts(
         dataset,
         "train, read ahead" if options.streaming and split == "train" else split,
-        options.max_length,
+        options,
+        data.tokenizer.truncation_side,
     )
     if "weight" in dataset.column_names:
         data.facts.append(f"{split}: {_fact_of_weights(dataset, options)}")
@@ -299,25 +317,34 @@ def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedDa
     return dataset
 
 
-def _facts(dataset: Dataset, split: str, max_length: int) -> list[str]:
+def _facts(dataset: Dataset, split: str, options: DataOptions, side: str) -> list[str]:
     """How many rows are changed or skipped."""
     lengths, targets = np.asarray(dataset["length"][:]), np.asarray(dataset["num_targets"][:])
+    num_rows = len(dataset)
+    if "window" in dataset.column_names:
+        num_rows = sum(number == 0 for number in dataset["window"][:])
+    from_left = " from the left" if side == "left" else ""
     counts = {
-        f"truncated to {max_length} tokens": sum(dataset["was_cut"][:]),
+        f"truncated to {options.max_length} tokens{from_left}": sum(dataset["was_cut"][:]),
         "skipped because they are empty": (lengths == 0).sum(),
         "without a target (they do not contribute to the loss)": (
             (targets == 0) & (lengths > 0)
         ).sum(),
     }
     if "answer_is_lost" in dataset.column_names:
-        counts["trained as unanswerable, as max_length truncates their answer"] = sum(
-            dataset["answer_is_lost"][:]
-        )
-    return [
-        f"{split}: {count:,} of {len(dataset):,} rows {what}"
-        for what, count in counts.items()
-        if count
+        reason = "max_length truncates their answer"
+        if options.doc_stride is not None:
+            reason = "no window contains their whole answer"
+        counts[f"trained as unanswerable, as {reason}"] = sum(dataset["answer_is_lost"][:])
+    facts = [
+        f"{split}: {count:,} of {num_rows:,} rows {what}" for what, count in counts.items() if count
     ]
+    if len(dataset) > num_rows:
+        facts.append(
+            f"{split}: {len(dataset):,} windows of at most {options.max_length} tokens for "
+            f"{num_rows:,} questions; a window without the answer is trained as unanswerable"
+        )
+    return facts
 
 
 def _fact_of_weights(dataset: Dataset, options: DataOptions) -> str:

@@ -114,6 +114,15 @@ class DataOptions:
     max_target_length: int | None = option(
         None, "seq2seq: maximum tokens of a target. Default: max_length."
     )
+    truncation_side: str | None = option(
+        None,
+        "Side of a sample that is too long to truncate: right or left. Default: the tokenizer's.",
+    )
+    doc_stride: int | None = option(
+        None,
+        "question-answering: split a context that is too long into windows that share this many "
+        "tokens with their neighbors. Default: truncate it.",
+    )
     block_size: int | None = option(
         None,
         "causal-lm, masked-lm: concatenate all texts and split them into blocks of this many "

@@ -25,10 +25,12 @@ Rows = dict[str, list]
 def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """Text, then the end-of-text token. Every token except the first is a target."""
     texts = [text or "" for text in rows["text"]]
-    whole = without_empty(
-        _ended(tokenizer(texts, verbose=False)["input_ids"], tokenizer.eos_token_id), texts
-    )
-    cut = [ids[:max_length] for ids in whole]
+    encoded = tokenizer(texts, return_special_tokens_mask=True, verbose=False)
+    whole = without_empty(_ended(encoded["input_ids"], tokenizer), texts)
+    cut = [
+        shorten(ids, max_length, tokenizer.truncation_side, _num_first(ids, mask, tokenizer))
+        for ids, mask in zip(whole, encoded["special_tokens_mask"], strict=True)
+    ]
     return _columns(cut, [max(0, len(ids) - 1) for ids in cut], _shortened(whole, cut))
 
 
@@ -43,10 +45,14 @@ def tokenize_completions(
     prompt may be part of the completion's first token.
     """
     check_fast(tokenizer)
-    whole, labels = [], []
+    whole, cut, labels = [], [], []
     for text, spans, is_templated in rendered(rows, tokenizer):
         encoded = tokenizer(
-            text, add_special_tokens=not is_templated, return_offsets_mapping=True, verbose=False
+            text,
+            add_special_tokens=not is_templated,
+            return_offsets_mapping=True,
+            return_special_tokens_mask=True,
+            verbose=False,
         )
         ids = (
             encoded["input_ids"] if text else []
@@ -55,17 +61,18 @@ def tokenize_completions(
             bool(text) and not is_templated and tokenizer.eos_token_id is not None
         )  # a template adds its own end
         if needs_end:
-            ids = _ended([ids], tokenizer.eos_token_id)[0]
+            ids = _ended([ids], tokenizer)[0]
         starts, ends = _characters(encoded["offset_mapping"][: len(ids)])
         is_target = np.zeros(len(ids), bool)
         for start, end in spans:
             is_target[: len(starts)] |= (starts < end) & (ends > start) & (ends > starts)
         if needs_end:
             is_target[-1] = True
+        of_row = np.where(is_target, np.array(ids, np.int64), IGNORED_LABEL).tolist()
+        num_first = _num_first(ids, encoded["special_tokens_mask"], tokenizer)
         whole.append(ids)
-        labels.append(np.where(is_target, np.array(ids, np.int64), IGNORED_LABEL).tolist())
-    cut = [ids[:max_length] for ids in whole]
-    labels = [row[:max_length] for row in labels]
+        cut.append(shorten(ids, max_length, tokenizer.truncation_side, num_first))
+        labels.append(shorten(of_row, max_length, tokenizer.truncation_side, num_first))
     num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in labels]
     return {**_columns(cut, num_targets, _shortened(whole, cut)), "labels": labels}
 
@@ -97,7 +104,7 @@ def tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
 
 def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
     """Words with one tag each. If a word has several tokens, the first has the tag and the others
-    are ignored.
+    are ignored; so is a word whose first token was truncated.
     """
     check_fast(tokenizer)
     words = [row or [] for row in rows["tokens"]]
@@ -107,6 +114,10 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
         for i in range(len(words))
     ]
     first = [(ids >= 0) & (ids != np.concatenate([[-1], ids[:-1]])) for ids in word_of]
+    if tokenizer.truncation_side == "left":
+        for encoding, words_of_row, mask in zip(encoded.encodings, word_of, first, strict=True):
+            dropped = {word for part in encoding.overflowing for word in part.word_ids} - {None}
+            mask &= ~np.isin(words_of_row, [*dropped])
     columns = _columns(
         without_empty(encoded["input_ids"], words), [int(mask.sum()) for mask in first], was_cut
     )
@@ -144,7 +155,7 @@ def tokenize_targets(
         )["input_ids"]
         for limit in (None, most)
     )
-    whole, cut = _ended(whole, tokenizer.eos_token_id), _ended(cut, tokenizer.eos_token_id, most)
+    whole, cut = _ended(whole, tokenizer), _ended(cut, tokenizer, most)
     filled = [target and ids for target, ids in zip(targets, columns["input_ids"], strict=True)]
     labels = without_empty(cut, filled)
     was_cut = [
@@ -239,18 +250,24 @@ def encode(
     Raises:
         ConfigError: special tokens alone fill a sample.
     """
-    special = tokenizer.num_special_tokens_to_add(pair=len(texts) == 2)
-    if max_length is not None and max_length <= special:
-        raise ConfigError(
-            f"max_length {max_length} leaves no room besides the {special} special tokens of "
-            "every sample: use more."
-        )
+    check_room(tokenizer, max_length, is_pair=len(texts) == 2)
     whole = tokenizer(*texts, verbose=False, **options)["input_ids"]
     truncation = truncation if max_length else False
     encoded = tokenizer(
         *texts, truncation=truncation, max_length=max_length, verbose=False, **options
     )
     return encoded, _shortened(whole, encoded["input_ids"])
+
+
+def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int | None, is_pair: bool) -> int:
+    """The number of special tokens of a sample. Raise ConfigError if they alone fill it."""
+    special = tokenizer.num_special_tokens_to_add(pair=is_pair)
+    if max_length is not None and max_length <= special:
+        raise ConfigError(
+            f"max_length {max_length} leaves no room besides the {special} special tokens of "
+            "every sample: use more."
+        )
+    return special
 
 
 def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
@@ -264,17 +281,50 @@ def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
 
 
 def _ended(
-    rows: Sequence[list[int]], end: int | None, max_length: int | None = None
+    rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
 ) -> list[list[int]]:
     """Rows with an end-of-text token (most decoder tokenizers add none), within `max_length`
     tokens.
     """
-    return [
-        ids
-        if end is None or ids[-1:] == [end]
-        else [*(ids[: max_length - 1] if max_length else ids), end]
-        for ids in rows
-    ]
+    end, most = tokenizer.eos_token_id, max_length and max_length - 1
+    ended = []
+    for ids in rows:
+        if end is not None and ids[-1:] != [end]:
+            num_first = int(ids[:1] == [tokenizer.bos_token_id])
+            ids = [*shorten(ids, most, tokenizer.truncation_side, num_first), end]
+        ended.append(ids)
+    return ended
+
+
+def shorten(row: list[int], max_length: int | None, side: str, num_first: int = 0) -> list[int]:
+    """At most `max_length` entries of a row, as transformers' tokenizers truncate.
+
+    Args:
+        row: ids or labels.
+        max_length: None: all of them.
+        side: "right": the last entries are dropped; "left": those after the first `num_first`.
+        num_first: special tokens at the beginning, which stay.
+
+    >>> shorten([1, 5, 6, 7, 2], 3, "right"), shorten([1, 5, 6, 7, 2], 3, "left", num_first=1)
+    ([1, 5, 6], [1, 7, 2])
+    """
+    if max_length is None or len(row) <= max_length:
+        return row
+    if side == "right":
+        return row[:max_length]
+    num_first = min(num_first, max_length)
+    return [*row[:num_first], *row[len(row) - max_length + num_first :]]
+
+
+def _num_first(ids: list[int], is_added: list[int], tokenizer: PreTrainedTokenizerBase) -> int:
+    """The number of special tokens at the beginning: added by the tokenizer, or a chat template's
+    begin-of-text token.
+
+    Args:
+        is_added: the tokenizer's mask of the special tokens that it added.
+    """
+    num_added = next((i for i, added in enumerate(is_added) if not added), len(is_added))
+    return max(num_added, int(ids[:1] == [tokenizer.bos_token_id]))
 
 
 def without_empty(ids: Sequence[list], contents: Sequence[Any]) -> list[list]:

@@ -41,7 +41,7 @@ LENGTHS = {
     "multi-label": 128,
     "question-answering": 384,
 }
-OTHER_LENGTH, TARGET_LENGTH = 1024, 128
+OTHER_LENGTH, TARGET_LENGTH, DOC_STRIDE = 1024, 128, 128
 
 RENAMED = {
     "train_file": "dataset_name",
@@ -121,7 +121,6 @@ DIFFERENT = {
     "eval_on_start": "evaluations begin with the first epoch",
     "group_by_length": "batches are random, their micro-batches have similar lengths",
     "sortish_sampler": "batches are random, their micro-batches have similar lengths",
-    "doc_stride": "contexts beyond max_length are truncated, not split",
     "n_best_size": "the best span is the answer",
     "max_answer_length": "answers of any length are predicted",
     "null_score_diff_threshold": "no answer is predicted where it is the best span",
@@ -257,6 +256,9 @@ def complete(config: FinetuneConfig, given: Mapping[str, str]) -> list[str]:
         if limit and isinstance(value := getattr(config, name), int) and value > limit:
             setattr(config, name, limit)
             lines.append(f"{name}: {limit}, the positions of the model")
+            if name == "max_length" and config.doc_stride is not None:
+                config.doc_stride = config.doc_stride * limit // value
+                lines.append(f"doc_stride: {config.doc_stride}, the same share of max_length")
     return lines
 
 
@@ -284,6 +286,7 @@ def _script_defaults(given: Mapping[str, str], task: str) -> dict[str, Any]:
         **({"max_grad_norm": 0.0} if is_no_trainer else {}),  # these scripts do not clip
         "block_size" if in_blocks else "max_length": length,
         **({"max_target_length": TARGET_LENGTH} if task == "seq2seq" else {}),
+        **({"doc_stride": DOC_STRIDE} if task == "question-answering" else {}),
     }
 
 

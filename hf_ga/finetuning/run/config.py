@@ -53,6 +53,7 @@ _OF_TASKS: dict[str, tuple[str, ...]] = {  # flags for some tasks only
     "target_column": ("seq2seq",),
     "source_prefix": ("seq2seq",),
     "max_target_length": ("seq2seq",),
+    "doc_stride": ("question-answering",),
     "predict_file": tuple(  # use pipeline() and SentenceTransformer() for the others
         task for task in TASKS if task not in ("causal-lm", "masked-lm", "embedding")
     ),
@@ -343,6 +344,7 @@ class FinetuneConfig(DataOptions):
         check_one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
         check_one_of("mixed_precision", self.mixed_precision or "no", ("no", "bf16", "fp16"))
         check_one_of("pooling", self.pooling or "mean", POOLINGS)
+        check_one_of("truncation_side", self.truncation_side or "right", ("right", "left"))
         self.layout(num_processes=1)
         self._check_task(has_own_metrics)
         self._check_combinations()
@@ -388,6 +390,16 @@ class FinetuneConfig(DataOptions):
             raise ConfigError(
                 "weight_column weighs rows, but block_size cuts their texts into blocks: omit one "
                 "of them."
+            )
+        if self.truncation_side is not None and self.block_size:
+            raise ConfigError(
+                "truncation_side has no effect with block_size, which truncates no text: omit one "
+                "of them."
+            )
+        if self.doc_stride is not None and self.doc_stride >= self.max_length:
+            raise ConfigError(
+                f"doc_stride {self.doc_stride} must be below max_length {self.max_length}: windows "
+                "share fewer tokens than they have."
             )
         if self.optim not in ADAM and (self.adam_beta1, self.adam_beta2, self.adam_epsilon) != (
             0.9,

@@ -15,7 +15,7 @@ from hf_ga.exact.forward import argument_filter, callable_module, restored_modes
 from hf_ga.finetuning.data.choices import collate_choices
 from hf_ga.finetuning.data.collation import collate_ids
 from hf_ga.finetuning.data.data import PreparedData
-from hf_ga.finetuning.data.spans import read_answers
+from hf_ga.finetuning.data.spans import Span, best_answer, by_question, read_spans
 from hf_ga.finetuning.run.readers import generated_targets
 from hf_ga.finetuning.run.run import Setup
 from hf_ga.parallel.fsdp import is_sharded
@@ -39,6 +39,9 @@ def write_predictions(setup: Setup, model: nn.Module) -> None:
         return
     (rows, named, samples), accelerator = setup.unlabelled, setup.accelerator
     lengths, size = np.asarray(samples["length"][:]), setup.config.per_device_eval_batch_size
+    windows = samples["window"][:] if "window" in samples.column_names else [0] * len(samples)
+    samples_of_row = by_question(windows, range(len(samples)))
+    row_of = np.repeat(np.arange(len(samples_of_row)), [len(group) for group in samples_of_row])
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
     batches = [order[start : start + size].tolist() for start in range(0, len(order), size)]
@@ -47,25 +50,27 @@ def write_predictions(setup: Setup, model: nn.Module) -> None:
     ):  # each forward is a collective, so all processes need equally many batches: some repeat one
         batches += batches[:1] * (-len(batches) % accelerator.num_processes)
     own = batches[accelerator.process_index :: accelerator.num_processes]
-    predictions: dict[int, Prediction] = {}
+    found: dict[int, Prediction | Span] = {}
     bar = tqdm(
         total=sum(map(len, own)),
         desc="predicting",
-        unit="row",
+        unit="sample",
         disable=not accelerator.is_main_process,
     )
     with torch.no_grad(), restored_modes(model), accelerator.autocast(), bar:
         model.eval()
         for ids in own:
-            of_batch = _of_batch(setup, model, [samples[i] for i in ids], [named[i] for i in ids])
-            predictions |= zip(ids, of_batch, strict=True)
+            of_batch = _of_batch(
+                setup, model, [samples[i] for i in ids], [named[int(row_of[i])] for i in ids]
+            )
+            found |= zip(ids, of_batch, strict=True)
             bar.update(len(ids))
-    predictions = dict(gather_object(list(predictions.items())))
+    found = dict(gather_object(list(found.items())))  # windows of a question may be anywhere
+    predictions = [_of_row([found[i] for i in group if i in found]) for group in samples_of_row]
     path = setup.output_dir / "predictions.jsonl"
     if accelerator.is_main_process:
         with path.open("w", encoding="utf-8") as file:
-            for index, row in enumerate(rows):
-                prediction = predictions.get(index)
+            for row, prediction in zip(rows, predictions, strict=True):
                 file.write(
                     json.dumps({**row, "prediction": prediction}, default=str, ensure_ascii=False)
                     + "\n"
@@ -75,7 +80,7 @@ def write_predictions(setup: Setup, model: nn.Module) -> None:
 
 def _of_batch(
     setup: Setup, model: nn.Module, samples: list[dict], rows: list[dict]
-) -> list[Prediction]:
+) -> list[Prediction] | list[Span]:
     data, kind = setup.data, setup.data.task.labels
     collate = collate_choices if kind == "choice" else collate_ids
     batch = send_to_device(collate(samples, data.tokenizer.pad_token_id), setup.accelerator.device)
@@ -83,9 +88,18 @@ def _of_batch(
         return [{"text": text} for text in generated_targets(setup, model, batch)]
     outputs = callable_module(model)(**argument_filter(model)(batch))
     if kind == "answers":
-        return read_answers(outputs, samples)
+        return read_spans(outputs, samples)
     logits = outputs.logits.float().cpu()
     return [_prediction(data, *of_sample) for of_sample in zip(logits, samples, rows, strict=True)]
+
+
+def _of_row(found: list[Prediction] | list[Span]) -> Prediction | None:
+    """The prediction of a row, from those of its samples: several for the windows of a question,
+    none for an empty row.
+    """
+    if not found:
+        return None
+    return best_answer(found) if isinstance(found[0], Span) else found[0]
 
 
 def _prediction(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:

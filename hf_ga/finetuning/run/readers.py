@@ -17,7 +17,7 @@ from transformers.trainer_utils import denumpify_detensorize
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import IGNORED_LABEL, MicroBatch
 from hf_ga.exact.forward import unwrapped
-from hf_ga.finetuning.data.spans import read_answers
+from hf_ga.finetuning.data.spans import Span, best_answer, by_question, read_spans
 from hf_ga.finetuning.run.evaluation import Reader
 from hf_ga.finetuning.run.metrics import (
     ANSWER_METRICS,
@@ -44,13 +44,11 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
             for of_samples in read_logits(*of_batch)
         )
 
-    def read_spans(
+    def read_answers(
         outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-    ) -> tuple[list[str], list[list[str]]]:
+    ) -> tuple[list[Span], list[list[str]]]:
         samples = [data.splits[split][int(i)] for i in micro_batch.sample_ids]
-        return [found["answer"] for found in read_answers(outputs, samples)], [
-            sample["answers"] for sample in samples
-        ]
+        return read_spans(outputs, samples), [sample["answers"] for sample in samples]
 
     def generate(
         outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
@@ -63,10 +61,26 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
     if data.task.labels == "tags" and are_entities(data.labels):
         return Reader(partial(compute, ENTITY_METRICS), read_entities)
     if data.task.labels == "answers":
-        return Reader(partial(compute, ANSWER_METRICS), read_spans)
+        windows = data.splits[split]["window"][:]
+        return Reader(partial(answer_metrics, windows), read_answers)
     if config.predict_with_generate:
         return Reader(partial(compute, TEXT_METRICS), generate, predicts_tokens=True)
     return logits_reader(data.task.metrics) if data.task.metrics else None
+
+
+def answer_metrics(
+    windows: Sequence[int], spans: Sequence[Span], references: Sequence[list[str]]
+) -> dict[str, float]:
+    """The metrics over questions: of each question, the best answer over its windows.
+
+    Args:
+        windows: the column `window` of the split.
+        spans: the best answer in each window.
+        references: the correct answers of the question of each window.
+    """
+    found = [best_answer(of_question)["answer"] for of_question in by_question(windows, spans)]
+    right = [of_question[0] for of_question in by_question(windows, references)]
+    return compute(ANSWER_METRICS, found, right)
 
 
 def logits_reader(metrics: Sequence[str]) -> Reader:

@@ -14,7 +14,7 @@ from test_tokenization import byte_level, encoder_tokenizer, metaspace, piece_to
 
 from hf_ga import DataError
 from hf_ga.finetuning.data.collation import collate_samples
-from hf_ga.finetuning.data.spans import best_answer, encode_answers, tokenize_questions
+from hf_ga.finetuning.data.spans import best_answer, best_span, encode_answers, tokenize_questions
 
 NONE = {"text": [], "answer_start": []}
 
@@ -220,7 +220,8 @@ def test_best_answer_against_trying_all():
         start_logits, end_logits = rng.normal(size=(2, width)) * 2
         start_logits[-5:] = end_logits[-5:] = 50  # padding, which may not be chosen
         start_logits[0] = end_logits[0] = 3
-        answer = best_answer(torch.tensor(start_logits), torch.tensor(end_logits), sample)
+        span = best_span(torch.tensor(start_logits), torch.tensor(end_logits), sample)
+        answer = best_answer([span])
         text, score = best_by_trying_all(start_logits.tolist(), end_logits.tolist(), sample)
         assert answer["answer"] == text and answer["score"] == pytest.approx(score, abs=1e-6)
         assert context[answer["start"] : answer["end"]] == answer["answer"]

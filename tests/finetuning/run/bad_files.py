@@ -12,9 +12,9 @@ def rows(*values: dict) -> str:
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
-def asked(context: str, text: str, start: int) -> dict:
+def asked(context: str, text: str, start: int, question: str = "what?") -> dict:
     return {
-        "question": "what?",
+        "question": question,
         "context": context,
         "answers": {"text": [text], "answer_start": [start]},
     }
@@ -31,6 +31,9 @@ FILES = {
     "one_row.jsonl": rows({"text": "a b c"}),
     "messages.jsonl": rows(*({"messages": [{"role": "user", "content": "a"}]} for _ in range(9))),
     "answers.jsonl": rows(*(asked("some words", "words", 5) for _ in range(9))),
+    "long_question.jsonl": rows(
+        *(asked("some words " * 20, "words", 5, "what is " * 4) for _ in range(9))
+    ),
     "choices.jsonl": rows(
         *({"question": "a", "choices": ["b", "c"], "label": i % 2} for i in range(9))
     ),

@@ -51,10 +51,10 @@ def test_defaults_of_a_script_are_those_of_training_arguments(capsys):
     assert {
         name: FIELDS[name] for name in arguments.TRAINING_DEFAULTS
     } == arguments.TRAINING_DEFAULTS
-    parse_config(["--do_train", "--doc_stride", "128"])
+    parse_config(["--do_train", "--n_best_size", "20"])
     (line,) = capsys.readouterr().out.splitlines()
     assert (
-        "have the defaults of the example script" in line and "doc_stride: contexts beyond" in line
+        "have the defaults of the example script" in line and "n_best_size: the best span" in line
     )
     assert parse_config(["--do_train", "false"]) == FinetuneConfig()
 
@@ -145,6 +145,9 @@ def test_refused_in_one_line(line, message, capsys):
             {"block_size": None, "max_length": 64},
         ),
         ("--task run_ner_no_trainer", {"task": "token-classification", "max_length": 128}),
+        ("--task run_qa", {"max_length": 384, "doc_stride": 128}),
+        ("--task run_qa --doc_stride 64", {"max_length": 384, "doc_stride": 64}),
+        ("--task question-answering", {"max_length": 128, "doc_stride": None}),
         (
             "--task seq2seq --do_train --max_target_length 32",
             {"max_length": 1024, "max_target_length": 32},

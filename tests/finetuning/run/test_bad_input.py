@@ -40,7 +40,7 @@ LIMITS = [
         "0",
         "at least 1",
         "max_new_tokens num_beams max_train_samples max_eval_samples max_predict_samples "
-        "max_target_length",
+        "max_target_length doc_stride",
     ),
     ("-64", "at least 1", "global_batch_size"),
     ("1", "at least 2", "max_length block_size"),
@@ -251,6 +251,27 @@ CASES = {
     "metric of no texts": (
         f"{WRITE} --metric_for_best_model rougeL",
         ["compares generated texts", "--predict_with_generate"],
+    ),
+    "unknown side": ("--truncation_side end", ["unknown truncation_side 'end'", "right, left"]),
+    "a side of blocks": (
+        "--truncation_side left --block_size 16",
+        ["truncation_side has no effect with block_size", "omit one"],
+    ),
+    "windows of plain texts": (
+        "--doc_stride 8",
+        ["doc_stride applies to the task question-answering", "omit it"],
+    ),
+    "windows that share all their tokens": (
+        f"{ANSWER} --doc_stride 32",
+        ["doc_stride 32 must be below max_length 32"],
+    ),
+    "windows with long questions": (
+        f"{ANSWER} --dataset_name {{d}}/long_question.jsonl --doc_stride 16",
+        ["doc_stride 16 is not below the", "the question 'what is what", "lower doc_stride"],
+    ),
+    "windows that leave no room": (
+        f"{ANSWER} --dataset_name {{d}}/answers.jsonl --doc_stride 30",
+        ["doc_stride 30 is not below the 29 tokens", "3 special tokens"],
     ),
     # flags that nothing else asks about
     "what to do about numbers": (

@@ -1,0 +1,326 @@
+"""Check the accumulation of other libraries with hf_ga's checker, and write docs/peers.md.
+
+    pip install -e ".[finetune,peers]"
+    python scripts/peers.py                      # two minutes on two cores
+
+Each peer trains one window with its own code and its defaults. The checker compares the gradient
+before the optimizer step with that of one float64 forward and backward of the whole window. A peer
+whose package is not installed is named in the page as not checked.
+"""
+
+import argparse
+from collections.abc import Callable
+from functools import partial
+from importlib.metadata import version
+from importlib.util import find_spec
+from logging import ERROR, getLogger
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, logging
+
+import hf_ga
+from hf_ga.check.arms import accelerate_arm, trainer_arm
+from hf_ga.check.gradients import Gradients, take_gradients
+from hf_ga.embedding.losses import InfoNCE
+from hf_ga.embedding.model import ATTENTION_MASK, INPUT_IDS, EmbeddingModel
+from hf_ga.finetuning.data import corpus
+from hf_ga.finetuning.data.pairs import collate_pairs, tokenize_pairs
+
+PAGE = Path(__file__).parents[1] / "docs" / "peers.md"
+NUM_SAMPLES = 32
+MAX_LENGTH = 64
+TEMPERATURE = 0.05
+DROPOUT = 0.1
+
+Batch = dict[str, Tensor]
+Step = Callable[..., Any]  # of `hf_ga.check_equivalence`
+
+
+# Steps: each leaves the gradient of the window, or returns it.
+
+
+def plain_step(model: nn.Module, micro_batches: list[Batch], accumulation_steps: int) -> None:
+    """The loop of most tutorials: the mean of each micro-batch over their number."""
+    for batch in micro_batches:
+        loss = model(**batch).loss / accumulation_steps
+        loss.backward()
+
+
+def counting_step(
+    model: nn.Module, micro_batches: list[Batch], accumulation_steps: int
+) -> tuple[None, Gradients]:
+    """Accelerate's guide for models of variable-length texts: the sum of each micro-batch's losses
+    over the targets of the window, times the accumulation steps that Accelerate divides by.
+    """
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation_steps)
+    loader = DataLoader(micro_batches, batch_size=1, collate_fn=lambda items: items[0])
+    prepared, loader = accelerator.prepare(model, loader)
+    num_targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
+    for batch in loader:
+        with accelerator.accumulate(prepared):
+            loss = prepared(**batch, num_items_in_batch=num_targets).loss
+            accelerator.backward(loss * accumulation_steps)
+    return None, take_gradients(prepared)
+
+
+def lightning_step(
+    model: nn.Module, micro_batches: list[Batch], accumulation_steps: int
+) -> tuple[None, Gradients]:
+    """Lightning's Trainer with `accumulate_grad_batches`."""
+    from lightning.pytorch import LightningModule, Trainer
+
+    getLogger("lightning.pytorch").setLevel(ERROR)
+
+    class Module(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+            self.gradients: Gradients = {}
+
+        def training_step(self, batch: Batch, index: int) -> Tensor:
+            return self.model(**batch).loss
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+        def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            self.gradients = take_gradients(self.model)
+
+    module = Module()
+    trainer = Trainer(
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=accumulation_steps,
+        barebones=True,
+    )
+    trainer.fit(module, DataLoader(micro_batches, batch_size=None))
+    return None, module.gradients
+
+
+def sft_step() -> Step:
+    """TRL's SFTTrainer with its default loss. Its dataset has the numbers of the micro-batches."""
+    from datasets import Dataset
+    from trl import SFTTrainer
+
+    class OnMicroBatches(SFTTrainer):
+        def __init__(self, train_dataset: list[Batch], **arguments: Any) -> None:
+            numbers = range(len(train_dataset))
+            rows = Dataset.from_dict(
+                {"input_ids": [[1, 2]] * len(numbers), "number": list(numbers)}
+            )
+            arguments["data_collator"] = lambda items: dict(train_dataset[items[0]["number"]])
+            tokenizer = corpus.load_stdlib_tokenizer()
+            super().__init__(train_dataset=rows, processing_class=tokenizer, **arguments)
+
+    return trainer_arm(OnMicroBatches)
+
+
+def cached_step(model: EmbeddingModel, micro_batches: list[Batch], accumulation_steps: int) -> None:
+    """sentence-transformers' cached loss of each micro-batch, as its trainer accumulates it."""
+    from sentence_transformers.sentence_transformer.losses import (
+        CachedMultipleNegativesRankingLoss,
+    )
+
+    class Encoder(nn.Sequential):
+        """As much of a SentenceTransformer as the loss uses."""
+
+        def forward(self, features: Batch) -> Batch:
+            return features | {"sentence_embedding": self[0].encode(**features)}
+
+    loss_fn = CachedMultipleNegativesRankingLoss(
+        Encoder(model), scale=1 / TEMPERATURE, mini_batch_size=2
+    )
+    for batch in micro_batches:
+        features = [
+            {
+                "input_ids": batch[INPUT_IDS + column],
+                "attention_mask": batch[ATTENTION_MASK + column],
+            }
+            for column in ("anchor", "positive")
+        ]
+        loss = loss_fn(features, None) / accumulation_steps
+        loss.backward()
+
+
+# What is checked.
+
+
+def language_model(dropout: float) -> tuple[nn.Module, list[dict[str, Any]], Callable]:
+    """A small GPT-2 and one window of documentation strings."""
+    tokenizer = corpus.load_stdlib_tokenizer()
+    texts = [row["text"] for row in corpus.stdlib_splits()["train"][:NUM_SAMPLES]]
+    ids = tokenizer(texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]
+    samples = [{"input_ids": row} for row in ids]
+    config = GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=MAX_LENGTH,
+        n_embd=64,
+        n_layer=2,
+        n_head=4,
+        resid_pdrop=dropout,
+        embd_pdrop=dropout,
+        attn_pdrop=dropout,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    return GPT2LMHeadModel(config), samples, partial(collate_texts, pad=tokenizer.pad_token_id)
+
+
+def collate_texts(samples: list[dict[str, Any]], pad: int) -> Batch:
+    """Pad on the right; padding is no target."""
+    rows = [torch.tensor(sample["input_ids"]) for sample in samples]
+    masks = [torch.ones_like(row) for row in rows]
+    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True)
+    return {
+        "input_ids": padded(rows, padding_value=pad),
+        "attention_mask": padded(masks),
+        "labels": padded(rows, padding_value=-100),
+    }
+
+
+def embedding_model() -> tuple[nn.Module, list[dict[str, Any]], Callable]:
+    """A small BERT with mean pooling, and pairs of the first and second half of a text."""
+    tokenizer = corpus.load_stdlib_tokenizer()
+    words_of_rows = [row["text"].split() for row in corpus.stdlib_splits()["train"]]
+    texts = [words for words in words_of_rows if len(words) > 1][:NUM_SAMPLES]
+    halves = {
+        "anchor": [" ".join(words[: len(words) // 2]) for words in texts],
+        "positive": [" ".join(words[len(words) // 2 :]) for words in texts],
+    }
+    encoded = tokenize_pairs(halves, tokenizer, MAX_LENGTH)
+    samples = [
+        {"input_ids": ids, "text_ids": of_texts}
+        for ids, of_texts in zip(encoded["input_ids"], encoded["text_ids"], strict=True)
+    ]
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=128,
+        hidden_dropout_prob=DROPOUT,
+        attention_probs_dropout_prob=DROPOUT,
+    )
+    model = EmbeddingModel(BertModel(config, add_pooling_layer=False))
+    return model, samples, partial(collate_pairs, pad_token_id=tokenizer.pad_token_id)
+
+
+LANGUAGE_MODEL_PEERS: dict[str, tuple[str, Callable[[], Step]]] = {
+    "transformers.Trainer": ("transformers", trainer_arm),
+    "TRL SFTTrainer": ("trl", sft_step),
+    "Accelerate, documented loop": ("accelerate", accelerate_arm),
+    "Accelerate, targets counted by hand": ("accelerate", lambda: counting_step),
+    "Lightning, accumulate_grad_batches": ("lightning", lambda: lightning_step),
+    "PyTorch, loss / accumulation steps": ("torch", lambda: plain_step),
+}
+EMBEDDING_PEERS: dict[str, tuple[str, Callable[[], Step]]] = {
+    "sentence-transformers, cached loss": ("sentence_transformers", lambda: cached_step),
+}
+
+
+def installed(peers: dict[str, tuple[str, Callable[[], Step]]]) -> dict[str, Step]:
+    """The steps of the peers whose packages are installed."""
+    return {name: make() for name, (package, make) in peers.items() if find_spec(package)}
+
+
+def check_all() -> list[tuple[str, hf_ga.EquivalenceReport]]:
+    """The reports, with the title of each."""
+    torch.manual_seed(0)
+    reports = []
+    for dropout in (0.0, DROPOUT):
+        model, samples, collate = language_model(dropout)
+        steps = installed(LANGUAGE_MODEL_PEERS)
+        report = hf_ga.check_equivalence(model, samples, collate, steps=steps)
+        reports.append((f"A language model (GPT-2), dropout {dropout:g}", report))
+    model, samples, collate = embedding_model()
+    loss = InfoNCE(TEMPERATURE)
+    steps = installed(EMBEDDING_PEERS)
+    report = hf_ga.check_equivalence(model, samples, collate, steps=steps, whole_batch=loss)
+    return [*reports, (f"Embeddings (BERT, InfoNCE over the window), dropout {DROPOUT:g}", report)]
+
+
+# The page.
+
+INTRODUCTION = f"""# How other libraries accumulate
+
+One window of {NUM_SAMPLES} samples in float32, in the layouts of the [checker](checker.md): even,
+uneven, one by one, sorted by length, and a short last window. Each library runs its own code with
+its defaults. The gradient before the optimizer step is compared with that of one float64 forward
+and backward of the whole window, by its relative error; the limit is about 1e-6. Below each table
+are the causes that the checker found. `python scripts/peers.py` writes this page.
+
+Without dropout, the error is that of the mean: most loops weight a micro-batch with few targets as
+one with many. Counting the targets of the whole window mends that. No other library has dropout
+that is independent of the split."""
+
+
+def page(reports: list[tuple[str, hf_ga.EquivalenceReport]]) -> str:
+    """The text of docs/peers.md."""
+    parts = [INTRODUCTION]
+    for title, report in reports:
+        parts.append(f"## {title}\n\n{table(report)}\n\n{causes(report)}")
+    parts.append(f"Versions: {versions()}.")
+    missing = [name for name, (package, _) in all_peers().items() if not find_spec(package)]
+    if missing:
+        parts.append(f"Not checked, as the package is not installed: {', '.join(missing)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def table(report: hf_ga.EquivalenceReport) -> str:
+    """One row a library: its relative error in each layout, and how many passed."""
+    layouts = [row.layout for row in report.arm("hf_ga").rows]
+    lines = [
+        "| | " + " | ".join(layouts) + " | passed |",
+        "|---|" + "---:|" * len(layouts) + "---:|",
+    ]
+    for arm in report.arms:
+        rows = report.arm(arm).rows
+        cells = ["refused" if row.refused else f"{row.error:.0e}" for row in rows]
+        passed = sum(row.passed for row in rows)
+        lines.append(f"| {arm} | " + " | ".join(cells) + f" | {passed} of {len(rows)} |")
+    return "\n".join(lines)
+
+
+def causes(report: hf_ga.EquivalenceReport) -> str:
+    """Why each library differs."""
+    lines = []
+    for arm in report.arms:
+        for reason in report.reasons(arm):
+            lines.append(f"- **{arm}**: {reason}")
+        refused = {row.refused for row in report.arm(arm).rows if row.refused}
+        lines += [f"- **{arm}**: {message}" for message in sorted(refused)]
+    return "\n".join(lines)
+
+
+def all_peers() -> dict[str, tuple[str, Callable[[], Step]]]:
+    return LANGUAGE_MODEL_PEERS | EMBEDDING_PEERS
+
+
+def versions() -> str:
+    """Of the packages that were checked."""
+    packages = dict.fromkeys(package for package, _ in all_peers().values() if find_spec(package))
+    return ", ".join(f"{name.replace('_', '-')} {version(name)}" for name in packages)
+
+
+def main() -> None:
+    """Check, print the verdicts, write the page."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument(
+        "--output", type=Path, default=PAGE, help="the page (default: docs/peers.md)"
+    )
+    output = parser.parse_args().output
+    logging.set_verbosity_error()
+    reports = check_all()
+    for _, report in reports:
+        print(report, end="\n\n")
+    output.write_text(page(reports), encoding="utf-8")
+    print(f"written: {output}")
+
+
+if __name__ == "__main__":
+    main()
