@@ -16,7 +16,7 @@ from hf_ga.check.check import check_equivalence
 from hf_ga.check.layouts import NAMES, least_samples
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS
-from hf_ga.check.subjects import Step
+from hf_ga.check.subjects import StepFunction
 from hf_ga.errors import ConfigError
 from hf_ga.exact.order import epoch_order
 from hf_ga.finetuning.data.data import PreparedData
@@ -85,7 +85,7 @@ def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceRepor
         setup = prepare_setup(config, accelerator)
     loss = {name: value for name, value in chosen_loss(setup).items() if value is not None}
     # They compute the head's own loss, so they cannot be compared under another one.
-    steps: dict[str, Step] = {
+    steps: dict[str, StepFunction] = {
         TITLES[name]: ARMS[name]() for name in config.listed("compare") if not loss
     }
     report = check_equivalence(

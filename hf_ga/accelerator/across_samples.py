@@ -32,22 +32,25 @@ PRODUCTS = ("Mm", "Addmm", "Cdist")
 
 
 def operation_across_samples(loss: Tensor, outputs: Iterable[Tensor]) -> str | None:
-    """The name of an operation that compares rows of a model's outputs in a loss; None if there is
-    none.
+    """Find an operation that compares rows of a model's outputs in a loss.
 
     Args:
         loss: What the loop passed to `backward`.
         outputs: The tensors that the model returned, with one row per sample (or several).
+
+    Returns:
+        How an error names it; None if there is none.
     """
-    ends = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
-    of_outputs = _nodes_above(loss.grad_fn, ends)
-    for node in of_outputs:
-        name = node.name().rstrip("0123456789").removesuffix("Backward")
+    made_outputs = {tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None}
+    made_loss = _nodes_above(loss.grad_fn, made_outputs)
+    for node in made_loss:
+        name = node.name().rstrip("0123456789").removesuffix("Backward")  # "TopkBackward0"
         if name in OVER_AN_AXIS and _is_over_rows(node):
             return name.lower()
         if name in PRODUCTS and not _is_batched(node):
-            factors = [n for n, _ in node.next_functions if n in of_outputs or n in ends]
-            if len(factors) > 1:
+            inputs = [input_node for input_node, _ in node.next_functions]
+            of_outputs = [node for node in inputs if node in made_loss or node in made_outputs]
+            if len(of_outputs) > 1:
                 return "a product or distances of outputs"
     return None
 
@@ -78,9 +81,7 @@ def depends_across_samples(loss: Tensor, outputs: Iterable[Tensor], num_samples:
 def _change_of(
     gradients: Sequence[Tensor], outputs: Sequence[Tensor], number: int
 ) -> tuple[Tensor, ...]:
-    """The gradient with respect to the outputs of a fixed projection of the first rows of the
-    gradients.
-    """
+    """Differentiate a fixed projection of the gradients' first rows with respect to the outputs."""
     projection = torch.zeros((), device=outputs[0].device)
     for index, gradient in enumerate(gradients):
         part = gradient[:number].flatten()
@@ -97,7 +98,9 @@ def _change_of(
 
 
 def _nodes_above(start: Node | None, ends: set[Node]) -> dict[Node, None]:
-    """The nodes of a graph from `start` through which a gradient reaches one of the ends."""
+    """Return the nodes of a graph, from `start` on, through which a gradient reaches one of the
+    ends.
+    """
     above: dict[Node, None] = {}
     entered: set[Node] = set()
     waiting = [(start, False)]

@@ -43,7 +43,7 @@ def _classes(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> float:
-    """For `cross_entropy` and `nll_loss`: the targets, or the sum of their class weights."""
+    """Count the targets of `cross_entropy` or `nll_loss`, or add up their class weights."""
     if target.is_floating_point():  # probabilities of the classes
         return input.numel() / input.shape[1 if input.dim() > 1 else 0]
     counted = target != ignore_index
@@ -53,7 +53,7 @@ def _classes(
 
 
 def _elements(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> float:
-    """For means over all elements."""
+    """Count the elements of a mean over all elements."""
     return float(torch.broadcast_shapes(input.shape, target.shape).numel())
 
 
@@ -65,7 +65,7 @@ def _kl_divergence(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> float:
-    """For `kl_div`: elements, or samples with `batchmean`."""
+    """Count what `kl_div` averages over: elements, or samples with `batchmean`."""
     if reduction == "batchmean":
         return float(input.shape[0])
     return _elements(input, target)
@@ -161,12 +161,16 @@ class CriteriaWatch:
         return value
 
     def _has_known_weights(self, name: str, given: dict[str, Any]) -> bool:
-        """Whether the weights of a loss function are those of the micro-batches before: weights
-        that are computed from a micro-batch depend on the split. Weights of single elements change
-        what some functions divide by.
+        """Whether the weights of a loss function are those of the micro-batches before.
+
+        Weights that are computed from a micro-batch depend on the split.
+
+        Args:
+            name: Of the function.
+            given: Its arguments.
         """
         if given.get("weight") is not None and name in WEIGHTED_ELEMENTS:
-            return False
+            return False  # weights of single elements change what these divide by
         for key in ("weight", "pos_weight"):
             weight = given.get(key)
             if weight is None:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ga.accelerator.losses import GivenSum
+from hf_ga.accelerator.loss_comparison import GivenSum
 from hf_ga.accelerator.outputs import named_arguments, tensors_of
 from hf_ga.errors import ConfigError, LossNotAdditive, NoLoss, UnkeyedRandomness
 from hf_ga.exact.loss import HeadMean, Loss
@@ -136,7 +136,7 @@ def _prove_outputs(model: nn.Module, prove: Callable[..., Rule]) -> Rule:
 
 
 def sum_of_outputs(outputs: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
-    """A loss that depends on every output of every sample: the outputs times fixed numbers.
+    """Compute a loss that depends on every output of every sample: the outputs times fixed numbers.
 
     Returns:
         (sum over the samples, number of samples).

@@ -60,11 +60,11 @@ class ForwardWatch:
         self._given: tuple[tuple, dict[str, Any]] = (), {}
         self.outputs: Any = None
         # Called once with the arguments of the next training forward, before it runs.
-        self.learn: Callable[[tuple, dict[str, Any]], None] | None = None
+        self.prove: Callable[[tuple, dict[str, Any]], None] | None = None
         # Called with them where the forward gets something else than the batch.
-        self.learn_again: Callable[[tuple, dict[str, Any]], None] | None = None
+        self.prove_again: Callable[[tuple, dict[str, Any]], None] | None = None
         self._batch: dict[str, tuple[Any, int]] | None = None
-        self._is_learning = False
+        self._is_proving = False
         base = unwrapped(model)
         self._handles = [
             base.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -121,7 +121,7 @@ class ForwardWatch:
 
     def _is_watched(self, model: nn.Module) -> bool:
         is_training = model.training and torch.is_grad_enabled()
-        return is_training and self.is_open() and not self._is_learning
+        return is_training and self.is_open() and not self._is_proving
 
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         if not self._is_watched(model):
@@ -147,20 +147,20 @@ class ForwardWatch:
             )
         self._given = args, kwargs
         self.criteria.turn_off()
-        learn = self.learn
-        if learn is None and not self._gets_the_batch(args, kwargs):
-            learn = self.learn_again
-        if learn is not None:
-            self.learn = None
-            self._is_learning = True
+        prove = self.prove
+        if prove is None and not self._gets_the_batch(args, kwargs):
+            prove = self.prove_again
+        if prove is not None:
+            self.prove = None
+            self._is_proving = True
             try:
-                learn(args, kwargs)
+                prove(args, kwargs)
             finally:
-                self._is_learning = False
+                self._is_proving = False
             self.criteria.turn_off()  # the forward goes on
 
     def _after(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        if not self.is_open() or self._is_learning:
+        if not self.is_open() or self._is_proving:
             return None
         output = readable(output)
         if self._is_watched(model):
@@ -190,8 +190,9 @@ class ForwardWatch:
 
 
 def loss_of(outputs: Any) -> Tensor | None:
-    """The loss of a model's own head: `outputs.loss`, a tuple's first entry if it is one number,
-    or a scalar. None if there is none.
+    """Return the loss of a model's own head; None if there is none.
+
+    It is `outputs.loss`, a tuple's first entry if that is one number, or a scalar itself.
     """
     if isinstance(outputs, _ComputedWhenRead):
         loss = dict.get(outputs, "loss")
@@ -204,8 +205,9 @@ def loss_of(outputs: Any) -> Tensor | None:
 
 
 def tensors_of(outputs: Any, *, with_gradient: bool = True) -> list[Tensor]:
-    """All tensors in a model's outputs with a gradient, except its loss. Logits that are not
-    computed yet are replaced by what they will be computed from.
+    """Return all tensors in a model's outputs with a gradient, except its loss.
+
+    Logits that are not computed yet are replaced by what they will be computed from.
 
     Args:
         outputs: What a model returned.
@@ -239,7 +241,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 
 def readable(outputs: Any) -> Any:
-    """Outputs whose logits are computed only when somebody reads them; then they are plain tensors.
+    """Let the logits in outputs be computed when somebody reads them; then they are plain tensors.
 
     Args:
         outputs: What a model returned. A `ModelOutput` with lazy logits becomes one whose class
@@ -307,7 +309,7 @@ def _compute(outputs: Any) -> Any:
 
 
 def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a forward by their names."""
+    """Return the arguments of a forward by their names."""
     forward = getattr(model, "_original_forward", model.forward)
     signature = inspect.signature(forward)
     try:

@@ -22,7 +22,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from hf_ga.batch.call import backward
 from hf_ga.check.gradients import Gradients, take_gradients
-from hf_ga.check.subjects import Step, device_of
+from hf_ga.check.subjects import StepFunction, device_of
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import keep_process_group_alive
 from hf_ga.exact.forward import head_loss
@@ -43,8 +43,8 @@ TRAINING_ARGUMENTS = {
 }
 
 
-def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Step:
-    """A step that runs `transformers.Trainer`'s own training loop on the window and takes the
+def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> StepFunction:
+    """Make a step that runs `transformers.Trainer`'s own training loop on the window and takes the
     gradients before its optimizer step.
 
     Args:
@@ -97,9 +97,9 @@ class _Taken(TrainerCallback):
         self.gradients = _take(self.trainer.model_wrapped)
 
 
-def accelerate_arm(**arguments: Any) -> Step:
-    """A step that runs the loop of Accelerate's documentation: `with accelerator.accumulate(model):
-    accelerator.backward(loss)`.
+def accelerate_arm(**arguments: Any) -> StepFunction:
+    """Make a step that runs the loop of Accelerate's documentation: `with
+    accelerator.accumulate(model): accelerator.backward(loss)`.
 
     Args:
         arguments: for `Accelerator`, such as `kwargs_handlers`; precision and accumulation come
@@ -127,8 +127,9 @@ def accelerate_arm(**arguments: Any) -> Step:
     return step
 
 
-def backward_arm(micro_batch_size: int, **arguments: Any) -> Step:
-    """A step that calls `hf_ga.backward` once for the window, which must be one collated batch.
+def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
+    """Make a step that calls `hf_ga.backward` once for the window, which must be one collated
+    batch.
 
     Args:
         micro_batch_size: Samples in one forward.

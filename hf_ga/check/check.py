@@ -21,7 +21,7 @@ from hf_ga.check.rows import OURS, Row
 from hf_ga.check.same_bits import bits_row
 from hf_ga.check.subjects import (
     DTYPES,
-    Step,
+    StepFunction,
     Subject,
     make_accelerator,
     own_accelerate_state,
@@ -47,7 +47,7 @@ def check_equivalence(
     samples: Sequence[Any],
     collate_fn: Collate,
     layouts: str | Sequence[str] | Mapping[str, Sequence[int]] = "auto",
-    steps: Mapping[str, Step] | None = None,
+    steps: Mapping[str, StepFunction] | None = None,
     *,
     loss_fn: LossFunction | None = None,
     whole_batch: WholeBatchLoss | None = None,
@@ -62,15 +62,14 @@ def check_equivalence(
     (promise 1).
 
     Works on a copy of the model and restores all other state. On several processes all must call it
-        with the same arguments: each
-    computes the reference, and process r takes micro-batches r, r + num_processes, ... of each
-    layout, under DDP or FSDP.
+    with the same arguments: each computes the reference, and process r takes micro-batches r, r +
+    num_processes, ... of each layout, under DDP or FSDP.
 
     Args:
-        model: not wrapped, on any device; if it is in evaluation mode, the copy is put into
+        model: Not wrapped, on any device; if it is in evaluation mode, the copy is put into
             training mode.
-        samples: one window of at least 8, ideally of very different lengths. collate_fn: list of
-            samples -> model arguments.
+        samples: One window of at least 8, ideally of very different lengths.
+        collate_fn: List of samples -> model arguments.
         layouts: "auto" (even, uneven, one by one, sorted by length, short last window), some of
             these names, or {name: sizes of the micro-batches}.
         steps: name -> another `step(model, micro_batches)`: it receives a copy of the model and the
@@ -95,7 +94,7 @@ def check_equivalence(
             stages compute together (`hf_ga.prepare_pipeline`).
 
     Raises:
-        ConfigError: bad arguments, or a full batch that cannot be computed in float64.
+        ConfigError: If an argument is bad, or the full batch cannot be computed in float64.
 
     Example:
         report = check_equivalence(model, [dataset[i] for i in range(64)], collate_fn)
@@ -126,7 +125,8 @@ def check_equivalence(
             copied, list(samples), collate_fn, accelerator, precision, seed, max_grad_norm, proof
         )
         _prove(subject)
-        rows, facts = _rows(subject, checked, steps or {}), _facts(subject)
+        rows = _rows(subject, checked, steps or {})
+        facts = _facts(subject)
         if same_bits is not None and not subject.refused:
             rows.insert(len(checked), bits_row(subject, same_bits))
         if pipeline_stages is not None and not subject.refused:
@@ -140,10 +140,12 @@ def check_equivalence(
     return EquivalenceReport(type(copied).__name__, rows, facts, shown, versions())
 
 
-def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, Step]) -> list[Row]:
-    """All arms in all layouts, window by window, to keep only one reference in memory."""
+def _rows(
+    subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, StepFunction]
+) -> list[Row]:
+    """Run all arms in all layouts, window by window, to keep only one reference in memory."""
     found: dict[tuple[str, str], Row] = {}
-    arms: dict[str, Step | None] = {OURS: None, **steps}
+    arms: dict[str, StepFunction | None] = {OURS: None, **steps}
     hidden = not subject.accelerator.is_main_process
     with tqdm(
         total=len(layouts) * len(arms),
@@ -176,7 +178,11 @@ def _rows(subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, St
 
 
 def _row(
-    subject: Subject, arm: str, step: Step | None, layout: CheckedLayout, reference: Reference
+    subject: Subject,
+    arm: str,
+    step: StepFunction | None,
+    layout: CheckedLayout,
+    reference: Reference,
 ) -> Row:
     row = Row(arm, layout.name, layout.sizes, layout.accumulation_steps)
     if step is None and subject.refused:
@@ -200,7 +206,7 @@ def _prove(subject: Subject) -> None:
     the subject.
 
     Random draws that depend on the split cannot be compared: put their modules into evaluation
-        mode.
+    mode.
     """
     subject.dropout = find_dropout(subject)
     if subject.proof_arguments["allow_split_dependent_randomness"]:
@@ -229,7 +235,8 @@ def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
 def _facts(subject: Subject) -> list[str]:
     sizes = [p.numel() for p in subject.model.parameters() if p.requires_grad]
     counted = str(subject.rule) if subject.rule else "hf_ga found no counting rule for the targets"
-    num_sites, accelerator = len(subject.dropout.sites), subject.accelerator
+    num_sites = len(subject.dropout.sites)
+    accelerator = subject.accelerator
     wrapper = (
         f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}" if is_sharded(accelerator) else "DDP"
     )

@@ -10,31 +10,28 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_ga.check.gradients import Gradients, norms, total
+from hf_ga.check.gradients import Gradients, norms, relative_error, total
 from hf_ga.check.hypotheses import (
     Hypothesis,
     best_match,
     fitted_weights,
     half_precision,
     hypotheses,
-    relative_error,
 )
 from hf_ga.check.layouts import CheckedLayout
 from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, Row
-from hf_ga.check.subjects import Step, Subject
+from hf_ga.check.subjects import StepFunction, Subject
 from hf_ga.check.switches import SWITCHES, Switch
 from hf_ga.exact.loss import COUNTING_RULES, WithRouter
 from hf_ga.exact.window import Window
 from hf_ga.proof.probes import applicable_rules
 
 MOST_ELEMENTS = 16_000_000  # compared over all micro-batches' gradients; larger ones are strided
-MATCH = {
-    "fp32": 1e-4,
-    "bf16": 3e-2,
-    "fp16": 4e-3,
-}  # a hypothesis explains a gradient up to this relative error
-EFFECT = {"fp32": 5e-6, "bf16": 2e-2, "fp16": 3e-3}  # a switch with a smaller effect is not a cause
+# A hypothesis explains a gradient up to this relative error.
+MATCH = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}
+# A switch with a smaller effect is not a cause.
+EFFECT = {"fp32": 5e-6, "bf16": 2e-2, "fp16": 3e-3}
 
 
 @dataclass
@@ -42,10 +39,12 @@ class Trial:
     """An arm in one window with some suspects on; gradients as flat vectors.
 
     Attributes:
-        reference: of the full batch. arm: the arm's gradient. parts: gradient of each micro-batch's
-            own mean loss.
-        counts: rule -> targets of each micro-batch. frozen: parameters that should have a gradient
-            but have none; excluded above.
+        reference: Gradient of the full batch.
+        arm: The arm's gradient.
+        parts: Gradients of the micro-batches' own mean losses.
+        counts: For each counting rule, the targets of each micro-batch.
+        frozen: Parameters that should have a gradient but have none. The gradients above are
+            without them.
     """
 
     reference: Tensor
@@ -55,27 +54,27 @@ class Trial:
     frozen: list[str]
 
     def additivity(self, rule: str) -> float:
-        """Relative error of the correctly weighted sum of the parts."""
+        """Compute the relative error of the correctly weighted sum of the parts."""
         n = self.counts[rule]
         return relative_error(Hypothesis(n / n.sum()).gradient(self.parts), self.reference)
 
 
 def explain(
-    subject: Subject, rows: list[Row], layouts: Mapping[str, CheckedLayout], step: Step | None
+    subject: Subject,
+    rows: list[Row],
+    layouts: Mapping[str, CheckedLayout],
+    step: StepFunction | None,
 ) -> None:
-    """Write the causes into some failed rows: the one with the fewest micro-batches, the most
-    uneven, the short window, one whose micro-batches cannot be dealt out evenly.
+    """Write the causes of differences into some failed rows of an arm.
+
+    Args:
+        subject: The model and the settings of the check.
+        rows: Those of the arm.
+        layouts: By name.
+        step: The arm's step. None: hf_ga.
     """
     failed = [row for row in rows if not row.passed and (row.refused is None or step is None)]
-    full = [row for row in failed if len(row.micro_batches) == row.accumulation_steps]
-    short = [row for row in failed if len(row.micro_batches) < row.accumulation_steps]
-    simple = sorted(full, key=lambda row: (len(row.micro_batches), _unevenness(row)))[:1]
-    uneven = [row for row in full if _unevenness(row) > 1 and row not in simple]
-    odd = [row for row in full if len(row.micro_batches) % subject.accelerator.num_processes]
-    for row in {
-        row.layout: row
-        for row in [*simple, *sorted(uneven, key=_unevenness)[-1:], *short[:1], *odd[:1]]
-    }.values():
+    for row in _telling_rows(failed, subject.accelerator.num_processes):
         if row.refused is None and row.share <= 1:
             text = (
                 "the gradient is correct, but the number that the step returns is not the mean loss"
@@ -85,18 +84,41 @@ def explain(
             row.causes = Diagnosis(subject, layouts[row.layout], step, row.refused).causes()
 
 
+def _telling_rows(failed: list[Row], num_processes: int) -> list[Row]:
+    """Choose the rows that show different mistakes: the one with the fewest micro-batches, the most
+    uneven, a short window, one whose micro-batches cannot be dealt out evenly.
+    """
+    full = [row for row in failed if len(row.micro_batches) == row.accumulation_steps]
+    short = [row for row in failed if len(row.micro_batches) < row.accumulation_steps]
+    simple = sorted(full, key=lambda row: (len(row.micro_batches), _unevenness(row)))[:1]
+    uneven = [row for row in full if _unevenness(row) > 1 and row not in simple]
+    indivisible = [row for row in full if len(row.micro_batches) % num_processes]
+    chosen = [*simple, *sorted(uneven, key=_unevenness)[-1:], *short[:1], *indivisible[:1]]
+    return list({row.layout: row for row in chosen}.values())  # each once
+
+
 class Diagnosis:
     """One arm in one layout.
 
     Args:
-        step: None for hf_ga's own. refused: the error message if hf_ga does not support the model;
-            then the correctly weighted sum of the micro-batches replaces its gradient.
+        subject: The model and the settings of the check.
+        layout: The layout.
+        step: The arm's step. None: hf_ga.
+        refused: The error message if hf_ga does not support the model. Then the correctly weighted
+            sum of the micro-batches replaces its gradient.
     """
 
     def __init__(
-        self, subject: Subject, layout: CheckedLayout, step: Step | None, refused: str | None
+        self,
+        subject: Subject,
+        layout: CheckedLayout,
+        step: StepFunction | None,
+        refused: str | None,
     ) -> None:
-        self.subject, self.layout, self.step, self.refused = subject, layout, step, refused
+        self.subject = subject
+        self.layout = layout
+        self.step = step
+        self.refused = refused
         self.window = layout.window(subject)
         innocent = {"clipping"} if step is None else set()
         if step is None and not refused:
@@ -104,10 +126,11 @@ class Diagnosis:
         self.suspects = [
             s for s in SWITCHES if s.applies(subject, self.window) and s.name not in innocent
         ]
-        self.match, self.effect = MATCH[subject.precision], EFFECT[subject.precision]
+        self.match = MATCH[subject.precision]
+        self.effect = EFFECT[subject.precision]
 
     def causes(self) -> list[Cause]:
-        """All causes found, or one named "unknown"."""
+        """Find all causes, or return one named "unknown"."""
         if self.refused and self.subject.dropout.unkeyed:
             return [Cause("randomness", self.refused)]
         quiet = self._trial()
@@ -136,7 +159,9 @@ class Diagnosis:
     def _with_one(
         self, suspect: Switch, rule: str, match: Hypothesis, before: float
     ) -> list[Cause]:
-        """The suspect, if the arm or the model itself fails with this suspect alone switched on."""
+        """Return the suspect, if the arm or the model itself fails with this suspect alone switched
+        on.
+        """
         try:
             trial = self._trial(suspect.name)
         except ValueError as failure:
@@ -161,8 +186,8 @@ class Diagnosis:
         ]
 
     def _weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float]:
-        """The weights that the arm gave its micro-batches, with the causes, and their residual
-        relative error.
+        """Find the weights that the arm gave its micro-batches, with the causes, and the relative
+        error that they leave.
         """
         candidates = hypotheses(
             trial.counts,
@@ -182,11 +207,10 @@ class Diagnosis:
         weights, left = fitted_weights(trial.arm, trial.parts)
         if left <= self.match:
             n = trial.counts[rule]
-            factors = ", ".join(f"{w:.3g}" for w in (weights * n.sum() / np.maximum(n, 1))[:8])
-            return Hypothesis(
-                weights,
-                (Cause("normalisation", f"micro-batches are weighted by x({factors}) of n_k / N"),),
-            ), left
+            factors = weights * n.sum() / np.maximum(n, 1)
+            shown = ", ".join(f"{factor:.3g}" for factor in factors[:8])
+            text = f"micro-batches are weighted by x({shown}) of n_k / N"
+            return Hypothesis(weights, (Cause("normalisation", text),)), left
         # Low precision is no explanation where the parts do not add up in any precision.
         if error > MATCH["bf16"] or self.subject.whole_batch is not None:
             return replace(match, causes=()), error
@@ -199,8 +223,8 @@ class Diagnosis:
         return replace(match, causes=(*match.causes, Cause("precision", text))), error
 
     def _reduced_in(self, trial: Trial, error: float) -> list[Cause]:
-        """Processes that add up their gradients in half precision leave a sum that half precision
-        can hold.
+        """Find out whether the processes added up their gradients in half precision: then it can
+        hold every element of the sum.
         """
         name = half_precision(trial.arm)
         if self.subject.accelerator.num_processes == 1 or name is None:
@@ -209,13 +233,8 @@ class Diagnosis:
             f"the processes add up their gradients in {name} (FSDP's reduce_dtype, or a "
             "communication hook of DDP)"
         )
-        return [
-            Cause(
-                f"{name} reduction",
-                text,
-                f"every element is a {name} number, relative error {error:.1e}",
-            )
-        ]
+        seen = f"every element is a {name} number, relative error {error:.1e}"
+        return [Cause(f"{name} reduction", text, seen)]
 
     def _not_additive(self, residual: float) -> list[Cause]:
         """Why no weights of the micro-batches' gradients give that of the window."""
@@ -237,40 +256,45 @@ class Diagnosis:
         return [Cause("several means", f"{text}: {means}", seen)]
 
     def _trial(self, on: str | None = None) -> Trial:
-        """Arm and parts with all suspects except `on` switched off."""
-        subject, off = self.subject, {s.name: s for s in self.suspects if s.name != on}
+        """Run the arm and its parts with all suspects except `on` switched off."""
+        subject = self.subject
+        off = {s.name: s for s in self.suspects if s.name != on}
         with ExitStack() as stack:
             for switch in off.values():
                 stack.enter_context(switch.off())
             window = self.window.padded_to_window() if "padding width" in off else self.window
             keyed = "dropout" not in off
             whole = window.split([np.arange(window.num_samples)])
-            reference = plain_backward(subject, whole, whole.micro_batches[0], keyed=keyed)[1]
-            arm = reference if self.refused else self.layout.run(subject, self.step, window)[1]
-            sizes = norms(reference)
-            frozen = [
-                name
-                for name, size in sizes.items()
-                if size > 1e-6 * total(sizes) and not arm[name].any()
-            ]
+            _, reference, _ = plain_backward(subject, whole, whole.micro_batches[0], keyed=keyed)
+            arm = reference
+            if not self.refused:
+                _, arm = self.layout.run(subject, self.step, window)
+            frozen = _frozen(arm, reference)
             names = [name for name in reference if name not in frozen]
-            stride = (
-                -(
-                    -len(self.layout.offsets)
-                    * sum(reference[name].numel() for name in names)
-                    // MOST_ELEMENTS
-                )
-                or 1
-            )
-            parts, counted = [], []
+            num_elements = sum(reference[name].numel() for name in names)
+            stride = -(-len(self.layout.offsets) * num_elements // MOST_ELEMENTS) or 1
+            parts = []
+            counted = []
             for micro_batch in window.micro_batches:
                 _, gradients, count = plain_backward(subject, window, micro_batch, keyed=keyed)
                 parts.append(_flat(gradients, names, stride))
                 counted.append(count)
-        counts = _counts(window) if counted[0] is None else {"loss_fn": np.array(counted)}
         return Trial(
-            _flat(reference, names, stride), _flat(arm, names, stride), parts, counts, frozen
+            reference=_flat(reference, names, stride),
+            arm=_flat(arm, names, stride),
+            parts=parts,
+            counts=_counts(window) if counted[0] is None else {"loss_fn": np.array(counted)},
+            frozen=frozen,
         )
+
+
+def _frozen(arm: Gradients, reference: Gradients) -> list[str]:
+    """Return the names of the parameters for which an arm has no gradient, although they should
+    have one.
+    """
+    sizes = norms(reference)
+    least = 1e-6 * total(sizes)
+    return [name for name, size in sizes.items() if size > least and not arm[name].any()]
 
 
 def _unevenness(row: Row) -> int:
@@ -278,7 +302,7 @@ def _unevenness(row: Row) -> int:
 
 
 def _counts(window: Window) -> dict[str, np.ndarray]:
-    """Targets of each micro-batch by every rule that applies."""
+    """Count the targets of each micro-batch by every rule that applies."""
     first = window.micro_batches[0].batch
     rules = {name: COUNTING_RULES[name] for name in applicable_rules(first)}
     if isinstance(first.get("input_ids"), Tensor):
@@ -300,8 +324,7 @@ def _unknown(trial: Trial) -> str:
 
 
 def _flat(gradients: Gradients, names: list[str], stride: int) -> Tensor:
-    return (
-        torch.cat([gradients[name].flatten()[::stride].float() for name in names])
-        if names
-        else torch.empty(0)
-    )
+    """Join every `stride`-th element of each of these gradients, one after the other."""
+    if not names:
+        return torch.empty(0)
+    return torch.cat([gradients[name].flatten()[::stride].float() for name in names])

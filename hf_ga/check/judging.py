@@ -16,7 +16,8 @@ from hf_ga.check.subjects import Subject
 from hf_ga.errors import ConfigError
 from hf_ga.exact.window import Window
 
-TIMES_OWN_ERROR, FLOOR = 2.0, 1e-6
+TIMES_OWN_ERROR = 2.0
+FLOOR = 1e-6
 # Under autocast the gradient of each micro-batch is rounded: one rounding of the norm for a single
 # parameter, and for the loss.
 PARAMETER_FLOORS = {"fp32": FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -27,11 +28,12 @@ class Reference:
     """The correct result of one window, and the relative errors that an arm may have.
 
     Attributes:
-        loss, gradients: of the full batch in float64.
-        own_error: relative error of the full batch in the checked precision, over all parameters
+        loss: Of the full batch in float64.
+        gradients: Of the full batch in float64.
+        own_error: Relative error of the full batch in the checked precision, over all parameters
             together.
-        limits, loss_limit: of the relative error of each parameter, relative to the norm over all,
-            and of the loss.
+        limits: Of the relative error of each parameter, relative to the norm over all.
+        loss_limit: Of the relative error of the loss.
     """
 
     loss: float
@@ -42,10 +44,10 @@ class Reference:
 
 
 def compute_reference(subject: Subject, window: Window) -> Reference:
-    """The full batch in the checked precision and in float64.
+    """Compute the full batch in the checked precision and in float64.
 
     Raises:
-        ConfigError: the model cannot run in float64, or memory runs out.
+        ConfigError: If the model cannot run in float64, or memory runs out.
     """
     whole = window.split([np.arange(window.num_samples)])
     loss, gradients, _ = plain_backward(subject, whole, whole.micro_batches[0])
@@ -54,14 +56,14 @@ def compute_reference(subject: Subject, window: Window) -> Reference:
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
             "the reference needs one forward and backward of all samples in float64, but this "
-            "failed: "
-            f"{' '.join(str(error).split())}. Pass fewer samples if memory ran out; convert a "
-            "loss_fn's float32 tensors "
-            "(.to(logits)); check on a CPU (ACCELERATE_USE_CPU=true) if the device has no float64."
+            f"failed: {' '.join(str(error).split())}. Pass fewer samples if memory ran out; "
+            "convert a loss_fn's float32 tensors (.to(logits)); check on a CPU "
+            "(ACCELERATE_USE_CPU=true) if the device has no float64."
         ) from error
     for values in (gradients, right):
         clip(values, subject.max_grad_norm)
-    errors, floor = relative_errors(gradients, right), PARAMETER_FLOORS[subject.precision]
+    errors = relative_errors(gradients, right)
+    floor = PARAMETER_FLOORS[subject.precision]
     limits = {name: TIMES_OWN_ERROR * error + floor for name, error in errors.items()}
     loss_limit = TIMES_OWN_ERROR * ratio(abs(loss - right_loss), abs(right_loss)) + floor
     return Reference(right_loss, right, total(errors), limits, loss_limit)
@@ -70,9 +72,11 @@ def compute_reference(subject: Subject, window: Window) -> Reference:
 def judge(row: Row, loss: float | None, gradients: Gradients, reference: Reference) -> None:
     """Write an arm's relative errors and its verdict into its row."""
     if loss is not None:
-        row.loss, row.loss_error = loss, ratio(abs(loss - reference.loss), abs(reference.loss))
+        row.loss = loss
+        row.loss_error = ratio(abs(loss - reference.loss), abs(reference.loss))
     row.parameter_errors = relative_errors(gradients, reference.gradients)
-    row.error, row.own_error = total(row.parameter_errors), reference.own_error
+    row.error = total(row.parameter_errors)
+    row.own_error = reference.own_error
     row.limit = TIMES_OWN_ERROR * row.own_error + FLOOR
     shares = {
         name: ratio(error, reference.limits[name]) for name, error in row.parameter_errors.items()

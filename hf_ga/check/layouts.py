@@ -7,7 +7,7 @@ import numpy as np
 from accelerate import Accelerator
 
 from hf_ga.check.gradients import Gradients
-from hf_ga.check.subjects import Step, Subject, run_ours, run_step
+from hf_ga.check.subjects import StepFunction, Subject, run_ours, run_step
 from hf_ga.errors import ConfigError
 from hf_ga.exact.window import Window
 
@@ -22,9 +22,10 @@ class CheckedLayout:
     """One window and its split.
 
     Attributes:
-        offsets: positions in the window of each micro-batch's samples; the window consists of the
+        name: How reports call it.
+        offsets: Positions in the window of each micro-batch's samples; the window consists of the
             first samples.
-        accumulation_steps: micro-batches of a full window; a short last window has fewer.
+        accumulation_steps: Micro-batches of a full window; a short last window has fewer.
     """
 
     name: str
@@ -37,14 +38,22 @@ class CheckedLayout:
         return [len(part) for part in self.offsets]
 
     def window(self, subject: Subject) -> Window:
-        """All micro-batches of the window, on every process."""
+        """Collate all micro-batches of the window, on every process."""
         return subject.window(sum(self.sizes)).split(self.offsets)
 
     def run(
-        self, subject: Subject, step: Step | None, window: Window
+        self, subject: Subject, step: StepFunction | None, window: Window
     ) -> tuple[float | None, Gradients]:
-        """Mean loss and gradients of hf_ga (step None) on this process's share of a window, or of a
-        step on all of it.
+        """Run an arm on a window.
+
+        Args:
+            subject: The model and what its windows are built from.
+            step: The arm's step, which gets all of the window. None: hf_ga, on this process's
+                share.
+            window: The window.
+
+        Returns:
+            Mean loss, if the arm reports one, and gradients.
         """
         if step is None:
             return run_ours(subject, own_share(window, subject.accelerator))
@@ -52,7 +61,7 @@ class CheckedLayout:
 
 
 def own_share(window: Window, accelerator: Accelerator) -> Window:
-    """This process's micro-batches of a window, which are dealt out in turn, as Accelerate's
+    """Take this process's micro-batches of a window, which are dealt out in turn, as Accelerate's
     loaders do.
     """
     own = slice(accelerator.process_index, None, accelerator.num_processes)
@@ -64,12 +73,12 @@ def own_share(window: Window, accelerator: Accelerator) -> Window:
 
 
 def full_accumulation(num_processes: int) -> int:
-    """Micro-batches of a full window: at least four, and two for each process."""
+    """Return the micro-batches of a full window: at least four, and two for each process."""
     return max(4, 2 * num_processes)
 
 
 def least_samples(num_processes: int) -> int:
-    """Samples of the smallest window: two in each micro-batch, on average."""
+    """Return the samples of the smallest window: two in each micro-batch, on average."""
     return 2 * full_accumulation(num_processes)
 
 
@@ -78,17 +87,23 @@ def choose_layouts(
     lengths: np.ndarray,
     num_processes: int = 1,
 ) -> list[CheckedLayout]:
-    """The layouts by name ("auto": all of `AUTO`, on several processes also `INDIVISIBLE`), or by
-    the sizes of their micro-batches.
+    """Make the layouts of a check.
+
+    Args:
+        layouts: Names; "auto" for all of `AUTO` (on several processes also `INDIVISIBLE`); or sizes
+            of micro-batches by name.
+        lengths: Tokens of each sample.
+        num_processes: Processes of the check.
 
     Raises:
-        ConfigError: an unknown name, sizes that do not add up to the samples, or too few samples (8
-            on one process or two).
+        ConfigError: If a name is unknown, sizes do not add up to the samples, or there are too few
+            samples (8 on one process or two).
 
     >>> [layout.sizes for layout in choose_layouts(["even", "short last window"], np.ones(16))]
     [[4, 4, 4, 4], [2, 1]]
     """
-    if len(lengths) < (least := least_samples(num_processes)):
+    least = least_samples(num_processes)
+    if len(lengths) < least:
         raise ConfigError(
             f"a check needs at least {least} samples, got {len(lengths)}: a window of several "
             "micro-batches."
@@ -96,7 +111,12 @@ def choose_layouts(
     if isinstance(layouts, Mapping):
         return [_of_sizes(name, list(sizes), len(lengths)) for name, sizes in layouts.items()]
     known = AUTO if num_processes == 1 else NAMES
-    names = known if layouts == "auto" else [layouts] if isinstance(layouts, str) else list(layouts)
+    if layouts == "auto":
+        names = known
+    elif isinstance(layouts, str):
+        names = [layouts]
+    else:
+        names = list(layouts)
     if not names or not set(names) <= set(known):
         raise ConfigError(
             f"layouts must be auto, some of {', '.join(known)}, or a dict of sizes, got "
@@ -106,7 +126,8 @@ def choose_layouts(
 
 
 def _named(name: str, lengths: np.ndarray, num_processes: int) -> CheckedLayout:
-    n, steps = len(lengths), full_accumulation(num_processes)
+    n = len(lengths)
+    steps = full_accumulation(num_processes)
     if name == "short last window":
         size = max(1, n // (2 * steps))
         sizes = np.resize([size, max(1, size // 2)], steps // 2).tolist()
@@ -117,15 +138,10 @@ def _named(name: str, lengths: np.ndarray, num_processes: int) -> CheckedLayout:
         shares = np.resize(UNEVEN, steps)
         sizes = [max(1, int(share * n / shares.sum())) for share in shares]
         return _of_sizes(name, [n - sum(sizes[1:]), *sizes[1:]], n)
-    sizes = [
-        len(part)
-        for part in np.array_split(
-            np.arange(n), 2 * num_processes - 1 if name == INDIVISIBLE else steps
-        )
-    ]
-    return _of_sizes(
-        name, sizes, n, np.argsort(lengths, kind="stable") if name == "sorted by length" else None
-    )
+    num = 2 * num_processes - 1 if name == INDIVISIBLE else steps
+    sizes = [len(part) for part in np.array_split(np.arange(n), num)]
+    order = np.argsort(lengths, kind="stable") if name == "sorted by length" else None
+    return _of_sizes(name, sizes, n, order)
 
 
 def _of_sizes(

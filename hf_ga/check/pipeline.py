@@ -66,7 +66,7 @@ def _of_stages(subject: Subject, num_stages: int, size: int) -> tuple[float, Gra
 
 
 def _own_gradients(pipeline: Pipeline) -> list[tuple[str, Tensor]]:
-    """Of this stage's parameters, on the host."""
+    """Take the gradients of this stage's parameters, on the host."""
     return [
         (name, torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu())
         for name, p in pipeline.model.named_parameters()

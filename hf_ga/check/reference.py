@@ -32,33 +32,35 @@ def plain_backward(
     precision: str | None = None,
     keyed: bool = True,
 ) -> tuple[float, Gradients, float | None]:
-    """Mean loss of one batch and its gradient: `model(**batch).loss.backward()`, with keyed
-    dropout.
+    """Compute the mean loss of one batch and its gradient: `model(**batch).loss.backward()`.
 
     Args:
-        precision: "float64"; None: the check's. keyed: False keeps torch's own dropout.
+        subject: The model and the settings of the check.
+        window: The window.
+        micro_batch: Some samples of it.
+        precision: "float64". None: the check's.
+        keyed: Whether dropout is keyed; False keeps torch's own.
 
     Returns:
-        (mean loss, gradients, number of targets as `loss_fn` counts them).
+        Mean loss, gradients, and the number of targets as `loss_fn` counts them.
     """
-    model, precision = subject.model, precision or subject.precision
-    dtype, scale = DTYPES.get(precision), FP16_SCALE if precision == "fp16" else 1.0
+    model = subject.model
+    precision = precision or subject.precision
+    dtype = DTYPES.get(precision)
+    scale = FP16_SCALE if precision == "fp16" else 1.0
     device = device_of(model)
     batch = send_to_device(micro_batch.batch, device)
     if precision == "float64":
-        batch = {
-            name: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v
-            for name, v in batch.items()
-        }
+        batch = {name: _in_float64(value) for name, value in batch.items()}
     with (
         in_float64(model) if precision == "float64" else nullcontext(),
         subject.dropout.scope(model) if keyed else nullcontext(),
         restored_buffers(model),
     ):
-        keys = sample_keys(window.request.seed, window.epoch, micro_batch.positions).to(device)
-        subject.dropout.set_keys(
-            keys, window_key(window.request.seed, window.epoch, window.index).to(device)
-        )
+        seed = window.request.seed
+        keys = sample_keys(seed, window.epoch, micro_batch.positions).to(device)
+        key_of_window = window_key(seed, window.epoch, window.index).to(device)
+        subject.dropout.set_keys(keys, key_of_window)
         with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
             loss, count = _loss_of(subject, batch)
         mean = loss if count is None else loss / count
@@ -70,7 +72,7 @@ def plain_backward(
 
 
 def find_dropout(subject: Subject) -> KeyedDropout:
-    """The model's dropout sites, even if some draws cannot be tied to a sample (see `unkeyed`)."""
+    """Find the model's dropout sites, even if some draws cannot be tied to a sample."""
     longest = max(subject.samples, key=sample_length)
 
     def forward(count: int) -> None:
@@ -82,7 +84,7 @@ def find_dropout(subject: Subject) -> KeyedDropout:
 
 
 def _loss_of(subject: Subject, batch: Batch) -> tuple[Tensor, float | None]:
-    """The loss of a batch, or its sum and its number of targets."""
+    """Compute the loss of a batch, or its sum and its number of targets."""
     model = subject.model
     if subject.whole_batch is None:
         return run_forward(model, batch, subject.loss_fn)
@@ -100,25 +102,36 @@ class _InFloat64(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        kwargs = kwargs or {}
         if function is Tensor.float:
             function = Tensor.double
-        elif (
-            getattr(function, "__name__", "") == "_grouped_mm" and args[1].dim() == 3
-        ):  # torch has no float64 kernel
-            return _grouped_product(args[0], args[1], (kwargs or {})["offs"])
-        args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-        return function(
-            *args,
-            **{k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()},
-        )
+        elif getattr(function, "__name__", None) == "_grouped_mm" and args[1].dim() == 3:
+            # torch has no float64 kernel.
+            rows, matrices, *_ = args
+            return _grouped_product(rows, matrices, kwargs["offs"])
+        args = tuple(map(_float64_dtype, args))
+        kwargs = {name: _float64_dtype(value) for name, value in kwargs.items()}
+        return function(*args, **kwargs)
 
 
 def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
     """Multiply each group of consecutive rows by its own matrix; group i ends at row `ends[i]`."""
-    groups = torch.tensor_split(rows, ends.cpu().long())
-    return torch.cat(
-        [group @ matrix for group, matrix in zip(groups, [*matrices, 0 * matrices[0]], strict=True)]
-    )
+    groups = torch.tensor_split(rows, ends.cpu().long())  # and the rows behind the last group
+    factors = [*matrices, 0 * matrices[0]]
+    products = [group @ matrix for group, matrix in zip(groups, factors, strict=True)]
+    return torch.cat(products)
+
+
+def _float64_dtype(argument: Any) -> Any:
+    """Return float64 in place of the dtype float32; other arguments unchanged."""
+    return torch.float64 if argument is torch.float32 else argument
+
+
+def _in_float64(value: Any) -> Any:
+    """Convert a floating-point tensor to float64; other values are unchanged."""
+    if isinstance(value, Tensor) and value.is_floating_point():
+        return value.double()
+    return value
 
 
 @contextmanager

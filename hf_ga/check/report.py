@@ -20,7 +20,9 @@ HEAD = (
     "report</title>"
 )
 COLORS = ("#1a7f4b", "#c0392b", "#d98200", "#6a4fb3", "#2471a3", "#7f8c8d")  # of the arms, in order
-SMALLEST, LARGEST = 1e-9, 1e3  # the range of the plot
+# The range of the plot.
+SMALLEST = 1e-9
+LARGEST = 1e3
 
 
 @dataclass(repr=False)
@@ -28,8 +30,11 @@ class EquivalenceReport:
     """The result of `check_equivalence`.
 
     Attributes:
-        rows: arm by arm, layout by layout. facts: sentences on how the check was run.
-        settings: precision, seed and the like. versions: of the libraries.
+        model: Name of the model's class.
+        rows: Arm by arm, layout by layout.
+        facts: Sentences on how the check was run.
+        settings: Precision, seed and the like.
+        versions: Of the libraries.
 
     Example:
         report = check_equivalence(model, samples, collate_fn)
@@ -66,11 +71,11 @@ class EquivalenceReport:
         return max(self.rows, key=lambda row: (not row.passed, row.share))
 
     def arm(self, name: str) -> "EquivalenceReport":
-        """The report of one arm."""
+        """Return the report of one arm."""
         return replace(self, rows=[row for row in self.rows if row.arm == name])
 
     def causes(self, arm: str = OURS) -> dict[Cause, list[str]]:
-        """Why an arm differs -> the layouts with this cause; empty if it passed."""
+        """Return why an arm differs -> the layouts with this cause; empty if it passed."""
         found: dict[Cause, list[str]] = {}
         for row in self.arm(arm).rows:
             for cause in row.causes:
@@ -78,7 +83,7 @@ class EquivalenceReport:
         return found
 
     def verdict(self, arm: str) -> str:
-        """One sentence about an arm."""
+        """Describe an arm's result in one sentence."""
         part = self.arm(arm)
         failed = [row for row in part.rows if not row.passed]
         if not failed:
@@ -86,24 +91,26 @@ class EquivalenceReport:
             return (
                 f"passed, same gradient as the full batch in all {len(part.rows)} layouts ({error})"
             )
-        if refused := next((row.refused for row in failed if row.refused), None):
-            return f"refused: {refused}"
-        worst = (
-            f"{part.worst.layout} has a relative error of {part.worst.error:.1e}, the limit is "
-            f"{part.worst.limit:.1e}"
+        for row in failed:
+            if row.refused:
+                return f"refused: {row.refused}"
+        worst = part.worst
+        return (
+            f"FAILED in {len(failed)} of {len(part.rows)} layouts: {worst.layout} has a relative "
+            f"error of {worst.error:.1e}, the limit is {worst.limit:.1e}"
         )
-        return f"FAILED in {len(failed)} of {len(part.rows)} layouts: {worst}"
 
     def reasons(self, arm: str) -> list[str]:
-        """Why it differs, one line per cause, with its layouts."""
-        return [
-            f"{cause.name}: {cause.text} "
-            f"({'; '.join(filter(None, [', '.join(layouts), cause.seen]))})"
-            for cause, layouts in self.causes(arm).items()
-        ]
+        """Describe why an arm differs, one line per cause, with its layouts."""
+        lines = []
+        for cause, layouts in self.causes(arm).items():
+            where = ", ".join(layouts)
+            seen = f"; {cause.seen}" if cause.seen else ""
+            lines.append(f"{cause.name}: {cause.text} ({where}{seen})")
+        return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """All figures, ready for JSON: numbers that are not finite are None."""
+        """Return all figures, ready for JSON: numbers that are not finite are None."""
         values = {
             "passed": self.passed,
             "max_error": self.max_error,
@@ -149,7 +156,7 @@ class EquivalenceReport:
 
 
 def table_lines(rows: Sequence[Row]) -> list[str]:
-    """An aligned table for a terminal."""
+    """Align the rows in a table for a terminal."""
     table = [list(rows[0].cells()), *(list(row.cells().values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
@@ -173,10 +180,8 @@ def _plot(rows: Sequence[Row]) -> str:
             'the plot of this report needs matplotlib: pip install "hf_ga[finetune]".'
         ) from error
 
-    layouts, arms = (
-        list(dict.fromkeys(names))
-        for names in zip(*((row.layout, row.arm) for row in rows), strict=True)
-    )
+    layouts = list(dict.fromkeys(row.layout for row in rows))
+    arms = list(dict.fromkeys(row.arm for row in rows))
     figure = Figure(figsize=(9.2, 1.1 + 0.52 * len(layouts)), layout="constrained")
     axes = figure.subplots()
     for index, arm in enumerate(arms):
@@ -189,7 +194,8 @@ def _plot(rows: Sequence[Row]) -> str:
             errors, heights, s=58, color=COLORS[index % len(COLORS)], label=label, zorder=3
         )
     for height, layout in enumerate(layouts):
-        if limits := [row.limit for row in rows if row.layout == layout and row.refused is None]:
+        limits = [row.limit for row in rows if row.layout == layout and row.refused is None]
+        if limits:
             label = "limit" if height == 0 else None
             axes.vlines(
                 max(limits), height - 0.4, height + 0.4, color="black", linewidth=2, label=label

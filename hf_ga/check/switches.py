@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_ga.check.subjects import Subject
+from hf_ga.exact.override import override
 from hf_ga.exact.window import Window
 from hf_ga.proof.probes import same_shapes
 
@@ -45,13 +45,13 @@ def without_dropout() -> Iterator[None]:
         return x
 
     functions = dict.fromkeys(_DROPOUT_FUNCTIONS, keep) | {"scaled_dot_product_attention": attend}
-    with patch.multiple(F, **functions), patch.object(torch, "dropout", keep):
+    with override(F, **functions), override(torch, dropout=keep):
         yield
 
 
 def without_batch_statistics() -> AbstractContextManager:
-    """BatchNorm normalises by its running statistics without updating them."""
-    return patch.object(F, "batch_norm", partial(_frozen_batch_norm, F.batch_norm))
+    """Let BatchNorm normalise by its running statistics without updating them."""
+    return override(F, batch_norm=partial(_frozen_batch_norm, F.batch_norm))
 
 
 def without_clipping() -> AbstractContextManager:
@@ -59,19 +59,21 @@ def without_clipping() -> AbstractContextManager:
     without clipping.
     """
     original = nn.utils.clip_grad_norm_
-    return patch.object(
-        nn.utils,
-        "clip_grad_norm_",
-        lambda parameters, max_norm, *args, **kwargs: original(parameters, math.inf),
-    )
+
+    def only_norm(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+        return original(parameters, math.inf)
+
+    return override(nn.utils, clip_grad_norm_=only_norm)
 
 
 class Switch(NamedTuple):
     """A suspected cause.
 
     Attributes:
-        name, text: of the cause. applies: whether it can affect a window. off: context manager that
-            switches it off.
+        name: Of the cause.
+        text: What is wrong.
+        applies: Whether it can affect a window.
+        off: Context manager that switches it off.
     """
 
     name: str
@@ -81,11 +83,14 @@ class Switch(NamedTuple):
 
 
 def _has_unequal_widths(window: Window) -> bool:
-    tensors = [
-        {k: v[:1] for k, v in m.batch.items() if isinstance(v, Tensor) and v.dim()}
-        for m in window.micro_batches
-    ]
-    return not all(same_shapes(tensors[0], other) for other in tensors)
+    """Whether the rows of samples have other shapes in some micro-batches than in others."""
+    first_rows = []
+    for micro_batch in window.micro_batches:
+        batch = micro_batch.batch
+        first_rows.append(
+            {name: v[:1] for name, v in batch.items() if isinstance(v, Tensor) and v.dim()}
+        )
+    return not all(same_shapes(first_rows[0], other) for other in first_rows)
 
 
 SWITCHES = [
@@ -131,7 +136,8 @@ def _frozen_batch_norm(
     **kwargs: Any,
 ) -> Tensor:
     if mean is None:  # a layer without running statistics
-        mean, variance = torch.zeros(x.shape[1]).to(x), torch.ones(x.shape[1]).to(x)
+        mean = torch.zeros(x.shape[1]).to(x)
+        variance = torch.ones(x.shape[1]).to(x)
     return original(
         x,
         mean,

@@ -29,7 +29,9 @@ from hf_ga.exact.precision import sum_dtype
 
 MOST_BY_VALUE = 16  # audits because of new values of one integer entry, as a vocabulary has many
 MOST_ELEMENTS = 4096  # of a float entry of one sample that is looked at
-SMALLEST, LARGEST = 2.0**-4, 2.0**10  # sizes of a row's largest float that are told apart
+# sizes of a row's largest float that are told apart
+SMALLEST = 2.0**-4
+LARGEST = 2.0**10
 MOST_KEPT = 2**16  # elements of a micro-batch's outputs that are kept for the end of the window
 # Relative error of the identity that rounding may cause, for the numbers of a forward.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
@@ -70,8 +72,8 @@ class Audits:
     _by_value: Counter[str] = field(default_factory=Counter)
 
     def choose(self, calls: Sequence[Call]) -> list[Chosen]:
-        """The calls to audit in the next window: so many that together they have all kinds of rows
-        that no audit has seen; at least one in windows 1, 2, 4, 8, ...
+        """Choose the calls to audit in the next window: so many that together they have all kinds
+        of rows that no audit has seen; at least one in windows 1, 2, 4, 8, ...
 
         Args:
             calls: This rank's calls, on the host.
@@ -89,20 +91,19 @@ class Audits:
                 is_uniform = any(kinds[kind] == number for kind in new)
                 chosen.append(Chosen(call, new, is_uniform))
                 covered |= new
-        is_due = self.num_windows & (self.num_windows - 1) == 0
-        if not chosen and is_due:
+        if not chosen and is_power_of_two(self.num_windows):
             return self.more(calls, 1)
         return chosen
 
     def more(self, calls: Sequence[Call], number: int) -> list[Chosen]:
-        """Further calls, because the schedule or other ranks ask for them, each in its turn."""
+        """Choose further calls, as the schedule or other ranks ask for them, each in its turn."""
         calls = [call for call in calls if call.weight] or list(calls)
         if not calls:
             return []  # of a rank without samples
         return [Chosen(calls[(self.num_windows + i) % len(calls)]) for i in range(number)]
 
     def note(self, chosen: Chosen) -> None:
-        """A call was audited."""
+        """Called when a call was audited."""
         micro_batch = chosen.call.micro_batch
         self.num_audits += 1
         self.seen |= kinds_of(micro_batch.batch, len(micro_batch)).keys()
@@ -113,8 +114,13 @@ class Audits:
         return not isinstance(what, int) or self._by_value[entry] < MOST_BY_VALUE
 
 
+def is_power_of_two(number: int) -> bool:
+    """Whether a number is 1, 2, 4, 8, ..."""
+    return number & (number - 1) == 0
+
+
 def kinds_of(batch: Batch, num_samples: int) -> dict[Kind, int]:
-    """What is special about the rows of a batch on the host, entry by entry.
+    """Find out what is special about the rows of a batch on the host, entry by entry.
 
     Args:
         batch: What the collate function returned.
@@ -199,7 +205,8 @@ def _kinds_of_labels(labels: np.ndarray) -> dict[Any, int]:
 
 
 def uneven_part(num_samples: int) -> np.ndarray:
-    """The rows of the first of two parts of a micro-batch: about half of them, spread over it.
+    """Choose the rows of the first of two parts of a micro-batch: about half of them, spread over
+    it.
 
     Their number has no common divisor with that of all rows. Otherwise weights of two values could
     be distributed over both parts in the same way, and weigh nothing.
@@ -215,13 +222,14 @@ Numbers = list[Tensor]  # the sums of a loss and its counts, float64 on the host
 
 
 def numbers_of(sums: Sequence[Tensor | float], counts: Counts) -> Numbers:
-    """What must be additive: sums and counts of some samples, detached."""
+    """Return what must be additive: sums and counts of some samples, detached."""
     return [torch.as_tensor(value).detach() for value in (*sums, *counts)]
 
 
 def residual(whole: Numbers, parts: Sequence[Numbers]) -> float:
-    """The largest relative error of the sum of the parts; infinite where a part is not finite (a
-    mean over nothing), although the whole is.
+    """Compute the largest relative error of the sum of the parts.
+
+    It is infinite where a part is not finite (a mean over nothing), although the whole is.
 
     Args:
         whole: Of some samples together.
@@ -239,7 +247,7 @@ def residual(whole: Numbers, parts: Sequence[Numbers]) -> float:
 
 
 def _on_host(groups: Sequence[Numbers]) -> list[Numbers]:
-    """The numbers in float64 on the host, as vectors. Waits for the device once."""
+    """Bring numbers to the host, in float64, as vectors. Waits for the device once."""
     values = [value for numbers in groups for value in numbers]
     device = next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
     dtype = sum_dtype(device)
@@ -266,8 +274,10 @@ class Outputs:
 
 
 def together(kept: Sequence[Outputs]) -> tuple[Any, Batch] | None:
-    """Outputs and batch of several micro-batches as if they were one; None if there are fewer than
-    two, or if they have different shapes (tokens padded to different widths).
+    """Join outputs and batch of several micro-batches as if they were one.
+
+    Returns None if there are fewer than two, or if they have different shapes (tokens padded to
+    different widths).
     """
     if len(kept) < 2:
         return None
@@ -281,7 +291,7 @@ def together(kept: Sequence[Outputs]) -> tuple[Any, Batch] | None:
 
 
 def rows_together(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Outputs or batches of several micro-batches as if they were one.
+    """Join outputs or batches of several micro-batches as if they were one.
 
     Args:
         batches: Tensors, or equally nested dicts and sequences of them. They are concatenated;
@@ -320,7 +330,7 @@ def is_small(outputs: Any) -> bool:
 
 
 def _num_elements(outputs: Any) -> float:
-    """Elements of all tensors in outputs; infinite where there is something else."""
+    """Count the elements of all tensors in outputs; infinite where there is something else."""
     if isinstance(outputs, Tensor):
         return outputs.numel()
     if isinstance(outputs, Mapping):
@@ -333,7 +343,7 @@ def _num_elements(outputs: Any) -> float:
 def not_additive(
     where: str, error: float, name: str, kinds: Collection[Kind] = ()
 ) -> LossNotAdditive:
-    """The error of an audit that failed."""
+    """Make the error of an audit that failed."""
     special = ""
     if kinds:
         shown = sorted(f"{entry} {what}" for entry, what in kinds if entry != "entries")[:4]

@@ -59,15 +59,15 @@ class Backend:
     """One process, or replicas on several (DDP).
 
     Attributes:
-        is_sharded: parameters are sharded (FSDP), so that every forward and backward is a
+        is_sharded: Parameters are sharded (FSDP), so that every forward and backward is a
             collective of all ranks.
-        reason_not_to_cut: why a micro-batch for which memory runs out is not computed in parts; ""
-            if it is.
-        can_sum_early: gradients may be summed while the last backward still runs.
+        reason_not_to_cut: Why a micro-batch for which memory runs out is not computed in parts.
+            None: it is.
+        can_sum_early: Gradients may be summed while the last backward still runs.
     """
 
     is_sharded = False
-    reason_not_to_cut = ""
+    reason_not_to_cut: str | None = None
     can_sum_early = True
     _early: EarlySums | None = None  # of this window
 
@@ -85,10 +85,10 @@ class Backend:
         """Before the first forward of a window.
 
         Raises:
-            ConfigError: a setting under which gradients would not be exact.
+            ConfigError: If gradients would not be exact under a setting.
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
-            # a forward through DDP without a backward (an evaluation) leaves its reducer waiting
+            # A forward through DDP without a backward (an evaluation) leaves its reducer waiting.
             model.reducer._reset_state()
             keep_process_group_alive(model)
 
@@ -124,15 +124,20 @@ class Backend:
         return nullcontext()
 
     def backward(self, term: Tensor | float, weight: int) -> None:
-        """Backward of a micro-batch's term, times the scale of fp16; nothing if it has no weight.
-        Not `accelerator.backward`: it divides by gradient_accumulation_steps, but terms are already
-        divided by targets.
+        """Make the backward of a micro-batch's term, times the scale of fp16.
+
+        Not by `accelerator.backward`, which divides by gradient_accumulation_steps: terms are
+        already divided by targets.
+
+        Args:
+            term: A scalar.
+            weight: 0: do nothing.
         """
         if weight and isinstance(term, Tensor) and term.requires_grad:  # else it is a constant
             self.scaled(term).backward()
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """A tensor times the loss scale of fp16."""
+        """Multiply a tensor by the loss scale of fp16."""
         scaler = self.accelerator.scaler
         return tensor if scaler is None else scaler.scale(tensor)
 
@@ -145,8 +150,8 @@ class Backend:
             status.counts = added(status.counts, counts)
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """The calls, with as many forwards as the other ranks make where forwards are
-        collectives.
+        """Return the calls to make: where forwards are collectives, as many as the other ranks
+        make.
         """
         return calls
 
@@ -173,7 +178,8 @@ class Backend:
             if self._early is not None:
                 self._early.drop()
             _raise_on_all_ranks(own)
-        counts, given = numbers[: len(status.counts)], numbers[len(status.counts) :]
+        counts = numbers[: len(status.counts)]
+        given = numbers[len(status.counts) :]
         self.check_use(given)
         return replace(
             status,
@@ -184,14 +190,17 @@ class Backend:
         )
 
     def check_use(self, num_ranks: Sequence[float]) -> None:
-        """num_ranks: of each parameter, how many ranks have a gradient of it.
+        """Check that the gradients of all parameters can be summed.
+
+        Args:
+            num_ranks: For each parameter, how many ranks have a gradient of it.
 
         Raises:
-            ConfigError: gradients that only some ranks have cannot be summed.
+            ConfigError: If gradients that only some ranks have cannot be summed.
         """
 
     def most_on_a_rank(self, number: int) -> int:
-        """The largest of a number that each rank has."""
+        """Return the largest of a number that each rank has."""
         if self.num_processes == 1:
             return number
         largest = torch.tensor(number, device=self.device)
@@ -199,11 +208,10 @@ class Backend:
         return int(largest)
 
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
-        """The sum over all ranks, of a tensor that each computed in the window so far."""
+        """Sum a tensor over all ranks, which each computed in the window so far."""
         if not self.is_sharded:  # where a rank that fails ends at once
-            self.all_reduce_status(
-                status
-            )  # a rank that failed meanwhile takes part in this collective instead
+            # A rank that failed meanwhile takes part in this collective instead.
+            self.all_reduce_status(status)
         if self.num_processes == 1:
             return tensor
         total = tensor.clone()
@@ -213,8 +221,12 @@ class Backend:
     def reduce_gradients(
         self, model: nn.Module, status: RankStatus, unused: Collection[str]
     ) -> None:
-        """Sum the gradients over all ranks. unused: names of parameters without a gradient in the
-        proof.
+        """Sum the gradients over all ranks.
+
+        Args:
+            model: The prepared model.
+            status: Of all ranks.
+            unused: Names of parameters without a gradient in the proof.
         """
         if self.num_processes == 1:
             return
@@ -264,18 +276,18 @@ class LocalBackend(Backend):
         self.process_index = 0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The caller's precision."""
+        """Leave the caller's precision."""
         return nullcontext()
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
-        """Nothing to prepare."""
+        """Do nothing."""
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """The tensor itself: there is no loss scale."""
+        """Return the tensor itself: there is no loss scale."""
         return tensor
 
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
-        """The tensor itself."""
+        """Return the tensor itself."""
         return tensor
 
 
@@ -283,28 +295,26 @@ def check_supported(accelerator: Accelerator) -> None:
     """Refuse what cannot be reduced exactly.
 
     Raises:
-        ConfigError: a backend that reduces gradients in another way (DeepSpeed, Megatron-LM, ...),
-            processes that do not know of each other, or processes that need the same samples
-            (tensor, context, sequence parallelism).
+        ConfigError: If the backend reduces gradients in another way (DeepSpeed, Megatron-LM, ...),
+            processes do not know of each other, or they need the same samples (tensor, context,
+            sequence parallelism).
     """
     launched = int(os.environ.get("WORLD_SIZE", "1"))
     if accelerator.num_processes != launched > 1:
         raise ConfigError(
             f"{launched} processes were launched, but Accelerate sees "
-            f"{accelerator.num_processes}, so each would train alone: on a "
-            "machine without a GPU use Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true."
+            f"{accelerator.num_processes}, so each would train alone: on a machine without a GPU "
+            "use Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true."
         )
     sizes = getattr(accelerator, "parallelism_config", None)
-    shared = [
-        name for name in ("tp_size", "cp_size", "sp_size") if (getattr(sizes, name, 1) or 1) > 1
-    ]
+    dimensions = ("tp_size", "cp_size", "sp_size")
+    shared = [name for name in dimensions if (getattr(sizes, name, 1) or 1) > 1]
     if shared or accelerator.distributed_type not in SUPPORTED:
         raise ConfigError(
             f"unsupported: {', '.join(shared) or accelerator.distributed_type.value}. hf_ga "
-            "splits windows over all processes and "
-            f"averages over targets: use {', '.join(t.value for t in SUPPORTED)} "
-            "(accelerate_configs/fsdp2.yaml shards weights and "
-            "optimizer as ZeRO does), and leave tp_size, cp_size and sp_size at 1."
+            "splits windows over all processes and averages over targets: use "
+            f"{', '.join(t.value for t in SUPPORTED)} (accelerate_configs/fsdp2.yaml shards "
+            "weights and optimizer as ZeRO does), and leave tp_size, cp_size and sp_size at 1."
         )
 
 
@@ -319,36 +329,37 @@ def keep_process_group_alive(model: nn.parallel.DistributedDataParallel) -> None
 
 
 def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> tuple[float, ...]:
-    """Sums in float64 (exact for integers up to 2**53); on one process the numbers themselves.
-    Waits for the device.
+    """Sum numbers over the ranks, in float64 (exact for integers up to 2**53). Waits for the
+    device.
     """
     if accelerator.num_processes == 1:
         return tuple(numbers)
-    return tuple(
-        reduce(
-            torch.tensor(numbers, dtype=torch.float64, device=accelerator.device), "sum"
-        ).tolist()
-    )
+    own = torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
+    return tuple(reduce(own, "sum").tolist())
 
 
 def added(*counts: Counts) -> Counts:
-    """The sums of several means' counts, each by itself."""
+    """Add up the counts of several means, each by itself."""
     return tuple(map(sum, zip(*counts, strict=True)))
 
 
 def _raise_on_all_ranks(own: Exception | None) -> None:
-    """See `Backend.all_reduce_status`."""
-    fits_or_is_cut = own is None or isinstance(own, TooLarge)
-    text = f"{type(own).__name__}: {own}".encode(
-        errors="replace"
-    ).decode()  # printable characters only
+    """Raise an error on all ranks, as one of them has failed.
+
+    Args:
+        own: The failure of this rank. None: it did not fail.
+
+    Raises:
+        Exception: The own failure.
+        ProcessFailed: If another rank failed.
+        TooLarge: If the only failures are micro-batches that did not fit, and can be cut.
+    """
+    can_go_on = own is None or isinstance(own, TooLarge)
+    text = f"{type(own).__name__}: {own}"
+    text = text.encode(errors="replace").decode()  # printable characters only
     failures = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, own if fits_or_is_cut else text)
-    messages = [
-        f"process {rank} failed: {failure}"
-        for rank, failure in enumerate(failures)
-        if isinstance(failure, str)
-    ]
-    if messages:
-        raise ProcessFailed(messages[0]) if fits_or_is_cut else own
+    dist.all_gather_object(failures, own if can_go_on else text)
+    for rank, failure in enumerate(failures):
+        if isinstance(failure, str):
+            raise ProcessFailed(f"process {rank} failed: {failure}") if can_go_on else own
     raise TooLarge(min(failure.num_elements for failure in failures if failure is not None))

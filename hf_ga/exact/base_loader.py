@@ -21,11 +21,14 @@ from hf_ga.exact.window import LoaderState
 
 @dataclass(frozen=True)
 class Splitter:
-    """Makes requests: which part of a window this process computes, from what all processes know.
+    """Decides which part of a window this process computes, from what all processes know.
 
     Attributes:
-        planner: None splits evenly by number. canonical_micro_batch: samples in one chunk, for the
-            same bits.
+        seed: Of the order.
+        layout: How a window is computed.
+        process_index: Which process this is.
+        planner: Splits windows. None: evenly by number.
+        canonical_micro_batch: Samples in one chunk, for the same bits. None: no chunks.
     """
 
     seed: int
@@ -42,46 +45,61 @@ class Splitter:
         lengths: np.ndarray,
         whole_window: bool = False,
     ) -> WindowRequest:
-        """The window with this number in its epoch. `sample_ids` and `lengths` are in the order of
-        the epoch, shape (n,).
+        """Plan a window.
+
+        Args:
+            epoch: Of the window.
+            index: Its number in the epoch.
+            sample_ids: Of its samples, in the order of the epoch, shape (n,).
+            lengths: Tokens of its samples, shape (n,).
+            whole_window: Whether all micro-batches are padded to one width.
 
         Raises:
-            ConfigError: the planner drops or repeats samples.
+            ConfigError: If the planner drops or repeats samples.
         """
-        plan, chunks = self.plan(lengths, whole_window), None
+        plan = self.plan(lengths, whole_window)
+        chunks = None
         if self.canonical_micro_batch is not None:
             of_window = plan[0]
-            padded_tokens = tuple(
-                len(chunk) * max(1, int(lengths[chunk].max())) for chunk in of_window
-            )
-            chunks = Chunks(padded_tokens, self.layout.num_processes)
-            plan = [of_window[run.start : run.stop] for run in chunks.runs]
+            costs = [len(chunk) * max(1, int(lengths[chunk].max())) for chunk in of_window]
+            chunks = Chunks(tuple(costs), self.layout.num_processes)
+            plan = [of_window[own.start : own.stop] for own in chunks.of_ranks]
         check_plan(plan, len(sample_ids), self.layout.num_processes)
         positions = index * self.layout.window_size + np.arange(len(sample_ids))
-        own, most = plan[self.process_index], max(map(len, plan))
-        known = lengths if isinstance(self.planner, ByLength) else None
         return WindowRequest(
-            self.seed, epoch, index, positions, sample_ids, own, whole_window, most, known, chunks
+            seed=self.seed,
+            epoch=epoch,
+            index=index,
+            positions=positions,
+            sample_ids=sample_ids,
+            micro_batches=plan[self.process_index],
+            whole_window=whole_window,
+            most_micro_batches=max(map(len, plan)),
+            lengths=lengths if isinstance(self.planner, ByLength) else None,
+            chunks=chunks,
         )
 
     def plan(self, lengths: np.ndarray, whole_window: bool) -> Plan:
-        """Who computes what; chunks are planned for a single process. Where all samples are padded
-        to one width, a plan by length is one of equal lengths.
+        """Split a window into micro-batches, or into chunks as for a single process.
+
+        Args:
+            lengths: Tokens of its samples, shape (n,).
+            whole_window: Whether all micro-batches are padded to one width. A plan by length is
+                then one of equal lengths.
         """
-        num_processes = self.layout.num_processes if self.canonical_micro_batch is None else 1
+        num_processes = self.layout.num_processes
+        size = self.layout.micro_batch_size
+        if self.canonical_micro_batch is not None:
+            num_processes = 1
+            size = self.canonical_micro_batch
         if self.planner is None:
-            return plan_window(
-                len(lengths),
-                num_processes,
-                self.canonical_micro_batch or self.layout.micro_batch_size,
-            )
-        equal = whole_window and isinstance(self.planner, ByLength)
-        return self.planner(
-            np.full_like(lengths, lengths.max()) if equal else lengths, num_processes
-        )
+            return plan_window(len(lengths), num_processes, size)
+        if whole_window and isinstance(self.planner, ByLength):
+            lengths = np.full_like(lengths, lengths.max())
+        return self.planner(lengths, num_processes)
 
     def padded(self, request: WindowRequest) -> WindowRequest:
-        """The same window, planned again for micro-batches as wide as its longest sample."""
+        """Plan a window again for micro-batches as wide as its longest sample."""
         return self.request(
             request.epoch, request.index, request.sample_ids, request.lengths, whole_window=True
         )
@@ -94,8 +112,10 @@ class BaseLoader:
     (`set_epoch` resets it).
 
     Attributes:
-        layout: how a window is computed. epoch, num_consumed: position of the iteration. state:
-            shared with the windows.
+        layout: How a window is computed.
+        epoch: The epoch of the iteration (0-based).
+        num_consumed: Windows of the epoch that were handed out.
+        state: What the loader shares with its windows.
     """
 
     def __init__(
@@ -111,54 +131,62 @@ class BaseLoader:
         self.layout = Layout.from_sizes(
             accelerator.num_processes, per_device_batch_size, steps, global_batch_size
         )
-        self.accelerator, self.seed, self.canonical_micro_batch = (
-            accelerator,
-            seed,
-            canonical_micro_batch,
-        )
-        if (
-            canonical_micro_batch is not None
-            and not 0 < canonical_micro_batch <= per_device_batch_size
-        ):
+        chunk_size = canonical_micro_batch
+        if chunk_size is not None and not 0 < chunk_size <= per_device_batch_size:
             raise ConfigError(
                 "canonical_micro_batch (same_bits) must be at least 1 and at most the per-device "
-                "batch size "
-                f"{per_device_batch_size}, as one forward computes a chunk, got "
-                f"{canonical_micro_batch}."
+                f"batch size {per_device_batch_size}, as one forward computes a chunk, got "
+                f"{chunk_size}."
             )
-        self.epoch, self.num_consumed = 0, 0
+        self.accelerator = accelerator
+        self.seed = seed
+        self.canonical_micro_batch = canonical_micro_batch
+        self.epoch = 0
+        self.num_consumed = 0
         self.state = LoaderState(pad_to_window=pad_to_window)
 
     def _make_splitter(
         self, planner: Planner | None, by_length: bool, longest: int | None, max_tokens: int | None
     ) -> Splitter:
-        """by_length: lengths are known. longest: the longest sample's, where that is known. The
-        others: see `WindowLoader`.
+        """Choose how windows are split.
+
+        Args:
+            planner: See `WindowLoader`.
+            by_length: Whether lengths are known.
+            longest: Tokens of the longest sample. None: unknown.
+            max_tokens: See `max_tokens_per_micro_batch` of `WindowLoader`.
 
         Raises:
-            ConfigError: a limit of tokens that the plan cannot keep.
+            ConfigError: If the plan cannot keep the limit of tokens.
         """
         if max_tokens is not None and (planner is not None or not by_length):
             raise ConfigError(
                 f"max_tokens_per_micro_batch {max_tokens} limits micro-batches that are planned "
-                "by length: give lengths (of a "
-                "stream, length_of) and no custom planner, or omit it."
+                "by length: give lengths (of a stream, length_of) and no custom planner, or omit "
+                "it."
             )
         check_limit(max_tokens, longest or 1, "the longest sample's")
         if planner is None and by_length:
-            size = self.canonical_micro_batch or self.layout.micro_batch_size
-            overhead = CPU_OVERHEAD if self.accelerator.device.type == "cpu" else GPU_OVERHEAD
-            limit = max_tokens or (None if longest is None else size * max(1, longest))
-            in_step = (
-                self.accelerator.distributed_type == DistributedType.FSDP
-            )  # ranks wait for each other in every forward
-            planner = ByLength(size, limit, overhead, in_step)
+            planner = self._plan_by_length(longest, max_tokens)
         return Splitter(
             self.seed,
             self.layout,
             self.accelerator.process_index,
             planner,
             self.canonical_micro_batch,
+        )
+
+    def _plan_by_length(self, longest: int | None, max_tokens: int | None) -> ByLength:
+        size = self.canonical_micro_batch or self.layout.micro_batch_size
+        if not max_tokens and longest is not None:
+            max_tokens = size * max(1, longest)
+        is_cpu = self.accelerator.device.type == "cpu"
+        is_fsdp = self.accelerator.distributed_type == DistributedType.FSDP
+        return ByLength(
+            size,
+            max_tokens or None,
+            overhead=CPU_OVERHEAD if is_cpu else GPU_OVERHEAD,
+            in_step=is_fsdp,  # its ranks wait for each other in every forward
         )
 
     def use_seed(self, seed: int) -> None:
@@ -181,68 +209,74 @@ class BaseLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """Begin the given epoch (0-based) at its first window."""
-        self.epoch, self.num_consumed = epoch, 0
+        self.epoch = epoch
+        self.num_consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The position of the iteration: epoch, windows consumed, what makes the order, and the
-        memory limit if there is one.
+        """Return the position of the iteration: epoch, windows consumed, what makes the order, and
+        the memory limit if there is one.
         """
-        limit = {} if self.state.max_elements is None else {"max_elements": self.state.max_elements}
-        return {"epoch": self.epoch, "num_consumed": self.num_consumed, **self._identity(), **limit}
+        state = {"epoch": self.epoch, "num_consumed": self.num_consumed, **self._identity()}
+        if self.state.max_elements is not None:
+            state["max_elements"] = self.state.max_elements
+        return state
 
     def load_state_dict(self, state: dict[str, Any], *, allow_changes: bool = False) -> None:
         """Continue at a `state_dict()`, also one of another layout.
 
         Args:
-            allow_changes: also one of another order, behind as many samples of the epoch: whole
-                windows of the new size that they fill, and the whole epoch where there are no more.
+            state: The position.
+            allow_changes: Accept a position in another order, too. The loader then continues behind
+                as many samples of the epoch: whole windows of the new size that they fill, and the
+                whole epoch where there are no more.
 
         Raises:
-            ConfigError: the state belongs to another order (of another seed, window size, ...), and
-                that is not allowed.
+            ConfigError: If the state belongs to another order (of another seed, window size, ...),
+                and that is not allowed.
         """
-        changed = {k: (state.get(k), v) for k, v in self._identity().items() if state.get(k) != v}
+        here = self._identity()
+        changed = [name for name in here if state.get(name) != here[name]]
         if changed and not allow_changes:
-            listed = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changed.items())
+            listed = ", ".join(f"{name} {state.get(name)} -> {here[name]}" for name in changed)
             raise ConfigError(f"this position belongs to another order of windows: {listed}")
-        self.epoch, self.num_consumed = (
-            state["epoch"],
-            self._carried_over(state) if changed else state["num_consumed"],
-        )
+        self.epoch = state["epoch"]
+        self.num_consumed = self._carried_over(state) if changed else state["num_consumed"]
         self.state.max_elements = state.get("max_elements", self.state.max_elements)
 
     def _carried_over(self, state: dict[str, Any]) -> int:
-        """How many of this loader's windows the samples fill that were consumed in another
-        order.
+        """Count how many of this loader's windows are filled by the samples that were consumed in
+        another order.
         """
-        here, size = (
-            self._identity().get("num_samples", math.inf),
-            self.layout.window_size,
-        )  # unknown of a stream
-        consumed = min(
-            state["num_consumed"] * state["window_size"], state.get("num_samples", math.inf)
-        )
-        return int(consumed // size) if consumed < here else math.ceil(here / size)
+        size = self.layout.window_size
+        consumed = state["num_consumed"] * state["window_size"]
+        consumed = min(consumed, state.get("num_samples", math.inf))  # its last window may be short
+        num_samples = self._identity().get("num_samples", math.inf)  # unknown of a stream
+        if consumed >= num_samples:
+            return math.ceil(num_samples / size)
+        return int(consumed // size)
 
     def _identity(self) -> dict[str, int]:
-        """What must be equal for a position to mean the same samples."""
-        chunk = (
-            {}
-            if self.canonical_micro_batch is None
-            else {"canonical_micro_batch": self.canonical_micro_batch}
-        )
-        return {"seed": self.seed, "window_size": self.layout.window_size, **chunk}
+        """Return what must be equal for a position to mean the same samples."""
+        identity = {"seed": self.seed, "window_size": self.layout.window_size}
+        if self.canonical_micro_batch is not None:
+            identity["canonical_micro_batch"] = self.canonical_micro_batch
+        return identity
 
 
 def check_limit(max_tokens: int | None, longest: int, what: str) -> None:
     """Refuse a limit into which the longest sample does not fit.
 
+    Args:
+        max_tokens: The limit. None: there is none.
+        longest: Tokens of the longest sample.
+        what: How the message names these tokens.
+
     Raises:
-        ConfigError: that.
+        ConfigError: If the limit is below the longest sample.
     """
     if max_tokens is not None and max_tokens < longest:
         raise ConfigError(
             f"max_tokens_per_micro_batch {max_tokens} is less than {what} {longest} tokens: every "
-            "sample must fit into a "
-            f"micro-batch. Allow at least {longest}, or cut samples shorter (max_length)."
+            f"sample must fit into a micro-batch. Allow at least {longest}, or cut samples shorter "
+            "(max_length)."
         )

@@ -38,31 +38,29 @@ class MicroBatch:
 
 
 def sample_length(sample: Any) -> int:
-    """The longest list, array or vector in a sample (tokens, usually); 1 if it holds numbers
-    only.
+    """Return the length of the longest list, array or vector in a sample (tokens, usually).
+
+    It is 1 if the sample holds numbers only.
     """
     values = sample.values() if isinstance(sample, Mapping) else [sample]
-    return max(
-        (
-            len(v)
-            for v in values
-            if isinstance(v, Sized) and not isinstance(v, str) and getattr(v, "ndim", 1)
-        ),
-        default=1,
-    )
+    return max((len(value) for value in values if _is_list(value)), default=1)
+
+
+def _is_list(value: Any) -> bool:
+    """Whether a value has a length: not a text, a number, or a tensor without axes."""
+    return isinstance(value, Sized) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
 
 
 def as_batch(collated: Any) -> dict[str, Any]:
-    """What a collate function returned, as a dict.
+    """Return what a collate function returned as a dict.
 
     Raises:
-        DataError: it is not a mapping of names to values.
+        DataError: If it is not a mapping of names to values.
     """
     if not isinstance(collated, Mapping):
         raise DataError(
             "the collate function must return a dict of the model's arguments by name, got a "
-            f"{type(collated).__name__}: let it "
-            'return {"input_ids": ..., "labels": ...}.'
+            f'{type(collated).__name__}: let it return {{"input_ids": ..., "labels": ...}}.'
         )
     return dict(collated)
 
@@ -70,10 +68,15 @@ def as_batch(collated: Any) -> dict[str, Any]:
 def take_rows(
     batch: Batch, rows: Sequence[int] | np.ndarray, names: Collection[str]
 ) -> dict[str, Any]:
-    """Some samples of a collated batch: the entries in `names` (see `entries.Entries`) are indexed,
-    the others stay.
+    """Take some samples of a collated batch.
+
+    Args:
+        batch: The batch.
+        rows: Which samples.
+        names: The entries with rows of samples (see `entries.Entries`). The others stay whole.
     """
-    taken, rows = dict(batch), np.array(rows)  # a copy: torch has no negative strides
+    taken = dict(batch)
+    rows = np.array(rows)  # a copy: torch has no negative strides
     for name in names:
         value = batch[name]
         if isinstance(value, Tensor | np.ndarray):
@@ -85,34 +88,39 @@ def take_rows(
 
 
 def equal_batches(value: Any, other: Any) -> bool:
-    """Whether two batches hold the same values; NaN equals NaN, and objects that are no numbers are
-    not looked into.
+    """Whether two batches hold the same values.
+
+    NaN equals NaN. Objects that are no numbers are not compared.
     """
     if isinstance(value, Mapping):
-        return (
-            isinstance(other, Mapping)
-            and value.keys() == other.keys()
-            and all(equal_batches(value[k], other[k]) for k in value)
-        )
+        if not isinstance(other, Mapping) or value.keys() != other.keys():
+            return False
+        return all(equal_batches(value[name], other[name]) for name in value)
     if isinstance(value, list | tuple):
         return len(value) == len(other) and all(map(equal_batches, value, other))
     if isinstance(value, Tensor) and isinstance(other, Tensor):
         # numpy has no bfloat16
-        value, other = at_least_float32(value), at_least_float32(other)
+        value = at_least_float32(value)
+        other = at_least_float32(other)
     if isinstance(value, Tensor | np.ndarray):
-        value, other = np.asarray(value), np.asarray(other)
-        return value.shape == other.shape and bool(
-            ((value == other) | ((value != value) & (other != other))).all()
-        )
-    return not isinstance(value, int | float | str) or value == other or value != value
+        value = np.asarray(value)
+        other = np.asarray(other)
+        if value.shape != other.shape:
+            return False
+        both_are_nan = (value != value) & (other != other)
+        return bool(((value == other) | both_are_nan).all())
+    if not isinstance(value, int | float | str):
+        return True
+    return value == other or value != value
 
 
 def widest(batch: Batch, num_samples: int) -> int:
-    """Elements of the largest tensor with one row a sample, padding included."""
-    tensors = (
-        v for v in batch.values() if isinstance(v, Tensor) and v.dim() and len(v) == num_samples
-    )
-    return max((tensor.numel() for tensor in tensors), default=num_samples)
+    """Return the elements of the largest tensor with one row a sample, padding included."""
+    sizes = [num_samples]
+    for value in batch.values():
+        if isinstance(value, Tensor) and value.dim() and len(value) == num_samples:
+            sizes.append(value.numel())
+    return max(sizes)
 
 
 def marks_tokens(mask: Any) -> bool:
@@ -127,8 +135,10 @@ def marks_tokens(mask: Any) -> bool:
 
 
 def count_tokens(batch: Batch, num_samples: int) -> int:
-    """Real tokens of a batch: the sum of `attention_mask` (of `attention_mask_anchor`, ..., if its
-    samples have several texts), else the elements of `input_ids`, else the samples.
+    """Count the real tokens of a batch.
+
+    They are the sum of `attention_mask` (of `attention_mask_anchor`, ..., if its samples have
+    several texts), else the elements of `input_ids`, else the samples.
     """
     masks = [
         value
@@ -137,13 +147,16 @@ def count_tokens(batch: Batch, num_samples: int) -> int:
     ]
     if masks:
         return int(sum(mask.sum() for mask in masks))
-    if isinstance(ids := batch.get("input_ids"), Tensor):
+    ids = batch.get("input_ids")
+    if isinstance(ids, Tensor):
         return ids.numel()
     return num_samples
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Of a tensor or array; the length of a list; nothing else has one."""
+    """Return the shape of a tensor or array, (length,) of a list, () of anything else."""
     if isinstance(value, Tensor | np.ndarray):
         return tuple(value.shape)
-    return (len(value),) if isinstance(value, list | tuple) else ()
+    if isinstance(value, list | tuple):
+        return (len(value),)
+    return ()

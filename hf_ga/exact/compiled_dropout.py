@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.fx.experimental import _config
 
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.dropout_functions import Masks, dropped_attention
+from hf_ga.exact.dropout_functions import MaskDrawer, dropped_attention
 from hf_ga.exact.dropout_site import DropoutSite
 from hf_ga.exact.hashing import signed
-from hf_ga.exact.masks import drop, keep_mask, keyed_dropout
+from hf_ga.exact.masks import apply_dropout_mask, drop, keep_mask
 from hf_ga.exact.override import override
 
 SITES = "_hf_ga_sites"  # attribute of a module that draws, within a scope
@@ -30,7 +30,7 @@ SITES = "_hf_ga_sites"  # attribute of a module that draws, within a scope
 def draw_mask(
     seeds: Tensor, shape: Sequence[int], axis: int | None, drop_probability: float
 ) -> Tensor:
-    """`masks.keep_mask` as an operator.
+    """Call `masks.keep_mask` as an operator.
 
     Args:
         seeds: int64, shape (samples,) or (1,): keys of samples or window, XOR the key of the site.
@@ -52,7 +52,7 @@ def _(seeds: Tensor, shape: Sequence[int], axis: int | None, drop_probability: f
 
 @torch.library.custom_op("hf_ga::drop", mutates_args=())
 def draw_and_drop(x: Tensor, seeds: Tensor, axis: int | None, drop_probability: float) -> Tensor:
-    """Dropout of all elements of x as an operator.
+    """Apply dropout to all elements of x as an operator.
 
     Nothing is stored for the backward: it draws the same mask again.
 
@@ -70,7 +70,7 @@ def draw_and_drop(x: Tensor, seeds: Tensor, axis: int | None, drop_probability: 
     dropped = drop(x, seeds, 0, axis, drop_probability)
     if dropped is None:
         kept = keep_mask(seeds, 0, x.shape, axis, drop_probability)
-        dropped = keyed_dropout(x, drop_probability, kept)
+        dropped = apply_dropout_mask(x, drop_probability, kept)
     return dropped.contiguous()
 
 
@@ -130,14 +130,16 @@ class Running:
         self.clear()
 
     def clear(self) -> None:
-        """Nothing is running: also after an error, or where checkpointing stopped a forward that it
-        ran again as soon as it had what it needed.
+        """Let no module be running.
+
+        That is so also after an error, or where checkpointing stopped a forward that it ran again
+        as soon as it had what it needed.
         """
         self.modules.clear()
         self.draws.clear()
 
     def next_site(self) -> SiteInput:
-        """The site of the next draw of the innermost module.
+        """Return the site of the next draw of the innermost module.
 
         Raises:
             UnkeyedRandomness: If the proof's forward did not draw there.
@@ -181,12 +183,14 @@ class CompiledMasks:
         return training and drop_probability not in (0, 1)
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
-        """The mask of the next draw of the module that is running: bool, of the given shape."""
+        """Draw the next mask of the module that is running: bool, of the given shape."""
         site = self.calls.next_site()
         return draw_mask(self._seeds(site), shape, site.axis, drop_probability)
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
-        """Dropout of all elements of an input, at the next draw of the module that is running."""
+        """Apply dropout to all elements of an input, at the next draw of the module that is
+        running.
+        """
         site = self.calls.next_site()
         return draw_and_drop(input, self._seeds(site), site.axis, drop_probability)
 
@@ -230,13 +234,13 @@ class CompiledDropout:
         return _checkpointing_in(self.modules) or next(filter(None, problems), None)
 
     def set_keys(self, keys: Tensor, window_key: Tensor) -> None:
-        """Whose masks the next forward draws. Arguments as in `KeyedDropout.set_keys`."""
+        """Set whose masks the next forward draws. Arguments as in `KeyedDropout.set_keys`."""
         self._calls.clear()
         self._masks.keys = keys
         self._masks.window_key = window_key
 
-    def replacement(self, original: Callable, keyed: Callable, outside: Masks) -> Callable:
-        """What is called in place of a function of torch, always the same one.
+    def replacement(self, original: Callable, keyed: Callable, outside: MaskDrawer) -> Callable:
+        """Return what is called in place of a function of torch, always the same function.
 
         Args:
             original: The function of torch.
@@ -257,7 +261,7 @@ class CompiledDropout:
 
     @contextmanager
     def scope(self, device: torch.device) -> Iterator[None]:
-        """Within the block, compiled modules know which of them is running, and its sites.
+        """Let compiled modules know, within the block, which of them is running, and its sites.
 
         Args:
             device: Where the model is.
@@ -282,16 +286,16 @@ class CompiledDropout:
             yield
 
     def join_forward(self, model: nn.Module) -> None:
-        """For a scope that is entered while the model's forward begins."""
+        """Called where a scope is entered while the model's forward begins."""
         if model in self.roots:
             self._calls.enter_root(model, ())
 
     def leave_all(self) -> None:
-        """A module that is not compiled starts its forward."""
+        """Called when a module that is not compiled starts its forward."""
         self._calls.clear()
 
     def _inputs_on(self, device: torch.device) -> dict[nn.Module, tuple[SiteInput, ...]]:
-        """Of each module that draws, its sites as inputs of graphs."""
+        """Return the sites of each module that draws, as inputs of graphs."""
         if any(site.key.device != device for sites in self._inputs.values() for site in sites):
             self._inputs = {}
         if not self._inputs:
@@ -306,7 +310,7 @@ class CompiledDropout:
 
 
 def _checkpointing_in(modules: Iterable[nn.Module]) -> str | None:
-    """Which module runs activation checkpointing within compiled code; None if none does.
+    """Find a module that runs activation checkpointing within compiled code; None if none does.
 
     torch.compile would leave it uncompiled, because it changes the list of running modules.
     """
@@ -317,7 +321,7 @@ def _checkpointing_in(modules: Iterable[nn.Module]) -> str | None:
 
 
 def _problem_of(sites: list[DropoutSite]) -> str | None:
-    """Why the sites of a compiled module cannot be keyed; None if they can.
+    """Find out why the sites of a compiled module cannot be keyed; None if they can.
 
     Args:
         sites: All of one module.

@@ -13,7 +13,6 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from dataclasses import dataclass
 from functools import lru_cache, partial, update_wrapper
 from typing import Any, NamedTuple
-from unittest.mock import patch
 from weakref import proxy
 
 import torch
@@ -25,43 +24,47 @@ from hf_ga.exact.compiled_dropout import CompiledDropout
 from hf_ga.exact.dropout_functions import DRAWING_FUNCTIONS, dropped_attention
 from hf_ga.exact.dropout_site import DropoutSite
 from hf_ga.exact.forward import compiled_modules
-from hf_ga.exact.hashing import make_key, name_key
+from hf_ga.exact.hashing import fold_in, name_key
 from hf_ga.exact.hooks import Call, Hook
-from hf_ga.exact.masks import drop, keep_mask, keyed_dropout
+from hf_ga.exact.masks import apply_dropout_mask, drop, keep_mask
+from hf_ga.exact.override import override
 
-cached_key = lru_cache(1 << 16)(make_key)  # each forward uses the same ones
+cached_key = lru_cache(1 << 16)(fold_in)  # each forward uses the same ones
 
 
 @dataclass(frozen=True)
 class SampleMasks:
-    """Draws the masks of padded samples. keys: int64, shape (samples,). window_key: int64, shape
-    (1,).
+    """Draws the masks of padded samples.
+
+    Attributes:
+        keys: Of the samples: int64, shape (samples,).
+        window_key: Of masks that the window shares: int64, shape (1,).
     """
 
     keys: Tensor
     window_key: Tensor
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
-        """bool, of the given shape.
+        """Draw a mask: bool, of the given shape.
 
         Raises:
-            UnkeyedRandomness: the sample axis does not hold whole samples.
+            UnkeyedRandomness: If the sample axis does not hold whole samples.
         """
         self._check(site, shape)
         return keep_mask(self._keys_of(site), site.key, shape, site.axis, drop_probability)
 
     def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
-        """The input with dropout of all its elements.
+        """Apply dropout to all elements of an input.
 
         Raises:
-            UnkeyedRandomness: the sample axis does not hold whole samples.
+            UnkeyedRandomness: If the sample axis does not hold whole samples.
         """
         self._check(site, input.shape)
         dropped = drop(input, self._keys_of(site), site.key, site.axis, drop_probability)
         if dropped is not None:
             return dropped
         kept = self.mask(site, input.shape, drop_probability)
-        return keyed_dropout(input, drop_probability, kept)
+        return apply_dropout_mask(input, drop_probability, kept)
 
     def _keys_of(self, site: DropoutSite) -> Tensor:
         return self.window_key if site.axis is None else self.keys
@@ -70,15 +73,20 @@ class SampleMasks:
         if site.axis is not None and shape[site.axis] % len(self.keys):
             raise UnkeyedRandomness(
                 f"{site.name} draws a dropout mask of shape {list(shape)} for {len(self.keys)} "
-                f"samples: axis {site.axis} does not "
-                "contain whole samples (packed tokens?). Set this dropout to 0, or feed padded "
-                "batches."
+                f"samples: axis {site.axis} does not contain whole samples (packed tokens?). Set "
+                "this dropout to 0, or feed padded batches."
             )
 
 
 class Frame:
-    """One call of a module: the key of its path, how often it called each submodule, how often it
-    called any, and how many masks it drew.
+    """A call of a module that is running.
+
+    Attributes:
+        module: The module.
+        key: Of its path: the calls from the model down to this one.
+        calls: How often it called each submodule.
+        num_calls: How often it called any.
+        draws: How many masks it drew.
     """
 
     __slots__ = ("calls", "draws", "key", "module", "num_calls")
@@ -111,10 +119,11 @@ class KeyedDropout(Hook):
     """The dropout of one model. `proof.sites.find_dropout_sites` makes it.
 
     Attributes:
-        sites: by the key of their paths. hooked: modules whose calls make these paths.
-        unkeyed: modules that draw in a way that depends on the split, where that was allowed.
-        source: draws the masks of the next forward; a speed-up may put its own there.
-        attend: attention with a given mask of its weights; a speed-up may put its own there.
+        sites: By their keys.
+        hooked: Modules whose calls make the paths of the sites.
+        unkeyed: Modules that draw in a way that depends on the split, where that was allowed.
+        source: Draws the masks of the next forward; a speed-up may put its own there.
+        attend: Attention with a given mask of its weights; a speed-up may put its own there.
 
     Example:
         def forward(num_samples):
@@ -144,7 +153,7 @@ class KeyedDropout(Hook):
         self._compiled: CompiledDropout | None = None
 
     def set_keys(self, keys: Tensor, shared: Tensor) -> None:
-        """Whose masks the next forward draws: int64 keys of shape (samples,) and (1,), on the
+        """Set whose masks the next forward draws: int64 keys of shape (samples,) and (1,), on the
         model's device.
         """
         self.source = SampleMasks(keys, shared)
@@ -155,7 +164,9 @@ class KeyedDropout(Hook):
         self.set_keys(call.keys, call.window_key)
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Keyed dropout inside every forward of the model, and in what `backward()` runs again."""
+        """Make dropout keyed inside every forward of the model, and in what `backward()` runs
+        again.
+        """
         if not self.sites:
             return nullcontext()  # without patches a compiled model stays compiled
         compiled = self._find_compiled()
@@ -186,7 +197,7 @@ class KeyedDropout(Hook):
             )
 
     def _find_compiled(self) -> CompiledDropout | None:
-        """The keyed dropout of the modules that are compiled now; None if none is."""
+        """Return the keyed dropout of the modules that are compiled now; None if none is."""
         roots = compiled_modules(self.model)
         if not roots:
             self._compiled = None
@@ -196,7 +207,7 @@ class KeyedDropout(Hook):
 
     @contextmanager
     def _patched_around(self, compiled: CompiledDropout) -> Iterator[None]:
-        """Hooks keep the path outside of compiled modules; these resolved it before."""
+        """Let hooks keep the path outside of compiled modules, whose paths are resolved before."""
         outside = proxy(self)  # torch.compile keeps the functions for ever
 
         def replacement(owner: object, name: str, keyed: Callable) -> Callable:
@@ -208,14 +219,14 @@ class KeyedDropout(Hook):
             yield
 
     def _patched(self) -> AbstractContextManager[None]:
-        """Hooks on all modules keep the path."""
+        """Let hooks on all modules keep the path."""
         return self._replaced(self.hooked, self._replacement)
 
     @contextmanager
     def _replaced(
         self, hooked: Iterable[nn.Module], replacement: Callable[..., Callable]
     ) -> Iterator[None]:
-        """The dropout functions of torch are replaced, and hooks of modules keep the path.
+        """Replace the dropout functions of torch, and let hooks of modules keep the path.
 
         Args:
             hooked: These modules.
@@ -231,13 +242,16 @@ class KeyedDropout(Hook):
                 )
                 stack.callback(module.register_forward_hook(self._leave, always_call=True).remove)
             for owner, name, keyed in DRAWING_FUNCTIONS:
-                stack.enter_context(patch.object(owner, name, replacement(owner, name, keyed)))
+                stack.enter_context(override(owner, **{name: replacement(owner, name, keyed)}))
             stack.callback(self._stack.clear)
             stack.callback(self._forget_calls)
             yield
 
     def _replacement(self, owner: object, name: str, keyed: Callable) -> Callable:
-        """What is called in place of a function of torch.
+        """Return what is called in place of a function of torch.
+
+        It has the function's own name, which torch.compile reads of all functions of torch. It
+        refers to the model weakly, because torch.compile keeps these functions for ever.
 
         Has the function's own name, which torch.compile reads of all functions of torch. Refers to
         the model weakly, because torch.compile keeps these functions for ever.
@@ -246,7 +260,7 @@ class KeyedDropout(Hook):
         return update_wrapper(partial(keyed, proxy(self), original), original)
 
     def join_forward(self, args: tuple, kwargs: dict) -> None:
-        """For a scope that is entered while the model's forward begins: the hook that starts a
+        """Called where a scope is entered while the model's forward begins: the hook that starts a
         forward was not registered yet.
         """
         if self._compiled is not None and self.model in self._compiled.modules:
@@ -263,7 +277,7 @@ class KeyedDropout(Hook):
         """Whether a call of a dropout function draws a mask that is keyed here.
 
         Raises:
-            UnkeyedRandomness: checkpointing runs a function again that draws outside of any
+            UnkeyedRandomness: If checkpointing runs a function again that draws outside of any
                 module's forward.
         """
         if not training or drop_probability in (0, 1):
@@ -272,9 +286,8 @@ class KeyedDropout(Hook):
             if is_in_backward():
                 raise UnkeyedRandomness(
                     "activation checkpointing repeats a function that draws dropout outside of a "
-                    "module's forward, so its masks "
-                    "cannot be identified. Put the function into a module, or turn checkpointing "
-                    "off."
+                    "module's forward, so its masks cannot be identified. Put the function into a "
+                    "module, or turn checkpointing off."
                 )
             return False
         frame = self._stack[-1]
@@ -285,11 +298,13 @@ class KeyedDropout(Hook):
         return False
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
-        """The mask of the next draw of the module that is running: bool, of the given shape."""
+        """Draw the next mask of the module that is running: bool, of the given shape."""
         return self._draw(self._next_key(), shape, drop_probability)
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
-        """Dropout of all elements of an input, at the next draw of the module that is running."""
+        """Apply dropout to all elements of an input, at the next draw of the module that is
+        running.
+        """
         return self._dropped(self._next_key(), input, drop_probability)
 
     def _next_key(self) -> int:
@@ -302,8 +317,10 @@ class KeyedDropout(Hook):
         return self.source.drop(self._site(key), input, drop_probability)
 
     def next_site(self) -> DropoutSite | None:
-        """The site of the next draw of the module that is running, for a mask that is drawn
-        elsewhere, as by a kernel. None: the probing forward drew no mask there.
+        """Return the site of the next draw of the module that is running, for a mask that is drawn
+        elsewhere, as by a kernel.
+
+        Returns None if the probing forward drew no mask there.
         """
         frame = self._stack[-1]
         return self.sites.get(cached_key(frame.key, frame.draws))
@@ -320,9 +337,8 @@ class KeyedDropout(Hook):
         if site is None:
             raise UnkeyedRandomness(
                 f"{self.names[self._stack[-1].module]} draws dropout at a site that the probing "
-                "forward did not reach: the model's "
-                "path depends on its data or has changed. Prove the model again, or set this "
-                "dropout to 0."
+                "forward did not reach: the model's path depends on its data or has changed. Prove "
+                "the model again, or set this dropout to 0."
             )
         return site
 
@@ -357,36 +373,38 @@ class KeyedDropout(Hook):
             self._stack.pop()
 
     def _key_of_recomputed(self, module: nn.Module, inputs: tuple[Any, ...]) -> int:
-        """The path key of the call that checkpointing runs again.
+        """Return the path key of the call that checkpointing runs again.
 
         Where a forward called the module several times (an encoder of two texts): of the modules
         that run again together, the first one has the inputs that it had in the forward, because
         checkpointing keeps them. The others follow each other as they did there.
         """
         calls = self._calls.get(module, [])
-        matching = calls
-        node = torch._C._current_autograd_node()
-        if len(calls) > 1:
-            last, last_node = self._run_again or (None, None)
-            if node is last_node:
-                matching = [call for call in calls if _follows(call, last)]
-            else:
-                matching = [call for call in calls if call.inputs == inputs]
+        node = torch._C._current_autograd_node()  # the same for modules that run again together
+        last_call, last_node = self._run_again or (None, None)
+        if len(calls) == 1:
+            matching = calls
+        elif node is last_node:
+            matching = [call for call in calls if _follows(call, last_call)]
+        else:
+            matching = [call for call in calls if call.inputs == inputs]
         if len(matching) != 1:
             raise UnkeyedRandomness(
                 f"activation checkpointing runs {self.names[module]} again, which the forward "
-                f"called {len(calls)} times, and "
-                f"{len(matching)} of these calls had the same inputs: its masks cannot be "
-                "identified. Turn gradient checkpointing "
-                "off, or set its dropout to 0."
+                f"called {len(calls)} times, and {len(matching)} of these calls had the same "
+                "inputs: its masks cannot be identified. Turn gradient checkpointing off, or set "
+                "its dropout to 0."
             )
-        self._run_again = matching[0], node
-        return matching[0].key
+        call = matching[0]
+        self._run_again = (call, node)
+        return call.key
 
 
 def _identity(tensor: Tensor) -> tuple[Any, int, int]:
-    """Of a tensor's values. An address is none: memory is used again, by other tensors once it is
-    free, or for other values.
+    """Identify the values of a tensor.
+
+    An address does not: memory is used again, by other tensors once it is free, or for other
+    values.
     """
     if tensor.layout != torch.strided:  # a sparse tensor has no storage of its own
         return proxy(tensor), 0, tensor._version

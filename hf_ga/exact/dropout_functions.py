@@ -13,10 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_ga.exact.masks import keyed_dropout
+from hf_ga.exact.masks import apply_dropout_mask
 
 
-class Masks(Protocol):
+class MaskDrawer(Protocol):
     """What the replacements need of `dropout.KeyedDropout`; see there."""
 
     attend: Callable[..., Tensor]
@@ -30,46 +30,45 @@ class Masks(Protocol):
 
 def dropout(
     drawn_axes: Callable[[Tensor], int],
-    masks: Masks,
+    masks: MaskDrawer,
     original: Callable,
     input: Tensor,
     p: float = 0.5,
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    """For `F.dropout`, which `nn.Dropout` calls, and its kin that drop whole channels.
+    """Replace `F.dropout`, which `nn.Dropout` calls, and its kin that drop whole channels.
 
     Args:
-        drawn_axes: how many of the input's first axes have separate draws; each draw is for all
+        drawn_axes: How many of the input's first axes have separate draws; each draw is for all
             elements of the other axes.
+        masks: Draws the masks.
+        original: The function of torch.
+        input: See `F.dropout`, as the other arguments.
     """
     if not masks.is_keyed(p, training):
         return original(input, p, training, inplace)
-    drawn = drawn_axes(input)
-    if drawn == input.dim() and not inplace:
+    num_drawn = drawn_axes(input)
+    if num_drawn == input.dim() and not inplace:
         return masks.drop(input, p)
-    kept = masks.mask(torch.Size((*input.shape[:drawn], *[1] * (input.dim() - drawn))), p)
-    return (
-        input.mul_(kept.view(torch.uint8)).mul_(1 / (1 - p))
-        if inplace
-        else keyed_dropout(input, p, kept)
-    )
+    shape = [*input.shape[:num_drawn], *[1] * (input.dim() - num_drawn)]
+    kept = masks.mask(torch.Size(shape), p)
+    if inplace:
+        return input.mul_(kept.view(torch.uint8)).mul_(1 / (1 - p))
+    return apply_dropout_mask(input, p, kept)
 
 
-def torch_dropout(masks: Masks, original: Callable, input: Tensor, p: float, train: bool) -> Tensor:
-    """For `torch.dropout`, which cannot work in place."""
-    return dropout(
-        Tensor.dim,
-        masks,
-        lambda input, p, train, inplace: original(input, p, train),
-        input,
-        p,
-        train,
-    )
+def torch_dropout(
+    masks: MaskDrawer, original: Callable, input: Tensor, p: float, train: bool
+) -> Tensor:
+    """Replace `torch.dropout`, which cannot work in place."""
+    if not masks.is_keyed(p, train):
+        return original(input, p, train)
+    return masks.drop(input, p)
 
 
 def attention(
-    masks: Masks,
+    masks: MaskDrawer,
     original: Callable,
     query: Tensor,
     key: Tensor,
@@ -80,39 +79,37 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """For `F.scaled_dot_product_attention`: with dropout, the attention weights are computed and
-    dropped here.
+    """Replace `F.scaled_dot_product_attention`: with dropout, the attention weights are computed
+    and dropped here.
     """
     if not masks.is_keyed(dropout_p):
         return original(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-    kept, bias = masks.mask(torch.Size((*query.shape[:-1], key.shape[-2])), dropout_p), None
+    kept = masks.mask(torch.Size((*query.shape[:-1], key.shape[-2])), dropout_p)
     if enable_gqa:
-        key, value = (
-            x.repeat_interleave(query.shape[-3] // x.shape[-3], dim=-3) for x in (key, value)
-        )
-    scores_dtype = (
-        torch.get_autocast_dtype(query.device.type)
-        if torch.is_autocast_enabled(query.device.type)
-        else query.dtype
-    )
+        num_heads = query.shape[-3]
+        key = key.repeat_interleave(num_heads // key.shape[-3], dim=-3)
+        value = value.repeat_interleave(num_heads // value.shape[-3], dim=-3)
+    bias = None
     if is_causal:
         bias = torch.full(
-            kept.shape[-2:], -torch.inf, dtype=scores_dtype, device=query.device
+            kept.shape[-2:], -torch.inf, dtype=_dtype_of_scores(query), device=query.device
         ).triu_(1)
     elif attn_mask is not None:
-        bias, has_keys = _bias_of(attn_mask, scores_dtype)
+        bias, has_keys = _bias_of(attn_mask, _dtype_of_scores(query))
         kept = kept & has_keys  # a row without keys has weight 0
-    return masks.attend(
-        query,
-        key,
-        value,
-        kept,
-        bias,
-        query.shape[-1] ** -0.5 if scale is None else scale,
-        dropout_p,
-    )
+    if scale is None:
+        scale = query.shape[-1] ** -0.5
+    return masks.attend(query, key, value, kept, bias, scale, dropout_p)
+
+
+def _dtype_of_scores(query: Tensor) -> torch.dtype:
+    """Return the type in which query and key are multiplied."""
+    device_type = query.device.type
+    if torch.is_autocast_enabled(device_type):
+        return torch.get_autocast_dtype(device_type)
+    return query.dtype
 
 
 def dropped_attention(
@@ -124,36 +121,45 @@ def dropped_attention(
     scale: float,
     drop_probability: float,
 ) -> Tensor:
-    """keyed_dropout(softmax(query key^T * scale + bias), drop_probability, kept) value.
+    """Compute attention with a given dropout mask: dropout(softmax(query key^T * scale + bias))
+    value.
 
-    Shapes: query (..., heads, L, E), key (..., heads, S, E), value (..., heads, S, V), kept (...,
-        heads, L, S), bool.
+    Args:
+        query: Of shape (..., heads, L, E).
+        key: Of shape (..., heads, S, E).
+        value: Of shape (..., heads, S, V).
+        kept: Which weights dropout keeps: bool, of shape (..., heads, L, S).
+        bias: What is added to the scores. None: nothing.
+        scale: What the scores are multiplied by.
+        drop_probability: p, with 0 < p < 1.
+
+    Returns:
+        A tensor of shape (..., heads, L, V).
     """
     scores = (query * scale) @ key.mT
-    scores = scores if bias is None else scores + bias
-    return keyed_dropout(scores.softmax(-1), drop_probability, kept) @ value
+    if bias is not None:
+        scores = scores + bias
+    return apply_dropout_mask(scores.softmax(-1), drop_probability, kept) @ value
 
 
-def stochastic_depth(masks: Masks, original: Callable, *size: Any, **kwargs: Any) -> Tensor:
-    """For `torch.rand` where a module of stochastic depth drops a sample's whole branch (Huang et
-    al. 2016), as transformers writes
-    it: floor(rand + 1 - p) is 0 or 1. Also where a module draws whether to skip a layer (`rand <
-        layerdrop`) although layerdrop is
-    0, as transformers did before 5.23. All other calls go to torch.
+def stochastic_depth(masks: MaskDrawer, original: Callable, *size: Any, **kwargs: Any) -> Tensor:
+    """Replace `torch.rand` where a module of stochastic depth drops a sample's whole branch (Huang
+    et al. 2016), as transformers writes it: floor(rand + 1 - p) is 0 or 1.
+
+    Also where a module draws whether to skip a layer (`rand < layerdrop`) although layerdrop is 0,
+    as transformers did before 5.23. All other calls go to torch.
     """
+    module = masks.running
     shape = torch.Size(size[0] if size and isinstance(size[0], Sequence) else size)
-    if not shape and getattr(masks.running, "layerdrop", None) == 0:
+    if not shape and getattr(module, "layerdrop", None) == 0:
         masks.mask(shape, 0.0)  # a dropout site, so that this module's calls are followed
         return torch.ones(shape, **kwargs)
-    p = (
-        getattr(masks.running, "drop_prob", 0.0)
-        if type(masks.running).__name__.endswith("DropPath")
-        else 0.0
-    )
+    p = 0.0
+    if type(module).__name__.endswith("DropPath"):
+        p = getattr(module, "drop_prob", 0.0)
     if not masks.is_keyed(p):
         return original(*size, **kwargs)
-    # (1 + p) / 2 is the middle of [p, 1), the numbers by which torch would keep it: far enough from
-    # both ends in bf16 too.
+    # A number of the middle of [p, 1) keeps a branch, and is far enough from both ends in bf16 too.
     return torch.full(shape, (1 + p) / 2, **kwargs) * masks.mask(shape, p)
 
 
@@ -173,13 +179,17 @@ DRAWING_FUNCTIONS: list[tuple[object, str, Callable]] = [
 
 
 def _bias_of(attn_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """What a mask adds to the scores, and which rows have keys at all (bool, (..., L, 1)).
+    """Convert a mask to what is added to the scores.
 
     Nothing is masked in a row without keys, so that its softmax is not NaN.
+
+    Returns:
+        What is added, and which rows have keys: bool, of shape (..., L, 1).
     """
     if attn_mask.dtype == torch.bool:
         has_keys = attn_mask.any(-1, keepdim=True)
-        # 1 - 1/1 is 0 and 1 - 1/0 is -inf: faster than masked_fill
-        return 1 - (attn_mask | ~has_keys).to(dtype).reciprocal_(), has_keys
+        is_open = attn_mask | ~has_keys
+        # 1 - 1/1 is 0 and 1 - 1/0 is -inf: faster than masked_fill.
+        return 1 - is_open.to(dtype).reciprocal_(), has_keys
     has_keys = (attn_mask != -torch.inf).any(-1, keepdim=True)
     return attn_mask.masked_fill(~has_keys, 0.0), has_keys

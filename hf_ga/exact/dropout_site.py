@@ -11,11 +11,13 @@ class DropoutSite:
     """Where a model draws a mask, as two probing forwards with 2 and 3 samples found it.
 
     Attributes:
-        name, module: of the innermost module. key: 64 bits, of the path and the draw.
-        shapes: of the masks in the two forwards. axis: the sample axis; None: the window shares the
-            mask.
+        name: Of the innermost module that runs.
+        module: The innermost module that runs.
+        key: Of the path and the draw, 64 bits.
+        shapes: Of the masks in the two forwards.
+        axis: The sample axis. None: the window shares the mask.
         is_keyed: False where no sample axis was found and the user allowed that.
-        path: 64 bits, of the call of the module: the draws of one call share it.
+        path: Key of the call of the module, 64 bits: the draws of one call share it.
     """
 
     name: str
@@ -28,5 +30,5 @@ class DropoutSite:
 
     @property
     def rows_per_sample(self) -> int:
-        """Of its masks along the sample axis; 1 where the window shares the mask."""
+        """Rows of its masks for each sample; 1 where the window shares the mask."""
         return 1 if self.axis is None else self.shapes[0][self.axis] // 2

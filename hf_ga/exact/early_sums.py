@@ -81,7 +81,7 @@ class EarlySums:
             work.wait()
 
     def _note(self, parameter: nn.Parameter) -> None:
-        """A backward made the gradient of a parameter."""
+        """Called when a backward made the gradient of a parameter."""
         index = self._bucket_of[parameter]
         if index < len(self._sent):
             self.must_repeat = True
@@ -119,8 +119,8 @@ def sum_gradients(
 
 
 def buckets(tensors: Sequence[Tensor], num_bytes: int) -> list[list[int]]:
-    """Indices of consecutive tensors of one type, which together fill at least `num_bytes`, or are
-    the last ones.
+    """Group consecutive tensors of one type, which together fill at least `num_bytes`, or are the
+    last ones.
 
     >>> buckets([torch.zeros(2), torch.zeros(2), torch.zeros(1)], 12)
     [[0, 1], [2]]

@@ -21,7 +21,7 @@ from hf_ga.errors import ConfigError, DataError, ProcessFailed, UnkeyedRandomnes
 from hf_ga.exact.backend import Backend, RankStatus, added
 from hf_ga.exact.forward import argument_filter, callable_module, extra_forwards, unwrapped
 from hf_ga.exact.generators import moved_generators, random_states
-from hf_ga.exact.hooks import Call, Counts, Hook
+from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import FirstPass, Loss, Sums
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, too_large_for
@@ -183,7 +183,7 @@ class Engine:
         before = random_states() if self.is_training else {}
         with (
             self.backend.sync(self.model, is_last or not self.is_training),
-            self._sped_up(planned),
+            self._started(planned),
         ):
             yield self.call.batch
             self.check_generators(before)
@@ -200,23 +200,23 @@ class Engine:
         moved = moved_generators(before)
         if moved and not self.allow_split_dependent_randomness:
             raise UnkeyedRandomness(
-                f"{self.described_window()} drew from {' and '.join(moved)} although the probing "
+                f"{self.window.description} drew from {' and '.join(moved)} although the probing "
                 "forward did not: this randomness depends on the split of the window. Switch it "
                 "off, or accept it with allow_split_dependent_randomness."
             )
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """The entries of a batch that the model's forward takes."""
+        """Take the entries of a batch that the model's forward accepts."""
         return self._accepted(batch)
 
     def forward(self, batch: dict[str, Any]) -> Any:
-        """The model's outputs for a batch on the device, under autocast."""
+        """Compute the model's outputs for a batch on the device, under autocast."""
         # A prepared model has autocast of its own; another one must not be left in float32.
         with self.backend.autocast():
             return self._module(**self._accepted(batch))
 
     def sums(self, outputs: Any) -> tuple[Sums, Counts]:
-        """The loss of the current micro-batch summed over its targets, and their number.
+        """Sum the loss of the current micro-batch over its targets, and count them.
 
         Args:
             outputs: What the model returned for it, or its loss alone.
@@ -224,11 +224,11 @@ class Engine:
         return self.loss.sums(outputs, self.call)
 
     def mean(self, outputs: Any) -> Tensor:
-        """The mean loss over the targets of the current micro-batch alone."""
+        """Compute the mean loss over the targets of the current micro-batch alone."""
         return torch.as_tensor(self.loss.mean(*self.sums(outputs)))
 
     def term(self, outputs: Any, *, is_whole: bool = True) -> tuple[Tensor | float, Counts]:
-        """What the current micro-batch adds to the window's mean loss, and its targets.
+        """Compute what the current micro-batch adds to the window's mean loss, and its targets.
 
         Args:
             outputs: What the model returned for it, or its loss alone.
@@ -240,7 +240,7 @@ class Engine:
         return self.loss.mean(sums, self.totals), counts
 
     def backward(self, outputs: Any, *, is_whole: bool = True) -> None:
-        """Backward of the current micro-batch's term.
+        """Make the backward of the current micro-batch's term.
 
         Args:
             outputs: What the model returned for it, or its loss alone.
@@ -251,7 +251,7 @@ class Engine:
         self.backward_term(term, counts)
 
     def backward_term(self, term: Tensor | float, counts: Counts) -> None:
-        """Backward of a term of the window's mean loss.
+        """Make the backward of a term of the window's mean loss.
 
         Args:
             term: A scalar, already divided by the targets of the window.
@@ -290,19 +290,25 @@ class Engine:
         total = sum(status.counts)
         if total == 0 and self.loss.counts_in_forward and bool(status.loss != 0):
             raise DataError(
-                f"{self.described_window()}: the numbers of targets (or weights) add up to 0, but "
+                f"{self.window.description}: the numbers of targets (or weights) add up to 0, but "
                 f"the sum of the loss is {float(status.loss):.4g}, so there is no mean. Nothing "
                 "was updated: leave such samples out, or make the window larger."
             )
         num_targets = int(total) if float(total).is_integer() else total
         result = StepResult(status.loss, num_targets, skipped=total == 0)
-        if self.loss.counts_in_forward:  # until now the divisor was the number of samples
-            factor = self.window.num_samples / (total or 1.0)
-            result.loss_tensor = result.loss_tensor * factor
-            gradients = [p.grad for p in self.parameters if p.grad is not None]
-            if gradients:
-                torch._foreach_mul_(gradients, factor)
+        if self.loss.counts_in_forward:
+            self._divide_by(total, result)
         return result
+
+    def _divide_by(self, total: float, result: StepResult) -> None:
+        """Divide by the targets that the forwards counted: until now the divisor was the number of
+        samples.
+        """
+        factor = self.window.num_samples / (total or 1.0)
+        result.loss_tensor = result.loss_tensor * factor
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        if gradients:
+            torch._foreach_mul_(gradients, factor)
 
     @contextmanager
     def keeping_failures(self) -> Iterator[None]:
@@ -316,12 +322,12 @@ class Engine:
         except (ProcessFailed, TooLarge):
             raise
         except Exception as error:
-            self.status.failure = self._described(error)
+            self.status.failure = self._with_remedy(error)
             if self.backend.is_sharded:
                 raise self.status.failure from error
 
-    def _described(self, error: Exception) -> Exception:
-        """The error, or where memory ran out what can be done about it."""
+    def _with_remedy(self, error: Exception) -> Exception:
+        """Return the error, or where memory ran out one that says what can be done about it."""
         if not is_out_of_memory(error) or self.call is None:
             return error
         micro_batch = self.call.micro_batch
@@ -331,6 +337,7 @@ class Engine:
         return too_large_for(self.backend.process_index, micro_batch, reason_not_to_cut)
 
     def _empty_status(self) -> RankStatus:
+        """The status of this rank before its first forward."""
         return RankStatus(
             loss=torch.zeros((), dtype=sum_dtype(self.backend.device), device=self.backend.device),
             counts=(0,) * self.loss.num_means,
@@ -338,38 +345,53 @@ class Engine:
         )
 
     def _plan(self, window: Window, skip_empty: bool, num_calls: int | None) -> None:
-        """Count targets, exchange the counts, make a first pass if the loss needs one."""
+        """Count targets, exchange the counts, make a first pass if the loss needs one.
+
+        Args:
+            window: See `begin`.
+            skip_empty: See `begin`.
+            num_calls: See `begin`.
+        """
         if self.rule.pad_to_window:
             window = window.padded_to_window()
         if not self.backend.reason_not_to_cut:
             window = window.fitting()
         self.window = window
         calls = [
-            Call(m, index=i, counts=self.loss.count(m.batch, len(m)))
-            for i, m in enumerate(window.micro_batches)
+            Call(micro_batch, index=i, counts=self.loss.count(micro_batch.batch, len(micro_batch)))
+            for i, micro_batch in enumerate(window.micro_batches)
         ]
         if self.is_training:
             self.totals = self._count(window, calls)
             self.has_targets = any(self.totals)
-            if self.has_targets:
-                self._equalize(calls, skip_empty)
-                known = window.state.has_gradient.get(unwrapped(self.model))
-                self.backend.sum_early(self.parameters, known)
-        else:
+        if self.has_targets or not self.is_training:
             self._equalize(calls, skip_empty)
+        if self.has_targets and self.is_training:
+            known = window.state.has_gradient.get(unwrapped(self.model))
+            self.backend.sum_early(self.parameters, known)
         if num_calls is not None:
-            planned = {call.index for call in self.calls if call.weight}
-            others = [replace(c, weight=0) for c in calls if c.index not in planned]
-            self.calls = [*self.calls, *others][:num_calls]
-            if len(self.calls) < num_calls:
-                first = self.calls[0] if self.calls else stand_in(window, self.loss)
-                filler = replace(first, weight=0, index=FILLER)
-                self.calls += [filler] * (num_calls - len(self.calls))
+            self._fill_up(calls, num_calls)
         if self.loss.needs_first_pass and self.has_targets and self.is_training:
             with self.scope(), self.backend.autocast(), extra_forwards(self.model):
                 self.totals = self.loss.prepare(self._first_pass())
 
+    def _fill_up(self, calls: list[Call], num_calls: int) -> None:
+        """Add calls with weight 0: those that were left out, then one that repeats a sample.
+
+        Args:
+            calls: All of this rank's micro-batches.
+            num_calls: How many there must be.
+        """
+        planned = {call.index for call in self.calls if call.weight}
+        others = [replace(call, weight=0) for call in calls if call.index not in planned]
+        self.calls = [*self.calls, *others][:num_calls]
+        if len(self.calls) < num_calls:
+            first = self.calls[0] if self.calls else stand_in(self.window, self.loss)
+            filler = replace(first, weight=0, index=FILLER)
+            self.calls += [filler] * (num_calls - len(self.calls))
+
     def _first_pass(self) -> FirstPass:
+        """Collect what a loss may use to look at the whole window before its terms are computed."""
         calls = self.calls or [replace(stand_in(self.window, self.loss), weight=0)]
         return FirstPass(
             window=self.window,
@@ -378,7 +400,7 @@ class Engine:
             device=self.backend.device,
             process_index=self.backend.process_index,
             parameters=self.parameters,
-            forward=torch.no_grad()(self.first_forward),
+            forward=torch.no_grad()(self.forward_of),
             all_reduce=partial(self.backend.all_reduce, status=self.status),
             scaled=self.backend.scaled,
         )
@@ -390,9 +412,9 @@ class Engine:
         self.calls = self.backend.equalize(self.window, calls, self.loss)
 
     def _count(self, window: Window, calls: list[Call]) -> Counts:
-        """The targets of the window over all ranks.
+        """Count the targets of the window over all ranks.
 
-        Where only the forwards can count them, it is the number of samples for now, which keeps
+        Where only the forwards can count them, return the number of samples for now, which keeps
         the size of the gradients.
         """
         if self.loss.counts_in_forward:
@@ -400,40 +422,49 @@ class Engine:
         self.status.counts = added(self.status.counts, *(call.counts for call in calls))
         return self.backend.all_reduce_status(self.status).counts
 
-    def described_window(self) -> str:
-        return self.window.description
+    def forward_of(self, call: Call) -> Any:
+        """Compute the model's outputs for a call that has no backward, within `scope`.
 
-    def first_forward(self, call: Call) -> Any:
-        with self._sped_up(call):
+        Args:
+            call: On the host. It becomes the engine's current call, on the device.
+        """
+        with self._started(call):
             return self.forward(self.call.batch)
 
     @contextmanager
-    def _sped_up(self, planned: Call) -> Iterator[None]:
-        """Start a call, with the speed-ups that fit it."""
+    def _started(self, planned: Call) -> Iterator[None]:
+        """Bring a call to the device, with the speed-ups that fit it, for its forward and backward.
+
+        Args:
+            planned: The call on the host.
+        """
         self.call = planned  # for an error on the way
-        fitting = self.rule.speed_ups_for(planned, self._accepted(planned.micro_batch.batch))
-        self.window.state.num_plain += len(fitting) < len(self.rule.speed_ups)
+        speed_ups = self.rule.speed_ups_for(planned, self._accepted(planned.micro_batch.batch))
+        if len(speed_ups) < len(self.rule.speed_ups):
+            self.window.state.num_plain += 1
         with ExitStack() as stack:
-            for speed_up in fitting:
+            for speed_up in speed_ups:
                 stack.enter_context(speed_up.scope(self._module))
-            self._start(planned, [*self.hooks, *fitting])
+            self.call = self._on_device(planned)
+            for hook in (*self.hooks, *speed_ups):
+                hook.before(self.call)
             yield
 
-    def _start(self, planned: Call, hooks: list[Hook]) -> None:
-        """Bring a call's batch and keys to the device, and tell the hooks."""
+    def _on_device(self, planned: Call) -> Call:
+        """Return a call with its batch and the keys of its dropout on the device."""
         request = self.window.request
         keys = sample_keys(request.seed, request.epoch, planned.micro_batch.positions)
-        shared = window_key(request.seed, request.epoch, request.index)
-        batch, keys, shared = send_to_device(
-            [planned.micro_batch.batch, keys, shared], self.backend.device, non_blocking=True
+        key_of_window = window_key(request.seed, request.epoch, request.index)
+        batch, keys, key_of_window = send_to_device(
+            [planned.micro_batch.batch, keys, key_of_window],
+            self.backend.device,
+            non_blocking=True,
         )
-        self.call = replace(planned, batch=batch, keys=keys, window_key=shared)
-        for hook in hooks:
-            hook.before(self.call)
+        return replace(planned, batch=batch, keys=keys, window_key=key_of_window)
 
 
 def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add to `.grad`."""
+    """Add a gradient to `.grad`, which may be None."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:
@@ -441,11 +472,11 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def stand_in(window: Window, loss: Loss) -> Call:
-    """A call for a rank without micro-batches where it must make one.
+    """Make a call for a rank without micro-batches, of one sample of the window.
 
     Returns:
-        The window's first sample with targets (its loss is finite), or the last sample if none has
-        targets.
+        The call of the first sample with targets, whose loss is finite; of the last sample if none
+        has targets.
     """
     for offset in range(window.num_samples):
         micro_batch = window.split([np.array([offset])]).micro_batches[0]

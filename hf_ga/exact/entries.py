@@ -47,6 +47,9 @@ class Entries:
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], sample: Any) -> None:
         self.collate_fn = collate_fn
+        self.of_samples: set[str] = set()
+        self.joined: set[str] = set()
+        self._num_shared: dict[str, int] = {}  # rows of an entry that did not grow
         with preserved_random_states():
             seed_generators(0)
             before = random_states()
@@ -54,31 +57,39 @@ class Entries:
             self.draws = bool(moved_generators(before))
             seed_generators(0)
             three = self._collated([sample] * 3)
-        self.of_samples: set[str] = set()
-        self.joined: set[str] = set()
-        self._num_shared: dict[str, int] = {}  # rows of an entry that did not grow
         for name in two:
-            small = shape_of(two[name])
-            large = shape_of(three[name])
-            if small == large:
-                self._num_shared[name] = num_rows(two[name])
-                continue
-            grows = len(small) == len(large) and small[1:] == large[1:]
-            if not grows or small[0] % 2 or small[0] * 3 != large[0] * 2:
+            self._find_growth(name, shape_of(two[name]), shape_of(three[name]))
+        for name, value in two.items():
+            if isinstance(value, Mapping):
                 raise DataError(
-                    f"the collate function's {name!r} has shape {small} for 2 samples and {large} "
-                    "for 3: every tensor needs its samples on the first axis, one row per sample."
+                    f"the collate function's {name!r} is a nested dict: put its tensors at the "
+                    "top level."
                 )
-            self.of_samples.add(name)
-            if small[0] != 2:
-                self.joined.add(name)
-        nested = [name for name, value in two.items() if isinstance(value, Mapping)]
-        if nested:
-            raise DataError(
-                f"the collate function's {nested[0]!r} is a nested dict: put its tensors at the "
-                "top level."
-            )
         self._check(two)
+
+    def _find_growth(self, name: str, of_two: tuple[int, ...], of_three: tuple[int, ...]) -> None:
+        """Note whether an entry grows with the samples.
+
+        Args:
+            name: Of the entry.
+            of_two: Its shape for two samples.
+            of_three: Its shape for three samples.
+
+        Raises:
+            DataError: If it grows in another way than by the same number of rows for each sample.
+        """
+        if of_two == of_three:
+            self._num_shared[name] = of_two[0] if of_two else 0
+            return
+        is_first_axis = len(of_two) == len(of_three) and of_two[1:] == of_three[1:]
+        if not is_first_axis or of_two[0] % 2 or of_two[0] * 3 != of_three[0] * 2:
+            raise DataError(
+                f"the collate function's {name!r} has shape {of_two} for 2 samples and {of_three} "
+                "for 3: every tensor needs its samples on the first axis, one row per sample."
+            )
+        self.of_samples.add(name)
+        if of_two[0] != 2:
+            self.joined.add(name)
 
     def look_at(self, samples: Sequence[Any]) -> None:
         """Find entries that have other than one row for some of these samples."""
@@ -91,13 +102,13 @@ class Entries:
         self._note_missing(alone)
 
     def num_joined(self, sample: Any) -> int:
-        """Rows of a sample in the joined entries."""
+        """Count the rows of a sample in the joined entries."""
         with preserved_random_states():
             alone = self._collated([sample])
         return sum(num_rows(alone.get(name)) for name in self.joined)
 
     def split(self, batch: Batch, samples: Sequence[Any]) -> dict[str, Any]:
-        """A batch with `Parts` in place of each joined entry.
+        """Replace each joined entry of a batch by `Parts`.
 
         Args:
             batch: What the collate function returned.
@@ -188,7 +199,7 @@ class Entries:
 
 
 def put_together(batch: Batch) -> dict[str, Any]:
-    """A batch with each entry of `Parts` as the collate function would return it."""
+    """Return a batch with each entry of `Parts` as the collate function would return it."""
     whole = dict(batch)
     for name, value in batch.items():
         if not isinstance(value, Parts):
@@ -202,7 +213,7 @@ def put_together(batch: Batch) -> dict[str, Any]:
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """The rows of several tensors, arrays or lists."""
+    """Concatenate the rows of several tensors, arrays or lists."""
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], np.ndarray):
@@ -211,6 +222,6 @@ def concatenated(parts: Sequence[Any]) -> Any:
 
 
 def num_rows(value: Any) -> int:
-    """The size of the first axis."""
+    """Return the size of the first axis."""
     shape = shape_of(value)
     return shape[0] if shape else 0

@@ -18,21 +18,28 @@ from hf_ga.exact.generators import (
     random_states,
     seed_generators,
 )
-from hf_ga.exact.hashing import Stream, make_key
+from hf_ga.exact.hashing import Purpose, fold_in
 
 Collate = Callable[[list[Any]], Any]
 
 
 @dataclass(frozen=True)
 class WindowRequest:
-    """All that a worker must know to make this process's micro-batches of one window. Offsets count
-    within the window.
+    """The plan of one window: all that a worker must know to make this process's micro-batches.
 
     Attributes:
-        micro_batches: of this process. most_micro_batches: of the process that has most of them.
-        chunks: of the window, where it is cut into chunks (same bits): each micro-batch is one.
-        lengths: of the samples, where the window was planned by them; None: the micro-batches are
-            somebody's own.
+        seed: Of the run.
+        epoch: Of the window (0-based).
+        index: Of the window in its epoch (0-based).
+        positions: Of its samples in the order of the epoch: int64, shape (samples,).
+        sample_ids: Of its samples: int64, shape (samples,).
+        micro_batches: For each micro-batch of this process, the offsets of its samples in the
+            window.
+        whole_window: Whether all micro-batches are padded to one width.
+        most_micro_batches: How many the process has that has most of them.
+        lengths: Tokens of the samples, if the window was planned by them. None: the micro-batches
+            are somebody's own.
+        chunks: Of the window, if it is cut into chunks (same bits): each micro-batch is one.
     """
 
     seed: int
@@ -53,7 +60,8 @@ class Fetcher:
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate) -> None:
-        self.dataset, self.collate_fn = dataset, collate_fn
+        self.dataset = dataset
+        self.collate_fn = collate_fn
         self.is_repeatable = False  # not known yet
         self.entries: Entries | None = None  # not known yet
 
@@ -63,34 +71,32 @@ class Fetcher:
             if not self.is_repeatable and not equal_batches(batches, self._collated(request)):
                 raise UnkeyedRandomness(
                     "the dataset or the collate function gave two different batches for the same "
-                    "samples and seeds: it draws from "
-                    "its own generator, so the split of a window would change its result. Let it "
-                    "draw from torch's, numpy's "
-                    "or Python's global generator, which are seeded for it: leave its seed or "
-                    "generator argument out."
+                    "samples and seeds: it draws from its own generator, so the split of a window "
+                    "would change its result. Let it draw from torch's, numpy's or Python's global "
+                    "generator, which are seeded for it: leave its seed or generator argument out."
                 )
         self.is_repeatable = True
         return batches
 
     def offsets(self, request: WindowRequest) -> np.ndarray:
-        """Offsets of the samples of a window that can be collated here: all of them."""
+        """Return the offsets of the samples of a window that can be collated here: all of them."""
         return np.arange(len(request.positions))
 
     def samples(self, request: WindowRequest, offsets: np.ndarray) -> list[Any]:
-        """Samples by their offsets. A random transform draws from generators seeded by (seed,
+        """Fetch samples by their offsets. A random transform draws from generators seeded by (seed,
         epoch, position).
         """
         samples = []
         for position, sample_id in zip(
             request.positions[offsets], request.sample_ids[offsets], strict=True
         ):
-            seed_generators(make_key(Stream.SAMPLE, request.seed, request.epoch, int(position)))
+            seed_generators(fold_in(Purpose.SAMPLE, request.seed, request.epoch, int(position)))
             samples.append(self.dataset[int(sample_id)])
         return samples
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """About `count` samples from all over the dataset, for a proof: one window's may be too few
-        or too alike.
+        """Fetch about `count` samples from all over the dataset, for a proof: one window's may be
+        too few or too alike.
         """
         ids = np.unique(np.linspace(0, len(self.dataset) - 1, count).astype(np.int64))
         with preserved_random_states():
@@ -103,7 +109,9 @@ class Fetcher:
         return self._cut_from_whole_window(request) if batches is None else batches
 
     def _one_by_one(self, request: WindowRequest) -> list[dict[str, Any]] | None:
-        """None where the collate function drew random numbers: then its result depends on the
+        """Collate each micro-batch by itself.
+
+        Returns None if the collate function drew random numbers: its result then depends on the
         split.
         """
         batches = []
@@ -123,7 +131,7 @@ class Fetcher:
         if self.entries is None:
             self.entries = Entries(self.collate_fn, samples[0])
             self.entries.look_at(samples)
-        seed_generators(make_key(Stream.COLLATE, request.seed, request.epoch, request.index))
+        seed_generators(fold_in(Purpose.COLLATE, request.seed, request.epoch, request.index))
         batch = as_batch(self.collate_fn(samples))
         batch = self.entries.split(batch, samples)
         parts = (take_rows(batch, o, self.entries.of_samples) for o in request.micro_batches)

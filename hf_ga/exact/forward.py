@@ -19,27 +19,31 @@ from hf_ga.exact.batches import Batch
 from hf_ga.exact.precision import at_least_float32
 
 WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, CheckpointWrapper)
-# (outputs of the model, batch) -> (sum of the loss over the targets of the batch, number of
-# targets)
+# (outputs of the model, batch) -> (sum of the loss over its targets, number of targets)
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """The user's own module inside DDP and the like; mixed-precision wrappers stay."""
+    """Return the user's own module inside DDP and the like; mixed-precision wrappers stay."""
     return extract_model_from_parallel(model, keep_fp32_wrapper=True)
 
 
 def callable_module(model: nn.Module) -> nn.Module:
-    """What to call in a window: the module inside DDP, whose wrapper would broadcast buffers and
-    prepare its reducer, both of them collectives of all ranks in every forward. Under FSDP the
-    model itself: its forward must gather the parameters.
+    """Return the module to call in a window.
+
+    That is the module inside DDP, whose wrapper would broadcast buffers and prepare its reducer,
+    both of them collectives of all ranks in every forward. Under FSDP it is the model itself, whose
+    forward must gather the parameters.
     """
-    return model.module if isinstance(model, nn.parallel.DistributedDataParallel) else model
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.module
+    return model
 
 
 def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
-    """What picks the entries of a batch that the model's forward takes: those it names, or all
-    where it takes `**kwargs`.
+    """Return a function that drops the entries of a batch that the model's forward does not accept.
+
+    It accepts the entries that it names, or all where it takes `**kwargs`.
 
     A transformers model's `**kwargs` are for settings, so other columns are not passed. Its inputs
     are those that its forward names and, as long as each hands `**kwargs` on, the forwards of its
@@ -48,62 +52,69 @@ def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
     model = unwrapped(model)
     forwards = [getattr(model, "_original_forward", model.forward)]
     if isinstance(model, PreTrainedModel):
-        forwards += [
-            vars(base)["forward"] for base in type(model).__mro__ if "forward" in vars(base)
-        ]
+        bases = [vars(base) for base in type(model).__mro__]
+        forwards += [base["forward"] for base in bases if "forward" in base]
     named: set[str] = set()
+
+    def accepted(batch: Batch) -> dict[str, Any]:
+        return {name: value for name, value in batch.items() if name in named}
+
     for forward in forwards:
         parameters = inspect.signature(forward).parameters.values()
         named |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        if not any(p.kind == p.VAR_KEYWORD for p in parameters):
-            return lambda batch: {name: value for name, value in batch.items() if name in named}
+        hands_others_on = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        if not hands_others_on:
+            return accepted
     return dict
 
 
 def output_of(outputs: Any, name: str) -> Any:
-    """An entry or attribute of what a model returned; None if there is none."""
-    return outputs.get(name) if isinstance(outputs, Mapping) else getattr(outputs, name, None)
+    """Return an entry or attribute of what a model returned; None if there is none."""
+    if isinstance(outputs, Mapping):
+        return outputs.get(name)
+    return getattr(outputs, name, None)
 
 
 def head_loss(outputs: Any) -> Tensor:
-    """The loss of the model's own head (`outputs.loss`, `outputs["loss"]`, a tuple's first entry, a
-    scalar), in at least float32.
+    """Return the loss of the model's own head, in at least float32.
+
+    Args:
+        outputs: What the model returned. The loss is `outputs.loss`, `outputs["loss"]`, a tuple's
+            first entry, or a scalar itself.
 
     Raises:
-        LossNotAdditive: there is none, or it is not one number.
+        NoLoss: If there is none, or it is not one number.
     """
-    loss = outputs[0] if type(outputs) is tuple and outputs else outputs
-    loss = loss if isinstance(loss, Tensor) else output_of(loss, "loss")
-    if loss is None or loss.numel() != 1:
-        found = (
-            f"a {type(outputs).__name__} without one"
-            if loss is None
-            else f"shape {list(loss.shape)}"
-        )
-        raise NoLoss(
-            f"the model's loss must be one number, got {found}. Let it return a dict with a loss, "
-            "give it labels, or pass "
-            "loss_fn(outputs, batch) -> (sum of the loss, number of targets)."
-        )
-    return at_least_float32(loss.reshape(()))
+    first = outputs[0] if type(outputs) is tuple and outputs else outputs
+    loss = first if isinstance(first, Tensor) else output_of(first, "loss")
+    if loss is not None and loss.numel() == 1:
+        return at_least_float32(loss.reshape(()))
+    found = f"a {type(outputs).__name__} without one"
+    if loss is not None:
+        found = f"shape {list(loss.shape)}"
+    raise NoLoss(
+        f"the model's loss must be one number, got {found}. Let it return a dict with a loss, give "
+        "it labels, or pass loss_fn(outputs, batch) -> (sum of the loss, number of targets)."
+    )
 
 
 def own_loss(loss_fn: LossFunction, outputs: Any, batch: Batch) -> tuple[Tensor, float]:
-    """What the user's loss function returns: the sum, of at least float32, and the number of
-    targets.
+    """Call the user's loss function.
 
-    A number that is a tensor on the device waits for the device.
+    Args:
+        loss_fn: Where its number of targets is a tensor on the device, this waits for the device.
+        outputs: What the model returned.
+        batch: The batch, on the device.
+
+    Returns:
+        The sum, of at least float32, and the number of targets.
 
     Raises:
-        ConfigError: something else than a scalar tensor and a number.
+        ConfigError: If it returns something else than a scalar tensor and a number.
     """
     returned = loss_fn(outputs, batch)
-    if (
-        not isinstance(returned, tuple)
-        or len(returned) != 2
-        or not isinstance(returned[0], Tensor)
-        or returned[0].dim()
-    ):
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if not is_pair or not isinstance(returned[0], Tensor) or returned[0].dim():
         raise ConfigError(
             "loss_fn must return (sum of the loss as a scalar tensor, number of targets), got "
             f"{returned!r:.80}: sum the loss "
@@ -116,17 +127,28 @@ def own_loss(loss_fn: LossFunction, outputs: Any, batch: Batch) -> tuple[Tensor,
 def run_forward(
     model: nn.Module, batch: Batch, loss_fn: LossFunction | None
 ) -> tuple[Tensor, float | None]:
-    """Forward and loss of a batch on the model's device: (head's mean loss, None), or (sum,
-    targets) of `loss_fn`.
+    """Compute the loss of a batch.
+
+    Args:
+        model: The model.
+        batch: On the model's device.
+        loss_fn: The user's loss function. None: the loss of the model's head.
+
+    Returns:
+        (mean loss of the head, None), or (sum, number of targets) of `loss_fn`.
     """
-    outputs = model(**argument_filter(model)(batch))
-    return (head_loss(outputs), None) if loss_fn is None else own_loss(loss_fn, outputs, batch)
+    arguments = argument_filter(model)(batch)
+    outputs = model(**arguments)
+    if loss_fn is None:
+        return head_loss(outputs), None
+    return own_loss(loss_fn, outputs, batch)
 
 
 def compiled_modules(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of a model for which `Module.compile` was called, or whose forward was
-    given to `torch.compile`. (A module that `torch.compile` wrapped is refused:
-    `check_not_wrapped`.)
+    """Return the outermost modules of a model for which `Module.compile` was called, or whose
+    forward was given to `torch.compile`.
+
+    A module that `torch.compile` wrapped is refused elsewhere (`check_not_wrapped`).
     """
     is_compiled_itself = model._compiled_call_impl is not None or hasattr(
         model.forward, "_torchdynamo_orig_callable"
@@ -167,15 +189,16 @@ def not_compiled() -> Iterator[None]:
 
 
 def module_modes(model: nn.Module) -> tuple[bool, ...]:
-    """Of every module, whether it is in training mode. Wrappers of DDP, FSDP and checkpointing are
-    not counted: they come later.
+    """Return for every module whether it is in training mode.
+
+    Wrappers of DDP, FSDP and checkpointing are left out, as they come later.
     """
     return tuple(module.training for module in model.modules() if not isinstance(module, WRAPPERS))
 
 
 @contextmanager
 def restored_modes(model: nn.Module) -> Iterator[None]:
-    """Every module gets its own training or evaluation mode back at the end."""
+    """Give every module its own training or evaluation mode back at the end of the block."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
@@ -184,7 +207,7 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Undo what a training forward does to buffers (running statistics)."""
+    """Undo what training forwards in the block do to buffers (running statistics)."""
     restore = buffers_as_now(model)
     try:
         yield
@@ -203,7 +226,7 @@ def extra_forwards(model: nn.Module) -> Iterator[None]:
 
 
 def buffers_as_now(model: nn.Module) -> Callable[[], None]:
-    """A function that puts all buffers of a model back, also those that were replaced."""
+    """Return a function that puts all buffers of a model back, also those that were replaced."""
     saved = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -222,8 +245,9 @@ def buffers_as_now(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Start without gradients. At the end those that were there before are added; after an error
-    only they are there again.
+    """Start a block without gradients, and add those that were there before at its end.
+
+    After an error in the block, only those that were there before are there again.
     """
     earlier = [p.grad for p in parameters]
     for parameter in parameters:
@@ -236,7 +260,9 @@ def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
         raise
     finally:
         for parameter, gradient in zip(parameters, earlier, strict=True):
-            if gradient is not None:
-                parameter.grad = (
-                    gradient if parameter.grad is None else parameter.grad.add_(gradient)
-                )
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)

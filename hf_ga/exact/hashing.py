@@ -17,8 +17,8 @@ MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
 
 
-class Stream(enum.IntEnum):
-    """What a key is for. Different streams never share keys."""
+class Purpose(enum.IntEnum):
+    """What random numbers are for. Keys of different purposes are never the same."""
 
     ORDER = 1
     SAMPLE = 2  # random transforms of one sample
@@ -29,7 +29,7 @@ class Stream(enum.IntEnum):
 
 
 def mix(value: int) -> int:
-    """Scramble a 64-bit integer (a bijection)."""
+    """Scramble the bits of a 64-bit integer. Different integers stay different."""
     value &= MASK64
     value = ((value ^ (value >> 30)) * MULTIPLIER_1) & MASK64
     value = ((value ^ (value >> 27)) * MULTIPLIER_2) & MASK64
@@ -37,31 +37,35 @@ def mix(value: int) -> int:
 
 
 def mix_in_place(values: Tensor) -> Tensor:
-    """`mix` for every element of an int64 tensor, which is changed and returned."""
-    for bits, multiplier in ((30, MULTIPLIER_1), (27, MULTIPLIER_2)):
-        values.bitwise_xor_(
-            values.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1)
-        ).mul_(signed(multiplier))
-    return values.bitwise_xor_(values.bitwise_right_shift(31).bitwise_and_((1 << 33) - 1))
+    """Apply `mix` to every element of an int64 tensor, in place, and return the tensor."""
+    values.bitwise_xor_(_shifted_right(values, 30)).mul_(signed(MULTIPLIER_1))
+    values.bitwise_xor_(_shifted_right(values, 27)).mul_(signed(MULTIPLIER_2))
+    return values.bitwise_xor_(_shifted_right(values, 31))
+
+
+def _shifted_right(values: Tensor, bits: int) -> Tensor:
+    """Shift logically: zeros come in from the left, where torch copies the sign."""
+    return values.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mixed(values: Tensor) -> Tensor:
-    """`mix(value + GOLDEN)` for every element of an int64 tensor. So `mixed(values ^
-    signed(make_key(*parts)))` is `make_key(*parts, v)` for every v.
+    """Return `mix(value + GOLDEN)` for every element of an int64 tensor.
+
+    So `mixed(values ^ signed(fold_in(*parts)))` is `fold_in(*parts, value)` for every value.
     """
     return mix_in_place(values + signed(GOLDEN))
 
 
 def signed(value: int) -> int:
-    """The int64 with the bits of a 64-bit unsigned integer."""
+    """Return the int64 with the bits of a 64-bit unsigned integer."""
     value &= MASK64
     return value - (1 << 64) if value >> 63 else value
 
 
-def make_key(*parts: int) -> int:
-    """A 64-bit key from any number of integers; the order of the parts counts.
+def fold_in(*parts: int) -> int:
+    """Make a 64-bit key of any number of integers, whose order counts.
 
-    >>> make_key(1, 2) == make_key(2, 1)
+    >>> fold_in(1, 2) == fold_in(2, 1)
     False
     """
     key = 0
@@ -71,5 +75,5 @@ def make_key(*parts: int) -> int:
 
 
 def name_key(name: str) -> int:
-    """A 64-bit key of a text (BLAKE2b), the same in every process, unlike Python's own `hash`."""
+    """Make a 64-bit key of a text (BLAKE2b), the same in every process, unlike Python's `hash`."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -11,9 +11,8 @@ from torch import Tensor, nn
 
 from hf_ga.exact.batches import MicroBatch
 
-Counts = tuple[
-    float, ...
-]  # targets: one number, or one for each mean of a loss that is a sum of means
+# Targets: one number, or one for each mean of a loss that is a sum of means.
+Counts = tuple[float, ...]
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,13 @@ class Call:
     """One forward and backward, as hooks and losses see it.
 
     Attributes:
-        micro_batch: on the host.
-        batch: on the device.
-        counts: targets, counted on the host; () for a loss that counts in its forward.
-        keys: int64, shape (samples,): what the samples' dropout masks are keyed by, on the device.
-        window_key: int64, shape (1,): the same of masks that the whole window shares.
+        micro_batch: Its samples, on the host.
+        batch: Its tensors, on the device.
+        counts: Targets, counted on the host; () for a loss that counts in its forward.
+        keys: Keys of the samples' dropout masks: int64, shape (samples,), on the device.
+        window_key: Key of masks that the whole window shares: int64, shape (1,), on the device.
         weight: 0 for a call that is made only because other ranks make one (FSDP), else 1.
-        index: of the micro-batch among this process's in the window.
+        index: Which of this process's micro-batches in the window.
     """
 
     micro_batch: MicroBatch
@@ -43,48 +42,61 @@ class Hook:
     """Takes part in the forwards of a window. Every method does nothing unless overridden."""
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Around the forwards and backwards of a window; leaves nothing behind. `model` as it was
-        prepared.
+        """Return a context manager around the forwards and backwards of a window.
+
+        It leaves nothing behind.
+
+        Args:
+            model: The prepared model.
         """
         return nullcontext()
 
     def before(self, call: Call) -> None:
-        """Before the forward of `call`."""
+        """Called before the forward of `call`."""
 
 
 class SpeedUp(Hook):
-    """A hook that must change neither loss nor gradient. The proof compares both with and without
-    it, and leaves it out if they differ.
+    """A hook that must change neither loss nor gradient.
+
+    The proof compares both with and without it, and leaves it out if they differ.
 
     Attributes:
-        name: how reports call it.
+        name: How reports call it.
     """
 
     name = ""
 
     def attach(
         self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool
-    ) -> str:
-        """Attach to a model. Returns why it is not tried on this one; "" if it is.
+    ) -> str | None:
+        """Attach to a model.
 
         Args:
-            model: unwrapped. dropout: its `KeyedDropout`.
-            reads_logits: the loss is computed from the outputs after the forward (a `loss_fn`, a
-                sum of means).
-            has_router: the head adds a router's balancing loss.
+            model: The unwrapped model.
+            dropout: Its `KeyedDropout`.
+            reads_logits: Whether the loss is computed from the outputs after the forward (a
+                `loss_fn`, a sum of means).
+            has_router: Whether the head adds a router's balancing loss.
+
+        Returns:
+            Why it is not tried on this model. None: it is tried.
         """
-        return ""
+        return None
 
     def trial(self) -> AbstractContextManager[None]:
-        """Around the proof's probes: used also where a batch is too small to gain from it."""
+        """Return a context manager around the proof's forwards.
+
+        Within it the speed-up is used also where a batch is too small to gain from it.
+        """
         return nullcontext()
 
     def fits(self, call: Call) -> bool:
-        """Whether a micro-batch has the structure for which the speed-up changes nothing. Decided
-        on the host; a micro-batch that does not is computed without it.
+        """Whether the speed-up changes nothing for a micro-batch of this structure.
+
+        Decided on the host. A micro-batch that does not fit is computed without it.
         """
         return True
 
-    def verdict(self) -> str:
-        """After the probe with it: why it had no effect; "" if it had one."""
-        return ""
+    def verdict(self) -> str | None:
+        """Return why the forward before had no use of the speed-up. None: it had."""
+        return None

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def find_lengths(dataset: Any, collate_fn: Collate) -> np.ndarray | None:
-    """Tokens of each sample: a `length` column or the lengths of `input_ids`, of a
+    """Find the tokens of each sample: a `length` column or the lengths of `input_ids`, of a
     `datasets.Dataset` or of a list of dicts.
 
     Returns:

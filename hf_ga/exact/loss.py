@@ -25,17 +25,31 @@ from hf_ga.exact.window import Window
 
 Sums = tuple[Tensor | float, ...]
 
-# How a head may count its targets: (collated batch on the host, samples) -> targets. A causal head
-# predicts column 1 first.
+
+def _count_shifted_labels(batch: Batch, num_samples: int) -> int:
+    """Count for a causal head, which predicts column 1 first."""
+    return int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
+
+
+def _count_labels(batch: Batch, num_samples: int) -> int:
+    return int((batch["labels"] != IGNORED_LABEL).sum())
+
+
+def _count_samples(batch: Batch, num_samples: int) -> int:
+    return num_samples
+
+
+def _count_attended_tokens(batch: Batch, num_samples: int) -> int:
+    """Count the tokens of the attention mask, with any labels."""
+    return int(batch["attention_mask"].sum())
+
+
+# How a head may count its targets: (collated batch on the host, samples) -> targets.
 COUNTING_RULES: dict[str, Callable[[Batch, int], int]] = {
-    "shifted labels": lambda batch, num_samples: int(
-        (batch["labels"][..., 1:] != IGNORED_LABEL).sum()
-    ),
-    "labels": lambda batch, num_samples: int((batch["labels"] != IGNORED_LABEL).sum()),
-    "samples": lambda batch, num_samples: num_samples,
-    "attended tokens": lambda batch, num_samples: int(
-        batch["attention_mask"].sum()
-    ),  # with any labels
+    "shifted labels": _count_shifted_labels,
+    "labels": _count_labels,
+    "samples": _count_samples,
+    "attended tokens": _count_attended_tokens,
 }
 
 
@@ -66,27 +80,27 @@ class FirstPass:
     scaled: Callable[[Tensor], Tensor]
 
     def from_first_rank(self, tensor: Tensor) -> Tensor:
-        """A tensor with the same bits on all ranks, which may have computed it with different
-        rounding.
+        """Give all ranks the bits of the first one's tensor: the others may have rounded
+        differently.
         """
         return self.all_reduce(tensor if self.process_index == 0 else torch.zeros_like(tensor))
 
 
 class Loss(Hook):
-    """One way to split a loss over micro-batches: what `sums` returns is additive, and `mean` makes
-    a loss of it.
+    """A way to split a loss over micro-batches: what `sums` returns is additive, and `mean` makes a
+    loss of it.
 
     Attributes:
-        name: how reports call it.
-        num_means: means that the loss is a sum of.
-        one_width: the counts depend on the padded width, so all micro-batches of a window need the
+        name: How reports call it.
+        num_means: How many means the loss is a sum of.
+        one_width: The counts depend on the padded width, so all micro-batches of a window need the
             same width.
-        counts_in_forward: targets are known only after the forward, not on the host.
+        counts_in_forward: Targets are known only after the forward, not on the host.
         needs_first_pass: `prepare` makes a pass over the window's micro-batches.
-        is_audited: what `sums` returns can be computed again for other groups of samples.
-        uses_parameters: it depends on parameters other than through the outputs.
-        own_gradients: then, after `prepare`, the gradients of these parameters in this window, the
-            same on all ranks and times the scale of fp16. One more term of the window's gradient.
+        is_audited: What `sums` returns can be computed again for other groups of samples.
+        uses_parameters: The loss depends on parameters other than through the outputs.
+        own_gradients: After `prepare`, the gradients of these parameters in this window, the same
+            on all ranks and times the scale of fp16. One more term of the window's gradient.
     """
 
     name = ""
@@ -99,8 +113,14 @@ class Loss(Hook):
     own_gradients: Sequence[tuple[nn.Parameter, Tensor]] = ()
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
-        """Targets of a collated batch on the host, one number for each mean; () if they are counted
-        in the forward.
+        """Count the targets of a collated batch on the host.
+
+        Args:
+            batch: The batch.
+            num_samples: Its samples.
+
+        Returns:
+            One number for each mean; () if they are counted in the forward.
         """
         raise NotImplementedError
 
@@ -111,35 +131,58 @@ class Loss(Hook):
         return not counts or any(counts)
 
     def prepare(self, first_pass: FirstPass) -> Counts:
-        """What `mean` divides by in a window; called where `needs_first_pass`."""
+        """Look at a whole window before its terms are computed; called where `needs_first_pass`.
+
+        Returns:
+            What `mean` divides by in this window.
+        """
         return first_pass.totals
 
     @property
     def additive(self) -> "Loss":
-        """What a proof and the audits test: its sums are additive."""
+        """The loss that a proof and the audits test: its sums are additive."""
         return self
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """For each mean, the loss summed over the targets (a scalar of at least float32; 0.0
-        without targets), and their number.
+        """Sum the loss of a micro-batch over its targets.
 
         Args:
-            outputs: of the model on `call.batch`.
+            outputs: What the model returned for `call.batch`.
+            call: The micro-batch.
+
+        Returns:
+            For each mean, the sum (a scalar of at least float32; 0.0 without targets), and the
+            number of targets.
 
         Raises:
-            LossNotAdditive: the model returned no loss.
+            LossNotAdditive: If the model returned no loss.
         """
         raise NotImplementedError
 
     def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
-        """The loss, a scalar: of a micro-batch's sums and a window's totals, what the micro-batch
-        adds to the window's mean loss.
+        """Divide sums by numbers of targets.
+
+        Args:
+            sums: Of a micro-batch.
+            totals: Of the window. Then the result is what the micro-batch adds to the window's mean
+                loss; with those of the micro-batch, it is the micro-batch's mean loss.
+
+        Returns:
+            A scalar.
         """
-        return sum((s / total for s, total in zip(sums, totals, strict=True) if total), start=0.0)
+        total_loss: Tensor | float = 0.0
+        for sum_of_loss, num_targets in zip(sums, totals, strict=True):
+            if num_targets:
+                total_loss = total_loss + sum_of_loss / num_targets
+        return total_loss
 
 
 class HeadMean(Loss):
-    """A head whose loss is one mean over its targets. name: a key of `COUNTING_RULES`."""
+    """A head whose loss is one mean over its targets.
+
+    Args:
+        name: How it counts them: a key of `COUNTING_RULES`.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -149,26 +192,33 @@ class HeadMean(Loss):
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
         (number,) = call.counts
-        return (head_loss(outputs) * number if number else 0.0,), call.counts
+        if not number:
+            return (0.0,), call.counts  # its mean is 0 / 0
+        return (head_loss(outputs) * number,), call.counts
 
 
 class SumOfMeans(Loss):
-    """A head whose loss is a sum of several means, each recomputed from the logits. name: a key of
-    `KINDS`.
+    """A head whose loss is a sum of several means, each recomputed from the logits.
+
+    Args:
+        name: Of the kind of head: a key of `KINDS`.
     """
 
     def __init__(self, name: str) -> None:
-        self.name, self.means = name, KINDS[name]
-        self.num_means, self.one_width = len(self.means), any(mean.one_width for mean in self.means)
+        self.name = name
+        self.means = KINDS[name]
+        self.num_means = len(self.means)
+        self.one_width = any(mean.one_width for mean in self.means)
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
         return tuple(mean.count(batch) for mean in self.means)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        means = zip(self.means, call.counts, strict=True)
-        return tuple(
-            mean.total(outputs, call.batch) if number else 0.0 for mean, number in means
-        ), call.counts
+        sums = [
+            mean.total(outputs, call.batch) if number else 0.0
+            for mean, number in zip(self.means, call.counts, strict=True)
+        ]
+        return tuple(sums), call.counts
 
 
 class OwnSum(Loss):
@@ -198,18 +248,27 @@ class OwnSum(Loss):
 
 
 class WithRouter(Loss):
-    """Another loss plus a router's balancing loss, whose shares are those of the whole window: its
-    last sum and count.
+    """Another loss plus a router's balancing loss, which is its last sum and count.
+
+    Args:
+        loss: The loss without the router's.
+        router: The balancing loss, with the shares of the whole window.
     """
 
     needs_first_pass = True
 
     def __init__(self, loss: Loss, router: Router) -> None:
-        self.loss, self.router, self.count = loss, router, loss.count
-        self.name, self.num_means, self.one_width = loss.name, loss.num_means, loss.one_width
+        self.loss = loss
+        self.router = router
+        self.name = loss.name
+        self.num_means = loss.num_means
+        self.one_width = loss.one_width
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
         return self.router.patched()
+
+    def count(self, batch: Batch, num_samples: int) -> Counts:
+        return self.loss.count(batch, num_samples)
 
     def contributes(self, counts: Counts) -> bool:
         return True  # its tokens are routed
@@ -221,7 +280,8 @@ class WithRouter(Loss):
         for call in first_pass.calls:
             first_pass.forward(call)
             own += self.router.take().detach() * call.weight
-        return *first_pass.totals, first_pass.all_reduce(own).float()
+        of_window = first_pass.all_reduce(own).float()
+        return (*first_pass.totals, of_window)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
         sums, counts = self.loss.sums(outputs, call)
@@ -229,4 +289,7 @@ class WithRouter(Loss):
         return (*sums, routed), (*counts, routed.detach())
 
     def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
-        return self.loss.mean(sums[:-1], totals[:-1]) + self.router.loss(sums[-1], totals[-1])
+        *other_sums, routed = sums
+        *other_totals, routed_in_window = totals
+        balancing_loss = self.router.loss(routed, routed_in_window)
+        return self.loss.mean(tuple(other_sums), tuple(other_totals)) + balancing_loss

@@ -18,7 +18,7 @@ BLOCK = 1024  # elements of one program
 
 @triton.jit
 def mixed(values):
-    """`hashing.mixed` for uint64 values."""
+    """Compute `hashing.mixed` for uint64 values."""
     values += 0x9E3779B97F4A7C15
     values = (values ^ (values >> 30)) * 0xBF58476D1CE4E5B9
     values = (values ^ (values >> 27)) * 0x94D049BB133111EB
@@ -130,7 +130,7 @@ def _draw(
 
 
 def keep_mask(seeds: Tensor, sizes: Sequence[int], threshold: int) -> Tensor:
-    """Which elements dropout keeps.
+    """Draw which elements dropout keeps.
 
     Args:
         seeds: int64, of shape (samples,): keys of the samples, XOR the key of the site.
@@ -153,7 +153,8 @@ def dropped(
     threshold: int,
     scale: float,
 ) -> Tensor:
-    """x * scale where dropout keeps, 0 elsewhere; no mask is stored, neither for the backward.
+    """Compute x * scale where dropout keeps, 0 elsewhere; no mask is stored, neither for the
+    backward.
 
     Args:
         x: Contiguous, in at most float32: samples x `sizes` elements in any shape, or packed tokens

@@ -28,20 +28,28 @@ class TooLarge(Exception):
 
 
 def num_elements(micro_batch: MicroBatch) -> int:
-    """Of its largest tensor with one row a sample, padding included."""
+    """Count the elements of its largest tensor with one row a sample, padding included."""
     return widest(micro_batch.batch, len(micro_batch))
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """On a GPU, or on a CPU whose allocator fails before the system ends the process."""
+    """Whether memory ran out: on a GPU, or on a CPU whose allocator fails before the system ends
+    the process.
+    """
     return isinstance(error, torch.OutOfMemoryError | MemoryError) or should_reduce_batch_size(
         error
     )
 
 
-def too_large_for(rank: int, micro_batch: MicroBatch, reason_not_to_cut: str = "") -> OutOfMemory:
-    """The error where nothing can be cut: a single sample, or a micro-batch of a backend with a
-    reason not to.
+def too_large_for(
+    rank: int, micro_batch: MicroBatch, reason_not_to_cut: str | None = None
+) -> OutOfMemory:
+    """Return the error for a micro-batch that cannot be cut into smaller ones.
+
+    Args:
+        rank: Where it did not fit.
+        micro_batch: A single sample, or any micro-batch of a backend with a reason not to cut.
+        reason_not_to_cut: See `Backend`.
     """
     padded = num_elements(micro_batch)
     if len(micro_batch) == 1:

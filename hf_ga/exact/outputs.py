@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def named_tensors(outputs: Any, name: str = "") -> dict[str, Tensor]:
-    """The tensors in outputs.
+    """Return the tensors in outputs, by name.
 
     Args:
         outputs: A tensor, or nested mappings (also of transformers), lists and tuples of them.
@@ -25,7 +25,7 @@ def named_tensors(outputs: Any, name: str = "") -> dict[str, Tensor]:
 
 
 def plain_values(outputs: Any) -> list[Any]:
-    """What is no tensor in outputs, such as numbers.
+    """List what is no tensor in outputs, such as numbers.
 
     Args:
         outputs: See `named_tensors`.
@@ -41,7 +41,7 @@ def plain_values(outputs: Any) -> list[Any]:
 
 
 def with_tensors(outputs: Any, tensors: Mapping[str, Tensor], name: str = "") -> Any:
-    """Outputs of the same kind with other tensors.
+    """Return outputs of the same kind with other tensors.
 
     Args:
         outputs: See `named_tensors`.

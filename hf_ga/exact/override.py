@@ -1,8 +1,10 @@
-"""Other attributes of an object for a while."""
+"""Change attributes of an object, or a mapping, for a while."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
+
+MISSING = object()
 
 
 @contextmanager
@@ -20,16 +22,29 @@ def override(target: Any, **attributes: Any) -> Iterator[None]:
         with override(trainer.args, gradient_accumulation_steps=1):
             ...
     """
-    missing = object()
-    own = vars(target)
-    before = {name: own.get(name, missing) for name in attributes}
+    before = {name: vars(target).get(name, MISSING) for name in attributes}
     try:
         for name, value in attributes.items():
             setattr(target, name, value)
         yield
     finally:
         for name, value in before.items():
-            if value is missing:
+            if value is MISSING:
                 delattr(target, name)
             else:
                 setattr(target, name, value)
+
+
+@contextmanager
+def restored(mapping: MutableMapping) -> Iterator[None]:
+    """Give a mapping its entries back at the end of the block.
+
+    Args:
+        mapping: The block may change it: `os.environ`, for example.
+    """
+    before = dict(mapping)
+    try:
+        yield
+    finally:
+        mapping.clear()
+        mapping.update(before)

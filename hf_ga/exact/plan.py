@@ -23,15 +23,15 @@ def plan_window(window_size: int, num_processes: int, micro_batch_size: int) -> 
     samples in micro-batches of at most 10 are 10 + 9 + 9 + 9 + 9 + 9 + 9.
 
     Args:
-        window_size: samples in the window.
-        num_processes: at least 1; a process may get nothing.
-        micro_batch_size: maximum samples in one micro-batch, at least 1.
+        window_size: Samples in the window.
+        num_processes: At least 1; a process may get nothing.
+        micro_batch_size: Maximum samples in one micro-batch, at least 1.
 
     Returns:
-        for each process its micro-batches; together every offset 0 ... window_size - 1 once.
+        For each process its micro-batches; together every offset 0 ... window_size - 1 once.
 
     Raises:
-        ValueError: a size is below its least value.
+        ValueError: If a size is below its least value.
     """
     if window_size < 0 or num_processes < 1 or micro_batch_size < 1:
         sizes = f"{window_size}, {num_processes}, {micro_batch_size}"
@@ -62,20 +62,24 @@ def plan_by_sizes(lengths: np.ndarray, num_processes: int, sizes: Sequence[int])
     if num_processes < 1:
         raise ValueError(f"num_processes must be at least 1, got {num_processes}")
     ends = np.cumsum(np.resize(sizes, len(lengths)))
-    micro_batches = (
-        np.split(np.argsort(lengths, kind="stable"), ends[ends < len(lengths)])
-        if len(lengths)
-        else []
-    )
+    micro_batches = []
+    if len(lengths):
+        by_length = np.argsort(lengths, kind="stable")
+        micro_batches = np.split(by_length, ends[ends < len(lengths)])
     return [micro_batches[process::num_processes] for process in range(num_processes)]
 
 
 def check_plan(plan: Plan, window_size: int, num_processes: int) -> None:
     """Check a plan of the user's own making.
 
+    Args:
+        plan: The plan.
+        window_size: Samples in the window.
+        num_processes: How many lists it must have.
+
     Raises:
-        ConfigError: another number of processes, an empty micro-batch, or offsets that do not occur
-            exactly once.
+        ConfigError: If it is for another number of processes, has an empty micro-batch, or offsets
+            that do not occur exactly once.
     """
     offsets = [np.asarray(micro_batch) for share in plan for micro_batch in share]
     if len(plan) != num_processes or not all(len(o) for o in offsets):
@@ -83,9 +87,8 @@ def check_plan(plan: Plan, window_size: int, num_processes: int) -> None:
             f"a plan needs {num_processes} lists (one per process) of non-empty micro-batches, "
             f"got {plan}."
         )
-    if not np.array_equal(
-        np.sort(np.concatenate([np.empty(0, np.int64), *offsets])), np.arange(window_size)
-    ):
+    planned = np.sort(np.concatenate([np.empty(0, np.int64), *offsets]))
+    if not np.array_equal(planned, np.arange(window_size)):
         raise ConfigError(
             f"a plan must contain each of the offsets 0 ... {window_size - 1} once: the planner "
             "drops or repeats samples."

@@ -13,8 +13,9 @@ class BatchPlan:
     """An exact layout of a global batch. `str()` lists its facts.
 
     Attributes:
-        layout: processes, largest micro-batch, accumulation steps, global batch.
-        nodes, devices_per_node: machines, and processes on each of them.
+        layout: Processes, largest micro-batch, accumulation steps, global batch.
+        nodes: Machines.
+        devices_per_node: Processes on each of them.
         shares: {sizes of the micro-batches of a process: number of such processes}.
     """
 
@@ -27,29 +28,20 @@ class BatchPlan:
         return "\n".join(f"{name:<21}{fact}" for name, fact in self._facts())
 
     def _facts(self) -> Iterable[tuple[str, str]]:
-        window, processes, limit = (
-            self.layout.window_size,
-            self.layout.num_processes,
-            self.layout.micro_batch_size,
-        )
-        yield (
-            "global batch",
-            f"{window} samples in each optimizer step, none added, dropped or repeated",
-        )
+        window = self.layout.window_size
+        processes = self.layout.num_processes
+        limit = self.layout.micro_batch_size
+        text = f"{window} samples in each optimizer step, none added, dropped or repeated"
+        yield "global batch", text
         yield "processes", f"{processes} = {self.nodes} node(s) x {self.devices_per_node} device(s)"
         for sizes, count in self.shares.items():
-            micro_batches = " + ".join(
-                f"{number} x {size}" for size, number in Counter(sizes).items()
-            )
-            yield (
-                "samples",
-                f"{count} process(es) x {sum(sizes)}, in micro-batches: {micro_batches or 'none'}",
-            )
-        yield (
-            "accumulation steps",
-            f"{self.layout.accumulation_steps} (full micro-batches: "
-            f"{window / (processes * limit):.4g})",
-        )
+            counted = Counter(sizes).items()
+            micro_batches = " + ".join(f"{number} x {size}" for size, number in counted) or "none"
+            text = f"{count} process(es) x {sum(sizes)}, in micro-batches: {micro_batches}"
+            yield "samples", text
+        full_micro_batches = window / (processes * limit)
+        steps = self.layout.accumulation_steps
+        yield "accumulation steps", f"{steps} (full micro-batches: {full_micro_batches:.4g})"
         balance = window / (processes * max(map(sum, self.shares)))
         yield "balance", f"{balance:.1%} of the device time is used if all samples cost the same"
         flags = f"--global_batch_size {window} --per_device_train_batch_size {limit}"
@@ -68,12 +60,13 @@ def plan_batch(
     not divide evenly.
 
     Args:
-        global_batch_size: samples in one optimizer step over all processes.
-        nodes, devices_per_node: machines, and processes on each of them.
-        per_device_train_batch_size: maximum samples in one micro-batch.
+        global_batch_size: Samples in one optimizer step over all processes.
+        nodes: Machines.
+        devices_per_node: Processes on each of them.
+        per_device_train_batch_size: Maximum samples in one micro-batch.
 
     Raises:
-        ConfigError: a size below 1.
+        ConfigError: If a size is below 1.
 
     >>> plan_batch(3072, nodes=30, devices_per_node=8, per_device_train_batch_size=10).shares
     {(7, 6): 192, (6, 6): 48}
@@ -88,14 +81,9 @@ def plan_batch(
 
 
 def launch_flags(nodes: int, processes_per_node: int) -> list[str]:
-    """Flags of `accelerate launch` common to all nodes. `--multi_gpu` means several processes, on a
-    CPU too.
-    """
-    several = ["--multi_gpu"] if nodes * processes_per_node > 1 else []
-    return [
-        *several,
-        "--num_machines",
-        str(nodes),
-        "--num_processes",
-        str(nodes * processes_per_node),
-    ]
+    """Return the flags of `accelerate launch` that all nodes share."""
+    num_processes = nodes * processes_per_node
+    flags = ["--num_machines", str(nodes), "--num_processes", str(num_processes)]
+    if num_processes == 1:
+        return flags
+    return ["--multi_gpu", *flags]  # several processes, on a CPU too

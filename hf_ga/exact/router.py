@@ -16,86 +16,95 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
+from hf_ga.exact.override import override
 
 FUNCTION = "load_balancing_loss_func"  # in the modules of all these families, with one meaning
 ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 class Router:
-    """The balancing loss of one model. While `patched`, the head's own is zero and what its calls
-    count is kept for `take`.
+    """The balancing loss of one model.
+
+    While `patched`, the head's own is zero, and what its calls count is kept for `take`.
+
+    Args:
+        model: The model.
 
     Attributes:
         owners: Python modules that define such a loss; empty if the model's family has none.
-        coefficients: of each call of a forward, its weight in the head's loss.
-        sizes: of each call, the numbers that it adds to what `take` returns: two for each expert
+        coefficients: For each call in a forward, its weight in the head's loss.
+        sizes: For each call, how many numbers it adds to what `take` returns: two for each expert
             and one.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
-        self.owners = [module for module in modules if hasattr(module, FUNCTION)]
-        self._calls: list[
-            tuple[Tensor, Tensor]
-        ] = []  # what was counted; what the head got, whose gradient is its coefficient
+        # The Python modules that the classes of the model's modules are from.
+        files = {sys.modules.get(type(module).__module__) for module in model.modules()}
+        self.owners = [file for file in files if hasattr(file, FUNCTION)]
+        # What was counted, and what the head got: its gradient is its coefficient.
+        self._calls: list[tuple[Tensor, Tensor]] = []
         self.coefficients: list[float] = []
         self.sizes: list[int] = []
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """The head's balancing loss is zero, and its calls are kept."""
+        """Replace the head's balancing loss by zero, and keep its calls, within the block."""
         with ExitStack() as stack:
             stack.callback(self._calls.clear)
             for owner in self.owners:
-                known = list(inspect.signature(getattr(owner, FUNCTION)).parameters) == ARGUMENTS
-                stack.enter_context(
-                    patch.object(
-                        owner, FUNCTION, self._count if known else partial(_refuse, owner.__name__)
-                    )
-                )
+                arguments = list(inspect.signature(getattr(owner, FUNCTION)).parameters)
+                is_known = arguments == ARGUMENTS
+                replacement = self._count if is_known else partial(_refuse, owner.__name__)
+                stack.enter_context(override(owner, **{FUNCTION: replacement}))
             yield
 
     def take(self) -> Tensor:
-        """What the calls of the last forward counted, one after the other, float32; it adds up over
-        micro-batches.
+        """Return what the calls of the last forward counted. It adds up over micro-batches.
 
-        For each call, how often each expert was among the chosen, the sums of the router's
-        probabilities (with a gradient), and the number of tokens times layers.
+        Returns:
+            float32, shape (sum of `sizes`,): for each call, how often each expert was among the
+            chosen, the sums of the router's probabilities (with a gradient), and the number of
+            tokens times layers.
         """
-        calls, self._calls = self._calls, []
+        calls = self._calls
+        self._calls = []
         return torch.cat([counted for counted, _ in calls])
 
     def find_coefficients(self) -> None:
-        """After forward and backward of one batch: what the head multiplies each call's loss
-        with.
+        """After forward and backward of one batch, find out what the head multiplies each call's
+        loss by.
         """
-        self.coefficients = [
-            0.0 if zero.grad is None else float(zero.grad) for _, zero in self._calls
-        ]
-        self.sizes = [len(counted) for counted, _ in self._calls]
+        self.coefficients = []
+        self.sizes = []
+        for counted, zero in self._calls:
+            self.coefficients.append(0.0 if zero.grad is None else float(zero.grad))
+            self.sizes.append(len(counted))
         self._calls.clear()
 
     def loss(self, own: Tensor, window: Tensor) -> Tensor:
-        """The balancing loss with the probabilities of `own` and the choices and tokens of
-        `window`, both as of `take`.
+        """Compute what a micro-batch adds to the balancing loss of its window.
 
-        What a micro-batch adds to the loss of its window; with `own` the window's, the loss itself.
+        Args:
+            own: What `take` returned for the micro-batch. With that of the whole window, the result
+                is the window's loss.
+            window: The same, summed over the window.
+
+        Returns:
+            A scalar.
         """
         terms = []
-        for coefficient, mine, whole in zip(
-            self.coefficients, own.split(self.sizes), window.split(self.sizes), strict=True
-        ):
-            experts, num_tokens = len(whole) // 2, whole[-1]
-            probability = mine[experts:-1]
-            terms.append(
-                coefficient * experts * (whole[:experts] / num_tokens) @ (probability / num_tokens)
-            )
+        calls = zip(self.coefficients, own.split(self.sizes), window.split(self.sizes), strict=True)
+        for coefficient, of_micro_batch, of_window in calls:
+            num_experts = len(of_window) // 2
+            num_tokens = of_window[-1]
+            share_of_choices = of_window[:num_experts] / num_tokens
+            mean_probability = of_micro_batch[num_experts:-1] / num_tokens
+            terms.append(coefficient * num_experts * share_of_choices @ mean_probability)
         return torch.stack(terms).sum()
 
     def _count(
@@ -108,23 +117,31 @@ class Router:
         if not isinstance(gate_logits, tuple) or not gate_logits:
             return 0
         counted = _count_choices(gate_logits, top_k, attention_mask)
-        self._calls.append((counted, torch.zeros((), device=counted.device, requires_grad=True)))
-        return self._calls[-1][1]
+        zero = torch.zeros((), device=counted.device, requires_grad=True)
+        self._calls.append((counted, zero))
+        return zero
 
 
 def _count_choices(
     gate_logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None
 ) -> Tensor:
-    """Sums over the tokens of all layers; gate_logits: of each layer, shape (tokens, experts). For
-    the result see `Router.take`.
+    """Count choices and add up probabilities over the tokens of all layers.
+
+    Args:
+        gate_logits: For each layer, logits of shape (tokens, experts).
+        top_k: Experts that are chosen for a token.
+        attention_mask: 1 for each real token. None: all are.
+
+    Returns:
+        See `Router.take`.
     """
-    device, num_experts = gate_logits[0].device, gate_logits[0].shape[-1]
-    chosen, probability = (torch.zeros(num_experts, device=device) for _ in range(2))
+    device = gate_logits[0].device
+    num_experts = gate_logits[0].shape[-1]
+    chosen = torch.zeros(num_experts, device=device)
+    probability = torch.zeros(num_experts, device=device)
     num_tokens = torch.zeros(1, device=device)
     for logits in gate_logits:
-        probabilities = logits.to(device).softmax(
-            -1
-        )  # in the type in which the head itself chooses
+        probabilities = logits.to(device).softmax(-1)  # in the head's own type
         choices = probabilities.detach().topk(top_k, dim=-1).indices.reshape(-1)
         if attention_mask is None:
             counted = torch.ones(len(logits), device=device)
@@ -137,10 +154,13 @@ def _count_choices(
 
 
 def _refuse(module_name: str, *args: object, **kwargs: object) -> None:
-    """In place of a balancing loss with other arguments."""
+    """Replace a balancing loss with other arguments.
+
+    Raises:
+        LossNotAdditive: Always.
+    """
     raise LossNotAdditive(
         f"unsupported: the router's auxiliary loss of {module_name.rpartition('.')[2]} is not the "
-        "sum over its micro-batches, so "
-        "hf_ga cannot split it. Set output_router_logits=False (the load is then not balanced), "
-        "or pass loss_fn."
+        "sum over its micro-batches, so hf_ga cannot split it. Set output_router_logits=False (the "
+        "load is then not balanced), or pass loss_fn."
     )

@@ -14,13 +14,14 @@ from hf_ga.exact.loss import Loss
 
 
 def structure_of(arguments: Batch) -> frozenset:
-    """Names, dtypes and numbers of dimensions of the entries of a batch."""
-    return frozenset(
-        (name, value.dtype, value.dim())
-        if isinstance(value, Tensor)
-        else (name, type(value).__name__, 0)
-        for name, value in arguments.items()
-    )
+    """Return names, dtypes and numbers of dimensions of the entries of a batch."""
+    entries = []
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            entries.append((name, value.dtype, value.dim()))
+        else:
+            entries.append((name, type(value).__name__, 0))
+    return frozenset(entries)
 
 
 @dataclass(frozen=True)
@@ -69,7 +70,7 @@ class Rule:
         return (self.dropout, *self.speed_ups)
 
     def speed_ups_for(self, call: Call, arguments: Batch) -> list[SpeedUp]:
-        """The speed-ups that change nothing for a micro-batch.
+        """Choose the speed-ups that change nothing for a micro-batch.
 
         Args:
             call: The micro-batch, on the host.

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import TypeVar
 
-from hf_ga.exact.hashing import Stream, make_key
+from hf_ga.exact.hashing import Purpose, fold_in
 
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def shuffled(stream: Iterator[T], buffer_size: int, seed: int, epoch: int) -> It
     buffer = list(islice(stream, buffer_size))
     position = 0
     while buffer:
-        slot = make_key(Stream.BUFFER, seed, epoch, position) % len(buffer)
+        slot = fold_in(Purpose.BUFFER, seed, epoch, position) % len(buffer)
         yield buffer[slot]
         try:
             buffer[slot] = next(stream)

@@ -40,21 +40,21 @@ class StreamLoader(BaseLoader):
     The number of samples is unknown, so there is no `len()`.
 
     Args:
-        dataset: yields samples (dicts, lists, tuples, tensors), with each `iter()` from the
+        dataset: Yields samples (dicts, lists, tuples, tensors), with each `iter()` from the
             beginning: a torch or `datasets` IterableDataset, not split by process.
-        shuffle_buffer_size: in samples; see `shuffle_buffer`. 0: the stream's own order.
-        length_of: sample -> number of tokens, for planning windows by length. Default: with a
+        collate_fn: See `WindowLoader`, as the arguments that are not listed here.
+        shuffle_buffer_size: In samples; see `shuffle_buffer`. 0: the stream's own order.
+        length_of: Sample -> number of tokens, for planning windows by length. Default: with a
             `planner`, the longest list in a sample. Without a token limit, a micro-batch has at
             most as many tokens as `per_device_batch_size` of its window's longest samples.
         num_workers: 1 reads ahead in a worker process; 0 does not.
-        The others: see `WindowLoader`.
 
     Raises:
-        ConfigError: sizes that fit no layout, more than one worker (each would read the whole
-            stream).
-        DataError: a stream that can be read only once; while iterating: an empty stream, a stream
-            that ends before the loaded position, a sample that is not a dict, list, tuple or
-            tensor, processes that read different streams.
+        ConfigError: If sizes fit no layout, or there is more than one worker (each would read the
+            whole stream).
+        DataError: If the stream can be read only once. While iterating, if it is empty, ends before
+            the loaded position, or has a sample that is not a dict, list, tuple or tensor; or if
+            processes read different streams.
 
     Example:
         sizes = {"per_device_batch_size": 8, "shuffle_buffer_size": 1000}
@@ -107,7 +107,8 @@ class StreamLoader(BaseLoader):
         )
         self.num_workers = num_workers
         self.collate_fn = collate_fn
-        fetcher, length_of = StreamFetcher(collate_fn), length_of or sample_length
+        fetcher = StreamFetcher(collate_fn)
+        length_of = length_of or sample_length
         self.reader = WindowReader(
             dataset, fetcher, self.splitter, shuffle_buffer_size, length_of, drop_last_window
         )
@@ -118,13 +119,13 @@ class StreamLoader(BaseLoader):
         self.reader = replace(self.reader, splitter=self.splitter)
 
     def probe_samples(self, count: int) -> list[Any]:
-        """About `count` samples from the beginning of the stream, for a proof. Reads a window."""
+        """Read about `count` samples of the stream's first window, for a proof."""
         window = next(iter(self))
         self.num_consumed -= 1  # it is still to be trained on
         return window.fetcher.probe_samples(window.request, count)
 
     def __iter__(self) -> Iterator[Window]:
-        """The remaining windows of the current pass; then the next pass begins."""
+        """Yield the remaining windows of the current pass; then the next pass begins."""
         reader = replace(
             self.reader,
             epoch=self.epoch,
@@ -142,14 +143,13 @@ class StreamLoader(BaseLoader):
             del request, samples, batches  # free them when the caller does
             yield window
             del window
-            reader.pad_to_window = (
-                self.state.pad_to_window
-            )  # without a worker; the step pads a worker's windows
+            # Without a worker; the step pads a worker's windows.
+            reader.pad_to_window = self.state.pad_to_window
         self._check_same(-1, HeldSamples([]))
         self.set_epoch(self.epoch + 1)
 
     def _check_same(self, index: int, samples: HeldSamples) -> None:
-        """One all-gather per window (index -1: the end) checks that all processes read the same
+        """Check, by one all-gather per window (index -1: the end), that all processes read the same
         stream.
         """
         if self.layout.num_processes == 1 or not torch.distributed.is_initialized():
@@ -162,13 +162,13 @@ class StreamLoader(BaseLoader):
         rows = self.accelerator.gather(row).cpu()
         if (rows != rows[0]).any():
             listed = "; ".join(
-                f"process {p}: {n:.0f} samples, digest {d:.0f}" for p, (*_, n, d) in enumerate(rows)
+                f"process {process}: {number:.0f} samples, digest {digest:.0f}"
+                for process, (_, _, number, digest) in enumerate(rows)
             )
             raise DataError(
                 f"the processes read different streams: window {self.num_consumed} of epoch "
-                f"{self.epoch} differs ({listed}). Every "
-                "process must read the whole stream: do not split it by process, and fix the seed "
-                "of its own shuffle."
+                f"{self.epoch} differs ({listed}). Every process must read the whole stream: do "
+                "not split it by process, and fix the seed of its own shuffle."
             )
 
     def _identity(self) -> dict[str, int]:

@@ -20,7 +20,7 @@ from hf_ga.errors import DataError
 from hf_ga.exact.base_loader import Splitter
 from hf_ga.exact.fetch import Collate, Fetcher, WindowRequest
 from hf_ga.exact.generators import preserved_random_states, seed_generators
-from hf_ga.exact.hashing import Stream, make_key
+from hf_ga.exact.hashing import Purpose, fold_in
 from hf_ga.exact.shuffle_buffer import shuffled
 
 Numbered = tuple[int, Any]  # a sample with its 0-based index in the stream
@@ -39,17 +39,19 @@ class HeldSamples:
     def __init__(
         self, numbered: Sequence[Numbered], first: Sequence[Any] = (), digest: int = 0
     ) -> None:
-        self.samples, self.first, self.digest = dict(numbered), first, digest
+        self.samples = dict(numbered)
+        self.first = first
+        self.digest = digest
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, sample_id: int) -> Any:
-        """A copy: collate functions may pop entries of a sample."""
+        """Copy a sample: collate functions may pop entries of it."""
         return copy.copy(self.samples[sample_id])
 
     def __getstate__(self) -> bytes:
-        """Plain bytes: in shared memory, every tensor of a worker's samples would use a file
+        """Give plain bytes: in shared memory, every tensor of a worker's samples would use a file
         descriptor.
         """
         return pickle.dumps(self.__dict__)
@@ -66,16 +68,17 @@ class StreamFetcher(Fetcher):
         self.first: Sequence[Any] = ()
 
     def of(self, samples: HeldSamples) -> "StreamFetcher":
-        """The fetcher of one window, which the reader has collated; also keeps what came with the
-        first window.
+        """Return the fetcher of one window, which the reader has collated; also keep what came with
+        the first window.
         """
-        self.first, self.is_repeatable = samples.first or self.first, True
+        self.first = samples.first or self.first
+        self.is_repeatable = True
         fetcher = copy.copy(self)
         fetcher.dataset = samples
         return fetcher
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """Samples from the beginning of the stream, over the whole range of lengths."""
+        """Take samples from the beginning of the stream, over the whole range of lengths."""
         chosen = np.linspace(0, len(self.first) - 1, min(count, len(self.first))).astype(int)
         return [copy.copy(self.first[i]) for i in chosen]
 
@@ -107,9 +110,7 @@ class WindowReader(IterableDataset):
             if held is None:
                 return
             ids = np.array(list(held.samples), np.int64)
-            lengths = np.array(
-                [self.length_of(sample) for sample in held.samples.values()], np.int64
-            )
+            lengths = np.array([self.length_of(held.samples[i]) for i in held.samples], np.int64)
             request = self.splitter.request(self.epoch, index, ids, lengths, self.pad_to_window)
             self.fetcher.dataset = held
             batches = self.fetcher[request]
@@ -118,11 +119,9 @@ class WindowReader(IterableDataset):
             del held, request, batches  # free the window while the next one is read
 
     def _windows(self) -> Iterator[HeldSamples]:
-        size, drops, seed = (
-            self.splitter.layout.window_size,
-            self.drop_last_window,
-            self.splitter.seed,
-        )
+        size = self.splitter.layout.window_size
+        seed = self.splitter.seed
+        has_others = self.splitter.layout.num_processes > 1
         stream = numbered_samples(self.dataset, seed, self.epoch)
         head = list(islice(stream, NUM_FOR_PROOF))
         first = sorted((sample for _, sample in head), key=self.length_of)
@@ -132,19 +131,21 @@ class WindowReader(IterableDataset):
         if num_skipped <= size * (self.num_consumed - 1):
             raise DataError(
                 f"the stream ended after {num_skipped} samples in epoch {self.epoch}, but "
-                f"{self.num_consumed} windows of {size} "
-                "were consumed before the checkpoint. Resume with the same stream, not split by "
-                "process."
+                f"{self.num_consumed} windows of {size} were consumed before the checkpoint. "
+                "Resume with the same stream, not split by process."
             )
         num_windows = self.num_consumed
-        while len(window := list(islice(samples, size))) == size or (window and not drops):
-            held = HeldSamples(
-                window, first, _digest(window) if self.splitter.layout.num_processes > 1 else 0
-            )
-            del window, first
+        while True:
+            window = list(islice(samples, size))
+            is_short = len(window) < size
+            if not window or (is_short and self.drop_last_window):
+                break
+            held = HeldSamples(window, first, digest=_digest(window) if has_others else 0)
+            del window, first  # or they would stay in memory until the next window is read
             yield held
             del held
-            first, num_windows = [], num_windows + 1
+            first = []
+            num_windows += 1
         if not num_windows:
             raise DataError(
                 f"drop_last_window drops the whole stream of {len(window)} samples: use a window "
@@ -153,19 +154,21 @@ class WindowReader(IterableDataset):
 
 
 def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
-    """One pass over a stream. Seeds the global generators for every sample: see
-    `preserved_random_states`.
+    """Read a stream once, with the index of each sample.
+
+    Seeds the global generators for every sample; the caller restores them
+    (`preserved_random_states`).
 
     Raises:
-        DataError: an empty stream, one that can be read only once, a sample that is not a dict,
-            list, tuple or tensor.
+        DataError: If the stream is empty or can be read only once, or a sample is not a dict, list,
+            tuple or tensor.
     """
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
-    seed_generators(make_key(Stream.BUFFER, seed, epoch))
+    seed_generators(fold_in(Purpose.BUFFER, seed, epoch))
     iterator = iter(dataset)
     for number in count():
-        seed_generators(make_key(Stream.SAMPLE, seed, epoch, number))
+        seed_generators(fold_in(Purpose.SAMPLE, seed, epoch, number))
         try:
             sample = next(iterator)
         except StopIteration:
@@ -173,8 +176,8 @@ def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
         if not isinstance(sample, Mapping | list | tuple | Tensor | np.ndarray):
             raise DataError(
                 f"sample {number} of the stream is a {type(sample).__name__} "
-                f"({str(sample)[:40]!r}): a sample must be a dict (or a "
-                "list, a tuple, a tensor). From a dict of splits, choose one split."
+                f"({str(sample)[:40]!r}): a sample must be a dict (or a list, a tuple, a tensor). "
+                "From a dict of splits, choose one split."
             )
         yield number, sample
     if not number:
@@ -184,12 +187,15 @@ def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
 
 
 def _digest(samples: Sequence[Numbered]) -> int:
-    """32-bit hash of samples; only the shape of float arrays and tensors, as decoders may round
-    differently.
+    """Return a 32-bit hash of samples.
+
+    Of float arrays and tensors only the shape counts, as decoders may round differently.
     """
     return zlib.crc32(json.dumps(samples, default=_digest_of_array, skipkeys=True).encode())
 
 
 def _digest_of_array(value: Any) -> Any:
     array = np.asarray(value)
-    return zlib.crc32(array.tobytes()) if array.dtype.kind in "iubS" else str(array.shape)
+    if array.dtype.kind in "iubS":
+        return zlib.crc32(array.tobytes())
+    return str(array.shape)

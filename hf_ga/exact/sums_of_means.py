@@ -22,8 +22,9 @@ class LabelMean:
     """The mean cross entropy of logits (..., classes) with labels (...), those of -100 left out.
 
     Attributes:
-        labels: entry of the batch. logits: entry of the model's outputs.
-        one_width: the counts depend on the padded width.
+        labels: Name of the entry of the batch.
+        logits: Name of the entry of the model's outputs.
+        one_width: The counts depend on the padded width.
     """
 
     labels: str
@@ -31,19 +32,19 @@ class LabelMean:
     one_width = False
 
     def count(self, batch: Batch) -> int:
-        """Targets of a batch on the host."""
+        """Count the targets of a batch on the host."""
         return int((batch[self.labels] != IGNORED_LABEL).sum())
 
     def total(self, outputs: Any, batch: Batch) -> Tensor:
-        """The loss summed over the targets, a scalar of at least float32."""
+        """Sum the loss over the targets: a scalar of at least float32."""
         scores = self.scores(outputs)
-        return F.cross_entropy(
-            scores.reshape(-1, scores.shape[-1]), batch[self.labels].reshape(-1), reduction="sum"
-        )
+        rows = scores.reshape(-1, scores.shape[-1])
+        return F.cross_entropy(rows, batch[self.labels].reshape(-1), reduction="sum")
 
     def scores(self, outputs: Any) -> Tensor:
-        """The logits in at least float32."""
-        if (logits := output_of(outputs, self.logits)) is None:
+        """Return the logits in at least float32."""
+        logits = output_of(outputs, self.logits)
+        if logits is None:
             raise LossNotAdditive(
                 f"the model returned no {self.logits}, from which one mean of its loss is computed."
             )
@@ -67,15 +68,9 @@ class PositionMean(LabelMean):
                 f"{self.logits} have shape {list(scores.shape)}, not (samples, tokens)."
             )
         width = scores.shape[1]
-        return (
-            F.cross_entropy(
-                scores,
-                batch[self.labels].reshape(-1).clamp(0, width),
-                ignore_index=width,
-                reduction="sum",
-            )
-            / 2
-        )
+        positions = batch[self.labels].reshape(-1).clamp(0, width)
+        total = F.cross_entropy(scores, positions, ignore_index=width, reduction="sum")
+        return total / 2
 
 
 KINDS: dict[str, tuple[LabelMean, ...]] = {
@@ -95,13 +90,15 @@ KINDS: dict[str, tuple[LabelMean, ...]] = {
 
 
 def kind_of(entries: Batch) -> str | None:
-    """The name of the kind of head for a batch with these entries (those that the model takes), if
-    there is one.
+    """Return the name of the kind of head for a batch; None if it has not all labels of any.
+
+    Args:
+        entries: Those of the batch that the model takes.
     """
     has_text = "input_ids" in entries  # its width is the one that positions are compared with
-    found = (
-        name
-        for name, means in KINDS.items()
-        if all(m.labels in entries and (has_text or not m.one_width) for m in means)
-    )
-    return next(found, None)
+    for name, means in KINDS.items():
+        has_labels = all(mean.labels in entries for mean in means)
+        needs_text = any(mean.one_width for mean in means)
+        if has_labels and (has_text or not needs_text):
+            return name
+    return None

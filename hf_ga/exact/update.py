@@ -12,22 +12,26 @@ from hf_ga.exact.backend import Backend
 
 @dataclass
 class StepResult:
-    """What a step did. Before an update, and under fp16, reading `loss` and `grad_norm` waits for
-    the device.
+    """Result of one window and its update.
+
+    Before an update, and under fp16, reading `loss` and `grad_norm` waits for the device.
 
     Attributes:
-        num_targets: targets of the window over all processes.
-        skipped: nothing was updated: a window without targets, gradients that overflowed under
+        loss_tensor: Mean loss over the targets of the window, a scalar.
+        num_targets: Targets of the window over all processes.
+        grad_norm_tensor: Global L2 norm of the gradient before clipping, a scalar. None without
+            clipping.
+        skipped: Nothing was updated: a window without targets, gradients that overflowed under
             fp16, a loss or gradient that is not finite, or an optimizer none of whose parameters
             got a gradient.
-        overflowed: it was skipped because a gradient was not finite under fp16; the scale was
+        overflowed: It was skipped because a gradient was not finite under fp16; the scale was
             lowered once.
-        loss_scale: under fp16 the scale that the gradients of this window had, on the host; None
-            else, or where nothing was scaled.
-        nonfinite: it was skipped because its loss or a gradient was not finite (not under fp16,
+        loss_scale: Under fp16 the scale that the gradients of this window had, on the host. None
+            otherwise, or where nothing was scaled.
+        nonfinite: It was skipped because its loss or a gradient was not finite (not under fp16,
             where that is an overflow).
-        cause: then, which samples and which module it came from, as a sentence.
-        retries: how often the window was computed again because memory ran out.
+        cause: For such a window, a sentence with the samples and the module it came from.
+        retries: How often the window was computed again because memory ran out.
     """
 
     loss_tensor: Tensor
@@ -60,11 +64,17 @@ def update(
     max_grad_norm: float | None,
     result: StepResult,
 ) -> None:
-    """Remove the loss scale, clip, step; writes the outcome to `result`. No step where the loss or
-    a gradient is not finite.
+    """Remove the loss scale, clip, and step, unless the loss or a gradient is not finite.
 
-    Not `accelerator.clip_grad_norm_`: it removes the scale from the gradients of all prepared
-        optimizers.
+    Not by `accelerator.clip_grad_norm_`, which removes the scale from the gradients of all prepared
+    optimizers.
+
+    Args:
+        backend: How ranks communicate.
+        model: The prepared model.
+        optimizer: The prepared optimizer.
+        max_grad_norm: Global L2 norm to clip the gradients to. None or 0: no clipping.
+        result: Of the window; gets the outcome.
     """
     accelerator = backend.accelerator
     parameters = [
@@ -78,60 +88,86 @@ def update(
     accelerator.unscale_gradients(optimizer)
     if max_grad_norm:
         result.grad_norm_tensor = backend.clip(model, parameters, max_grad_norm)
-    scales = (
-        accelerator.scaler is not None and accelerator.scaler.is_enabled()
-    )  # then the scaler looks for overflows itself
-    if not scales and not _is_finite(backend, parameters, result):
-        result.nonfinite = result.skipped = True
-        return
-    if accelerator.scaler is None:
+    scaler = accelerator.scaler
+    scales = scaler is not None and scaler.is_enabled()  # then it looks for overflows itself
+    if not scales:
+        numbers = _loss_and_norm_on_host(result, parameters)
+        result.loss_tensor = numbers[0]
+        if result.grad_norm_tensor is not None:
+            result.grad_norm_tensor = numbers[1]
+        if not _is_finite(backend, numbers, parameters, is_clipped=bool(max_grad_norm)):
+            result.nonfinite = True
+            result.skipped = True
+            return
+    if scaler is None:
         optimizer.step()
         return
     # Read before the step, where the scaler waits for the device anyway; behind it, the read would
     # wait for the optimizer too.
-    result.loss_scale = accelerator.scaler.get_scale()
+    result.loss_scale = scaler.get_scale()
     optimizer.step()
-    # Of this optimizer: `accelerator.optimizer_step_was_skipped` is about the last steps of all of
-    # them.
-    result.overflowed = optimizer.step_was_skipped
     if _skips_by_itself(optimizer):
-        result.overflowed = accelerator.scaler.get_scale() < result.loss_scale
+        result.overflowed = scaler.get_scale() < result.loss_scale
+    else:
+        # Not `accelerator.optimizer_step_was_skipped`, which is about all optimizers.
+        result.overflowed = optimizer.step_was_skipped
     result.skipped = result.overflowed
 
 
-def _is_finite(backend: Backend, parameters: Sequence[nn.Parameter], result: StepResult) -> bool:
-    """Whether loss and gradients are finite, on all ranks. Waits for the device once, and reads
-    loss and norm in the same transfer: behind the optimizer's step, reading them would wait for
-    that too.
+def _loss_and_norm_on_host(result: StepResult, parameters: Sequence[nn.Parameter]) -> Tensor:
+    """Read loss and norm of the gradients in one transfer, which waits for the device once.
 
-    A norm to clip to must be finite itself: one that overflows float32 would clip every gradient to
-        zero. Without clipping, a norm
-    that overflows is no answer, so each gradient is looked at.
+    Behind the optimizer's step, reading them would wait for that too.
     """
     loss = result.loss_tensor
-    if result.grad_norm_tensor is not None:
-        result.loss_tensor, result.grad_norm_tensor = numbers = torch.stack(
-            [loss, result.grad_norm_tensor.to(loss)]
-        ).cpu()
-        return bool(numbers.isfinite().all())
-    gradients = [part for p in parameters if (part := own_part(p.grad)).numel()]
-    result.loss_tensor, _ = numbers = torch.stack(
-        [loss, torch.nn.utils.get_total_norm(gradients).to(loss)]
-    ).cpu()
-    if backend.is_true_on_all_shards(numbers.isfinite().all()):
+    norm = result.grad_norm_tensor
+    if norm is None:
+        norm = torch.nn.utils.get_total_norm(_own_gradients(parameters))
+    return torch.stack([loss, norm.to(loss)]).cpu()
+
+
+def _is_finite(
+    backend: Backend, numbers: Tensor, parameters: Sequence[nn.Parameter], *, is_clipped: bool
+) -> bool:
+    """Whether the loss and all gradients are finite, on all ranks.
+
+    Args:
+        backend: How ranks communicate.
+        numbers: Loss and norm of the gradients, on the host.
+        parameters: Those with a gradient.
+        is_clipped: Whether the gradients were clipped by the norm, which is that of all ranks.
+    """
+    loss = numbers[0]
+    are_finite = numbers.isfinite().all()
+    if is_clipped:
+        # A norm that overflowed would have clipped every gradient to zero, so it must be finite.
+        return bool(are_finite)
+    if backend.is_true_on_all_shards(are_finite):
         return True
-    each = [loss.isfinite(), *(g.isfinite().all().to(loss.device) for g in gradients)]
-    return backend.is_true_on_all_shards(torch.stack(each).all())
+    # Perhaps only the squares overflowed, so look at each gradient.
+    flags = [
+        gradient.isfinite().all().to(backend.device) for gradient in _own_gradients(parameters)
+    ]
+    flags.append(loss.isfinite().to(backend.device))
+    return backend.is_true_on_all_shards(torch.stack(flags).all())
+
+
+def _own_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the gradients, or their shards on this rank, without empty ones."""
+    gradients = [own_part(parameter.grad) for parameter in parameters]
+    return [gradient for gradient in gradients if gradient.numel()]
 
 
 def own_part(gradient: Tensor) -> Tensor:
-    """Of a gradient in shards, the shard of this process."""
+    """Return the shard of this process of a gradient in shards, or else the gradient."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _skips_by_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Fused optimizers are called whether or not a gradient overflowed, so Accelerate takes every
-    step for one that was made.
+    """Whether an optimizer skips steps itself: Accelerate then takes every step for one that was
+    made.
+
+    Fused optimizers do: they are called whether or not a gradient overflowed.
     """
     while hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer

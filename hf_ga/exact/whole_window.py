@@ -98,6 +98,7 @@ class Projection:
         self.used = used
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, int]:
+        """Compute the sum of (o + r)^2 / 2, and count the samples; as a `loss_fn`."""
         tensors = named_tensors(outputs)
         total = torch.zeros(())
         number = 0
@@ -189,8 +190,8 @@ class WholeWindow(Loss):
         return (window.num_samples,)
 
     def _outputs_of_window(self, first_pass: FirstPass) -> tuple[Any, dict[str, Tensor]]:
-        """The outputs of all samples of the window on all ranks, in its order, and the tensors in
-        them.
+        """Compute the outputs of all samples of the window on all ranks, in its order, and return
+        them with the tensors in them.
         """
         window = first_pass.window
         tensors: dict[str, Tensor] = {}
@@ -225,22 +226,25 @@ class WholeWindow(Loss):
         return with_tensors(outputs, tensors), tensors
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """A micro-batch's share of the loss of the window, with the gradient that the loss has
-        through its outputs.
+        """Compute a micro-batch's share of the loss of the window.
+
+        Its gradient with respect to the micro-batch's outputs is that of the loss of the window.
         """
         gradients = self._gradients
         offsets = torch.as_tensor(gradients.window.offsets_of(call.micro_batch))
-        has_first = bool((offsets == 0).any())
+        has_first_sample = bool((offsets == 0).any())
         tensors = named_tensors(outputs)
         term = torch.zeros((), device=gradients.loss.device)
         for name, gradient in gradients.of_outputs.items():
             output = at_least_float32(tensors[name])
             if name in self.used.of_samples:
-                term = term + (output * gradient[offsets.to(gradient.device)]).sum()
+                own_gradient = gradient[offsets.to(gradient.device)]
+                term = term + (output * own_gradient).sum()
             else:  # one of the window's micro-batches has all of its gradient
-                term = term + (output * gradient).sum() * has_first
+                term = term + (output * gradient).sum() * has_first_sample
         share = gradients.loss * (len(offsets) / gradients.window.num_samples)
-        return (term - term.detach() + share,), call.counts
+        only_gradient = term - term.detach()  # the value is 0
+        return (only_gradient + share,), call.counts
 
     def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
         return sums[0]
@@ -249,7 +253,7 @@ class WholeWindow(Loss):
 def loss_of_all(
     whole_batch: WholeBatchLoss, outputs: Any, batch: Batch, device: torch.device
 ) -> Tensor:
-    """The loss of all samples of a window, in the precision of the outputs.
+    """Compute the loss of all samples of a window, in the precision of the outputs.
 
     Args:
         whole_batch: The user's loss function.
@@ -286,7 +290,7 @@ def loss_of_all(
 
 
 def _sum_over_ranks(tensor: Tensor, first_pass: FirstPass) -> Tensor:
-    """Rows of which each is zero on all ranks but one."""
+    """Sum rows of which each is zero on all ranks but one."""
     if tensor.dtype != torch.bool:
         return first_pass.all_reduce(tensor)
     return first_pass.all_reduce(tensor.to(torch.uint8)).bool()
@@ -307,7 +311,7 @@ def _check_rows(name: str, value: Tensor, rows: Tensor, num_samples: int) -> Non
 
 
 def _fixed_numbers(like: Tensor) -> Tensor:
-    """A number for each place in a row, which does not depend on the size of the row."""
+    """Return a number for each place in a row, which does not depend on the size of the row."""
     numbers = torch.ones((), device=like.device, dtype=like.dtype)
     for axis, size in enumerate(like.shape[1:]):
         places = torch.arange(1, size + 1, device=like.device, dtype=like.dtype)
@@ -316,7 +320,7 @@ def _fixed_numbers(like: Tensor) -> Tensor:
 
 
 def parameters_of(whole_batch: WholeBatchLoss) -> list[nn.Parameter]:
-    """The trainable parameters of a loss that is a module."""
+    """Return the trainable parameters of a loss that is a module."""
     if not isinstance(whole_batch, nn.Module):
         return []
     return [p for p in whole_batch.parameters() if p.requires_grad]

@@ -19,16 +19,16 @@ class LoaderState:
     """What a loader shares with its windows.
 
     Attributes:
-        max_elements: most padded elements in one micro-batch, the same on all ranks; None: memory
+        max_elements: Most padded elements in one micro-batch, the same on all ranks. None: memory
             never ran out.
-        rules: of each model trained on these windows, what was proven about it.
-        num_plain: micro-batches that were computed without some speed-up, because it was not proven
-            for their structure.
-        audits: which micro-batches were audited.
-        has_gradient: of each model, which of its trainable parameters had a gradient in the last
+        rules: For each model trained on these windows, what was proven about it.
+        has_gradient: For each model, which of its trainable parameters had a gradient in the last
             window, on any rank.
-        pad_to_window: micro-batches are collated as wide as their window: the user wants that, or a
-            proven loss needs it.
+        pad_to_window: Whether micro-batches are collated as wide as their window: the user wants
+            that, or a proven loss needs it.
+        num_plain: Micro-batches that were computed without some speed-up, because it was not proven
+            for their structure.
+        audits: Which micro-batches were audited.
     """
 
     max_elements: int | None = None
@@ -44,11 +44,11 @@ class Window:
     """The samples of one optimizer step: what a step may need, and nothing else.
 
     Attributes:
-        micro_batches: this process's micro-batches.
-        epoch, index: which window of which epoch (0-based).
-        sample_ids, num_samples: of the samples of the window over all processes.
-        state: what all windows of a loader share.
-        padded: plans the window again, to be padded to one width; needed where it was planned by
+        request: The plan of the window.
+        fetcher: Collates other micro-batches of its samples.
+        batches: This process's batches, collated on the host.
+        state: What all windows of a loader share.
+        padded: Plans the window again, to be padded to one width; needed where it was planned by
             lengths.
     """
 
@@ -60,6 +60,7 @@ class Window:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
+        """This process's micro-batches."""
         request = self.request
         return [
             MicroBatch(batch, request.positions[offsets], request.sample_ids[offsets])
@@ -68,18 +69,22 @@ class Window:
 
     @property
     def epoch(self) -> int:
+        """The epoch (0-based)."""
         return self.request.epoch
 
     @property
     def index(self) -> int:
+        """Which window of the epoch it is (0-based)."""
         return self.request.index
 
     @property
     def sample_ids(self) -> np.ndarray:
+        """Ids of its samples over all processes, shape (samples,)."""
         return self.request.sample_ids
 
     @property
     def num_samples(self) -> int:
+        """How many samples it has over all processes."""
         return len(self.request.sample_ids)
 
     @property
@@ -93,30 +98,30 @@ class Window:
         return self.fetcher.offsets(self.request)
 
     def offsets_of(self, micro_batch: MicroBatch) -> np.ndarray:
-        """Where the samples of a micro-batch are in the window."""
+        """Return where the samples of a micro-batch are in the window."""
         return micro_batch.positions - self.request.positions[0]
 
     def split(self, micro_batches: list[np.ndarray]) -> "Window":
-        """The same window in other micro-batches (offsets in the window), collated again."""
+        """Collate the same window in other micro-batches (offsets in the window)."""
         return self._collated(
             replace(self.request, micro_batches=micro_batches, lengths=None, chunks=None)
         )
 
     def whole_batch(self, device: torch.device) -> dict[str, Any]:
-        """All samples of the window, in its order, as one batch on a device."""
+        """Collate all samples of the window, in its order, as one batch on a device."""
         whole = self.split([np.arange(self.num_samples)])
         return send_to_device(whole.batches[0], device)
 
     def fitting(self) -> "Window":
-        """With this rank's micro-batches over the memory limit cut into even parts, each collated
-        again.
-        """
+        """Cut this rank's micro-batches over the memory limit into even parts, collated again."""
         parts = [part for micro_batch in self.micro_batches for part in self._parts(micro_batch)]
         return self if len(parts) == len(self.batches) else self.split(parts)
 
     def padded_to_window(self) -> "Window":
-        """With all micro-batches padded to the window's longest sample. A window planned by lengths
-        is planned again, as micro-batches of many short samples would be too large now.
+        """Pad all micro-batches to the window's longest sample.
+
+        A window planned by lengths is planned again, as micro-batches of many short samples would
+        be too large now.
         """
         request = self.request
         if request.whole_window:
@@ -129,7 +134,7 @@ class Window:
         return replace(self, request=request, batches=self.fetcher[request])
 
     def _parts(self, micro_batch: MicroBatch) -> list[np.ndarray]:
-        """Offsets in the window of each part that fits. One sample is never cut."""
+        """Return the offsets in the window of each part that fits. One sample is never cut."""
         offsets = self.offsets_of(micro_batch)
         limit = self.state.max_elements
         if limit is None or num_elements(micro_batch) <= limit:

@@ -106,8 +106,8 @@ class WindowAudit:
         engine.call = call  # the audits made others
 
     def run_together(self) -> None:
-        """The audits of ranks whose forwards are collectives, before the window's own: FSDP keeps
-        the gradients of a window where other forwards would disturb them.
+        """Run the audits of ranks whose forwards are collectives, before the window's own: FSDP
+        keeps the gradients of a window where other forwards would disturb them.
 
         Raises:
             LossNotAdditive: If the rule does not hold.
@@ -133,7 +133,7 @@ class WindowAudit:
             self._chosen += audits.more(engine.calls, number - len(self._chosen))
 
     def _audit_outputs(self) -> None:
-        """The user's loss function of all outputs together is that of the micro-batches."""
+        """Check that the user's loss of all outputs together is that of the micro-batches."""
         whole = together(self._outputs)
         if whole is None:
             return
@@ -144,10 +144,10 @@ class WindowAudit:
         parts = [kept.numbers for kept in self._outputs]
         error = residual(numbers_of(sums, counts), parts)
         if error > TOLERANCES[torch.float32]:
-            raise not_additive(engine.described_window(), error, engine.rule.name)
+            raise not_additive(engine.window.description, error, engine.rule.name)
 
     def _audit_call(self, chosen: Chosen) -> None:
-        """Audit one call, and note it. One that does not fit into memory is left out, and said."""
+        """Audit one call, and note it. If it does not fit into memory, warn and leave it out."""
         engine = self.engine
         try:
             for first, second in self._comparisons(chosen):
@@ -155,16 +155,18 @@ class WindowAudit:
         except Exception as error:
             if not is_out_of_memory(error) or engine.audits_together:
                 raise
-            where = engine.described_window()
+            where = engine.window.description
             warnings.warn(
                 f"hf_ga: {where}: an audit ran out of memory and was left out.", stacklevel=2
             )
         engine.window.state.audits.note(chosen)
 
     def _comparisons(self, chosen: Chosen) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Pairs of groups of samples, as offsets in the window, to be compared with both together:
-        the two parts of the call; where all of its samples are of the new kind, also some of them
-        and as many others.
+        """Choose pairs of groups of samples, as offsets in the window, to be compared with both
+        together.
+
+        They are the two parts of the call; where all of its samples are of the new kind, also some
+        of them and as many others.
         """
         window = self.engine.window
         own = window.offsets_of(chosen.call.micro_batch)
@@ -185,7 +187,7 @@ class WindowAudit:
         return pairs
 
     def _compare(self, first: np.ndarray, second: np.ndarray, chosen: Chosen) -> None:
-        """The numbers of two groups of samples must add up to those of both together.
+        """Check that the numbers of two groups of samples add up to those of both together.
 
         Raises:
             LossNotAdditive: If they do not.
@@ -203,11 +205,11 @@ class WindowAudit:
         error = residual(whole, numbers)
         if error > self._tolerance(error, groups):
             ids = engine.window.sample_ids[np.concatenate(groups)].tolist()
-            where = f"{engine.described_window()}, samples {ids[:8]}"
+            where = f"{engine.window.description}, samples {ids[:8]}"
             raise not_additive(where, error, engine.rule.name, chosen.new)
 
     def _numbers_of(self, groups: list[np.ndarray]) -> list[Numbers]:
-        """Sums and counts of groups of the window's samples, by forwards without gradients.
+        """Compute sums and counts of groups of the window's samples, by forwards without gradients.
 
         Args:
             groups: Offsets in the window.
@@ -221,15 +223,15 @@ class WindowAudit:
         with engine.scope(), engine.backend.autocast():
             for index, micro_batch in enumerate(engine.window.split(groups).micro_batches):
                 counts = loss.count(micro_batch.batch, len(micro_batch))
-                outputs = engine.first_forward(Call(micro_batch, index=index, counts=counts))
+                outputs = engine.forward_of(Call(micro_batch, index=index, counts=counts))
                 found.append(numbers_of(*loss.sums(outputs, engine.call)))
         state.num_plain = num_plain  # which counts what is trained on
         engine.check_generators(before)
         return found
 
     def _tolerance(self, error: float, halves: list[np.ndarray]) -> float:
-        """The relative error that rounding may cause: in doubt, as much as another order of the
-        same samples does.
+        """Return the relative error that rounding may cause: in doubt, as much as another order of
+        the same samples does.
         """
         engine = self.engine
         device = engine.backend.device.type

@@ -19,37 +19,39 @@ from hf_ga.exact.workers import load_items
 
 
 class WindowLoader(BaseLoader):
-    """Iterates over one epoch in windows; `set_epoch` chooses which. The windows do not depend on
-    the layout.
+    """Iterates over one epoch in windows; `set_epoch` chooses which.
+
+    The windows do not depend on the layout.
 
     Args:
-        dataset: anything with `len` and integer indexing. collate_fn: list of samples -> keyword
-            arguments of the model.
-        accelerator: gives the number of processes and `gradient_accumulation_steps`.
-        per_device_batch_size: maximum samples in one micro-batch.
-        global_batch_size: samples in a window over all processes; left out, it is processes x
+        dataset: Anything with `len` and integer indexing.
+        collate_fn: List of samples -> keyword arguments of the model.
+        accelerator: Gives the number of processes and `gradient_accumulation_steps`.
+        per_device_batch_size: Maximum samples in one micro-batch.
+        global_batch_size: Samples in a window over all processes. None: processes x
             per_device_batch_size x gradient accumulation steps.
-        seed: of the order and of everything drawn in training. shuffle: False visits 0, 1, 2, ...
-        lengths: tokens of each sample, shape (len(dataset),): windows are planned by them
-            (`plan_by_length`), or by `planner`. Left out, they are taken from a `length` or
-            `input_ids` column if there is one (`find_lengths`); without lengths, windows are split
-            evenly by number.
-        max_tokens_per_micro_batch: maximum samples x padded width in one micro-batch, with lengths;
-            left out, what `per_device_batch_size` samples as long as the longest have: no more
-            memory, fewer micro-batches.
-        planner: another way to split a window; `(lengths of the window, processes) -> Plan`. Its
+        seed: Of the order and of everything drawn in training.
+        shuffle: False visits 0, 1, 2, ...
+        lengths: Tokens of each sample, shape (len(dataset),): windows are planned by them
+            (`plan_by_length`), or by `planner`. None: they are taken from a `length` or `input_ids`
+            column if there is one (`find_lengths`); without lengths, windows are split evenly by
+            number.
+        max_tokens_per_micro_batch: Maximum samples x padded width in one micro-batch, with lengths.
+            None: what `per_device_batch_size` samples as long as the longest have: no more memory,
+            fewer micro-batches.
+        planner: Another way to split a window: `(lengths of the window, processes) -> Plan`. Its
             micro-batches are not changed.
-        pad_to_window: collate every micro-batch as wide as its window; a loss that needs it turns
+        pad_to_window: Collate every micro-batch as wide as its window; a loss that needs it turns
             this on by itself.
-        drop_last_window: leave a short last window out. num_workers: processes that prefetch
-            windows; 0: none.
-        canonical_micro_batch: samples in one chunk: the window's gradient then has the same bits
+        drop_last_window: Leave a short last window out.
+        num_workers: Processes that prefetch windows; 0: none.
+        canonical_micro_batch: Samples in one chunk: the window's gradient then has the same bits
             for any number of processes (not under FSDP) and any `per_device_batch_size`, which must
             be at least as large. Limits count for chunks.
 
     Raises:
-        ConfigError: sizes that fit no layout, or a limit below the longest sample. DataError: a
-            streaming or empty dataset.
+        ConfigError: If sizes fit no layout, or a limit is below the longest sample.
+        DataError: If the dataset is a stream or empty.
 
     Example:
         windows = WindowLoader(
@@ -85,38 +87,33 @@ class WindowLoader(BaseLoader):
             pad_to_window,
             canonical_micro_batch,
         )
-        self.shuffle, self.drop_last_window, self.num_workers = (
-            shuffle,
-            drop_last_window,
-            num_workers,
-        )
+        self.shuffle = shuffle
+        self.drop_last_window = drop_last_window
+        self.num_workers = num_workers
         self.num_samples = _checked_length(dataset, lengths)
         if not len(self):
             raise DataError(
                 f"{self.num_samples} samples are fewer than one window of "
-                f"{self.layout.window_size}: the dataset is empty, or "
-                "drop_last_window leaves nothing of it. Use a smaller global batch, or keep the "
-                "last window."
+                f"{self.layout.window_size}: the dataset is empty, or drop_last_window leaves "
+                "nothing of it. Use a smaller global batch, or keep the last window."
             )
-        known = (
-            find_lengths(dataset, collate_fn) if lengths is None and planner is None else lengths
-        )
-        self.lengths = np.ones(self.num_samples, np.int64) if known is None else np.asarray(known)
-        longest = None if known is None else int(self.lengths.max())
-        self.splitter = self._make_splitter(
-            planner, known is not None, longest, max_tokens_per_micro_batch
-        )
+        if lengths is None and planner is None:
+            lengths = find_lengths(dataset, collate_fn)
+        by_length = lengths is not None
+        self.lengths = np.asarray(lengths) if by_length else np.ones(self.num_samples, np.int64)
+        longest = int(self.lengths.max()) if by_length else None
+        self.splitter = self._make_splitter(planner, by_length, longest, max_tokens_per_micro_batch)
         self.collate_fn = collate_fn
         self.fetcher = Fetcher(dataset, collate_fn)
 
     def __len__(self) -> int:
-        """Windows in an epoch."""
+        """Count the windows in an epoch."""
         full, rest = divmod(self.num_samples, self.layout.window_size)
         return full + (rest > 0 and not self.drop_last_window)
 
     def __iter__(self) -> Iterator[Window]:
-        """The windows of the current epoch that are not consumed yet; after the last one the next
-        epoch begins.
+        """Yield the windows of the current epoch that are not consumed yet; after the last one the
+        next epoch begins.
         """
         requests, to_load = tee(self.requests())
         loaded = load_items(self.fetcher, self.num_workers, self.accelerator.device, to_load)
@@ -126,7 +123,7 @@ class WindowLoader(BaseLoader):
         self.set_epoch(self.epoch + 1)
 
     def requests(self) -> Iterator[WindowRequest]:
-        """What the windows of the current epoch that are not consumed yet will be made of."""
+        """Plan the windows of the current epoch that are not consumed yet."""
         order = self.order(self.epoch)
         size = self.layout.window_size
         for index in range(self.num_consumed, len(self)):
@@ -136,11 +133,11 @@ class WindowLoader(BaseLoader):
             )
 
     def order(self, epoch: int) -> np.ndarray:
-        """The sample ids of an epoch in the order in which they are visited."""
+        """Return the sample ids of an epoch in the order in which they are visited."""
         return epoch_order(self.num_samples, self.seed, epoch, self.shuffle)
 
     def probe_samples(self, count: int) -> list[Any]:
-        """About `count` samples from all over the dataset, for a proof."""
+        """Fetch about `count` samples from all over the dataset, for a proof."""
         position = WindowRequest(
             seed=self.seed,
             epoch=self.epoch,

@@ -18,8 +18,8 @@ from hf_ga.errors import DataError, HfGaError
 def load_items(
     dataset: Any, num_workers: int, device: torch.device, sampler: Iterator | None = None
 ) -> Iterator[Any]:
-    """The items of a dataset or stream, fetched by worker processes (0: here), in order and not
-    collated.
+    """Yield the items of a dataset or stream, fetched by worker processes (0: here), in order and
+    not collated.
 
     Raises:
         DataError: a worker died. What the dataset raised; from a worker as torch raises it: the
@@ -58,7 +58,7 @@ def _unchanged(value: Any) -> Any:
 
 
 def obey_parent_only(worker: int) -> None:
-    """For `worker_init_fn` of a DataLoader: obey a SIGTERM of the parent only.
+    """Let a worker of a DataLoader obey a SIGTERM of its parent only, as its `worker_init_fn`.
 
     With torch's handler, a SIGTERM that is sent to all processes of a job ends the workers, and the
     run would fail for want of samples instead of finishing its window and saving.

@@ -243,7 +243,7 @@ class StageForward(nn.Module):
             num_samples, num_tokens = batch["input_ids"].shape
             batch = {**batch, "inputs_embeds": received[0][:num_samples, :num_tokens]}
         micro_batch = replace(call.micro_batch, batch=batch)
-        outputs = self.engine.first_forward(replace(call, micro_batch=micro_batch))
+        outputs = self.engine.forward_of(replace(call, micro_batch=micro_batch))
         return self._term(outputs) if self.stage_model.is_last else self._padded(outputs)
 
     def _term(self, outputs: Any) -> Tensor:

@@ -13,7 +13,7 @@ UNKNOWN = (
 
 
 def normalisation(model: nn.Module) -> str | None:
-    """A BatchNorm in training mode."""
+    """Find a BatchNorm in training mode."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training:
             return (
@@ -24,7 +24,7 @@ def normalisation(model: nn.Module) -> str | None:
 
 
 def changed_buffers(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
-    """Names of the floating-point buffers with other values than before."""
+    """Return the names of the floating-point buffers with other values than before."""
     return [
         name
         for name, buffer in model.named_buffers()
@@ -33,7 +33,7 @@ def changed_buffers(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
 
 
 def changed_counters(model: nn.Module, before: dict[str, Tensor]) -> list[str]:
-    """Names of the other buffers with other values than before, without those of norms."""
+    """Return the names of other buffers with other values than before, without those of norms."""
     return [
         name
         for name, buffer in model.named_buffers()
@@ -51,7 +51,7 @@ def is_running_statistic(model: nn.Module, name: str) -> bool:
 
 
 def power_iterations(model: nn.Module) -> list[str]:
-    """Names of the buffers of spectral norms that iterate in each training forward."""
+    """Return the names of the buffers of spectral norms that iterate in each training forward."""
     found = []
     for name, module in model.named_modules():
         if not module.training:
@@ -66,7 +66,7 @@ def power_iterations(model: nn.Module) -> list[str]:
 
 
 def state(model: nn.Module, names: list[str]) -> str:
-    """State that training forwards change.
+    """Describe state that training forwards change.
 
     Args:
         names: Of the buffers that are changed.
@@ -87,8 +87,8 @@ def state(model: nn.Module, names: list[str]) -> str:
 
 
 def apart(dropout: KeyedDropout) -> str | None:
-    """Masks of several rows for each sample that do not follow each other. None: there are none of
-    several rows.
+    """Describe masks of several rows for each sample that do not follow each other; None if there
+    are none of several rows.
     """
     sites = [site for site in dropout.sites.values() if site.rows_per_sample > 1]
     if not sites:
@@ -102,7 +102,7 @@ def apart(dropout: KeyedDropout) -> str | None:
 
 
 def weights(model: nn.Module) -> str:
-    """Weights: those of a module, or any."""
+    """Describe the weights of a module, or any."""
     for name, module in model.named_modules():
         if isinstance(module, nn.modules.loss._WeightedLoss) and module.weight is not None:
             return f"{name} ({type(module).__name__}) has weights"
@@ -110,7 +110,7 @@ def weights(model: nn.Module) -> str:
 
 
 def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
-    """The most likely cause that the model itself shows."""
+    """Describe the most likely cause that the model itself shows."""
     cause = normalisation(model)
     if cause is not None:
         return cause

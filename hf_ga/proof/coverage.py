@@ -22,7 +22,7 @@ NOT_A_TARGET = ("input_ids", "position_ids", "token_type_ids", *POSITIONS, *SECO
 
 
 def special_tokens(model: nn.Module) -> list[int]:
-    """The special tokens that a model's config names; some configs have several of a kind."""
+    """Return the special tokens that a model's config names; there may be several of a kind."""
     config = getattr(model, "config", None)
     found = set()
     for name in SPECIAL_TOKENS:
@@ -32,7 +32,7 @@ def special_tokens(model: nn.Module) -> list[int]:
 
 
 def num_classes(outputs: Any, labels: Tensor) -> int | None:
-    """The classes that a model scores for each label.
+    """Count the classes that a model scores for each label.
 
     Args:
         outputs: What the model returned.
@@ -51,8 +51,8 @@ def num_classes(outputs: Any, labels: Tensor) -> int | None:
 
 
 def with_other_labels(batch: Batch, classes: int, special: Collection[int]) -> Iterator[Batch]:
-    """The batch with other labels where it has any: together all classes, or spread-out ones if
-    there are many. Those of A are smaller than those of B.
+    """Yield the batch with other labels where it has any: together all classes, or spread-out ones
+    if there are many. Those of A are smaller than those of B.
 
     Args:
         batch: Probe samples, those of A first.
@@ -80,8 +80,8 @@ def with_other_labels(batch: Batch, classes: int, special: Collection[int]) -> I
 
 
 def with_extreme_values(batch: Batch, seen: Batch, names: Collection[str]) -> Iterator[Batch]:
-    """The batch with the smallest value that an entry has in the data for the samples of A, and the
-    largest for the others; for one entry after the other.
+    """Yield the batch with the smallest value that an entry has in the data for the samples of A,
+    and the largest for the others; for one entry after the other.
 
     Args:
         batch: Probe samples, those of A first.
@@ -89,20 +89,25 @@ def with_extreme_values(batch: Batch, seen: Batch, names: Collection[str]) -> It
         names: Entries with a row for each sample, which the loss may depend on.
     """
     for name in sorted(names):
-        value, found = batch.get(name), seen.get(name)
+        value = batch.get(name)
+        in_data = seen.get(name)
         if name in ("labels", *NOT_A_TARGET) or "mask" in name:
             continue
-        if not isinstance(value, Tensor) or not isinstance(found, Tensor):
+        if not isinstance(value, Tensor) or not isinstance(in_data, Tensor):
             continue
-        is_column = value.dim() == 1
-        if not is_column and not (value.is_floating_point() and value.dim() == 2):
+        has_one_each = value.dim() == 1
+        has_weights_of_tokens = value.dim() == 2 and value.is_floating_point()
+        if not has_one_each and not has_weights_of_tokens:
             continue
-        numbers = found[found.isfinite() & ((found != 0) | is_column)].unique()
+        is_weight = in_data.isfinite()
+        if has_weights_of_tokens:
+            is_weight &= in_data != 0  # padding has weight 0
+        numbers = in_data[is_weight].unique()
         if len(numbers) < 2:
             continue
         changed = value.clone()
         changed[:NUM_IN_A] = numbers[0]
         changed[NUM_IN_A:] = numbers[-1]
-        if not is_column:
+        if has_weights_of_tokens:
             changed[value == 0] = 0
         yield {**batch, name: changed}

@@ -3,14 +3,14 @@ exactly.
 """
 
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from unittest.mock import patch
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import check_not_wrapped
+from hf_ga.exact.override import override
 from hf_ga.exact.precision import LOW_PRECISION
 
 
@@ -39,26 +39,27 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     device_type = next(model.parameters()).device.type
     frozen = (p for p in model.parameters() if not p.requires_grad)
     low = [tensor for tensor in (*frozen, *model.buffers()) if tensor.dtype in LOW_PRECISION]
-    is_wrapped = "_original_forward" in model.__dict__
-    plain = patch.object(model, "forward", model._original_forward) if is_wrapped else nullcontext()
+    is_wrapped = "_original_forward" in vars(model)
     with (
         ExitStack() as stack,
         torch.autocast(device_type, enabled=False),
         tensors_in(low, torch.float32),
-        plain,
     ):
+        if is_wrapped:
+            stack.enter_context(override(model, forward=model._original_forward))
         for module in model.modules():
             if getattr(module, "compute_dtype", None) in LOW_PRECISION:  # bitsandbytes
-                stack.enter_context(patch.object(module, "compute_dtype", torch.float32))
+                stack.enter_context(override(module, compute_dtype=torch.float32))
         yield
 
 
 def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:
     """Raise ConfigError for a model that cannot be trained exactly with any loss."""
     check_not_wrapped(model)
-    if sparse := [
+    sparse = [
         name for name, module in model.named_modules() if getattr(module, "sparse", False) is True
-    ]:
+    ]
+    if sparse:
         raise ConfigError(
             f"gradients must be dense tensors, but {', '.join(sparse)} has sparse ones: use "
             "sparse=False."
@@ -67,7 +68,8 @@ def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:
         raise ConfigError(
             "no parameter of the model is trainable: set requires_grad=True for some."
         )
-    if low := {str(p.dtype) for p in trainable if p.dtype in LOW_PRECISION}:
+    low = {str(p.dtype) for p in trainable if p.dtype in LOW_PRECISION}
+    if low:
         raise ConfigError(
             f"trainable parameters must be float32, but some are {', '.join(sorted(low))}, which "
             "rounds small updates away: call "

@@ -58,11 +58,16 @@ NUM_CANDIDATES = 64  # samples to choose probe samples from
 
 
 class Prober:
-    """Runs one model on probe batches. Args: see `targets.prove`.
+    """Runs one model on probe batches.
+
+    Args:
+        model: See `targets.prove`, as the others.
 
     Attributes:
-        dropout: the model's keyed dropout. loss: set once proven. speed_ups: those in use.
-        unused: names of trainable parameters without a gradient in all probes.
+        dropout: The model's keyed dropout.
+        loss: Set once it is proven.
+        speed_ups: Those in use.
+        unused: Names of trainable parameters without a gradient in all probes.
     """
 
     def __init__(
@@ -74,11 +79,15 @@ class Prober:
     ) -> None:
         if not len(samples):
             raise LossNotAdditive("a proof needs samples, got none.")
-        self.model, self.collate_fn, self.loss_fn = unwrapped(model), collate_fn, loss_fn
+        self.model = unwrapped(model)
+        self.collate_fn = collate_fn
+        self.loss_fn = loss_fn
         trainable = {name: p for name, p in self.model.named_parameters() if p.requires_grad}
-        self.parameters, self.unused = list(trainable.values()), set(trainable)
+        self.parameters = list(trainable.values())
+        self.unused = set(trainable)
         check_trainable(self.model, self.parameters)
-        self.device, self._accepted = self.parameters[0].device, argument_filter(self.model)
+        self.device = self.parameters[0].device
+        self._accepted = argument_filter(self.model)
         self.speed_ups: list[SpeedUp] = []
         self.by_length = sorted(samples, key=sample_length)
         spread = np.unique(np.linspace(0, len(samples) - 1, NUM_CANDIDATES).astype(int))
@@ -93,7 +102,7 @@ class Prober:
         and modes.
 
         Raises:
-            LossNotAdditive: an index is out of range: a token, a label, or the label that marks
+            LossNotAdditive: If an index is out of range: a token, a label, or the label that marks
                 ignored targets.
         """
         with (
@@ -116,9 +125,8 @@ class Prober:
             except IndexError as error:
                 raise LossNotAdditive(
                     f"the model or its loss fails on the samples ({error}). Likely causes: a "
-                    "token outside of the vocabulary, a "
-                    "label that is not a class, or a loss that ignores another label than "
-                    f"{IGNORED_LABEL}: for that, pass loss_fn."
+                    "token outside of the vocabulary, a label that is not a class, or a loss that "
+                    f"ignores another label than {IGNORED_LABEL}: for that, pass loss_fn."
                 ) from error
 
     def find_dropout(self, allow_split_dependent_randomness: bool) -> None:
@@ -136,26 +144,26 @@ class Prober:
             module.training = False
 
     def _check_masks_of_samples(self, allow_split_dependent_randomness: bool) -> None:
-        """Where samples have different numbers of rows in some entries: check that no mask is drawn
-        for these rows.
+        """Check that no mask is drawn for the rows of an entry of which samples do not have one
+        each.
 
         Raises:
             UnkeyedRandomness: If one is.
         """
         by_number = sorted(self.candidates, key=self._entries.num_joined)
-        few, many = (
+        with_few, with_many = [
             find_dropout_sites(
                 self.model,
                 partial(self._forward_copies, sample),
                 allow_split_dependent_randomness=allow_split_dependent_randomness,
             ).sites
             for sample in (by_number[0], by_number[-1])
-        )
-        of_rows = [
-            site
-            for key, site in (many | self.dropout.sites).items()
-            if key not in few or any(found.rows_per_sample != 1 for found in (few[key], site))
         ]
+        of_rows = []
+        for key, site in (with_many | self.dropout.sites).items():
+            found = with_few.get(key)
+            if found is None or found.rows_per_sample != 1 or site.rows_per_sample != 1:
+                of_rows.append(site)
         if of_rows and not allow_split_dependent_randomness:
             names = ", ".join(dict.fromkeys(site.name for site in of_rows))
             entries = ", ".join(sorted(self._entries.joined))
@@ -183,15 +191,15 @@ class Prober:
         return self._entries.split(self._seeded(samples), samples)
 
     def probe_batch(self) -> dict[str, Any]:
-        """The samples that a proof compares with parts of them."""
+        """Return the samples that a proof compares with parts of them."""
         return self._rows_with_targets()
 
     def on_device(self, batch: Batch) -> dict[str, Any]:
-        """A batch as the model gets it."""
+        """Return a batch as the model gets it."""
         return send_to_device(put_together(batch), self.device)
 
     def plain_forward(self, batch: Batch) -> Any:
-        """The model's outputs for a batch, without gradients and without keyed dropout."""
+        """Compute the model's outputs for a batch, without gradients and without keyed dropout."""
         with torch.no_grad():
             return self.model(**self._accepted(self.on_device(batch)))
 
@@ -209,8 +217,9 @@ class Prober:
         }
 
     def _forward_copies(self, sample: Any, num_samples: int) -> None:
-        """A forward on copies of a sample. Random draws of the collate function do not count as the
-        model's.
+        """Run a forward on copies of a sample.
+
+        Random draws of the collate function do not count as the model's.
         """
         with preserved_random_states():
             batch = self._seeded([sample] * num_samples)
@@ -218,16 +227,18 @@ class Prober:
         run_forward(self.model, batch, self.loss_fn)
 
     def _rows_with_targets(self) -> dict[str, Any]:
-        """The probe samples: candidates with targets, as different as possible, repeated if too
-        few. Taken from the shorter half
-        if it has enough targets: a proof should not need more memory than training.
+        """Choose the probe samples: candidates with targets, as different as possible, repeated if
+        there are too few.
+
+        They are of the shorter half if that has enough targets: a proof should not need more memory
+        than training.
         """
-        count = len(self.candidates) // 2
-        if not (
-            count and has_enough_targets(batch := self.collate(self.candidates[:count]), count)
-        ):
-            batch, count = self.collate(self.candidates), len(self.candidates)
-        picked = rows_with_targets(batch, count, NUM_PROBE_SAMPLES)
+        chosen = self.candidates[: len(self.candidates) // 2]
+        batch = self.collate(chosen) if chosen else None
+        if batch is None or not has_enough_targets(batch, len(chosen)):
+            chosen = self.candidates
+            batch = self.collate(chosen)
+        picked = rows_with_targets(batch, len(chosen), NUM_PROBE_SAMPLES)
         return take_rows(batch, np.resize(picked, NUM_PROBE_SAMPLES), self.entries)
 
     def _window(
@@ -236,7 +247,7 @@ class Prober:
         rows: Sequence[np.ndarray],
         whole: Batch | None = None,
     ) -> Window:
-        """A window of probe batches. Args: see `compute`."""
+        """Make a window of probe batches; see `compute` for the arguments."""
         positions = np.concatenate(rows)
         ends = np.cumsum([len(part) for part in rows])
         request = WindowRequest(
@@ -257,12 +268,15 @@ class Prober:
         return Engine(LocalBackend(self.device), self.model, rule)
 
     def _probe(self, batch: Batch, rows: np.ndarray) -> Probe:
-        """The head's mean loss of one batch (with a `loss_fn`, its sum), its targets as `loss_fn`
-        counts them, and its gradient.
+        """Compute loss and gradient of one batch as its model (or `loss_fn`) returns them.
+
+        Args:
+            batch: The batch.
+            rows: The positions that key its dropout.
         """
         loss = BatchLoss(self.loss_fn)
         value, gradients = self.compute(loss, [batch], [rows])
-        return value, loss.number, gradients
+        return Probe(value, loss.number, gradients)
 
     def compute(
         self,
@@ -271,7 +285,7 @@ class Prober:
         rows: Sequence[np.ndarray],
         whole: Batch | None = None,
     ) -> tuple[float, list[Tensor]]:
-        """Loss and gradient of a window of probe batches, by the engine that trains.
+        """Compute loss and gradient of a window of probe batches, by the engine that trains.
 
         Args:
             loss: What to compute.
@@ -293,8 +307,8 @@ class Prober:
         return result.loss, gradients
 
     def _value(self, batches: Sequence[Batch], rows: Sequence[np.ndarray]) -> float:
-        """The mean loss of a window of these micro-batches by the proven rule, without gradients
-        and without speed-ups.
+        """Compute the mean loss of a window of these micro-batches by the proven rule, without
+        gradients and without speed-ups.
         """
         engine = self._engine(self.loss, speed_ups=())
         engine.begin(self._window(batches, rows))

@@ -3,7 +3,7 @@ comparison of their results.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,16 +12,29 @@ from torch import Tensor
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import IGNORED_LABEL, Batch, marks_tokens
 
-Probe = tuple[
-    float, float, list[Tensor]
-]  # loss (mean, or sum with loss_fn), targets counted by loss_fn, gradients
 # Limits of rounding errors. A parameter with a small gradient is compared with FLOOR times the norm
 # over all parameters.
-TOLERANCE, FLOOR = 2e-5, 1e-2
-NUM_PROBE_SAMPLES, NUM_IN_A = 6, 2  # A has 2: BatchNorm has no statistics of 1 sample
+TOLERANCE = 2e-5
+FLOOR = 1e-2
+NUM_PROBE_SAMPLES = 6
+NUM_IN_A = 2  # BatchNorm has no statistics of 1 sample
 MANY_TARGETS = 4  # three of them are kept in B
 POSITIONS = ("start_positions", "end_positions")
 SECOND_LABELS = ("next_sentence_label", "sentence_order_label")
+
+
+class Probe(NamedTuple):
+    """The result of a forward and backward of a probe batch.
+
+    Attributes:
+        loss: The mean loss; with a `loss_fn` its sum.
+        number: Targets that `loss_fn` counted; 0.0 without one.
+        gradients: Of each trainable parameter.
+    """
+
+    loss: float
+    number: float
+    gradients: list[Tensor]
 
 
 def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
@@ -41,9 +54,8 @@ def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
     if labels[0].numel() == 1:
         labels[-1] = IGNORED_LABEL
         return {**batch, "labels": labels}
-    for row, values in enumerate(
-        labels.view(num_samples, -1)
-    ):  # flatten several axes of labels (pixels)
+    of_samples = labels.view(num_samples, -1)  # labels may have several axes (pixels)
+    for row, values in enumerate(of_samples):
         kept = (values[1:] != IGNORED_LABEL).nonzero().flatten() + 1
         kept = kept[: 1 if row < NUM_IN_A else 3]
         masked = torch.full_like(values, IGNORED_LABEL)
@@ -55,65 +67,69 @@ def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
 
 
 def separating_means(batch: Batch, num_samples: int) -> dict[str, Any]:
-    """Also mask, in a copy, targets of a second mean, in different samples than the first: a start
-    beyond the text in A, an end beyond it and a sentence label of -100 in B. A batch without such
-    entries is unchanged.
+    """Mask also, in a copy, targets of a second mean, in different samples than the first: a start
+    beyond the text in A, an end beyond it and a sentence label of -100 in B.
+
+    A batch without such entries is unchanged.
     """
+    input_ids = batch.get("input_ids")
+    beyond = input_ids.shape[1] if isinstance(input_ids, Tensor) else 0
+    start, end = POSITIONS
+    masked = [(start, 0, beyond), (end, -1, beyond)]
+    masked += [(name, -1, IGNORED_LABEL) for name in SECOND_LABELS]
     changed = dict(batch)
-    beyond = batch["input_ids"].shape[1] if isinstance(batch.get("input_ids"), Tensor) else 0
-    for row, name, value in [
-        (0, POSITIONS[0], beyond),
-        (-1, POSITIONS[1], beyond),
-        *((-1, name, IGNORED_LABEL) for name in SECOND_LABELS),
-    ]:
+    for name, row, value in masked:
         targets = batch.get(name)
-        if (
-            isinstance(targets, Tensor)
-            and len(targets) == num_samples
-            and not targets.is_floating_point()
-        ):
+        if not isinstance(targets, Tensor) or targets.is_floating_point():
+            continue
+        if len(targets) == num_samples:
             changed[name] = targets.clone()
             changed[name][row] = value
     return changed
 
 
 def targets_per_row(batch: Batch, num_samples: int) -> np.ndarray:
-    """Number of targets of each sample: labels that are not ignored (beyond column 0, if there are
-    columns).
+    """Count the targets of each sample: labels that are not ignored, without column 0 if there are
+    columns.
     """
     labels = batch.get("labels")
-    if (
-        not isinstance(labels, Tensor)
-        or labels.is_floating_point()
-        or labels.dim() == 0
-        or len(labels) != num_samples
-    ):
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
         return np.ones(num_samples, np.int64)
-    counting = (
-        (labels != IGNORED_LABEL).flatten(1)
-        if labels.dim() > 1
-        else (labels != IGNORED_LABEL).unsqueeze(1)
-    )
-    return (counting[:, 1:] if counting.shape[1] > 1 else counting).sum(1).numpy()
+    if len(labels) != num_samples:
+        return np.ones(num_samples, np.int64)
+    is_target = (labels != IGNORED_LABEL).reshape(num_samples, -1)
+    if is_target.shape[1] > 1:
+        is_target = is_target[:, 1:]
+    return is_target.sum(1).numpy()
 
 
 def has_enough_targets(batch: Batch, num_samples: int) -> bool:
     """Whether there are enough samples, and a quarter of them have enough targets to distinguish
     the rules.
     """
+    if num_samples < 4 * NUM_PROBE_SAMPLES:
+        return False
+    labels = batch.get("labels")
+    has_one_each = not isinstance(labels, Tensor) or labels.dim() == 1
+    needed = 1 if has_one_each else MANY_TARGETS
     counts = np.sort(targets_per_row(batch, num_samples))
-    one_per_sample = not isinstance(labels := batch.get("labels"), Tensor) or labels.dim() == 1
-    return num_samples >= 4 * NUM_PROBE_SAMPLES and counts[-num_samples // 4] >= (
-        1 if one_per_sample else MANY_TARGETS
-    )
+    return bool(counts[-num_samples // 4] >= needed)
 
 
 def rows_with_targets(batch: Batch, num_samples: int, most: int) -> np.ndarray:
-    """At most `most` rows with targets, as different as possible: over all lengths, shortest first,
-    and with one label per sample over all labels. The rows are sorted by length.
+    """Choose rows with targets, as different as possible: of all lengths, and of all labels where
+    each sample has one.
+
+    Args:
+        batch: Rows that are sorted by length.
+        num_samples: Rows of the batch.
+        most: How many to choose at most.
+
+    Returns:
+        Indices, in ascending order.
 
     Raises:
-        LossNotAdditive: no row has a target.
+        LossNotAdditive: If no row has a target.
     """
     useful = np.flatnonzero(targets_per_row(batch, num_samples))
     if not len(useful):
@@ -124,15 +140,14 @@ def rows_with_targets(batch: Batch, num_samples: int, most: int) -> np.ndarray:
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.dim() == 1:
         values = labels.numpy()[useful]
-        turn = [
-            int((values[:i] == value).sum()) for i, value in enumerate(values)
-        ]  # number of earlier rows with the same label
-        return np.sort(useful[np.argsort(turn, kind="stable")][:most])
+        num_earlier_with_label = [int((values[:i] == values[i]).sum()) for i in range(len(values))]
+        in_turns = useful[np.argsort(num_earlier_with_label, kind="stable")]
+        return np.sort(in_turns[:most])
     return useful[np.unique(np.linspace(0, len(useful) - 1, most).astype(int))]
 
 
 def applicable_rules(arguments: Batch) -> list[str]:
-    """The rules of `loss.COUNTING_RULES` that apply to these arguments of the model."""
+    """List the rules of `loss.COUNTING_RULES` that apply to these arguments of the model."""
     labels = arguments.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
         return ["samples"]

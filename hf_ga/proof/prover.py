@@ -44,15 +44,12 @@ from hf_ga.proof.probes import (
 )
 
 # A correct rule's residual is rounding: at most TOLERANCE, or 20 times the relative error of
-# reordering the samples.
-TIMES_ROUNDING, MAX_ROUNDING = (
-    20.0,
-    5e-4,
-)  # above MAX_ROUNDING, correct and wrong rules are indistinguishable
+# reordering the samples. Above MAX_ROUNDING, correct and wrong rules are indistinguishable.
+TIMES_ROUNDING = 20.0
+MAX_ROUNDING = 5e-4
 NUM_WIDTHS = 8  # number of short samples to pad
-TRIAL_ROWS = np.array(
-    [0, 1, NUM_PROBE_SAMPLES - 1]
-)  # two short ones with few targets, and the longest
+# Two short samples with few targets, and the longest.
+TRIAL_ROWS = np.array([0, 1, NUM_PROBE_SAMPLES - 1])
 ALL_ROWS = np.arange(NUM_PROBE_SAMPLES)
 # Other values of a buffer: one near it, and one beyond the steps at which a schedule may change.
 OTHER_VALUES = (lambda value: 2 * value + 1, lambda value: value + 10**6)
@@ -65,11 +62,16 @@ GROUPS = {"A": ALL_ROWS[:NUM_IN_A], "B": ALL_ROWS[NUM_IN_A:], "A+B": ALL_ROWS}
 
 
 class Prover(Prober):
-    """Runs the parts of a proof. Args: see `targets.prove`.
+    """Runs the parts of a proof.
+
+    Args:
+        model: See `targets.prove`, as the others.
 
     Attributes:
-        router: the model's balancing loss, if the head adds one. speed_ups: those in use. left_out:
-            the others, and why.
+        router: The model's balancing loss, if the head adds one.
+        left_out: Names of the speed-ups that are not used, and why.
+        structure: Of the batch that the speed-ups were tried on.
+        tolerance: Of relative errors, as measured by `prove_loss`.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Prover(Prober):
         self.router: Router | None = None
         self.left_out: dict[str, str] = {}
         self.structure: frozenset | None = None
-        self.tolerance = TOLERANCE  # as measured by `prove_loss`
+        self.tolerance = TOLERANCE
 
     def find_router(self) -> None:
         """Find out whether the head adds a router's balancing loss, and its weight."""
@@ -108,20 +110,20 @@ class Prover(Prober):
             tolerance = self._tolerance(batch, TRIAL_ROWS, plain)
             for speed_up in candidates:
                 reason = self._try(speed_up, batch, plain, tolerance)
-                if reason:
-                    self.left_out[speed_up.name] = reason
-                else:
+                if reason is None:
                     self.speed_ups.append(speed_up)
+                else:
+                    self.left_out[speed_up.name] = reason
         self.structure = structure_of(self._accepted(put_together(batch)))
 
-    def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str:
-        """The reason why it fails; "" if it passes."""
+    def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str | None:
+        """Return the reason why a speed-up fails. None: it passes."""
         reads_logits = self.loss_fn is not None or kind_of(self._accepted(batch)) is not None
         is_routed = self.router is not None
         reason = speed_up.attach(
             self.model, self.dropout, reads_logits=reads_logits, has_router=is_routed
         )
-        if reason:
+        if reason is not None:
             return reason
         self.speed_ups.append(speed_up)
         try:
@@ -131,41 +133,44 @@ class Prover(Prober):
             return f"{type(failure).__name__}: {failure}"
         finally:
             self.speed_ups.remove(speed_up)
-        if reason:
+        if reason is not None:
             return reason
-        if not error <= tolerance:
+        if not error <= tolerance:  # also where it is NaN
             return f"it changes loss or gradient (relative error {error:.0e})"
-        return ""
+        return None
 
     def prove_loss(self) -> float:
-        """Find the loss whose terms of A and B sum to the loss of A+B; returns the largest relative
-        residual.
+        """Find the loss whose terms of A and B sum to the loss of A+B.
+
+        Returns:
+            The relative error of the sum.
 
         Raises:
-            LossNotAdditive: there is none, or several different ones.
+            LossNotAdditive: If there is none, or several different ones.
         """
         whole = self._separated(self._rows_with_targets())
         batches = {name: take_rows(whole, rows, self.entries) for name, rows in GROUPS.items()}
         with self._without_router():
             probes = {name: self._probe(batch, GROUPS[name]) for name, batch in batches.items()}
             self.tolerance = self._tolerance(whole, ALL_ROWS, probes["A+B"])
-            self.loss, residual = self._sum_of_means(batches, probes["A+B"]) or self._one_mean(
-                batches, probes
-            )
+            found = self._sum_of_means(batches, probes["A+B"])
+            if found is None:
+                found = self._one_mean(batches, probes)
+            self.loss, residual = found
         if self.router is not None:
             self.loss = WithRouter(self.loss, self.router)
             residual = relative_error(self._added_up(batches), self._probe(whole, ALL_ROWS))
             if not residual <= self.tolerance:
                 raise LossNotAdditive(
                     "the router's auxiliary loss differs from that of Switch Transformer "
-                    f"(relative error {residual:.1e}). Set "
-                    "output_router_logits=False (no load balancing), or pass loss_fn."
+                    f"(relative error {residual:.1e}). Set output_router_logits=False (no load "
+                    "balancing), or pass loss_fn."
                 )
         self._check_state(whole, ALL_ROWS, is_additive=True)
         return residual
 
     def _sum_of_means(self, batches: dict[str, Batch], whole: Probe) -> tuple[Loss, float] | None:
-        """A head recognised by its labels, if `sums_of_means.py` reproduces its loss."""
+        """Recognise a head by its labels, if `sums_of_means.py` reproduces its loss."""
         name = kind_of(self._accepted(batches["A+B"])) if self.loss_fn is None else None
         if name is None:
             return None
@@ -174,43 +179,60 @@ class Prover(Prober):
             residual = relative_error(self._added_up(batches), whole)
         except LossNotAdditive:  # not the outputs of this kind of head
             return None
-        return (self.loss, residual) if residual <= self.tolerance else None
+        if residual > self.tolerance:
+            return None
+        return self.loss, residual
 
     def _one_mean(self, batches: dict[str, Batch], probes: dict[str, Probe]) -> tuple[Loss, float]:
+        """Find the loss whose one mean fits.
+
+        Two rules that count other numbers, but give A the same share of A+B, make the same update.
+
+        Raises:
+            LossNotAdditive: If no counting rule fits, or several different ones.
+        """
         is_sum = self.loss_fn is not None
-        if is_sum:
-            counts = {OwnSum.name: [probes[name][1] for name in GROUPS]}
-        else:
-            rules = applicable_rules(self._accepted(batches["A+B"]))
-            counts = {
-                rule: [COUNTING_RULES[rule](batches[n], len(rows)) for n, rows in GROUPS.items()]
-                for rule in rules
-            }
+        counts = self._counts(batches, probes)
         residuals = {
             rule: residual_of(list(probes.values()), numbers, is_sum)
             for rule, numbers in counts.items()
         }
         fitting = [rule for rule, residual in residuals.items() if residual <= self.tolerance]
-        shares = {
-            round(counts[rule][0] / counts[rule][2], 9) for rule in fitting if counts[rule][2]
-        }
-        if not fitting or len(shares) > 1:
-            losses = {name: probe[0] for name, probe in probes.items()}
+        shares_of_a = set()
+        for rule in fitting:
+            of_a, _, of_whole = counts[rule]
+            if of_whole:
+                shares_of_a.add(round(of_a / of_whole, 9))
+        if not fitting or len(shares_of_a) > 1:
+            losses = {name: probe.loss for name, probe in probes.items()}
             self._check_state(batches["A+B"], ALL_ROWS, is_additive=False)
             cause = causes.likely_cause(self.model, losses)
-            raise _not_additive(
-                _no_single_rule(self.model, cause, fitting, residuals, counts, losses), cause
-            )
-        return OwnSum(self.loss_fn) if is_sum else HeadMean(fitting[0]), residuals[fitting[0]]
+            message = _no_single_rule(self.model, cause, fitting, residuals, counts, losses)
+            raise _not_additive(message, cause)
+        rule = fitting[0]
+        loss = OwnSum(self.loss_fn) if is_sum else HeadMean(rule)
+        return loss, residuals[rule]
+
+    def _counts(
+        self, batches: dict[str, Batch], probes: dict[str, Probe]
+    ) -> dict[str, list[float]]:
+        """Count the targets of A, B and A+B by each counting rule that may apply."""
+        if self.loss_fn is not None:
+            return {OwnSum.name: [probes[name].number for name in GROUPS]}
+        rules = applicable_rules(self._accepted(batches["A+B"]))
+        return {
+            rule: [COUNTING_RULES[rule](batches[name], len(GROUPS[name])) for name in GROUPS]
+            for rule in rules
+        }
 
     def _added_up(self, batches: dict[str, Batch]) -> Probe:
-        """Sum of the terms of A and B and of their gradients, computed as in training."""
+        """Compute the sum of the terms of A and B and of their gradients, as in training."""
         return self._sum_of_terms([batches["A"], batches["B"]], [GROUPS["A"], GROUPS["B"]])
 
     def _sum_of_terms(self, batches: Sequence[Batch], rows: Sequence[np.ndarray]) -> Probe:
-        """Loss and gradient of a window of these micro-batches, by the rule to be proven."""
+        """Compute loss and gradient of a window of micro-batches, by the rule to be proven."""
         loss, gradients = self.compute(self.loss, batches, rows)
-        return loss, 0.0, gradients
+        return Probe(loss, 0.0, gradients)
 
     def cover_values(self) -> None:
         """Test the loss that was found on labels and weights that the probe samples do not have.
@@ -257,45 +279,45 @@ class Prover(Prober):
         yield from with_other_labels(whole, classes, special)
 
     def width_matters(self) -> bool | None:
-        """Whether padding short samples to a long one's width changes their loss or gradient; None:
-        unknown.
+        """Find out whether padding short samples to a long one's width changes their loss or
+        gradient.
+
+        Returns:
+            None if that is unknown: samples of one length, or a random collate function.
         """
-        shorter, longest = self.candidates[:-1], self.by_length[-1]
-        useful = (
-            np.flatnonzero(targets_per_row(self.collate(shorter), len(shorter))) if shorter else []
-        )
+        shorter = self.candidates[:-1]
+        if not shorter:
+            return None
+        has_targets = targets_per_row(self.collate(shorter), len(shorter)) > 0
+        useful = np.flatnonzero(has_targets)
         if not len(useful) or self.collate_draws:
             return None
-        picked = [
-            shorter[i]
-            for i in useful[np.unique(np.linspace(0, len(useful) - 1, NUM_WIDTHS).astype(int))]
-        ]
-        whole, shapes_differ = self.collate([*picked, longest]), False
-        for i, sample in enumerate(
-            picked
-        ):  # one by one: at some lengths padding may have no effect (pooling, top-k)
-            narrow, wide = self.collate([sample]), take_rows(whole, np.array([i]), self.entries)
+        spread = np.unique(np.linspace(0, len(useful) - 1, NUM_WIDTHS).astype(int))
+        picked = [shorter[i] for i in useful[spread]]
+        whole = self.collate([*picked, self.by_length[-1]])
+        shapes_differ = False
+        # One by one: at some lengths padding may have no effect (pooling, top-k).
+        for i, sample in enumerate(picked):
+            narrow = self.collate([sample])
+            wide = take_rows(whole, np.array([i]), self.entries)
             if same_shapes(narrow, wide):
                 continue
             shapes_differ = True
             try:
-                if relative_error(self._probe_alone(narrow), self._probe_alone(wide)) > TOLERANCE:
-                    return True
-            except (
-                RuntimeError,
-                ValueError,
-                LossNotAdditive,
-            ):  # the model does not support such a narrow batch
+                error = relative_error(self._probe_alone(narrow), self._probe_alone(wide))
+            except (RuntimeError, ValueError, LossNotAdditive):
+                return True  # the model does not support such a narrow batch
+            if error > TOLERANCE:
                 return True
         return False if shapes_differ else None
 
     def check_unpadded(self) -> None:
-        """If padding matters: check that the longest sample alone (unpadded) and a padded one sum
-        to both together.
+        """Check that the longest sample alone (unpadded) and a padded one sum to both together.
+        Called if padding matters.
 
         Raises:
-            LossNotAdditive: they do not, so even one width for all micro-batches of a window is not
-                exact.
+            LossNotAdditive: If they do not, so that even one width for all micro-batches of a
+                window is not exact.
         """
         if self.loss_fn is not None or self.collate_draws:
             return
@@ -309,13 +331,11 @@ class Prover(Prober):
         if not error <= self.tolerance:
             raise LossNotAdditive(
                 "the model treats a batch without padding differently from one with padding "
-                f"(relative error {error:.1e}), so a "
-                "sample's loss depends on whether its micro-batch is padded. Likely cause: an "
-                "argument that the "
-                "model's processor returns is missing (token_type_ids), or the attention mask is "
-                "omitted when all ones. "
-                "Remedy: pass it, or pad every batch in the collate function to one width, larger "
-                "than the longest sample."
+                f"(relative error {error:.1e}), so a sample's loss depends on whether its "
+                "micro-batch is padded. Likely cause: an argument that the model's processor "
+                "returns is missing (token_type_ids), or the attention mask is omitted when all "
+                "ones. Remedy: pass it, or pad every batch in the collate function to one width, "
+                "larger than the longest sample."
             )
 
     def _without_router(self) -> AbstractContextManager[None]:
@@ -326,7 +346,7 @@ class Prover(Prober):
         supports ignoring them.
 
         A loss function counts its own targets and may not support ignored labels: then nothing is
-            masked.
+        masked.
         """
         if self.loss_fn is not None:
             return batch
@@ -339,38 +359,53 @@ class Prover(Prober):
         return separated if is_finite else batch
 
     def _probe_alone(self, batch: Batch) -> Probe:
-        """Probe one sample. If it lacks targets of some mean, the head's loss is NaN: compute the
-        terms instead.
+        """Probe one sample.
+
+        If it lacks targets of some mean, the head's loss is NaN: compute the terms instead.
         """
         if self.loss.num_means > 1:
             return self._sum_of_terms([batch], [np.arange(1)])
         return self._probe(batch, np.arange(1))
 
     def _tolerance(self, batch: Batch, rows: np.ndarray, probe: Probe) -> float:
-        """The size of rounding errors: the same samples in reverse order have the same mean, summed
-        in another order.
+        """Measure rounding errors: the same samples in reverse order have the same mean, summed in
+        another order.
+
+        Args:
+            batch: A probe batch.
+            rows: The positions of its samples.
+            probe: Of the batch.
+
+        Returns:
+            A limit of relative errors.
+
+        Raises:
+            LossNotAdditive: If the order of the samples matters.
         """
+        rounding = relative_error(self._probe_reversed(batch, rows), probe)
+        if rounding <= MAX_ROUNDING:
+            return max(TOLERANCE, TIMES_ROUNDING * rounding)
+        depends = (
+            "the loss or its gradient depends on the order of the samples in a batch "
+            f"(relative error {rounding:.1e}, limit {MAX_ROUNDING:.0e}). "
+        )
+        if np.isnan(probe.loss):
+            raise LossNotAdditive(
+                f"{depends}Likely cause: the loss is NaN, a mean over no targets."
+            )
+        self._check_state(batch, rows, is_additive=False)
+        apart = causes.apart(self.dropout)
+        if apart is not None and self._is_due_to_masks(batch, rows):
+            raise _not_additive(f"{depends}Cause: {apart}.", apart)
+        cause = causes.likely_cause(self.model, None)
+        raise _not_additive(
+            f"{depends}Likely cause: {cause}. Low precision can be a cause, too.", cause
+        )
+
+    def _probe_reversed(self, batch: Batch, rows: np.ndarray) -> Probe:
+        """Probe a batch with its samples in reverse order."""
         reverse = np.arange(len(rows))[::-1].copy()
-        reversed_batch = take_rows(batch, reverse, self.entries)
-        rounding = relative_error(self._probe(reversed_batch, rows[reverse]), probe)
-        if not rounding <= MAX_ROUNDING:
-            depends = (
-                "the loss or its gradient depends on the order of the samples in a batch "
-                f"(relative error {rounding:.1e}, limit {MAX_ROUNDING:.0e}). "
-            )
-            if probe[0] != probe[0]:
-                raise LossNotAdditive(
-                    f"{depends}Likely cause: the loss is NaN, a mean over no targets."
-                )
-            self._check_state(batch, rows, is_additive=False)
-            apart = causes.apart(self.dropout)
-            if apart is not None and self._is_due_to_masks(batch, rows):
-                raise _not_additive(f"{depends}Cause: {apart}.", apart)
-            cause = causes.likely_cause(self.model, None)
-            raise _not_additive(
-                f"{depends}Likely cause: {cause}. Low precision can be a cause, too.", cause
-            )
-        return max(TOLERANCE, TIMES_ROUNDING * rounding)
+        return self._probe(take_rows(batch, reverse, self.entries), rows[reverse])
 
     def _is_due_to_masks(self, batch: Batch, rows: np.ndarray) -> bool:
         """Whether the order of the samples does not matter without dropout."""
@@ -378,22 +413,20 @@ class Prover(Prober):
         def keep_all(key: int, shape: torch.Size, drop_probability: float) -> Tensor:
             return torch.ones(shape, dtype=torch.bool, device=self.device)
 
-        reverse = np.arange(len(rows))[::-1].copy()
-        reversed_batch = take_rows(batch, reverse, self.entries)
-
         def drop_nothing(key: int, input: Tensor, drop_probability: float) -> Tensor:
             return input
 
         with override(self.dropout, _draw=keep_all, _dropped=drop_nothing):
             probe = self._probe(batch, rows)
-            rounding = relative_error(self._probe(reversed_batch, rows[reverse]), probe)
+            rounding = relative_error(self._probe_reversed(batch, rows), probe)
         return rounding <= MAX_ROUNDING
 
     def _check_state(self, batch: Batch, rows: np.ndarray, *, is_additive: bool) -> None:
         """Check that what training forwards write to buffers does not depend on the split.
 
         Args:
-            batch: A probe batch. rows: The positions of its samples.
+            batch: A probe batch.
+            rows: The positions of its samples.
             is_additive: Whether the loss is. If not, the running values of norms are not the
                 cause: training forwards do not read them.
 
@@ -431,7 +464,7 @@ class Prover(Prober):
             )
 
     def _split_dependent(self, names: list[str], batch: Batch, rows: np.ndarray) -> list[str]:
-        """Those of the named buffers that have other values after a batch in two parts."""
+        """Return those of the named buffers that have other values after a batch in two parts."""
         if not names:
             return []
         ends = [np.arange(NUM_IN_A), np.arange(NUM_IN_A, len(rows))]
@@ -484,7 +517,7 @@ class Prover(Prober):
     def _buffers_after(
         self, names: list[str], batches: list[Batch], rows: list[np.ndarray]
     ) -> dict[str, Tensor]:
-        """Buffers after a window of these micro-batches."""
+        """Return buffers after a window of these micro-batches."""
         with restored_buffers(self.model):
             self.compute(BatchLoss(self.loss_fn), batches, rows)
             return {name: self.model.get_buffer(name).clone() for name in names}
@@ -504,7 +537,7 @@ def _no_single_rule(
     counts: dict[str, list],
     losses: dict[str, float],
 ) -> str:
-    """The error if no counting rule fits, or more than one."""
+    """Describe that no counting rule fits, or more than one."""
     if fitting:
         return (
             "several counting rules fit and cannot be distinguished on these samples: "

@@ -14,9 +14,11 @@ from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.dropout_site import DropoutSite
 from hf_ga.exact.forward import restored_buffers
 from hf_ga.exact.generators import moved_generators, preserved_random_states, random_states
-from hf_ga.exact.masks import keyed_dropout
+from hf_ga.exact.masks import apply_dropout_mask
 
-SMALL, LARGE = 2, 3  # batch sizes of the two forwards
+# Batch sizes of the two forwards.
+SMALL = 2
+LARGE = 3
 
 
 def find_dropout_sites(
@@ -28,12 +30,13 @@ def find_dropout_sites(
     """Find a model's dropout sites, without dropping anything.
 
     Args:
-        forward: runs the model in training mode on a batch of the given number of samples.
-        allow_split_dependent_randomness: accept draws that cannot be tied to a sample.
+        model: The model, in training mode.
+        forward: Runs the model on a batch of the given number of samples.
+        allow_split_dependent_randomness: Accept draws that cannot be tied to a sample.
 
     Raises:
-        UnkeyedRandomness: a module draws random numbers outside of dropout, or a mask has no single
-            sample axis.
+        UnkeyedRandomness: If a module draws random numbers outside of dropout, or a mask has no
+            single sample axis.
     """
     finder = _SiteFinder(model)
     with (
@@ -43,48 +46,49 @@ def find_dropout_sites(
         finder._patched(),
         warnings.catch_warnings(),
     ):
-        warnings.filterwarnings(
-            "ignore", "None of the inputs have requires_grad"
-        )  # checkpointing under no_grad
+        # Checkpointing warns under no_grad.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         for num_samples in (SMALL, LARGE):
             finder.start()
             forward(num_samples)
             finder.record_draws(model)  # draws of a loss function after the last module
     problems = [
-        f"{finder.names[m]} ({type(m).__name__}) draws from {g}" for m, g in finder.moved.items()
+        f"{finder.names[module]} ({type(module).__name__}) draws from {generators}"
+        for module, generators in finder.moved.items()
     ]
+    unkeyed = list(finder.moved)
     for site in finder.sites.values():
         try:
             site.axis = sample_axis(site.shapes)
         except ValueError as error:
             site.is_keyed = False
+            unkeyed.append(site.module)
             problems.append(f"{site.name} draws a mask without a single sample axis: {error}")
     if problems and not allow_split_dependent_randomness:
         raise UnkeyedRandomness(
             "unsupported: random draws that hf_ga cannot tie to a sample, so they would depend on "
-            "the split of a window: "
-            + "; ".join(problems)
-            + ". Set this probability to 0, use attn_implementation='eager' or 'sdpa' if it is "
-            "attention dropout, or accept "
+            f"the split of a window: {'; '.join(problems)}. Set this probability to 0, use "
+            "attn_implementation='eager' or 'sdpa' if it is attention dropout, or accept "
             "split-dependent randomness with allow_split_dependent_randomness."
         )
     dropout = KeyedDropout(model)
-    dropout.sites, dropout.hooked = (
-        finder.sites,
-        [m for m in finder.names if m in finder.on_the_way],
-    )
-    dropout.unkeyed = [
-        *finder.moved,
-        *(site.module for site in finder.sites.values() if not site.is_keyed),
-    ]
+    dropout.sites = finder.sites
+    dropout.hooked = [module for module in finder.names if module in finder.on_the_way]
+    dropout.unkeyed = unkeyed
     return dropout
 
 
 def sample_axis(shapes: list[torch.Size]) -> int | None:
-    """The axis that grew from 2 to 3 samples; None if no axis grew (a mask shared by the window).
+    """Find the axis that grew from 2 to 3 samples.
+
+    Args:
+        shapes: Of a mask in the two forwards.
+
+    Returns:
+        None if no axis grew (a mask shared by the window).
 
     Raises:
-        ValueError: not exactly one axis grew in that ratio.
+        ValueError: If not exactly one axis grew in that ratio.
     """
     if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
         raise ValueError(
@@ -94,20 +98,21 @@ def sample_axis(shapes: list[torch.Size]) -> int | None:
     changed = [axis for axis in range(len(small)) if small[axis] != large[axis]]
     if not changed:
         return None
-    if len(changed) > 1 or small[changed[0]] * LARGE != large[changed[0]] * SMALL:
+    axis = changed[0]
+    if len(changed) > 1 or small[axis] * LARGE != large[axis] * SMALL:
         raise ValueError(
             f"the mask of {SMALL} samples has shape {list(small)}, that of {LARGE} samples "
             f"{list(large)}"
         )
-    return changed[0]
+    return axis
 
 
 class _SiteFinder(KeyedDropout):
     """Records the masks to draw, and drops nothing.
 
     Attributes:
-        on_the_way: modules on the path to a site. moved: modules that drew from a random generator
-            directly, and the generator.
+        on_the_way: Modules on the path to a site.
+        moved: Modules that drew from random generators directly, and which.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -120,10 +125,12 @@ class _SiteFinder(KeyedDropout):
         self._states = random_states()
 
     def record_draws(self, module: nn.Module) -> None:
-        """At the start of a submodule of `module` or the end of `module`: draws since the last such
-        boundary are `module`'s own.
+        """Note the draws since the last call of this, which are the module's own.
+
+        Called when a submodule of the module begins, and when the module ends.
         """
-        if moved := moved_generators(self._states):
+        moved = moved_generators(self._states)
+        if moved:
             self.moved[module] = " and ".join(moved)
             self._states = random_states()
 
@@ -138,15 +145,13 @@ class _SiteFinder(KeyedDropout):
             self.record_draws(module)
 
     def _dropped(self, key: int, input: Tensor, drop_probability: float) -> Tensor:
-        return keyed_dropout(
-            input, drop_probability, self._draw(key, input.shape, drop_probability)
-        )
+        kept = self._draw(key, input.shape, drop_probability)
+        return apply_dropout_mask(input, drop_probability, kept)
 
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
         frame = self._stack[-1]
         site = DropoutSite(self.names[frame.module], frame.module, key, path=frame.key)
         self.sites.setdefault(key, site).shapes.append(shape)
         self.on_the_way.update(frame.module for frame in self._stack)
-        return torch.ones(
-            shape, dtype=torch.bool, device=next(self.model.parameters(), torch.empty(0)).device
-        )
+        device = next(self.model.parameters(), torch.empty(0)).device
+        return torch.ones(shape, dtype=torch.bool, device=device)

@@ -26,7 +26,8 @@ FEW_ROWS = ALL_ROWS[:2]
 
 
 def find_used_outputs(prover: Prover, whole_batch: WholeBatchLoss) -> UsedOutputs:
-    """Which outputs a loss uses. The prover then tests whether those of a sample depend on others.
+    """Find out which outputs a loss uses. The prover then tests whether those of a sample depend on
+    others.
 
     Args:
         prover: Of the model.
@@ -163,7 +164,13 @@ def _as_leaf(value: Tensor) -> Tensor:
 
 
 def _has_rows(value: Tensor, few: Tensor | None) -> bool:
-    """Whether an output has one row per sample, of a shape that other samples do not change."""
+    """Whether an output has one row per sample, whose shape does not depend on the number of
+    samples.
+
+    Args:
+        value: The output for all probe samples.
+        few: The same output for two of them. None: the model did not return it.
+    """
     if few is None or not value.dim() or not few.dim():
         return False
     has_all = len(value) == NUM_PROBE_SAMPLES and len(few) == len(FEW_ROWS)

@@ -38,7 +38,7 @@ UNSPECIALIZED = ["num_tokens", "threshold", "window"]
 
 @triton.jit
 def product(a, b):
-    """The matrix product a @ b, accumulated in float32, never rounded to TF32."""
+    """Compute the matrix product a @ b, accumulated in float32, never rounded to TF32."""
     if IS_INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -47,7 +47,7 @@ def product(a, b):
 
 @triton.jit
 def tanh(x):
-    """The hyperbolic tangent, accurate also near 0, where 1 - 2 / (exp(2x) + 1) cancels."""
+    """Compute the hyperbolic tangent, accurate also near 0, where 1 - 2 / (exp(2x) + 1) cancels."""
     square = x * x
     series = 62.0 / 2835.0
     series = series * square - 17.0 / 315.0
@@ -62,7 +62,7 @@ def tanh(x):
 
 @triton.jit
 def base_2_scores(products, inner_scale, outer_scale, HAS_SOFTCAP: tl.constexpr):
-    """Scores from the products of queries and keys.
+    """Compute scores from the products of queries and keys, for exp2.
 
     Without soft cap, inner_scale is scale * log2(e). With a cap, the scores are capped as
     cap * tanh(products * scale / cap): inner_scale is scale / cap, outer_scale cap * log2(e).
@@ -90,7 +90,7 @@ def is_visible(rows, columns, length, window, IS_CAUSAL: tl.constexpr, HAS_WINDO
 
 @triton.jit
 def head_key(SEEDS, sample, head):
-    """The dropout key of one head of a sample: uint64."""
+    """Return the dropout key of one head of a sample: uint64."""
     seed = tl.load(SEEDS + sample).to(tl.uint64, bitcast=True)
     key = mixed(mixed(seed))  # the sample, then its single row: index 0
     return mixed(key ^ head.to(tl.uint64))
@@ -152,7 +152,7 @@ def forward_kernel(
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """Output and log-sum-exp of a block of rows. Grid: (blocks of rows, heads, samples)."""
+    """Compute output and log-sum-exp of a block of rows. Grid: (blocks of rows, heads, samples)."""
     # With causal attention the last blocks take longest: they start first.
     first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
     head = tl.program_id(1).to(tl.int64)
@@ -212,7 +212,7 @@ def delta_kernel(
     PADDED: tl.constexpr,
     ROWS: tl.constexpr,
 ):
-    """The sum over each vector of output * its gradient. Grid: (blocks of tokens, heads)."""
+    """Sum output * its gradient over each vector. Grid: (blocks of tokens, heads)."""
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
     first_token = tl.program_id(0).to(tl.int64) * ROWS
@@ -489,12 +489,14 @@ DELTA_ROWS = 64
 
 
 def padded_size(size: int) -> int:
-    """The head size within the kernels: the next power of two."""
+    """Return the head size within the kernels: the next power of two."""
     return max(SMALLEST_BLOCK, triton.next_power_of_2(size))
 
 
 def launches(size: int, dtype: torch.dtype, capability: int) -> Launches:
-    """The launches for a head size, the type of the elements and a compute capability (80, 90)."""
+    """Return the launches for a head size, the type of the elements and a compute capability (80,
+    90).
+    """
     table = HALF_PRECISION
     if dtype == torch.float32:
         table = FULL_PRECISION
@@ -515,7 +517,7 @@ class Problem:
     softcap: float | None
 
     def scalars(self) -> dict[str, Any]:
-        """The scalars and switches that all large kernels take."""
+        """Return the scalars and switches that all large kernels take."""
         has_softcap = self.softcap is not None
         return {
             "inner_scale": self.scale / self.softcap if has_softcap else self.scale * LOG2_E,
@@ -543,11 +545,9 @@ class Attention(torch.autograd.Function):
         seeds: Tensor,
         problem: Problem,
     ) -> Tensor:
-        q, k, v = (
-            _with_contiguous_vectors(q),
-            _with_contiguous_vectors(k),
-            _with_contiguous_vectors(v),
-        )
+        q = _with_contiguous_vectors(q)
+        k = _with_contiguous_vectors(k)
+        v = _with_contiguous_vectors(v)
         num_tokens, num_heads = q.shape[:2]
         launch = _launches(q).forward
         out = q.new_empty(q.shape)
@@ -640,28 +640,28 @@ def attention(
     window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
-    """dropout(softmax(q k^T * scale)) v within each of the packed samples.
+    """Compute dropout(softmax(q k^T * scale)) v within each of the packed samples.
 
     Args:
-        q: shape (T, heads, size), float32, float16 or bfloat16, size <= 256.
-        k: shape (T, key heads, size); heads is a multiple of key heads.
-        v: shape (T, key heads, size).
-        cu_seqlens: int32, shape (samples + 1,): where each sample starts, and T.
-        max_length: the most tokens of a sample.
-        seeds: int64, shape (samples,): the sample's key XOR the key of the dropout site. None
+        q: Queries of shape (T, heads, size), float32, float16 or bfloat16, size <= 256.
+        k: Keys of shape (T, key heads, size); heads is a multiple of key heads.
+        v: Values of shape (T, key heads, size).
+        cu_seqlens: Where each sample starts, and T: int32, shape (samples + 1,).
+        max_length: The most tokens of a sample.
+        seeds: The sample's key XOR the key of the dropout site: int64, shape (samples,). None
             without dropout.
         drop_probability: p, with 0 <= p < 1.
-        scale: factor of the products of queries and keys.
-        is_causal: whether a query attends to no later tokens.
-        window: the most tokens that a query attends to, itself and those before it. None: no limit.
+        scale: Factor of the products of queries and keys.
+        is_causal: Whether a query attends to no later tokens.
+        window: The most tokens that a query attends to, itself and those before it. None: no limit.
             Causal attention only.
-        softcap: scores are capped to softcap * tanh(score / softcap). None: not capped.
+        softcap: Scores are capped to softcap * tanh(score / softcap). None: not capped.
 
     Returns:
-        shape (T, heads, size), contiguous.
+        A contiguous tensor of shape (T, heads, size).
 
     Raises:
-        ValueError: if the arguments do not fit together.
+        ValueError: If the arguments do not fit together.
 
     Example:
         seeds = keys ^ signed(site)
@@ -681,7 +681,7 @@ def attention(
 
 
 def _sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """The strides and sizes that all large kernels take."""
+    """Return the strides and sizes that all large kernels take."""
     num_tokens, num_heads, size = q.shape
     return {
         "q_token": q.stride(0),
@@ -698,7 +698,7 @@ def _sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def _launches(q: Tensor) -> Launches:
-    """The launches for queries of shape (T, heads, size) where they are."""
+    """Return the launches for queries of shape (T, heads, size) where they are."""
     capability = 80
     if q.is_cuda:
         major, minor = torch.cuda.get_device_capability(q.device)
@@ -707,7 +707,7 @@ def _launches(q: Tensor) -> Launches:
 
 
 def _blocks(launch: Launch) -> dict[str, int]:
-    """The keyword arguments of a launch."""
+    """Return the keyword arguments of a launch."""
     return {
         "ROWS": launch.rows,
         "COLUMNS": launch.columns,
@@ -718,5 +718,5 @@ def _blocks(launch: Launch) -> dict[str, int]:
 
 
 def _with_contiguous_vectors(x: Tensor) -> Tensor:
-    """x, copied if the elements of a vector are not beside each other."""
+    """Return x, copied if the elements of a vector are not beside each other."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -36,7 +36,7 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
 
 
 def repeated_layers(module: nn.Module) -> list[nn.Module]:
-    """The layers in the outermost lists of equal layers: encoder and decoder have one each."""
+    """Return the layers in the outermost lists of equal layers, such as encoder and decoder."""
     is_stack = isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
     if is_stack:
         return list(module)

@@ -7,7 +7,6 @@ keeps copies of query and key.
 
 from contextlib import AbstractContextManager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.dropout_functions import dropped_attention
 from hf_ga.exact.hooks import SpeedUp
+from hf_ga.exact.override import override
 
 
 class FusedAttention(SpeedUp):
@@ -28,27 +28,30 @@ class FusedAttention(SpeedUp):
 
     def attach(
         self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool
-    ) -> str:
+    ) -> str | None:
         self._dropout = dropout
-        return "" if self._dropout.sites else "the model draws no dropout"
+        if not dropout.sites:
+            return "the model draws no dropout"
+        return None
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        return patch.object(self._dropout, "attend", self._attend)
+        return override(self._dropout, attend=self._attend)
 
-    def verdict(self) -> str:
-        return "" if self._was_used else "no attention with dropout in full precision"
+    def verdict(self) -> str | None:
+        if not self._was_used:
+            return "no attention with dropout in full precision"
+        return None
 
     def _attend(
         self, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, *others: Any
     ) -> Tensor:
-        """Replaces `dropped_attention`; see there."""
+        """Replace `dropped_attention`; see there."""
         if not _is_supported(query, key, value):
             return dropped_attention(query, key, value, kept, *others)
         self._was_used = True
         query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
-        return DroppedAttention.apply(query, key, value, kept, *others).view(
-            *kept.shape[:-1], value.shape[-1]
-        )
+        attended = DroppedAttention.apply(query, key, value, kept, *others)
+        return attended.view(*kept.shape[:-1], value.shape[-1])
 
 
 def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
@@ -89,33 +92,33 @@ class DroppedAttention(torch.autograd.Function):
         scale: float,
         probability: float,
     ) -> Tensor:
-        scores = torch.baddbmm(
-            nothing := query.new_empty(1, 1, 1), query, key.mT, beta=0, alpha=scale
-        )
+        nothing = query.new_empty(1, 1, 1)  # what is added: beta is 0
+        scores = torch.baddbmm(nothing, query, key.mT, beta=0, alpha=scale)
         if bias is not None:
             scores.view(kept.shape).add_(bias)
         weights = torch.softmax(scores, -1, out=scores)
         mask = kept.view(torch.uint8).reshape(weights.shape)
         ctx.save_for_backward(query, key, value, mask, bias, weights)
-        ctx.shape, ctx.scale, ctx.drop_probability = kept.shape, scale, probability
+        ctx.shape = kept.shape
+        ctx.scale = scale
+        ctx.drop_probability = probability
         return torch.baddbmm(nothing, weights * mask, value, beta=0, alpha=1 / (1 - probability))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         query, key, value, mask, bias, weights = ctx.saved_tensors
-        rescale, nothing = 1 / (1 - ctx.drop_probability), query.new_empty(1, 1, 1)
-        mask, scale = mask.to(weights.dtype), ctx.scale * rescale
+        nothing = query.new_empty(1, 1, 1)
+        rescale = 1 / (1 - ctx.drop_probability)
+        scale = ctx.scale * rescale
+        mask = mask.to(weights.dtype)
         of_weight = torch.bmm(gradient, value.mT).mul_(mask)
-        of_score = torch._softmax_backward_data(
-            of_weight, weights, -1, weights.dtype
-        )  # without the factor `rescale`
+        # Without the factor `rescale`, which the products below apply.
+        of_score = torch._softmax_backward_data(of_weight, weights, -1, weights.dtype)
         of_query = torch.baddbmm(nothing, of_score, key, beta=0, alpha=scale)
         of_key = torch.baddbmm(nothing, of_score.mT, query, beta=0, alpha=scale)
         of_value = torch.baddbmm(nothing, mask.mul_(weights).mT, gradient, beta=0, alpha=rescale)
-        of_bias = (
-            of_score.mul_(rescale).view(ctx.shape).sum_to_size(bias.shape)
-            if ctx.needs_input_grad[4]
-            else None
-        )
+        of_bias = None
+        if ctx.needs_input_grad[4]:
+            of_bias = of_score.mul_(rescale).view(ctx.shape).sum_to_size(bias.shape)
         return of_query, of_key, of_value, None, of_bias, None, None

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from functools import partial
 from numbers import Real
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -24,40 +23,44 @@ from hf_ga.exact.batches import Batch
 from hf_ga.exact.forward import compiled_modules
 from hf_ga.exact.hooks import Call, Hook, SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES
+from hf_ga.exact.override import override
 from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
 
-Forward = Callable[[Tensor], Tensor]
+TensorFunction = Callable[[Tensor], Tensor]
 TRIAL_ROWS = 3
-UNITS = (
-    FullyShardedDataParallel,
-    FSDPModule,
-)  # modules whose parameters are gathered for a forward
+# Modules whose parameters are gathered for a forward.
+UNITS = (FullyShardedDataParallel, FSDPModule)
 
 
 class ChunkedLoss(SpeedUp):
-    """The output layer of a language model returns `LazyLogits`, so no tensor of tokens x
+    """Lets the output layer of a language model return `LazyLogits`, so that no tensor of tokens x
     vocabulary is allocated.
+
+    Attributes:
+        was_read: An operation other than the loss read logits.
+        rows_per_chunk: Rows whose logits are computed together. None: as memory allows.
     """
 
     name = "chunked loss"
 
     def __init__(self) -> None:
-        self._expected: int | None = None  # rows with a target in the next forward
-        self._count: Callable[[Batch, int], int] | None = (
-            None  # counts the targets of the head's only cross entropy on the host
-        )
+        self.was_read = False
+        self.rows_per_chunk: int | None = None
         self._call: Call | None = None
+        # Counts the targets of the head's only cross entropy on the host, if a rule does.
+        self._count: Callable[[Batch, int], int] | None = None
+        self._expected: int | None = None  # rows with a target in the next forward
         self._rows: list[int] = []  # for each cross entropy in scope: rows that reached the layer
-        self.was_read = False  # an operation other than the loss read logits
-        self.rows_per_chunk: int | None = None  # None: limited by memory
 
     def attach(
         self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool
-    ) -> str:
+    ) -> str | None:
         if reads_logits:  # after the forward: under FSDP the layer is sharded again
             return "its loss is computed from the logits"
         self._model = model
-        return "" if self.layer is not None else "it has no plain linear output layer"
+        if self.layer is None:
+            return "it has no plain linear output layer"
+        return None
 
     @property
     def layer(self) -> nn.Linear | None:
@@ -68,73 +71,71 @@ class ChunkedLoss(SpeedUp):
         layer before the loss.
         """
         get = getattr(self._model, "get_output_embeddings", None)
-        layer = get() if get is not None else None
-        plain = (
-            type(layer) is nn.Linear and "forward" not in vars(layer) and not layer._forward_hooks
-        )
-        if not plain or any(layer in root.modules() for root in compiled_modules(self._model)):
+        layer = None if get is None else get()
+        if type(layer) is not nn.Linear or "forward" in vars(layer) or layer._forward_hooks:
             return None
-        units = (
-            unit
-            for unit in self._model.modules()
-            if isinstance(unit, UNITS) and unit is not self._model
-        )
-        return (
-            None if any(layer is module for unit in units for module in unit.modules()) else layer
-        )
+        if any(layer in root.modules() for root in compiled_modules(self._model)):
+            return None
+        for unit in self._model.modules():
+            is_inner_unit = isinstance(unit, UNITS) and unit is not self._model
+            if is_inner_unit and layer in unit.modules():
+                return None
+        return layer
 
     def trial(self) -> AbstractContextManager[None]:
         """Use chunks of few rows, so that probes have several."""
-        return patch.object(self, "rows_per_chunk", TRIAL_ROWS)
+        return override(self, rows_per_chunk=TRIAL_ROWS)
 
-    def verdict(self) -> str:
+    def verdict(self) -> str | None:
         if not self._rows:
             return "its loss is not a cross entropy of the logits"
+        self._count = self._rule_that_fits()
+        if self.was_read:
+            return "its logits are read besides the loss"
+        return None
+
+    def _rule_that_fits(self) -> Callable[[Batch, int], int] | None:
+        """Find the rule that counts the targets of the last forward's only cross entropy."""
         micro_batch = self._call.micro_batch
-        rules = (
-            COUNTING_RULES[name]
-            for name in ("shifted labels", "labels")
-            if "labels" in micro_batch.batch
-        )
-        self._count = next(
-            (rule for rule in rules if [rule(micro_batch.batch, len(micro_batch))] == self._rows),
-            None,
-        )
-        return "its logits are read besides the loss" if self.was_read else ""
+        if "labels" not in micro_batch.batch:
+            return None
+        for name in ("shifted labels", "labels"):
+            rule = COUNTING_RULES[name]
+            if [rule(micro_batch.batch, len(micro_batch))] == self._rows:
+                return rule
+        return None
 
     def before(self, call: Call) -> None:
         """Count targets on the host if possible, to avoid counting them on the device."""
-        self._call, micro_batch = call, call.micro_batch
-        self._expected = (
-            self._count(micro_batch.batch, len(micro_batch))
-            if self._count and call.counts
-            else None
-        )
+        self._call = call
+        self._expected = None
+        if self._count is not None and call.counts:
+            self._expected = self._count(call.micro_batch.batch, len(call.micro_batch))
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
         self._rows.clear()  # at the beginning: `verdict` reads them after a trial
         with ExitStack() as stack:
-            if (layer := self.layer) is not None:
-                stack.enter_context(
-                    patch.object(layer, "forward", partial(self._defer, layer, layer.forward))
-                )
+            layer = self.layer
+            if layer is not None:
+                forward = partial(self._defer, layer, layer.forward)
+                stack.enter_context(override(layer, forward=forward))
             yield
 
-    def _defer(self, layer: nn.Linear, forward: Forward, input: Tensor) -> "LazyLogits":
-        """Replaces `layer.forward`."""
-        kind, dtype = input.device.type, input.dtype
-        autocast = torch.is_autocast_enabled(kind)
+    def _defer(self, layer: nn.Linear, forward: TensorFunction, input: Tensor) -> "LazyLogits":
+        """Replace `layer.forward`."""
+        device = input.device.type
+        dtype = input.dtype
+        autocast = torch.is_autocast_enabled(device)
         if autocast and torch.float64 not in (dtype, layer.weight.dtype):  # float64 stays
-            dtype = torch.get_autocast_dtype(kind)
-        return LazyLogits(
-            Source(self, layer, forward, dtype, autocast, torch.is_grad_enabled()), input
-        )
+            dtype = torch.get_autocast_dtype(device)
+        gradient = torch.is_grad_enabled()
+        return LazyLogits(DeferredCall(self, layer, forward, dtype, autocast, gradient), input)
 
     def rows_with_target(
         self, hidden: Tensor, target: Tensor, ignore_index: int
     ) -> tuple[Tensor, Tensor]:
-        """Hidden states and targets of the rows with a target."""
+        """Take the hidden states and targets of the rows with a target."""
         counted = target != ignore_index
         if self._expected is None:
             rows = counted.nonzero().squeeze(1)
@@ -145,31 +146,33 @@ class ChunkedLoss(SpeedUp):
             )
             rows = torch.nonzero_static(counted, size=self._expected).squeeze(1)
         self._rows.append(len(rows))
-        return (
-            (hidden, target)
-            if len(rows) == len(target)
-            else (hidden.index_select(0, rows), target.index_select(0, rows))
-        )
+        if len(rows) == len(target):
+            return hidden, target
+        return hidden.index_select(0, rows), target.index_select(0, rows)
 
 
 @dataclass(frozen=True)
-class Source:
-    """A deferred call of a layer, and the settings at the time of the call.
+class DeferredCall:
+    """A call of the output layer that was not computed, and the settings at its time.
 
     Attributes:
-        forward: the layer's own. dtype: of its output. autocast, gradient: whether they were
-            enabled.
+        head: The speed-up that deferred it.
+        layer: The output layer.
+        forward: The layer's own forward.
+        dtype: Of its output.
+        autocast: Whether autocast was enabled.
+        gradient: Whether gradients were enabled.
     """
 
     head: ChunkedLoss
     layer: nn.Linear
-    forward: Forward
+    forward: TensorFunction
     dtype: torch.dtype
     autocast: bool
     gradient: bool
 
     def values(self, hidden: Tensor) -> Tensor:
-        """The layer's output."""
+        """Compute the layer's output."""
         with (
             torch.set_grad_enabled(self.gradient),
             torch.autocast(hidden.device.type, self.dtype, enabled=self.autocast),
@@ -182,42 +185,48 @@ class LazyLogits(Tensor):
     and device, but without data.
 
     Args:
-        hidden: shape (..., width). steps: row-wise operations of the head on the logits, each
-            (logits) -> logits.
+        call: The call of the layer.
+        hidden: Hidden states, of shape (..., width).
+        steps: Row-wise operations of the head on the logits, each (logits) -> logits.
     """
 
     @staticmethod
     def __new__(
-        cls: type, source: Source, hidden: Tensor, steps: Sequence[Forward] = ()
+        cls: type, call: DeferredCall, hidden: Tensor, steps: Sequence[TensorFunction] = ()
     ) -> "LazyLogits":
-        like = torch.empty((0, source.layer.out_features), dtype=source.dtype, device=hidden.device)
+        num_classes = call.layer.out_features
+        like = torch.empty((0, num_classes), dtype=call.dtype, device=hidden.device)
         for step in steps:
             like = step(like)
-        shape = (*hidden.shape[:-1], source.layer.out_features)
+        shape = (*hidden.shape[:-1], num_classes)
         return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
 
-    def __init__(self, source: Source, hidden: Tensor, steps: Sequence[Forward] = ()) -> None:
-        self.source, self.hidden, self.steps = source, hidden, tuple(steps)
+    def __init__(
+        self, call: DeferredCall, hidden: Tensor, steps: Sequence[TensorFunction] = ()
+    ) -> None:
+        self.call = call
+        self.hidden = hidden
+        self.steps = tuple(steps)
         self.made: Tensor | None = None
 
     def values(self) -> Tensor:
         """Compute the real logits once: later operations see in-place changes."""
         if self.made is None:
-            self.source.head.was_read = True
-            made = self.source.values(self.hidden)
-            with torch.set_grad_enabled(self.source.gradient):
+            self.call.head.was_read = True
+            made = self.call.values(self.hidden)
+            with torch.set_grad_enabled(self.call.gradient):
                 for step in self.steps:
                     made = step(made)
             self.made = made
         return self.made
 
     def rows_of(self, hidden: Tensor) -> "LazyLogits":
-        """The same logits for other rows."""
-        return LazyLogits(self.source, hidden, self.steps)
+        """Return the same logits for other rows."""
+        return LazyLogits(self.call, hidden, self.steps)
 
-    def then(self, step: Forward) -> "LazyLogits":
-        """The same logits with one more step."""
-        return LazyLogits(self.source, self.hidden, (*self.steps, step))
+    def then(self, step: TensorFunction) -> "LazyLogits":
+        """Return the same logits with one more step."""
+        return LazyLogits(self.call, self.hidden, (*self.steps, step))
 
     @classmethod
     def __torch_function__(
@@ -228,12 +237,8 @@ class LazyLogits(Tensor):
             if function in _METADATA:
                 return function(*args, **kwargs)
             lazy = _HANDLED.get(function)
-            if (
-                lazy is not None
-                and args
-                and isinstance(args[0], LazyLogits)
-                and args[0].made is None
-            ):
+            is_first = bool(args) and isinstance(args[0], LazyLogits) and args[0].made is None
+            if lazy is not None and is_first:
                 result = lazy(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
@@ -250,48 +255,55 @@ class LazyLogits(Tensor):
 
 
 def _made(value: Any) -> Any:
+    """Replace lazy logits in arguments of a function by the real ones."""
     if isinstance(value, LazyLogits):
         return value.values()
-    if isinstance(value, list | tuple) and any(
-        isinstance(v, LazyLogits | list | tuple) for v in value
-    ):
-        return type(value)(map(_made, value)) if type(value) in (list, tuple) else value
-    return {name: _made(v) for name, v in value.items()} if isinstance(value, dict) else value
+    if isinstance(value, dict):
+        return {name: _made(entry) for name, entry in value.items()}
+    if type(value) in (list, tuple):
+        has_some = any(isinstance(entry, LazyLogits | list | tuple) for entry in value)
+        return type(value)(map(_made, value)) if has_some else value
+    return value
+
+
+# In place of functions of torch. NotImplemented: the real logits are computed first.
 
 
 def _reshaped(logits: LazyLogits, *shape: Any) -> Any:
-    sizes = tuple(shape[0]) if len(shape) == 1 and isinstance(shape[0], Sequence) else shape
-    if (
-        len(sizes) < 2
-        or not all(isinstance(size, int) for size in sizes)
-        or sizes[-1] != logits.source.layer.out_features
-    ):
+    """Reshape rows, with the classes as the last axis."""
+    is_one_argument = len(shape) == 1 and isinstance(shape[0], Sequence)
+    sizes = tuple(shape[0]) if is_one_argument else shape
+    if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes):
+        return NotImplemented
+    if sizes[-1] != logits.call.layer.out_features:
         return NotImplemented
     return logits.rows_of(logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1]))
 
 
 def _indexed(logits: LazyLogits, index: Any) -> Any:
-    """Slices that leave the last axis whole: `[:, :-1]`, `[..., :-1, :]`."""
+    """Take slices that leave the last axis whole: `[:, :-1]`, `[..., :-1, :]`."""
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, slice) or part is Ellipsis for part in parts):
         return NotImplemented
-    whole = (
-        parts[-1] == slice(None) if len(parts) == logits.hidden.dim() or Ellipsis in parts else True
-    )
-    return logits.rows_of(logits.hidden[index]) if whole else NotImplemented
+    reaches_last_axis = len(parts) == logits.hidden.dim() or Ellipsis in parts
+    if reaches_last_axis and parts[-1] != slice(None):
+        return NotImplemented
+    return logits.rows_of(logits.hidden[index])
 
 
 def _to(logits: LazyLogits, to: Any = None, **kwargs: Any) -> Any:
+    """Convert to another floating-point type; other devices are not supported."""
     if kwargs or not isinstance(to, torch.dtype | torch.device):
         return NotImplemented
-    if isinstance(to, torch.device):
-        return logits if to == logits.hidden.device else NotImplemented
-    if to == logits.dtype:
+    if to in (logits.dtype, logits.hidden.device):
         return logits
-    return logits.then(lambda made: made.to(to)) if to.is_floating_point else NotImplemented
+    if isinstance(to, torch.device) or not to.is_floating_point:
+        return NotImplemented
+    return logits.then(lambda made: made.to(to))
 
 
 def _with_number(function: Callable, logits: LazyLogits, number: Any, **kwargs: Any) -> Any:
+    """Multiply or divide by a number."""
     if kwargs or not isinstance(number, Real):
         return NotImplemented
     return logits.then(lambda made: function(made, number))
@@ -299,17 +311,10 @@ def _with_number(function: Callable, logits: LazyLogits, number: Any, **kwargs: 
 
 def _plus(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
     """Add a bias that is not a parameter (BART's `final_logits_bias`)."""
-    constant = (
-        isinstance(other, Tensor)
-        and not other.requires_grad
-        and other.shape[-1:] == logits.shape[-1:]
-    )
-    if (
-        kwargs
-        or not constant
-        or isinstance(other, LazyLogits)
-        or other.numel() != logits.source.layer.out_features
-    ):
+    num_classes = logits.call.layer.out_features
+    if kwargs or not isinstance(other, Tensor) or isinstance(other, LazyLogits):
+        return NotImplemented
+    if other.requires_grad or other.numel() != num_classes or other.shape[-1:] != (num_classes,):
         return NotImplemented
     bias = other.reshape(-1)
     return logits.then(lambda made: made + bias)
@@ -326,49 +331,48 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     """See `torch.nn.functional.cross_entropy`. Only rows with a target reach the layer."""
-    plain = size_average is None and reduce is None and reduction in ("mean", "sum")
-    if (
-        not plain
-        or logits.dim() != 2
-        or target.dim() != 1
-        or len(target) != len(logits)
-        or target.is_floating_point()
-    ):
+    is_old_style = size_average is not None or reduce is not None
+    if is_old_style or reduction not in ("mean", "sum"):
         return NotImplemented
-    source, layer = logits.source, logits.source.layer
-    hidden, target = source.head.rows_with_target(logits.hidden, target, ignore_index)
+    if logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
+        return NotImplemented
+    call = logits.call
+    layer = call.layer
+    hidden, target = call.head.rows_with_target(logits.hidden, target, ignore_index)
     head = OutputProjection(
-        layer.weight, layer.bias, source.dtype, logits.steps, weight, label_smoothing
+        layer.weight, layer.bias, call.dtype, logits.steps, weight, label_smoothing
     )
-    rows = source.head.rows_per_chunk or rows_of_chunk(hidden, layer.out_features)
+    rows = call.head.rows_per_chunk or rows_of_chunk(hidden, layer.out_features)
     return cross_entropy(head, hidden, target, rows, mean=reduction == "mean")
 
 
 # Functions that do not read the logits' data.
 _METADATA = {
-    *(
-        getattr(Tensor, name).__get__
-        for name in (
-            "shape",
-            "dtype",
-            "device",
-            "ndim",
-            "layout",
-            "is_cuda",
-            "requires_grad",
-            "is_leaf",
-        )
-    ),
-    *(
-        Tensor.size,
-        Tensor.dim,
-        Tensor.numel,
-        Tensor.is_floating_point,
-        Tensor.is_complex,
-        Tensor.__len__,
-        Tensor.__hash__,
-    ),
+    Tensor.shape.__get__,
+    Tensor.dtype.__get__,
+    Tensor.device.__get__,
+    Tensor.ndim.__get__,
+    Tensor.layout.__get__,
+    Tensor.is_cuda.__get__,
+    Tensor.requires_grad.__get__,
+    Tensor.is_leaf.__get__,
+    Tensor.size,
+    Tensor.dim,
+    Tensor.numel,
+    Tensor.is_floating_point,
+    Tensor.is_complex,
+    Tensor.__len__,
+    Tensor.__hash__,
 }
+_SCALING = (
+    Tensor.mul,
+    Tensor.__mul__,
+    Tensor.__rmul__,
+    Tensor.div,
+    Tensor.__truediv__,
+    torch.mul,
+    torch.div,
+)
 _HANDLED: dict[Callable, Callable] = {
     F.cross_entropy: _cross_entropy,
     Tensor.view: _reshaped,
@@ -380,16 +384,5 @@ _HANDLED: dict[Callable, Callable] = {
     Tensor.to: _to,
     **dict.fromkeys((Tensor.tanh, torch.tanh), lambda logits: logits.then(torch.tanh)),
     **dict.fromkeys((Tensor.add, Tensor.__add__, torch.add), _plus),
-    **{
-        function: partial(_with_number, function)
-        for function in (
-            Tensor.mul,
-            Tensor.__mul__,
-            Tensor.__rmul__,
-            Tensor.div,
-            Tensor.__truediv__,
-            torch.mul,
-            torch.div,
-        )
-    },
+    **{function: partial(_with_number, function) for function in _SCALING},
 }

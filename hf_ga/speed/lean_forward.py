@@ -2,7 +2,6 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from unittest.mock import patch
 
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -10,6 +9,7 @@ from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 
 from hf_ga.exact.hooks import SpeedUp
+from hf_ga.exact.override import override
 
 
 class LeanForward(SpeedUp):
@@ -26,14 +26,12 @@ class LeanForward(SpeedUp):
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
-        with ExitStack() as stack, patch.object(NewGELUActivation, "forward", _fused_gelu):
+        with ExitStack() as stack, override(NewGELUActivation, forward=_fused_gelu):
             for module in model.modules():
-                if isinstance(module, PreTrainedModel) and getattr(
-                    module.config, "use_cache", False
-                ):
-                    stack.callback(
-                        setattr, module.config, "use_cache", True
-                    )  # a name of some configs maps to another attribute
+                is_model = isinstance(module, PreTrainedModel)
+                if is_model and getattr(module.config, "use_cache", False):
+                    # Not `override`: some configs map this name to another attribute.
+                    stack.callback(setattr, module.config, "use_cache", True)
                     module.config.use_cache = False
             yield
 

@@ -46,7 +46,7 @@ class PackedSamples:
 
     @staticmethod
     def of(attention_mask: Tensor, keys: Tensor) -> "PackedSamples":
-        """From a mask of shape (n, S) on the host, without device synchronization."""
+        """Make it from a mask of shape (n, S) on the host, without device synchronization."""
         lengths = attention_mask.sum(1)
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cpu")
         starts[1:] = lengths.cumsum(0)
@@ -158,7 +158,7 @@ class PackedAttention:
         return out.unsqueeze(0)
 
     def _site(self, drop_probability: float, num_heads: int) -> DropoutSite | None:
-        """The site of the next draw, if it draws the weights of attention for each sample."""
+        """Return the site of the next draw, if it drops attention weights sample by sample."""
         if not self._dropout.is_keyed(drop_probability):
             return None
         site = self._dropout.next_site()
@@ -188,7 +188,7 @@ class PackedAttention:
         return is_plain
 
     def _compare(self, attention_mask: Tensor, kind: tuple[bool, int | None]) -> bool:
-        """`is_plain_mask`, once for all layers that share a mask."""
+        """Call `is_plain_mask` once for all layers that share a mask."""
         for mask, compared_kind, is_plain in self._compared:
             if mask is attention_mask and compared_kind == kind:
                 return is_plain
@@ -204,7 +204,7 @@ def arguments_of(
     attention_mask: Tensor | None,
     options: dict[str, Any],
 ) -> Arguments | None:
-    """What a call of an attention function computes; None if that is not understood.
+    """Find out what a call of an attention function computes; None if that is not understood.
 
     Known functions are transformers' `sdpa` and the models' own `eager_attention_forward`. A
     model's function may do more than its arguments say: the proof compares loss and gradient.
@@ -243,7 +243,7 @@ def arguments_of(
 
 
 def autocast_tensors(*tensors: Tensor) -> list[Tensor]:
-    """The tensors in the precision of matrix products."""
+    """Convert tensors to the precision of matrix products."""
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return list(tensors)
@@ -293,9 +293,12 @@ def is_plain_mask(mask: Tensor, lengths: Tensor, is_causal: bool, window: int | 
         expected = expected & (positions <= rows)
     if window is not None:
         expected = expected & (positions > rows - window)
+    mask = mask[:, 0]
     if mask.dtype == torch.bool:
-        shown, hidden = mask[:, 0], ~mask[:, 0]
+        shown = mask
+        hidden = ~mask
     else:
-        shown, hidden = mask[:, 0] == 0, mask[:, 0] < torch.finfo(mask.dtype).min / 2
+        shown = mask == 0
+        hidden = mask < torch.finfo(mask.dtype).min / 2
     is_as_expected = torch.where(expected, shown, hidden)
     return bool((is_as_expected | (rows >= lengths)).all())

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -61,14 +60,14 @@ class Packing(SpeedUp):
         self._is_on_trial = False
         self._proven_sides: set[str] = set()
         self._tokens: PackedTokens | None = None  # of this micro-batch, if packed
-        self._was_packed = self._is_in_attention = False
-        self._shared: list[
-            tuple[Tensor, Tensor]
-        ] = []  # per-token arguments of this micro-batch, padded and packed
+        self._was_packed = False
+        self._is_in_attention = False
+        # Per-token arguments of the layers in this micro-batch: padded, and packed.
+        self._shared: list[tuple[Tensor, Tensor]] = []
 
     def attach(
         self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool
-    ) -> str:
+    ) -> str | None:
         layers = find_stack(model)
         if layers is None:
             return "it has no stack of equal layers"
@@ -77,24 +76,23 @@ class Packing(SpeedUp):
         if dropout.unkeyed:
             return "it draws random numbers that are not tied to samples"
         config = getattr(model, "config", None)
-        if settings := [name for name in UNSUPPORTED if getattr(config, name, None)]:
-            return f"its configuration has {settings[0]}"
+        for name in UNSUPPORTED:
+            if getattr(config, name, None):
+                return f"its configuration has {name}"
         self._dropout: KeyedDropout = dropout
         self._attention = PackedAttention(dropout, self._use_kernel)
         self._layers = layers
         self._modules = frozenset(module for layer in layers for module in layer.modules())
-        self._names = [*inspect.signature(type(layers[0]).forward).parameters][1:]
-        return ""
+        self._names = list(inspect.signature(type(layers[0]).forward).parameters)[1:]
+        return None
 
     def trial(self) -> AbstractContextManager[None]:
         return override(self, _gain=1.0, _is_on_trial=True)
 
-    def verdict(self) -> str:
-        return (
-            ""
-            if self._was_packed
-            else "its batches have no padding, no attention mask, or targets at the padding"
-        )
+    def verdict(self) -> str | None:
+        if not self._was_packed:
+            return "its batches have no padding, no attention mask, or targets at the padding"
+        return None
 
     def fits(self, call: Call) -> bool:
         """Whether all samples are padded on the side that the proof saw: a head may read a fixed
@@ -124,28 +122,28 @@ class Packing(SpeedUp):
             stack.callback(self._shared.clear)
             stack.callback(setattr, self, "_tokens", None)
             stack.callback(self._attention.start, None)
-            for (
-                layer
-            ) in self._layers:  # within the window: FSDP and checkpointing may have wrapped them
-                stack.callback(
-                    layer.register_forward_pre_hook(self._enter, with_kwargs=True).remove
-                )
-            stack.callback(self._layers[-1].register_forward_hook(self._leave).remove)
+            # Within the window, because FSDP and checkpointing may have wrapped the layers.
+            for layer in self._layers:
+                handle = layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+                stack.callback(handle.remove)
+            handle = self._layers[-1].register_forward_hook(self._leave)
+            stack.callback(handle.remove)
             original = AttentionInterface.get_interface
-            attend = patch.object(
-                AttentionInterface,
-                "get_interface",
-                lambda *args: partial(self._attend, original(*args)),
-            )
-            stack.enter_context(attend)
+
+            def get_interface(*args: Any) -> Callable:
+                return partial(self._attend, original(*args))
+
+            stack.enter_context(override(AttentionInterface, get_interface=get_interface))
             yield
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
-        """The source of dropout masks: packed within layers, except for attention weights."""
+        """Draw a mask: of packed tokens within layers, of padded samples elsewhere and for
+        attention weights.
+        """
         return self._source_of(site).mask(site, shape, drop_probability)
 
     def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
-        """The input with dropout of all its elements."""
+        """Apply dropout to all elements of an input."""
         return self._source_of(site).drop(site, input, drop_probability)
 
     def _source_of(self, site: DropoutSite) -> PackedMasks | SampleMasks:
@@ -153,13 +151,13 @@ class Packing(SpeedUp):
         return self._packed_masks if is_packed else self._padded_masks
 
     def _gain_needed(self, device: torch.device) -> float:
-        """The padding ratio above which a micro-batch on this device is packed."""
+        """Return the padding ratio above which a micro-batch on this device is packed."""
         if self._dropout.sites and self._attention.can_run(device):
             return GAIN_WITH_KERNEL
         return self._gain
 
     def _samples_for_kernel(self, call: Call) -> PackedSamples | None:
-        """The packed samples; None if the attention kernel cannot run here, or needs other
+        """Return the packed samples; None if the attention kernel cannot run here, or needs other
         padding.
         """
         mask = call.micro_batch.batch["attention_mask"]
@@ -174,40 +172,46 @@ class Packing(SpeedUp):
         tokens = self._tokens
         if tokens is None:
             return None
-        named = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        hidden = args[0] if args else kwargs["hidden_states"]
+        positional = dict(zip(self._names, args, strict=False))
+        first = next(iter(positional), "hidden_states")  # its name differs between models
+        changed: dict[str, Any] = {}
+        for name, value in (positional | kwargs).items():
+            if name == first:
+                changed[name] = self._packed_hidden(layer, value)
+            elif name in PER_TOKEN:
+                changed[name] = self._per_token(value)
+            elif isinstance(value, Cache):
+                changed[name] = None  # not needed in training
+        args = tuple(changed.get(name, value) for name, value in positional.items())
+        kwargs = {name: changed.get(name, value) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def _packed_hidden(self, layer: nn.Module, hidden: Tensor) -> Tensor:
+        """Return the hidden states of a layer, packed before the first one.
+
+        Raises:
+            ConfigError: If they are neither padded nor packed.
+        """
+        tokens = self._tokens
         if layer is self._layers[0] and hidden.shape[:2] == tokens.padded_shape:
-            hidden = tokens.pack(hidden)
-        elif hidden.shape[:2] != tokens.packed_shape:
+            return tokens.pack(hidden)
+        if hidden.shape[:2] != tokens.packed_shape:
             raise ConfigError(
                 f"packed layers received hidden states of shape {list(hidden.shape)} for tokens "
-                "of shape "
-                f"{list(tokens.padded_shape)}: the model's control flow depends on the data. "
-                "Prove it again, or omit packing."
+                f"of shape {list(tokens.padded_shape)}: the model's control flow depends on the "
+                "data. Prove it again, or omit packing."
             )
-        changed = {name: self._per_token(named[name]) for name in PER_TOKEN if name in named}
-        changed |= {
-            name: None for name, value in named.items() if isinstance(value, Cache)
-        }  # not needed in training
-        positional = [
-            changed.get(name, value) for name, value in zip(self._names, args, strict=False)
-        ]
-        if args:
-            return (hidden, *positional[1:]), {
-                name: changed.get(name, value) for name, value in kwargs.items()
-            }
-        return (), {**kwargs, **changed, "hidden_states": hidden}
+        return hidden
 
     def _leave(self, layer: nn.Module, args: tuple, output: Any) -> Any:
         """After the last layer: unpack to padded hidden states."""
         tokens = self._tokens
         if tokens is None:
             return output
-        return (
-            tokens.spread(output)
-            if isinstance(output, Tensor)
-            else (tokens.spread(output[0]), *output[1:])
-        )
+        if isinstance(output, Tensor):
+            return tokens.spread(output)
+        hidden, *others = output
+        return (tokens.spread(hidden), *others)
 
     def _per_token(self, value: Any) -> Any:
         """Pack a tensor of shape (n or 1, S, ...), or a tuple of such, once for all layers; return
@@ -216,16 +220,16 @@ class Packing(SpeedUp):
         if isinstance(value, tuple | list):
             return tuple(map(self._per_token, value))
         tokens = self._tokens
-        if not isinstance(value, Tensor) or value.shape[:2] not in (
-            tokens.padded_shape,
-            (1, tokens.width),
-        ):
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape[:2] not in (tokens.padded_shape, (1, tokens.width)):
             return value
         for padded, packed in self._shared:
             if padded is value:
                 return packed
-        self._shared.append((value, tokens.pack(value)))
-        return self._shared[-1][1]
+        packed = tokens.pack(value)
+        self._shared.append((value, packed))
+        return packed
 
     def _attend(
         self,
@@ -250,28 +254,30 @@ class Packing(SpeedUp):
             return attended, None
         if "position_ids" in more:
             more["position_ids"] = None  # of packed tokens; the mask already separates samples
-        padded = (tokens.spread(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value))
-        self._is_in_attention = True
-        try:
-            return tokens.pack(original(module, *padded, attention_mask, **more)[0]), None
-        finally:
-            self._is_in_attention = False
+        padded = [tokens.spread(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
+        with override(self, _is_in_attention=True):
+            output, *_ = original(module, *padded, attention_mask, **more)
+        return tokens.pack(output), None
 
 
 def find_stack(model: nn.Module) -> nn.ModuleList | None:
-    """The outermost list of equal layers with the most parameters, or None."""
-    stacks = {}
+    """Return the outermost list of equal layers with the most parameters; None without one."""
+    stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
         is_stack = isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
-        if is_stack and not any(name.startswith(f"{outer}.") for outer in stacks):
+        is_inner = any(name.startswith(f"{outer}.") for outer in stacks)
+        if is_stack and not is_inner:
             stacks[name] = module
-    return max(
-        stacks.values(), key=lambda stack: sum(p.numel() for p in stack.parameters()), default=None
-    )
+    return max(stacks.values(), key=_num_parameters, default=None)
+
+
+def _num_parameters(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def padded_sides(mask: Tensor) -> set[str]:
-    """Where the samples of a batch are padded: "right", "left", "inside"; empty without padding.
+    """Find out where the samples of a batch are padded: "right", "left", "inside"; empty without
+    padding.
 
     Args:
         mask: The attention mask, of shape (samples, tokens).
@@ -291,18 +297,35 @@ def padded_sides(mask: Tensor) -> set[str]:
 
 
 def _tokens(call: Call, gain: float) -> PackedTokens | None:
-    """None if the batch has no attention mask on the host, too little padding, or targets predicted
-    at the padding.
+    """Find the real tokens of a micro-batch that is worth packing.
+
+    Args:
+        call: The micro-batch.
+        gain: Padding ratio (padded / real tokens) above which it is.
+
+    Returns:
+        None if the batch has no attention mask on the host, too little padding, or targets
+        predicted at the padding.
     """
-    batch, device = call.micro_batch.batch, call.keys.device
-    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    batch = call.micro_batch.batch
+    mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
         return None
     if mask.numel() <= gain * int(mask.count_nonzero()):
         return None
-    if isinstance(labels, Tensor) and labels.shape == mask.shape:
-        counted, padding = labels.cpu() != IGNORED_LABEL, mask == 0
-        # The label of column t is predicted at t or, in causal heads, at t - 1.
-        if bool((counted & padding).any()) or bool((counted[:, 1:] & padding[:, :-1]).any()):
-            return None
-    return PackedTokens.of(mask, device)
+    if _has_targets_at_padding(mask, batch.get("labels")):
+        return None
+    return PackedTokens.of(mask, call.keys.device)
+
+
+def _has_targets_at_padding(mask: Tensor, labels: Any) -> bool:
+    """Whether a label is predicted at the padding: that of column t at t or, in causal heads, at
+    t - 1.
+    """
+    if not isinstance(labels, Tensor) or labels.shape != mask.shape:
+        return False
+    is_target = labels.cpu() != IGNORED_LABEL
+    is_padding = mask == 0
+    at_own_column = bool((is_target & is_padding).any())
+    at_column_before = bool((is_target[:, 1:] & is_padding[:, :-1]).any())
+    return at_own_column or at_column_before

@@ -17,11 +17,12 @@ Item = tuple[WindowRequest, int]  # a window, and the index of one of its micro-
 
 
 class WindowBatch(dict):
-    """A micro-batch: a dict of the model's arguments, with its window and its index in it as
-    attributes.
+    """A micro-batch: a dict of the model's arguments.
 
-    An index beyond the window's micro-batches on this rank: it repeats samples, and is not
-    computed.
+    Attributes:
+        request: Its window.
+        index: Its index in the window. Beyond the window's micro-batches on this rank, it repeats
+            samples and is not computed.
     """
 
     def __init__(
@@ -32,42 +33,42 @@ class WindowBatch(dict):
 
 
 class MicroBatches(Dataset):
-    """Items -> batches, in the main process or in workers. Its length is the number of samples,
-    which Trainer logs.
+    """Makes the batches of items, in the main process or in workers.
+
+    Its length is the number of samples, which Trainer logs.
     """
 
     def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
-        self._kept: tuple[tuple[int, int], list[dict[str, Any]]] | None = (
-            None  # the last window that was fetched whole
-        )
+        self._kept_name: tuple[int, int] | None = None  # of the last window that was fetched whole
+        self._kept: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
         return len(self.fetcher.dataset)
 
     def __getitem__(self, item: Item) -> WindowBatch:
         request, index = item
-        if index >= len(request.micro_batches):
-            offsets = np.array([0])
-        elif request.whole_window:
-            return WindowBatch(self._whole(request)[index], item)
-        else:
-            offsets = request.micro_batches[index]
-        return WindowBatch(self.fetcher[replace(request, micro_batches=[offsets])][0], item)
+        is_own = index < len(request.micro_batches)
+        if is_own and request.whole_window:
+            batches = self._whole(request)
+            return WindowBatch(batches[index], item)
+        offsets = request.micro_batches[index] if is_own else np.array([0])
+        (batch,) = self.fetcher[replace(request, micro_batches=[offsets])]
+        return WindowBatch(batch, item)
 
     def _whole(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """All micro-batches of a window, for a fetcher that collates whole windows; cached, as the
-        others are requested next.
-        """
+        """Collate all micro-batches of a window, and keep them: the others are requested next."""
         name = (request.epoch, request.index)
-        if self._kept is None or self._kept[0] != name:
-            self._kept = name, self.fetcher[request]
-        return self._kept[1]
+        if self._kept_name != name:
+            self._kept = self.fetcher[request]
+            self._kept_name = name
+        return self._kept
 
 
 class WindowSampler(Sampler):
-    """The items of one epoch, each in its own list: a batch sampler, so that accelerate can skip
-    batches on resume.
+    """Yields the items of one epoch, each in its own list.
+
+    It is a batch sampler, so that Accelerate can skip batches on resume.
     """
 
     def __init__(self, windows: WindowLoader) -> None:
@@ -80,12 +81,12 @@ class WindowSampler(Sampler):
             self.windows.fetcher.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Micro-batches of this rank in an epoch, which Trainer counts: as many on all ranks."""
-        layout, num_full = self.windows.layout, len(self.windows) - 1
+        """Count the micro-batches of this rank in an epoch, for Trainer: as many on all ranks."""
+        layout = self.windows.layout
+        num_full = len(self.windows) - 1
         rest = min(self.windows.num_samples - layout.window_size * num_full, layout.window_size)
-        return num_full * layout.accumulation_steps + -(
-            -rest // (layout.micro_batch_size * layout.num_processes)
-        )
+        num_of_last = -(-rest // (layout.micro_batch_size * layout.num_processes))
+        return num_full * layout.accumulation_steps + num_of_last
 
     def __iter__(self) -> Iterator[list[Item]]:
         for request in self.windows.requests():

@@ -36,42 +36,48 @@ class WindowSize(TrainerCallback, ExportableState):
     def check(self, args: Any, resume_from: str | bool | None) -> None:
         """Check that a checkpoint was saved with windows of the same size.
 
+        Args:
+            args: The trainer's `TrainingArguments`.
+            resume_from: A checkpoint's folder. True: the last one. None or False: none.
+
         Raises:
-            ConfigError: another size, with which the run would visit other samples.
+            ConfigError: If it was saved with another size, with which the run would visit other
+                samples.
         """
         folder = get_last_checkpoint(args.output_dir) if resume_from is True else resume_from
-        path = Path(folder or "", "trainer_state.json")
-        if not folder or not path.exists():
+        if not folder:
             return
-        saved = (
-            json.loads(path.read_text())
-            .get("stateful_callbacks", {})
-            .get("WindowSize", {})
-            .get("args", {})
-            .get("window_size")
-        )
+        saved = _saved_window_size(Path(folder, "trainer_state.json"))
         if saved not in (None, self.window_size):
             raise ConfigError(
                 f"{folder} was saved with windows of {saved} samples, but {args.world_size} "
-                "process(es) x "
-                f"per_device_train_batch_size {args.per_device_train_batch_size} x "
-                "gradient_accumulation_steps "
-                f"{args.gradient_accumulation_steps} are {self.window_size}: change one of them "
-                f"so that the product is {saved}."
+                f"process(es) x per_device_train_batch_size {args.per_device_train_batch_size} x "
+                f"gradient_accumulation_steps {args.gradient_accumulation_steps} are "
+                f"{self.window_size}: change one of them so that the product is {saved}."
             )
+
+
+def _saved_window_size(path: Path) -> int | None:
+    """Read the window size from a `trainer_state.json`; None if there is none."""
+    if not path.exists():
+        return None
+    callbacks = json.loads(path.read_text()).get("stateful_callbacks", {})
+    return callbacks.get("WindowSize", {}).get("args", {}).get("window_size")
 
 
 def check_trainer(trainer: Any, mixin: type) -> None:
     """Check a trainer and its arguments; all problems in one message.
 
     Args:
-        trainer: a `transformers.Trainer`. mixin: the class whose methods may override Trainer's.
+        trainer: A `transformers.Trainer`.
+        mixin: The class whose methods may override Trainer's.
 
     Raises:
-        ConfigError: an unsupported argument, an overridden method, FSDP1, processes that would
-            train alone, or a precision that Accelerate would not apply.
+        ConfigError: If there is an unsupported argument, an overridden method, FSDP1, processes
+            that would train alone, or a precision that Accelerate would not apply.
     """
-    if problems := [*_of_arguments(trainer.args), *_of_trainer(trainer, mixin)]:
+    problems = [*_of_arguments(trainer.args), *_of_trainer(trainer, mixin)]
+    if problems:
         raise ConfigError("ExactTrainer cannot make this run exact: " + "; ".join(problems) + ".")
     check_precision(trainer.accelerator)
     if trainer.optimizer is not None:
@@ -110,29 +116,27 @@ def _of_arguments(args: Any) -> Iterator[str]:
 
 
 def _of_trainer(trainer: Any, mixin: type) -> Iterator[str]:
-    processes, kind = trainer.accelerator.num_processes, trainer.accelerator.distributed_type
+    processes = trainer.accelerator.num_processes
+    kind = trainer.accelerator.distributed_type
     if kind not in SUPPORTED:
         yield f"Accelerate runs {processes} processes under {kind.value}: use DDP or FSDP2"
     if kind == DistributedType.FSDP and not trainer.accelerator.is_fsdp2:
         yield "FSDP1 wraps the model that was proven: set fsdp_version to 2"
     classes = {type(module).__name__ for module in trainer.model.modules()}
-    if (
-        kind == DistributedType.FSDP
-        and trainer.label_smoother
-        and classes & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values())
-    ):
+    is_causal = bool(classes & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+    if kind == DistributedType.FSDP and trainer.label_smoother and is_causal:
         yield (
             "label_smoothing_factor: FSDP2 renames the class, by which Trainer decides to shift "
             "the labels: use DDP"
         )
-    if kind != DistributedType.FSDP and (
-        trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    ):
+    wants_fsdp = trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
+    if wants_fsdp and kind != DistributedType.FSDP:
         yield (
             f"FSDP was requested, but Accelerate shards on GPUs only and runs {processes} under "
             f"{kind.value}: omit it"
         )
-    if processes != (launched := int(os.environ.get("WORLD_SIZE", "1"))) > 1:
+    launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if launched > 1 and launched != processes:
         yield (
             f"{launched} processes were launched, but each would train alone: without a GPU set "
             "use_cpu=True"

@@ -21,6 +21,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
@@ -52,10 +53,10 @@ from hf_ga.trainer.loss import TrainerLoss
 from hf_ga.trainer.pairs import collate_pairs, has_pairs
 from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
 
-BOOKKEEPING = (
-    "_metrics",
-    "_total_train_tokens",
-)  # TRL's compute_loss updates them; the proof's forwards must not
+logger = get_logger(__name__)
+
+# TRL's compute_loss updates them; the proof's forwards must not.
+BOOKKEEPING = ("_metrics", "_total_train_tokens")
 
 
 class TrainerWindow:
@@ -163,7 +164,7 @@ class TrainerWindow:
         self._check_targets(any(self.engine.totals))
 
     def begin_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> int:
-        """The index of the next micro-batch in the window (0-based).
+        """Return the index of the next micro-batch in the window (0-based).
 
         Raises:
             ConfigError: If there is none, it is not `inputs`, or the model is not the proven one.
@@ -185,7 +186,7 @@ class TrainerWindow:
     def compute_loss(
         self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: None = None
     ) -> Tensor:
-        """In place of Trainer's `compute_loss` in a training step.
+        """Replace Trainer's `compute_loss` in a training step.
 
         Returns:
             The term of the current micro-batch in the window's mean loss.
@@ -194,9 +195,8 @@ class TrainerWindow:
         if self.rule.modes != module_modes(self.module):
             raise ConfigError(
                 "the training modes (or the modules) of the model differ from those of the proof: "
-                "a callback or training_step "
-                "put a module into evaluation mode. Do that in the model's own train() method, "
-                "which the proof calls too."
+                "a callback or training_step put a module into evaluation mode. Do that in the "
+                "model's own train() method, which the proof calls too."
             )
         self._term = torch.zeros((), device=engine.backend.device, requires_grad=True)
         self._counts = ()
@@ -210,7 +210,7 @@ class TrainerWindow:
         return self._term
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """In place of `accelerator.backward` in a training step.
+        """Replace `accelerator.backward` in a training step.
 
         Raises:
             ConfigError: If the term was scaled on its way.
@@ -222,8 +222,8 @@ class TrainerWindow:
             if passed != expected and math.isfinite(expected):
                 raise ConfigError(
                     "the term of the window's loss must reach backward() unscaled, but was "
-                    f"multiplied by {passed / expected:g}: "
-                    "an overridden training_step scales it again. Remove that scaling."
+                    f"multiplied by {passed / expected:g}: an overridden training_step scales it "
+                    "again. Remove that scaling."
                 )
         self.engine.backward_term(self._term, self._counts)
 
@@ -243,8 +243,8 @@ class TrainerWindow:
             )
 
     def logged(self) -> Tensor:
-        """What Trainer adds up over the micro-batches and averages over the processes, to log the
-        window's mean loss.
+        """Return what Trainer adds up over the micro-batches and averages over the processes, to
+        log the window's mean loss.
         """
         if self.engine.loss.counts_in_forward:  # the divisor is known at the end
             if self.result is None:
@@ -277,8 +277,8 @@ class ExactTrainerMixin:
             outputs of the whole window, and `inputs` its batch. Each micro-batch has two forwards.
 
     Raises, when training begins:
-        ConfigError, DataError: training cannot be made exact (see `checks`). LossNotAdditive,
-            UnkeyedRandomness: see `hf_ga.prove_targets`.
+        ConfigError, DataError: If training cannot be made exact (see `checks`).
+        LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`.
 
     Example:
         from hf_ga import ExactTrainer as Trainer  # instead of: from transformers import Trainer
@@ -295,7 +295,7 @@ class ExactTrainerMixin:
     loss_sums: LossFunction | None = None
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
-        """Trainer's `train`, after checking that it can be made exact."""
+        """Check that training can be made exact, then call Trainer's `train`."""
         enable_fp16_on_cpu(self.accelerator)
         check_trainer(self, ExactTrainerMixin)
         if is_sharded(self.accelerator):
@@ -318,9 +318,7 @@ class ExactTrainerMixin:
         return_outputs: bool = False,
         num_items_in_batch: Any = None,
     ) -> Any:
-        """Trainer's `compute_loss`; with `loss_sums`, the mean of the batch, as evaluations need
-        it.
-        """
+        """Compute Trainer's loss; with `loss_sums`, the mean of the batch, for evaluations."""
         if self.loss_sums is None:
             return super().compute_loss(
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
@@ -335,31 +333,34 @@ class ExactTrainerMixin:
         dataset and collate function.
         """
         loader = super().get_train_dataloader()
-        args, collate_fn = self.args, loader.collate_fn
+        args = self.args
+        collate_fn = loader.collate_fn
+        if has_pairs(collate_fn):
+            collate_fn = partial(collate_pairs, collate_fn)
+        micro_batch_size = args.per_device_train_batch_size
         windows = WindowLoader(
             loader.dataset,
-            partial(collate_pairs, collate_fn) if has_pairs(collate_fn) else collate_fn,
+            collate_fn,
             accelerator=self.accelerator,
-            per_device_batch_size=args.per_device_train_batch_size,
+            per_device_batch_size=micro_batch_size,
             global_batch_size=self._window_size,
             seed=args.seed if args.data_seed is None else args.data_seed,
             shuffle=args.train_sampling_strategy == "random",
             drop_last_window=args.dataloader_drop_last,
-            planner=partial(
-                plan_by_sizes, sizes=[args.per_device_train_batch_size]
-            ),  # as many micro-batches as Trainer's
+            planner=partial(plan_by_sizes, sizes=[micro_batch_size]),  # as many as Trainer's
             lengths=find_lengths(loader.dataset, loader.collate_fn),
         )
         self._window = TrainerWindow(self, windows)
-        if self.is_world_process_zero() and not args.disable_tqdm:
-            print(f"ExactTrainer: {windows.layout}; {self._window.rule}")
+        if not args.disable_tqdm:
+            # A warning, as this is to be seen with the default settings of logging.
+            logger.warning(f"ExactTrainer: {windows.layout}; {self._window.rule}")
         return WindowedDataLoader(windows, loader)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, None]:
-        """The micro-batches of one window, without a number of items: each loss is weighted by its
-        own targets.
+        """Return the micro-batches of one window, without a number of items: each loss is weighted
+        by its own targets.
         """
         batches, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._window.begin(batches)
@@ -393,8 +394,8 @@ class ExactTrainer(ExactTrainerMixin, Trainer):
 
 @contextmanager
 def _accumulation_unseen(trainer: Trainer) -> Iterator[None]:
-    """Trainer divides the loss by one of these numbers, and a custom loss may divide by the other:
-    set both to 1 in the block.
+    """Set to 1, in the block, the numbers by which Trainer divides the loss, and a custom loss may
+    divide.
     """
     trainer.current_gradient_accumulation_steps = 1  # the loop sets it for each window
     with override(trainer.args, gradient_accumulation_steps=1):

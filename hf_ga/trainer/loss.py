@@ -35,8 +35,8 @@ class TrainerLoss(nn.Module):
         self._is_of_window = trainer.whole_batch
 
     def forward(self, **batch: Any) -> Any:
-        """The loss, a scalar; for a head whose loss is a sum of means, the outputs with this
-        loss.
+        """Compute the loss, a scalar; for a head whose loss is a sum of means, the outputs with
+        this loss.
         """
         if self._returns_outputs:
             return self.model(**argument_filter(self.model)(batch))
@@ -58,7 +58,8 @@ class TrainerLoss(nn.Module):
         return outputs
 
     def of_window(self, outputs: tuple, batch: Batch) -> Tensor:
-        """The loss of a whole window: `compute_loss` with these outputs in place of the model's.
+        """Compute the loss of a whole window: `compute_loss` with these outputs in place of the
+        model's.
 
         Args:
             outputs: For each call of the model, its outputs for all samples.
@@ -77,7 +78,7 @@ class TrainerLoss(nn.Module):
         return self._count_items([batch]) if self._needs_items else None
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """The model's output layer, for the chunked loss."""
+        """Return the model's output layer, for the chunked loss."""
         return getattr(self.model, "get_output_embeddings", lambda: None)()
 
 

@@ -24,7 +24,7 @@ from hf_ga.exact.same_bits import ALIGNMENT
 def sum_over(chunks: Chunks, values: np.ndarray) -> np.float32:
     """As the ranks compute it: each its own roots, then all roots in order."""
     whole = TreeSum(chunks, np.add)
-    for run in chunks.runs:
+    for run in chunks.of_ranks:
         own = TreeSum(chunks, np.add)
         for chunk in run:
             own.add((chunk, chunk + 1), values[chunk])
@@ -56,11 +56,11 @@ def test_any_number_of_ranks_gives_the_same_bits(num_chunks):
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=64), st.integers(1, 9))
 def test_chunks_are_shared_out_evenly_in_few_roots(costs, num_processes):
     chunks = Chunks(tuple(costs), num_processes)
-    assert [chunk for run in chunks.runs for chunk in run] == list(range(len(costs)))
-    busiest = max(sum(costs[run.start : run.stop]) for run in chunks.runs)
+    assert [chunk for run in chunks.of_ranks for chunk in run] == list(range(len(costs)))
+    busiest = max(sum(costs[run.start : run.stop]) for run in chunks.of_ranks)
     assert busiest <= sum(costs) / num_processes + max(costs)
-    for rank, run in enumerate(chunks.runs):
-        roots = chunks.roots[rank]
+    for rank, run in enumerate(chunks.of_ranks):
+        roots = chunks.subtrees_of_ranks[rank]
         assert [chunk for start, stop in roots for chunk in range(start, stop)] == list(run)
         assert (
             num_processes > 2 or len(roots) <= 1

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hf_ga.exact.hashing import name_key
-from hf_ga.exact.masks import keep_mask, keyed_dropout, sample_keys, window_key
+from hf_ga.exact.masks import apply_dropout_mask, keep_mask, sample_keys, window_key
 
 SITE = name_key("encoder.layer.0.dropout")
 PROBABILITIES = [0.01, 0.1, 0.5, 0.9]
@@ -181,12 +181,12 @@ def test_keyed_dropout_value_and_gradient(mask_shape, dtype, tolerance, p):
     x = torch.randn(4, 5, 6, dtype=dtype, requires_grad=True)
     upstream = torch.randn(4, 5, 6, dtype=dtype)
     kept = mask(mask_shape, p)
-    out = keyed_dropout(x, p, kept)
+    out = apply_dropout_mask(x, p, kept)
     out.backward(upstream)
     by_hand = kept.double().expand(4, 5, 6) / (1 - p)
     torch.testing.assert_close(out.double(), x.detach().double() * by_hand, rtol=tolerance, atol=0)
     torch.testing.assert_close(x.grad.double(), upstream.double() * by_hand, rtol=tolerance, atol=0)
     assert out.dtype == dtype
-    assert keyed_dropout(x.bfloat16(), p, kept).dtype == torch.bfloat16, (
+    assert apply_dropout_mask(x.bfloat16(), p, kept).dtype == torch.bfloat16, (
         "a float32 mask would promote it under autocast"
     )

@@ -66,12 +66,12 @@ def test_dropped_values_and_gradients_are_those_with_a_mask(shape, dtype, with_k
     x = torch.randn(shape, dtype=dtype, device=DEVICE, requires_grad=True)
     kept = masks.keep_mask(keys, SITE, shape, 0, 0.3)
     y = masks.drop(x, keys, SITE, 0, 0.3)
-    assert_same(y, masks.keyed_dropout(x.detach(), 0.3, kept))
+    assert_same(y, masks.apply_dropout_mask(x.detach(), 0.3, kept))
     upstream = torch.randn_like(y).requires_grad_()
     (of_x,) = torch.autograd.grad(y, x, upstream, create_graph=True)
-    assert_same(of_x, masks.keyed_dropout(upstream.detach(), 0.3, kept))
+    assert_same(of_x, masks.apply_dropout_mask(upstream.detach(), 0.3, kept))
     (of_upstream,) = torch.autograd.grad(of_x, upstream, torch.ones_like(of_x))
-    assert_same(of_upstream, masks.keyed_dropout(torch.ones_like(y), 0.3, kept))
+    assert_same(of_upstream, masks.apply_dropout_mask(torch.ones_like(y), 0.3, kept))
 
 
 def test_what_the_kernel_cannot_do_is_left_to_the_mask(with_kernels):

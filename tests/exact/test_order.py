@@ -13,7 +13,7 @@ from hash_oracle import SIGMAS, oracle_key, splitmix64
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_ga.exact.hashing import MASK64, Stream, make_key, mix, mix_in_place, mixed, name_key, signed
+from hf_ga.exact.hashing import MASK64, Purpose, fold_in, mix, mix_in_place, mixed, name_key, signed
 from hf_ga.exact.order import epoch_order
 
 Order = Callable[[int, int, int], np.ndarray]  # (number of samples, seed, epoch) -> order
@@ -29,8 +29,8 @@ def test_hash_gives_published_splitmix64_outputs():
     """Catches a wrong constant or shift: the first outputs of the published generator for the
     states 0 and 1234567.
     """
-    assert make_key(0) == 0xE220A8397B1DCDAF
-    assert make_key(1234567) == 6457827717110365317
+    assert fold_in(0) == 0xE220A8397B1DCDAF
+    assert fold_in(1234567) == 6457827717110365317
     assert mix(2 * 0x9E3779B97F4A7C15) == 0x6E789E6AA1B965F4  # the second output for state 0
 
 
@@ -43,7 +43,7 @@ def test_hash_of_arrays_equals_hash_of_integers(parts, values):
     one.
     """
     key = oracle_key(*parts)
-    assert make_key(*parts) == key
+    assert fold_in(*parts) == key
     tensor = torch.tensor(values)
     assert [v & MASK64 for v in mixed(tensor ^ signed(key)).tolist()] == [
         oracle_key(*parts, value) for value in values
@@ -61,17 +61,17 @@ def test_keys_tell_the_order_and_number_of_parts():
     assert (
         len(
             {
-                make_key(1, 2),
-                make_key(2, 1),
-                make_key(3, 0),
-                make_key(0, 3),
-                make_key(1, 2, 0),
-                make_key(0, 1, 2),
+                fold_in(1, 2),
+                fold_in(2, 1),
+                fold_in(3, 0),
+                fold_in(0, 3),
+                fold_in(1, 2, 0),
+                fold_in(0, 1, 2),
             }
         )
         == 6
     )
-    assert len({make_key(stream, 0, 0) for stream in Stream}) == len(Stream.__members__)
+    assert len({fold_in(purpose, 0, 0) for purpose in Purpose}) == len(Purpose.__members__)
 
 
 def test_name_key_is_the_same_in_every_process():

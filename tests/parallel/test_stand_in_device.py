@@ -111,7 +111,7 @@ def test_a_step_waits_once_for_the_device(found_on):
     """
     waits = found_on("standin")["steps"]
     assert len(waits) == 2 and all(
-        len(of_step) == 1 and "_is_finite" in of_step[0] for of_step in waits
+        len(of_step) == 1 and "_loss_and_norm_on_host" in of_step[0] for of_step in waits
     ), waits
 
 

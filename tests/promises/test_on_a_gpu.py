@@ -18,7 +18,7 @@ from accelerate.state import AcceleratorState
 from steps import backward_window
 
 import hf_ga
-from hf_ga.exact.masks import keep_mask, keyed_dropout, sample_keys
+from hf_ga.exact.masks import apply_dropout_mask, keep_mask, sample_keys
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
@@ -128,7 +128,7 @@ def test_masks_are_those_of_the_cpu_bit_for_bit(shape, axis):
     )
     assert torch.equal(found.cpu(), expected)
     assert torch.equal(
-        keyed_dropout(x.to(DEVICE), 0.3, found).cpu(), keyed_dropout(x, 0.3, expected)
+        apply_dropout_mask(x.to(DEVICE), 0.3, found).cpu(), apply_dropout_mask(x, 0.3, expected)
     )
 
 

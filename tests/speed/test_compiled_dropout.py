@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 import hf_ga
 from hf_ga.exact.compiled_dropout import draw_and_drop, draw_mask
 from hf_ga.exact.hashing import signed
-from hf_ga.exact.masks import keep_mask, keyed_dropout, sample_keys, window_key
+from hf_ga.exact.masks import apply_dropout_mask, keep_mask, sample_keys, window_key
 
 SITE = 0x9E3779B97F4A7C15
 ROUNDING = 5e-6  # of float32: compiled and uncompiled code add in other orders
@@ -50,7 +50,7 @@ def test_the_operators_are_the_masks(shape, axis):
     assert not torch.equal(draw_mask(seeds + 1, shape, axis, 0.3), expected)
     x = torch.randn(shape, requires_grad=True)
     by_operator = draw_and_drop(x, seeds, axis, 0.3)
-    by_mask = keyed_dropout(x, 0.3, expected)
+    by_mask = apply_dropout_mask(x, 0.3, expected)
     assert torch.equal(by_operator, by_mask)
     gradient = torch.randn(shape)
     found, of_mask = (torch.autograd.grad(y, x, gradient)[0] for y in (by_operator, by_mask))

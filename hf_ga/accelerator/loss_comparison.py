@@ -47,7 +47,7 @@ class GivenSum(Loss):
         return True  # a sum may have a gradient although its number is 0
 
     def sums(self, outputs: tuple[Tensor | float, float], call: Call) -> tuple[Sums, Counts]:
-        """outputs: (sum of the loss, number of targets)."""
+        """Take what the loop passed as `outputs`: (sum of the loss, number of targets)."""
         total, number = outputs
         return (total,), (number,)
 
@@ -74,7 +74,7 @@ class Seen:
 
 
 def mean_of(loss: Tensor, seen: Seen) -> Mean:
-    """The mean of one of torch's loss functions that a loop's own loss is.
+    """Find the mean of one of torch's loss functions that a loop's own loss is.
 
     Args:
         loss: What the loop passed to `backward`.
@@ -232,7 +232,7 @@ def _check_origin(loss: Tensor, seen: Seen) -> None:
 
 
 def _factor_through(loss: Tensor, mean: Tensor, edges: list[GradientEdge]) -> float | None:
-    """The number c for which loss = c x mean + something that does not depend on the outputs.
+    """Find the number c for which loss = c x mean + something that does not depend on the outputs.
 
     None if there is no such number.
     """
@@ -259,7 +259,7 @@ def _check_factor(factor: float, num_steps: int) -> None:
 
 
 def _edge(tensor: Tensor) -> GradientEdge:
-    """Where a tensor's gradient arrives, before Accelerate's conversion to float32."""
+    """Return where a tensor's gradient arrives, before Accelerate's conversion to float32."""
     edge = get_gradient_edge(tensor)
     if edge.node.name() == "ToCopyBackward0" and edge.node.next_functions[0][0] is not None:
         return GradientEdge(*edge.node.next_functions[0])
@@ -281,7 +281,7 @@ def _is_zero(gradients: list[Tensor | None], scale: list[Tensor | None]) -> bool
 
 
 def _factor(own: list[Tensor | None], proven: list[Tensor | None]) -> float | None:
-    """The number c for which own = c x proven fits best; None without a common tensor."""
+    """Find the number c for which own = c x proven fits best; None without a common tensor."""
     product = 0.0
     square = 0.0
     for a, b in zip(own, proven, strict=True):
