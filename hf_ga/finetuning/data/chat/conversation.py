@@ -1,0 +1,108 @@
+"""Rows of every form -> conversations."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from hf_ga.errors import DataError
+from hf_ga.finetuning.data.chat.messages import Message, Turn, from_json, read_turns, without_none
+
+PARAGRAPH = "\n\n"  # between the texts of an instruction
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """A row.
+
+    Attributes:
+        turns: Messages, and which of them are targets.
+        tools: JSON schemas of functions. None: the row has none.
+        options: Variables for the chat template, such as `enable_thinking`.
+        separator: Without a chat template, what stands between the contents of the turns after the
+            system's, which ends with a paragraph. None: the row needs a template.
+    """
+
+    turns: list[Turn]
+    tools: list[dict[str, Any]] | None = None
+    options: dict[str, Any] = field(default_factory=dict)
+    separator: str | None = None
+
+    @property
+    def messages(self) -> list[Message]:
+        """The turns as `apply_chat_template` takes them."""
+        return [turn.message for turn in self.turns]
+
+
+def read_conversation(row: dict[str, Any]) -> Conversation:
+    """Read a row, whose columns are those of `chat_columns`.
+
+    Raises:
+        DataError: Something in it has another type or form than it should, or an unknown key.
+
+    >>> row = {"instruction": "Add", "input": "1 2", "output": "3"}
+    >>> [turn.message["content"] for turn in read_conversation(row).turns]
+    ['Add\\n\\n1 2', '3']
+    """
+    turns, separator = _turns(row)
+    if row.get("system") not in (None, ""):
+        if turns and turns[0].message["role"] == "system":
+            raise DataError("the row has a column system and a system turn: keep one")
+        turns = [_said("system", row["system"]), *turns]
+    options = from_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    if not isinstance(options, dict):
+        raise DataError(f"chat_template_kwargs must be a mapping, got {options!r:.80}")
+    return Conversation(turns, _tools(row), without_none(options), separator)
+
+
+def _turns(row: dict[str, Any]) -> tuple[list[Turn], str | None]:
+    """Turns, and their separator; see `Conversation`."""
+    for name in ("messages", "conversations"):
+        if name in row:
+            return read_turns(row[name]), None
+    if "instruction" in row:
+        return _instruction(row), PARAGRAPH
+    if isinstance(row["prompt"], list):
+        asked = [replace(turn, is_target=False) for turn in read_turns(row["prompt"])]
+        return [*asked, *read_turns(row["completion"])], None
+    return [_said("user", row["prompt"]), _said("assistant", row["completion"])], ""
+
+
+def _instruction(row: dict[str, Any]) -> list[Turn]:
+    """Alpaca: earlier pairs of instruction and answer, which are learnt too, then the last."""
+    turns = []
+    for pair in row.get("history") or []:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise DataError(
+                f"history must be a list of pairs of instruction and answer, got {pair!r:.80}"
+            )
+        turns += [_said("user", pair[0]), _said("assistant", pair[1])]
+    instruction = _said("user", row["instruction"])
+    if row.get("input") not in (None, ""):
+        more = _said("user", row["input"]).message["content"]
+        instruction = _said("user", instruction.message["content"] + PARAGRAPH + more)
+    return [*turns, instruction, _said("assistant", row["output"])]
+
+
+def _said(role: str, text: Any) -> Turn:
+    if not isinstance(text, str):
+        raise DataError("prompts, completions, instructions and outputs must be strings")
+    return Turn({"role": role, "content": text}, is_target=role == "assistant")
+
+
+def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Schemas of functions. Those without the outer part, as in OpenAI's older `functions`, get
+    it.
+    """
+    found = []
+    for name in ("tools", "functions"):
+        of_column = from_json(row.get(name) or [], name)
+        if not isinstance(of_column, list):
+            raise DataError(f"{name} must be a list of JSON schemas, got {of_column!r:.80}")
+        found += [from_json(tool, name) for tool in of_column]
+    for tool in found:
+        if not isinstance(tool, dict):
+            raise DataError(f"every tool must be a JSON schema, got {tool!r:.80}")
+    tools = [without_none(tool) for tool in found]
+    wrapped = [
+        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
+    ]
+    return wrapped or None
