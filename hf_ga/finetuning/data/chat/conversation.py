@@ -4,9 +4,13 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.chat.messages import Message, Turn, from_json, read_turns, without_none
+from hf_ga.finetuning.data.chat.messages import Turn, read_turns
+from hf_ga.finetuning.data.chat.template import Message
+from hf_ga.finetuning.data.chat.values import from_json, without_none
 
 PARAGRAPH = "\n\n"  # between the texts of an instruction
+OPTIONS = "chat_template_kwargs must be a mapping, or JSON of one"
+TOOLS = "tools must be a list of JSON schemas, or JSON of one"
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,11 @@ class Conversation:
         """The turns as `apply_chat_template` takes them."""
         return [turn.message for turn in self.turns]
 
+    def with_messages(self, messages: list[Message]) -> "Conversation":
+        """The same conversation with its messages in another form."""
+        turns = zip(self.turns, messages, strict=True)
+        return replace(self, turns=[replace(turn, message=message) for turn, message in turns])
+
 
 def read_conversation(row: dict[str, Any]) -> Conversation:
     """Read a row, whose columns are those of `chat_columns`.
@@ -47,9 +56,9 @@ def read_conversation(row: dict[str, Any]) -> Conversation:
         if turns and turns[0].message["role"] == "system":
             raise DataError("the row has a column system and a system turn: keep one")
         turns = [_said("system", row["system"]), *turns]
-    options = from_json(row.get("chat_template_kwargs") or {}, "chat_template_kwargs")
+    options = from_json(row.get("chat_template_kwargs") or {}, OPTIONS)
     if not isinstance(options, dict):
-        raise DataError(f"chat_template_kwargs must be a mapping, got {options!r:.80}")
+        raise DataError(f"{OPTIONS}, got {options!r:.80}")
     return Conversation(turns, _tools(row), without_none(options), separator)
 
 
@@ -94,13 +103,13 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     """
     found = []
     for name in ("tools", "functions"):
-        of_column = from_json(row.get(name) or [], name)
+        of_column = from_json(row.get(name) or [], TOOLS)
         if not isinstance(of_column, list):
-            raise DataError(f"{name} must be a list of JSON schemas, got {of_column!r:.80}")
-        found += [from_json(tool, name) for tool in of_column]
+            raise DataError(f"{TOOLS}, got {of_column!r:.80}")
+        found += [from_json(tool, TOOLS) for tool in of_column]
     for tool in found:
         if not isinstance(tool, dict):
-            raise DataError(f"every tool must be a JSON schema, got {tool!r:.80}")
+            raise DataError(f"{TOOLS}, got {tool!r:.80}")
     tools = [without_none(tool) for tool in found]
     wrapped = [
         tool if "function" in tool else {"type": "function", "function": tool} for tool in tools

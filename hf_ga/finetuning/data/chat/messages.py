@@ -4,13 +4,13 @@ them.
 `datasets` fills keys that a row lacks with None, so None means absent everywhere.
 """
 
-import json
 from dataclasses import dataclass
 from typing import Any
 
 from hf_ga.errors import DataError
-
-Message = dict[str, Any]
+from hf_ga.finetuning.data.chat.calls import CALLS, read_calls
+from hf_ga.finetuning.data.chat.template import Message
+from hf_ga.finetuning.data.chat.values import from_json, without_none
 
 ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}
 SHAREGPT_ROLES = {**ROLES, "observation": "tool", "function_response": "tool"}
@@ -29,7 +29,8 @@ KEYS = (
     "name",
     *MARKS,
 )
-CALL_KEYS = ("id", "type", "function")
+STRINGS = ("role", "from", *REASONING, "tool_call_id", "name")
+CONVERSATION = "a conversation must be a list of messages, or JSON of one"
 NEEDS = "every message needs the strings role and content"
 
 
@@ -58,66 +59,44 @@ def read_turns(value: Any) -> list[Turn]:
     >>> read_turns([{"from": "gpt", "value": "hi", "weight": 0}])
     [Turn(message={'role': 'assistant', 'content': 'hi'}, is_target=False)]
     """
-    messages = from_json(value, "a conversation")
+    messages = from_json(value, CONVERSATION)
     if not isinstance(messages, list):
-        raise DataError("a conversation must be a list of messages")
+        raise DataError(f"{CONVERSATION}, got {messages!r:.80}")
     return [_read_turn(message) for message in messages]
-
-
-def from_json(value: Any, what: str) -> Any:
-    """Return what a string of JSON contains, and any other value as it is.
-
-    Raises:
-        DataError: A string that is not JSON.
-    """
-    if not isinstance(value, str):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise DataError(f"{what} must be a list of messages or JSON: {error}") from error
-
-
-def without_none(value: Any) -> Any:
-    """Remove keys without a value, at any depth.
-
-    >>> without_none({"a": None, "b": [{"c": None, "d": 0}]})
-    {'b': [{'d': 0}]}
-    """
-    if isinstance(value, dict):
-        return {key: without_none(part) for key, part in value.items() if part is not None}
-    if isinstance(value, list):
-        return [without_none(part) for part in value]
-    return value
 
 
 def _read_turn(value: Any) -> Turn:
     if not isinstance(value, dict):
         raise DataError(NEEDS)
     given = {key: part for key, part in value.items() if part is not None}
+    _check_keys(given)
+    if "from" in given:
+        given = _from_sharegpt(given)
+    if not given.get("role"):
+        raise DataError(NEEDS)
+    role = ROLES.get(given["role"], given["role"])
+    calls = read_calls(given)
+    if not calls and "content" not in given:
+        raise DataError(NEEDS)
+    message: Message = {"role": role}
+    if "content" in given:
+        message["content"] = _text(given["content"])
+    if calls:
+        message["tool_calls"] = calls
+    message |= {key: given[key] for key in (*REASONING, "tool_call_id", "name") if key in given}
+    return Turn(message, _is_target(given, role))
+
+
+def _check_keys(given: dict[str, Any]) -> None:
     unknown = [key for key in given if key not in KEYS]
     if unknown:
         raise DataError(
             f"a message has the unknown key {unknown[0]!r}, which may change what is to be learnt: "
             f"remove it, or use one of {', '.join(KEYS)}"
         )
-    if "from" in given:
-        given = _from_sharegpt(given)
-    if not isinstance(given.get("role"), str) or not given["role"]:
-        raise DataError(NEEDS)
-    role = ROLES.get(given["role"], given["role"])
-    message: Message = {"role": role}
-    if "content" in given:
-        message["content"] = _text(given["content"])
-    calls = _calls(given)
-    if calls:
-        message["tool_calls"] = calls
-    elif "content" not in message:
-        raise DataError(NEEDS)
-    for key in (*REASONING, "tool_call_id", "name"):
-        if key in given:
-            message[key] = given[key]
-    return Turn(message, _is_target(given, role))
+    for key in STRINGS:
+        if not isinstance(given.get(key, ""), str):
+            raise DataError(f"{NEEDS}, and {key} is none: {given[key]!r:.80}")
 
 
 def _from_sharegpt(given: dict[str, Any]) -> dict[str, Any]:
@@ -125,13 +104,13 @@ def _from_sharegpt(given: dict[str, Any]) -> dict[str, Any]:
     if "role" in given or "content" in given:
         raise DataError("a message has both from and role, or both value and content: keep one")
     others = {key: part for key, part in given.items() if key not in ("from", "value")}
-    role, content = given["from"], given.get("value")
+    role = given["from"]
     if role in SHAREGPT_CALLS:
-        calls = from_json(content, "the value of a function call")
+        calls = from_json(given.get("value"), CALLS)
         calls = calls if isinstance(calls, list) else [calls]
         return {**others, "role": "assistant", "tool_calls": calls}
-    role = SHAREGPT_ROLES.get(role, role)
-    return {**others, "role": role, "content": content}
+    others["role"] = SHAREGPT_ROLES.get(role, role)
+    return {**others, "content": given["value"]} if "value" in given else others
 
 
 def _text(content: Any) -> str:
@@ -148,41 +127,6 @@ def _text(content: Any) -> str:
         if others:
             raise DataError(f"a part of type text has the unknown key {others[0]!r}: remove it")
     return "".join(part["text"] for part in content)
-
-
-def _calls(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """The calls of a message; `function_call` is OpenAI's older form of one call."""
-    calls = from_json(given.get("tool_calls", []), "tool_calls")
-    if not isinstance(calls, list):
-        raise DataError(f"tool_calls must be a list of calls, got {calls!r:.80}")
-    if "function_call" in given:
-        calls = [*calls, given["function_call"]]
-    return [_read_call(without_none(call)) for call in calls]
-
-
-def _read_call(call: Any) -> dict[str, Any]:
-    """{"function": {"name": ..., "arguments": ...}}, or its inner part alone, with the arguments as
-    a dict, as templates expect them; OpenAI's are JSON.
-    """
-    if isinstance(call, dict) and "function" not in call:
-        others = {key: part for key, part in call.items() if key not in ("name", "arguments")}
-        inner = {key: part for key, part in call.items() if key in ("name", "arguments")}
-        call = {**others, "function": inner}
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"a tool call needs the name of its function, got {call!r:.80}")
-    unknown = [key for key in call if key not in CALL_KEYS]
-    unknown += [key for key in function if key not in ("name", "arguments")]
-    if unknown or call.get("type", "function") != "function":
-        raise DataError(
-            f"a tool call must consist of id, type (function), and a function with name and "
-            f"arguments, got {call!r:.200}"
-        )
-    arguments = from_json(function.get("arguments") or {}, "the arguments of a tool call")
-    if not isinstance(arguments, dict):
-        raise DataError(f"the arguments of a tool call must be named, got {arguments!r:.80}")
-    named = {"name": function["name"], "arguments": arguments}
-    return {**call, "type": "function", "function": named}
 
 
 def _is_target(given: dict[str, Any], role: str) -> bool:

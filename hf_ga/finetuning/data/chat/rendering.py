@@ -9,6 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import DataError
+from hf_ga.finetuning.data.chat.calls import fit_calls
 from hf_ga.finetuning.data.chat.columns import chat_columns
 from hf_ga.finetuning.data.chat.conversation import PARAGRAPH, Conversation, read_conversation
 from hf_ga.finetuning.data.chat.template import ChatTemplate, Span
@@ -89,13 +90,13 @@ def _plain(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Re
 
 
 def _with_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Rendered:
-    messages = conversation.messages
-    if not messages:
+    if not conversation.turns:
         return Rendered("", [], is_templated=True)
     if conversation.turns[0].is_target:
         raise DataError("the first turn is the assistant's: begin with a user or system turn")
     template = ChatTemplate(tokenizer, conversation.tools, conversation.options)
-    text = template.render(messages)
+    conversation = conversation.with_messages(fit_calls(conversation.messages, template))
+    text = template.render(conversation.messages)
     located = locate_targets(conversation, template, text)
     notes = check_usage(conversation, template, text, located)
     targets = sorted(span for spans in located.values() for span in spans)

@@ -8,8 +8,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
-from hf_ga.finetuning.data.chat.messages import Message
-
+Message = dict[str, Any]
 Span = tuple[int, int]  # characters [start, end)
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 

@@ -2,8 +2,7 @@
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.conversation import Conversation
-from hf_ga.finetuning.data.chat.messages import Message
-from hf_ga.finetuning.data.chat.template import ChatTemplate, Span
+from hf_ga.finetuning.data.chat.template import ChatTemplate, Message, Span
 
 MARK = "hfgaturnmark"  # in place of a turn's content, to find it in the rendered text
 Turns = dict[int, list[Span]]  # number of a message -> the characters that render it

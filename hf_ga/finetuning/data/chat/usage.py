@@ -9,8 +9,8 @@ from jinja2 import TemplateError
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.conversation import Conversation
-from hf_ga.finetuning.data.chat.messages import REASONING, Message
-from hf_ga.finetuning.data.chat.template import ChatTemplate
+from hf_ga.finetuning.data.chat.messages import REASONING
+from hf_ga.finetuning.data.chat.template import ChatTemplate, Message
 from hf_ga.finetuning.data.chat.turns import MARK, Turns
 
 NO_THOUGHTS = "have thoughts in earlier turns, which the chat template leaves out"
