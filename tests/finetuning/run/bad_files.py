@@ -30,6 +30,9 @@ FILES = {
     "one_token.jsonl": rows(*({"text": "<eos>"} for _ in range(9))),
     "one_row.jsonl": rows({"text": "a b c"}),
     "messages.jsonl": rows(*({"messages": [{"role": "user", "content": "a"}]} for _ in range(9))),
+    "preferences.jsonl": rows(
+        *({"prompt": "a", "completion": "b", "label": i % 2 == 0} for i in range(9))
+    ),
     "answers.jsonl": rows(*(asked("some words", "words", 5) for _ in range(9))),
     "choices.jsonl": rows(
         *({"question": "a", "choices": ["b", "c"], "label": i % 2} for i in range(9))
