@@ -217,7 +217,11 @@ CASES = {
     ),
     "preferences": (
         "--dataset_name {d}/preferences.jsonl",
-        ["completion, label are", "labels of preferences", "as for KTO", "keep the completions"],
+        [
+            "labels of preferences",
+            "as for KTO (columns: completion, label)",
+            "keep the completions",
+        ],
     ),
     "predictions of a language model": (
         "--predict_file {d}/good.jsonl",

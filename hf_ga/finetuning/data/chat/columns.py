@@ -57,4 +57,4 @@ def check_no_preferences(columns: Collection[str]) -> None:
     """
     for names, (what, remedy) in REFUSED.items():
         if set(names) <= set(columns):
-            raise DataError(f"the columns {', '.join(names)} are {what}, {remedy}.")
+            raise DataError(f"the rows have {what} (columns: {', '.join(names)}), {remedy}.")

@@ -98,20 +98,26 @@ def _said(role: str, text: Any) -> Turn:
 
 
 def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Schemas of functions. Those without the outer part, as in OpenAI's older `functions`, get
-    it.
-    """
-    found = []
+    """Schemas of functions of the columns tools and functions, OpenAI's older name."""
+    tools = []
     for name in ("tools", "functions"):
         of_column = from_json(row.get(name) or [], TOOLS)
         if not isinstance(of_column, list):
             raise DataError(f"{TOOLS}, got {of_column!r:.80}")
-        found += [from_json(tool, TOOLS) for tool in of_column]
-    for tool in found:
-        if not isinstance(tool, dict):
-            raise DataError(f"{TOOLS}, got {tool!r:.80}")
-    tools = [without_none(tool) for tool in found]
-    wrapped = [
-        tool if "function" in tool else {"type": "function", "function": tool} for tool in tools
-    ]
-    return wrapped or None
+        tools += [_tool(without_none(from_json(tool, TOOLS))) for tool in of_column]
+    return tools or None
+
+
+def _tool(tool: Any) -> dict[str, Any]:
+    """A schema as templates expect it: inside `function`, and with the parameters as a dict."""
+    if not isinstance(tool, dict):
+        raise DataError(f"{TOOLS}, got {tool!r:.80}")
+    if "function" not in tool:
+        tool = {"type": "function", "function": tool}
+    function = tool["function"]
+    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{TOOLS}, each with the name of its function, got {tool!r:.80}")
+    if "parameters" in function:
+        parameters = from_json(function["parameters"], TOOLS)
+        tool = {**tool, "function": {**function, "parameters": parameters}}
+    return tool

@@ -13,6 +13,7 @@ from hf_ga.finetuning.data.chat.template import Message
 from hf_ga.finetuning.data.chat.values import from_json, without_none
 
 ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}
+SHAREGPT_KEYS = {"from": "role", "value": "content"}
 SHAREGPT_ROLES = {**ROLES, "observation": "tool", "function_response": "tool"}
 SHAREGPT_CALLS = ("function_call", "tool_call")  # roles of messages that consist of calls
 REASONING = ("reasoning_content", "reasoning", "thinking")
@@ -70,8 +71,7 @@ def _read_turn(value: Any) -> Turn:
         raise DataError(NEEDS)
     given = {key: part for key, part in value.items() if part is not None}
     _check_keys(given)
-    if "from" in given:
-        given = _from_sharegpt(given)
+    given = _from_sharegpt(given)
     if not given.get("role"):
         raise DataError(NEEDS)
     role = ROLES.get(given["role"], given["role"])
@@ -100,17 +100,18 @@ def _check_keys(given: dict[str, Any]) -> None:
 
 
 def _from_sharegpt(given: dict[str, Any]) -> dict[str, Any]:
-    """ShareGPT's keys and roles -> role and content."""
-    if "role" in given or "content" in given:
-        raise DataError("a message has both from and role, or both value and content: keep one")
-    others = {key: part for key, part in given.items() if key not in ("from", "value")}
-    role = given["from"]
-    if role in SHAREGPT_CALLS:
-        calls = from_json(given.get("value"), CALLS)
-        calls = calls if isinstance(calls, list) else [calls]
-        return {**others, "role": "assistant", "tool_calls": calls}
-    others["role"] = SHAREGPT_ROLES.get(role, role)
-    return {**others, "content": given["value"]} if "value" in given else others
+    """ShareGPT's `from`, `value` and roles -> role and content."""
+    if ("role" in given and "from" in given) or ("content" in given and "value" in given):
+        raise DataError("a message has both role and from, or both content and value: keep one")
+    renamed = {SHAREGPT_KEYS.get(key, key): part for key, part in given.items()}
+    if "from" not in given:
+        return renamed
+    role = renamed["role"]
+    if role not in SHAREGPT_CALLS:
+        return {**renamed, "role": SHAREGPT_ROLES.get(role, role)}
+    calls = from_json(renamed.pop("content", None), CALLS)
+    calls = calls if isinstance(calls, list) else [calls]
+    return {**renamed, "role": "assistant", "tool_calls": calls}
 
 
 def _text(content: Any) -> str:

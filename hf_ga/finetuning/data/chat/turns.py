@@ -1,5 +1,7 @@
 """Where the turns of the assistant stand in a rendered conversation."""
 
+from jinja2 import TemplateError
+
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.conversation import Conversation
 from hf_ga.finetuning.data.chat.template import ChatTemplate, Message, Span
@@ -48,40 +50,66 @@ def _locate(index: int, messages: list[Message], template: ChatTemplate, text: s
     until = template.render(messages[: index + 1])
     if text.startswith(until) and until.startswith(before):
         return len(before), len(until)
-    return _locate_by_mark(index, messages, template, text, before)
+    span = _locate_by_mark(index, messages, template, text)
+    if span is None:
+        raise DataError(
+            "the tokenizer's chat template renders a turn of the assistant differently when it "
+            "asks for the turn, or when others follow, so completions cannot be located: use a "
+            "tokenizer whose template marks what the model generates with {% generation %}"
+        )
+    return span
 
 
 def _locate_by_mark(
-    index: int, messages: list[Message], template: ChatTemplate, text: str, before: str
-) -> Span:
+    index: int, messages: list[Message], template: ChatTemplate, text: str
+) -> Span | None:
     """Locate a turn that is rendered differently when others follow it: templates of reasoning
     models leave out its thoughts, and some end the last turn in another way.
 
-    With a mark as its content, the turn is `head MARK ending rest`, and the text is `head ...
-    ending rest` with the true content. The ending is known from a turn that nothing follows yet.
+    With a mark as its content, the conversation is `head MARK ending rest`, and the text is `head
+    ... ending rest` with the true content. The ending is known from the same turn with nothing
+    after it.
     """
     marked = [*messages[:index], {"role": "assistant", "content": MARK}, *messages[index + 1 :]]
-    whole = template.render(marked)
+    try:
+        whole = template.render(marked)
+        alone = template.render(marked[: index + 1], opens_turn=True)
+    except TemplateError:
+        return None
+    before = template.render(messages[:index], opens_turn=True)
     prompt = template.generation_prompt(messages[:index])
-    alone = template.render(marked[: index + 1], opens_turn=True)
     if prompt is None or whole.count(MARK) != 1 or alone.count(MARK) != 1:
-        raise _not_located(prompt)
+        return None
     head, _, tail = whole.partition(MARK)
-    ending = alone.removesuffix(prompt).partition(MARK)[2]
+    head_alone, _, tail_alone = alone.partition(MARK)
+    ending = tail_alone.removesuffix(prompt)
     rest = tail.removeprefix(ending)
-    starts_after_prompt = text.startswith(head) and prompt != "" and head.endswith(prompt)
-    start = len(before) if text.startswith(before) else len(head)
+    if not (text.startswith(head) and text.endswith(rest) and tail.startswith(ending)):
+        return None
+    start = _start(head, head_alone, before, prompt)
     end = len(text) - len(rest)
-    is_found = text.startswith(before) or starts_after_prompt
-    if not (is_found and tail.startswith(ending) and text.endswith(rest) and start <= end):
-        raise _not_located(prompt)
-    return start, end
+    return None if start is None else (start, end)
 
 
-def _not_located(prompt: str | None) -> DataError:
-    return DataError(
-        f"the tokenizer's chat template begins turns of the assistant with {prompt!r} when it asks "
-        "for one, but renders those of a conversation in another way, so completions cannot be "
-        "located: use a tokenizer whose template renders both alike, or marks what the model "
-        "generates with {% generation %}"
-    )
+def _start(head: str, head_alone: str, before: str, prompt: str) -> int | None:
+    """Where a turn begins, after the generation prompt or as much of it as the conversation shows;
+    None if it shows none.
+
+    Args:
+        head: All that a conversation has before the content of the turn.
+        head_alone: The same if nothing follows the turn.
+        before: All before the turn when the template asks for it; it ends with the prompt.
+        prompt: The generation prompt, such as that a turn begins, and then thoughts.
+    """
+    if head.startswith(before):
+        return len(before)
+    beginning = head_alone.removeprefix(before)  # of the turn, before its content
+    if head_alone.startswith(before) and head.endswith(prompt + beginning):
+        return len(head) - len(beginning)
+    others = before.removesuffix(prompt)
+    parts = [prompt[:size] for size in range(1, len(prompt) + 1)]
+    first = [part for part in parts if head.startswith(others + part)]
+    if first and first[-1].strip():
+        return len(others + first[-1])
+    last = [part for part in parts if head.endswith(part)]
+    return len(head) if last and last[-1].strip() else None

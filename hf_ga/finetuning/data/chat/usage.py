@@ -10,11 +10,14 @@ from jinja2 import TemplateError
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.conversation import Conversation
 from hf_ga.finetuning.data.chat.messages import REASONING
-from hf_ga.finetuning.data.chat.template import ChatTemplate, Message
+from hf_ga.finetuning.data.chat.template import ChatTemplate, Message, Span
 from hf_ga.finetuning.data.chat.turns import MARK, Turns
 
 NO_THOUGHTS = "have thoughts in earlier turns, which the chat template leaves out"
 NO_NAMES = "have names in their messages, which the chat template leaves out"
+OTHER_BEGINNING = (
+    "do not begin the last turn as the chat template asks for one, such as with a thought"
+)
 THOUGHTS = re.compile(r".*(</think>|</thinking>|</thought>|</reasoning>|\[/THINK\])", re.DOTALL)
 REMEDY = "use a tokenizer whose template does, or remove it from the rows"
 
@@ -48,6 +51,10 @@ def check_usage(
         notes.append(NO_THOUGHTS)
     if _leaves_out("name", messages, template, text):
         notes.append(NO_NAMES)
+    if located and not template.marks_generations:
+        before = template.render(messages[: max(located)], opens_turn=True)
+        if not text.startswith(before):
+            notes.append(OTHER_BEGINNING)
     return notes
 
 
@@ -100,7 +107,7 @@ def _leaves_out_thoughts(messages: list[Message], text: str, located: Turns) -> 
                 "a turn of the assistant is not among the targets that the chat template renders "
                 f"or marks, which are {target!r:.200}: {REMEDY}"
             )
-        if all(_contains(target, part) for part in (content, *thoughts)):
+        if all(_has_thoughts(text, spans, part) for part in (content, *thoughts)):
             continue
         if index == last:
             raise DataError(
@@ -109,6 +116,13 @@ def _leaves_out_thoughts(messages: list[Message], text: str, located: Turns) -> 
             )
         lacks_thoughts = True
     return lacks_thoughts
+
+
+def _has_thoughts(text: str, spans: list[Span], part: str) -> bool:
+    """Whether spans of the text contain a part; the generation prompt may have its beginning."""
+    target = "".join(text[start:end] for start, end in spans)
+    start = spans[0][0] if spans else 0
+    return _contains(text[max(0, start - len(part)) : start] + target, part)
 
 
 def _leaves_out(key: str, messages: list[Message], template: ChatTemplate, text: str) -> bool:
