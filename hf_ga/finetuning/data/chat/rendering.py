@@ -14,7 +14,7 @@ from hf_ga.finetuning.data.chat.columns import chat_columns
 from hf_ga.finetuning.data.chat.conversation import PARAGRAPH, Conversation, read_conversation
 from hf_ga.finetuning.data.chat.template import ChatTemplate, Span
 from hf_ga.finetuning.data.chat.turns import locate_targets
-from hf_ga.finetuning.data.chat.usage import check_usage
+from hf_ga.finetuning.data.chat.usage import check_rendered, check_targets
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ def _with_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBas
     template = ChatTemplate(tokenizer, conversation.tools, conversation.options)
     conversation = conversation.with_messages(fit_calls(conversation.messages, template))
     text = template.render(conversation.messages)
+    check_rendered(conversation, template, text)
     located = locate_targets(conversation, template, text)
-    notes = check_usage(conversation, template, text, located)
+    notes = check_targets(conversation.messages, template, text, located)
     targets = sorted(span for spans in located.values() for span in spans)
-    return Rendered(text, targets, is_templated=True, notes=tuple(notes))
+    return Rendered(text, targets, is_templated=True, notes=notes)

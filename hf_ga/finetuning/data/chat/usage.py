@@ -16,36 +16,49 @@ from hf_ga.finetuning.data.chat.turns import MARK, Turns
 NO_THOUGHTS = "have thoughts in earlier turns, which the chat template leaves out"
 NO_NAMES = "have names in their messages, which the chat template leaves out"
 OTHER_BEGINNING = (
-    "do not begin the last turn as the chat template asks for one, such as with a thought"
+    "have a last turn that the chat template begins without its whole generation prompt"
 )
 THOUGHTS = re.compile(r".*(</think>|</thinking>|</thought>|</reasoning>|\[/THINK\])", re.DOTALL)
 REMEDY = "use a tokenizer whose template does, or remove it from the rows"
 
 
-def check_usage(
-    conversation: Conversation, template: ChatTemplate, text: str, located: Turns
-) -> list[str]:
-    """Check that the text contains the whole row.
+def check_rendered(conversation: Conversation, template: ChatTemplate, text: str) -> None:
+    """Check that the text depends on all that a row has.
 
     Args:
         conversation: The row.
         template: That of the tokenizer.
         text: The row as the template renders it.
-        located: The turns that are targets.
-
-    Returns:
-        What the template leaves out without harm, as the rest of a sentence on the row.
 
     Raises:
-        DataError: The template leaves out tools, calls, options, a content, or thoughts of the last
-            turn.
+        DataError: The template leaves out tools, calls, an option or a message.
     """
     messages = conversation.messages
     _check_options(conversation, template)
     _check_tools(conversation, template, text)
-    _check_calls(messages, template, text)
+    if _leaves_out("tool_calls", messages, template, text):
+        raise DataError(f"the chat template does not render tool_calls: {REMEDY}")
     for index in range(len(messages)):
         _check_message(index, messages, template, text)
+
+
+def check_targets(
+    messages: list[Message], template: ChatTemplate, text: str, located: Turns
+) -> tuple[str, ...]:
+    """Check that targets contain their turns.
+
+    Args:
+        messages: Those of the row.
+        template: That of the tokenizer.
+        text: The row as the template renders it.
+        located: The turns that are targets.
+
+    Returns:
+        What the template leaves out without harm, as the rests of sentences on the row.
+
+    Raises:
+        DataError: A target lacks the answer or calls of its turn, or the last one its thoughts.
+    """
     notes = []
     if _leaves_out_thoughts(messages, text, located):
         notes.append(NO_THOUGHTS)
@@ -55,7 +68,7 @@ def check_usage(
         before = template.render(messages[: max(located)], opens_turn=True)
         if not text.startswith(before):
             notes.append(OTHER_BEGINNING)
-    return notes
+    return tuple(notes)
 
 
 def _check_options(conversation: Conversation, template: ChatTemplate) -> None:
@@ -68,11 +81,6 @@ def _check_tools(conversation: Conversation, template: ChatTemplate, text: str) 
     without = ChatTemplate(template.tokenizer, None, template.options)
     if conversation.tools and _renders_as(text, without, conversation.messages):
         raise DataError(f"the chat template does not render tools: {REMEDY}")
-
-
-def _check_calls(messages: list[Message], template: ChatTemplate, text: str) -> None:
-    if _leaves_out("tool_calls", messages, template, text):
-        raise DataError(f"the chat template does not render tool_calls: {REMEDY}")
 
 
 def _check_message(index: int, messages: list[Message], template: ChatTemplate, text: str) -> None:
