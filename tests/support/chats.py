@@ -38,6 +38,12 @@ THINKING = (
     f"{{{{ m.content.split('</think>')[-1].lstrip() if m.content else '' }}}}{CALLS}<|im_end|>\n"
     f"{{% endfor %}}{OPEN}"
 )
+# All that a row may have.
+WHOLE = (
+    "{% if tools %}<|im_start|>system\n{{ tools | tojson }}<|im_end|>\n{% endif %}"
+    "{% set enable_thinking = enable_thinking is not defined or enable_thinking %}"
+    + THINKING.replace("loop.index0 > ns.last", "enable_thinking and loop.index0 > ns.last")
+)
 # The generation prompt opens a thought, and all turns lose theirs.
 THOUGHTLESS = (
     "{% for m in messages %}{% if m.role == 'user' %}<|user|>{{ m.content }}{% else %}<|assistant|>"

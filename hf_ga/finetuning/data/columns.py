@@ -9,7 +9,7 @@ import pyarrow as pa
 from datasets import Dataset, DatasetDict, Value
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.chat.columns import chat_columns, check_no_preferences
+from hf_ga.finetuning.data.chat.columns import chat_columns, check_learnable
 from hf_ga.finetuning.data.checks import check_values, check_weights
 from hf_ga.finetuning.data.options import DataOptions
 from hf_ga.finetuning.data.pairs import ROLE, pair_columns
@@ -183,7 +183,7 @@ def _inputs(dataset: Dataset, options: DataOptions, task: Task) -> dict[str, str
     chat = chat_columns(dataset.column_names)
     reads_chat = task.pipeline == "text-generation" and options.text_column is None
     if reads_chat:
-        check_no_preferences(dataset.column_names)
+        check_learnable(dataset.column_names)
     if reads_chat and chat:
         if options.block_size:
             raise DataError(

@@ -3,12 +3,14 @@ by name.
 """
 
 import json
+from pathlib import Path
 
 import pytest
 from chats import (
     CHATML,
     TOOLS,
     TOOLS_OF_JSON,
+    WHOLE,
     learnt,
     said,
     targets_of,
@@ -369,6 +371,8 @@ PREFERENCES = {
     "prompt completion label": "labels of preferences.*KTO.*completion, label",
     "M_messages kto_tag": "labels of preferences.*kto_tag",
     "instruction input output kto_tag": "labels of preferences.*kto_tag",
+    "prompt": "prompts without completions.*nothing to learn.*--text_column",
+    "M_prompt answer": "prompts without completions.*prompt, answer",
     "prompt chosen rejected": "pairs of preferences.*chosen, rejected",
     "M_chosen M_rejected": "pairs of preferences.*chosen, rejected",
     "instruction chosen rejected": "pairs of preferences",
@@ -412,3 +416,35 @@ def test_columns_that_are_not_used_are_named_once(row, line, tmp_path):
     (tmp_path / "d.jsonl").write_text("\n".join([json.dumps(row)] * 9))
     data = prepared(tmp_path / "d.jsonl", tokenizer_with(CHATML), max_length=512)
     assert [fact for fact in data.facts if "unused" in fact] == ([line] if line else [])
+
+
+def documented() -> list[tuple[str, dict, str]]:
+    """The table of docs/finetune.md: forms, rows, and what is said of them."""
+    page = (Path(__file__).parents[3] / "docs" / "finetune.md").read_text()
+    section = page.split("## Conversations")[1].split("\n## ")[0]
+    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+    return [(form, json.loads(row.strip("`")), said) for form, row, said in lines[2:]]
+
+
+@pytest.mark.parametrize(
+    ("form", "row", "verdict"), documented(), ids=lambda value: str(value)[:40]
+)
+def test_the_documented_forms(form, row, verdict, tmp_path):
+    """From a file: used without an unused column, or refused."""
+    (tmp_path / "d.jsonl").write_text("\n".join([json.dumps(row)] * 9))
+    file = str(tmp_path / "d.jsonl")
+    assert verdict.startswith(("used", "refused"))
+    if verdict.startswith("refused: "):
+        with pytest.raises(DataError):
+            prepared(file, tokenizer_with(WHOLE), max_length=512, validation_file=file)
+        return
+    data = prepared(file, tokenizer_with(WHOLE), max_length=512, validation_file=file)
+    assert sum(data.splits["train"]["num_targets"]) > 0
+    assert not any("unused" in fact for fact in data.facts)
+
+
+def test_the_table_has_forms_of_all_four():
+    forms = " ".join(form for form, _, _ in documented())
+    assert len(documented()) > 30
+    for library in ("OpenAI", "TRL", "axolotl", "LLaMA-Factory"):
+        assert forms.count(library) >= 5, library
