@@ -294,7 +294,10 @@ REFUSED = {
     "two contents": ([{"role": "user", "value": "b", "content": "a"}], "both content and value"),
     "nothing said": ([said("user", None)], "needs the strings role and content"),
     "no calls either": ([said("assistant", None, tool_calls=[])], "strings role and content"),
-    "thoughts of numbers": ([said("assistant", "a", thinking=3)], "thinking is none: 3"),
+    "thoughts of numbers": (
+        [said("assistant", "a", thinking=3)],
+        "thinking of a message must be a string, got 3",
+    ),
     "a call without a name": (asked(tool_calls=[{"id": "c1"}]), "a tool call must consist of"),
     "a call of another type": (
         asked(tool_calls=[{**CALL, "type": "custom"}]),

@@ -96,7 +96,7 @@ def _check_keys(given: dict[str, Any]) -> None:
         )
     for key in STRINGS:
         if not isinstance(given.get(key, ""), str):
-            raise DataError(f"{NEEDS}, and {key} is none: {given[key]!r:.80}")
+            raise DataError(f"the {key} of a message must be a string, got {given[key]!r:.80}")
 
 
 def _from_sharegpt(given: dict[str, Any]) -> dict[str, Any]:

@@ -52,12 +52,17 @@ class ChatTemplate:
             **self.options,
         )
 
-    def generation_prompt(self, messages: list[Message]) -> str | None:
-        """What the template adds to messages to begin a turn of the assistant; None if that cannot
-        be told.
+    def generation_prompt(self, messages: list[Message], opened: str) -> str | None:
+        """What the template adds to messages to begin a turn of the assistant.
+
+        Args:
+            messages: At least one.
+            opened: `render(messages, opens_turn=True)`.
+
+        Returns:
+            The end of `opened`. None: it cannot be told apart.
         """
         closed = self.render(messages)
-        opened = self.render(messages, opens_turn=True)
         # Some templates end a conversation with the end-of-text token, but not before a turn.
         for text in (closed, closed.removesuffix(self.tokenizer.eos_token or "")):
             if opened.startswith(text):

@@ -50,7 +50,7 @@ def _locate(index: int, messages: list[Message], template: ChatTemplate, text: s
     until = template.render(messages[: index + 1])
     if text.startswith(until) and until.startswith(before):
         return len(before), len(until)
-    span = _locate_by_mark(index, messages, template, text)
+    span = _locate_by_mark(index, messages, template, text, before)
     if span is None:
         raise DataError(
             "the tokenizer's chat template renders a turn of the assistant differently when it "
@@ -61,7 +61,7 @@ def _locate(index: int, messages: list[Message], template: ChatTemplate, text: s
 
 
 def _locate_by_mark(
-    index: int, messages: list[Message], template: ChatTemplate, text: str
+    index: int, messages: list[Message], template: ChatTemplate, text: str, before: str
 ) -> Span | None:
     """Locate a turn that is rendered differently when others follow it: templates of reasoning
     models leave out its thoughts, and some end the last turn in another way.
@@ -76,8 +76,7 @@ def _locate_by_mark(
         alone = template.render(marked[: index + 1], opens_turn=True)
     except TemplateError:
         return None
-    before = template.render(messages[:index], opens_turn=True)
-    prompt = template.generation_prompt(messages[:index])
+    prompt = template.generation_prompt(messages[:index], before)
     if prompt is None or whole.count(MARK) != 1 or alone.count(MARK) != 1:
         return None
     head, _, tail = whole.partition(MARK)
