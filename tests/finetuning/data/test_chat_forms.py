@@ -91,6 +91,7 @@ SAME = {  # forms of the same conversation
         "history": [],
     },
     "nothing to call": {"messages": GREETING, "tools": "", "functions": []},
+    "nothing to call in JSON": {"messages": GREETING, "tools": "null", "functions": "[]"},
 }
 
 
@@ -297,6 +298,10 @@ REFUSED = {
     "thoughts of numbers": (
         [said("assistant", "a", thinking=3)],
         "thinking of a message must be a string, got 3",
+    ),
+    "two thoughts": (
+        [said("assistant", "a", thinking="b", reasoning="c")],
+        "different reasoning_content and reasoning and thinking",
     ),
     "a call without a name": (asked(tool_calls=[{"id": "c1"}]), "a tool call must consist of"),
     "a call of another type": (

@@ -28,7 +28,7 @@ def read_calls(given: dict[str, Any]) -> list[dict[str, Any]]:
     >>> read_calls(given)[0]["function"]
     {'name': 'add', 'arguments': {'x': 1}}
     """
-    calls = from_json(given.get("tool_calls", []), CALLS)
+    calls = from_json(given.get("tool_calls", []), CALLS) or []
     if not isinstance(calls, list):
         raise DataError(f"{CALLS}, got {calls!r:.80}")
     if "function_call" in given:
@@ -53,7 +53,7 @@ def _read_call(call: Any) -> dict[str, Any]:
         raise _not_a_call(call)
     if outer.get("type", "function") != "function":
         raise _not_a_call(call)
-    arguments = from_json(function.get("arguments") or {}, ARGUMENTS)
+    arguments = from_json(function.get("arguments") or {}, ARGUMENTS) or {}
     if not isinstance(arguments, dict):
         raise DataError(f"{ARGUMENTS}, got {arguments!r:.80}")
     named = {"name": function["name"], "arguments": arguments}

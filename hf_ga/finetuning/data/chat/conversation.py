@@ -56,7 +56,7 @@ def read_conversation(row: dict[str, Any]) -> Conversation:
         if turns and turns[0].message["role"] == "system":
             raise DataError("the row has a column system and a system turn: keep one")
         turns = [_said("system", row["system"]), *turns]
-    options = from_json(row.get("chat_template_kwargs") or {}, OPTIONS)
+    options = from_json(row.get("chat_template_kwargs") or {}, OPTIONS) or {}
     if not isinstance(options, dict):
         raise DataError(f"{OPTIONS}, got {options!r:.80}")
     return Conversation(turns, _tools(row), without_none(options), separator)
@@ -101,7 +101,7 @@ def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Schemas of functions of the columns tools and functions, OpenAI's older name."""
     tools = []
     for name in ("tools", "functions"):
-        of_column = from_json(row.get(name) or [], TOOLS)
+        of_column = from_json(row.get(name) or [], TOOLS) or []
         if not isinstance(of_column, list):
             raise DataError(f"{TOOLS}, got {of_column!r:.80}")
         tools += [_tool(without_none(from_json(tool, TOOLS))) for tool in of_column]

@@ -83,8 +83,8 @@ def _read_turn(value: Any) -> Turn:
         message["content"] = _text(given["content"])
     if calls:
         message["tool_calls"] = calls
-    message |= {key: given[key] for key in (*REASONING, "tool_call_id", "name") if key in given}
-    return Turn(message, _is_target(given, role))
+    message |= {key: given[key] for key in ("tool_call_id", "name") if key in given}
+    return Turn(message | _thoughts(given), _is_target(given, role))
 
 
 def _check_keys(given: dict[str, Any]) -> None:
@@ -128,6 +128,14 @@ def _text(content: Any) -> str:
         if others:
             raise DataError(f"a part of type text has the unknown key {others[0]!r}: remove it")
     return "".join(part["text"] for part in content)
+
+
+def _thoughts(given: dict[str, Any]) -> Message:
+    """Thoughts under both names that templates read; newer versions of transformers do the same."""
+    thoughts = [given[key] for key in REASONING if key in given]
+    if len(set(thoughts)) > 1:
+        raise DataError(f"a message has different {' and '.join(REASONING)}: keep one of them")
+    return dict.fromkeys(("reasoning_content", "thinking"), thoughts[0]) if thoughts else {}
 
 
 def _is_target(given: dict[str, Any], role: str) -> bool:

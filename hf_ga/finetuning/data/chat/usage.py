@@ -9,7 +9,6 @@ from jinja2 import TemplateError
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.conversation import Conversation
-from hf_ga.finetuning.data.chat.messages import REASONING
 from hf_ga.finetuning.data.chat.template import ChatTemplate, Message, Span
 from hf_ga.finetuning.data.chat.turns import MARK, Turns
 
@@ -109,14 +108,14 @@ def _leaves_out_thoughts(messages: list[Message], text: str, located: Turns) -> 
         message = messages[index]
         content = message.get("content", "")
         names = [call["function"]["name"] for call in message.get("tool_calls", [])]
-        thoughts = [message[key] for key in REASONING if key in message]
+        thoughts = message.get("reasoning_content", "")
         answer = END_OF_THOUGHTS.split(content)[-1]
         if not all(_contains(target, part) for part in (answer, *names)):
             raise DataError(
                 "a turn of the assistant is not among the targets that the chat template renders "
                 f"or marks, which are {target!r:.200}: {REMEDY}"
             )
-        if all(_has_thoughts(text, spans, part) for part in (content, *thoughts)):
+        if all(_has_thoughts(text, spans, part) for part in (content, thoughts)):
             continue
         if index == last:
             raise DataError(
