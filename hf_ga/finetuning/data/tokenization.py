@@ -17,7 +17,7 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import IGNORED_LABEL
-from hf_ga.finetuning.data.chat.ending import check_ending
+from hf_ga.finetuning.data.chat.ending import check_ending, special_ids
 from hf_ga.finetuning.data.chat.rendering import rendered
 
 Rows = dict[str, list]
@@ -44,6 +44,7 @@ def tokenize_completions(
     prompt may be part of the completion's first token.
     """
     check_fast(tokenizer)
+    special = special_ids(tokenizer)
     whole, labels, notes = [], [], []
     for row in rendered(rows, tokenizer):
         text, is_templated = row.text, row.is_templated
@@ -61,7 +62,7 @@ def tokenize_completions(
         starts, ends = _characters(encoded["offset_mapping"][: len(ids)])
         is_target = np.zeros(len(ids), bool)
         if is_templated:
-            check_ending(row, ids, starts, ends, tokenizer)
+            check_ending(row, ids, starts, ends, special)
         for start, end in row.targets:
             is_target[: len(starts)] |= (starts < end) & (ends > start) & (ends > starts)
         if needs_end:

@@ -407,7 +407,7 @@ def test_preferences_and_images_are_refused_by_name(names):
 def test_a_named_text_and_other_labels_are_no_preferences():
     assert columns("prompt completion label", text_column="prompt") == {"text": "prompt"}
     assert columns("text label") == {"text": "text"}
-    assert columns("chosen text") == {"text": "text"}
+    assert columns("text audio chosen rejected") == {"text": "text"}
 
 
 UNUSED = [

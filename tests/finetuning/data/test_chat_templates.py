@@ -270,7 +270,7 @@ def test_a_template_must_teach_where_to_stop(case):
     if is_usable:
         assert learnt(row, template).rstrip().endswith(("<|im_end|>", "<eos>"))
         return
-    with pytest.raises(DataError, match=r"without an end token.*never learn to stop.*'<eos>'"):
+    with pytest.raises(DataError, match=r"without an end token.*never learn to stop.*eos_token"):
         learnt(row, template)
 
 

@@ -51,16 +51,19 @@ def chat_columns(columns: Collection[str]) -> list[str]:
 
 def check_learnable(columns: Collection[str]) -> None:
     """Check that the rows of a language model have something to learn, and nothing that it cannot
-    learn from.
+    learn from. Plain text may stand beside anything.
 
     Raises:
         DataError: Preferences, steps with labels, images or sound, by the names of their columns;
             prompts alone.
     """
+    is_chat = bool(chat_columns(columns))
+    if "text" in columns and not is_chat:
+        return
     for names, (what, remedy) in REFUSED.items():
         if set(names) <= set(columns):
             raise DataError(f"the rows have {what} (columns: {', '.join(names)}), {remedy}.")
-    if "prompt" in columns and "text" not in columns and not chat_columns(columns):
+    if "prompt" in columns and not is_chat:
         raise DataError(
             f"the rows have prompts without completions (columns: {', '.join(columns)}), so there "
             "is nothing to learn: add a column `completion`, or name a column of plain text with "

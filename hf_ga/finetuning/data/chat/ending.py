@@ -12,7 +12,7 @@ def check_ending(
     ids: list[int],
     starts: np.ndarray,
     ends: np.ndarray,
-    tokenizer: PreTrainedTokenizerBase,
+    special: set[int],
 ) -> None:
     """Check that a target ends with a special token: a generation stops at such a token only. It
     may be the end of text, or the end of a turn; only white space may follow it.
@@ -22,12 +22,11 @@ def check_ending(
         ids: Its tokens, int of shape (tokens,).
         starts: First character of each token, int of shape (tokens,).
         ends: The character after the last of each token, int of shape (tokens,).
-        tokenizer: That of the model.
+        special: `special_ids` of the tokenizer.
 
     Raises:
         DataError: No target of the row ends with a special token.
     """
-    special = special_ids(tokenizer)
     for start, end in row.targets:
         last = start + len(row.text[start:end].rstrip()) - 1
         covering = np.flatnonzero((starts <= last) & (ends > last))
@@ -38,8 +37,8 @@ def check_ending(
         raise DataError(
             "the tokenizer's chat template ends turns of the assistant without an end token, so "
             f"the model would never learn to stop; the last target is {row.text[start:end]!r:.80}. "
-            f"In the template, end these turns with {tokenizer.eos_token!r}, or with another "
-            "special token at which generation stops, inside {% generation %} if it is marked."
+            "In the template, end these turns with {{ eos_token }}, or with another special token "
+            "at which generation stops, inside {% generation %} if it is marked."
         )
 
 
