@@ -9,7 +9,7 @@ import pyarrow as pa
 from datasets import Dataset, DatasetDict, Value
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.chat import chat_columns
+from hf_ga.finetuning.data.chat.columns import chat_columns, check_learnable
 from hf_ga.finetuning.data.checks import check_values, check_weights
 from hf_ga.finetuning.data.options import DataOptions
 from hf_ga.finetuning.data.pairs import ROLE, pair_columns
@@ -181,7 +181,10 @@ def _inputs(dataset: Dataset, options: DataOptions, task: Task) -> dict[str, str
             dataset, options.text_column, options.text_pair_column, options.label_column
         )
     chat = chat_columns(dataset.column_names)
-    if task.pipeline == "text-generation" and options.text_column is None and chat:
+    reads_chat = task.pipeline == "text-generation" and options.text_column is None
+    if reads_chat:
+        check_learnable(dataset.column_names)
+    if reads_chat and chat:
         if options.block_size:
             raise DataError(
                 f"block_size concatenates plain texts, but the columns {', '.join(chat)} are "

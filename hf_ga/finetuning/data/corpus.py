@@ -122,14 +122,14 @@ def load(task: str) -> "DatasetDict":
     if task == "text-classification":
         counts = Counter(rows["train"]["package"])
         rows = rows.filter(lambda package: counts[package] >= FEWEST_ROWS, input_columns="package")
-        return rows.rename_column("package", "label")
+        return rows.rename_column("package", "label").select_columns(["text", "label"])
     if task == "token-classification":
         return rows.map(truecasing_row, remove_columns=rows["train"].column_names)
     if task not in ("causal-lm", "masked-lm"):
         raise ConfigError(
             f"the embedded corpus has no data for {task}: name a dataset with --dataset_name."
         )
-    return rows
+    return rows.select_columns(["text"])
 
 
 def truecasing_row(row: dict[str, str]) -> dict[str, list[str]]:

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import platform
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,7 @@ from datasets.fingerprint import Hasher
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError, DataError
-from hf_ga.finetuning.data.chat import chat_columns
+from hf_ga.finetuning.data.chat.columns import chat_columns
 from hf_ga.finetuning.data.choices import encode_choices
 from hf_ga.finetuning.data.columns import FLAGS, choose_columns, rename_columns
 from hf_ga.finetuning.data.corpus import SPLITS
@@ -147,6 +148,7 @@ def prepare_data(
     data.labels = list(known or []) if task.labels in ("class", "classes", "tags") else []
     if rows:
         data.columns = choose_columns(rows, options, task)
+        data.facts += _unused_columns(rows, data.columns)
         if stream is None:  # the rows of a stream are not converted
             rows = as_numbers(rows, _columns_of_numbers(data), data.facts)
         rows = _labelled(rename_columns(rows, data.columns), data, known)
@@ -233,6 +235,13 @@ def _describe(rows: DatasetDict, options: DataOptions) -> str:
     return (
         f"{name}: {', '.join(f'{count:,} {split}' for split, count in rows.num_rows.items())} rows"
     )
+
+
+def _unused_columns(rows: DatasetDict, roles: dict[str, str]) -> list[str]:
+    """A line that names the columns without a role, if there are any."""
+    names = dict.fromkeys(name for dataset in rows.values() for name in dataset.column_names)
+    unused = [name for name in names if name not in roles.values()]
+    return [f"unused columns: {', '.join(unused)}"] if unused else []
 
 
 def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None) -> DatasetDict:
@@ -379,6 +388,8 @@ def _facts(dataset: Dataset, split: str, options: DataOptions, side: str) -> lis
         if options.doc_stride is not None:
             reason = "no window contains their whole answer"
         counts[f"trained as unanswerable, as {reason}"] = sum(dataset["answer_is_lost"][:])
+    if "notes" in dataset.column_names:
+        counts |= Counter(note for notes in dataset["notes"][:] for note in notes.splitlines())
     facts = [
         f"{split}: {count:,} of {num_rows:,} rows {what}" for what, count in counts.items() if count
     ]

@@ -134,6 +134,11 @@ class DataOptions:
         "tokens, instead of one sample per "
         "row.",
     )
+    show_samples: int | None = option(
+        None,
+        "causal-lm: print this many training samples in full, with their targets marked; 0: none. "
+        "Default: one, shortened.",
+    )
     mlm_probability: float = option(
         0.15, "masked-lm: probability that a token is masked and predicted."
     )

@@ -17,7 +17,8 @@ from transformers import BatchEncoding, PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import IGNORED_LABEL
-from hf_ga.finetuning.data.chat import rendered
+from hf_ga.finetuning.data.chat.ending import check_ending, special_ids
+from hf_ga.finetuning.data.chat.rendering import rendered
 
 Rows = dict[str, list]
 
@@ -38,15 +39,21 @@ def tokenize_completions(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None
 ) -> Rows:
     """Conversations or prompts with completions; `labels` are the ids of the completions, and -100
-    elsewhere.
+    elsewhere. `notes` says what a chat template left out of a row, one sentence a line.
 
     The whole text is tokenized at once. A token is a target if any of its characters belongs to a
         completion: the last space of a
     prompt may be part of the completion's first token.
     """
     check_fast(tokenizer)
-    whole, cut, labels = [], [], []
-    for text, spans, is_templated in rendered(rows, tokenizer):
+    special = special_ids(tokenizer)
+    whole: list[list[int]] = []
+    cut: list[list[int]] = []
+    labels: list[list[int]] = []
+    notes: list[str] = []
+    for row in rendered(rows, tokenizer):
+        text = row.text
+        is_templated = row.is_templated
         encoded = tokenizer(
             text,
             add_special_tokens=not is_templated,
@@ -64,7 +71,9 @@ def tokenize_completions(
             ids = _ended([ids], tokenizer)[0]
         starts, ends = _characters(encoded["offset_mapping"][: len(ids)])
         is_target = np.zeros(len(ids), bool)
-        for start, end in spans:
+        if is_templated:
+            check_ending(row, ids, starts, ends, special)
+        for start, end in row.targets:
             is_target[: len(starts)] |= (starts < end) & (ends > start) & (ends > starts)
         if needs_end:
             is_target[-1] = True
@@ -73,8 +82,9 @@ def tokenize_completions(
         whole.append(ids)
         cut.append(shorten(ids, max_length, tokenizer.truncation_side, num_first))
         labels.append(shorten(of_row, max_length, tokenizer.truncation_side, num_first))
+        notes.append("\n".join(row.notes))
     num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in labels]
-    return {**_columns(cut, num_targets, _shortened(whole, cut)), "labels": labels}
+    return {**_columns(cut, num_targets, _shortened(whole, cut)), "labels": labels, "notes": notes}
 
 
 def tokenize_masked(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:

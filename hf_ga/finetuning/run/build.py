@@ -58,7 +58,7 @@ LOCATIONS = (
 # Flags that may change on resume, as they do not affect the results. reason: flags
 FREE_TO_CHANGE = {
     "outputs": """output_dir report_to run_name project save_steps save_total_limit push_to_hub
-        hub_model_id hub_private_repo predict_file max_predict_samples""",
+        hub_model_id hub_private_repo predict_file max_predict_samples show_samples""",
     "evaluations": "eval_steps per_device_eval_batch_size predict_with_generate max_new_tokens "
     "num_beams early_stopping_patience",
     "resuming": "resume_from_checkpoint resume_with_changes on_nonfinite",

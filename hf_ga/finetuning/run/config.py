@@ -38,6 +38,7 @@ EMBEDDING_FLAGS = (
 )
 _OF_TASKS: dict[str, tuple[str, ...]] = {  # flags for some tasks only
     "block_size": ("causal-lm", "masked-lm"),
+    "show_samples": ("causal-lm",),
     "label_smoothing_factor": CROSS_ENTROPY_TASKS,
     "weight_column": CROSS_ENTROPY_TASKS,
     "class_weights": ("text-classification", "token-classification"),

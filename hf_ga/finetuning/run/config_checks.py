@@ -16,6 +16,7 @@ _AT_LEAST = {
     "max_length": 2,
     "block_size": 2,
     "dataloader_num_workers": 0,
+    "show_samples": 0,
     "shuffle_buffer_size": 0,
     "seed": 0,
 }

@@ -18,6 +18,7 @@ from transformers import EvalPrediction
 from hf_ga.errors import HfGaError, NonFinite, OutOfMemory
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.finetuning.data.data import PreparedData, prepare_unlabelled
+from hf_ga.finetuning.data.showing import sample_lines
 from hf_ga.finetuning.run.accelerator import check_sharded, make_accelerator, precision_name
 from hf_ga.finetuning.run.adapters import is_lora
 from hf_ga.finetuning.run.build import (
@@ -143,6 +144,8 @@ def _finetune(
         else None
     )
     print_fact(accelerator, "data", setup.data.description, *setup.data.facts)
+    for lines in sample_lines(setup.data, config.show_samples):
+        print_fact(accelerator, "sample", *lines)
     if setup.class_weights:
         print_fact(accelerator, "classes", _fact_of_classes(setup))
     if config.eval_only:

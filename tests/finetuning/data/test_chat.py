@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from hf_ga import DataError
 from hf_ga.finetuning.data import corpus
-from hf_ga.finetuning.data.chat import rendered
+from hf_ga.finetuning.data.chat.rendering import Rendered, rendered
 from hf_ga.finetuning.data.tokenization import tokenize_completions
 
 IGNORED = -100
@@ -54,8 +54,8 @@ def turns(*contents, system=None):
 def targets(rows, tokenizer):
     """Of each row the text, and the parts of it that are targets."""
     return [
-        (text, [text[start:end] for start, end in spans])
-        for text, spans, _ in rendered(rows, tokenizer)
+        (row.text, [row.text[start:end] for start, end in row.targets])
+        for row in rendered(rows, tokenizer)
     ]
 
 
@@ -148,14 +148,13 @@ def test_no_messages_are_an_empty_row():
     assert out["num_targets"] == [0, 0] and all(out["length"])  # no answer: no target
 
 
-def test_a_template_that_rewrites_earlier_turns_is_refused():
-    """Where nothing is rewritten, or only one turn is a target, it can be used."""
+def test_a_template_that_rewrites_earlier_turns():
+    """The targets are what the whole conversation shows of each turn."""
     tokenizer = tokenizer_with(FORGETFUL)
     thought = turns("Hi", "<think>Hm.</think>Hello!", "How?", "<think>So.</think>Fine.")
-    with pytest.raises(
-        DataError, match=r"renders a turn differently.*keep only one assistant turn"
-    ):
-        targets({"messages": [thought]}, tokenizer)
+    ((text, parts),) = targets({"messages": [thought]}, tokenizer)
+    assert parts == ["Hello!<end>", "<think>So.</think>Fine.<end>"]
+    assert text == f"<user>Hi<end><assistant>{parts[0]}<user>How?<end><assistant>{parts[1]}"
     ((text, parts),) = targets({"messages": [thought[:2]]}, tokenizer)
     assert parts == ["<think>Hm.</think>Hello!<end>"] and text.endswith(parts[0])
     ((text, parts),) = targets({"prompt": [thought[:3]], "completion": [thought[3:]]}, tokenizer)
@@ -168,6 +167,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused():
 
 BROKEN = {
     "no list": ({"messages": ["Hi"]}, "must be a list of messages.* the row {'messages': 'Hi'}"),
+    "JSON of no list": ({"messages": ["3"]}, "must be a list of messages"),
     "a dict of lists": (
         {"messages": [{"role": ["user"], "content": ["Hi"]}]},
         "must be a list of messages",
@@ -176,7 +176,7 @@ BROKEN = {
     "no content": ({"messages": [[{"role": "user"}]]}, "strings role and content"),
     "content in parts": (
         {"messages": [[{"role": "user", "content": [{"text": "Hi"}]}]]},
-        "strings role and content",
+        "must be of type text",
     ),
     "no role": ({"messages": [[{"role": None, "content": "Hi"}]]}, "strings role and content"),
     "assistant first": ({"messages": [turns("Hi", "Yes")[1:]]}, "first turn is the assistant's"),
@@ -210,7 +210,10 @@ def test_broken_rows_are_refused(case):
 def test_strings_without_a_template_stand_as_they_are():
     tokenizer = letter_tokenizer()
     rows = {"prompt": ["a b", ""], "completion": [" c", "d"]}
-    assert list(rendered(rows, tokenizer)) == [("a b c", [(3, 5)], False), ("d", [(0, 1)], False)]
+    assert list(rendered(rows, tokenizer)) == [
+        Rendered("a b c", [(3, 5)], is_templated=False),
+        Rendered("d", [(0, 1)], is_templated=False),
+    ]
     rows = {"instruction": ["a", "a", "a"], "input": ["b", "", None], "output": ["c"] * 3}
     assert targets(rows, tokenizer) == [
         ("a\n\nb\n\nc", ["c"]),
@@ -237,11 +240,11 @@ def test_equal_turns_are_found_at_their_own_places():
     written = [
         header.format(role) + end for role in ("system", "user", "assistant", "user", "assistant")
     ]
-    ((text, spans, _),) = rendered(
-        {"messages": [turns(*["yes"] * 4, system="yes")]}, tokenizer_with(CHATML)
-    )
+    (row,) = rendered({"messages": [turns(*["yes"] * 4, system="yes")]}, tokenizer_with(CHATML))
     ends = [len("".join(written[: i + 1])) for i in range(5)]
-    assert text == "".join(written) and spans == [(ends[i] - len(end), ends[i]) for i in (2, 4)]
+    assert row.text == "".join(written) and row.targets == [
+        (ends[i] - len(end), ends[i]) for i in (2, 4)
+    ]
 
 
 def test_nothing_is_added_to_what_a_template_writes():

@@ -144,11 +144,7 @@ def test_labels_are_the_packages_with_many_rows(dataset):
         and "asyncio" in rows["train"]["label"]
     )
     first = next(row for row in dataset["validation"] if counts[row["package"]] >= 100)
-    assert rows["validation"][0] == {
-        "name": first["name"],
-        "label": first["package"],
-        "text": first["text"],
-    }
+    assert rows["validation"][0] == {"label": first["package"], "text": first["text"]}
 
 
 def test_tags_are_the_case_of_words(dataset):

@@ -264,17 +264,14 @@ def test_characters_without_a_token_mark_nothing():
     """A pre-tokenizer that drops spaces: the next token does not begin where the completion's last
     space stood.
     """
-    tokenizer = letter_tokenizer(eos_token=None)
-    tokenizer.chat_template = (
-        "{% for m in messages %}{{ m.content }} {% endfor %}{% if add_generation_prompt %}{% "
-        "endif %}"
-    )
+    tokenizer = letter_tokenizer()
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }} {% endfor %}"
     turns = [
         {"role": r, "content": c}
-        for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d e"))
+        for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d <eos>"))
     ]
     out = tokenize_completions({"messages": [turns]}, tokenizer, 8)
-    assert out["input_ids"] == [[3, 4, 5, 6, 7]] and out["labels"] == [[IGNORED, 4, IGNORED, 6, 7]]
+    assert out["input_ids"] == [[3, 4, 5, 6, 1]] and out["labels"] == [[IGNORED, 4, IGNORED, 6, 1]]
 
 
 @pytest.mark.parametrize(

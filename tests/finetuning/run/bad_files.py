@@ -34,6 +34,9 @@ FILES = {
     "one_token.jsonl": rows(*({"text": "<eos>"} for _ in range(9))),
     "one_row.jsonl": rows({"text": "a b c"}),
     "messages.jsonl": rows(*({"messages": [{"role": "user", "content": "a"}]} for _ in range(9))),
+    "preferences.jsonl": rows(
+        *({"prompt": "a", "completion": "b", "label": i % 2 == 0} for i in range(9))
+    ),
     "answers.jsonl": rows(*(asked("some words", "words", 5) for _ in range(9))),
     "long_question.jsonl": rows(
         *(asked("some words " * 20, "words", 5, "what is " * 4) for _ in range(9))

@@ -52,7 +52,11 @@ LIMITS = [
     ("-0.1", "greater than 0", "learning_rate"),
     ("nan", "greater than 0", "learning_rate validation_split_percentage"),
     ("nan", "at least 0", "weight_decay max_grad_norm label_smoothing_factor"),
-    ("-1", "at least 0", "seed warmup_steps dataloader_num_workers shuffle_buffer_size"),
+    (
+        "-1",
+        "at least 0",
+        "seed warmup_steps dataloader_num_workers shuffle_buffer_size show_samples",
+    ),
     ("1", "below 1", "label_smoothing_factor mlm_probability adam_beta1 adam_beta2"),
     ("100", "below 100", "validation_split_percentage"),
     ("4294967296", "at most 4294967295", "eval_steps seed"),
@@ -206,6 +210,18 @@ CASES = {
     "blocks of conversations": (
         "--block_size 16 --dataset_name {d}/messages.jsonl",
         ["block_size concatenates plain texts", "messages"],
+    ),
+    "samples of a classifier": (
+        f"{CLASSIFY} --show_samples 2",
+        ["show_samples applies to the task causal-lm, not text-classification"],
+    ),
+    "preferences": (
+        "--dataset_name {d}/preferences.jsonl",
+        [
+            "labels of preferences",
+            "as for KTO (columns: completion, label)",
+            "keep the completions",
+        ],
     ),
     "predictions of a language model": (
         "--predict_file {d}/good.jsonl",
@@ -372,7 +388,7 @@ CASES = {
     ),
     "datasets of other columns": (
         "--dataset_name stdlib {d}/good.jsonl",
-        ["different columns: stdlib has name, package, text;", "has label, text."],
+        ["different columns: stdlib has text;", "has label, text."],
     ),
     "one weight for two": (
         "--dataset_name {d}/good.jsonl stdlib --dataset_weights 1",
