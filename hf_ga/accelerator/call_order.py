@@ -127,6 +127,11 @@ class CallOrder:
     def _remove_gradients_of_earlier_windows(
         self, engine: Engine, optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
+        """Remove gradients that no optimizer would use.
+
+        Raises:
+            ConfigError: If an optimizer would use some.
+        """
         updated = {p for optimizer in optimizers for p in parameters_of_optimizer(optimizer)}
         for parameter in engine.parameters:
             if parameter.grad is None:

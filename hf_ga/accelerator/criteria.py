@@ -151,6 +151,7 @@ class CriteriaWatch:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
+        """Call a loss function of torch, and note its value if it is a mean."""
         value = original(*args, **kwargs)
         given = inspect.signature(original).bind(*args, **kwargs).arguments
         is_old_style = given.get("size_average") is not None or given.get("reduce") is not None

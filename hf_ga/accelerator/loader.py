@@ -77,10 +77,12 @@ class WindowedDataLoader:
         if self._windows is None or self._num_steps != num_steps:
             earlier = self._windows
             self._windows = make_windows(self.owner, self, self.given, self._collate, self.seed)
-            self._windows.set_epoch(self.owner.epochs.next(self.given.dataset))
-            self._num_steps = self.owner.gradient_accumulation_steps
+            self._num_steps = self.owner.gradient_accumulation_steps  # making them may set it
+            epoch = self.owner.epochs.next(self.given.dataset)
             if earlier is not None:
-                self._windows.set_epoch(earlier.epoch + (earlier.num_consumed > 0))
+                has_begun = earlier.num_consumed > 0
+                epoch = earlier.epoch + 1 if has_begun else earlier.epoch
+            self._windows.set_epoch(epoch)
         return self._windows
 
     def __len__(self) -> int:

@@ -222,6 +222,7 @@ def _generator(tensor: Tensor) -> torch.Generator:
 
 
 def _check_origin(loss: Tensor, seen: Seen) -> None:
+    """Check that a loss comes from a forward of the model, and can be differentiated."""
     if seen.outputs is None:
         raise LossNotAdditive(
             "the loss does not come from a training forward of the prepared model on this batch. "
@@ -246,6 +247,11 @@ def _factor_through(loss: Tensor, mean: Tensor, edges: list[GradientEdge]) -> fl
 
 
 def _check_factor(factor: float, num_steps: int) -> None:
+    """Check that a loss is not scaled.
+
+    Raises:
+        LossNotAdditive: If the factor is not 1.
+    """
     if abs(factor - 1) <= FACTOR_TOLERANCE:
         return
     by_hand = num_steps > 1 and abs(factor * num_steps - 1) <= FACTOR_TOLERANCE

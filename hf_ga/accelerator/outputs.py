@@ -124,6 +124,7 @@ class ForwardWatch:
         return is_training and self.is_open() and not self._is_proving
 
     def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Called before each forward of the model."""
         if not self._is_watched(model):
             return
         try:
@@ -133,6 +134,11 @@ class ForwardWatch:
             raise
 
     def _begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Begin the forward of a micro-batch; prove the model on its arguments if that is due.
+
+        Raises:
+            ConfigError: If the model runs twice on one batch, or the loop normalises the loss.
+        """
         if kwargs.get("num_items_in_batch") is not None:
             raise ConfigError(
                 "num_items_in_batch: the loop normalises its loss by a count of its own, but "
@@ -160,6 +166,7 @@ class ForwardWatch:
             self.criteria.turn_off()  # the forward goes on
 
     def _after(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        """Called after each forward of the model: keep what it returned."""
         if not self.is_open() or self._is_proving:
             return None
         output = readable(output)
@@ -228,6 +235,7 @@ def tensors_of(outputs: Any, *, with_gradient: bool = True) -> list[Tensor]:
 
 
 def _collect(value: Any, found: list[Tensor]) -> None:
+    """Add all tensors in a model's outputs to a list."""
     if isinstance(value, LazyLogits):
         found.append(value.hidden)
     elif isinstance(value, Tensor):

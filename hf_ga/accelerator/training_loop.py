@@ -193,6 +193,11 @@ class TrainingLoop:
         return window
 
     def _begin_engine(self, window: Window) -> None:
+        """Begin the window in the engine.
+
+        Raises:
+            DataError: If there is no target under fp16.
+        """
         engine = self.engine
         passes_own_loss = self.terms.passes_own_loss
         engine.rule = rule_for_loop(engine.rule, self.accelerator, passes_own_loss=passes_own_loss)
@@ -376,6 +381,11 @@ class TrainingLoop:
         self._prove(model, self.engine.window, num_samples, args, kwargs)
 
     def _check_generators(self) -> None:
+        """Check that the loop drew no random numbers since it fetched the batch.
+
+        Raises:
+            UnkeyedRandomness: If it did.
+        """
         moved = moved_generators(self._random_states)
         if moved and not self.given.allow_split_dependent_randomness:
             raise UnkeyedRandomness(

@@ -78,6 +78,11 @@ def make_windows(
 
 
 def _batch_size_of(batch_sampler: Any) -> int:
+    """Return the batch size of a sampler.
+
+    Raises:
+        ConfigError: If it has none.
+    """
     batch_size = getattr(batch_sampler, "batch_size", None)
     if not isinstance(batch_size, int) or batch_size < 1:
         raise ConfigError(

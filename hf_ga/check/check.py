@@ -184,6 +184,7 @@ def _row(
     layout: CheckedLayout,
     reference: Reference,
 ) -> Row:
+    """Run one arm in one layout, and judge it."""
     row = Row(arm, layout.name, layout.sizes, layout.accumulation_steps)
     if step is None and subject.refused:
         row.refused = subject.refused
@@ -233,6 +234,7 @@ def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
 
 
 def _facts(subject: Subject) -> list[str]:
+    """Describe how the check was run."""
     sizes = [p.numel() for p in subject.model.parameters() if p.requires_grad]
     counted = str(subject.rule) if subject.rule else "hf_ga found no counting rule for the targets"
     num_sites = len(subject.dropout.sites)

@@ -126,6 +126,7 @@ def choose_layouts(
 
 
 def _named(name: str, lengths: np.ndarray, num_processes: int) -> CheckedLayout:
+    """Make one of the layouts in `NAMES`."""
     n = len(lengths)
     steps = full_accumulation(num_processes)
     if name == "short last window":

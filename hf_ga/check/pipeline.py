@@ -45,6 +45,7 @@ def pipeline_row(subject: Subject, num_stages: int) -> Row:
 
 
 def _of_stages(subject: Subject, num_stages: int, size: int) -> tuple[float, Gradients]:
+    """Compute loss and gradients of all samples in stages, in micro-batches of `size`."""
     model = copy.deepcopy(subject.model)
     rule = prove_targets(model, subject.samples, subject.collate_fn, **subject.proof_arguments)
     windows = WindowLoader(

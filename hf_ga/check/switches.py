@@ -135,16 +135,10 @@ def _frozen_batch_norm(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
+    """Replace `F.batch_norm`: normalise by the running statistics, as in evaluation mode."""
     if mean is None:  # a layer without running statistics
         mean = torch.zeros(x.shape[1]).to(x)
         variance = torch.ones(x.shape[1]).to(x)
-    return original(
-        x,
-        mean,
-        variance,
-        weight,
-        bias,
-        False,
-        0.0,
-        kwargs.get("eps", args[2] if len(args) > 2 else 1e-5),
-    )
+    default_eps = args[2] if len(args) > 2 else 1e-5
+    eps = kwargs.get("eps", default_eps)
+    return original(x, mean, variance, weight, bias, training=False, momentum=0.0, eps=eps)

@@ -144,6 +144,7 @@ def kinds_of(batch: Batch, num_samples: int) -> dict[Kind, int]:
 
 
 def _kinds_of_entry(name: str, value: Tensor) -> dict[Any, int]:
+    """Count the rows of each kind in one entry of a batch."""
     if value.is_floating_point():
         if value[0].numel() > MOST_ELEMENTS:
             return {}
@@ -157,6 +158,7 @@ def _kinds_of_entry(name: str, value: Tensor) -> dict[Any, int]:
 
 
 def _kinds_of_floats(rows: np.ndarray) -> dict[str, int]:
+    """Count the rows with special numbers, and those of each order of magnitude."""
     is_nan = np.isnan(rows)
     is_zero = rows == 0
     has = {
@@ -178,6 +180,7 @@ def _kinds_of_floats(rows: np.ndarray) -> dict[str, int]:
 
 
 def _kinds_of_masks(mask: np.ndarray) -> dict[str, int]:
+    """Count the rows padded in each way, and those of each length up to a factor of 2."""
     lengths = mask.sum(1)
     falls = (mask[:, :-1] & ~mask[:, 1:]).any(1)
     rises = (~mask[:, :-1] & mask[:, 1:]).any(1)
@@ -195,6 +198,7 @@ def _kinds_of_masks(mask: np.ndarray) -> dict[str, int]:
 
 
 def _kinds_of_labels(labels: np.ndarray) -> dict[Any, int]:
+    """Count the rows of each label; where a row has several, note which labels there are."""
     is_alone = labels.shape[1] == 1
     values, numbers = np.unique(labels, return_counts=True)
     kinds: dict[Any, int] = dict(zip(values.tolist(), numbers.tolist(), strict=True))

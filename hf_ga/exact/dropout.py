@@ -333,6 +333,11 @@ class KeyedDropout(Hook):
         return self.source.mask(self._site(key), shape, drop_probability)
 
     def _site(self, key: int) -> DropoutSite:
+        """Return the site with this key.
+
+        Raises:
+            UnkeyedRandomness: If the probing forward did not reach it.
+        """
         site = self.sites.get(key)
         if site is None:
             raise UnkeyedRandomness(
@@ -343,6 +348,7 @@ class KeyedDropout(Hook):
         return site
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Push a module whose forward begins onto the stack, with the key of its path."""
         if self._compiled is not None:
             self._compiled.leave_all()
         inputs = tuple(_identity(v) for v in (*args, *kwargs.values()) if isinstance(v, Tensor))

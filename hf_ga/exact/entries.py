@@ -133,6 +133,16 @@ class Entries:
         return changed
 
     def _parts(self, name: str, value: Any, alone: list[Any]) -> Parts:
+        """Cut an entry into the rows of each sample.
+
+        Args:
+            name: Of the entry.
+            value: The entry of the whole batch.
+            alone: For each sample, the entry where it is collated alone.
+
+        Raises:
+            DataError: If the rows of a sample are not those that it has alone.
+        """
         numbers = [num_rows(each) for each in alone]
         if sum(numbers) != num_rows(value):
             raise DataError(

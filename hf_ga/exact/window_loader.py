@@ -158,15 +158,17 @@ class WindowLoader(BaseLoader):
 
 
 def _checked_length(dataset: Any, lengths: Any) -> int:
-    if (
-        isinstance(dataset, IterableDataset)
-        or not hasattr(dataset, "__getitem__")
-        or not hasattr(dataset, "__len__")
-    ):
+    """Return the length of a dataset.
+
+    Raises:
+        ConfigError: If there is not one length per sample.
+        DataError: If the dataset has no length or no random access.
+    """
+    has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not has_both:
         raise DataError(
             f"a {type(dataset).__name__} has no length or no random access, but the order needs "
-            "both: load the dataset "
-            "without streaming, or take a StreamLoader."
+            "both: load the dataset without streaming, or take a StreamLoader."
         )
     if lengths is not None and len(lengths) != len(dataset):
         raise ConfigError(

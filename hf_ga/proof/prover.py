@@ -266,6 +266,7 @@ class Prover(Prober):
                 )
 
     def _with_all_classes(self, whole: Batch) -> Iterator[Batch]:
+        """Yield probe batches with labels of all classes, for a head that classifies."""
         labels = whole.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
             return
@@ -503,6 +504,7 @@ class Prover(Prober):
 
     @torch.no_grad()
     def _losses_in_both_modes(self, batch: Batch, rows: np.ndarray) -> list[float]:
+        """Compute the loss of a batch in training mode, then in evaluation mode."""
         losses = []
         with restored_buffers(self.model), restored_modes(self.model):
             for is_training in (True, False):

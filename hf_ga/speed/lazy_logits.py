@@ -232,6 +232,11 @@ class LazyLogits(Tensor):
     def __torch_function__(
         cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Called in place of each function of torch that gets lazy logits.
+
+        A function that is known here returns lazy logits, or a loss, without computing them. Any
+        other gets the real logits.
+        """
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
             if function in _METADATA:
