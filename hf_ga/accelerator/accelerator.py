@@ -50,6 +50,7 @@ from hf_ga.exact.rule import Rule
 from hf_ga.exact.whole_window import WholeBatchLoss, WholeWindow, parameters_of
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.main_proof import prove_where_weights_are
 from hf_ga.parallel.prepare import (
     enable_fp16_on_cpu,
     enable_fsdp_on_cpu,
@@ -177,7 +178,8 @@ class Accelerator(accelerate.Accelerator):
         loaders = [value for value in args if isinstance(value, DataLoader)]
         if models and is_sharded(self):
             self._prove_before_sharding(models, loaders)
-        with exact_sharding(self, models):
+        optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
+        with exact_sharding(self, models, optimizers):
             return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(
@@ -1045,7 +1047,8 @@ class Accelerator(accelerate.Accelerator):
             step = max(1, len(dataset) // NUM_PROOF_SAMPLES)
             samples = [dataset[i] for i in range(0, len(dataset), step)]
             allowed = self.allow_split_dependent_randomness
-            rule = prove_targets(
+            prove = partial(
+                prove_targets,
                 model,
                 samples,
                 collate_fn,
@@ -1053,6 +1056,7 @@ class Accelerator(accelerate.Accelerator):
                 allow_split_dependent_randomness=allowed,
                 speed_ups=default_speed_ups(model, self),
             )
+            rule = prove_where_weights_are(self, model, prove, (self.whole_batch,))
             given = Given(
                 whole_batch=self.whole_batch,
                 allow_split_dependent_randomness=allowed,
