@@ -263,6 +263,7 @@ def empty_model(setup: Setup) -> PreTrainedModel | EmbeddingModel:
         options["trust_remote_code"] = config.trust_remote_code
     with init_empty_weights():
         model = task.auto_class.from_config(setup.model_config, **options)
+    model.tie_weights()  # each parameter was replaced by one of its own
     return _configured(model, config, task)
 
 
