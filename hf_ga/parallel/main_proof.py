@@ -15,6 +15,7 @@ from typing import Any
 import torch.distributed as dist
 from accelerate import Accelerator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from hf_ga.errors import HfGaError, ProcessFailed
 from hf_ga.exact.compiled_dropout import CompiledDropout
@@ -43,7 +44,8 @@ def prove_where_weights_are(
 
     Args:
         accelerator: The accelerator of the run.
-        model: The model, not wrapped; the same modules on all processes.
+        model: The model, in which a wrapper may have sharded everything already; the same modules
+            on all processes.
         prove: Makes the rule. None is passed on, too.
         functions: The user's loss functions, which the rule may refer to; the same on all
             processes.
@@ -55,7 +57,8 @@ def prove_where_weights_are(
     Example:
         rule = prove_where_weights_are(accelerator, model, partial(prove_targets, model, samples))
     """
-    if not loads_on_main(accelerator):
+    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if is_sharded or not loads_on_main(accelerator):
         return prove()
     named = _named_objects(model, functions)
     group = dist.new_group(backend="gloo", timeout=PATIENCE)

@@ -230,7 +230,7 @@ def _check_complete(model: nn.Module) -> None:
         model.named_parameters(),
         model.named_buffers(),
         (
-            (f"{name}.{attribute}", value)
+            (f"{name}.{attribute}".removeprefix("."), value)
             for name, module in model.named_modules()
             for attribute, value in vars(module).items()
             if isinstance(value, Tensor)

@@ -18,6 +18,7 @@ from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers import PreTrainedModel
 
 from hf_ga.exact.backend import keep_process_group_alive
+from hf_ga.exact.override import override
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.main_weights import loads_on_main, sharding_from_main
 
@@ -127,6 +128,23 @@ def exact_sharding(
             if from_main and not isinstance(model, FSDPModule):
                 stack.enter_context(sharding_from_main(accelerator, model, optimizers))
             stack.enter_context(_one_name_each(model))
+        yield
+
+
+@contextmanager
+def every_prepare_exact(accelerator: Accelerator) -> Iterator[None]:
+    """Within the block, `accelerator.prepare` shards as `prepare` does: for somebody else's loop,
+    which calls it.
+    """
+    original = accelerator.prepare
+
+    def exact(*args: Any, **kwargs: Any) -> Any:
+        models = [value for value in args if isinstance(value, nn.Module)]
+        optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
+        with exact_sharding(accelerator, models, optimizers):
+            return original(*args, **kwargs)
+
+    with override(accelerator, prepare=exact):
         yield
 
 
