@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, DataError, ProcessFailed, UnkeyedRandomness
@@ -320,6 +321,28 @@ class Engine:
             if self.backend.is_sharded:
                 raise self.status.failure from error
 
+    def can_rejoin(self, error: Exception) -> bool:
+        """Whether this rank can go on after an error in a micro-batch, with `rejoin`."""
+        return (
+            self.backend.can_rejoin
+            and is_out_of_memory(error)
+            and self.status.failure is None
+            and len(self.call.micro_batch) > 1
+        )
+
+    def rejoin(self, index: int) -> None:
+        """Make the forwards and backwards that the other ranks wait for, where every one of them is
+        a collective, with one sample that does not count. `end` tells all ranks of the failure.
+
+        Args:
+            index: Of the call in which memory ran out.
+        """
+        self.status.failure = TooLarge(num_elements(self.call.micro_batch))
+        filler = replace(stand_in(self.window, self.loss), weight=0, index=FILLER)
+        self.calls[index:] = [filler] * (len(self.calls) - index)
+        self.backend.rejoin(self.model)
+        clear_device_cache(garbage_collection=True)
+
     def _described(self, error: Exception) -> Exception:
         """The error, or where memory ran out what can be done about it."""
         if not is_out_of_memory(error) or self.call is None:
@@ -341,7 +364,7 @@ class Engine:
         """Count targets, exchange the counts, make a first pass if the loss needs one."""
         if self.rule.pad_to_window:
             window = window.padded_to_window()
-        if not self.backend.reason_not_to_cut:
+        if self.backend.can_cut:
             window = window.fitting()
         self.window = window
         calls = [
