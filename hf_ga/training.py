@@ -238,8 +238,8 @@ def backward_window(accelerator: Accelerator, model: nn.Module, window: Window) 
     while the scale is the same: until any prepared optimizer steps.
 
     If a process runs out of memory, all processes drop the window's gradients and recompute them in
-    smaller micro-batches: the same update. The loader keeps the limit found. Not under FSDP, where
-    a failing process cannot rejoin the others.
+    smaller micro-batches: the same update. The loader keeps the limit found. Not under FSDP1, where
+    a failing process cannot rejoin the others (under FSDP2 torch 2.13 lets it).
 
     Under FSDP the gradients are reduced once per window; after every micro-batch with Accelerate's
     `sync_each_batch=True` (`GradientAccumulationPlugin`): more communication, but no process keeps
@@ -255,7 +255,7 @@ def backward_window(accelerator: Accelerator, model: nn.Module, window: Window) 
     Raises:
         LossNotAdditive, UnkeyedRandomness: See `prove_targets`.
         ConfigError: If a backend cannot be exact, or Accelerate would not apply a precision.
-        OutOfMemory: If a single sample (under FSDP, a micro-batch) does not fit.
+        OutOfMemory: If a single sample (under FSDP1, a micro-batch) does not fit.
         ProcessFailed: If another process raised an error in this window.
 
     Example:

@@ -124,8 +124,8 @@ class Backend:
             self._early.finish(has_failed=status.failure is not None)
             status.must_sum_again = self._early.must_repeat
 
-    def before_forwards(self, model: nn.Module) -> None:
-        """Before the first forward of a window that has a backward."""
+    def shard_again(self, model: nn.Module) -> None:
+        """Let the model's parameters be those that the optimizer has: its shards, if any."""
 
     def rejoin(self, model: nn.Module) -> None:
         """After memory ran out where `can_rejoin`, before the micro-batch is repeated."""

@@ -84,6 +84,7 @@ class Engine:
         self.rule = rule
         self.loss = rule.loss
         self.hooks = (rule.loss, rule.dropout)
+        backend.shard_again(model)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.allow_split_dependent_randomness = allow_split_dependent_randomness
         self.calls: list[Call] = []
@@ -310,7 +311,7 @@ class Engine:
         """Keep an error of the block for the exchange of status, in which all ranks raise.
 
         So no rank waits for one that is gone. Under FSDP, where every forward is a collective, a
-        rank that fails ends at once.
+        rank that fails ends at once, unless it can `rejoin` the others.
         """
         try:
             yield

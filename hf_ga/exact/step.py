@@ -18,7 +18,8 @@ def add_gradients(engine: Engine, window: Window) -> StepResult:
     """Add the gradient of the window's mean loss to `.grad`.
 
     Where memory runs out on a rank, all ranks drop the window's gradients and compute it again in
-    smaller micro-batches: the same update.
+    smaller micro-batches: the same update. Under FSDP2 the rank first makes the collectives that
+    the others wait for.
 
     Args:
         engine: Of the prepared model, which is in training mode.
@@ -45,7 +46,8 @@ def compute(engine: Engine, window: Window) -> StepResult:
     engine.begin(window)
     index = 0
     with engine.keeping_failures(), engine.scope():
-        engine.backend.before_forwards(engine.model)
+        # After forwards without gradients: a micro-batch that is repeated gathers the same units.
+        engine.backend.shard_again(engine.model)
         while index < len(engine.calls):
             outputs = None  # frees those of the last micro-batch, or of one that failed
             must_rejoin = False

@@ -105,13 +105,10 @@ class ShardedBackend(Backend):
         if self.can_rejoin:
             self._progress.attach(model)
 
-    def before_forwards(self, model: nn.Module) -> None:
-        """Let no unit be gathered already, as after a forward without a backward: a micro-batch
-        that is repeated makes the same collectives.
-        """
-        if self.can_rejoin:
-            for unit in units_of(model):
-                unit.reshard()
+    def shard_again(self, model: nn.Module) -> None:
+        """A forward without a backward (an evaluation) leaves some units of FSDP2 gathered."""
+        for unit in units_of(model):
+            unit.reshard()
 
     def rejoin(self, model: nn.Module) -> None:
         """Prepare to make what the other ranks wait for, after this one failed."""
