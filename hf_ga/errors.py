@@ -45,7 +45,7 @@ class MissingPackage(HfGaError, ImportError):
 
 
 class OutOfMemory(HfGaError, RuntimeError):
-    """A single sample (under FSDP, a micro-batch) does not fit in device memory."""
+    """A single sample (under FSDP1, a micro-batch) does not fit in device memory."""
 
 
 class NonFinite(HfGaError, ArithmeticError):

@@ -25,6 +25,7 @@ from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import LoaderState, Window
 from hf_ga.parallel import prepare as parallel
 from hf_ga.parallel.fsdp import backend_for, is_sharded
+from hf_ga.parallel.main_proof import prove_where_weights_are
 from hf_ga.proof.targets import prove
 from hf_ga.recovery.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.speed.fused_attention import FusedAttention
@@ -156,6 +157,9 @@ def prepare(
     As `accelerator.prepare(model, optimizer)`; also keeps what must be known about the loss, and
     under FSDP lets gradients be reduced in float32.
 
+    Under FSDP2 with `cpu_ram_efficient_loading` only the main process's weights are read: it tests
+    the model, and the others may have built theirs on the meta device.
+
     Args:
         accelerator: The accelerator of the run.
         model: Not wrapped yet.
@@ -189,13 +193,22 @@ def prepare(
     base = unwrapped(model)
     check_one_loss(loss_fn, whole_batch)
     given = Given(loss_fn, whole_batch, allow_split_dependent_randomness, rule, audit)
-    remember(accelerator, base, given)
-    if windows is not None and rule is None:
+
+    def prove_now() -> Rule | None:
+        if windows is None or rule is not None:
+            return rule
         if accelerator.device_placement and not is_sharded(accelerator):
             base.to(accelerator.device)
         samples = windows.probe_samples(NUM_PROOF_SAMPLES)
         speed_ups = default_speed_ups(base, accelerator)
-        _prove(base, samples, windows.collate_fn, windows.state, given, speed_ups)
+        return _prove(base, samples, windows.collate_fn, given, speed_ups)
+
+    proven = prove_where_weights_are(accelerator, base, prove_now, (loss_fn, whole_batch))
+    if windows is None or rule is not None:
+        given = replace(given, rule=proven)
+    else:
+        _keep(proven, base, windows.state)
+    remember(accelerator, base, given)
     return parallel.prepare(accelerator, model, optimizer)
 
 
@@ -225,8 +238,8 @@ def backward_window(accelerator: Accelerator, model: nn.Module, window: Window) 
     while the scale is the same: until any prepared optimizer steps.
 
     If a process runs out of memory, all processes drop the window's gradients and recompute them in
-    smaller micro-batches: the same update. The loader keeps the limit found. Not under FSDP, where
-    a failing process cannot rejoin the others.
+    smaller micro-batches: the same update. The loader keeps the limit found. Not under FSDP1, where
+    a failing process cannot rejoin the others (under FSDP2 torch 2.13 lets it).
 
     Under FSDP the gradients are reduced once per window; after every micro-batch with Accelerate's
     `sync_each_batch=True` (`GradientAccumulationPlugin`): more communication, but no process keeps
@@ -242,7 +255,7 @@ def backward_window(accelerator: Accelerator, model: nn.Module, window: Window) 
     Raises:
         LossNotAdditive, UnkeyedRandomness: See `prove_targets`.
         ConfigError: If a backend cannot be exact, or Accelerate would not apply a precision.
-        OutOfMemory: If a single sample (under FSDP, a micro-batch) does not fit.
+        OutOfMemory: If a single sample (under FSDP1, a micro-batch) does not fit.
         ProcessFailed: If another process raised an error in this window.
 
     Example:
@@ -366,7 +379,8 @@ def rule_for(model: nn.Module, window: Window, given: Given) -> Rule:
                 "hf_ga.prepare(accelerator, model, optimizer, windows)."
             )
         samples = window.fetcher.probe_samples(window.request, NUM_PROOF_SAMPLES)
-        rule = _prove(base, samples, window.fetcher.collate_fn, window.state, given)
+        rule = _prove(base, samples, window.fetcher.collate_fn, given)
+        _keep(rule, base, window.state)
     if is_compiled(model) and any(isinstance(hook, Packing) for hook in rule.speed_ups):
         # The model was compiled after its proof: compiled layers skip the hooks of packing.
         others = tuple(hook for hook in rule.speed_ups if not isinstance(hook, Packing))
@@ -386,12 +400,10 @@ def _prove(
     base: nn.Module,
     samples: Sequence[Any],
     collate_fn: Callable[[list[Any]], Any],
-    state: LoaderState,
     given: Given,
     speed_ups: Sequence[SpeedUp] | None = None,
 ) -> Rule:
-    """Prove a model and keep the result in the state of the loader."""
-    rule = prove_targets(
+    return prove_targets(
         base,
         samples,
         collate_fn,
@@ -400,6 +412,9 @@ def _prove(
         allow_split_dependent_randomness=given.allow_split_dependent_randomness,
         speed_ups=speed_ups,
     )
+
+
+def _keep(rule: Rule, base: nn.Module, state: LoaderState) -> None:
+    """Keep what was proven in the state of the loader."""
     state.rules[base] = rule
     state.pad_to_window |= rule.pad_to_window
-    return rule

@@ -120,7 +120,8 @@ class Accelerator(accelerate.Accelerator):
         loaders = [value for value in args if isinstance(value, DataLoader)]
         if models and is_sharded(self):
             prove_before_sharding(self, models, loaders, self._given)
-        with exact_sharding(self, models):
+        optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
+        with exact_sharding(self, models, optimizers):
             return super().prepare(*args, device_placement=device_placement)
 
     def prepare_model(

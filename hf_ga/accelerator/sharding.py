@@ -1,6 +1,7 @@
 """The proof of a model before it is sharded."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import accelerate
@@ -9,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from hf_ga.accelerator.training_loop import is_trainable
 from hf_ga.errors import ConfigError
+from hf_ga.parallel.main_proof import prove_where_weights_are
 from hf_ga.training import NUM_PROOF_SAMPLES, Given, default_speed_ups, prove_targets, remember
 
 
@@ -40,7 +42,8 @@ def prove_before_sharding(
             "and the training DataLoader in one call of accelerator.prepare."
         )
     for model in filter(is_trainable, models):
-        rule = prove_targets(
+        prove = partial(
+            prove_targets,
             model,
             _spread_samples(loaders[0].dataset),
             loaders[0].collate_fn,
@@ -48,6 +51,7 @@ def prove_before_sharding(
             allow_split_dependent_randomness=given.allow_split_dependent_randomness,
             speed_ups=default_speed_ups(model, accelerator),
         )
+        rule = prove_where_weights_are(accelerator, model, prove, [given.whole_batch])
         remember(accelerator, model, replace(given, rule=rule))
 
 

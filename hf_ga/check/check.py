@@ -36,7 +36,11 @@ from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import prepare
-from hf_ga.parallel.processes import broadcast_from_main, check_agreement
+from hf_ga.parallel.processes import (
+    broadcast_from_main,
+    check_agreement,
+    raise_on_all_ranks,
+)
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.versions import versions
 from hf_ga.training import prove_targets
@@ -107,6 +111,13 @@ def check_equivalence(
         accelerator = make_accelerator(model, precision)
         check_supported(accelerator)
         backend_for(accelerator, same_bits=same_bits is not None)
+        with raise_on_all_ranks(accelerator):
+            if any(parameter.is_meta for parameter in model.parameters()):
+                raise ConfigError(
+                    "check_equivalence computes a reference on every process, but process "
+                    f"{accelerator.process_index} has no weights (they are on the meta device): "
+                    "load them on all processes."
+                )
         checked = choose_layouts(layouts, lengths, accelerator.num_processes)
         copied, whole_batch = working_copy(unwrapped(model), whole_batch)
         if accelerator.num_processes > 1:

@@ -63,11 +63,13 @@ class Backend:
             collective of all ranks.
         reason_not_to_cut: Why a micro-batch for which memory runs out is not computed in parts.
             None: it is.
+        can_rejoin: A rank that ran out of memory can make the collectives that others wait for.
         can_sum_early: Gradients may be summed while the last backward still runs.
     """
 
     is_sharded = False
     reason_not_to_cut: str | None = None
+    can_rejoin = False
     can_sum_early = True
     _early: EarlySums | None = None  # of this window
 
@@ -76,6 +78,11 @@ class Backend:
         self.device = accelerator.device
         self.num_processes = accelerator.num_processes
         self.process_index = accelerator.process_index
+
+    @property
+    def can_cut(self) -> bool:
+        """Whether micro-batches over a limit that was found are computed in parts."""
+        return self.can_rejoin or not self.reason_not_to_cut
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around forwards and losses: the mixed precision of the run."""
@@ -116,6 +123,12 @@ class Backend:
         if self._early is not None:
             self._early.finish(has_failed=status.failure is not None)
             status.must_sum_again = self._early.must_repeat
+
+    def shard_again(self, model: nn.Module) -> None:
+        """Let the model's parameters be those that the optimizer has: its shards, if any."""
+
+    def rejoin(self, model: nn.Module) -> None:
+        """After memory ran out where `can_rejoin`, before the micro-batch is repeated."""
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Around each forward and backward."""

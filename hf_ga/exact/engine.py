@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import send_to_device
+from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, DataError, ProcessFailed, UnkeyedRandomness
@@ -83,6 +84,7 @@ class Engine:
         self.rule = rule
         self.loss = rule.loss
         self.hooks = (rule.loss, rule.dropout)
+        backend.shard_again(model)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.allow_split_dependent_randomness = allow_split_dependent_randomness
         self.calls: list[Call] = []
@@ -315,7 +317,7 @@ class Engine:
         """Keep an error of the block for the exchange of status, in which all ranks raise.
 
         So no rank waits for one that is gone. Under FSDP, where every forward is a collective, a
-        rank that fails ends at once.
+        rank that fails ends at once, unless it can `rejoin` the others.
         """
         try:
             yield
@@ -325,6 +327,28 @@ class Engine:
             self.status.failure = self._with_remedy(error)
             if self.backend.is_sharded:
                 raise self.status.failure from error
+
+    def can_rejoin(self, error: Exception) -> bool:
+        """Whether this rank can go on after an error in a micro-batch, with `rejoin`."""
+        return (
+            self.backend.can_rejoin
+            and is_out_of_memory(error)
+            and self.status.failure is None
+            and len(self.call.micro_batch) > 1
+        )
+
+    def rejoin(self, index: int) -> None:
+        """Make the forwards and backwards that the other ranks wait for, where every one of them is
+        a collective, with one sample that does not count. `end` tells all ranks of the failure.
+
+        Args:
+            index: Of the call in which memory ran out.
+        """
+        self.status.failure = TooLarge(num_elements(self.call.micro_batch))
+        filler = replace(stand_in(self.window, self.loss), weight=0, index=FILLER)
+        self.calls[index:] = [filler] * (len(self.calls) - index)
+        self.backend.rejoin(self.model)
+        clear_device_cache(garbage_collection=True)
 
     def _with_remedy(self, error: Exception) -> Exception:
         """Return the error, or where memory ran out one that says what can be done about it."""
@@ -354,7 +378,7 @@ class Engine:
         """
         if self.rule.pad_to_window:
             window = window.padded_to_window()
-        if not self.backend.reason_not_to_cut:
+        if self.backend.can_cut:
             window = window.fitting()
         self.window = window
         calls = [

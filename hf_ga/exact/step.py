@@ -18,7 +18,8 @@ def add_gradients(engine: Engine, window: Window) -> StepResult:
     """Add the gradient of the window's mean loss to `.grad`.
 
     Where memory runs out on a rank, all ranks drop the window's gradients and compute it again in
-    smaller micro-batches: the same update.
+    smaller micro-batches: the same update. Under FSDP2 the rank first makes the collectives that
+    the others wait for.
 
     Args:
         engine: Of the prepared model, which is in training mode.
@@ -43,9 +44,23 @@ def add_gradients(engine: Engine, window: Window) -> StepResult:
 def compute(engine: Engine, window: Window) -> StepResult:
     """The gradient of one window, added up in `.grad`, which should be empty before."""
     engine.begin(window)
+    index = 0
     with engine.keeping_failures(), engine.scope():
-        for index in range(len(engine.calls)):
-            with engine.micro_batch(index) as batch:
-                outputs = engine.forward(batch)
-                engine.backward(outputs)
+        # After forwards without gradients: a micro-batch that is repeated gathers the same units.
+        engine.backend.shard_again(engine.model)
+        while index < len(engine.calls):
+            outputs = None  # frees those of the last micro-batch, or of one that failed
+            must_rejoin = False
+            try:
+                with engine.micro_batch(index) as batch:
+                    outputs = engine.forward(batch)
+                    engine.backward(outputs)
+            except Exception as error:
+                must_rejoin = engine.can_rejoin(error)
+                if not must_rejoin:
+                    raise
+            if must_rejoin:  # after the traceback has released its tensors
+                engine.rejoin(index)
+            else:
+                index += 1
     return engine.end()

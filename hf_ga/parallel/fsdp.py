@@ -22,6 +22,7 @@ from hf_ga.exact.precision import LOW_PRECISION
 from hf_ga.exact.same_bits import ChunkBackend
 from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
+from hf_ga.parallel.rejoin import Progress, can_rejoin, units_of
 
 WRAPPERS = (
     "_fsdp_wrapped_module",
@@ -59,8 +60,8 @@ class ShardedBackend(Backend):
     is_sharded = True
     can_sum_early = False  # FSDP reduces them itself
     reason_not_to_cut = (
-        "Under FSDP it cannot be cut, as a process that fails cannot rejoin the others: make it "
-        "smaller "
+        "Under FSDP it cannot be cut here, as a process that fails cannot rejoin the others: make "
+        "it smaller "
         "(per_device_train_batch_size, in an evaluation per_device_eval_batch_size; the results "
         "stay the same)"
     )
@@ -68,6 +69,8 @@ class ShardedBackend(Backend):
     def __init__(self, accelerator: Accelerator) -> None:
         super().__init__(accelerator)
         self.plugin = accelerator.state.fsdp_plugin
+        self.can_rejoin = can_rejoin(accelerator)
+        self._progress = Progress()
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
         """Check that FSDP reduces gradients exactly, and let FSDP2 reduce gradients that only some
@@ -99,11 +102,23 @@ class ShardedBackend(Backend):
             )
         if hasattr(model, "set_reduce_scatter_unused_params"):  # FSDP2, torch >= 2.13
             model.set_reduce_scatter_unused_params(True)
+        if self.can_rejoin:
+            self._progress.attach(model)
+
+    def shard_again(self, model: nn.Module) -> None:
+        """A forward without a backward (an evaluation) leaves some units of FSDP2 gathered."""
+        for unit in units_of(model):
+            unit.reshard()
+
+    def rejoin(self, model: nn.Module) -> None:
+        """Prepare to make what the other ranks wait for, after this one failed."""
+        self._progress.repeat(model)
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Reduce in the last backward only, or in every one with Accelerate's `sync_each_batch`.
         FSDP1 accumulates in the compute dtype, so in half precision it reduces in every backward.
         """
+        self._progress.start_micro_batch()
         policy = self.plugin.mixed_precision_policy
         in_low_precision = (
             self.plugin.fsdp_version == 1
@@ -133,7 +148,10 @@ class ShardedBackend(Backend):
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Repeat the first call with weight 0 up to the maximum number of calls over ranks."""
-        missing = window.request.most_micro_batches - len(calls)
+        most = window.request.most_micro_batches
+        if window.state.max_elements is not None:  # micro-batches are cut, on each rank by itself
+            most = self.most_on_a_rank(len(calls))
+        missing = most - len(calls)
         if not missing:
             return calls
         fillers = [_filler(window, calls, loss)] * missing

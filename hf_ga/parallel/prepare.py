@@ -13,11 +13,14 @@ from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers import PreTrainedModel
 
 from hf_ga.exact.backend import keep_process_group_alive
+from hf_ga.exact.override import override
 from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.main_weights import loads_on_main, sharding_from_main
 
 
 def enable_fp16_on_cpu(accelerator: Accelerator) -> None:
@@ -87,7 +90,7 @@ def prepare(
     """`accelerator.prepare(model, optimizer)`; under FSDP with reduction in float32 and units that
     FSDP2 can wrap.
     """
-    with exact_sharding(accelerator, [model]):
+    with exact_sharding(accelerator, [model], [optimizer]):
         model, optimizer = accelerator.prepare(model, optimizer)
     if isinstance(model, nn.parallel.DistributedDataParallel):
         keep_process_group_alive(model)
@@ -95,17 +98,24 @@ def prepare(
 
 
 @contextmanager
-def exact_sharding(accelerator: Accelerator, models: Sequence[nn.Module]) -> Iterator[None]:
-    """Around `accelerator.prepare`: under FSDP, reduction in float32 and units that FSDP2 can wrap.
+def exact_sharding(
+    accelerator: Accelerator,
+    models: Sequence[nn.Module],
+    optimizers: Sequence[torch.optim.Optimizer],
+) -> Iterator[None]:
+    """Around `accelerator.prepare`: under FSDP, reduction in float32 and units that FSDP2 can wrap;
+    with `cpu_ram_efficient_loading`, shards of the main process's weights.
 
     Args:
         accelerator: The accelerator that prepares.
-        models: What it prepares, not wrapped yet.
+        models: The models that it prepares, not wrapped yet.
+        optimizers: The optimizers that it prepares.
     """
     if not is_sharded(accelerator):
         yield
         return
     plugin = accelerator.state.fsdp_plugin
+    from_main = loads_on_main(accelerator)
     with ExitStack() as stack:
         for model in models:
             configure_fsdp(plugin, model)
@@ -114,8 +124,27 @@ def exact_sharding(accelerator: Accelerator, models: Sequence[nn.Module]) -> Ite
                 model.config.use_cache = False  # recomputed keys would be appended to the cache
             if plugin.fsdp_version == 1:
                 plugin.use_orig_params = True  # keeps the optimizer's parameters valid
-            else:
-                stack.enter_context(_one_name_each(model))
+                continue
+            if from_main and not isinstance(model, FSDPModule):
+                stack.enter_context(sharding_from_main(accelerator, model, optimizers))
+            stack.enter_context(_one_name_each(model))
+        yield
+
+
+@contextmanager
+def every_prepare_exact(accelerator: Accelerator) -> Iterator[None]:
+    """Within the block, `accelerator.prepare` shards as `prepare` does: for somebody else's loop,
+    which calls it.
+    """
+    original = accelerator.prepare
+
+    def exact(*args: Any, **kwargs: Any) -> Any:
+        models = [value for value in args if isinstance(value, nn.Module)]
+        optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
+        with exact_sharding(accelerator, models, optimizers):
+            return original(*args, **kwargs)
+
+    with override(accelerator, prepare=exact):
         yield
 
 

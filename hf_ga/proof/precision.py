@@ -64,6 +64,12 @@ def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:
             f"gradients must be dense tensors, but {', '.join(sparse)} has sparse ones: use "
             "sparse=False."
         )
+    if any(p.is_meta for p in model.parameters()):
+        raise ConfigError(
+            "the model has no weights on this process (they are on the meta device), so nothing "
+            "can be proven here. Under FSDP2 with fsdp_cpu_ram_efficient_loading pass windows to "
+            "hf_ga.prepare: the main process proves, and the others get the result."
+        )
     if not trainable:
         raise ConfigError(
             "no parameter of the model is trainable: set requires_grad=True for some."

@@ -2,7 +2,7 @@
 comparison of their results.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -164,25 +164,30 @@ def residual_of(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> f
     scale = max(map(abs, counts))
     if not counted or (is_sum and abs(counts[0] + counts[1] - counts[2]) > TOLERANCE * scale):
         return float("inf")
-    a, b, whole = (
-        (loss * weight, 0.0, torch._foreach_mul(gradients, weight))
-        for (loss, _, gradients), weight in zip(
-            probes, [1.0] * 3 if is_sum else map(float, counts), strict=True
-        )
+    weights = [1.0] * 3 if is_sum else list(map(float, counts))
+    a, b, whole = (loss * weight for (loss, _, _), weight in zip(probes, weights, strict=True))
+    pairs = (  # one parameter at a time: weighted copies of all gradients need too much memory
+        (of_a * weights[0] + of_b * weights[1], of_whole * weights[2])
+        for of_a, of_b, of_whole in zip(*(gradients for _, _, gradients in probes), strict=True)
     )
-    return relative_error((a[0] + b[0], 0.0, torch._foreach_add(a[2], b[2])), whole)
+    return _largest_error(a + b, whole, pairs)
 
 
 def relative_error(probe: Probe, reference: Probe) -> float:
     """The largest relative difference of the loss and of every parameter's gradient (with the
     floor); a NaN counts as infinite.
     """
-    of_loss = abs(probe[0] - reference[0]) / max(abs(reference[0]), 1e-12)
-    differences = torch._foreach_sub(probe[2], reference[2])
-    distance, size = (
-        torch.stack(torch._foreach_norm(tensors)).double().cpu()
-        for tensors in (differences, reference[2])
-    )
+    pairs = zip(probe[2], reference[2], strict=True)
+    return _largest_error(probe[0], reference[0], pairs)
+
+
+def _largest_error(
+    loss: float, reference: float, gradients: Iterable[tuple[Tensor, Tensor]]
+) -> float:
+    """See `relative_error`. gradients: of each parameter, with the one to compare it with."""
+    of_loss = abs(loss - reference) / max(abs(reference), 1e-12)
+    norms = [torch.stack([(a - b).norm(), b.norm()]) for a, b in gradients]
+    distance, size = torch.stack(norms).double().cpu().unbind(1)
     scale = size + FLOOR * size.norm()
     worst = torch.maximum(
         (distance / scale.clamp(min=1e-30)).max(), torch.tensor(of_loss).double()

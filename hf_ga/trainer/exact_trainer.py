@@ -40,11 +40,13 @@ from hf_ga.exact.lengths import find_lengths
 from hf_ga.exact.override import override
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.precision import check_step
+from hf_ga.exact.rule import Rule
 from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.parallel.fsdp import backend_for, is_sharded
-from hf_ga.parallel.prepare import configure_fsdp, enable_fp16_on_cpu
+from hf_ga.parallel.fsdp import backend_for
+from hf_ga.parallel.main_proof import prove_where_weights_are
+from hf_ga.parallel.prepare import enable_fp16_on_cpu, every_prepare_exact
 from hf_ga.parallel.processes import gather_uneven
 from hf_ga.proof.precision import full_precision
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
@@ -83,34 +85,41 @@ class TrainerWindow:
         self.result: StepResult | None = None
         self._was_checked = False  # comparing once: reading a number waits for the device
         trainer.model.train()  # as in each training step: the proof needs the modes of training
-        samples = windows.probe_samples(NUM_PROOF_SAMPLES)
-        with (
-            _without_bookkeeping(trainer),
-            _accumulation_unseen(trainer),
-            full_precision(trainer.model),
-        ):
-            try:
-                self.rule = prove_targets(
+        loss_fn = trainer.loss_sums
+        whole_batch = self.module.of_window if trainer.whole_batch else None
+
+        def prove() -> Rule:
+            with (
+                _without_bookkeeping(trainer),
+                _accumulation_unseen(trainer),
+                full_precision(trainer.model),
+            ):
+                return prove_targets(
                     self.module,
-                    samples,
+                    windows.probe_samples(NUM_PROOF_SAMPLES),
                     windows.collate_fn,
-                    loss_fn=trainer.loss_sums,
-                    whole_batch=self.module.of_window if trainer.whole_batch else None,
+                    loss_fn=loss_fn,
+                    whole_batch=whole_batch,
                 )
-            except LossNotAdditive as error:
+
+        try:
+            self.rule = prove_where_weights_are(
+                trainer.accelerator, self.module, prove, (loss_fn, whole_batch)
+            )
+        except LossNotAdditive as error:
+            error.add_note(
+                "ExactTrainer uses compute_loss or compute_loss_func. In place of them, and of "
+                "loss_fn, write a method loss_sums(self, outputs, batch) of your subclass; in "
+                "place of passing whole_batch, set whole_batch = True in it."
+            )
+            raise
+        except KeyError as error:
+            if loss_fn is not None:
                 error.add_note(
-                    "ExactTrainer uses compute_loss or compute_loss_func. In place of them, and of "
-                    "loss_fn, write a method loss_sums(self, outputs, batch) of your subclass; in "
-                    "place of passing whole_batch, set whole_batch = True in it."
+                    "loss_sums gets what the collate function returns; Trainer removes columns "
+                    "that the model does not take unless remove_unused_columns=False."
                 )
-                raise
-            except KeyError as error:
-                if trainer.loss_sums is not None:
-                    error.add_note(
-                        "loss_sums gets what the collate function returns; Trainer removes columns "
-                        "that the model does not take unless remove_unused_columns=False."
-                    )
-                raise
+            raise
         windows.state.pad_to_window = self.rule.pad_to_window
 
     def begin(self, batches: list[WindowBatch]) -> None:
@@ -298,13 +307,12 @@ class ExactTrainerMixin:
         """Check that training can be made exact, then call Trainer's `train`."""
         enable_fp16_on_cpu(self.accelerator)
         check_trainer(self, ExactTrainerMixin)
-        if is_sharded(self.accelerator):
-            configure_fsdp(self.accelerator.state.fsdp_plugin, self.model)
         window = WindowSize(self._window_size)
         window.check(self.args, kwargs.get("resume_from_checkpoint", args[0] if args else None))
         self.pop_callback(WindowSize)  # of an earlier training
         self.add_callback(window)
-        return super().train(*args, **kwargs)
+        with every_prepare_exact(self.accelerator):
+            return super().train(*args, **kwargs)
 
     @property
     def _window_size(self) -> int:

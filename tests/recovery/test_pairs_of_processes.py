@@ -160,16 +160,13 @@ def out_of_memory(config: hf_ga.FinetuneConfig) -> None:
 def test_fsdp_ends_in_bounded_time_and_goes_on_in_smaller_micro_batches(
     place, undisturbed, tmp_path
 ):
-    """Out of memory on process 1 after a checkpoint; resumed on one process with 3 samples instead
-    of 8 it is the undisturbed run.
+    """Out of memory on process 1 after a checkpoint, for a single sample, too; resumed on one
+    process with 3 samples instead of 8 it is the undisturbed run.
     """
     first, second = on_two_ranks(
         partial(out_of_memory, small_config(place, tmp_path / "out")), kind="fsdp2"
     )
-    assert (
-        "Under FSDP it cannot be cut" in second
-        and "does not fit into the memory of process 1" in second
-    )
+    assert "does not fit into the memory of process 1 by itself" in second
     saved = tmp_path / "out" / "checkpoint-3"
     assert (
         f"Then resume from {saved} with --resume_from_checkpoint auto." in second

@@ -42,6 +42,11 @@ KINDS: dict[str, dict[str, str]] = {
         "FSDP_USE_ORIG_PARAMS": "true",
     },
     "fsdp2": {"FSDP_VERSION": "2", "FSDP_RESHARD_AFTER_FORWARD": "true"},
+    "fsdp2 from main": {
+        "FSDP_VERSION": "2",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+        "FSDP_CPU_RAM_EFFICIENT_LOADING": "true",
+    },
 }
 SHARDED = {
     "ACCELERATE_USE_FSDP": "true",
@@ -100,8 +105,8 @@ def environment_of(kind: str, processes: int) -> dict[str, str]:
     return {
         "ACCELERATE_MIXED_PRECISION": precision,
         **world,
-        **KINDS[kind],
         **(SHARDED if kind != "ddp" else {}),
+        **KINDS[kind],
     }
 
 

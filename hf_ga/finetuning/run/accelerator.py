@@ -15,6 +15,7 @@ from hf_ga.exact.backend import check_supported
 from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.trackers import tracker_names
 from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.main_weights import loads_on_main
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
 from hf_ga.parallel.processes import share_cores
 
@@ -87,18 +88,13 @@ def check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
     generates = config.predict_with_generate or (
         config.predict_file is not None and config.task == "seq2seq"
     )
-    loads_once = (
-        config.model_name_or_path is not None
-        and accelerator.state.fsdp_plugin.cpu_ram_efficient_loading
-    )
+    loads_on_main(accelerator)  # raises under FSDP1
     has_same_bits = config.same_bits is not None
     unsupported = {
         "same_bits, because it adds the ranks' gradients in another order: use DDP": has_same_bits,
         "load_in_4bit: use DDP": config.load_in_4bit,
         f"optim {config.optim}, whose state cannot be sharded: use adamw": config.optim
         in ("adafactor", "adagrad"),
-        "fsdp_cpu_ram_efficient_loading, because every process proves the loss on the loaded "
-        "weights: set it to false": loads_once,
         "generation, because ranks need different numbers of forwards: generate with the saved "
         "model and --eval_only": generates,
     }

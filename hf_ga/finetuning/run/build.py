@@ -19,6 +19,7 @@ from transformers import get_scheduler
 from hf_ga.exact.forward import LossFunction, restored_modes, unwrapped
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.stream_loader import StreamLoader
+from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.finetuning.data.data import PreparedData, prepare_data
 from hf_ga.finetuning.data.files import is_pattern
 from hf_ga.finetuning.data.options import as_list
@@ -33,6 +34,7 @@ from hf_ga.finetuning.run.losses import (
 )
 from hf_ga.finetuning.run.models import (
     complete_config,
+    empty_model,
     known_labels,
     load_base_config,
     load_model,
@@ -43,6 +45,9 @@ from hf_ga.finetuning.run.readers import make_reader
 from hf_ga.finetuning.run.report import print_fact
 from hf_ga.finetuning.run.run import Run, Setup
 from hf_ga.finetuning.run.train_windows import train_windows
+from hf_ga.parallel.main_proof import prove_where_weights_are
+from hf_ga.parallel.main_weights import loads_on_main
+from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.speed.compiling import compile_layers
 from hf_ga.training import NUM_PROOF_SAMPLES, prepare, prove_targets
@@ -93,7 +98,10 @@ def build_model(setup: Setup) -> nn.Module:
     """Build the model with float32 trainable parameters; weights frozen under adapters keep the
     compute dtype.
     """
-    model, new = _load(setup)
+    if loads_on_main(setup.accelerator):
+        model, new = _load_on_main(setup)
+    else:
+        model, new = _load(setup)
     if new:
         print_fact(
             setup.accelerator,
@@ -118,22 +126,40 @@ def mergeable(run: Run, weights: dict[str, torch.Tensor]) -> nn.Module:
 
 def _load(setup: Setup) -> tuple[nn.Module, list[str]]:
     """The model in training mode, and the names of parameters that the checkpoint lacks."""
-    config = setup.config
-    set_seed(config.seed)
-    model: nn.Module
+    set_seed(setup.config.seed)
     model, new_weights = load_model(setup)
+    return _trainable(setup, model, new_weights), new_weights
+
+
+def _load_on_main(setup: Setup) -> tuple[nn.Module, list[str]]:
+    """As `_load`, with weights on the main process only. All processes must call it."""
+    model: nn.Module | None = None
+    new_weights: list[str] = []
+    with raise_on_all_ranks(setup.accelerator):
+        if setup.accelerator.is_main_process:
+            model, new_weights = _load(setup)
+    new_weights = broadcast_from_main(setup.accelerator, new_weights)
+    if model is None:
+        model = _trainable(setup, empty_model(setup), new_weights)
+    return model, new_weights
+
+
+def _trainable(setup: Setup, model: nn.Module, new_weights: Sequence[str]) -> nn.Module:
+    """The model in training mode, with adapters and frozen parameters as configured."""
+    config = setup.config
     if config.has_adapters:
         model = add_adapters(model, config, setup.data.task.lora_type, new_weights)
     if config.freeze:
         freeze(model, config.freeze)
-    return model.to(
-        setup.accelerator.device
-    ).train(), new_weights  # also the model within PEFT's wrapper
+    if not loads_on_main(setup.accelerator):  # such a model may not fit on one device
+        model = model.to(setup.accelerator.device)
+    return model.train()  # also the model within PEFT's wrapper
 
 
 def build_run(setup: Setup) -> Run:
     """Build model, optimizer, schedule and windows, and prove the loss."""
-    config, accelerator, data = setup.config, setup.accelerator, setup.data
+    config = setup.config
+    accelerator = setup.accelerator
     loss = chosen_loss(setup)
     eval_loss = evaluation_loss(setup)
     windows = train_windows(setup)  # checks sizes before the model is built
@@ -142,13 +168,7 @@ def build_run(setup: Setup) -> Run:
         compile_layers(model)
     _print_size(setup, model)
     allowed = config.allow_split_dependent_randomness
-    prove = partial(
-        prove_targets,
-        model,
-        proof_samples(data, "train"),
-        data.collate,
-        allow_split_dependent_randomness=allowed,
-    )
+    prove = partial(prove_on_split, setup, model, "train", allowed)
     eval_rule = prove(**eval_loss)
     rule = eval_rule if loss == eval_loss else prove(**loss)
     windows.state.pad_to_window = rule.pad_to_window
@@ -157,7 +177,11 @@ def build_run(setup: Setup) -> Run:
     )
     max_steps = config.max_steps or max_windows
     optimizer, scheduler = _optimizer(config, model, max_steps)
-    identity = _identity(setup, model, windows.layout.window_size)  # before the weights are sharded
+    # before the weights are sharded, which the main process may hold alone
+    identity: dict[str, Any] = {}
+    if accelerator.is_main_process:
+        identity = _identity(setup, model, windows.layout.window_size)
+    identity = broadcast_from_main(accelerator, identity)
     model, optimizer = prepare(
         accelerator,
         model,
@@ -183,6 +207,31 @@ def build_run(setup: Setup) -> Run:
         save_steps=config.save_steps or once_per_epoch,
         identity=identity,
     )
+
+
+def prove_on_split(
+    setup: Setup,
+    model: nn.Module,
+    split: str,
+    allow_split_dependent_randomness: bool,
+    loss_fn: LossFunction | None = None,
+    whole_batch: WholeBatchLoss | None = None,
+) -> Rule:
+    """Prove a loss on samples of a split. All processes must call it.
+
+    Raises:
+        See `hf_ga.prove_targets`.
+    """
+    prove = partial(
+        prove_targets,
+        model,
+        proof_samples(setup.data, split),
+        setup.data.collate,
+        loss_fn=loss_fn,
+        whole_batch=whole_batch,
+        allow_split_dependent_randomness=allow_split_dependent_randomness,
+    )
+    return prove_where_weights_are(setup.accelerator, model, prove, (loss_fn, whole_batch))
 
 
 def _print_size(setup: Setup, model: Any) -> None:

@@ -28,7 +28,7 @@ from hf_ga.finetuning.run.build import (
     evaluation_loss,
     mergeable,
     prepare_setup,
-    proof_samples,
+    prove_on_split,
 )
 from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.config_checks import check_one_of
@@ -56,7 +56,6 @@ from hf_ga.recovery.files import write_json
 from hf_ga.recovery.latest import find_checkpoint, newest
 from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import machine, versions
-from hf_ga.training import prove_targets
 
 NUM_CLASSES = 20  # whose weights are printed, at most; summary.json has all
 # Names of counting rules in plain words.
@@ -331,13 +330,7 @@ def _evaluate_only(setup: Setup) -> dict[str, Any]:
     }
     loss = evaluation_loss(setup)
     proofs = {  # for counting targets; evaluations draw no dropout
-        split: prove_targets(
-            model,
-            proof_samples(data, split),
-            data.collate,
-            **loss,
-            allow_split_dependent_randomness=True,
-        )
+        split: prove_on_split(setup, model, split, allow_split_dependent_randomness=True, **loss)
         for split in data.splits
     }
     model, _ = prepare(

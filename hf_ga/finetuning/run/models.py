@@ -1,6 +1,9 @@
 """Loads tokenizer and model by name, or builds small ones if no name is given."""
 
+from typing import Any
+
 import torch
+from accelerate import init_empty_weights
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import (
     MODEL_FOR_MASKED_LM_MAPPING,
@@ -18,6 +21,7 @@ from hf_ga.embedding.model import EmbeddingModel
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.finetuning.data import corpus
 from hf_ga.finetuning.data.data import PreparedData
+from hf_ga.finetuning.data.tasks import Task
 from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.run import Setup
 
@@ -215,13 +219,10 @@ def load_model(setup: Setup) -> tuple[PreTrainedModel | EmbeddingModel, list[str
             checkpointing is unsupported.
     """
     config, task = setup.config, setup.data.task
-    computed = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(
-        setup.accelerator.mixed_precision, torch.float32
-    )
     four_bit = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_compute_dtype": computed,
+        "bnb_4bit_compute_dtype": _computed_dtype(setup),
     }
     if config.model_name_or_path is None:
         model, new = task.auto_class.from_config(setup.model_config), []
@@ -233,9 +234,7 @@ def load_model(setup: Setup) -> tuple[PreTrainedModel | EmbeddingModel, list[str
             model, loaded = task.auto_class.from_pretrained(
                 config.model_name_or_path,
                 config=setup.model_config,
-                dtype=computed
-                if config.has_adapters and setup.dtype == computed
-                else torch.float32,
+                dtype=_loaded_dtype(setup),
                 trust_remote_code=config.trust_remote_code,
                 ignore_mismatched_sizes=task.labels
                 not in ("none", "target", "pairs"),  # new head for new labels
@@ -250,6 +249,46 @@ def load_model(setup: Setup) -> tuple[PreTrainedModel | EmbeddingModel, list[str
         if task.labels == "pairs":  # an encoder's own pooler is not used
             new = [name for name in new if not name.startswith("pooler.")]
         _check_new_weights(model, new, config)
+    return _configured(model, config, task), new
+
+
+def empty_model(setup: Setup) -> PreTrainedModel | EmbeddingModel:
+    """The model of `load_model` with its parameters on the meta device, for a process that gets its
+    shards of them from the main process.
+    """
+    config, task = setup.config, setup.data.task
+    options: dict[str, Any] = {}
+    if config.model_name_or_path is not None:
+        options["dtype"] = _loaded_dtype(setup)
+        options["trust_remote_code"] = config.trust_remote_code
+    with init_empty_weights():
+        model = task.auto_class.from_config(setup.model_config, **options)
+    model.tie_weights()  # each parameter was replaced by one of its own
+    return _configured(model, config, task)
+
+
+def _computed_dtype(setup: Setup) -> torch.dtype:
+    """The dtype in which autocast computes."""
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes.get(setup.accelerator.mixed_precision, torch.float32)
+
+
+def _loaded_dtype(setup: Setup) -> torch.dtype:
+    """The dtype of a named model's weights, those under adapters included."""
+    computed = _computed_dtype(setup)
+    is_kept = setup.config.has_adapters and setup.dtype == computed
+    return computed if is_kept else torch.float32
+
+
+def _configured(
+    model: PreTrainedModel, config: FinetuneConfig, task: Task
+) -> PreTrainedModel | EmbeddingModel:
+    """The model with the task's loss, with gradient checkpointing and, for embeddings, with its
+    pooling.
+
+    Raises:
+        ConfigError: gradient checkpointing is unsupported.
+    """
     if (
         config.task == "causal-lm" and model.loss_type is None
     ):  # transformers does not find it by GPT-2's class name, and warns
@@ -261,7 +300,7 @@ def load_model(setup: Setup) -> tuple[PreTrainedModel | EmbeddingModel, list[str
                 "--gradient_checkpointing."
             )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return (_with_pooling(model, config) if task.labels == "pairs" else model), new
+    return _with_pooling(model, config) if task.labels == "pairs" else model
 
 
 def _with_pooling(encoder: PreTrainedModel, config: FinetuneConfig) -> EmbeddingModel:

@@ -18,7 +18,7 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
 ADAM = ("adamw", "adam", "nadam", "radam")  # optimizers with betas and epsilon
 # Optimizers with a fused kernel on CPU and GPU that supports FSDP2's shards (SGD's does not).
 FUSED = ("adamw", "adam")
-FUSED_DEVICES = ("cpu", "cuda")
+FUSED_DEVICES = ("cpu", "cuda", "meta")  # a shard of a parameter on meta will be on one of them
 # Schedules of `transformers.get_scheduler` that need only the numbers of steps.
 SCHEDULES = (
     "linear",

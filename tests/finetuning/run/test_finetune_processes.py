@@ -6,6 +6,8 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,6 +19,7 @@ import transformers as tf
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
+from forked import on_ranks, without_errors
 from launching import environment
 from runs import (
     job_config,
@@ -321,10 +324,48 @@ def test_what_fsdp_cannot_do_is_refused():
             {"task": "seq2seq", "predict_file": "rows.jsonl"},
             "generate with the saved model and --eval_only",
         ),
-        ({"model_name_or_path": "gpt"}, "fsdp_cpu_ram_efficient_loading, .* set it to false"),
     ]:
         with pytest.raises(hf_ga.ConfigError, match=message):
             check_sharded(hf_ga.FinetuneConfig(**more), accelerator)
+    plugin.fsdp_version = 1
+    with pytest.raises(hf_ga.ConfigError, match="FSDP1 does not support fsdp_cpu_ram_efficient"):
+        check_sharded(hf_ga.FinetuneConfig(), accelerator)
+
+
+@slow
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"model": "bert", "task": "text-classification", "label_column": "label"},
+        {"model": "gpt", "lora_r": 4},
+        {"model": "gpt", "freeze": ["transformer.wte"], "gradient_checkpointing": True},
+    ],
+    ids=["a new head", "adapters", "a frozen tied weight"],
+)
+def test_weights_of_the_main_process_make_the_same_run(place, tmp_path, more):
+    """Bit for bit: process 1 loads nothing, and proves nothing."""
+    more = dict(more)
+    name = str(place / more.pop("model"))
+    summaries = []
+    for kind in ("fsdp2", "fsdp2 from main"):
+        config = small_config(
+            place,
+            tmp_path / kind,
+            model_name_or_path=name,
+            max_steps=2,
+            eval_steps=2,
+            save_steps=2,
+            **more,
+        )
+        found = on_ranks(partial(hf_ga.finetune, config), 2, kind, limit=200)
+        summaries.append(without_errors(found)[0])
+    first, second = summaries
+    assert second["weights_sha256"] == first["weights_sha256"]
+    assert second["eval_loss"] == first["eval_loss"]
+    assert second["targets"] == first["targets"]
+    resumed = replace(config, max_steps=3, resume_from_checkpoint="auto", resume_with_changes=True)
+    found = on_ranks(partial(hf_ga.finetune, resumed), 2, "fsdp2 from main", limit=200)
+    assert without_errors(found)[0]["steps"] == 3
 
 
 @slow

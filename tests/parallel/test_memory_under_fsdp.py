@@ -1,0 +1,228 @@
+"""Out of memory under FSDP2 on some of the ranks, which wait for each other in every forward and
+backward: all compute the window again in smaller micro-batches, or the error has a name.
+
+A rank that waits for ever would end its test after `LIMIT` seconds.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
+
+import helpers as h
+import pytest
+import torch
+from forked import on_ranks, on_two_ranks, without_errors
+from processes import make_accelerator, make_windows
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+import hf_ga
+from hf_ga.parallel import rejoin
+from hf_ga.parallel.rejoin import can_rejoin
+
+LIMIT = 60  # seconds
+FITS = 20  # padded tokens, fewer than those of 4 samples
+NUM_CALLS = 7  # of a rank in the first window
+BUILDS = {
+    "GPT2Block": partial(h.gpt2, 0.1),
+    "MixtralDecoderLayer": partial(h.mixtral, 0.5),
+}
+slow = pytest.mark.slow("starts processes")
+pytestmark = pytest.mark.skipif(
+    not hasattr(FSDPModule, "reset_iter_state"), reason="torch 2.13 resets a failed forward"
+)
+
+
+class Shortage:
+    """Memory runs out in the last layer of a model, in one call with many tokens.
+
+    Args:
+        layer: The layer.
+        at: Which of its training forwards with more than `fits` tokens, from 0 on.
+        in_backward: In the backward of that call.
+        lasts: In all following calls, too.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        at: int,
+        in_backward: bool = False,
+        fits: int = FITS,
+        lasts: bool = False,
+    ) -> None:
+        self.at = at
+        self.in_backward = in_backward
+        self.fits = fits
+        self.lasts = lasts
+        self.num_calls = 0
+        self.num_failures = 0
+        layer.register_forward_hook(self._after)
+
+    def _after(self, layer: nn.Module, args: tuple, output) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        is_repeated = torch._C._current_graph_task_id() != -1  # by activation checkpointing
+        if is_repeated or not torch.is_grad_enabled() or hidden[..., 0].numel() <= self.fits:
+            return
+        self.num_calls += 1
+        if self.num_calls <= self.at or (self.num_failures and not self.lasts):
+            return
+        if self.in_backward:
+            hidden.register_hook(self._fail)
+        else:
+            self._fail()
+
+    def _fail(self, gradient: torch.Tensor | None = None) -> None:
+        self.num_failures += 1
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+
+
+def trained(
+    shortage: Callable[[nn.Module], Shortage],
+    failing: tuple[int, ...] = (),
+    layer: str = "GPT2Block",
+    kind: str = "fsdp2",
+    evaluates: bool = False,
+    each: bool = False,
+    micro_batch: int = 4,
+) -> SimpleNamespace:
+    """Two updates, in windows of 64 and 13 samples."""
+    accelerator = make_accelerator(kind, layer)
+    accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = each
+    model = BUILDS[layer]()
+    last = [module for module in model.modules() if type(module).__name__ == layer][-1]
+    samples = h.token_samples(77)
+    windows = make_windows(accelerator, samples, per_device_batch_size=micro_batch)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows, audit=False)
+    planted = None
+    if accelerator.process_index in failing:
+        planted = shortage(last)
+    results = []
+    for window in windows:
+        if evaluates:  # leaves the weights of some units gathered
+            with torch.no_grad():
+                model(**h.pad_right(samples[:2]))
+        results.append(hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0))
+    return SimpleNamespace(
+        losses=[result.loss for result in results],
+        retries=[result.retries for result in results],
+        limit=windows.state.max_elements,
+        num_failures=0 if planted is None else planted.num_failures,
+        weights={
+            name.replace("_checkpoint_wrapped_module.", ""): whole(parameter).detach()
+            for name, parameter in model.named_parameters()
+        },
+    )
+
+
+def whole(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """layer -> the run in which memory suffices."""
+    found = {}
+
+    def of(layer: str) -> SimpleNamespace:
+        if layer not in found:
+            work = partial(trained, None, layer=layer)
+            found[layer] = without_errors(on_two_ranks(work, "fsdp2"))[0]
+        return found[layer]
+
+    return of
+
+
+@pytest.mark.parametrize(
+    ("at", "in_backward", "failing", "more"),
+    [
+        (0, False, (1,), {}),
+        (NUM_CALLS - 1, True, (0,), {"evaluates": True}),
+        *(
+            pytest.param(*case, marks=slow)
+            for case in [
+                (0, True, (1,), {}),
+                (2, False, (0,), {"each": True}),
+                (2, True, (0, 1), {"each": True}),
+                (NUM_CALLS - 1, False, (1,), {}),
+                (NUM_CALLS - 1, True, (0, 1), {}),
+                (3, False, (0, 1), {"kind": "fsdp2 checkpointing"}),
+                (3, True, (1,), {"kind": "fsdp2 checkpointing", "evaluates": True}),
+                (3, False, (1,), {"layer": "MixtralDecoderLayer"}),
+            ]
+        ),
+    ],
+)
+def test_all_ranks_compute_the_window_again(undisturbed, at, in_backward, failing, more):
+    """In the first micro-batch, between others and in the last one, which sums the gradients."""
+    expected = undisturbed(more.get("layer", "GPT2Block"))
+    planted = partial(Shortage, at=at, in_backward=in_backward)
+    ranks = without_errors(on_two_ranks(partial(trained, planted, failing, **more), "fsdp2"))
+    assert [rank.num_failures for rank in ranks] == [int(i in failing) for i in range(2)]
+    for rank in ranks:
+        assert rank.retries == [1, 0]
+        assert rank.limit == ranks[0].limit
+        assert rank.losses == pytest.approx(expected.losses, rel=1e-6)
+        assert h.relative_error(rank.weights, expected.weights) < 1e-6
+    assert expected.retries == [0, 0]
+
+
+def test_what_a_rank_computes_while_it_rejoins_would_be_seen(undisturbed):
+    """The control: without one of its micro-batches the update is another one."""
+
+    def work() -> SimpleNamespace:
+        def ignored(window, *args, **kwargs):
+            return replaced(window, *args, **kwargs)
+
+        replaced = hf_ga.exact.engine.Engine.end
+
+        def end(engine):
+            engine.status.failure = None  # as if nothing had failed
+            return replaced(engine)
+
+        hf_ga.exact.engine.Engine.end = end
+        return trained(partial(Shortage, at=0), (1,))
+
+    expected = undisturbed("GPT2Block")
+    for rank in without_errors(on_two_ranks(work, "fsdp2")):
+        assert rank.retries == [0, 0]
+        assert h.relative_error(rank.weights, expected.weights) > 1e-4
+
+
+@slow
+def test_three_ranks(undisturbed):
+    planted = partial(Shortage, at=1)
+    work = partial(trained, planted, (0, 2))
+    for rank in without_errors(on_ranks(work, 3, "fsdp2", limit=LIMIT)):
+        assert rank.retries == [1, 0]
+        assert h.relative_error(rank.weights, undisturbed("GPT2Block").weights) < 1e-6
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"micro_batch": 1}, "does not fit into the memory of process 1 by itself"),
+        ({}, "does not fit into the memory of process 1 by itself"),
+        ({"kind": "fsdp1"}, "Under FSDP it cannot be cut here"),
+    ],
+    ids=["one sample", "not even one of them", "FSDP1"],
+)
+def test_what_cannot_be_cut_has_a_name_and_ends_all_ranks(more, words):
+    planted = partial(Shortage, at=0, fits=0, lasts=True)
+    kind = more.get("kind", "fsdp2")
+    work = partial(trained, planted, (1,), **more)
+    first, second = on_ranks(work, 2, kind, limit=LIMIT)
+    assert second.startswith("OutOfMemory: ")
+    assert words in second
+    assert "Error: " in first
+
+
+def test_where_a_rank_cannot_rejoin(monkeypatch):
+    """Older versions of torch, and replicas of shards."""
+    replicas = SimpleNamespace(dp_replicate_enabled=True)
+    assert can_rejoin(SimpleNamespace(is_fsdp2=True, parallelism_config=None))
+    assert not can_rejoin(SimpleNamespace(is_fsdp2=False, parallelism_config=None))
+    assert not can_rejoin(SimpleNamespace(is_fsdp2=True, parallelism_config=replicas))
+    monkeypatch.setattr(rejoin, "FSDPModule", object)
+    assert not can_rejoin(SimpleNamespace(is_fsdp2=True, parallelism_config=None))
