@@ -16,6 +16,8 @@ from accelerate.utils import set_seed
 from torch import nn
 from transformers import get_scheduler
 
+from hf_ga.embedding.model import EmbeddingModel
+from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import LossFunction, restored_modes, unwrapped
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.stream_loader import StreamLoader
@@ -37,6 +39,7 @@ from hf_ga.finetuning.run.models import (
     load_base_config,
     load_model,
     load_tokenizer,
+    new_token_ids,
 )
 from hf_ga.finetuning.run.optimizers import ADAM, build_optimizer
 from hf_ga.finetuning.run.readers import make_reader
@@ -94,6 +97,8 @@ def build_model(setup: Setup) -> nn.Module:
     compute dtype.
     """
     model, new = _load(setup)
+    if setup.config.resize_token_embeddings:
+        print_fact(setup.accelerator, "tokens", _fact_of_new_tokens(setup))
     if new:
         print_fact(
             setup.accelerator,
@@ -101,6 +106,13 @@ def build_model(setup: Setup) -> nn.Module:
             f"{len(new)} new: {', '.join(new[:2])}{', ...' * (len(new) > 2)}",
         )
     return model
+
+
+def _fact_of_new_tokens(setup: Setup) -> str:
+    new_ids = new_token_ids(setup.model_config, setup.data.tokenizer)
+    if not new_ids:
+        return "resize_token_embeddings has no effect: the model has a row for every token"
+    return f"{len(new_ids)} new rows in the embeddings, {new_ids.start} to {new_ids[-1]}"
 
 
 def mergeable(run: Run, weights: dict[str, torch.Tensor]) -> nn.Module:
@@ -122,13 +134,25 @@ def _load(setup: Setup) -> tuple[nn.Module, list[str]]:
     set_seed(config.seed)
     model: nn.Module
     model, new_weights = load_model(setup)
+    new_tokens = new_token_ids(setup.model_config, setup.data.tokenizer)
     if config.has_adapters:
-        model = add_adapters(model, config, setup.data.task.lora_type, new_weights)
+        model = add_adapters(model, config, setup.data.task.lora_type, new_weights, new_tokens)
     if config.freeze:
         freeze(model, config.freeze)
+        if new_tokens:
+            _check_new_rows(model)
     return model.to(
         setup.accelerator.device
     ).train(), new_weights  # also the model within PEFT's wrapper
+
+
+def _check_new_rows(model: nn.Module) -> None:
+    plain: Any = model.encoder if isinstance(model, EmbeddingModel) else model
+    if not plain.get_input_embeddings().weight.requires_grad:
+        raise ConfigError(
+            "freeze freezes the embedding, whose new rows (resize_token_embeddings) would stay as "
+            "they were drawn: omit one of them."
+        )
 
 
 def build_run(setup: Setup) -> Run:

@@ -10,7 +10,7 @@ from hf_ga.errors import DataError, RunStopped
 from hf_ga.exact.backend import sum_over_ranks
 from hf_ga.exact.batches import count_tokens
 from hf_ga.exact.window import Window
-from hf_ga.finetuning.run.outputs import save_best
+from hf_ga.finetuning.run.outputs import save_and_check_best
 from hf_ga.finetuning.run.report import MetricsFile
 from hf_ga.finetuning.run.run import Progress, Run
 from hf_ga.finetuning.run.saving import save
@@ -179,7 +179,7 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
         best is None or (value < best if run.config.lower_is_better else value > best)
     ):
         progress.best_metric, progress.evaluations_since_best = value, 0
-        save_best(run, run.model)
+        progress.best_check = save_and_check_best(run, run.model)
     shown = ", ".join(
         f"{k.removeprefix('eval_')} {value:.4f}"
         for k, value in results.items()
