@@ -44,8 +44,9 @@ NUM_POSITIONS = 64  # of which a decoder computes logits, at most
 NUM_NAMES = 5  # of tensors in the message
 # See `_tolerance`.
 NUM_NUDGES = 4
-SAFETY_FACTOR = 8
-LEAST_TOLERANCE = 1e-4
+SAFETY_FACTOR = 4
+FLOAT32_TOLERANCE = 1e-4
+FLOAT32_ROUNDING = 2.0**-24
 TF32_ROUNDING = 2.0**-11
 
 
@@ -102,7 +103,7 @@ def check_model(setup: Setup, folder: Path, weights: Weights, expected: Expected
     trained = {name: tensor for name, tensor in weights.items() if name != LOG_TEMPERATURE}
     saved_in = {name: setup.dtype for name, _ in loaded.named_parameters(remove_duplicate=False)}
     _compare_tensors(setup, folder, loaded.state_dict(), trained, saved_in)
-    return _compare_outputs(setup, folder, loaded.float(), expected)
+    return _compare_outputs(setup, folder, loaded.float(), trained, expected)
 
 
 def check_adapter(
@@ -132,16 +133,17 @@ def check_adapter(
         base, _ = load_model(setup, dtype=base_dtype(setup) if in_4_bits else setup.dtype)
         loaded = peft.PeftModel.from_pretrained(base, str(folder))
     keep_4_bit_layout(loaded)
-    trained = {
+    names = {
         name.replace("_fsdp_wrapped_module.", "")
         for name, parameter in unwrapped(model).named_parameters()
         if parameter.requires_grad
     }
-    found = {name: tensor for name, tensor in loaded.state_dict().items() if name in trained}
-    _compare_tensors(setup, folder, found, {name: weights[name] for name in trained}, {})
+    trained = {name: weights[name] for name in names}
+    found = {name: tensor for name, tensor in loaded.state_dict().items() if name in names}
+    _compare_tensors(setup, folder, found, trained, {})
     if base_dtype(setup) == torch.float32 and not in_4_bits:
         loaded = loaded.float()  # as it was trained
-    return _compare_outputs(setup, folder, loaded, expected)
+    return _compare_outputs(setup, folder, loaded, trained, expected)
 
 
 def _from_pretrained(setup: Setup, folder: Path) -> PreTrainedModel | EmbeddingModel:
@@ -205,10 +207,22 @@ def _listed(faults: Mapping[str, str]) -> str:
     return f"tensors that differ: {len(faults)}: {', '.join(named)}{more}"
 
 
-def _compare_outputs(setup: Setup, folder: Path, loaded: nn.Module, expected: Expected) -> Check:
+def _compare_outputs(
+    setup: Setup, folder: Path, loaded: nn.Module, trained: Weights, expected: Expected
+) -> Check:
+    """Raise SavedModelDiffers if the outputs differ by more than the tolerance.
+
+    Args:
+        setup: Of the run.
+        folder: For the message.
+        loaded: The loaded model; gets the trained weights.
+        trained: Weights of the trained model by the names of the loaded one, before they were
+            rounded.
+        expected: Of the trained model.
+    """
     outputs = _outputs_where_it_fits(setup, loaded, expected.batch)
     error = relative_error(outputs, expected.outputs)
-    tolerance = _tolerance(setup, loaded, expected.batch, outputs)
+    tolerance = _tolerance(setup, loaded, trained, expected.batch, outputs)
     if not error <= tolerance:
         raise _differs(
             setup,
@@ -279,33 +293,44 @@ def _relative_distance(found: Tensor, expected: Tensor) -> float:
     return float(distance / norm.clamp(min=torch.finfo(torch.float32).tiny))
 
 
-def _tolerance(setup: Setup, loaded: nn.Module, batch: Batch, outputs: Outputs) -> float:
-    """How far rounding may move the outputs: 8 times the largest change that is seen when all
-    weights move up or down, at random, by one rounding error; at least 1e-4.
+def _tolerance(
+    setup: Setup, loaded: nn.Module, trained: Weights, batch: Batch, outputs: Outputs
+) -> float:
+    """How far rounding may move the outputs, relative to them: the sum of two terms.
 
-    The rounding error is that of the coarsest precision involved: 2^-8 of each weight if the model
-    is saved in bf16 or computes in bf16, 2^-24 in float32. Rounding moves a weight by at most that,
-    by half of it on average. The factor is for outputs of few numbers, where changes can cancel.
-    1e-4 is for float32 sums in another order, as on another device.
+    1. Rounding of the saved weights: how far the loaded model's outputs move when it gets the
+       trained weights as they were before rounding. 0 for a model saved in float32.
+    2. Rounding in the forward: 1e-4 in float32, whose sums may have another order. If products are
+       computed in bf16, fp16 or TF32, 4 times the largest of four changes of the outputs, each time
+       all weights move up or down, at random, by one rounding error (in bf16 2^-8 of the weight).
 
     Args:
         setup: Of the run.
         loaded: The loaded model; its weights are changed.
+        trained: See `_compare_outputs`.
         batch: The rows.
-        outputs: Its outputs for them.
+        outputs: Of the loaded model for them.
     """
-    roundings = [torch.finfo(dtype).eps / 2 for dtype in (setup.dtype, compute_dtype(setup))]
-    if setup.config.tf32:
-        roundings.append(TF32_ROUNDING)
     device = next(loaded.parameters()).device
+    of_weights = 0.0
+    if setup.dtype != torch.float32:
+        loaded.load_state_dict(trained, strict=False)
+        exact = _outputs(setup, loaded, batch, device)
+        of_weights = relative_error(outputs, exact)
+        outputs = exact
+    rounding = torch.finfo(compute_dtype(setup)).eps / 2
+    if setup.config.tf32:
+        rounding = max(rounding, TF32_ROUNDING)
+    if rounding == FLOAT32_ROUNDING:
+        return of_weights + FLOAT32_TOLERANCE
     generator = torch.Generator(device).manual_seed(0)
     changes = []
     for _ in range(NUM_NUDGES):
-        _nudge(loaded, max(roundings), generator)
+        _nudge(loaded, rounding, generator)
         nudged = _outputs(setup, loaded, batch, device)
         changes.append(relative_error(nudged, outputs))
         outputs = nudged
-    return max(LEAST_TOLERANCE, SAFETY_FACTOR * max(changes))
+    return of_weights + max(FLOAT32_TOLERANCE, SAFETY_FACTOR * max(changes))
 
 
 @torch.no_grad()
