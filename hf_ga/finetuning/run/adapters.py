@@ -104,6 +104,12 @@ def add_adapters(
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # heads of a half-precision model
             parameter.data = parameter.data.float()
+    if getattr(adapted.peft_config["default"], "target_modules_to_tie", None):
+        raise ConfigError(
+            f"the adapter {config.adapter_name_or_path!r} has ensure_weight_tying: the matrices of "
+            "its tied layers share memory, so that each update would be made twice. Train a new "
+            "adapter with lora_r."
+        )
     if new_tokens and not _trains_rows(adapted, new_tokens):
         raise ConfigError(
             f"the adapter {config.adapter_name_or_path!r} does not train the rows of the "
@@ -199,22 +205,22 @@ def _new_modules(model: nn.Module, new_weights: Sequence[str]) -> list[str]:
     return [name for name in whole if name.rpartition(".")[0] not in whole]
 
 
-def save_adapter(folder: Path, model: nn.Module, weights: dict[str, Tensor]) -> None:
+def save_adapter(
+    folder: Path, model: nn.Module, weights: dict[str, Tensor], config: FinetuneConfig
+) -> None:
     """Save the adapters, and what is trained beside them.
 
     Args:
         folder: An existing one.
         model: The trained model.
         weights: Its full `state_dict()`.
+        config: Of the run.
     """
     plain: Any = unwrapped(model)
-    rows = plain.peft_config["default"].trainable_token_indices
+    # Frozen embeddings are those of the base, unless a loaded adapter brought its own.
+    embeddings = False if config.adapter_name_or_path is None else "auto"
     with _quiet_peft():
-        plain.save_pretrained(
-            folder,
-            state_dict=weights,
-            save_embedding_layers=False if rows else "auto",  # new rows are saved by themselves
-        )
+        plain.save_pretrained(folder, state_dict=weights, save_embedding_layers=embeddings)
 
 
 def merge_adapters(model: nn.Module) -> PreTrainedModel:

@@ -92,7 +92,7 @@ def save_best(setup: Setup, model: nn.Module) -> dict[str, Tensor]:
         if setup.accelerator.is_main_process:
             with filling(folder) as partial:
                 if is_lora(model):
-                    save_adapter(partial, model, weights)
+                    save_adapter(partial, model, weights, setup.config)
                 else:
                     _save(partial, unwrapped(model), setup.dtype, weights)
                 setup.data.tokenizer.save_pretrained(partial)
@@ -125,7 +125,7 @@ def save_and_check_trained(
         if is_sharded(run.accelerator) or run.config.load_in_4bit:
             model = mergeable(run, weights)
         with filling(folder) as partial:
-            save_adapter(partial, model, weights)
+            save_adapter(partial, model, weights, run.config)
             publish(folder)
         checks["saved_adapter"] = _check(run, folder, model, weights, expected)
         if run.config.load_in_4bit:  # the merged model has the base in its own precision

@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
+from math import inf, isnan
 from pathlib import Path
 
 import numpy as np
@@ -168,7 +168,7 @@ def _loading(setup: Setup, folder: Path) -> Iterator[None]:
     except Exception as error:
         if is_out_of_memory(error):
             raise
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise _differs(setup, folder, f"it cannot be loaded ({reason})") from error
 
 
@@ -290,7 +290,8 @@ def _relative_distance(found: Tensor, expected: Tensor) -> float:
     same = (found == expected) | (found.isnan() & expected.isnan())  # masked logits are -inf
     distance = (found - expected).masked_fill(same, 0.0).double().norm()
     norm = expected.nan_to_num(0.0, 0.0, 0.0).double().norm()
-    return float(distance / norm.clamp(min=torch.finfo(torch.float32).tiny))
+    error = float(distance / norm.clamp(min=torch.finfo(torch.float32).tiny))
+    return inf if isnan(error) else error
 
 
 def _tolerance(
