@@ -203,8 +203,8 @@ def _compare_tensors(
 
 def _listed(faults: Mapping[str, str]) -> str:
     named = [f"{name} ({fault})" for name, fault in sorted(faults.items())[:NUM_NAMES]]
-    more = ", ..." if len(faults) > NUM_NAMES else ""
-    return f"tensors that differ: {len(faults)}: {', '.join(named)}{more}"
+    more = f", and {len(faults) - NUM_NAMES} more" if len(faults) > NUM_NAMES else ""
+    return f"tensors differ: {', '.join(named)}{more}"
 
 
 def _compare_outputs(
@@ -345,12 +345,13 @@ def _nudge(model: nn.Module, rounding: float, generator: torch.Generator) -> Non
 
 def _differs(setup: Setup, folder: Path, what: str) -> SavedModelDiffers:
     checkpoint = newest(setup.output_dir)
-    kept = (
-        f"{checkpoint} is kept: remove the cause, such as an option for adapters or a version of "
-        "transformers or peft, and resume with --resume_from_checkpoint auto, which saves the "
-        "model again"
-        if checkpoint
-        else "There is no checkpoint yet: remove the cause, such as an option for adapters or a "
-        "version of transformers or peft, and start again"
+    remedy = (
+        "update transformers and peft, or correct the model's own code, and resume with "
+        "--resume_from_checkpoint auto, which saves the model again; or train with other adapters"
     )
-    return SavedModelDiffers(f"{folder} is not the trained model: {what}. Do not use it. {kept}.")
+    kept = f"The checkpoint {checkpoint} is kept: {remedy}."
+    if checkpoint is None:
+        kept = "There is no checkpoint yet: update transformers and peft, or train other adapters."
+    return SavedModelDiffers(
+        f"{folder} is not the trained model: {what}. Do not use this folder. {kept}"
+    )

@@ -155,26 +155,26 @@ FAULTS = {
         "job-gpt",
         {},
         lambda folder: change_settings(folder, tie_word_embeddings=False),
-        ["tensors that differ: 1: lm_head.weight (other values)"],
+        ["tensors differ: lm_head.weight (other values)"],
     ),
     "a lost buffer": ("experts", {}, without(BUFFER), [f"{BUFFER} (other values)"]),
     "a lost weight": (
         "job-bert",
         {},
         without("classifier", "pooler"),
-        ["tensors that differ: 4:", "classifier.weight (other values)"],
+        ["tensors differ:", "classifier.weight (other values)"],
     ),
     "a weight that is a little off": (
         "job-gpt",
         {},
         with_changed("transformer.h.0.attn.c_attn.weight", lambda weight: weight * (1 + 1e-6)),
-        ["1: transformer.h.0.attn.c_attn.weight (other values)"],
+        ["tensors differ: transformer.h.0.attn.c_attn.weight (other values)"],
     ),
     "one tensor in a wrong dtype": (
         "job-gpt",
         {},
         with_changed("transformer.wpe.weight", torch.Tensor.half),
-        ["1: transformer.wpe.weight (other values)"],
+        ["tensors differ: transformer.wpe.weight (other values)"],
     ),
     "a wrong dtype": (
         "half",
@@ -207,7 +207,7 @@ FAULTS = {
         "job-gpt",
         {},
         lambda folder: (without(".h.1.")(folder), change_settings(folder, n_layer=1)),
-        ["transformer.h.1.attn.c_attn.bias (missing)", ", ..."],
+        ["transformer.h.1.attn.c_attn.bias (missing)", ", and 7 more"],
     ),
     "another activation": (
         "job-gpt",
@@ -231,7 +231,7 @@ FAULTS = {
         "job-gpt",
         LORA,
         without("h.0.mlp.c_fc"),
-        ["tensors that differ: 2:", "h.0.mlp.c_fc.lora_B.default.weight (other values)"],
+        ["tensors differ:", "h.0.mlp.c_fc.lora_B.default.weight (other values)"],
     ),
     "a missing head beside the adapters": (
         "job-bert",
@@ -405,7 +405,7 @@ def test_a_wrong_model_ends_the_command(models, tmp_path, monkeypatch, capsys):
         assert cli.finetune_main([str(tmp_path / "run.json")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith(f"error: {output} is not the trained model: its weights are those that")
-    assert f"{output / 'checkpoint-2'} is kept" in error and "Do not use it" in error
+    assert f"The checkpoint {output / 'checkpoint-2'} is kept" in error
     assert not (output / "summary.json").exists()
     lines = lines_of(output)
     resume = ["--resume_from_checkpoint", "auto"]
