@@ -115,14 +115,14 @@ def _fact_of_new_tokens(setup: Setup) -> str:
     return f"{len(new_ids)} new rows in the embeddings, {new_ids.start} to {new_ids[-1]}"
 
 
-def mergeable(run: Run, weights: dict[str, torch.Tensor]) -> nn.Module:
+def mergeable(setup: Setup, weights: dict[str, torch.Tensor]) -> nn.Module:
     """A model like the trained one, but neither sharded nor in 4 bits, where adapters cannot be
     merged. For the main process.
 
     Args:
         weights: the full `state_dict()`.
     """
-    model, _ = _load(replace(run, config=replace(run.config, load_in_4bit=False)))
+    model, _ = _load(replace(setup, config=replace(setup.config, load_in_4bit=False)))
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model.load_state_dict({name: weights[name] for name in trained}, strict=False)
     return model

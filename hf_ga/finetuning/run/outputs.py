@@ -92,12 +92,18 @@ def save_best(setup: Setup, model: nn.Module) -> dict[str, Tensor]:
         if setup.accelerator.is_main_process:
             with filling(folder) as partial:
                 if is_lora(model):
-                    save_adapter(partial, model, weights, setup.config)
+                    whole = mergeable(setup, weights) if _hides_adapters(setup) else model
+                    save_adapter(partial, whole, weights, setup.config)
                 else:
                     _save(partial, unwrapped(model), setup.dtype, weights)
                 setup.data.tokenizer.save_pretrained(partial)
                 publish(folder)
     return weights
+
+
+def _hides_adapters(setup: Setup) -> bool:
+    """Whether PEFT finds no adapters in the model, as FSDP1's wrappers change their names."""
+    return is_sharded(setup.accelerator) and not setup.accelerator.is_fsdp2
 
 
 def save_and_check_trained(

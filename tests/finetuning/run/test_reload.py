@@ -289,15 +289,15 @@ def test_the_error_of_a_bf16_model_is_that_of_rounding(saved):
 
 def test_relative_errors_by_hand():
     nan, inf = torch.nan, torch.inf
-    expected = {"logits": torch.tensor([3.0, 4.0, nan, -inf]), "loss": torch.tensor(2.0)}
+    expected = {"logits": torch.tensor([3.0, 4.0, nan, -inf]), "scores": torch.tensor([2.0])}
     same = {name: value.clone() for name, value in expected.items()}
     assert reload.relative_error(same, expected) == 0
     off = same | {"logits": torch.tensor([3.0, 5.0, nan, -inf])}
     assert reload.relative_error(off, expected) == pytest.approx(1 / 5)
-    assert reload.relative_error(off | {"loss": torch.tensor(3.0)}, expected) == 0.5
-    assert reload.relative_error(same | {"loss": torch.tensor(nan)}, expected) != 0
-    assert reload.relative_error({"loss": same["loss"]}, expected) == inf
-    assert reload.relative_error(same | {"loss": torch.ones(2)}, expected) == inf
+    assert reload.relative_error(off | {"scores": torch.tensor([3.0])}, expected) == 0.5
+    assert reload.relative_error(same | {"scores": torch.tensor([nan])}, expected) == inf
+    assert reload.relative_error({"scores": same["scores"]}, expected) == inf
+    assert reload.relative_error(same | {"scores": torch.ones(2)}, expected) == inf
 
 
 KINDS = {
