@@ -64,7 +64,8 @@ class Expected:
 
 
 def expected_outputs(setup: Setup, model: nn.Module) -> Expected:
-    """The trained model's outputs on a few training rows, from the shortest to the longest.
+    """The trained model's outputs on a few training rows, from the shortest to one of median
+    length; at most an evaluation batch, which fits into memory.
 
     All processes must call it before the model is saved: under FSDP, forwards are collectives.
 
@@ -74,7 +75,7 @@ def expected_outputs(setup: Setup, model: nn.Module) -> Expected:
     """
     samples = proof_samples(setup.data, "train")
     num_rows = min(NUM_ROWS, len(samples), setup.config.per_device_eval_batch_size)
-    chosen = np.linspace(0, len(samples) - 1, num_rows).astype(int)
+    chosen = np.linspace(0, len(samples) // 2, num_rows).astype(int)  # sorted by length
     batch = as_batch(setup.data.collate([samples[i] for i in chosen]))
     return Expected(batch, _outputs(setup, model, batch, setup.accelerator.device))
 
