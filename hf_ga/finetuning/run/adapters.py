@@ -104,6 +104,17 @@ def add_adapters(
     for parameter in adapted.parameters():
         if parameter.requires_grad:  # heads of a half-precision model
             parameter.data = parameter.data.float()
+    _check_trained(adapted, config, new_tokens)
+    keep_4_bit_layout(adapted)
+    return adapted
+
+
+def _check_trained(adapted: Any, config: FinetuneConfig, new_tokens: Sequence[int]) -> None:
+    """Check that each parameter would be updated once, and all new rows of the embedding.
+
+    Raises:
+        ConfigError: See `add_adapters`.
+    """
     if getattr(adapted.peft_config["default"], "target_modules_to_tie", None):
         raise ConfigError(
             f"the adapter {config.adapter_name_or_path!r} has ensure_weight_tying: the matrices of "
@@ -116,8 +127,6 @@ def add_adapters(
             f"{len(new_tokens)} new tokens: train a new one with lora_r, or omit "
             "resize_token_embeddings and use the model's own tokenizer."
         )
-    keep_4_bit_layout(adapted)
-    return adapted
 
 
 @contextmanager
