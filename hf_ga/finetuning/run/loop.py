@@ -35,6 +35,7 @@ def fit(run: Run, progress: Progress) -> Progress:
     Raises:
         DataError: 20 consecutive windows made no step. NonFinite: a loss or gradient is not finite,
             with `on_nonfinite` "stop".
+        SavedModelDiffers: `best/` is not the model that was saved there.
         RunStopped: a signal stopped the run; it is saved.
     """
     is_main, stop = run.accelerator.is_main_process, False
