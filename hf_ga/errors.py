@@ -52,6 +52,10 @@ class NonFinite(HfGaError, ArithmeticError):
     """A loss or a gradient is not a finite number."""
 
 
+class SavedModelDiffers(HfGaError, RuntimeError):
+    """A saved folder does not load as the trained model; the checkpoint is kept."""
+
+
 class UploadFailed(HfGaError, RuntimeError):
     """The trained model could not be uploaded; it is saved in the run's folder."""
 

@@ -8,7 +8,7 @@ import pytest
 from disk_limits import limit_at
 from runs import lines_of, small_config, train
 
-from hf_ga.finetuning.run import finetune, outputs, report, saving
+from hf_ga.finetuning.run import outputs, report, saving
 from hf_ga.finetuning.run.cli import finetune_main
 from hf_ga.recovery import checkpoint
 from hf_ga.recovery.checkpoint import list_checkpoints
@@ -36,7 +36,7 @@ CASES = {
     "first checkpoint": (checkpoint, "save_shards", 1, 1_000, "partial-checkpoint-2/shards", None),
     "best model": (outputs, "_save", 2, 1_000, "best", "checkpoint-2"),
     "metrics": (report.MetricsFile, "write", 3, 500, "metrics.jsonl", "checkpoint-2"),
-    "last model": (finetune, "save_last", 1, 1_000, "model.safetensors", "checkpoint-4"),
+    "last model": (outputs, "save_last", 1, 1_000, "model.safetensors", "checkpoint-4"),
     "plot": (outputs, "plot_curves", 1, 1_000, "curves.png", "checkpoint-4"),
     "summary": (outputs, "write_json", 1, 100, "summary.json", "checkpoint-4"),
 }

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import generate_cli
 import numpy as np
 import pytest
 import torch
+import transformers as tf
 from accelerate import Accelerator
 from steps import train_step
 from torch import nn
@@ -21,7 +23,9 @@ from torch import nn
 import hf_ga
 from hf_ga import errors
 from hf_ga.exact.memory import too_large_for
+from hf_ga.finetuning.data.tasks import TASKS
 from hf_ga.finetuning.run.cli import parse_config
+from hf_ga.finetuning.run.reload import Expected, check_model
 from hf_ga.recovery.manifest import verify, write_manifest
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +53,7 @@ def test_every_error_is_explained():
         for name, value in vars(errors).items()
         if isinstance(value, type) and name not in ("HfGaError", "NoLoss")  # a LossNotAdditive
     ]
-    assert [name for name in classes if f"## {name} " not in TROUBLES] == [] and len(classes) == 11
+    assert [name for name in classes if f"## {name} " not in TROUBLES] == [] and len(classes) == 12
 
 
 class Net(nn.Module):
@@ -116,6 +120,24 @@ def infinite_sample():
     train_step(accelerator, model, torch.optim.SGD(model.parameters()), window, rule=targets)
 
 
+def lost_head():
+    """A model whose output layer was tied when it was saved, and is not when it is loaded."""
+    folder = Path("outputs/safe/best")
+    config = tf.GPT2Config(vocab_size=9, n_embd=4, n_layer=1, n_head=1, n_positions=4)
+    model = tf.GPT2LMHeadModel(config)
+    model.save_pretrained(folder)
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"tie_word_embeddings": False}))
+    (folder.parent / "checkpoint-50").mkdir()
+    setup = SimpleNamespace(
+        data=SimpleNamespace(task=TASKS["causal-lm"]),
+        config=hf_ga.FinetuneConfig(),
+        dtype=torch.float32,
+        output_dir=folder.parent,
+    )
+    check_model(setup, folder, model.state_dict(), Expected({}, {}))
+
+
 @pytest.mark.parametrize(
     ("kind", "run"),
     [
@@ -130,6 +152,7 @@ def infinite_sample():
         (errors.CheckpointError, damaged_checkpoint),
         (errors.OutOfMemory, long_sample),
         (errors.NonFinite, infinite_sample),
+        (errors.SavedModelDiffers, lost_head),
     ],
 )
 def test_the_messages_are_real(kind, run, tmp_path, monkeypatch):

@@ -93,6 +93,8 @@ def check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
     unsupported = {
         "same_bits, because it adds the ranks' gradients in another order: use DDP": has_same_bits,
         "load_in_4bit: use DDP": config.load_in_4bit,
+        "resize_token_embeddings with adapters, because tied embeddings share the new rows: use "
+        "DDP": config.resize_token_embeddings and config.has_adapters,
         f"optim {config.optim}, whose state cannot be sharded: use adamw": config.optim
         in ("adafactor", "adagrad"),
         "generation, because ranks need different numbers of forwards: generate with the saved "

@@ -16,6 +16,8 @@ from accelerate.utils import set_seed
 from torch import nn
 from transformers import get_scheduler
 
+from hf_ga.embedding.model import EmbeddingModel
+from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import LossFunction, restored_modes, unwrapped
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.stream_loader import StreamLoader
@@ -39,6 +41,7 @@ from hf_ga.finetuning.run.models import (
     load_base_config,
     load_model,
     load_tokenizer,
+    new_token_ids,
 )
 from hf_ga.finetuning.run.optimizers import ADAM, build_optimizer
 from hf_ga.finetuning.run.readers import make_reader
@@ -102,6 +105,8 @@ def build_model(setup: Setup) -> nn.Module:
         model, new = _load_on_main(setup)
     else:
         model, new = _load(setup)
+    if setup.config.resize_token_embeddings:
+        print_fact(setup.accelerator, "tokens", _fact_of_new_tokens(setup))
     if new:
         print_fact(
             setup.accelerator,
@@ -111,14 +116,21 @@ def build_model(setup: Setup) -> nn.Module:
     return model
 
 
-def mergeable(run: Run, weights: dict[str, torch.Tensor]) -> nn.Module:
+def _fact_of_new_tokens(setup: Setup) -> str:
+    new_ids = new_token_ids(setup.model_config, setup.data.tokenizer)
+    if not new_ids:
+        return "resize_token_embeddings has no effect: the model has a row for every token"
+    return f"{len(new_ids)} new rows in the embeddings, {new_ids.start} to {new_ids[-1]}"
+
+
+def mergeable(setup: Setup, weights: dict[str, torch.Tensor]) -> nn.Module:
     """A model like the trained one, but neither sharded nor in 4 bits, where adapters cannot be
     merged. For the main process.
 
     Args:
         weights: the full `state_dict()`.
     """
-    model, _ = _load(replace(run, config=replace(run.config, load_in_4bit=False)))
+    model, _ = _load(replace(setup, config=replace(setup.config, load_in_4bit=False)))
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model.load_state_dict({name: weights[name] for name in trained}, strict=False)
     return model
@@ -147,13 +159,25 @@ def _load_on_main(setup: Setup) -> tuple[nn.Module, list[str]]:
 def _trainable(setup: Setup, model: nn.Module, new_weights: Sequence[str]) -> nn.Module:
     """The model in training mode, with adapters and frozen parameters as configured."""
     config = setup.config
+    new_tokens = new_token_ids(setup.model_config, setup.data.tokenizer)
     if config.has_adapters:
-        model = add_adapters(model, config, setup.data.task.lora_type, new_weights)
+        model = add_adapters(model, config, setup.data.task.lora_type, new_weights, new_tokens)
     if config.freeze:
         freeze(model, config.freeze)
+        if new_tokens:
+            _check_new_rows(model)
     if not loads_on_main(setup.accelerator):  # such a model may not fit on one device
         model = model.to(setup.accelerator.device)
     return model.train()  # also the model within PEFT's wrapper
+
+
+def _check_new_rows(model: nn.Module) -> None:
+    plain: Any = model.encoder if isinstance(model, EmbeddingModel) else model
+    if not plain.get_input_embeddings().weight.requires_grad:
+        raise ConfigError(
+            "freeze freezes the embedding, whose new rows (resize_token_embeddings) would stay as "
+            "they were drawn: omit one of them."
+        )
 
 
 def build_run(setup: Setup) -> Run:

@@ -81,6 +81,11 @@ class FinetuneConfig(DataOptions):
         None, "Hub id or local folder. Default: a small model built from scratch."
     )
     trust_remote_code: bool = option(False, "Allow code from the model's repository.")
+    resize_token_embeddings: bool = option(
+        False,
+        "Add rows to the embeddings for tokens of the tokenizer that the model lacks, drawn around "
+        "the mean of the others as transformers does; with LoRA they are trained, too.",
+    )
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward: less memory, more time."
     )
@@ -458,9 +463,23 @@ class FinetuneConfig(DataOptions):
             )
         if self.eval_only and self.model_name_or_path is None:
             raise ConfigError("eval_only needs a model: set model_name_or_path.")
+        if self.resize_token_embeddings:
+            self._check_resizing()
         if self.eval_only and self.push_to_hub:
             raise ConfigError(
                 "eval_only trains no model to upload: omit push_to_hub, or upload with `hf upload`."
+            )
+
+    def _check_resizing(self) -> None:
+        if self.model_name_or_path is None:
+            raise ConfigError(
+                "resize_token_embeddings is for a pretrained model: a new one has a row for every "
+                "token; set model_name_or_path, or omit it."
+            )
+        if self.eval_only and self.adapter_name_or_path is None:
+            raise ConfigError(
+                "resize_token_embeddings would evaluate new rows that were never trained: omit "
+                "it; the folder of a trained model has all rows."
             )
 
     def _check_class_weights(self) -> None:

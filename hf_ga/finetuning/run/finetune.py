@@ -20,13 +20,11 @@ from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.finetuning.data.data import PreparedData, prepare_unlabelled
 from hf_ga.finetuning.data.showing import sample_lines
 from hf_ga.finetuning.run.accelerator import check_sharded, make_accelerator, precision_name
-from hf_ga.finetuning.run.adapters import is_lora
 from hf_ga.finetuning.run.build import (
     build_model,
     build_run,
     evaluate_split,
     evaluation_loss,
-    mergeable,
     prepare_setup,
     prove_on_split,
 )
@@ -35,14 +33,14 @@ from hf_ga.finetuning.run.config_checks import check_one_of
 from hf_ga.finetuning.run.embeddings import learned_temperature
 from hf_ga.finetuning.run.hub import check_login, upload
 from hf_ga.finetuning.run.loop import fit, stopped_early
-from hf_ga.finetuning.run.outputs import prepare_output_dir, save_last, write_reports
+from hf_ga.finetuning.run.outputs import prepare_output_dir, save_and_check_trained, write_reports
 from hf_ga.finetuning.run.predictions import write_predictions
+from hf_ga.finetuning.run.reload import expected_outputs
 from hf_ga.finetuning.run.report import print_fact, print_results, read_metrics
 from hf_ga.finetuning.run.run import Progress, Run, Setup
 from hf_ga.finetuning.run.saving import forget_other_best, resume
 from hf_ga.finetuning.run.trackers import start_trackers
 from hf_ga.finetuning.run.train_windows import padding_ratio, planned_lengths
-from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import full_state_dict, prepare
 from hf_ga.parallel.processes import (
     broadcast_from_main,
@@ -107,7 +105,8 @@ def finetune(
         ConfigError, DataError: bad input, before a model is built. LossNotAdditive,
             UnkeyedRandomness: the model cannot be trained exactly. OutOfMemory: a sample does not
             fit. CheckpointError: no complete checkpoint to resume from, or a full disk. NonFinite:
-            a loss or gradient is not finite. UploadFailed: the run has finished, its upload failed.
+            a loss or gradient is not finite. SavedModelDiffers: a saved folder is not the trained
+            model. UploadFailed: the run has finished, its upload failed.
             RunStopped: stopped by a signal; the run is saved.
     """
     functions = {"on_step": on_step, "on_evaluate": on_evaluate, "compute_metrics": compute_metrics}
@@ -244,16 +243,18 @@ def _hash_of(data: PreparedData) -> str:
 
 
 def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
-    """Save the last model, write the reports, predict; returns the summary."""
+    """Save the last model, check what was saved, write the reports, predict; returns the
+    summary.
+    """
     config, accelerator, data = run.config, run.accelerator, run.data
     weights = full_state_dict(accelerator, run.model)  # gathered on the main process
     summary = _summary(run, progress, weights, seconds)
     if "test" in data.splits:
         summary |= run.evaluate("test")
+    expected = expected_outputs(run, run.model)
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
-            needs_copy = is_lora(run.model) and (is_sharded(accelerator) or config.load_in_4bit)
-            save_last(run, mergeable(run, weights) if needs_copy else run.model, weights)
+            summary |= save_and_check_trained(run, weights, expected)
             write_reports(run.output_dir, summary)
     write_predictions(run, run.model)  # last: a failure does not lose the trained model
     summary = broadcast_from_main(accelerator, summary)
@@ -307,6 +308,7 @@ def _summary(
         "labels": run.data.labels,
         "class_weights": run.class_weights or None,
         "temperature": learned_temperature(weights),
+        "saved_best": progress.best_check if progress.best_metric is not None else None,
         "weights_sha256": state_sha256(weights),
         "versions": versions(),
         "machine": machine(),

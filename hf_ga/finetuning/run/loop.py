@@ -10,7 +10,7 @@ from hf_ga.errors import DataError, RunStopped
 from hf_ga.exact.backend import sum_over_ranks
 from hf_ga.exact.batches import count_tokens
 from hf_ga.exact.window import Window
-from hf_ga.finetuning.run.outputs import save_best
+from hf_ga.finetuning.run.outputs import save_and_check_best
 from hf_ga.finetuning.run.report import MetricsFile
 from hf_ga.finetuning.run.run import Progress, Run
 from hf_ga.finetuning.run.saving import save
@@ -35,6 +35,7 @@ def fit(run: Run, progress: Progress) -> Progress:
     Raises:
         DataError: 20 consecutive windows made no step. NonFinite: a loss or gradient is not finite,
             with `on_nonfinite` "stop".
+        SavedModelDiffers: `best/` is not the model that was saved there.
         RunStopped: a signal stopped the run; it is saved.
     """
     is_main, stop = run.accelerator.is_main_process, False
@@ -179,7 +180,7 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
         best is None or (value < best if run.config.lower_is_better else value > best)
     ):
         progress.best_metric, progress.evaluations_since_best = value, 0
-        save_best(run, run.model)
+        progress.best_check = save_and_check_best(run, run.model)
     shown = ", ".join(
         f"{k.removeprefix('eval_')} {value:.4f}"
         for k, value in results.items()

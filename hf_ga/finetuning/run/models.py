@@ -1,5 +1,7 @@
 """Loads tokenizer and model by name, or builds small ones if no name is given."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -132,9 +134,11 @@ def complete_config(
             "model."
         )
     _set_labels(model_config, config, data)
-    _check_vocabulary(model_config, data)
-    if getattr(model_config, "pad_token_id", None) is None:
-        model_config.pad_token_id = data.tokenizer.pad_token_id
+    _check_vocabulary(model_config, config, data)
+    padding = data.tokenizer.pad_token_id
+    has_row = padding not in new_token_ids(model_config, data.tokenizer)
+    if getattr(model_config, "pad_token_id", None) is None and has_row:
+        model_config.pad_token_id = padding
     return model_config
 
 
@@ -146,17 +150,28 @@ def num_positions(model_config: PretrainedConfig | None) -> int | None:
     return limit
 
 
-def _check_vocabulary(model_config: PretrainedConfig, data: PreparedData) -> None:
-    """Check that every token id has a row in the model's embedding."""
+def new_token_ids(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> range:
+    """The ids of the tokenizer's tokens that have no row in the model's embedding."""
     vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
-    last = max(data.tokenizer.get_vocab().values(), default=0)
-    if vocabulary and max(last + 1, len(data.tokenizer)) > vocabulary:
-        token = data.tokenizer.convert_ids_to_tokens(last)
-        raise ConfigError(
-            f"the tokenizer has {len(data.tokenizer)} tokens (the last, {token!r}, has id "
-            f"{last}), but the model has {vocabulary}: "
-            "use the model's tokenizer."
-        )
+    last = max(tokenizer.get_vocab().values(), default=0)
+    num_ids = max(last + 1, len(tokenizer))
+    return range(vocabulary or num_ids, num_ids)
+
+
+def _check_vocabulary(
+    model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData
+) -> None:
+    """Check that every token id has a row in the model's embedding, or gets one."""
+    new_ids = new_token_ids(model_config, data.tokenizer)
+    if not new_ids or config.resize_token_embeddings:
+        return
+    last = new_ids[-1]
+    token = data.tokenizer.convert_ids_to_tokens(last)
+    raise ConfigError(
+        f"the tokenizer has {len(data.tokenizer)} tokens (the last, {token!r}, has id {last}), "
+        f"but the model has {new_ids.start}: use the model's tokenizer, or add rows for the new "
+        "tokens with --resize_token_embeddings."
+    )
 
 
 def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData) -> None:
@@ -206,10 +221,40 @@ def _refuse_encoder(model_config: PretrainedConfig) -> None:
         )
 
 
-def load_model(setup: Setup) -> tuple[PreTrainedModel | EmbeddingModel, list[str]]:
-    """The model with its head (for embeddings, its pooling), in float32; to be frozen under
-    adapters, in its own dtype if autocast computes in it. New weights are drawn from torch's
-    generator: seed it first.
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Within the block, transformers logs errors only. Its report of new weights is pages long."""
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def compute_dtype(setup: Setup) -> torch.dtype:
+    """The dtype that products are computed in."""
+    precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return precisions.get(setup.accelerator.mixed_precision, torch.float32)
+
+
+def base_dtype(setup: Setup) -> torch.dtype:
+    """The dtype that a run loads weights in: float32; if they are frozen under adapters, their own
+    if autocast computes in it.
+    """
+    computed = compute_dtype(setup)
+    return computed if setup.config.has_adapters and setup.dtype == computed else torch.float32
+
+
+def load_model(
+    setup: Setup, dtype: torch.dtype | None = None
+) -> tuple[PreTrainedModel | EmbeddingModel, list[str]]:
+    """The model with its head (for embeddings, its pooling) and, with `resize_token_embeddings`,
+    a row for each token. New weights are drawn from torch's generator: seed it first.
+
+    Args:
+        setup: Of the run.
+        dtype: Of the weights. Default: see `base_dtype`.
 
     Returns:
         (model, names of parameters missing from the named model)
@@ -222,33 +267,33 @@ def load_model(setup: Setup) -> tuple[PreTrainedModel | EmbeddingModel, list[str
     four_bit = {
         "load_in_4bit": True,
         "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_compute_dtype": _computed_dtype(setup),
+        "bnb_4bit_compute_dtype": compute_dtype(setup),
     }
     if config.model_name_or_path is None:
         model, new = task.auto_class.from_config(setup.model_config), []
     else:
-        verbosity = logging.get_verbosity()
-        # its report of new weights is pages long: the run prints their number
-        logging.set_verbosity_error()
         try:
-            model, loaded = task.auto_class.from_pretrained(
-                config.model_name_or_path,
-                config=setup.model_config,
-                dtype=_loaded_dtype(setup),
-                trust_remote_code=config.trust_remote_code,
-                ignore_mismatched_sizes=task.labels
-                not in ("none", "target", "pairs"),  # new head for new labels
-                output_loading_info=True,
-                quantization_config=BitsAndBytesConfig(**four_bit) if config.load_in_4bit else None,
-            )
+            with quiet_transformers():
+                model, loaded = task.auto_class.from_pretrained(
+                    config.model_name_or_path,
+                    config=setup.model_config,
+                    dtype=dtype or base_dtype(setup),
+                    trust_remote_code=config.trust_remote_code,
+                    ignore_mismatched_sizes=task.labels
+                    not in ("none", "target", "pairs"),  # new head for new labels
+                    output_loading_info=True,
+                    quantization_config=BitsAndBytesConfig(**four_bit)
+                    if config.load_in_4bit
+                    else None,
+                )
         except (OSError, ValueError, KeyError) as error:
             raise _not_loadable("model", config, error) from error
-        finally:
-            logging.set_verbosity(verbosity)
         new = sorted([*loaded["missing_keys"], *(key[0] for key in loaded["mismatched_keys"])])
         if task.labels == "pairs":  # an encoder's own pooler is not used
             new = [name for name in new if not name.startswith("pooler.")]
         _check_new_weights(model, new, config)
+        if config.resize_token_embeddings:
+            _add_rows(model, setup)
     return _configured(model, config, task), new
 
 
@@ -256,28 +301,18 @@ def empty_model(setup: Setup) -> PreTrainedModel | EmbeddingModel:
     """The model of `load_model` with its parameters on the meta device, for a process that gets its
     shards of them from the main process.
     """
-    config, task = setup.config, setup.data.task
+    config = setup.config
+    task = setup.data.task
     options: dict[str, Any] = {}
     if config.model_name_or_path is not None:
-        options["dtype"] = _loaded_dtype(setup)
+        options["dtype"] = base_dtype(setup)
         options["trust_remote_code"] = config.trust_remote_code
     with init_empty_weights():
         model = task.auto_class.from_config(setup.model_config, **options)
+        if config.resize_token_embeddings:
+            _add_rows(model, setup)
     model.tie_weights()  # each parameter was replaced by one of its own
     return _configured(model, config, task)
-
-
-def _computed_dtype(setup: Setup) -> torch.dtype:
-    """The dtype in which autocast computes."""
-    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return dtypes.get(setup.accelerator.mixed_precision, torch.float32)
-
-
-def _loaded_dtype(setup: Setup) -> torch.dtype:
-    """The dtype of a named model's weights, those under adapters included."""
-    computed = _computed_dtype(setup)
-    is_kept = setup.config.has_adapters and setup.dtype == computed
-    return computed if is_kept else torch.float32
 
 
 def _configured(
@@ -301,6 +336,18 @@ def _configured(
             )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return _with_pooling(model, config) if task.labels == "pairs" else model
+
+
+def _add_rows(model: PreTrainedModel, setup: Setup) -> None:
+    """Give each token a row in the embeddings; transformers draws new rows around their mean."""
+    tokenizer = setup.data.tokenizer
+    new_ids = new_token_ids(setup.model_config, tokenizer)
+    if not new_ids:
+        return
+    with quiet_transformers():
+        model.resize_token_embeddings(new_ids.stop)
+    if model.config.pad_token_id is None:
+        model.config.pad_token_id = tokenizer.pad_token_id
 
 
 def _with_pooling(encoder: PreTrainedModel, config: FinetuneConfig) -> EmbeddingModel:

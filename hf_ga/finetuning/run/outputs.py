@@ -10,10 +10,19 @@ from torch import Tensor, nn
 from transformers.utils import CONFIG_NAME, SAFE_WEIGHTS_NAME
 
 from hf_ga.exact.forward import unwrapped
-from hf_ga.finetuning.run.adapters import is_lora
+from hf_ga.finetuning.run.adapters import is_lora, merge_adapters, save_adapter
+from hf_ga.finetuning.run.build import mergeable
 from hf_ga.finetuning.run.config import FinetuneConfig
+from hf_ga.finetuning.run.reload import (
+    Check,
+    Expected,
+    check_adapter,
+    check_model,
+    expected_outputs,
+)
 from hf_ga.finetuning.run.report import plot_curves, read_metrics
-from hf_ga.finetuning.run.run import Setup
+from hf_ga.finetuning.run.run import Run, Setup
+from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import full_state_dict
 from hf_ga.parallel.processes import raise_on_all_ranks
 from hf_ga.recovery.files import (
@@ -46,45 +55,117 @@ def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
             (folder / "metrics.jsonl").unlink(missing_ok=True)
 
 
-def save_best(setup: Setup, model: nn.Module) -> None:
+def save_and_check_best(setup: Setup, model: nn.Module) -> Check | None:
+    """`save_best`, then load the folder and compare it with the model. All processes must call it.
+
+    Returns:
+        The result for `summary.json`; None on other processes.
+
+    Raises:
+        CheckpointError: See `save_best`.
+        SavedModelDiffers: The folder is not the trained model; on all processes.
+    """
+    expected = expected_outputs(setup, model)
+    weights = save_best(setup, model)
+    check = None
+    with raise_on_all_ranks(setup.accelerator):
+        if setup.accelerator.is_main_process:
+            folder = setup.output_dir / "best"
+            check = _check(setup, folder, model, weights, expected)
+    return check
+
+
+def save_best(setup: Setup, model: nn.Module) -> dict[str, Tensor]:
     """Atomically save the current model (with LoRA, the adapters only) and its tokenizer to
     `best/`. All processes must call it.
+
+    Returns:
+        The full weights on the main process, nothing on others.
 
     Raises:
         CheckpointError: a failed write, such as a full disk; on all processes. Earlier files are
             kept.
     """
-    folder, weights = setup.output_dir / "best", full_state_dict(setup.accelerator, model)
+    folder = setup.output_dir / "best"
+    weights = full_state_dict(setup.accelerator, model)
     with raise_on_all_ranks(setup.accelerator):
         if setup.accelerator.is_main_process:
             with filling(folder) as partial:
                 if is_lora(model):
-                    unwrapped(model).save_pretrained(partial, state_dict=weights)
+                    whole = mergeable(setup, weights) if _hides_adapters(setup) else model
+                    save_adapter(partial, whole, weights, setup.config)
                 else:
                     _save(partial, unwrapped(model), setup.dtype, weights)
                 setup.data.tokenizer.save_pretrained(partial)
                 publish(folder)
+    return weights
+
+
+def _hides_adapters(setup: Setup) -> bool:
+    """Whether PEFT finds no adapters in the model, as FSDP1's wrappers change their names."""
+    return is_sharded(setup.accelerator) and not setup.accelerator.is_fsdp2
+
+
+def save_and_check_trained(
+    run: Run, weights: dict[str, Tensor], expected: Expected
+) -> dict[str, Check | None]:
+    """Save the trained model for `from_pretrained`; with LoRA, the adapters to `adapter/`, and the
+    model with the adapters merged in place. Then load each again and compare. For the main process.
+
+    Args:
+        run: The finished run.
+        weights: The full `state_dict()`.
+        expected: What the trained model computes.
+
+    Returns:
+        Entries of `summary.json`.
+
+    Raises:
+        CheckpointError: See `save_last`.
+        SavedModelDiffers: A folder is not the trained model.
+    """
+    checks: dict[str, Check | None] = {}
+    model: Any = unwrapped(run.model)
+    if is_lora(model):
+        folder = run.output_dir / "adapter"
+        if is_sharded(run.accelerator) or run.config.load_in_4bit:
+            model = mergeable(run, weights)
+        with filling(folder) as partial:
+            save_adapter(partial, model, weights, run.config)
+            publish(folder)
+        checks["saved_adapter"] = _check(run, folder, model, weights, expected)
+        if run.config.load_in_4bit:  # the merged model has the base in its own precision
+            expected = expected_outputs(run, model)
+        model = merge_adapters(model)
+        weights = model.state_dict()
+    save_last(run, model, weights)
+    checks["saved_model"] = check_model(run, run.output_dir, weights, expected)
+    return checks
+
+
+def _check(
+    setup: Setup, folder: Path, model: nn.Module, weights: dict[str, Tensor], expected: Expected
+) -> Check | None:
+    if not is_lora(model):
+        return check_model(setup, folder, weights, expected)
+    if setup.config.model_name_or_path is None:  # a base that was drawn cannot be loaded
+        return None
+    return check_adapter(setup, folder, model, weights, expected)
 
 
 def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Save the trained model for `from_pretrained` in the run's folder. LoRA adapters are saved to
-    `adapter/` and merged in place. For the main process.
+    """Save the trained model for `from_pretrained` in the run's folder. For the main process.
 
     Args:
-        weights: the full `state_dict()` (with LoRA, the adapters are not taken from it but from the
-            model).
+        setup: Of the run.
+        model: Without adapters.
+        weights: The full `state_dict()`.
 
     Raises:
         CheckpointError: a failed write, such as a full disk. Earlier files are kept.
     """
     folder = setup.output_dir
     plain: Any = unwrapped(model)
-    if is_lora(model):
-        with filling(folder / "adapter") as partial:
-            plain.save_pretrained(partial)
-            publish(folder / "adapter")
-        plain = plain.merge_and_unload(safe_merge=True)
-        weights = plain.state_dict()
     with filling(folder / "last", names=folder / SAFE_WEIGHTS_NAME) as partial:
         _save(partial, plain, setup.dtype, weights)
         setup.data.tokenizer.save_pretrained(partial)

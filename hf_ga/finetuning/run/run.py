@@ -25,6 +25,7 @@ class Progress:
         step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no
             step.
         best_metric: best value of the metric that chooses the best model.
+        best_check: how the folder `best/` was loaded and compared; None on other processes.
         evaluations_since_best: evaluations without improvement.
         metrics_size: bytes of metrics.jsonl. changes: by --resume_with_changes, each `name old ->
             new`.
@@ -35,6 +36,7 @@ class Progress:
     num_skipped: int = 0
     skipped_in_a_row: int = 0
     best_metric: float | None = None
+    best_check: dict[str, float] | None = None
     evaluations_since_best: int = 0
     metrics_size: int = 0
     changes: list[str] = field(default_factory=list)

@@ -142,6 +142,10 @@ CASES = {
         "--freeze transformer.wte --lora_r 2",
         ["freeze has no effect with adapters", "omit one"],
     ),
+    "new rows that were never trained": (
+        "--resize_token_embeddings --eval_only",
+        ["resize_token_embeddings would evaluate new rows that were never trained", "omit it"],
+    ),
     "smoothing of numbers": (
         "--task regression --label_smoothing_factor 0.1",
         ["applies to the task", "not regression"],

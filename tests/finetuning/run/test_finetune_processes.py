@@ -131,6 +131,10 @@ def runs_of_two(one, place):
         "fsdp2": (classes_of(place, place / "fsdp2"), variables_of("fsdp2")),
         "fsdp2 again": (classes_of(place, place / "fsdp2 again", **from_3), variables_of("fsdp2")),
         "lora": (small_config(place, place / "lora", **LORA), variables_of("fsdp2")),
+        "lora under fsdp1": (
+            small_config(place, place / "lora under fsdp1", **LORA),
+            variables_of("fsdp1"),
+        ),
         "stream": (small_config(place, place / "stream", **STREAM), variables_of("cpu_2")),
         "error": (
             small_config(place, place / "error", dataset_name=str(place / "missing.jsonl")),
@@ -299,6 +303,18 @@ def test_lora_and_dora_under_fsdp_are_the_same_run(runs_of_two, place):
 
 
 @slow
+@pytest.mark.parametrize("name", ["two", "fsdp1", "fsdp2", "lora", "lora under fsdp1"])
+def test_saved_models_are_loaded_and_compared(name, runs_of_two, place):
+    """Also with the outputs of a sharded model, whose forwards are collectives."""
+    summary = summary_of(place / name)
+    checks = [summary["saved_model"], summary["saved_best"]]
+    if name.startswith("lora"):
+        checks.append(summary["saved_adapter"])
+    for check in checks:
+        assert check["relative_error"] < 1e-5 and check["rows"] >= 2
+
+
+@slow
 def test_resuming_under_fsdp_is_the_run_that_never_stopped(runs_of_two, place):
     """Bit for bit; on other layouts: tests/recovery/test_resume_layouts.py."""
     assert_same_run(place / "fsdp2 again", place / "fsdp2", 0.0, 0.0, after=3)
@@ -324,6 +340,7 @@ def test_what_fsdp_cannot_do_is_refused():
             {"task": "seq2seq", "predict_file": "rows.jsonl"},
             "generate with the saved model and --eval_only",
         ),
+        ({"lora_r": 2, "resize_token_embeddings": True}, "tied embeddings share .*: use DDP"),
     ]:
         with pytest.raises(hf_ga.ConfigError, match=message):
             check_sharded(hf_ga.FinetuneConfig(**more), accelerator)

@@ -75,7 +75,7 @@ def test_early_stopping(name, monkeypatch):
         model=None,
         evaluate=lambda: {f"eval_{metric}": next(left)},
     )
-    monkeypatch.setattr(loop, "save_best", lambda run, model: kept.append(progress.step))
+    monkeypatch.setattr(loop, "save_and_check_best", lambda run, model: kept.append(progress.step))
     while progress.step < len(values) and not loop.stopped_early(run, progress):
         progress.step += 1
         loop._evaluate(run, progress)
