@@ -5,6 +5,7 @@ all shards, on CPUs too.
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
@@ -84,17 +85,7 @@ class ShardedBackend(Backend):
             raise ConfigError(
                 "FSDP does not reduce the gradients of fsdp_ignored_modules: remove that setting."
             )
-        policy = self.plugin.mixed_precision_policy
-        dtype = policy and (
-            policy.reduce_dtype or policy.param_dtype
-        )  # reduce_dtype defaults to param_dtype
-        if dtype in LOW_PRECISION:
-            raise ConfigError(
-                f"FSDP must reduce gradients in float32, but its reduce_dtype is {dtype} "
-                "(Accelerate's default under "
-                "mixed precision). Call hf_ga.prepare(accelerator, model, optimizer) instead of "
-                "accelerator.prepare."
-            )
+        _check_policy(self.plugin.mixed_precision_policy)
         if loss.uses_parameters:
             raise ConfigError(
                 "under FSDP whole_batch cannot use parameters directly, which are sharded: let the "
@@ -208,3 +199,25 @@ def _filler(window: Window, calls: list[Call], loss: Loss) -> Call:
 def own_name(name: str) -> str:
     """Name of a parameter or module in the unwrapped model."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+
+
+def _check_policy(policy: Any) -> None:
+    """Check the dtypes of FSDP's mixed precision.
+
+    Raises:
+        ConfigError: If gradients would be reduced, or losses rounded, in half precision.
+    """
+    if policy is None:
+        return
+    # What is left out is the dtype of the parameters; FSDP1 has no dtype of outputs.
+    dtypes = {
+        "reduce_dtype": policy.reduce_dtype or policy.param_dtype,
+        "output_dtype": getattr(policy, "output_dtype", None),
+    }
+    for name, dtype in dtypes.items():
+        if dtype in LOW_PRECISION:
+            raise ConfigError(
+                f"FSDP must reduce gradients in float32 and keep the dtype of losses, but its "
+                f"{name} is {dtype} (Accelerate's default under mixed precision). Call "
+                "hf_ga.prepare(accelerator, model, optimizer) instead of accelerator.prepare."
+            )

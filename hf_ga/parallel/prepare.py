@@ -149,13 +149,18 @@ def every_prepare_exact(accelerator: Accelerator) -> Iterator[None]:
 
 
 def configure_fsdp(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Let FSDP reduce gradients in float32 (Accelerate's default is the compute dtype), and FSDP2
-    wrap BERT and similar models.
+    """Let FSDP reduce gradients in float32 and keep the dtype of losses, and FSDP2 wrap BERT and
+    similar models.
+
+    Accelerate's default for both is the compute dtype. FSDP2 would round a float32 loss to it, and
+    so the weight of a micro-batch in the gradient: to 8 bits in bf16.
     """
-    if plugin.mixed_precision_policy is not None:
-        plugin.mixed_precision_policy = replace(
-            plugin.mixed_precision_policy, reduce_dtype=torch.float32
-        )
+    policy = plugin.mixed_precision_policy
+    if policy is not None:
+        exact = {"reduce_dtype": torch.float32}
+        if plugin.fsdp_version == 2:
+            exact["output_dtype"] = None
+        plugin.mixed_precision_policy = replace(policy, **exact)
     if plugin.fsdp_version == 2:
         _choose_units(plugin, model)
 

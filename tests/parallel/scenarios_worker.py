@@ -243,12 +243,16 @@ def options(folder: Path, kind: str) -> None:
         (window,) = make_windows(accelerator, samples)
         backward_window(accelerator, model, window, rule=rule)
         types = {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
+        gradients = whole_gradients(model)
+        with torch.no_grad():
+            loss = model(**h.pad_right(samples[:4])).loss
         save(
             accelerator,
             folder,
             f"options {kind} {option}",
-            whole_gradients(model),
+            gradients,
             types=sorted(types),
+            type_of_loss=str(loss.dtype),
         )
         if option == "bf16":
             refused(
@@ -269,6 +273,9 @@ def refused(accelerator: Accelerator, folder: Path, kind: str, backward: Callabl
         {"mixed_precision_policy": replace(policy, reduce_dtype=dtype)}
         for dtype in (torch.bfloat16, None)
     ]
+    if kind == "fsdp2":
+        rounding = replace(policy, output_dtype=torch.bfloat16)
+        settings.append({"mixed_precision_policy": rounding})
     for changed in [*settings, {"ignored_modules": ["wte"]}]:
         before = {name: getattr(plugin, name) for name in changed}
         vars(plugin).update(changed)

@@ -222,14 +222,23 @@ def test_activation_checkpointing_and_bf16(found, gpt2_references, kind, option)
 
 
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
+def test_losses_under_bf16_are_not_rounded(found, kind):
+    """Accelerate lets FSDP2 round them to bf16, and with them the weight of each micro-batch."""
+    for fact in facts(found(2), f"options {kind} bf16"):
+        assert fact["type_of_loss"] == "torch.float32"
+
+
+@pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_what_fsdp_would_silently_do_is_refused(found, kind):
-    """Sums in bf16 (Accelerate's own policy; `hf_ga.prepare` sets float32), no sums of ignored
-    modules, a proof on shards.
+    """Sums in bf16 (Accelerate's own policy; `hf_ga.prepare` sets float32), losses in bf16, no sums
+    of ignored modules, a proof on shards.
     """
-    words = ["Call hf_ga.prepare(accelerator, model, optimizer)"] * 2 + [
-        "does not reduce the gradients of fsdp_ignored_modules"
-    ]
-    words += ["tested before it is sharded"] * (kind == "fsdp1")
+    prepare = "Call hf_ga.prepare(accelerator, model, optimizer)"
+    ignored = "does not reduce the gradients of fsdp_ignored_modules"
+    words = {
+        "fsdp1": [prepare, prepare, ignored, "tested before it is sharded"],
+        "fsdp2": [prepare, prepare, prepare, ignored],
+    }[kind]
     for fact in facts(found(2), f"refused {kind}"):
         assert fact["reduce_dtype"] == "torch.float32"
         assert all(word in said for word, said in zip(words, fact["said"], strict=True)), fact[

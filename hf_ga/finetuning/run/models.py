@@ -310,7 +310,7 @@ def empty_model(setup: Setup) -> PreTrainedModel | EmbeddingModel:
     with init_empty_weights():
         model = task.auto_class.from_config(setup.model_config, **options)
         if config.resize_token_embeddings:
-            _add_rows(model, setup)
+            _add_rows(model, setup, draws_values=False)
     model.tie_weights()  # each parameter was replaced by one of its own
     return _configured(model, config, task)
 
@@ -338,14 +338,21 @@ def _configured(
     return _with_pooling(model, config) if task.labels == "pairs" else model
 
 
-def _add_rows(model: PreTrainedModel, setup: Setup) -> None:
-    """Give each token a row in the embeddings; transformers draws new rows around their mean."""
+def _add_rows(model: PreTrainedModel, setup: Setup, *, draws_values: bool = True) -> None:
+    """Give each token a row in the embeddings.
+
+    Args:
+        model: As it was loaded.
+        setup: Of the run.
+        draws_values: transformers draws new rows around the mean of the others. False: for a model
+            on the meta device, which has no values.
+    """
     tokenizer = setup.data.tokenizer
     new_ids = new_token_ids(setup.model_config, tokenizer)
     if not new_ids:
         return
     with quiet_transformers():
-        model.resize_token_embeddings(new_ids.stop)
+        model.resize_token_embeddings(new_ids.stop, mean_resizing=draws_values)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
 
