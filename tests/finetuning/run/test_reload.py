@@ -287,6 +287,23 @@ def test_the_error_of_a_bf16_model_is_that_of_rounding(saved):
     assert result["tolerance"] == pytest.approx(distance + 1e-4, rel=1e-3)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_products_in_low_precision(precision, launched, models, saved, tmp_path):
+    """The merged model rounds in other places than base and adapters; another function is still
+    found.
+    """
+    launched(precision)
+    summary = train_job(models, tmp_path / "out", CAUSAL, **SHORT, **LORA)
+    check = summary["saved_model"]
+    assert 1e-4 < check["relative_error"] < 0.3 * check["tolerance"]
+    assert summary["saved_adapter"] == EXACT
+    made = saved("job-gpt")
+    assert made.check() == EXACT
+    change_settings(made.folder, activation_function="relu")
+    with pytest.raises(SavedModelDiffers, match="the relative error of its outputs"):
+        made.check()
+
+
 def test_relative_errors_by_hand():
     nan, inf = torch.nan, torch.inf
     expected = {"logits": torch.tensor([3.0, 4.0, nan, -inf]), "scores": torch.tensor([2.0])}
