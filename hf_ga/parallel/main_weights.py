@@ -193,7 +193,8 @@ def _load(model: nn.Module, weights: dict[str, Tensor], *, offload: bool) -> Non
         full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload, strict=False
     )
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "`_get_pg_default_device`")  # torch calls it itself
+        # about the device of the broadcast, which torch finds in an old way
+        warnings.filterwarnings("ignore", "`_get_pg_default_device`|Multiple backends are")
         set_model_state_dict(model, weights, options=options)
 
 

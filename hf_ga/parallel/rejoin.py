@@ -39,7 +39,7 @@ class Progress:
         self._is_repeated = False
 
     def attach(self, model: nn.Module) -> None:
-        """Count the collectives of a model.
+        """Count the collectives of a model, in place of any that were set before.
 
         Args:
             model: Sharded by FSDP2.
