@@ -78,7 +78,7 @@ def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
 
 
 def _accelerators_backend(accelerator: Accelerator, device: torch.device) -> Backend:
-    if hasattr(accelerator, "begin_window"):  # ours, of a room that this one does not import
+    if hasattr(accelerator, "training_loop"):  # ours, of a room that this one does not import
         raise ConfigError(
             "hf_ga.Accelerator makes windows of its own loader's batches: use it without "
             "hf_ga.backward, or pass an accelerate.Accelerator."
