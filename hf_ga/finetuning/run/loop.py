@@ -154,7 +154,7 @@ def _train_on(
 
 
 def _epochs_done(run: Run, window: Window) -> float:
-    """Return the number of epochs after a window; whole epochs for a stream, which has no length."""
+    """Count the epochs up to the end of a window; whole epochs of a stream, which has no length."""
     part_of_epoch = 0.0
     if hasattr(run.windows, "__len__"):
         part_of_epoch = (window.index + 1) / len(run.windows)
