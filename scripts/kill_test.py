@@ -367,6 +367,7 @@ def kill_and_compare(runs: Runs, random: np.random.Generator, number: int) -> bo
     left = runs.folder / "left"
     at_operation = number % 2 == 1
     resumes = number % 4 >= 2 and left.exists()
+    # The part of a run in which the instant is drawn.
     reach = 1.0
     while True:
         if resumes:

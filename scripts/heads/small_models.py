@@ -119,13 +119,15 @@ def small_arguments(
         small = _small_value(name, value, own_dropout, layers, token_ids)
         if small is None:
             continue
-        if small is not value or value != defaults.get(name, value):
+        # Only what differs from the default has to be passed.
+        is_default = small is value and value == defaults.get(name, value)
+        if not is_default:
             arguments[name] = small
     if layers is not None:
         arguments["num_hidden_layers"] = len(layers)
     key_value_heads = _value(config, "num_key_value_heads")
     if key_value_heads == _value(config, "num_attention_heads"):
-        # Not grouped-query attention.
+        # Without grouped-query attention the two numbers of heads stay equal.
         arguments.pop("num_key_value_heads", None)
         if "num_attention_heads" in arguments and key_value_heads is not None:
             arguments["num_key_value_heads"] = arguments["num_attention_heads"]

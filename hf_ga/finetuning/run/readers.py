@@ -48,6 +48,7 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
     def read_entities(
         outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
     ) -> tuple[list[list[str]], list[list[str]]]:
+        """Read predicted and true tags by name, as seqeval needs them."""
         names = np.asarray(data.labels)
         predicted, true = read_logits(outputs, batch, micro_batch)
         predicted_names = [names[ids].tolist() for ids in predicted]
@@ -57,12 +58,14 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
     def read_answers(
         outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
     ) -> tuple[list[Span], list[list[str]]]:
+        """Read the best answer in each window, and the correct answers to its question."""
         samples = [data.splits[split][int(i)] for i in micro_batch.sample_ids]
         return read_spans(outputs, samples), [sample["answers"] for sample in samples]
 
     def generate(
         outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
     ) -> tuple[list[str], list[str]]:
+        """Generate a text for each source, and read the target texts."""
         targets = [data.splits[split][int(i)]["target"] for i in micro_batch.sample_ids]
         return generated_targets(setup, model, batch), targets
 
@@ -189,8 +192,13 @@ def _of_samples(arrays: Any) -> Sequence[Any]:
 
 
 def _padded(samples: Sequence[Any]) -> Any:
-    """Join all samples to one array, padded with -100 on the second axis, or to a tuple of such
-    arrays.
+    """Join all samples to one array, or to a tuple of arrays if each sample is a tuple.
+
+    Args:
+        samples: The array of each sample, of shape (), (width, ...); widths may differ.
+
+    Returns:
+        Shape (samples,) or (samples, largest width, ...), padded with -100.
     """
     if isinstance(samples[0], tuple):
         return tuple(_padded(column) for column in zip(*samples, strict=True))
