@@ -1,4 +1,4 @@
-"""Checks that every split of a window gives the full batch's gradient: `python
+"""Check that every split of a window gives the full batch's gradient: `python
 scripts/check_equivalence.py --help`.
 """
 
@@ -27,8 +27,11 @@ from hf_ga.finetuning.run.config import FinetuneConfig, option
 from hf_ga.finetuning.run.config_checks import check_output_dir
 from hf_ga.parallel.processes import end_training, main_process_first, print_on_main
 
-TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}  # names of the arms in a report
-MOST_SAMPLES, QUICK_SAMPLES, QUICK_LAYOUTS = 64, 16, ["uneven", "one by one", "short last window"]
+# Names of the arms in a report.
+TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}
+MOST_SAMPLES = 64
+QUICK_SAMPLES = 16
+QUICK_LAYOUTS = ["uneven", "one by one", "short last window"]
 
 
 @dataclass
@@ -60,23 +63,26 @@ class CheckConfig(FinetuneConfig):
         """Check the flags of a run and those of the check.
 
         Raises:
-            ConfigError: the first rule that is broken.
+            ConfigError: If a rule is broken; the first one.
         """
         super().check()
         for name, known in (("compare", ARMS), ("check_layouts", NAMES)):
-            if unknown := [value for value in self.listed(name) if value not in known]:
-                raise ConfigError(
-                    f"{name} must name some of {', '.join(known)}, got {unknown[0]!r}."
-                )
+            for value in self.listed(name):
+                if value not in known:
+                    raise ConfigError(
+                        f"{name} must name some of {', '.join(known)}, got {value!r}."
+                    )
 
     def check_output_dir(self) -> None:
         """Allow any content of the folder, as only the two report files are written."""
         check_output_dir(self.output_dir, only_adds=True)
 
     def listed(self, name: str) -> list[str]:
-        """A comma-separated flag as a list; empty for `auto` and `none`."""
+        """Split the value of a comma-separated flag; an empty list for `auto` and `none`."""
         values = [value.strip() for value in getattr(self, name).split(",")]
-        return [] if values in (["auto"], ["none"], [""]) else values
+        if values in (["auto"], ["none"], [""]):
+            return []
+        return values
 
 
 def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceReport:
@@ -109,20 +115,21 @@ def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceRepor
 
 
 def window_samples(config: CheckConfig, data: PreparedData, num_processes: int) -> list[Any]:
-    """A window as large as in training (8 to 64 samples) over the whole range of lengths, in hash
-    order.
+    """Choose the samples of a window as large as in training (8 to 64 samples) over the whole range
+    of lengths, in hash order.
     """
     samples = list(proof_samples(data, "train"))
     most = QUICK_SAMPLES if config.quick else MOST_SAMPLES
-    count = min(
-        len(samples),
-        max(least_samples(num_processes), min(config.layout(num_processes).window_size, most)),
-    )
-    picked = [samples[i] for i in np.linspace(0, len(samples) - 1, count).astype(int)]
+    window_size = min(config.layout(num_processes).window_size, most)
+    window_size = max(window_size, least_samples(num_processes))
+    window_size = min(window_size, len(samples))
+    evenly_spread = np.linspace(0, len(samples) - 1, window_size).astype(int)
+    picked = [samples[i] for i in evenly_spread]
     return [picked[i] for i in epoch_order(len(picked), config.seed, 0)]
 
 
 def _run(arguments: Sequence[str]) -> int:
+    """Run the check with the flags of the command line, and return the exit code."""
     config = parse_config(arguments, CheckConfig)
     assert isinstance(config, CheckConfig)
     config.check()
@@ -136,10 +143,14 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 1 if hf_ga fails with --assert, 2 for bad input, explained in one
-    line.
+    """Run the command.
+
+    Returns:
+        The exit code: 1 if hf_ga fails with --assert, 2 for bad input, explained in one line.
     """
-    return guarded(_run, sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+    return guarded(_run, arguments)
 
 
 if __name__ == "__main__":

@@ -42,10 +42,10 @@ class Compiled:
     """What the compiler made of one kernel.
 
     Attributes:
-        name: of the kernel.
-        registers: of a thread.
-        spilled_bytes: of a thread, kept in memory for want of registers.
-        shared_bytes: of a program.
+        name: The name of the kernel.
+        registers: Registers of a thread.
+        spilled_bytes: Bytes of a thread that are kept in memory for want of registers.
+        shared_bytes: Shared memory of a program.
     """
 
     name: str
@@ -75,7 +75,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 def kernels(
     size: int, dtype: torch.dtype, capability: int
 ) -> list[tuple[triton.JITFunction, Launch]]:
-    """The kernels and how they are launched."""
+    """List the attention kernels, each with its blocks, warps and stages.
+
+    Args:
+        size: Size of a head.
+        dtype: The dtype of queries, keys and values.
+        capability: Compute capability of the GPU times 10.
+    """
     launches = attention_kernel.launches(size, dtype, capability)
     delta_launch = Launch(attention_kernel.DELTA_ROWS, 0, num_warps=4, num_stages=2)
     return [
@@ -121,7 +127,7 @@ def compile_kernel(
 
 
 def type_of(name: str, dtype: str) -> str:
-    """The Triton type of a kernel's argument, by its name."""
+    """Return the Triton type of a kernel's argument, by its name."""
     types = {
         "LSE": "*fp32",
         "DELTA": "*fp32",
@@ -137,7 +143,7 @@ def type_of(name: str, dtype: str) -> str:
 
 
 def resources_of(cubin: bytes) -> tuple[int, int]:
-    """Registers of a thread and bytes of its stack, where spilled registers go."""
+    """Read the registers of a thread and the bytes of its stack, where spilled registers go."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -149,7 +155,7 @@ def resources_of(cubin: bytes) -> tuple[int, int]:
 
 
 def print_row(compiled: Compiled, launch: Launch, size: int, dtype: str, capability: int) -> None:
-    """One line of the table."""
+    """Print one line of the table."""
     blocks = f"{launch.rows}x{launch.columns}"
     shared = compiled.shared_bytes / 1024
     spills = f"  {compiled.spilled_bytes} bytes spilled" if compiled.spilled_bytes else ""
@@ -161,7 +167,7 @@ def print_row(compiled: Compiled, launch: Launch, size: int, dtype: str, capabil
 
 
 def check(compiled: Compiled, capability: int) -> None:
-    """Fail if a kernel spills or needs too much shared memory."""
+    """Exit with an error if a kernel spills registers or needs too much shared memory."""
     limit = MOST_SHARED_MEMORY[capability]
     if compiled.shared_bytes > limit:
         raise SystemExit(

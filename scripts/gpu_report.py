@@ -39,8 +39,13 @@ LARGE_MODELS = f"{PYTEST} -m report tests/promises/test_large_models.py -k"
 
 
 class Part(NamedTuple):
-    """arguments: of Python; OUT is a folder. seconds: at most. needs_cuda: why it is skipped
-    without CUDA, or empty.
+    """One part of the report: a command.
+
+    Attributes:
+        title: Its title in the report.
+        arguments: The arguments of Python; OUT stands for the part's folder.
+        seconds: Its time limit.
+        needs_cuda: Why it is skipped without CUDA; empty if it is not.
     """
 
     title: str
@@ -93,7 +98,11 @@ PARTS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Returns the exit code: 1 if a part failed or ran out of time."""
+    """Run the parts, and write the report after each.
+
+    Returns:
+        The exit code: 1 if a part failed or ran out of time.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--output_dir",
@@ -111,20 +120,14 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     folder: Path = flags.output_dir.resolve()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    results, began = (
-        {name: {"title": PARTS[name].title, "status": "not run"} for name in flags.parts},
-        time.monotonic(),
-    )
+    results = {name: {"title": PARTS[name].title, "status": "not run"} for name in flags.parts}
+    deadline = time.monotonic() + MOST_SECONDS
     for name in flags.parts:
         part = PARTS[name]
         (folder / name).mkdir(parents=True, exist_ok=True)
+        limit = min(part.seconds, deadline - time.monotonic())
         try:
-            run_part(
-                part,
-                folder / name,
-                min(part.seconds, began + MOST_SECONDS - time.monotonic()),
-                results[name],
-            )
+            run_part(part, folder / name, limit, results[name])
         finally:
             write_report(folder, results)
         print(f"{part.title}: {results[name]['status']}", flush=True)
@@ -134,19 +137,25 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run_part(part: Part, folder: Path, limit: float, result: dict[str, Any]) -> None:
-    """Run a command; its outcome, output and figures go to `result`. Python 3.11's forkserver
-    preloads from PYTHONPATH only.
+    """Run a command.
+
+    Args:
+        part: The command.
+        folder: The part's folder.
+        limit: Seconds after which it is killed.
+        result: Gets the outcome, the output and the figures.
     """
     if part.needs_cuda and not torch.cuda.is_available():
         result["status"] = f"skipped: needs CUDA, as {part.needs_cuda}"
         return
-    figures, began, result["status"] = folder / "benchmark.json", time.monotonic(), "interrupted"
+    figures = folder / "benchmark.json"
     figures.unlink(missing_ok=True)
-    command = [
-        sys.executable,
-        *(str(folder) if word == "OUT" else word for word in part.arguments.split()),
-    ]
+    began = time.monotonic()
+    result["status"] = "interrupted"
+    words = [str(folder) if word == "OUT" else word for word in part.arguments.split()]
+    command = [sys.executable, *words]
     with (folder / "output.txt").open("w") as output:
+        # Python 3.11's forkserver preloads from PYTHONPATH only.
         env = os.environ | {
             "TQDM_DISABLE": "1",
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *sys.path]),
@@ -155,21 +164,23 @@ def run_part(part: Part, folder: Path, limit: float, result: dict[str, Any]) -> 
         process = subprocess.Popen(command, start_new_session=True, **options)
         try:
             code = process.wait(max(0.0, limit))
-            last = (folder / "output.txt").read_text(errors="replace").strip().rpartition("\n")[2]
-            result["status"] = f"failed with exit code {code}: {last}" if code else "done"
+            result["status"] = "done"
+            if code:
+                printed = (folder / "output.txt").read_text(errors="replace").strip()
+                last_line = printed.rpartition("\n")[2]
+                result["status"] = f"failed with exit code {code}: {last_line}"
         except subprocess.TimeoutExpired:
             result["status"] = f"timed out after {limit:.0f} s"
         finally:
+            # With all processes that it started.
             with suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # with all processes that it started
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            result |= {
-                "seconds": time.monotonic() - began,
-                "output": (folder / "output.txt").read_text(errors="replace"),
-            }
-            result["sections"] = (
-                json.loads(figures.read_text())["sections"] if figures.exists() else []
-            )
+            result["seconds"] = time.monotonic() - began
+            result["output"] = (folder / "output.txt").read_text(errors="replace")
+            result["sections"] = []
+            if figures.exists():
+                result["sections"] = json.loads(figures.read_text())["sections"]
 
 
 def write_report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
@@ -182,24 +193,19 @@ def write_report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
         *(f"- {result['title']}: {result['status']}" for result in results.values()),
         "",
     ]
-    lines += [
-        "## Targets and defaults"
-        if torch.cuda.is_available()
-        else "## Targets and defaults of a GPU (this is a CPU)",
-        "",
-    ]
-    lines += [
-        f"- {line}"
-        for line in re.findall(
-            r"^[.sF]*(?:- )?((?:passed|FAILED|default|waits).*)", outputs, re.MULTILINE
-        )
-    ]
+    title = "## Targets and defaults"
+    if not torch.cuda.is_available():
+        title = "## Targets and defaults of a GPU (this is a CPU)"
+    lines += [title, ""]
+    targets = r"^[.sF]*(?:- )?((?:passed|FAILED|default|waits).*)"
+    lines += [f"- {line}" for line in re.findall(targets, outputs, re.MULTILINE)]
     for result in results.values():
+        lines += ["", f"## {result['title']}", "", result["status"]]
         text = result.get("output", "").strip()
-        shown = (
-            text.replace("\n## ", "\n### ") if result.get("sections") else f"```text\n{text}\n```"
-        )
-        lines += ["", f"## {result['title']}", "", result["status"], *(["", shown] if text else [])]
+        if text and result.get("sections"):
+            lines += ["", text.replace("\n## ", "\n### ")]
+        elif text:
+            lines += ["", f"```text\n{text}\n```"]
     peers = results.get("peers", {}).get("sections", [])
     rates = {
         f"{row[0]}, {section['title'][:4]}": row[1] for section in peers for row in section["rows"]

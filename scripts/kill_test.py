@@ -1,17 +1,16 @@
-"""Kill runs at random instants, resume them, compare the result with an uninterrupted run: `python
-scripts/kill_test.py`.
+"""Kill runs at random instants, resume them, and compare the result with an uninterrupted run:
+`python scripts/kill_test.py`.
 
 A small GPT-2 with dropout trains 12 optimizer steps (3 epochs) on generated rows, with a checkpoint
 every 2 steps (2 are kept) and an evaluation every 3. Each kill is a SIGKILL, followed by
 `--resume_from_checkpoint auto` to the end and a comparison: weights, metrics.jsonl (except
 tokens_per_second), the best and the last model, the losses of summary.json, the names of all files.
 Half of the instants are drawn uniformly over the duration of a run, start-up included; half are
-file operations in output_dir, drawn from
-all that Python audits in a run: the process kills itself right before. Every second pair of killed
-    runs resumes from the files of
-the previous kill, so there are chains of kills without a finished run between them. With 2
-processes (DDP on CPUs) one is killed; the other one receives SIGTERM and later SIGKILL, as from a
-launcher, if it does not exit. Exits with code 1 if any result differs.
+file operations in output_dir, drawn from all that Python audits in a run: the process kills itself
+right before. Every second pair of killed runs resumes from the files of the previous kill, so there
+are chains of kills without a finished run between them. With 2 processes (DDP on CPUs) one is
+killed; the other one receives SIGTERM and later SIGKILL, as from a launcher, if it does not exit.
+Exits with code 1 if any result differs.
 """
 
 import argparse
@@ -37,6 +36,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hf_ga
 from hf_ga.finetuning.data.corpus import train_tokenizer
 
+# Audited operation -> index of the argument that is a folder's descriptor. None: it has none.
 DESCRIPTOR = {
     "os.rename": 2,
     "os.remove": 1,
@@ -44,14 +44,13 @@ DESCRIPTOR = {
     "os.mkdir": 2,
     "os.truncate": None,
     "open": None,
-}  # argument index
+}
 TEXT = (
     "the window of samples is one step and every split gives same update while dropout stays "
     "keyed by position"
 )
-SERVER = multiprocessing.get_context(
-    "forkserver"
-)  # imports once; each run is still a separate process
+# Imports once; each run is still a separate process.
+SERVER = multiprocessing.get_context("forkserver")
 PRELOAD = [
     "hf_ga.finetuning.run.finetune",
     "hf_ga.finetuning.data.corpus",
@@ -64,9 +63,8 @@ ENVIRONMENT = OFFLINE | {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-ENVIRONMENT["PYTHONWARNINGS"] = (
-    "ignore:resource_tracker"  # it cleans up the semaphores of killed processes
-)
+# It cleans up the semaphores of killed processes.
+ENVIRONMENT["PYTHONWARNINGS"] = "ignore:resource_tracker"
 SUMMARY = (
     "weights_sha256",
     "train_loss",
@@ -75,14 +73,18 @@ SUMMARY = (
     "steps",
     "skipped_windows",
 )
-SURVIVES = (
-    10.0  # seconds for a process to exit after the other one was killed, and again after a SIGTERM
-)
-TIME_LIMIT = 300.0  # seconds for a run (a normal one takes a few)
+# Seconds for a process to exit after the other one was killed, and again after a SIGTERM.
+SURVIVES = 10.0
+# Seconds for a run; a normal one takes a few.
+TIME_LIMIT = 300.0
 
 
 def main() -> int:
-    """Kill, resume, compare, report. Returns the exit code."""
+    """Kill, resume, compare, report.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--kills",
@@ -115,10 +117,8 @@ def main() -> int:
         ENVIRONMENT | {"HF_DATASETS_CACHE": str(flags.output_dir.resolve() / "cache")}
     )
     SERVER.set_forkserver_preload(PRELOAD)
-    runs, random = (
-        Runs(flags.output_dir.resolve(), flags.processes),
-        np.random.default_rng(flags.seed),
-    )
+    runs = Runs(flags.output_dir.resolve(), flags.processes)
+    random = np.random.default_rng(flags.seed)
     runs.measure()
     print(
         f"uninterrupted: {runs.seconds:.1f} s, {sum(runs.operations)} file operations; a second "
@@ -132,12 +132,14 @@ def main() -> int:
 
 def write_inputs(folder: Path) -> None:
     """Write rows and a small model with its tokenizer."""
-    random, words = np.random.default_rng(0), TEXT.split()
+    random = np.random.default_rng(0)
+    words = TEXT.split()
     for name, count in {"train": 60, "validation": 13}.items():
-        texts = [" ".join(random.choice(words, random.integers(1, 13))) for _ in range(count)]
-        (folder / f"{name}.jsonl").write_text(
-            "".join(json.dumps({"text": text}) + "\n" for text in texts)
-        )
+        lines = []
+        for _ in range(count):
+            chosen = random.choice(words, random.integers(1, 13))
+            lines.append(json.dumps({"text": " ".join(chosen)}) + "\n")
+        (folder / f"{name}.jsonl").write_text("".join(lines))
     tokenizer = train_tokenizer([TEXT] * 3, 300)
     ends = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
     torch.manual_seed(0)
@@ -148,12 +150,13 @@ def write_inputs(folder: Path) -> None:
         "n_head": 2,
         "n_positions": 64,
     }
-    GPT2LMHeadModel(GPT2Config(**sizes, **ends)).save_pretrained(folder / "model")
+    model = GPT2LMHeadModel(GPT2Config(**sizes, **ends))
+    model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
 
 
 def settings(folder: Path, output: Path) -> dict[str, Any]:
-    """Flags of a run; the model has dropout 0.1."""
+    """Return the flags of a run; the model has dropout 0.1."""
     files = {"dataset_name": folder / "train.jsonl", "validation_file": folder / "validation.jsonl"}
     paths = {"model_name_or_path": folder / "model", "output_dir": output, **files}
     often = {
@@ -168,7 +171,15 @@ def settings(folder: Path, output: Path) -> dict[str, Any]:
 
 
 def train(folder: Path, output: Path, rank: dict[str, Any], count: Any, die_at: int) -> None:
-    """Run one process; prints to a log file next to the folder. See `count_operation`."""
+    """Run one process, which prints to a log file next to its output folder.
+
+    Args:
+        folder: The folder of the inputs.
+        output: The output folder.
+        rank: The environment variables of the rank.
+        count: Counts file operations, see `count_operation`.
+        die_at: See `count_operation`.
+    """
     os.environ.update({name: str(value) for name, value in rank.items()})
     with output.with_name(f"{output.name}.log").open("a") as log:
         os.dup2(log.fileno(), 1)
@@ -183,18 +194,26 @@ def train(folder: Path, output: Path, rank: dict[str, Any], count: Any, die_at: 
 def count_operation(
     event: str, values: tuple[Any, ...], output: str, count: Any, die_at: int
 ) -> None:
-    """An audit hook: counts operations that change the folder, and kills the process right before
-    operation `die_at`.
+    """Count operations that change a folder, and kill the process right before one of them: an
+    audit hook.
+
+    Args:
+        event: The name of the audited operation.
+        values: Its arguments.
+        output: The folder.
+        count: An integer in shared memory.
+        die_at: The number of the operation, from 1. 0: never.
     """
     if event not in DESCRIPTOR or isinstance(values[0], int):
         return
     if event == "open" and not (values[2] or 0) & (os.O_WRONLY | os.O_RDWR):
         return
-    path, descriptor = os.fsdecode(values[0]), DESCRIPTOR[event]
-    if (
-        descriptor is not None and values[descriptor] >= 0
-    ):  # relative to an open folder, as in `shutil.rmtree`
-        path = os.path.join(os.readlink(f"/proc/self/fd/{values[descriptor]}"), path)
+    path = os.fsdecode(values[0])
+    descriptor = DESCRIPTOR[event]
+    if descriptor is not None and values[descriptor] >= 0:
+        # Relative to an open folder, as in `shutil.rmtree`.
+        open_folder = os.readlink(f"/proc/self/fd/{values[descriptor]}")
+        path = os.path.join(open_folder, path)
     if not path.startswith(output + os.sep):
         return
     count.value += 1
@@ -203,50 +222,80 @@ def count_operation(
 
 
 class Runs:
-    """Runs with the same settings in one folder, each in new processes."""
+    """Runs with the same settings in one folder, each in new processes.
+
+    Args:
+        folder: The folder of inputs and outputs.
+        processes: Number of ranks of each run.
+
+    Attributes:
+        seconds: Duration of an uninterrupted run, once measured.
+        operations: Number of file operations of each rank in it.
+        counts: The same of the last run, in shared memory.
+    """
 
     def __init__(self, folder: Path, processes: int) -> None:
-        self.folder, self.processes = folder, processes
-        self.seconds, self.operations = 0.0, np.zeros(processes)
+        self.folder = folder
+        self.processes = processes
+        self.seconds = 0.0
+        self.operations = np.zeros(processes)
+        self.counts: list[Any] = []
         joined([started(write_inputs, folder)])
 
     def start(self, output: Path, victim: int = 0, die_at: int = 0) -> list[Any]:
-        """Start a run, which resumes from the folder's checkpoint, if any. The victim kills itself
-        right before its file operation `die_at` (from 1); 0: never.
+        """Start a run, which resumes from the folder's checkpoint, if any.
+
+        Args:
+            output: The output folder.
+            victim: The rank that kills itself.
+            die_at: The file operation right before which it does, from 1. 0: never.
+
+        Returns:
+            The processes.
         """
         sizes = {"WORLD_SIZE": self.processes, "LOCAL_WORLD_SIZE": self.processes}
         sizes |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        ranks = [
-            {**sizes, "RANK": rank, "LOCAL_RANK": rank} if self.processes > 1 else {}
-            for rank in range(self.processes)
-        ]
-        self.counts = [SERVER.RawValue("i") for _ in ranks]
-        return [
-            started(train, self.folder, output, rank, count, die_at * (i == victim))
-            for i, (rank, count) in enumerate(zip(ranks, self.counts, strict=True))
-        ]
+        self.counts = [SERVER.RawValue("i") for _ in range(self.processes)]
+        processes = []
+        for rank, count in enumerate(self.counts):
+            variables = {}
+            if self.processes > 1:
+                variables = {**sizes, "RANK": rank, "LOCAL_RANK": rank}
+            own_die_at = die_at if rank == victim else 0
+            processes.append(started(train, self.folder, output, variables, count, own_die_at))
+        return processes
 
     def finish(self, output: Path) -> list[str]:
-        """Run to the end; returns the failures."""
+        """Run to the end.
+
+        Returns:
+            The failures, as texts.
+        """
         codes = joined(self.start(output))
-        return [f"exit codes {codes}: {last_line(output)}"] if any(codes) else []
+        if not any(codes):
+            return []
+        return [f"exit codes {codes}: {last_line(output)}"]
 
     def measure(self) -> None:
-        """Two uninterrupted runs: the first fills caches; the second is timed and must be
-        identical.
+        """Run twice without interruption: the first run fills caches; the second is timed and must
+        be identical.
         """
-        wrong, began = self.finish(self.folder / "undisturbed"), time.monotonic()
-        wrong = wrong or self.finish(self.folder / "again")
-        self.seconds, self.operations = (
-            time.monotonic() - began,
-            np.array([count.value for count in self.counts]),
-        )
-        if wrong := wrong or differences(self.folder / "undisturbed", self.folder / "again"):
+        first = self.folder / "undisturbed"
+        second = self.folder / "again"
+        wrong = self.finish(first)
+        began = time.monotonic()
+        wrong = wrong or self.finish(second)
+        self.seconds = time.monotonic() - began
+        self.operations = np.array([count.value for count in self.counts])
+        wrong = wrong or differences(first, second)
+        if wrong:
             raise SystemExit(f"two uninterrupted runs differ: {'; '.join(wrong)}")
 
     def kill(self, output: Path, victim: int, instant: float, die_at: int) -> bool:
-        """Kill a process after `instant` seconds, or before its file operation `die_at`; False: the
-        run had ended before.
+        """Run, and kill a process after `instant` seconds, or before its file operation `die_at`.
+
+        Returns:
+            False, if the run had ended before.
         """
         processes = self.start(output, victim, die_at)
         killed = processes.pop(victim)
@@ -259,10 +308,11 @@ class Runs:
 
 
 def free_port() -> int:
-    """A free port below the ephemeral ones, where a process that waits for a listener may connect
-    to itself.
+    """Find a free port below the ephemeral ones, where a process that waits for a listener may
+    connect to itself.
     """
-    for port in np.random.default_rng().permutation(np.arange(10_000, 30_000)).tolist():
+    ports = np.random.default_rng().permutation(np.arange(10_000, 30_000))
+    for port in ports.tolist():
         with socket.socket() as free, suppress(OSError):
             free.bind(("127.0.0.1", port))
             return port
@@ -270,18 +320,24 @@ def free_port() -> int:
 
 
 def started(function: Callable[..., None], *arguments: Any) -> Any:
-    """Start a process."""
+    """Start a process that calls a function."""
     process = SERVER.Process(target=function, args=arguments)
     process.start()
     return process
 
 
 def joined(processes: list[Any], seconds: float = TIME_LIMIT) -> list[int]:
-    """Wait for processes, kill those that still run after `seconds`; returns their exit codes."""
+    """Wait for processes, and kill those that still run after `seconds`.
+
+    Returns:
+        Their exit codes.
+    """
     deadline = time.monotonic() + seconds
     for process in processes:
-        process.join(max(0.0, deadline - time.monotonic()))
-        process.kill()  # no effect if it has exited
+        seconds_left = max(0.0, deadline - time.monotonic())
+        process.join(seconds_left)
+        # Without effect if it has exited.
+        process.kill()
         process.join()
     return [process.exitcode for process in processes]
 
@@ -289,23 +345,40 @@ def joined(processes: list[Any], seconds: float = TIME_LIMIT) -> list[int]:
 def end_as_a_launcher_would(process: Any) -> None:
     """Wait, then send SIGTERM, finally SIGKILL."""
     process.join(SURVIVES)
-    process.terminate()  # no effect if it has exited
+    # Without effect if it has exited.
+    process.terminate()
     joined([process], SURVIVES)
 
 
 def kill_and_compare(runs: Runs, random: np.random.Generator, number: int) -> bool:
-    """One kill, one resume, one comparison: whether the result differs. If the run ends before the
-    kill, an earlier instant is drawn.
+    """Kill a run, resume it, and compare the result. If the run ends before the kill, draw an
+    earlier instant.
+
+    Args:
+        runs: The runs, measured.
+        random: Draws the instant and the process.
+        number: The number of the kill, which decides its kind and whether it resumes from the files
+            of the previous kill.
+
+    Returns:
+        Whether the result differs.
     """
-    output, left, reach = runs.folder / f"killed-{number}", runs.folder / "left", 1.0
-    at_operation, resumes = number % 2 == 1, number % 4 >= 2 and left.exists()
+    output = runs.folder / f"killed-{number}"
+    left = runs.folder / "left"
+    at_operation = number % 2 == 1
+    resumes = number % 4 >= 2 and left.exists()
+    # The part of a run in which the instant is drawn.
+    reach = 1.0
     while True:
         if resumes:
             shutil.copytree(left, output)
-        instant, die_at, victim = TIME_LIMIT, 0, int(random.integers(runs.processes))
+        victim = int(random.integers(runs.processes))
+        instant = TIME_LIMIT
+        die_at = 0
         if at_operation:
             victim = int(random.choice(runs.processes, p=runs.operations / runs.operations.sum()))
-            die_at = 1 + int(random.integers(max(1, int(reach * runs.operations[victim]))))
+            num_operations = max(1, int(reach * runs.operations[victim]))
+            die_at = 1 + int(random.integers(num_operations))
         else:
             instant = float(random.uniform(0, reach * runs.seconds))
         if runs.kill(output, victim, instant, die_at):
@@ -315,20 +388,28 @@ def kill_and_compare(runs: Runs, random: np.random.Generator, number: int) -> bo
     shutil.rmtree(left, ignore_errors=True)
     if output.exists():
         shutil.copytree(output, left)
-    if found := lost_or_different(runs, output):
-        where = f"before file operation {die_at}" if at_operation else f"after {instant:.3f} s"
-        tqdm.write(f"kill {number} of process {victim} {where}: {'; '.join(found)}")
-        if left.exists():
-            shutil.copytree(left, left.with_name(f"left-{number}"))  # kept for inspection
-    else:
+    found = lost_or_different(runs, output)
+    if not found:
         shutil.rmtree(output)
-    return bool(found)
+        return False
+    where = f"before file operation {die_at}" if at_operation else f"after {instant:.3f} s"
+    tqdm.write(f"kill {number} of process {victim} {where}: {'; '.join(found)}")
+    if left.exists():
+        # Kept for inspection.
+        shutil.copytree(left, left.with_name(f"left-{number}"))
+    return True
 
 
 def lost_or_different(runs: Runs, output: Path) -> list[str]:
-    """Resume a killed run to its end; returns differences from the uninterrupted run."""
-    has_checkpoint, log = (output / "latest").exists(), output.with_name(f"{output.name}.log")
-    log.unlink(missing_ok=True)  # the killed run's log
+    """Resume a killed run to its end.
+
+    Returns:
+        The differences from the uninterrupted run, as texts.
+    """
+    has_checkpoint = (output / "latest").exists()
+    log = output.with_name(f"{output.name}.log")
+    # The killed run's log.
+    log.unlink(missing_ok=True)
     found = runs.finish(output) or differences(runs.folder / "undisturbed", output)
     if has_checkpoint and "starts from step 0" in log.read_text(errors="replace"):
         found.append("a checkpoint was lost: the run started from step 0")
@@ -336,16 +417,16 @@ def lost_or_different(runs: Runs, output: Path) -> list[str]:
 
 
 def differences(reference: Path, output: Path) -> list[str]:
-    """The differences between two finished runs."""
-    right, summary = (
-        json.loads((folder / "summary.json").read_text()) for folder in (reference, output)
-    )
+    """List the differences between two finished runs, as texts."""
+    right = json.loads((reference / "summary.json").read_text())
+    summary = json.loads((output / "summary.json").read_text())
     found = [
         f"{name} {summary.get(name)} instead of {right[name]}"
         for name in SUMMARY
         if summary.get(name) != right[name]
     ]
-    expected, lines = (metrics_of(folder) for folder in (reference, output))
+    expected = metrics_of(reference)
+    lines = metrics_of(output)
     if lines != expected:
         steps = [line["step"] for line in lines]
         changed = sorted({line["step"] for line in lines if line not in expected})
@@ -356,17 +437,19 @@ def differences(reference: Path, output: Path) -> list[str]:
     for file in ("model.safetensors", "best/model.safetensors"):
         if not filecmp.cmp(reference / file, output / file, shallow=False):
             found.append(f"{file} differs")
-    before, after = (
-        {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
-        for folder in (reference, output)
-    )
-    if names := before ^ after:
-        found.append(f"files in only one of the folders: {', '.join(sorted(names))}")
+    in_one_only = names_in(reference) ^ names_in(output)
+    if in_one_only:
+        found.append(f"files in only one of the folders: {', '.join(sorted(in_one_only))}")
     return found
 
 
+def names_in(folder: Path) -> set[str]:
+    """Return the names of all files and folders below a folder."""
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
+
+
 def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl without the speed."""
+    """Read the lines of metrics.jsonl without the speed."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in line.items() if name != "tokens_per_second"}
@@ -375,9 +458,10 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def last_line(output: Path) -> str:
-    """The last line that a run printed."""
+    """Return a sentence with the last line that a run printed."""
     log = output.with_name(f"{output.name}.log")
-    return f"{log.name} ends with {log.read_text(errors='replace').strip().splitlines()[-1:]}"
+    lines = log.read_text(errors="replace").strip().splitlines()
+    return f"{log.name} ends with {lines[-1:]}"
 
 
 if __name__ == "__main__":

@@ -25,13 +25,24 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 COPIED = ("hf_ga", "scripts", "tests", "docs", "pyproject.toml")
 TIME_LIMIT = 300  # seconds for the tests of one mutant
-KILLED, SURVIVED, DOES_NOT_APPLY, NO_VERDICT = "killed", "SURVIVED", "DOES NOT APPLY", "NO VERDICT"
+KILLED = "killed"
+SURVIVED = "SURVIVED"
+DOES_NOT_APPLY = "DOES NOT APPLY"
+NO_VERDICT = "NO VERDICT"
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: in `file` (below hf_ga/) `new` takes the place of `old`, and `tests` (below
-    tests/, by spaces) must fail.
+    """One fault, which tests must find.
+
+    Attributes:
+        number: Its number in tests/mutants.yaml, from 1.
+        room: The part of the package whose tests find it.
+        reason: What is wrong.
+        file: The changed file, below hf_ga/.
+        old: The text that is replaced.
+        new: What takes its place.
+        tests: The tests that must fail, below tests/, separated by spaces.
     """
 
     number: int
@@ -44,26 +55,27 @@ class Mutant:
 
 
 def all_mutants() -> list[Mutant]:
-    """Those of tests/mutants.yaml, numbered from 1."""
+    """Read the mutants of tests/mutants.yaml."""
     rooms = yaml.safe_load((ROOT / "tests" / "mutants.yaml").read_text(encoding="utf-8"))
     entries = [(room, entry) for room, of_room in rooms.items() for entry in of_room]
     return [Mutant(number, room, **entry) for number, (room, entry) in enumerate(entries, start=1)]
 
 
 def judge(mutant: Mutant) -> tuple[str, str]:
-    """The verdict, and what it rests on: the test that failed, or why there is none."""
+    """Run the tests of a mutant in a copy of the repository.
+
+    Returns:
+        The verdict, and what it rests on: the test that failed, or why there is none.
+    """
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         for name in COPIED:
-            (shutil.copytree if (ROOT / name).is_dir() else shutil.copy2)(
-                ROOT / name, Path(folder, name)
-            )
+            copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy2
+            copy(ROOT / name, Path(folder, name))
         path = Path(folder, "hf_ga", mutant.file)
         text = path.read_text(encoding="utf-8")
-        if text.count(mutant.old) != 1:
-            return (
-                DOES_NOT_APPLY,
-                f"the text occurs {text.count(mutant.old)} times in hf_ga/{mutant.file}",
-            )
+        count = text.count(mutant.old)
+        if count != 1:
+            return DOES_NOT_APPLY, f"the text occurs {count} times in hf_ga/{mutant.file}"
         path.write_text(text.replace(mutant.old, mutant.new), encoding="utf-8")
         tests = [f"tests/{test}" for test in mutant.tests.split()]
         command = [
@@ -78,10 +90,8 @@ def judge(mutant: Mutant) -> tuple[str, str]:
             "no:cacheprovider",
             *tests,
         ]
-        variables = os.environ | {
-            "PYTHONPATH": folder,
-            "HF_HOME": str(Path(folder, "cache")),
-        }  # a cache would hide the fault
+        # A cache of its own, because the common one would hide the fault.
+        variables = os.environ | {"PYTHONPATH": folder, "HF_HOME": str(Path(folder, "cache"))}
         try:
             done = subprocess.run(
                 command,
@@ -96,15 +106,17 @@ def judge(mutant: Mutant) -> tuple[str, str]:
     failed = re.findall(r"^(?:FAILED|ERROR) tests/(\S+)", done.stdout, re.MULTILINE)
     if done.returncode == 1 and failed:
         return KILLED, failed[0]
-    return (
-        (SURVIVED, mutant.tests)
-        if done.returncode == 0
-        else (NO_VERDICT, (done.stdout + done.stderr).strip()[-200:])
-    )
+    if done.returncode == 0:
+        return SURVIVED, mutant.tests
+    return NO_VERDICT, (done.stdout + done.stderr).strip()[-200:]
 
 
 def main() -> int:
-    """Judge the chosen mutants; print a line for each."""
+    """Judge the chosen mutants, and print a line for each.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--only",
@@ -114,11 +126,9 @@ def main() -> int:
     )
     parser.add_argument("--jobs", type=int, default=1, help="mutants at once")
     arguments = parser.parse_args()
-    chosen = [
-        m
-        for m in all_mutants()
-        if not arguments.only or {m.room, str(m.number)} & set(arguments.only)
-    ]
+    chosen = all_mutants()
+    if arguments.only:
+        chosen = [m for m in chosen if {m.room, str(m.number)} & set(arguments.only)]
 
     def timed(mutant: Mutant) -> tuple[str, str, float]:
         began = time.monotonic()

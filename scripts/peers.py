@@ -45,7 +45,7 @@ Step = Callable[..., Any]  # of `hf_ga.check_equivalence`
 
 
 def plain_step(model: nn.Module, micro_batches: list[Batch], accumulation_steps: int) -> None:
-    """The loop of most tutorials: the mean of each micro-batch over their number."""
+    """Run the loop of most tutorials: the mean of each micro-batch over their number."""
     for batch in micro_batches:
         loss = model(**batch).loss / accumulation_steps
         loss.backward()
@@ -54,13 +54,15 @@ def plain_step(model: nn.Module, micro_batches: list[Batch], accumulation_steps:
 def counting_step(
     model: nn.Module, micro_batches: list[Batch], accumulation_steps: int
 ) -> tuple[None, Gradients]:
-    """Accelerate's guide for models of variable-length texts: the sum of each micro-batch's losses
-    over the targets of the window, times the accumulation steps that Accelerate divides by.
+    """Run the loop of Accelerate's guide for texts of different lengths: the sum of each
+    micro-batch's losses over the targets of the window, times the accumulation steps that
+    Accelerate divides by.
     """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation_steps)
     loader = DataLoader(micro_batches, batch_size=1, collate_fn=lambda items: items[0])
     prepared, loader = accelerator.prepare(model, loader)
-    num_targets = sum(int((batch["labels"][:, 1:] != -100).sum()) for batch in micro_batches)
+    labels = [batch["labels"][:, 1:] for batch in micro_batches]
+    num_targets = sum(int((of_batch != -100).sum()) for of_batch in labels)
     for batch in loader:
         with accelerator.accumulate(prepared):
             loss = prepared(**batch, num_items_in_batch=num_targets).loss
@@ -224,12 +226,12 @@ EMBEDDING_PEERS: dict[str, tuple[str, Callable[[], Step]]] = {
 
 
 def installed(peers: dict[str, tuple[str, Callable[[], Step]]]) -> dict[str, Step]:
-    """The steps of the peers whose packages are installed."""
+    """Return the steps of the peers whose packages are installed."""
     return {name: make() for name, (package, make) in peers.items() if find_spec(package)}
 
 
 def check_all() -> list[tuple[str, hf_ga.EquivalenceReport]]:
-    """The reports, with the title of each."""
+    """Check all peers, and return the reports, each with its title."""
     torch.manual_seed(0)
     reports = []
     for dropout in (0.0, DROPOUT):
@@ -260,7 +262,7 @@ that is independent of the split."""
 
 
 def page(reports: list[tuple[str, hf_ga.EquivalenceReport]]) -> str:
-    """The text of docs/peers.md."""
+    """Return the text of docs/peers.md."""
     parts = [INTRODUCTION]
     for title, report in reports:
         parts.append(f"## {title}\n\n{table(report)}\n\n{causes(report)}")
@@ -272,7 +274,9 @@ def page(reports: list[tuple[str, hf_ga.EquivalenceReport]]) -> str:
 
 
 def table(report: hf_ga.EquivalenceReport) -> str:
-    """One row a library: its relative error in each layout, and how many passed."""
+    """Return a table in Markdown: for each library its relative error in each layout, and how many
+    passed.
+    """
     layouts = [row.layout for row in report.arm("hf_ga").rows]
     lines = [
         "| | " + " | ".join(layouts) + " | passed |",
@@ -287,7 +291,7 @@ def table(report: hf_ga.EquivalenceReport) -> str:
 
 
 def causes(report: hf_ga.EquivalenceReport) -> str:
-    """Why each library differs."""
+    """Return a list in Markdown of why each library differs."""
     lines = []
     for arm in report.arms:
         for reason in report.reasons(arm):
@@ -298,13 +302,15 @@ def causes(report: hf_ga.EquivalenceReport) -> str:
 
 
 def all_peers() -> dict[str, tuple[str, Callable[[], Step]]]:
+    """Return title -> package and maker of the step, of all peers."""
     return LANGUAGE_MODEL_PEERS | EMBEDDING_PEERS
 
 
 def versions() -> str:
-    """Of the packages that were checked."""
-    packages = dict.fromkeys(package for package, _ in all_peers().values() if find_spec(package))
-    return ", ".join(f"{name.replace('_', '-')} {version(name)}" for name in packages)
+    """Return the versions of the packages that were checked."""
+    packages = dict.fromkeys(package for package, _ in all_peers().values())
+    is_installed = [name for name in packages if find_spec(name)]
+    return ", ".join(f"{name.replace('_', '-')} {version(name)}" for name in is_installed)
 
 
 def main() -> None:

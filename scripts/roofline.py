@@ -51,9 +51,9 @@ class Device:
     """What a GPU can do at most.
 
     Attributes:
-        name: of the GPU.
-        flops: dense bf16 operations of its matrix units in a second.
-        bandwidth: bytes a second between the GPU and its memory.
+        name: The name of the GPU.
+        flops: Dense bf16 operations of its matrix units in a second.
+        bandwidth: Bytes a second between the GPU and its memory.
     """
 
     name: str
@@ -71,7 +71,15 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """A model. kind: one of `MODELS`, a causal language model or a classifier."""
+    """The shape of a model.
+
+    Attributes:
+        kind: One of `MODELS`, a causal language model or a classifier.
+        layers: Number of layers.
+        width: Hidden size.
+        heads: Number of attention heads.
+        words: Size of the vocabulary.
+    """
 
     kind: str
     layers: int = 12
@@ -89,11 +97,13 @@ class Mode:
     """A way of training.
 
     Attributes:
-        name: in the table.
-        batches: (lengths of an epoch, window, micro-batch) -> the samples of each micro-batch.
-        keeps_scores: attention stores scores, weights and masks, of length x length.
-        is_packed: layers compute real tokens only; else padded to the longest of the micro-batch.
-        is_lean: GPT-2's activation in one kernel, and logits chunk by chunk.
+        name: Its name in the table.
+        batches: A function (lengths of an epoch, window, micro-batch) -> the samples of each
+            micro-batch.
+        keeps_scores: Whether attention stores scores, weights and masks, of length x length.
+        is_packed: Whether layers compute real tokens only; else samples are padded to the longest
+            of the micro-batch.
+        is_lean: Whether GPT-2's activation is one kernel, and logits are computed chunk by chunk.
     """
 
     name: str
@@ -105,7 +115,15 @@ class Mode:
 
 @dataclass(frozen=True)
 class Work:
-    """What some micro-batches take. flops: of matrix products. tokens: with padding."""
+    """What some micro-batches take.
+
+    Attributes:
+        flops: Operations of matrix products.
+        num_bytes: Bytes read and written.
+        kernels: Number of launched kernels.
+        tokens: Number of tokens, padding included.
+        micro_batches: Their number.
+    """
 
     flops: float = 0.0
     num_bytes: float = 0.0
@@ -121,32 +139,33 @@ class Work:
 
 
 def random_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
-    """Trainer's default: any order."""
+    """Make micro-batches as Trainer does by default: in any order."""
     order = np.random.default_rng(0).permutation(len(lengths))
     return np.array_split(order, -(-len(order) // micro_batch))
 
 
 def grouped_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
-    """Trainer's group_by_length."""
+    """Make micro-batches as Trainer's group_by_length does."""
     generator = torch.Generator().manual_seed(0)
     sampler = LengthGroupedSampler(window, lengths=lengths.tolist(), generator=generator)
     return np.array_split(np.array([*sampler]), -(-len(lengths) // micro_batch))
 
 
 def rebalanced_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
-    """Trainer's batch_rebalance."""
+    """Make micro-batches as Trainer's batch_rebalance does."""
     sampler = BatchRebalanceSampler(lengths.tolist(), window, 1, window // micro_batch)
     return [np.array(batch) for batch in sampler]
 
 
 def planned_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
-    """hf_ga's plan for a GPU, of windows in any order."""
+    """Make micro-batches by hf_ga's plan for a GPU, of windows in any order."""
     order = np.random.default_rng(0).permutation(len(lengths))
     plan = ByLength(micro_batch, None, GPU_OVERHEAD, in_step=False)
     batches = []
     for start in range(0, len(order), window):
         samples = order[start : start + window]
-        batches += [samples[offsets] for offsets in plan(lengths[samples], 1)[0]]
+        (of_process,) = plan(lengths[samples], 1)
+        batches += [samples[offsets] for offsets in of_process]
     return batches
 
 
@@ -187,7 +206,7 @@ class CountKernels(TorchDispatchMode):
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """The tensors of nested lists, tuples and dictionaries."""
+    """Yield the tensors of nested lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -198,8 +217,10 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> int:
-    """Of a tensor in memory: an expanded one is not larger than its storage."""
-    return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
+    """Count the bytes of a tensor in memory: an expanded one is not larger than its storage."""
+    shown = tensor.numel() * tensor.element_size()
+    stored = tensor.untyped_storage().nbytes()
+    return min(shown, stored)
 
 
 def build(shape: Shape, mode: Mode) -> nn.Module:
@@ -238,14 +259,19 @@ def count(model: nn.Module, shape: Shape, mode: Mode, lengths: np.ndarray) -> Co
 
     The operators are those of a CPU; where a GPU has fewer kernels (dropout), so has the count.
     """
-    rows, width = (1, lengths.sum()) if mode.is_packed else (len(lengths), lengths.max())
-    ids = torch.ones(int(rows), int(width), dtype=torch.long)
+    if mode.is_packed:
+        rows = 1
+        width = int(lengths.sum())
+    else:
+        rows = len(lengths)
+        width = int(lengths.max())
+    ids = torch.ones(rows, width, dtype=torch.long)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    if mode.is_packed:  # transformers takes a mask of four axes as it is, and makes none of T x T
+    if mode.is_packed:
+        # transformers takes a mask of four axes as it is, and makes none of T x T.
         inputs["attention_mask"] = torch.ones(1, 1, 1, ids.shape[1], dtype=torch.bool)
-    if (
-        mode.is_packed and shape.kind == "bert"
-    ):  # it has no positions for all tokens of a micro-batch
+    if mode.is_packed and shape.kind == "bert":
+        # It has no positions for all tokens of a micro-batch.
         inputs |= {"position_ids": torch.zeros_like(ids), "token_type_ids": torch.zeros_like(ids)}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -277,12 +303,15 @@ def _loss(
 def _fused_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Dropout as on a GPU: one kernel forward and one backward, torch's and hf_ga's."""
-    return torch.native_dropout(input, p, training)[0] if training and p > 0 else input
+    """Drop as on a GPU: by one kernel forward and one backward, like torch's and hf_ga's."""
+    if not training or p == 0:
+        return input
+    output, _ = torch.native_dropout(input, p, training)
+    return output
 
 
 def flops(shape: Shape, mode: Mode, lengths: np.ndarray) -> float:
-    """Operations of the matrix products of one forward and backward.
+    """Count the operations of the matrix products of one forward and backward.
 
     6 for each weight of a layer and token (12 x width^2 weights); 12 x width for each layer and
     pair of tokens that attend; 6 x words x width for each token whose logits are computed. A
@@ -303,7 +332,7 @@ def flops(shape: Shape, mode: Mode, lengths: np.ndarray) -> float:
 def work_of_window(
     shape: Shape, mode: Mode, lengths: np.ndarray, window: int, micro_batch: int
 ) -> Work:
-    """The mean work of a window of an epoch, the optimizer's bytes included."""
+    """Compute the mean work of a window of an epoch, the optimizer's bytes included."""
     total = Work()
     batches = mode.batches(lengths, window, micro_batch)
     with FakeTensorMode():
@@ -324,7 +353,8 @@ def work_of_window(
 
 
 def bounds(work: Work, device: Device, launch_seconds: float) -> tuple[float, float, float]:
-    """Seconds of computing, of memory traffic and of launches: the largest is the prediction.
+    """Return the seconds of computing, of memory traffic and of launches. The largest is the
+    prediction.
 
     >>> bounds(Work(flops=2e12, num_bytes=3e9, kernels=1000), Device("any", 1e12, 1e9), 5e-6)
     (2.0, 3.0, 0.005)
@@ -337,7 +367,13 @@ def bounds(work: Work, device: Device, launch_seconds: float) -> tuple[float, fl
 
 
 def table(works: dict[str, Work], device: Device, real_tokens: float) -> str:
-    """Markdown: a row for each mode. real_tokens: of a window."""
+    """Return a table in Markdown with a row for each mode.
+
+    Args:
+        works: Name of a mode -> mean work of a window.
+        device: The GPU.
+        real_tokens: Tokens of a window without padding.
+    """
     header = (
         "mode",
         "tokens / real",

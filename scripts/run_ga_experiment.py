@@ -41,7 +41,9 @@ from hf_ga.finetuning.run.models import load_tokenizer
 from hf_ga.finetuning.run.optimizers import build_optimizer
 from hf_ga.training import prepare, prove_targets, train_step
 
-WINDOW_SIZE, LEARNING_RATE, SEED = 64, 5e-4, 0
+WINDOW_SIZE = 64
+LEARNING_RATE = 5e-4
+SEED = 0
 LIMITS = {
     "train loss": 2e-6,
     "validation loss": 5e-6,
@@ -61,9 +63,18 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class Arm:
-    """One run. `weights`: (targets of each micro-batch, micro-batches of a full window) -> factor
-    of each micro-batch's mean loss;
-    None: the correct step.
+    """One run.
+
+    Attributes:
+        name: Its name in the table.
+        micro_batch_size: Samples in a micro-batch.
+        dropout: Probability at all sites.
+        planner: Plans the micro-batches of a window. None: by number of samples.
+        weights: A function (targets of each micro-batch, micro-batches of a full window) -> factor
+            of each micro-batch's mean loss. None: the correct step.
+        keyed: Whether dropout is keyed.
+        same_window: Whether micro-batches hold the samples of the window, or others.
+        token_weighted_validation: Whether the validation loss is the mean over tokens.
     """
 
     name: str
@@ -78,8 +89,14 @@ class Arm:
 
 @dataclass
 class ArmResult:
-    """The results of an arm: loss of each step, validation loss at the end, final weights (flat,
-    float64), steps per second.
+    """The results of an arm.
+
+    Attributes:
+        arm: The arm.
+        train_losses: The loss of each step.
+        validation_loss: The validation loss at the end.
+        final_weights: All weights, float64 of shape (parameters,).
+        steps_per_second: Optimizer steps per second.
     """
 
     arm: Arm
@@ -90,8 +107,23 @@ class ArmResult:
 
 
 def correct_weights(counts: np.ndarray, full: int) -> np.ndarray:
-    """n_k / sum of n, as in `backward_window`."""
+    """Weight each micro-batch by its share of the window's targets, as `backward_window` does."""
     return counts / counts.sum()
+
+
+def mean_of_means(counts: np.ndarray, full: int) -> np.ndarray:
+    """Weight all micro-batches equally."""
+    return np.full(len(counts), 1 / len(counts))
+
+
+def divided_by_full(counts: np.ndarray, full: int) -> np.ndarray:
+    """Divide by the micro-batches of a full window, in the short last window too."""
+    return counts / counts.sum() * len(counts) / full
+
+
+def not_divided(counts: np.ndarray, full: int) -> np.ndarray:
+    """Sum the micro-batches' gradients instead of averaging them."""
+    return counts / counts.sum() * len(counts)
 
 
 LAYOUTS = [
@@ -111,27 +143,32 @@ WITHOUT_DROPOUT = [
 ]
 MISTAKES = [
     Arm("micro-batches sampled independently", 16, weights=correct_weights, same_window=False),
-    Arm("mean of means (ragged lengths)", 16, weights=lambda n, full: np.full(len(n), 1 / len(n))),
-    Arm(
-        "last window divided by the full GA",
-        16,
-        weights=lambda n, full: n / n.sum() * len(n) / full,
-    ),
-    Arm("gradients not divided", 16, weights=lambda n, full: n / n.sum() * len(n)),
+    Arm("mean of means (ragged lengths)", 16, weights=mean_of_means),
+    Arm("last window divided by the full GA", 16, weights=divided_by_full),
+    Arm("gradients not divided", 16, weights=not_divided),
     Arm("native dropout", 16, weights=correct_weights, keyed=False),
     Arm("validation as a mean over batches of 16", 16, token_weighted_validation=False),
 ]
 
 
 class Experiment:
-    """Data, initial weights and settings of all arms. `num_samples`: training rows, with a short
-    last window of an epoch.
+    """Data, initial weights and settings of all arms.
+
+    Args:
+        steps: Optimizer steps of each arm.
+        num_samples: Training rows; the default makes the last window of an epoch a short one.
+        max_length: Largest number of tokens of a sample.
+        same_bits: Samples in one chunk. None: windows are not cut into chunks.
+
+    Raises:
+        ConfigError: If it runs on several processes.
     """
 
     def __init__(
         self, steps: int, num_samples: int = 600, max_length: int = 48, same_bits: int | None = None
     ) -> None:
-        if (count := PartialState().num_processes) > 1:
+        count = PartialState().num_processes
+        if count > 1:
             raise ConfigError(
                 f"the experiment compares layouts of one process, but runs on {count}: start it "
                 "without a launcher."
@@ -139,8 +176,10 @@ class Experiment:
         config = FinetuneConfig(max_length=max_length)
         self.data: PreparedData = prepare_data(config, load_tokenizer(config))
         train = self.data.splits["train"]
-        self.train = train.select(range(min(num_samples, len(train)))).with_format(None)
-        self.steps, self.same_bits = steps, same_bits
+        first = range(min(num_samples, len(train)))
+        self.train = train.select(first).with_format(None)
+        self.steps = steps
+        self.same_bits = same_bits
         torch.manual_seed(SEED)
         tokenizer = self.data.tokenizer
         special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
@@ -156,7 +195,12 @@ class Experiment:
         )
 
     def run(self, arm: Arm, on_step: Callable[[], Any] = lambda: None) -> ArmResult:
-        """Train one arm from the initial weights."""
+        """Train one arm from the initial weights, and evaluate it.
+
+        Args:
+            arm: The arm.
+            on_step: Called after each step.
+        """
         accelerator = Accelerator()
         model = copy.deepcopy(self.model).to(accelerator.device).train()
         for module in model.modules():
@@ -166,8 +210,10 @@ class Experiment:
         samples = [self.train[i] for i in range(32)]
         rule = prove_targets(model, samples, self.data.collate)
         model, optimizer = prepare(accelerator, model, optimizer, rule=rule)
-        torch.manual_seed(SEED)  # for native dropout
-        losses, began = [], time.perf_counter()
+        # For native dropout.
+        torch.manual_seed(SEED)
+        losses = []
+        began = time.perf_counter()
         for window in self._windows(arm, accelerator):
             if arm.weights is None:
                 result = train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
@@ -176,28 +222,32 @@ class Experiment:
                 losses.append(mistaken_step(model, optimizer, window, rule, arm))
             on_step()
         rate = self.steps / (time.perf_counter() - began)
-        weights = torch.cat([p.detach().double().flatten().cpu() for p in model.parameters()])
-        return ArmResult(arm, losses, self._validate(arm, accelerator, model, rule), weights, rate)
+        flat = [p.detach().double().flatten().cpu() for p in model.parameters()]
+        validation_loss = self._validate(arm, accelerator, model, rule)
+        return ArmResult(arm, losses, validation_loss, torch.cat(flat), rate)
 
     def _windows(self, arm: Arm, accelerator: Accelerator) -> Iterator[Window]:
+        """Yield the windows of an arm, epoch after epoch."""
+        # Without lengths, windows are split by number of samples, as in the arms' names.
+        lengths = None if arm.planner is None else self.train["length"]
         loader = WindowLoader(
             self.train,
             self.data.collate,
             accelerator=accelerator,
             per_device_batch_size=arm.micro_batch_size,
             global_batch_size=WINDOW_SIZE,
-            lengths=None
-            if arm.planner is None
-            else self.train["length"],  # split by number of samples, as in the arms' names
+            lengths=lengths,
             planner=arm.planner,
             seed=SEED,
             canonical_micro_batch=self.same_bits,
         )
         generator = np.random.default_rng(SEED)
-        for window in islice(chain.from_iterable(repeat(loader)), self.steps):  # epoch after epoch
+        epochs = repeat(loader)
+        for window in islice(chain.from_iterable(epochs), self.steps):
             yield window if arm.same_window else _resampled(window, generator, len(self.train))
 
     def _validate(self, arm: Arm, accelerator: Accelerator, model: nn.Module, rule: Rule) -> float:
+        """Compute the validation loss, by the arm's mistake if that is one of validation."""
         rows = self.data.splits["validation"]
         windows = evaluation_windows(
             rows,
@@ -210,31 +260,34 @@ class Experiment:
         if arm.token_weighted_validation:
             return evaluate(accelerator, model, windows, rule)["loss"]
         model.eval()
-        starts = range(0, len(rows), arm.micro_batch_size)
-        batches = [
-            self.data.collate([rows[j] for j in range(i, min(i + arm.micro_batch_size, len(rows)))])
-            for i in starts
-        ]
+        losses = []
         with torch.no_grad():
-            return float(np.mean([model(**batch).loss.item() for batch in batches]))
+            for start in range(0, len(rows), arm.micro_batch_size):
+                end = min(start + arm.micro_batch_size, len(rows))
+                batch = self.data.collate([rows[i] for i in range(start, end)])
+                losses.append(model(**batch).loss.item())
+        return float(np.mean(losses))
 
 
 def mistaken_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, window: Window, rule: Rule, arm: Arm
 ) -> float:
-    """One optimizer step with the arm's mistake. Returns the loss that such a loop would log: its
-    weighted sum.
+    """Make one optimizer step with the arm's mistake.
+
+    Returns:
+        The loss that such a loop would log: the weighted sum of the micro-batches' losses.
     """
     micro_batches = window.micro_batches
     counts = np.array([sum(rule.loss.count(m.batch, len(m))) for m in micro_batches])
     weights = arm.weights(counts, WINDOW_SIZE // arm.micro_batch_size)
-    reported, for_window = 0.0, window_key(window.request.seed, window.epoch, window.index)
+    seed = window.request.seed
+    for_window = window_key(seed, window.epoch, window.index)
+    reported = 0.0
     optimizer.zero_grad()
     with rule.dropout.scope(model) if arm.keyed else nullcontext():
         for micro_batch, weight in zip(micro_batches, weights, strict=True):
-            rule.dropout.set_keys(
-                sample_keys(window.request.seed, window.epoch, micro_batch.positions), for_window
-            )
+            for_samples = sample_keys(seed, window.epoch, micro_batch.positions)
+            rule.dropout.set_keys(for_samples, for_window)
             loss = model(**micro_batch.batch).loss * float(weight)
             loss.backward()
             reported += loss.item()
@@ -244,31 +297,37 @@ def mistaken_step(
 
 
 def differences(result: ArmResult, reference: ArmResult) -> dict[str, float]:
-    """Relative differences to the reference arm: the largest over all steps, of the validation
-    loss, of the final weights (L2).
+    """Compute relative differences to the reference arm.
+
+    Returns:
+        `train loss`, the largest difference over all steps; `validation loss`; `final weights`, by
+        their L2 norm.
     """
-    losses, right = np.array(result.train_losses), np.array(reference.train_losses)
-    weights = (
-        result.final_weights - reference.final_weights
-    ).norm() / reference.final_weights.norm()
+    losses = np.array(result.train_losses)
+    right = np.array(reference.train_losses)
+    step_errors = np.abs(losses - right) / right
+    validation_error = abs(result.validation_loss - reference.validation_loss)
+    weight_error = (result.final_weights - reference.final_weights).norm()
     return {
-        "train loss": float(np.max(np.abs(losses - right) / right)),
-        "validation loss": abs(result.validation_loss - reference.validation_loss)
-        / reference.validation_loss,
-        "final weights": float(weights),
+        "train loss": float(np.max(step_errors)),
+        "validation loss": validation_error / reference.validation_loss,
+        "final weights": float(weight_error / reference.final_weights.norm()),
     }
 
 
 def _resampled(window: Window, generator: np.random.Generator, num_samples: int) -> Window:
-    """The same micro-batch sizes, each filled with independently drawn samples."""
-    request = replace(
-        window.request, sample_ids=generator.integers(num_samples, size=window.num_samples)
-    )
+    """Fill micro-batches of the same sizes with independently drawn samples."""
+    sample_ids = generator.integers(num_samples, size=window.num_samples)
+    request = replace(window.request, sample_ids=sample_ids)
     return replace(window, request=request, batches=window.fetcher[request])
 
 
 def main() -> int:
-    """Parse flags, run all arms, report. Returns the exit code."""
+    """Parse flags, run all arms, report.
+
+    Returns:
+        The exit code.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--steps", type=int, default=100, help="optimizer steps of each run (default: 100)"
@@ -289,47 +348,44 @@ def main() -> int:
     flags = parser.parse_args()
     logging.set_verbosity_error()
     experiment = Experiment(flags.steps, same_bits=flags.same_bits)
-    groups, limits = (
-        {"layouts": LAYOUTS, "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES},
-        LIMITS,
-    )
+    groups = {"layouts": LAYOUTS, "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
+    limits = LIMITS
     if flags.same_bits:
         sizes = [size for size in (64, 32, 16, 8, 4, 2, 1) if size >= flags.same_bits]
-        groups, limits = (
-            {"layouts": [Arm(f"{size} x {64 // size}", size) for size in sizes]},
-            dict.fromkeys(LIMITS, 0.0),
-        )
-    with tqdm(
-        total=flags.steps * sum(map(len, groups.values())), unit="step", dynamic_ncols=True
-    ) as bar:
+        groups = {"layouts": [Arm(f"{size} x {64 // size}", size) for size in sizes]}
+        limits = dict.fromkeys(LIMITS, 0.0)
+    num_arms = sum(map(len, groups.values()))
+    with tqdm(total=flags.steps * num_arms, unit="step", dynamic_ncols=True) as bar:
         results = {
             group: [experiment.run(arm, bar.update) for arm in arms]
             for group, arms in groups.items()
         }
     flags.output_dir.mkdir(parents=True, exist_ok=True)
-    table, failures = make_table(results), broken_limits(results, limits)
+    table = make_table(results)
+    failures = broken_limits(results, limits)
     (flags.output_dir / "experiment.md").write_text(table + "\n")
     plot(results, flags.output_dir / "experiment.png")
     print(table)
-    within = "matches the full batch: " + ", ".join(
-        f"{name} within {limit:.0e}" for name, limit in limits.items()
-    )
-    print(
-        "\n".join(failures)
-        if failures
-        else f"every layout {'has the same bits' if flags.same_bits else within}"
-    )
-    return 1 if failures else 0
+    if failures:
+        print("\n".join(failures))
+        return 1
+    if flags.same_bits:
+        print("every layout has the same bits")
+        return 0
+    within = ", ".join(f"{name} within {limit:.0e}" for name, limit in limits.items())
+    print(f"every layout matches the full batch: {within}")
+    return 0
 
 
 def reference_of(results: dict[str, list[ArmResult]], group: str) -> ArmResult:
-    """The run to compare with: 64 x 1, with the same dropout."""
-    return results["dropout 0" if group == "dropout 0" else "layouts"][0]
+    """Return the run to compare with: 64 x 1, with the same dropout."""
+    of_reference = "dropout 0" if group == "dropout 0" else "layouts"
+    return results[of_reference][0]
 
 
 def make_table(results: dict[str, list[ArmResult]]) -> str:
-    """A Markdown table, one row per run; differences are relative to the first row (for dropout 0,
-    to its first row).
+    """Make a Markdown table, one row per run; differences are relative to the first row (for
+    dropout 0, to its first row).
     """
     rows = [COLUMNS, ["---"] + ["---:"] * (len(COLUMNS) - 1)]
     for group, members in results.items():
@@ -347,16 +403,15 @@ def make_table(results: dict[str, list[ArmResult]]) -> str:
 def broken_limits(
     results: dict[str, list[ArmResult]], limits: dict[str, float] = LIMITS
 ) -> list[str]:
-    """One line for every exceeded limit."""
+    """List the limits that are exceeded, one line for each."""
     lines = []
     for group in ("layouts", "dropout 0"):
         for result in results.get(group, []):
             reference = reference_of(results, group)
             errors = differences(result, reference)
             if group == "dropout 0":
-                errors["validation loss, dropout 0"] = abs(
-                    result.validation_loss - reference.validation_loss
-                )
+                validation_error = abs(result.validation_loss - reference.validation_loss)
+                errors["validation loss, dropout 0"] = validation_error
             lines += [
                 f"{result.arm.name}: {name} differs by {value:.1e}, limit {limits[name]:.0e}"
                 for name, value in errors.items()
@@ -366,17 +421,16 @@ def broken_limits(
 
 
 def plot(results: dict[str, list[ArmResult]], path: Path) -> None:
-    """Relative difference of the training loss over the steps, logarithmic: layouts below, mistakes
-    above.
+    """Plot the relative difference of the training loss over the steps, logarithmic: layouts below,
+    mistakes above.
     """
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for group, style in (("layouts", "-"), ("mistakes", "--")):
         reference = reference_of(results, group)
         for result in results.get(group, []):
-            if (
-                result is not reference and result.arm.token_weighted_validation
-            ):  # this mistake trains like a layout
+            # An arm with the mistake in validation trains like a layout.
+            if result is not reference and result.arm.token_weighted_validation:
                 pairs = zip(result.train_losses, reference.train_losses, strict=True)
                 errors = [max(abs(a - b) / b, 1e-9) for a, b in pairs]
                 axes.semilogy(

@@ -27,7 +27,8 @@ def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 class Profile:
-    """Notes the functions of hf_ga that are called, and how deep the model's forward is in them.
+    """The functions of hf_ga that are called, and how deep the model's forward is in them: a
+    function for `sys.setprofile`.
 
     Attributes:
         functions: (file, name) of each function of hf_ga.
@@ -39,6 +40,7 @@ class Profile:
         self.depth = 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
+        """Note the call of a function."""
         if event != "call":
             return
         code = frame.f_code
@@ -49,6 +51,7 @@ class Profile:
 
 
 def _frames_of_ours(frame: FrameType | None) -> int:
+    """Count the frames of hf_ga from a frame up to that of `train_step`, which does not count."""
     count = 0
     while frame is not None and frame.f_code.co_name != "train_step":
         count += frame.f_code.co_filename.startswith(PACKAGE)

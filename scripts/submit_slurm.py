@@ -1,9 +1,8 @@
 """Submit a run to SLURM, with one `accelerate launch` per node, through submitit.
 
-    python scripts/submit_slurm.py --nodes 2 --gpus_per_node 8 --time 24:00:00 --partition gpu
-    --dry_run -- \
-        scripts/finetune.py --model_name_or_path gpt2 --global_batch_size 3072 --output_dir
-        outputs/gpt2
+    python scripts/submit_slurm.py --nodes 2 --gpus_per_node 8 --time 24:00:00 --partition gpu \
+        --dry_run -- scripts/finetune.py --model_name_or_path gpt2 --global_batch_size 3072 \
+        --output_dir outputs/gpt2
 
 Needs the extra `finetune`. Every start uses `--resume_from_checkpoint auto`, which resumes from the
 newest checkpoint in output_dir, if any. A preempted job saves and is requeued, and so is a job at
@@ -31,16 +30,23 @@ from hf_ga.errors import ConfigError, HfGaError
 from hf_ga.exact.plan_batch import launch_flags
 from hf_ga.finetuning.run.cli import guarded, parse_config
 
-GRACE_SECONDS = 90  # for the launched processes to finish their window and save after SIGTERM
-# at most from the SIGTERM of a preemption to the signal that requeues the job, or to SIGKILL
+# For the launched processes to finish their window and save after SIGTERM.
+GRACE_SECONDS = 90
+# The most from the SIGTERM of a preemption to the signal that requeues the job, or to SIGKILL.
 SIGNAL_SECONDS = 120
 RESUME = ("--resume_from_checkpoint", "auto")
 
 
 @dataclass(frozen=True)
 class NodeJob:
-    """The task that submitit runs once on each node. `launch_options`: further flags of `accelerate
-    launch`.
+    """The task that submitit runs once on each node.
+
+    Attributes:
+        command: The script and its flags.
+        nodes: Number of nodes.
+        processes_per_node: Number of processes on each node.
+        use_cpu: Whether the processes compute on CPUs.
+        launch_options: Further flags of `accelerate launch`.
     """
 
     command: tuple[str, ...]
@@ -53,46 +59,53 @@ class NodeJob:
         """Launch the command and wait for its end.
 
         Raises:
-            HfGaError: the launched command failed.
+            HfGaError: If the launched command failed.
         """
         environment = JobEnvironment()
-        port = (
-            20000 + int(environment.job_id) % 10000
-        )  # the same on all nodes; two jobs on one node rarely share it
+        # The same on all nodes; two jobs on one node rarely share it.
+        port = 20000 + int(environment.job_id) % 10000
         words = self.launch_words(environment.node, environment.hostnames[0], port)
         print(shlex.join(words), flush=True)
-        variables = {
-            "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-        }  # the venv may not be activated
-        variables |= {"TORCH_ELASTIC_SHUTDOWN_TIMEOUT": str(GRACE_SECONDS)}  # default: 30 s
-        variables |= {"ACCELERATE_USE_CPU": "true"} if self.use_cpu else {}
+        variables = self.environment_variables()
         terminated: list[int] = []
         signal.signal(signal.SIGTERM, lambda number, frame: terminated.append(number))
-        code = run_to_end(
-            words, os.environ | variables, getattr(signal, f"SIG{environment.USR_SIG}")
-        )
-        if (
-            code and terminated
-        ):  # SIGTERM also ended the launched processes: a failure now would prevent the requeue
+        ignored = getattr(signal, f"SIG{environment.USR_SIG}")
+        code = run_to_end(words, variables, ignored)
+        if code and terminated:
+            # SIGTERM also ended the launched processes: a failure now would prevent the requeue.
             time.sleep(SIGNAL_SECONDS)
         if code:
             raise HfGaError(f"node {environment.node}: exit code {code} of {shlex.join(words)}")
 
     def checkpoint(self) -> DelayedSubmission:
-        """Called by submitit at preemption and at the time limit, to requeue the job. SIGTERM
-        follows, and the run saves.
+        """Requeue the job: submitit calls it at preemption and at the time limit. SIGTERM follows,
+        and the run saves.
         """
         return DelayedSubmission(self)
 
+    def environment_variables(self) -> dict[str, str]:
+        """Return the environment variables of the launched command."""
+        variables = dict(os.environ)
+        # The venv may not be activated.
+        variables["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+        # The default is 30 s.
+        variables["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(GRACE_SECONDS)
+        if self.use_cpu:
+            variables["ACCELERATE_USE_CPU"] = "true"
+        return variables
+
     def launch_words(self, rank: int | str, host: str, port: int | str) -> list[str]:
-        """The launch command of node `rank`; node 0 is `host` and listens on `port`. With one node,
-        Accelerate picks a port.
+        """Return the words of the launch command.
+
+        Args:
+            rank: Number of the node.
+            host: Name of node 0.
+            port: The port on which node 0 listens. With one node, Accelerate picks a port.
         """
         flags = [*launch_flags(self.nodes, self.processes_per_node), *self.launch_options]
         if "--config_file" in self.launch_options and "--multi_gpu" in flags:
-            flags.remove(
-                "--multi_gpu"
-            )  # it would override the file's distributed_type: DDP instead of FSDP
+            # It would override the file's distributed_type: DDP instead of FSDP.
+            flags.remove("--multi_gpu")
         if self.nodes > 1:
             flags += [
                 "--machine_rank",
@@ -108,13 +121,21 @@ class NodeJob:
 
 
 def run_to_end(words: Sequence[str], variables: dict[str, str], ignored: signal.Signals) -> int:
-    """Run a command and return its exit code. If this process ends first, end the command with
-    SIGTERM, later with SIGKILL.
+    """Run a command. If this process ends first, end the command with SIGTERM, later with SIGKILL.
 
-    The command ignores the signal with which SLURM announces a preemption: SLURM sends it to all
-        processes of a job.
+    Args:
+        words: The command.
+        variables: Its environment variables.
+        ignored: A signal that the command ignores: the one with which SLURM announces a preemption,
+            which it sends to all processes of a job.
+
+    Returns:
+        The command's exit code.
     """
-    ignore = lambda: signal.signal(ignored, signal.SIG_IGN)  # noqa: E731
+
+    def ignore() -> None:
+        signal.signal(ignored, signal.SIG_IGN)
+
     launcher = subprocess.Popen(
         list(words), env=variables, start_new_session=True, preexec_fn=ignore
     )
@@ -122,31 +143,31 @@ def run_to_end(words: Sequence[str], variables: dict[str, str], ignored: signal.
         return launcher.wait()
     finally:
         if launcher.poll() is None:
-            processes = psutil.Process(launcher.pid).children(
-                recursive=True
-            )  # may outlive the launcher, to save
+            # They may outlive the launcher, to save.
+            processes = psutil.Process(launcher.pid).children(recursive=True)
             os.killpg(launcher.pid, signal.SIGTERM)
-            for process in psutil.wait_procs(processes, GRACE_SECONDS)[1]:
+            _, still_running = psutil.wait_procs(processes, GRACE_SECONDS)
+            for process in still_running:
                 process.kill()
             launcher.kill()
             launcher.wait()
 
 
 def minutes_of(text: str) -> int:
-    """Minutes of a time limit, given as minutes or as [days-]hours:minutes:seconds.
+    """Return the minutes of a time limit, given as minutes or as [days-]hours:minutes:seconds.
 
     >>> [minutes_of(text) for text in ("90", "24:00:00", "1-00:00:30")]
     [90, 1440, 1441]
     """
     found = re.fullmatch(r"(?:(\d+)-)?(\d+):(\d+):(\d+)", text)
-    days, hours, minutes, seconds = (
-        (int(number or 0) for number in found.groups()) if found else (0, 0, int(text), 0)
-    )
+    if found is None:
+        return int(text)
+    days, hours, minutes, seconds = (int(number or 0) for number in found.groups())
     return days * 1440 + hours * 60 + minutes + -(-seconds // 60)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """The command line."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("command", nargs="+", help="the script and its flags, after --")
     parser.add_argument("--nodes", type=int, default=1, help="machines (default: 1)")
@@ -218,17 +239,22 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse flags, print or submit. Returns the exit code: 2 for bad input, explained in one
-    line.
+    """Parse flags, print or submit.
+
+    Returns:
+        The exit code: 2 for bad input, explained in one line.
     """
-    return guarded(submit, sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+    return guarded(submit, arguments)
 
 
 def node_job(flags: argparse.Namespace) -> NodeJob:
-    """The task of each node. Checks the flags of finetune.py now, not after hours in a queue.
+    """Return the task of each node, and check the flags of finetune.py now, not after hours in a
+    queue.
 
     Raises:
-        ConfigError: the flags of finetune.py are invalid.
+        ConfigError: If the flags of finetune.py are invalid.
     """
     processes = flags.gpus_per_node or flags.processes_per_node
     script, *script_flags = flags.command
@@ -248,30 +274,32 @@ def node_job(flags: argparse.Namespace) -> NodeJob:
 
 
 def sbatch_parameters(flags: argparse.Namespace) -> dict:
-    """submitit's parameters of the batch script."""
-    srun = ["--kill-on-bad-exit=1"]  # the other nodes would wait for a failed one
+    """Return submitit's parameters of the batch script."""
+    # The other nodes would wait for a failed one.
+    srun = ["--kill-on-bad-exit=1"]
     if flags.cpus_per_task:
-        srun.append(
-            f"--cpus-per-task={flags.cpus_per_task}"
-        )  # srun does not inherit it from sbatch since SLURM 22.05
+        # srun does not inherit it from sbatch since SLURM 22.05.
+        srun.append(f"--cpus-per-task={flags.cpus_per_task}")
     more = {"requeue": True} | dict(text.split("=", 1) for text in flags.sbatch)
-    named = {
-        name: value
-        for name in ("partition", "cpus_per_task", "gpus_per_node")
-        if (value := getattr(flags, name))
-    }
     parameters = {
         "job_name": flags.job_name,
         "time": flags.time,
         "nodes": flags.nodes,
         "ntasks_per_node": 1,
-        **named,
     }
+    for name in ("partition", "cpus_per_task", "gpus_per_node"):
+        value = getattr(flags, name)
+        if value:
+            parameters[name] = value
     return {**parameters, "setup": flags.setup, "srun_args": srun, "additional_parameters": more}
 
 
 def submit(arguments: Sequence[str]) -> int:
-    """Print, or submit and optionally wait. Returns the exit code."""
+    """Print, or submit and optionally wait.
+
+    Returns:
+        The exit code.
+    """
     flags = make_parser().parse_args(arguments)
     job = node_job(flags)
     if flags.dry_run:

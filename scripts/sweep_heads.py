@@ -1,4 +1,4 @@
-"""Builds every head of the installed transformers small, and checks the gradients of hf_ga and
+"""Build every head of the installed transformers small, and check the gradients of hf_ga and
 Trainer, without and with dropout.
 
     python scripts/sweep_heads.py                  # about 40 heads, evenly spread
@@ -28,9 +28,8 @@ from heads.one_head import Head, Verdict, all_heads, examine
 from heads.report import line, summary, write_report
 from tqdm import tqdm
 
-SERVER = multiprocessing.get_context(
-    "forkserver"
-)  # imports once; each head still has a process of its own
+# Imports once; each head still has a process of its own.
+SERVER = multiprocessing.get_context("forkserver")
 PRELOAD = ["hf_ga", "hf_ga.check.arms", "transformers.models.auto.modeling_auto"]
 TIME_LIMIT = 60.0  # seconds per head
 WRITE_EVERY = 50  # heads
@@ -42,24 +41,27 @@ def sweep(
     time_limit: float = TIME_LIMIT,
     send: Callable[[Connection, Head], None] | None = None,
 ) -> Iterator[Verdict]:
-    """Verdicts in the order of the heads, each from a separate process: one that dies or hangs
-    costs its own head only.
+    """Yield verdicts in the order of the heads, each from a separate process: one that dies or
+    hangs costs its own head only.
 
     Args:
-        jobs: processes at once. time_limit: seconds per head.
-        send: what a process runs (default: `send_verdict`).
+        heads: The heads to examine.
+        jobs: Number of processes at once.
+        time_limit: Seconds per head.
+        send: What a process runs. Default: `send_verdict`.
     """
+    examine_one = partial(examine_apart, time_limit=time_limit, send=send or send_verdict)
     with ThreadPoolExecutor(jobs) as pool:
-        yield from pool.map(
-            partial(examine_apart, time_limit=time_limit, send=send or send_verdict), heads
-        )
+        yield from pool.map(examine_one, heads)
 
 
 def examine_apart(
     head: Head, time_limit: float, send: Callable[[Connection, Head], None]
 ) -> Verdict:
-    """The verdict of a new process; "not built" with the reason if the process dies or takes too
-    long.
+    """Examine a head in a new process.
+
+    Returns:
+        Its verdict; "not built" with the reason if the process dies or takes too long.
     """
     receiver, sender = SERVER.Pipe(duplex=False)
     process = SERVER.Process(target=send, args=(sender, head), daemon=True)
@@ -67,11 +69,10 @@ def examine_apart(
     sender.close()
     begin = time.perf_counter()
     try:
-        verdict = (
-            receiver.recv()
-            if receiver.poll(time_limit)
-            else Verdict(head, reason=f"took longer than {time_limit:.0f} s")
-        )
+        if receiver.poll(time_limit):
+            verdict = receiver.recv()
+        else:
+            verdict = Verdict(head, reason=f"took longer than {time_limit:.0f} s")
     except EOFError:
         process.join()
         verdict = Verdict(head, reason=f"the process died ({process.exitcode})")
@@ -86,22 +87,27 @@ def send_verdict(sender: Connection, head: Head) -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     torch.set_num_threads(1)
-    getattr(transformers, head.class_name, None)  # imports the architecture
+    # Imports the architecture.
+    getattr(transformers, head.class_name, None)
     gc.collect()
-    gc.freeze()  # excludes imports from the garbage collection after every run of Trainer
+    # Excludes imports from the garbage collection after every run of Trainer.
+    gc.freeze()
     sender.send(examine(head))
 
 
 def evenly_spread(heads: list[Head], count: int) -> list[Head]:
-    """About `count` heads, of all kinds and evenly spread over their names."""
+    """Choose about `count` heads, of all kinds and evenly spread over their names."""
     ordered = sorted(heads, key=lambda head: (head.kind, head.class_name))
     step = max(len(ordered) / max(count, 1), 1.0)
-    return [ordered[int(i * step + step / 2)] for i in range(min(count, len(ordered)))]
+    places = [int(i * step + step / 2) for i in range(min(count, len(ordered)))]
+    return [ordered[place] for place in places]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line. Returns 1 if hf_ga is wrong for a head, 2 for a bad flag, otherwise
-    0.
+    """Run the command line.
+
+    Returns:
+        The exit code: 1 if hf_ga is wrong for a head, 2 for a bad flag, else 0.
     """
     options = _options(arguments)
     heads = all_heads()
@@ -118,7 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    os.environ["HF_HUB_OFFLINE"] = "1"  # of the processes
+    # For the processes.
+    os.environ["HF_HUB_OFFLINE"] = "1"
     SERVER.set_forkserver_preload(PRELOAD)
     verdicts = _examine_all(heads, options)
     print("\n".join(summary(verdicts)))
@@ -129,7 +136,8 @@ def _examine_all(heads: list[Head], options: argparse.Namespace) -> list[Verdict
     """Examine heads, print one line each, and write the report every `WRITE_EVERY` heads and at the
     end.
     """
-    begin, verdicts = time.perf_counter(), []
+    begin = time.perf_counter()
+    verdicts: list[Verdict] = []
     bar = tqdm(
         sweep(heads, options.jobs, options.time_limit),
         total=len(heads),
@@ -141,13 +149,13 @@ def _examine_all(heads: list[Head], options: argparse.Namespace) -> list[Verdict
         bar.write(line(verdict), file=sys.stdout)
         sys.stdout.flush()
         if len(verdicts) % WRITE_EVERY == 0 or len(verdicts) == len(heads):
-            write_report(
-                verdicts, len(heads), Path(options.output_dir), (time.perf_counter() - begin) / 60
-            )
+            minutes = (time.perf_counter() - begin) / 60
+            write_report(verdicts, len(heads), Path(options.output_dir), minutes)
     return verdicts
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse and check the flags."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--full", action="store_true", help="all heads")
     parser.add_argument(

@@ -16,11 +16,14 @@ from hf_ga.parallel.fsdp import backend_for
 
 
 class CallerBackend(Backend):
-    """Without an accelerator: the ranks of torch's default process group, or this process alone;
-    the autocast of the caller.
+    """The backend of a loop without an accelerator: the ranks of torch's default process group, or
+    this process alone, and the autocast of the caller.
 
     Args:
         device: The model's device.
+
+    Raises:
+        ConfigError: If the caller's autocast is fp16.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -39,7 +42,7 @@ class CallerBackend(Backend):
             )
 
     def autocast(self) -> AbstractContextManager[None]:
-        """The caller's precision, around forwards and losses only."""
+        """Return a context with the caller's precision, for forwards and losses only."""
         if self.autocast_dtype is None:
             return nullcontext()
         # Within the caller's context, torch's cache of cast weights would outlive the optimizer's
@@ -47,16 +50,16 @@ class CallerBackend(Backend):
         return torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=False)
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """The tensor itself: there is no loss scale."""
+        """Return the tensor itself: there is no loss scale."""
         return tensor
 
 
 def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
-    """The backend of a call.
+    """Choose the backend of a call.
 
     Args:
-        model: As it is passed to the call.
-        accelerator: That prepared the model. None: there is none.
+        model: The model as it is passed to the call.
+        accelerator: The accelerator that prepared the model, or None.
 
     Raises:
         ConfigError: If gradients could not be summed exactly, or would have another precision than
@@ -78,7 +81,9 @@ def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
 
 
 def _accelerators_backend(accelerator: Accelerator, device: torch.device) -> Backend:
-    if hasattr(accelerator, "training_loop"):  # ours, of a room that this one does not import
+    """Return the backend of an accelerator, or raise ConfigError if its settings do not fit."""
+    # hf_ga.Accelerator, of a room that this one does not import.
+    if hasattr(accelerator, "training_loop"):
         raise ConfigError(
             "hf_ga.Accelerator makes windows of its own loader's batches: use it without "
             "hf_ga.backward, or pass an accelerate.Accelerator."

@@ -45,7 +45,7 @@ class BatchWindow(Window):
 
     @property
     def description(self) -> str:
-        """How errors name it."""
+        """The name that error messages give it."""
         return f"the batch of step {self.index}"
 
 
@@ -55,10 +55,11 @@ class CallMemory:
 
     Attributes:
         step: Number of the next call.
-        max_elements: Most padded elements in one micro-batch; None: memory never ran out.
-        states: For each kind of batch, what was proven, and what audits have seen.
-        token_entries: For each structure of a batch, those that had one width in all batches.
-        loss: The loss function of the last call.
+        max_elements: Largest number of padded elements in one micro-batch. None: memory never ran
+            out.
+        states: Kind of batch -> what was proven of it, and what audits have seen.
+        token_entries: Structure of a batch -> its entries that had the same width in all batches.
+        loss: The loss function of the last call. None: the model's own loss.
     """
 
     step: int = 0
@@ -69,7 +70,8 @@ class CallMemory:
 
     def note_loss(self, loss: LossFunction | WholeBatchLoss | None) -> None:
         """Note the loss function of a call, and warn if it is another one than before."""
-        if loss is not None and self.loss not in (None, loss):
+        is_another = self.loss is not None and self.loss != loss
+        if loss is not None and is_another:
             warnings.warn(
                 "hf_ga.backward: the loss function is another one than in the last call, so it is "
                 "proven again, which takes time: define it outside of the loop.",
@@ -78,7 +80,7 @@ class CallMemory:
         self.loss = loss
 
     def __reduce__(self) -> tuple:
-        """A copy of the model starts anew: what was proven holds hooks of this one."""
+        """Let a copy of the model start anew: what was proven holds hooks of this one."""
         return CallMemory, ()
 
 
@@ -112,14 +114,15 @@ def backward(
         micro_batch_size: Largest number of samples in one forward. "auto" starts with the whole
             batch. Whenever memory runs out, the batch is computed again in micro-batches of half
             the size, which the next calls keep to.
-        loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets). Replaces
-            the head's own loss. Define it outside of the loop.
-        whole_batch: (outputs, batch) -> the loss of all samples together, a scalar, in place of
-            `loss_fn`: in-batch negatives, the hardest samples. It gets outputs and batch of all
-            ranks. Each micro-batch has two forwards. See `hf_ga.prepare`.
-        accelerator: That prepared the model, for its precision (the loss scale of fp16) and its
-            ranks. Default: the caller's `torch.autocast` and torch's default process group.
-        seed: Of the dropout masks. Default: `torch.initial_seed()` of rank 0.
+        loss_fn: A function (outputs, batch) -> (sum of the loss over the targets, number of
+            targets), which replaces the head's own loss. Define it outside of the loop.
+        whole_batch: A function (outputs, batch) -> the loss of all samples together, a scalar, in
+            place of `loss_fn`: in-batch negatives, the hardest samples. It gets outputs and batch
+            of all ranks. Each micro-batch has two forwards. See `hf_ga.prepare`.
+        accelerator: The accelerator that prepared the model, for its precision (the loss scale of
+            fp16) and its ranks. Default: the caller's `torch.autocast` and torch's default process
+            group.
+        seed: The seed of the dropout masks. Default: `torch.initial_seed()` of rank 0.
         step: Number of this call, which keys its dropout masks. Default: one more than in the last
             call, beginning with 0. After a resume pass it once, and the count goes on from there.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
@@ -132,7 +135,8 @@ def backward(
     Raises:
         ConfigError: If an argument cannot be used, or the model is in evaluation mode.
         DataError: If the batch cannot be cut into samples.
-        LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`. Also if an audit fails.
+        LossNotAdditive: If the loss is no sum over targets, in the proof or in an audit.
+        UnkeyedRandomness: If some random draws cannot be tied to a sample.
         OutOfMemory: If a single sample does not fit.
         ProcessFailed: If another rank raised an error.
 
@@ -147,9 +151,11 @@ def backward(
     backend = make_backend(model, accelerator)
     memory = _memory_of(model)
     memory.note_loss(loss_fn or whole_batch)
-    step = memory.step if step is None else step
+    if step is None:
+        step = memory.step
     given = Given(loss_fn, whole_batch, allow_split_dependent_randomness, audit=audit)
-    with torch.autocast(backend.device.type, enabled=False):  # the backend's is for forwards
+    # The backend turns autocast on again, for forwards only.
+    with torch.autocast(backend.device.type, enabled=False):
         collated, agreement = _agreed(backend, model, batch, memory, given, seed, step)
         fetcher = _fetcher(backend, collated, agreement, given)
         window = _window(backend, fetcher, collated, agreement, memory, micro_batch_size, step)
@@ -169,6 +175,11 @@ def backward(
 
 
 def _check_arguments(micro_batch_size: Any, step: Any) -> None:
+    """Check the arguments of a call that need no model.
+
+    Raises:
+        ConfigError: If one of them cannot be used, or gradients are disabled.
+    """
     is_number = isinstance(micro_batch_size, int) and not isinstance(micro_batch_size, bool)
     if micro_batch_size != "auto" and (not is_number or micro_batch_size < 1):
         raise ConfigError(
@@ -182,10 +193,13 @@ def _check_arguments(micro_batch_size: Any, step: Any) -> None:
 
 
 def _memory_of(model: nn.Module) -> CallMemory:
-    """Kept by the model itself: what was proven refers to it, so a table of models would keep it
-    from being freed.
+    """Return what is kept of a model, made at the first call.
+
+    The model itself keeps it: what was proven refers to the model, so a table of models would keep
+    it from being freed.
     """
-    return vars(unwrapped(model)).setdefault("_hf_ga_backward", CallMemory())
+    attributes = vars(unwrapped(model))
+    return attributes.setdefault("_hf_ga_backward", CallMemory())
 
 
 def _agreed(
@@ -197,16 +211,22 @@ def _agreed(
     seed: int | None,
     step: int,
 ) -> tuple[CollatedBatch, Agreement]:
-    """This rank's batch, and what the ranks agreed on.
+    """Collate this rank's batch, and let the ranks agree on the global one.
+
+    Returns:
+        This rank's batch, and what the ranks agreed on.
 
     Raises:
-        ConfigError, DataError, ProcessFailed: See `agree`.
+        ConfigError: If the model is in evaluation mode, or ranks differ in what they should not.
+        DataError: If the batch cannot be used.
+        ProcessFailed: If another rank's batch cannot.
     """
     collated = None
     failure = None
     try:
         collated = CollatedBatch(batch)
-    except Exception as error:  # for all ranks
+    except Exception as error:
+        # `agree` raises it on all ranks.
         failure = error
     if collated is not None and collated.structure in memory.token_entries:
         known = memory.token_entries[collated.structure]
@@ -233,8 +253,10 @@ def _agreed(
 def _fetcher(
     backend: Backend, collated: CollatedBatch, agreement: Agreement, given: Given
 ) -> CollatedFetcher:
-    """Cuts this rank's batch; the global batch where other ranks' samples are needed: by a loss of
-    all of them, and by a rank that has none.
+    """Return what cuts micro-batches from this rank's batch.
+
+    It cuts them from the global batch where other ranks' samples are needed: by a loss of all of
+    them, and by a rank that has none.
     """
     samples_of_proof = partial(proof_samples, backend, collated, agreement)
     needs_all = given.whole_batch is not None or 0 in agreement.sizes
@@ -253,11 +275,13 @@ def _window(
     micro_batch_size: int | Literal["auto"],
     step: int,
 ) -> BatchWindow:
-    """The global batch of all ranks, with this rank's samples in micro-batches of similar
+    """Return the global batch of all ranks, with this rank's samples in micro-batches of similar
     lengths.
     """
     first = agreement.first_of(backend.process_index)
-    size = max(1, collated.num_samples) if micro_batch_size == "auto" else micro_batch_size
+    size = micro_batch_size
+    if micro_batch_size == "auto":
+        size = max(1, collated.num_samples)
     (micro_batches,) = plan_by_sizes(collated.lengths, 1, [size])
     places = np.arange(agreement.num_samples)
     state = memory.states.setdefault(agreement.kind, LoaderState())
@@ -275,22 +299,27 @@ def _window(
 
 
 def _rule(backend: Backend, model: nn.Module, window: BatchWindow, given: Given) -> Rule:
-    """What was proven for this kind of batch, proven now if it was not.
+    """Return what was proven for this kind of batch, and prove it now if it was not.
 
     Raises:
-        See `backward`.
+        ConfigError: If no trainable parameter has a gradient, or the model has changed.
+        LossNotAdditive: See `backward`.
+        UnkeyedRandomness: See `backward`.
+        ProcessFailed: If the proof failed on another rank.
     """
+    base = unwrapped(model)
     rules = window.state.rules
-    known = rules.get(unwrapped(model))
+    known = rules.get(base)
     failure = None
     try:
         rule = rule_for(model, window, given)
     except Exception as error:
         failure = error
-    if failure is not None or rules.get(unwrapped(model)) is not known:
+    is_new = rules.get(base) is not known
+    if is_new or failure is not None:
         raise_on_all_ranks(backend, failure)
     rule.check_fits(model)
-    trained = {name for name, p in unwrapped(model).named_parameters() if p.requires_grad}
+    trained = {name for name, p in base.named_parameters() if p.requires_grad}
     if rule.unused >= trained:
         raise ConfigError(
             "the loss has no gradient: no trainable parameter takes part in it, or it is detached."

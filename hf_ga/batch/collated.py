@@ -26,10 +26,11 @@ class CollatedBatch:
 
     Attributes:
         entries: The batch as a dict, on the host.
-        num_samples: Its samples; 0 is possible.
+        num_samples: Number of its samples; 0 is possible.
         of_samples: Names of the entries with one row for each sample.
-        token_entries: Those from which padding may be cut.
-        lengths: Columns that each sample needs, over all token entries; ones without any.
+        token_entries: The entries from which padding may be cut.
+        lengths: Number of columns that each sample needs, over all token entries; ones if there are
+            none. int64, shape (samples,).
         is_padded: Whether some sample has padding that may be cut.
 
     Raises:
@@ -49,14 +50,17 @@ class CollatedBatch:
         """Choose the entries from which padding is cut."""
         self.token_entries = tuple(token_entries)
         self._lengths = [group.lengths(self.entries) for group in token_entries]
-        self.lengths = sum(self._lengths, start=np.zeros(self.num_samples, np.int64)).clip(1)
+        total = np.zeros(self.num_samples, np.int64)
+        for lengths in self._lengths:
+            total = total + lengths
+        self.lengths = total.clip(1)
         self.is_padded = any(
             lengths.min() < width for lengths, width in zip(self._lengths, self.widths, strict=True)
         )
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Columns of the token entries, padding included."""
+        """Number of columns of each group of token entries, padding included."""
         return tuple(group.width(self.entries) for group in self.token_entries)
 
     @property
@@ -64,14 +68,15 @@ class CollatedBatch:
         """Names, dtypes and numbers of dimensions of its entries, which print the same on all
         ranks.
         """
-        return tuple(sorted(map(str, structure_of(self.entries))))
+        described = [str(entry) for entry in structure_of(self.entries)]
+        return tuple(sorted(described))
 
     def rows(self, rows: Sequence[int] | np.ndarray, *, is_cut: bool = True) -> dict[str, Any]:
-        """Some samples as a batch.
+        """Return some samples as a batch.
 
         Args:
-            rows: Which ones.
-            is_cut: Without columns that only other samples need.
+            rows: Numbers of the samples.
+            is_cut: Whether to leave out columns that only other samples need.
         """
         entries = dict(self.entries)
         if is_cut:
@@ -81,7 +86,7 @@ class CollatedBatch:
         return take_rows(entries, rows, self.of_samples)
 
     def samples(self, most: int) -> list["Row"]:
-        """At most `most` of its samples, spread over it."""
+        """Return at most `most` of its samples, spread over it evenly."""
         number = min(most, self.num_samples)
         spread = np.linspace(0, self.num_samples - 1, number).astype(int)
         return [Row(self, int(index)) for index in spread]
@@ -99,17 +104,18 @@ class Row:
 
 
 def collate_rows(rows: Sequence[Row]) -> dict[str, Any]:
-    """Samples of one collated batch, as narrow as a collate function would make them."""
+    """Join samples of one collated batch, as narrow as a collate function would make them."""
     return rows[0].batch.rows([row.index for row in rows])
 
 
 class CollatedFetcher(Fetcher):
-    """Cuts micro-batches from a collated batch.
+    """The fetcher of micro-batches that are cut from a collated batch.
 
     Args:
         batch: The samples of this rank.
         first: Offset of its first sample in the global batch.
-        samples_of_proof: Gives at most so many samples for a proof, the same on all ranks.
+        samples_of_proof: A function that returns at most so many samples for a proof, the same on
+            all ranks.
     """
 
     def __init__(
@@ -126,22 +132,23 @@ class CollatedFetcher(Fetcher):
         return [self.batch.rows(part, is_cut=is_cut) for part in rows]
 
     def offsets(self, request: WindowRequest) -> np.ndarray:
-        """Those of this rank: other ranks' samples are not here."""
+        """Return the offsets of this rank's samples: those of other ranks are not here."""
         return self.first + np.arange(self.batch.num_samples)
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Row]:
-        """At most `count` samples; on several ranks a collective."""
+        """Return at most `count` samples; on several ranks a collective."""
         return self.samples_of_proof(count)
 
 
 def joined(
     parts: Sequence[Mapping[str, Any]], of_samples: Collection[str], of_tokens: Collection[str]
 ) -> dict[str, Any]:
-    """Several batches as one.
+    """Join several batches.
 
     Args:
-        parts: Entries of each batch.
-        of_samples: Names of the entries with one row for each sample. Of others the first is taken.
+        parts: The entries of each batch.
+        of_samples: Names of the entries with one row for each sample. Other entries are those of
+            the first batch.
         of_tokens: Names of the entries that are padded to one width.
 
     Raises:
@@ -151,7 +158,8 @@ def joined(
     for name in of_samples:
         values = [part[name] for part in parts]
         if name in of_tokens:
-            values = _of_one_width(values, filler=IGNORED_LABEL if name == LABELS else 0)
+            filler = IGNORED_LABEL if name == LABELS else 0
+            values = _of_one_width(values, filler)
         shapes = {shape_of(value)[1:] for value in values}
         if len(shapes) > 1:
             raise DataError(
@@ -163,15 +171,18 @@ def joined(
 
 
 def _of_one_width(values: Sequence[Tensor], filler: int) -> list[Tensor]:
+    """Pad tensors of shape (samples, columns, ...) on the right to the same number of columns."""
     width = max(value.shape[1] for value in values)
     padded = []
     for value in values:
-        missing = value.new_full((len(value), width - value.shape[1], *value.shape[2:]), filler)
+        num_samples, num_columns, *others = value.shape
+        missing = value.new_full((num_samples, width - num_columns, *others), filler)
         padded.append(torch.cat([value, missing], dim=1))
     return padded
 
 
 def _check_is_flat(batch: Any) -> None:
+    """Raise DataError if the batch is not a dict, or has a dict as an entry."""
     if not isinstance(batch, Mapping):
         raise DataError(
             f"the batch must be a dict of the model's arguments by name, got a "
@@ -186,19 +197,20 @@ def _check_is_flat(batch: Any) -> None:
 
 
 def _num_samples(entries: dict[str, Any], of_samples: set[str]) -> int:
-    """The common size of the first axis.
+    """Return the common size of the first axis.
 
     Raises:
         DataError: If there is none.
     """
-    tensors = [n for n in of_samples if isinstance(entries[n], Tensor | np.ndarray)]
-    if not tensors:
+    has_tensor = any(isinstance(entries[name], Tensor | np.ndarray) for name in of_samples)
+    if not has_tensor:
         raise DataError(
             f"the batch ({', '.join(entries) or 'empty'}) has no tensor with a sample axis: its "
             "tensors need one row for each sample."
         )
     sizes = {name: len(entries[name]) for name in sorted(of_samples)}
-    if len(set(sizes.values())) > 1:
+    different = set(sizes.values())
+    if len(different) > 1:
         listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
         raise DataError(
             f"the entries of the batch have first axes of different sizes ({listed}), so it cannot "
@@ -206,4 +218,4 @@ def _num_samples(entries: dict[str, Any], of_samples: set[str]) -> int:
             "share belong into the model or into loss_fn. Where a sample has several rows (image "
             "patches), use hf_ga.Accelerator or hf_ga.WindowLoader, which know the samples."
         )
-    return next(iter(sizes.values()))
+    return different.pop()

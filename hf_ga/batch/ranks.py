@@ -14,11 +14,23 @@ from hf_ga.batch.padding import TokenEntries, refined
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.exact.backend import Backend, RankStatus
 
-MASK63 = (1 << 63) - 1  # non-negative int64
+# Keeps the lower 63 bits: a non-negative int64.
+MASK63 = (1 << 63) - 1
 
 
 class Share(NamedTuple):
-    """What a rank tells the others of its batch, in integers below 2**63."""
+    """What a rank tells the others of its batch, in integers below 2**63.
+
+    Attributes:
+        has_failed: 1 if it has no batch because of an error.
+        size: Number of samples.
+        seed: Its seed of the dropout masks.
+        step: Number of the call.
+        setup: Fingerprint of what must be the same on all ranks.
+        token_entries: Fingerprint of the entries from which padding may be cut.
+        widths: Fingerprint of their widths.
+        is_padded: 1 if some sample has padding.
+    """
 
     has_failed: int
     size: int = 0
@@ -35,12 +47,12 @@ class Agreement:
     """What all ranks know of a global batch that lies on them in parts.
 
     Attributes:
-        sizes: Samples on each rank.
-        seed: Of the dropout masks: rank 0's.
+        sizes: Number of samples on each rank.
+        seed: The seed of the dropout masks, rank 0's.
         is_padded: Whether any rank's batch has padding that may be cut.
         has_one_width: Whether the batches of all ranks have the same width.
-        kind: Of the batches: what a proof is made for.
-        rank_of_proof: On whose samples it is made.
+        kind: The kind of the batches: a proof holds for all batches of one kind.
+        rank_of_proof: The rank on whose samples it is made.
     """
 
     sizes: tuple[int, ...]
@@ -52,11 +64,11 @@ class Agreement:
 
     @property
     def num_samples(self) -> int:
-        """Samples of the global batch."""
+        """Number of samples of the global batch."""
         return sum(self.sizes)
 
     def first_of(self, rank: int) -> int:
-        """Offset of a rank's first sample in the global batch."""
+        """Return the offset of a rank's first sample in the global batch."""
         return sum(self.sizes[:rank])
 
 
@@ -69,20 +81,21 @@ def agree(
     step: int,
     setup: Iterable[object],
 ) -> Agreement:
-    """Exchange sizes of the ranks' batches, by one small all-gather.
+    """Exchange what ranks must know of each other's batches, by one small all-gather.
 
     Args:
         backend: How ranks communicate.
-        batch: This rank's. The token entries of all ranks become the same.
-        failure: Why there is none.
-        seed: Of this rank.
-        step: Must be the same on all ranks.
-        setup: What else must be, of any type that prints the same on all ranks.
+        batch: This rank's batch. None: it could not be made. The token entries of all ranks become
+            the same.
+        failure: The error because of which there is no batch.
+        seed: This rank's seed of the dropout masks.
+        step: Number of the call, which must be the same on all ranks.
+        setup: What else must be the same, of any type that prints the same on all ranks.
 
     Raises:
         ConfigError: If ranks differ in what they should not.
         DataError: If the batch cannot be used, or no rank has any sample.
-        ProcessFailed: If another rank's cannot.
+        ProcessFailed: If another rank's batch cannot be used.
     """
     own = Share(has_failed=1)
     if batch is not None:
@@ -109,20 +122,25 @@ def agree(
     if any(shares[rank].token_entries != token_entries for rank in ranks):
         token_entries = _fingerprint(agree_on_token_entries(backend, batch))
     is_padded = any(share.is_padded for share in shares)
+
+    def worth_for_proof(rank: int) -> tuple[int, int]:
+        return shares[rank].is_padded, shares[rank].size
+
     return Agreement(
         sizes=tuple(share.size for share in shares),
         seed=shares[0].seed,
         is_padded=is_padded,
         has_one_width=len({shares[rank].widths for rank in ranks}) == 1,
         kind=(first.setup, token_entries, int(is_padded)),
-        rank_of_proof=max(ranks, key=lambda rank: (shares[rank].is_padded, shares[rank].size)),
+        rank_of_proof=max(ranks, key=worth_for_proof),
     )
 
 
 def agree_on_token_entries(backend: Backend, batch: CollatedBatch) -> tuple[TokenEntries, ...]:
     """Split the token entries of all ranks where they have the same width on some ranks only."""
+    own = batch.token_entries if batch.num_samples else None
     of_ranks: list[Any] = [None] * backend.num_processes
-    dist.all_gather_object(of_ranks, batch.token_entries if batch.num_samples else None)
+    dist.all_gather_object(of_ranks, own)
     agreed = reduce(refined, [entries for entries in of_ranks if entries is not None])
     if batch.num_samples:
         batch.cut_padding_of(agreed)
@@ -130,7 +148,7 @@ def agree_on_token_entries(backend: Backend, batch: CollatedBatch) -> tuple[Toke
 
 
 def gather(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
-    """The global batch: those of all ranks, one after the other.
+    """Gather the global batch: the samples of all ranks, one rank after the other.
 
     Raises:
         DataError: If their tensors have different shapes, apart from padding.
@@ -148,7 +166,9 @@ def gather(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
 def proof_samples(
     backend: Backend, batch: CollatedBatch, agreement: Agreement, most: int
 ) -> list[Row]:
-    """Samples of one rank's batch, on all ranks: each proves the same."""
+    """Return at most `most` samples of one rank's batch, the same on all ranks, which then prove
+    the same.
+    """
     samples = batch.samples(most)
     if backend.num_processes == 1:
         return samples
@@ -158,7 +178,7 @@ def proof_samples(
 
 
 def all_gather(backend: Backend, numbers: Sequence[int]) -> list[list[int]]:
-    """Integers of all ranks, below 2**63 in size."""
+    """Gather integers below 2**63 in size: one list for each rank."""
     own = torch.tensor(numbers, dtype=torch.int64, device=backend.device)
     if backend.num_processes == 1:
         return [own.tolist()]
@@ -174,6 +194,7 @@ def raise_on_all_ranks(backend: Backend, failure: Exception | None) -> None:
 
 
 def _check_steps(steps: Sequence[int]) -> None:
+    """Raise ConfigError if ranks are at different steps."""
     if len(set(steps)) > 1:
         raise ConfigError(
             f"ranks are at different steps ({', '.join(map(str, steps))}), so they would draw "
@@ -182,6 +203,12 @@ def _check_steps(steps: Sequence[int]) -> None:
 
 
 def _check_setups(setups: Sequence[int], ranks: Sequence[int]) -> None:
+    """Raise ConfigError if two ranks that have samples differ in their fingerprints.
+
+    Args:
+        setups: The fingerprint of each rank.
+        ranks: The ranks that have samples.
+    """
     different = [rank for rank in ranks if setups[rank] != setups[ranks[0]]]
     if different:
         raise ConfigError(
@@ -192,6 +219,7 @@ def _check_setups(setups: Sequence[int], ranks: Sequence[int]) -> None:
 
 
 def _fingerprint(values: Iterable[object]) -> int:
-    """A number below 2**63 that is the same in every process."""
+    """Hash values to a number below 2**63 that is the same in every process."""
     text = "\n".join(map(str, values))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest()) & MASK63
+    digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return int.from_bytes(digest) & MASK63

@@ -14,7 +14,8 @@ from hf_ga.embedding.pooling import POOLINGS
 from hf_ga.errors import ConfigError
 
 POOLING_FILE = "1_Pooling/config.json"
-MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}  # name: folder
+# Name of a module -> its folder.
+MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
 # The keys of `POOLING_FILE` that all versions of sentence-transformers read; one of them is true.
 FLAGS = {
     "cls": "pooling_mode_cls_token",
@@ -30,10 +31,10 @@ def write_layout(folder: Path, pooling: str, size: int, max_length: int | None) 
     """Write the files beside those of the model.
 
     Args:
-        folder: Of the model.
+        folder: The folder of the model.
         pooling: One of `POOLINGS`.
-        size: Of the vectors before the pooling, which is that after it.
-        max_length: Tokens of a text at most. None: the tokenizer's limit.
+        size: The size of a vector, the same before and after the pooling.
+        max_length: Largest number of tokens of a text. None: the tokenizer's limit.
     """
     modules = [
         {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
@@ -58,16 +59,16 @@ def write_layout(folder: Path, pooling: str, size: int, max_length: int | None) 
 
 
 def saved_pooling(model_name_or_path: str) -> str | None:
-    """The pooling with which a model was saved by sentence-transformers, or by `write_layout`.
+    """Find the pooling with which a model was saved by sentence-transformers, or by `write_layout`.
 
     Args:
         model_name_or_path: A hub id or a folder.
 
     Returns:
-        One of `POOLINGS`; None if the model was saved without any.
+        One of `POOLINGS`. None: the model was saved without any.
 
     Raises:
-        ConfigError: If it is another one.
+        ConfigError: If it was saved with a pooling that is not in `POOLINGS`.
     """
     path = cached_file(
         model_name_or_path,
@@ -77,12 +78,21 @@ def saved_pooling(model_name_or_path: str) -> str | None:
     )
     if path is None:
         return None
-    settings: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    named = settings.get("pooling_mode", [name for name, key in FLAGS.items() if settings.get(key)])
-    names = [named] if isinstance(named, str) else named
+    text = Path(path).read_text(encoding="utf-8")
+    names = _poolings_in(json.loads(text))
     if len(names) != 1 or names[0] not in POOLINGS:
         raise ConfigError(
             f"{model_name_or_path} was saved with the pooling {' + '.join(names)}, which is not "
             f"supported: choose another with pooling, one of {', '.join(POOLINGS)}."
         )
     return names[0]
+
+
+def _poolings_in(settings: dict[str, Any]) -> list[str]:
+    """List the poolings that are on in the settings of `POOLING_FILE`."""
+    if "pooling_mode" not in settings:
+        return [name for name, flag in FLAGS.items() if settings.get(flag)]
+    named = settings["pooling_mode"]
+    if isinstance(named, str):
+        return [named]
+    return named

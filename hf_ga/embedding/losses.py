@@ -19,10 +19,13 @@ from hf_ga.embedding.model import LOG_TEMPERATURE
 from hf_ga.errors import ConfigError
 from hf_ga.exact.precision import at_least_float32
 
-TEXT_ID = "text_id_"  # + a column: the entry of a batch that tells equal texts, int64
-NO_TEXT = 0  # the id of a missing negative
+# + a column: the entry of a batch that tells equal texts, int64.
+TEXT_ID = "text_id_"
+# The id of a missing negative.
+NO_TEXT = 0
 SCORE = "score"
-NUM_ELEMENTS = 2**22  # of one block of similarities: 16 MiB in float32
+# Elements of one block of similarities: 16 MiB in float32.
+NUM_ELEMENTS = 2**22
 
 Outputs = Mapping[str, Tensor]
 Batch = Mapping[str, Any]
@@ -45,9 +48,9 @@ class InfoNCE:
 
     Attributes:
         temperature: t, where the model has no learned one.
-        symmetric: The mean of this loss and the one in which each positive must find its anchor
-            among all anchors (Radford et al. 2021, Learning Transferable Visual Models From Natural
-            Language Supervision).
+        symmetric: Whether to take the mean of this loss and the one in which each positive must
+            find its anchor among all anchors (Radford et al. 2021, Learning Transferable Visual
+            Models From Natural Language Supervision).
 
     Example:
         model, optimizer = hf_ga.prepare(
@@ -59,26 +62,38 @@ class InfoNCE:
     symmetric: bool = False
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """The mean loss of the window, a scalar.
+        """Compute the mean loss of the window.
 
         Args:
             outputs: `anchor`, `positive`, optionally `negative`, ..., each of shape (samples,
                 size), and optionally `log_temperature`, shape ().
             batch: Optionally `text_id_anchor`, `text_id_positive`, ...: int64, shape (samples,),
                 equal for equal texts; 0 for a missing negative.
+
+        Returns:
+            A scalar.
         """
         scale = 1 / temperature_of(outputs, self.temperature)
-        columns = ["positive", *(name for name in outputs if name.startswith("negative"))]
-        loss = _search(outputs, batch, "anchor", columns, scale)
+        negatives = [name for name in outputs if name.startswith("negative")]
+        loss = _search(outputs, batch, "anchor", ["positive", *negatives], scale)
         if not self.symmetric:
             return loss
-        return (loss + _search(outputs, batch, "positive", ["anchor"], scale)) / 2
+        opposite = _search(outputs, batch, "positive", ["anchor"], scale)
+        return (loss + opposite) / 2
 
 
 def _search(
     outputs: Outputs, batch: Batch, column: str, candidates: list[str], scale: Tensor | float
 ) -> Tensor:
-    """The loss of the search for the first of the candidates' columns from another column."""
+    """Compute the mean loss of finding, for each text of a column, the text of its own sample.
+
+    Args:
+        outputs: The vectors of each column.
+        batch: The batch, with or without text ids.
+        column: The column whose texts are searched for.
+        candidates: The columns to search in; the first one holds the matches.
+        scale: 1 / temperature.
+    """
     texts = None
     if TEXT_ID + column in batch:
         ids = [batch[TEXT_ID + name] for name in candidates]
@@ -92,9 +107,9 @@ class Texts:
     """Which texts are equal, as int64 ids.
 
     Attributes:
-        query: Of each query, shape (n,).
-        match: Of the text that belongs to each query, shape (n,).
-        candidate: Of each candidate, shape (m,); the first n are the matches.
+        query: The id of each query, shape (n,).
+        match: The id of the text that belongs to each query, shape (n,).
+        candidate: The id of each candidate, shape (m,); the first n are the matches.
     """
 
     query: Tensor
@@ -102,10 +117,13 @@ class Texts:
     candidate: Tensor
 
     def known_matches(self, rows: Tensor) -> Tensor:
-        """Which candidates are no negatives: bool of shape (rows, m), False for the own match.
+        """Find the candidates that are no negatives because of equal texts.
 
         Args:
-            rows: Indices of queries.
+            rows: Indices of queries, shape (rows,).
+
+        Returns:
+            bool, shape (rows, m); False for a query's own match.
         """
         known = self.match[rows, None] == self.candidate
         known |= self.candidate == NO_TEXT
@@ -117,19 +135,22 @@ class Texts:
 def cross_entropy_in_window(
     queries: Tensor, candidates: Tensor, scale: Tensor | float, texts: Texts | None = None
 ) -> Tensor:
-    """The mean over queries of the cross entropy in which candidate i is the class of query i.
+    """Compute the mean over queries of the cross entropy in which candidate i is the class of
+    query i.
 
     Args:
-        queries: Shape (n, size).
-        candidates: Shape (m, size), m >= n.
-        scale: Of the cosines, 1 / temperature.
-        texts: Leave out candidates that match a query by their texts. None: none.
+        queries: Vectors, shape (n, size).
+        candidates: Vectors, shape (m, size), m >= n.
+        scale: 1 / temperature, by which the cosines are multiplied.
+        texts: Ids of the texts, to leave out candidates with a text that matches the query. None:
+            leave out none.
 
     Returns:
         A scalar.
     """
 
     def summed(rows: Tensor, queries: Tensor, candidates: Tensor, scale: Tensor | float) -> Tensor:
+        """Add the cross entropies of some queries."""
         logits = scale * (queries[rows] @ candidates.T)
         if texts is not None:
             logits = logits.masked_fill(texts.known_matches(rows), -torch.inf)
@@ -138,7 +159,8 @@ def cross_entropy_in_window(
     with torch.autocast(queries.device.type, enabled=False):
         arguments = (unit_vectors(queries), unit_vectors(candidates), scale)
         rows = torch.arange(len(queries), device=queries.device)
-        blocks = rows.split(max(1, NUM_ELEMENTS // len(candidates)))
+        rows_per_block = max(1, NUM_ELEMENTS // len(candidates))
+        blocks = rows.split(rows_per_block)
         if len(blocks) == 1:
             return summed(rows, *arguments) / len(queries)
         parts = [
@@ -164,22 +186,30 @@ class CoSENT:
     temperature: float = 0.05
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """The loss of the window, a scalar; 0 if all its scores are equal.
+        """Compute the loss of the window.
 
         Args:
             outputs: `anchor` and `positive`, shape (samples, size): the two texts of each pair.
             batch: `score`, shape (samples,).
+
+        Returns:
+            A scalar; 0 if all scores of the window are equal.
         """
         scores, order = batch[SCORE].sort()
         with torch.autocast(scores.device.type, enabled=False):
-            cosines = (unit_vectors(outputs["anchor"]) * unit_vectors(outputs["positive"])).sum(-1)
+            anchors = unit_vectors(outputs["anchor"])
+            positives = unit_vectors(outputs["positive"])
+            cosines = (anchors * positives).sum(-1)
             logits = cosines[order] / temperature_of(outputs, self.temperature)
             # For each i, the log of the sum over all j from i on of exp(-cos_j / t).
-            tails = torch.logcumsumexp(-logits.flip(0), 0).flip(0)
+            descending = -logits.flip(0)
+            tails = torch.logcumsumexp(descending, 0).flip(0)
             tails = torch.cat([tails, tails.new_tensor([-torch.inf])])
             first_higher = torch.searchsorted(scores, scores, right=True)
             terms = logits + tails[first_higher]
-            return torch.logsumexp(torch.cat([terms.new_zeros(1), terms]), 0)
+            # The 1 in the formula.
+            log_of_one = terms.new_zeros(1)
+            return torch.logsumexp(torch.cat([log_of_one, terms]), 0)
 
 
 @dataclass(frozen=True)
@@ -188,8 +218,8 @@ class Matryoshka:
     used as a shorter vector (Kusupati et al. 2022, Matryoshka Representation Learning).
 
     Attributes:
-        loss: Of vectors of one size.
-        sizes: How many of the first numbers.
+        loss: The loss of vectors of one size.
+        sizes: How many of the first numbers of a vector each term uses.
 
     Example:
         Matryoshka(InfoNCE(), sizes=(384, 128, 64))
@@ -199,11 +229,14 @@ class Matryoshka:
     sizes: tuple[int, ...]
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """The loss of the window, a scalar.
+        """Compute the loss of the window.
 
         Args:
-            outputs: See the loss.
-            batch: See the loss.
+            outputs: The vectors that `loss` needs.
+            batch: The batch that `loss` needs.
+
+        Returns:
+            A scalar.
 
         Raises:
             ConfigError: If a size is larger than the vectors.
@@ -215,7 +248,11 @@ class Matryoshka:
 
 
 def shortened(outputs: Outputs, size: int) -> dict[str, Tensor]:
-    """The outputs with the first `size` numbers of each vector.
+    """Keep the first `size` numbers of each vector.
+
+    Args:
+        outputs: Vectors of shape (samples, longest), and scalars, which stay as they are.
+        size: At most `longest`.
 
     Raises:
         ConfigError: If the vectors are shorter.
@@ -223,15 +260,21 @@ def shortened(outputs: Outputs, size: int) -> dict[str, Tensor]:
     longest = outputs["anchor"].shape[-1]
     if size > longest:
         raise ConfigError(f"a Matryoshka size must be at most the vectors' {longest}, got {size}.")
-    return {name: value[..., :size] if value.dim() else value for name, value in outputs.items()}
+    short = dict(outputs)
+    for name, value in outputs.items():
+        if value.dim():
+            short[name] = value[..., :size]
+    return short
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:
-    """Of length 1, in at least float32."""
+    """Scale vectors to length 1, in at least float32."""
     return F.normalize(at_least_float32(vectors), dim=-1)
 
 
 def temperature_of(outputs: Outputs, fixed: float) -> Tensor | float:
-    """The model's learned temperature, or else the fixed one."""
+    """Return the model's learned temperature, or else the fixed one."""
     learned = outputs.get(LOG_TEMPERATURE)
-    return fixed if learned is None else at_least_float32(learned).exp()
+    if learned is None:
+        return fixed
+    return at_least_float32(learned).exp()

@@ -15,15 +15,17 @@ from hf_ga.embedding.pooling import POOLINGS
 from hf_ga.errors import ConfigError
 from hf_ga.exact.precision import at_least_float32
 
-# + the name of a column of texts: entries of a batch
+# + the name of a column of texts: entries of a batch.
 INPUT_IDS = "input_ids_"
 ATTENTION_MASK = "attention_mask_"
-ENCODER = "encoder."  # prefix of the names of its parameters
-LOG_TEMPERATURE = "log_temperature"  # the entry of the outputs
+# Prefix of the names of the encoder's parameters.
+ENCODER = "encoder."
+# The entry of the outputs.
+LOG_TEMPERATURE = "log_temperature"
 
 
 def columns_of(batch: Mapping[str, Any]) -> list[str]:
-    """The columns of texts in a batch, such as `["anchor", "positive"]`."""
+    """List the columns of texts in a batch, such as `["anchor", "positive"]`."""
     return [name.removeprefix(INPUT_IDS) for name in batch if name.startswith(INPUT_IDS)]
 
 
@@ -31,12 +33,13 @@ class EmbeddingModel(nn.Module):
     """An encoder or decoder whose last hidden states are pooled to one unit vector a text.
 
     Args:
-        encoder: Of `AutoModel`. The weights of its own pooler, which is not used, are frozen.
+        encoder: A model of `AutoModel`. The weights of its own pooler, which is not used, are
+            frozen.
         pooling: One of `POOLINGS`.
         temperature: The initial value of a learned temperature of the loss, which is then a
             parameter of the model. None: the loss has a fixed one.
-        max_length: Tokens of a text at most, for those who load the saved model. None: the
-            tokenizer's limit.
+        max_length: Largest number of tokens of a text, for those who load the saved model. None:
+            the tokenizer's limit.
 
     Raises:
         ConfigError: If the pooling is unknown, or the model is an encoder-decoder.
@@ -67,8 +70,10 @@ class EmbeddingModel(nn.Module):
         self.pooling = pooling
         self.max_length = max_length
         self.log_temperature: nn.Parameter | None = None
-        if temperature is not None:  # of one dimension, as FSDP2 shards no scalars
-            self.log_temperature = nn.Parameter(torch.tensor([math.log(temperature)]))
+        if temperature is not None:
+            # Of one dimension, as FSDP2 shards no scalars.
+            initial = torch.tensor([math.log(temperature)])
+            self.log_temperature = nn.Parameter(initial)
         pooler = getattr(encoder, "pooler", None)
         if isinstance(pooler, nn.Module):
             pooler.requires_grad_(False)
@@ -81,26 +86,29 @@ class EmbeddingModel(nn.Module):
     @property
     def temperature(self) -> float | None:
         """The learned temperature now; None if there is none."""
-        return None if self.log_temperature is None else float(self.log_temperature.detach().exp())
+        if self.log_temperature is None:
+            return None
+        learned = self.log_temperature.detach().exp()
+        return float(learned)
 
     @property
     def all_tied_weights_keys(self) -> dict[str, str]:
-        """As that of `PreTrainedModel`: name of a parameter -> that of the one it is tied to."""
+        """Name of a parameter -> that of the one it is tied to, as in `PreTrainedModel`."""
         tied = self.encoder.all_tied_weights_keys
         return {ENCODER + name: ENCODER + source for name, source in tied.items()}
 
     @property
     def _no_split_modules(self) -> list[str] | None:
-        """The layers that FSDP shards, as of `PreTrainedModel`."""
+        """Classes of the layers that FSDP shards, as in `PreTrainedModel`."""
         return self.encoder._no_split_modules
 
     def num_parameters(self, only_trainable: bool = False) -> int:
-        """As `PreTrainedModel.num_parameters`."""
+        """Count the parameters, as `PreTrainedModel.num_parameters` does."""
         chosen = [p for p in self.parameters() if p.requires_grad or not only_trainable]
         return sum(p.numel() for p in chosen)
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """One unit vector for each text, in at least float32.
+        """Compute one unit vector for each text, in at least float32.
 
         Args:
             input_ids: int64, shape (texts, width).
@@ -114,7 +122,7 @@ class EmbeddingModel(nn.Module):
         return F.normalize(pooled, dim=-1)
 
     def forward(self, **batch: Any) -> dict[str, Tensor]:
-        """The vectors of all texts of a batch by column, and the learned temperature.
+        """Compute the vectors of all texts of a batch, and the learned temperature.
 
         Args:
             batch: `input_ids_anchor` and `attention_mask_anchor` of shape (samples, width), and the

@@ -7,22 +7,24 @@ from torch import Tensor
 
 
 def mean_of_tokens(hidden: Tensor, mask: Tensor) -> Tensor:
-    """The mean over the real tokens."""
+    """Average the hidden states of the real tokens."""
     weights = mask.unsqueeze(-1).to(hidden.dtype)
     return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
 
 
 def first_token(hidden: Tensor, mask: Tensor) -> Tensor:
-    """The first real token: `<cls>` of a BERT."""
+    """Take the first real token: `<cls>` of a BERT."""
     return _token_at(hidden, mask.argmax(1))
 
 
 def last_token(hidden: Tensor, mask: Tensor) -> Tensor:
-    """The last real token: the only one of a decoder that sees the whole text."""
-    return _token_at(hidden, mask.shape[1] - 1 - mask.flip(1).argmax(1))
+    """Take the last real token: the only one of a decoder that sees the whole text."""
+    num_behind = mask.flip(1).argmax(1)
+    return _token_at(hidden, mask.shape[1] - 1 - num_behind)
 
 
 def _token_at(hidden: Tensor, positions: Tensor) -> Tensor:
+    """Take the hidden state at one position of each text."""
     rows = torch.arange(len(hidden), device=hidden.device)
     return hidden[rows, positions]
 

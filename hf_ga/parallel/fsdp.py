@@ -25,21 +25,25 @@ from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
 from hf_ga.parallel.rejoin import Progress, can_rejoin, units_of
 
-WRAPPERS = (
-    "_fsdp_wrapped_module",
-    "_checkpoint_wrapped_module",
-)  # name components that wrappers add
+# Parts that wrappers add to the names of modules and parameters.
+WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def backend_for(accelerator: Accelerator, *, same_bits: bool = False) -> Backend:
-    """The backend of the exact step for this accelerator. same_bits: for windows that are cut into
-    chunks.
+    """Return the backend of the exact step for an accelerator.
+
+    Args:
+        accelerator: The accelerator that prepares the model.
+        same_bits: Whether windows are cut into chunks, so that results have the same bits for every
+            number of ranks.
 
     Raises:
-        ConfigError: same bits under FSDP.
+        ConfigError: If `same_bits` is set under FSDP.
     """
     if not is_sharded(accelerator):
-        return ChunkBackend(accelerator) if same_bits else Backend(accelerator)
+        if same_bits:
+            return ChunkBackend(accelerator)
+        return Backend(accelerator)
     if same_bits:
         raise ConfigError(
             "FSDP does not support same_bits, because it adds the ranks' gradients in another "
@@ -54,17 +58,22 @@ def is_sharded(accelerator: Accelerator) -> bool:
 
 
 class ShardedBackend(Backend):
-    """FSDP 1 and 2. Forwards and backwards are collectives, so all ranks run the same number of
-    them. FSDP averages gradients over ranks, so terms are multiplied by the number of ranks.
+    """The backend for FSDP1 and FSDP2.
+
+    Forwards and backwards are collectives, so all ranks run the same number of them. FSDP averages
+    gradients over ranks, so terms are multiplied by the number of ranks.
+
+    Args:
+        accelerator: An accelerator with an FSDP plugin.
     """
 
     is_sharded = True
-    can_sum_early = False  # FSDP reduces them itself
+    # FSDP reduces gradients itself.
+    can_sum_early = False
     reason_not_to_cut = (
         "Under FSDP it cannot be cut here, as a process that fails cannot rejoin the others: make "
-        "it smaller "
-        "(per_device_train_batch_size, in an evaluation per_device_eval_batch_size; the results "
-        "stay the same)"
+        "it smaller (per_device_train_batch_size, in an evaluation per_device_eval_batch_size; the "
+        "results stay the same)"
     )
 
     def __init__(self, accelerator: Accelerator) -> None:
@@ -78,8 +87,8 @@ class ShardedBackend(Backend):
         ranks have.
 
         Raises:
-            ConfigError: gradients would be reduced in half precision, or not reduced (ignored
-                modules).
+            ConfigError: If gradients would be reduced in half precision, or not be reduced (ignored
+                modules), or the loss uses parameters, which are sharded.
         """
         if self.plugin.ignored_modules is not None:
             raise ConfigError(
@@ -91,7 +100,8 @@ class ShardedBackend(Backend):
                 "under FSDP whole_batch cannot use parameters directly, which are sharded: let the "
                 "model's forward return them among its outputs (a temperature as a scalar)."
             )
-        if hasattr(model, "set_reduce_scatter_unused_params"):  # FSDP2, torch >= 2.13
+        # A method of FSDP2 since torch 2.13.
+        if hasattr(model, "set_reduce_scatter_unused_params"):
             model.set_reduce_scatter_unused_params(True)
         if self.can_rejoin:
             self._progress.attach(model)
@@ -106,39 +116,41 @@ class ShardedBackend(Backend):
         self._progress.repeat(model)
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-        """Reduce in the last backward only, or in every one with Accelerate's `sync_each_batch`.
-        FSDP1 accumulates in the compute dtype, so in half precision it reduces in every backward.
+        """Reduce gradients in the last backward only, or in every one with Accelerate's
+        `sync_each_batch`. FSDP1 accumulates in the compute dtype, so in half precision it reduces
+        in every backward.
         """
         self._progress.start_micro_batch()
-        policy = self.plugin.mixed_precision_policy
-        in_low_precision = (
-            self.plugin.fsdp_version == 1
-            and policy is not None
-            and policy.param_dtype in LOW_PRECISION
-        )
-        if (
-            is_last
-            or in_low_precision
-            or self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-        ):
+        if is_last or self._accumulates_in_low_precision():
+            return nullcontext()
+        if self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             return nullcontext()
         # Not by the object: `hf_ga.Accelerator` refuses the method, which users call by hand.
         return Accelerator.no_sync(self.accelerator, model)
 
+    def _accumulates_in_low_precision(self) -> bool:
+        """Whether FSDP would add the gradients of micro-batches in half precision."""
+        policy = self.plugin.mixed_precision_policy
+        if self.plugin.fsdp_version != 1 or policy is None:
+            return False
+        return policy.param_dtype in LOW_PRECISION
+
     def backward(self, term: Tensor | float, weight: int) -> None:
-        """Run the backward even with weight 0: it is a collective."""
-        if not weight and not (
-            isinstance(term, Tensor) and term.requires_grad and bool(term.isfinite())
-        ):
+        """Run the backward even with weight 0: it is a collective.
+
+        Raises:
+            LossNotAdditive: If a term of weight 0 cannot be multiplied by 0 and have a backward.
+        """
+        # Only where the weight is 0, as the check waits for the device.
+        if not weight and not _has_finite_backward(term):
             raise LossNotAdditive(
                 "under FSDP loss_fn must return a finite sum computed from the outputs, even for "
-                "a batch without targets "
-                f"(0 times a logit), got {term}."
+                f"a batch without targets (0 times a logit), got {term}."
             )
         super().backward(term * (weight * self.num_processes), weight=1)
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Repeat the first call with weight 0 up to the maximum number of calls over ranks."""
+        """Repeat the first call with weight 0, up to the largest number of calls of any rank."""
         most = window.request.most_micro_batches
         if window.state.max_elements is not None:  # micro-batches are cut, on each rank by itself
             most = self.most_on_a_rank(len(calls))
@@ -150,27 +162,26 @@ class ShardedBackend(Backend):
 
     def check_use(self, num_ranks: Sequence[float]) -> None:
         """See the base class."""
-        mixed_up = self.accelerator.is_fsdp2 and not hasattr(
-            FSDPModule, "set_reduce_scatter_unused_params"
-        )
-        if mixed_up and any(0 < n < self.num_processes for n in num_ranks):
+        is_fixed = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
+        if is_fixed or not self.accelerator.is_fsdp2:
+            return
+        if any(0 < n < self.num_processes for n in num_ranks):
             raise ConfigError(
                 "some parameters have a gradient on some processes only, which FSDP2 of this "
-                "torch version reduces incorrectly: "
-                "use torch 2.13 or newer, FSDP1 or DDP."
+                "torch version reduces incorrectly: use torch 2.13 or newer, FSDP1 or DDP."
             )
 
     def reduce_gradients(
         self, model: nn.Module, status: RankStatus, unused: Collection[str]
     ) -> None:
-        """FSDP has reduced them; set the zero gradients of unused parameters to None, so that the
-        optimizer does not decay them.
+        """Set the zero gradients of unused parameters to None, so that the optimizer does not decay
+        them. FSDP itself has reduced all gradients.
         """
         if not unused:
             return
         parameters = [p for name, p in model.named_parameters() if own_name(name) in unused]
-        sizes = [0.0 if p.grad is None else float(own_part(p.grad).abs().sum()) for p in parameters]
-        sizes = sum_over_ranks(self.accelerator, sizes)
+        own_sizes = [_sum_of_sizes(p.grad) for p in parameters]
+        sizes = sum_over_ranks(self.accelerator, own_sizes)
         for parameter, size in zip(parameters, sizes, strict=True):
             if not size:
                 parameter.grad = None
@@ -178,26 +189,41 @@ class ShardedBackend(Backend):
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Clip to the norm over all shards."""
         if isinstance(model, FullyShardedDataParallel):
-            with gradients_apart(
-                [*set(model.parameters()) - set(parameters)]
-            ):  # FSDP1 clips all gradients of the model
+            # FSDP1 clips all gradients of the model, those of other optimizers too.
+            others = set(model.parameters()) - set(parameters)
+            with gradients_apart(list(others)):
                 return model.clip_grad_norm_(max_norm)
         norm = super().clip(model, parameters, max_norm)
-        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+        if isinstance(norm, DTensor):
+            return norm.full_tensor()
+        return norm
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """All-reduce: each rank sees its own shards only."""
-        return not sum_over_ranks(self.accelerator, [float(not value)])[0]
+        """Ask all ranks, because each sees its own shards only."""
+        (num_false,) = sum_over_ranks(self.accelerator, [float(not value)])
+        return num_false == 0
+
+
+def _sum_of_sizes(gradient: Tensor | None) -> float:
+    """Add the absolute values of this rank's part of a gradient; 0 if there is none."""
+    if gradient is None:
+        return 0.0
+    return float(own_part(gradient).abs().sum())
+
+
+def _has_finite_backward(term: Tensor | float) -> bool:
+    """Whether 0 times a term gives zero gradients."""
+    return isinstance(term, Tensor) and term.requires_grad and bool(term.isfinite())
 
 
 def _filler(window: Window, calls: list[Call], loss: Loss) -> Call:
-    """A call that is made only because other ranks make one."""
+    """Return a call that is made only because other ranks make one."""
     first = calls[0] if calls else stand_in(window, loss)
     return replace(first, weight=0, index=FILLER)
 
 
 def own_name(name: str) -> str:
-    """Name of a parameter or module in the unwrapped model."""
+    """Return the name that a parameter or module has in the unwrapped model."""
     return ".".join(part for part in name.split(".") if part not in WRAPPERS)
 
 

@@ -52,8 +52,10 @@ class Pipeline:
         model: This rank's stage: an object of the model's class, in which the modules of other
             stages are stand-ins without parameters. Its parameters are called as in the whole
             model. Build the optimizer on them.
-        stage, num_stages: Which stage this rank holds, from 0, and how many there are.
-        replica, num_replicas: Which copy of the model this rank is part of, and how many there are.
+        stage: Number of the stage that this rank holds, from 0.
+        num_stages: Number of stages of the model.
+        replica: Number of the copy of the model that this rank is part of, from 0.
+        num_replicas: Number of copies of the model.
     """
 
     def __init__(
@@ -82,11 +84,11 @@ class Pipeline:
         *,
         max_grad_norm: float | None = None,
     ) -> StepResult:
-        """One update of this rank's stage: gradient of the window, clip once, step the optimizer,
-        zero the gradients. All ranks must call it.
+        """Update this rank's stage once: compute the gradient of the window, clip it, step the
+        optimizer, zero the gradients. All ranks must call it.
 
         Args:
-            optimizer: Of `model.parameters()`.
+            optimizer: The optimizer of `model.parameters()`.
             window: From the `WindowLoader` that was given to `prepare_pipeline`.
             max_grad_norm: L2 norm of the gradient over all stages to clip to. None or 0: no
                 clipping.
@@ -152,19 +154,25 @@ class Pipeline:
             return engine.end()
 
     def _run_schedule(self) -> None:
-        """Forward and backward of all micro-batches of this replica."""
+        """Run forward and backward of all micro-batches of this replica."""
         engine = self._engine
         num_calls = len(engine.calls)
         shape = hidden_shape(engine, self.model.config.hidden_size)
         hidden = torch.empty(shape, device="meta", requires_grad=True)
-        term = torch.empty((), device="meta", requires_grad=True)
+        received: Tensor | tuple[()] = hidden
+        returned = hidden
+        if self._stage_model.is_first:
+            received = ()
+        if self._stage_model.is_last:
+            # The term of the window's mean loss.
+            returned = torch.empty((), device="meta", requires_grad=True)
         stage = PipelineStage(
             StageForward(engine, self._stage_model, shape),
             self.stage,
             self.num_stages,
             self._backend.device,
-            input_args=() if self._stage_model.is_first else hidden,
-            output_args=term if self._stage_model.is_last else hidden,
+            input_args=received,
+            output_args=returned,
             group=self._backend.stages,
         )
         schedule = self._schedule(
@@ -178,7 +186,8 @@ class Pipeline:
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
-            raise error.__cause__ from None  # what a stage raised; torch adds a list of shapes
+            # What a stage raised, without the list of shapes that torch adds.
+            raise error.__cause__ from None
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Save the whole model in the format of transformers: one safetensors file for each stage,
@@ -194,7 +203,8 @@ class Pipeline:
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         file = f"model-{self.stage + 1:05}-of-{self.num_stages:05}.safetensors"
-        copy = self._backend.tied if self._backend.is_last else None  # the first stage saves it
+        # The first stage saves a tied weight.
+        copy = self._backend.tied if self._backend.is_last else None
         weights = own_weights(self.model, left_out=copy)
         if self.replica == 0:
             save_file(weights, folder / file, metadata={"format": "pt"})
@@ -202,22 +212,20 @@ class Pipeline:
         files = gather_object([(file, sizes)])
         if self._backend.accelerator.is_main_process:
             self.model.config.save_pretrained(folder)
-            index = {
-                "metadata": {"total_size": sum(sum(s.values()) for _, s in files)},
-                "weight_map": {name: file for file, sizes in files for name in sizes},
-            }
+            index = weights_index(files)
             (folder / SAFE_WEIGHTS_INDEX_NAME).write_text(json.dumps(index, indent=2))
         self._backend.accelerator.wait_for_everyone()
 
 
 class StageForward(nn.Module):
-    """What torch's schedule calls for each micro-batch of a window.
+    """The module that torch's schedule calls for each micro-batch of a window.
 
     Args:
-        engine: It has begun the window.
+        engine: The engine, which has begun the window.
         stage_model: This rank's stage.
-        shape: Of the hidden states that stages send, (samples, tokens, width). A schedule sends one
-            shape only, so smaller micro-batches are padded on the way; no stage computes padding.
+        shape: The shape of the hidden states that stages send, (samples, tokens, width). A schedule
+            sends one shape only, so smaller micro-batches are padded on the way; no stage computes
+            padding.
     """
 
     def __init__(self, engine: Engine, stage_model: StageModel, shape: tuple[int, ...]) -> None:
@@ -244,21 +252,31 @@ class StageForward(nn.Module):
             batch = {**batch, "inputs_embeds": received[0][:num_samples, :num_tokens]}
         micro_batch = replace(call.micro_batch, batch=batch)
         outputs = self.engine.forward_of(replace(call, micro_batch=micro_batch))
-        return self._term(outputs) if self.stage_model.is_last else self._padded(outputs)
+        if self.stage_model.is_last:
+            return self._term(outputs)
+        return self._padded(outputs)
 
     def _term(self, outputs: Any) -> Tensor:
+        """Return the micro-batch's term of the window's mean loss, 0 for a repeated micro-batch."""
         engine = self.engine
         with engine.backend.autocast():
             term, counts = engine.term(outputs, is_whole=False)
-        engine.backward_term(term, counts)  # adds the term to the window's loss
+        # Adds the term to the window's loss; the schedule runs the backward.
+        engine.backward_term(term, counts)
         return term * engine.call.weight
 
     def _padded(self, hidden: Tensor) -> Tensor:
+        """Pad hidden states with zeros to `shape`, in float32."""
         num_samples, num_tokens, _ = self.shape
-        missing = (0, 0, 0, num_tokens - hidden.shape[1], 0, num_samples - hidden.shape[0])
-        padded = F.pad(hidden.float(), missing).contiguous()
-        # A stage without trainable parameters is sent a gradient, too.
-        return padded if padded.requires_grad else padded.requires_grad_()
+        missing_samples = num_samples - hidden.shape[0]
+        missing_tokens = num_tokens - hidden.shape[1]
+        # From the last axis to the first, the numbers before and behind.
+        padding = (0, 0, 0, missing_tokens, 0, missing_samples)
+        padded = F.pad(hidden.float(), padding).contiguous()
+        if not padded.requires_grad:
+            # A stage without trainable parameters is sent a gradient, too.
+            padded.requires_grad_()
+        return padded
 
 
 def prepare_pipeline(
@@ -278,11 +296,12 @@ def prepare_pipeline(
     a weight that both use is kept on both, and gets the sum of both gradients.
 
     Args:
-        accelerator: Of all processes.
+        accelerator: The accelerator of all processes.
         model: A model of transformers with a head (`pipeline_model.PARTS`), the same on all ranks,
             not prepared. It is changed: it keeps the modules of this rank's stage, and moves to
             the accelerator's device.
-        windows: Of the training samples. Its windows are split over replicas from now on.
+        windows: The loader of the training samples. It splits its windows over replicas from now
+            on.
         rule: The result of `prove_targets` on the whole model, which must come first.
         num_stages: Stages of the model, at most its number of layers.
         schedule: "gpipe" runs all forwards of a window before its backwards; "1f1b" alternates, so
@@ -312,8 +331,9 @@ def prepare_pipeline(
             f"a pipeline needs a WindowLoader, got a {type(windows).__name__}: load the dataset "
             "without streaming."
         )
-    norm = torch.nn.utils.get_total_norm([p.detach().double() for p in model.parameters()])
-    check_agreement(accelerator, "weights of the model (here their norm)", repr(float(norm)))
+    weights = [p.detach().double() for p in model.parameters()]
+    norm = float(torch.nn.utils.get_total_norm(weights))
+    check_agreement(accelerator, "weights of the model (here their norm)", repr(norm))
     min_calls = num_stages if schedule == "1f1b" else 1
     backend = PipelineBackend(accelerator, num_stages, min_calls)
     stage_model = StageModel(model, backend.stage, num_stages)
@@ -328,7 +348,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
     """Check that stages can be trained with the settings of an accelerator.
 
     Raises:
-        ConfigError: If they cannot.
+        ConfigError: If it uses fp16 or FSDP, or has settings that no exact step supports.
     """
     check_supported(accelerator)
     check_precision(accelerator)
@@ -349,7 +369,8 @@ def check_rule(rule: Rule, model: nn.Module) -> None:
         model: The whole model.
 
     Raises:
-        ConfigError: If it cannot.
+        ConfigError: If the proof is of another model, the loss is not the mean of the model's own
+            head, or some randomness is not keyed.
     """
     rule.check_fits(model)
     if getattr(rule.dropout, "model", model) is not model:
@@ -371,25 +392,37 @@ def check_rule(rule: Rule, model: nn.Module) -> None:
 
 
 def rule_of_stage(rule: Rule, model: nn.Module) -> Rule:
-    """What was proven of the whole model, for the modules that a stage keeps.
+    """Return what was proven of the whole model, for the modules that a stage keeps.
 
     A dropout site is keyed by the path of its module in the whole model, which the stage keeps.
 
     Args:
-        rule: Of the whole model.
+        rule: What was proven of the whole model.
         model: The stage.
     """
     dropout = rule.dropout
     if isinstance(dropout, KeyedDropout):
-        whole = dropout
-        dropout = KeyedDropout(model)
-        dropout.hooked = [module for module in whole.hooked if module in dropout.names]
-        dropout.sites = {k: site for k, site in whole.sites.items() if site.module in dropout.names}
+        dropout = dropout_of_stage(dropout, model)
     return replace(rule, dropout=dropout, speed_ups=(), modes=module_modes(model))
 
 
+def dropout_of_stage(whole: KeyedDropout, model: nn.Module) -> KeyedDropout:
+    """Return the keyed dropout of the whole model, for the modules that a stage keeps."""
+    dropout = KeyedDropout(model)
+    dropout.hooked = [module for module in whole.hooked if module in dropout.names]
+    dropout.sites = {key: site for key, site in whole.sites.items() if site.module in dropout.names}
+    return dropout
+
+
 def hidden_shape(engine: Engine, width: int) -> tuple[int, int, int]:
-    """The shape into which the hidden states of all micro-batches fit.
+    """Return the shape into which the hidden states of all micro-batches fit.
+
+    Args:
+        engine: The engine, which has begun the window.
+        width: The model's hidden size.
+
+    Returns:
+        (samples, tokens, width).
 
     Raises:
         ConfigError: If the batches have no `input_ids` of shape (samples, tokens).
@@ -400,15 +433,31 @@ def hidden_shape(engine: Engine, width: int) -> tuple[int, int, int]:
             "a pipeline needs input_ids of shape (samples, tokens) in every batch: let the collate "
             "function return them."
         )
-    return max(len(one) for one in ids), max(one.shape[1] for one in ids), width
+    num_samples = max(one.shape[0] for one in ids)
+    num_tokens = max(one.shape[1] for one in ids)
+    return num_samples, num_tokens, width
+
+
+def weights_index(files: list[tuple[str, dict[str, int]]]) -> dict[str, Any]:
+    """Return the index with which transformers finds the file of each weight.
+
+    Args:
+        files: Of each stage, the name of its file and name -> bytes of its weights.
+    """
+    total_size = 0
+    file_of_weight = {}
+    for file, sizes in files:
+        total_size += sum(sizes.values())
+        file_of_weight |= dict.fromkeys(sizes, file)
+    return {"metadata": {"total_size": total_size}, "weight_map": file_of_weight}
 
 
 def own_weights(model: nn.Module, left_out: nn.Parameter | None) -> dict[str, Tensor]:
-    """Parameters and persistent buffers by their names, each once.
+    """Return the parameters and persistent buffers by their names, each once.
 
     Args:
         model: One stage.
-        left_out: A parameter that another stage holds, too.
+        left_out: A parameter that another stage holds, too. None: there is none.
     """
     found: dict[str, Tensor] = {}
     seen = {id(left_out)}

@@ -25,15 +25,19 @@ class PipelineBackend(Backend):
     """Replicas x stages; rank = replica * num_stages + stage.
 
     Args:
-        accelerator: Of all ranks.
-        num_stages: Ranks of one replica.
-        min_calls: Micro-batches that the schedule needs at least, if it gets any.
+        accelerator: The accelerator of all ranks.
+        num_stages: Number of ranks of one replica.
+        min_calls: Smallest number of micro-batches that the schedule can run, if it gets any.
 
     Attributes:
         stages: Process group of the stages of this replica.
         replicas: Process group of the replicas of this stage.
-        stage, replica, num_stages, num_replicas: The place of this rank.
-        tied: A parameter that the first and the last stage both hold a copy of.
+        stage: Number of this rank's stage, from 0.
+        num_stages: Number of stages.
+        replica: Number of this rank's replica, from 0.
+        num_replicas: Number of replicas.
+        tied: A parameter that the first and the last stage both hold a copy of. None: there is
+            none.
 
     Raises:
         ConfigError: If the number of processes is no multiple of the number of stages.
@@ -78,17 +82,18 @@ class PipelineBackend(Backend):
         return self.stage == self.num_stages - 1
 
     def backward(self, term: Tensor | float, weight: int) -> None:
-        """Nothing: torch's schedule runs the backward."""
+        """Do nothing: torch's schedule runs the backward."""
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Repeat the first call with weight 0 up to the fewest that the schedule can run."""
         missing = self.min_calls - len(calls)
         if not calls or missing <= 0:
             return calls
-        return [*calls, *[replace(calls[0], weight=0, index=FILLER)] * missing]
+        filler = replace(calls[0], weight=0, index=FILLER)
+        return calls + [filler] * missing
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
-        """See the base class. Targets count once a replica, parameters once a stage."""
+        """Sum the status over all ranks: targets once a replica, parameters once a stage."""
         counts = status.counts if self.is_last else (0,) * len(status.counts)
         total = super().all_reduce_status(replace(status, counts=counts, has_gradient=()))
         if not status.has_gradient:
@@ -112,26 +117,28 @@ class PipelineBackend(Backend):
         stay equal.
         """
         gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad.contiguous()
-        other = 0 if self.is_last else self.num_stages - 1
         if self.is_first:
+            last = self.num_stages - 1
             of_head = torch.empty_like(gradient)
-            dist.recv(of_head, group=self.stages, group_src=other)
+            dist.recv(of_head, group=self.stages, group_src=last)
             gradient += of_head
-            dist.send(gradient, group=self.stages, group_dst=other)
+            dist.send(gradient, group=self.stages, group_dst=last)
         else:
-            dist.send(gradient, group=self.stages, group_dst=other)
-            dist.recv(gradient, group=self.stages, group_src=other)
+            dist.send(gradient, group=self.stages, group_dst=0)
+            dist.recv(gradient, group=self.stages, group_src=0)
         copy.grad = gradient
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Clip to the norm over all stages, in which a tied weight counts once."""
         own = [p.grad for p in parameters if not (self.is_last and p is self.tied)]
-        squared = torch.nn.utils.get_total_norm(own).double().square().to(self.device)
+        own_norm = torch.nn.utils.get_total_norm(own).double()
+        squared = own_norm.square().to(self.device)
         dist.all_reduce(squared, group=self.stages)
         norm = squared.sqrt().float()
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """All-reduce: each rank sees its own stage only."""
-        return not sum_over_ranks(self.accelerator, [float(not value)])[0]
+        """Ask all ranks, because each sees its own stage only."""
+        (num_false,) = sum_over_ranks(self.accelerator, [float(not value)])
+        return num_false == 0

@@ -1,4 +1,4 @@
-"""Cuts a model of transformers into pipeline stages that keep its class, its forward and its names.
+"""Pipeline stages of a model of transformers, which keep its class, its forward and its names.
 
 A stage is the model itself in which the modules of other stages are replaced by stand-ins that
 return their input. So its parameters, and its dropout sites, are called as in the whole model.
@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import argument_filter
 
-EMBEDDED_ENTRIES = ("input_ids", "token_type_ids")  # read by the embeddings only
+# Entries of a batch that only the embeddings read.
+EMBEDDED_ENTRIES = ("input_ids", "token_type_ids")
 
 
 @dataclass(frozen=True)
@@ -56,16 +57,20 @@ PARTS = {
 
 
 class PassedThrough(nn.Module):
-    """Stands for a module of another stage: returns the hidden states that it is given."""
+    """A stand-in for a module of another stage: it returns the hidden states that it is given."""
 
     def forward(self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Tensor:
-        return args[0] if inputs_embeds is None else inputs_embeds
+        """Return `inputs_embeds`, or else the first argument."""
+        if inputs_embeds is not None:
+            return inputs_embeds
+        return args[0]
 
 
 class AddsNothing(nn.Module):
-    """Stands for an embedding of another stage: a zero, as its vectors are in the hidden states."""
+    """A stand-in for an embedding of another stage, whose vectors the hidden states contain."""
 
     def forward(self, ids: Tensor) -> Tensor:
+        """Return a zero, which the model adds to the hidden states."""
         return torch.zeros((), device=ids.device)
 
 
@@ -73,10 +78,11 @@ class StageModel(nn.Module):
     """One stage of a model.
 
     Args:
-        model: One of `PARTS`. It is changed: it keeps the modules of this stage only.
-        stage: Which stage, from 0.
-        num_stages: How many the model is cut into; the first ones get one layer more if the layers
-            cannot be shared evenly.
+        model: A model of one of the classes in `PARTS`. It is changed: it keeps the modules of this
+            stage only.
+        stage: Number of the stage, from 0.
+        num_stages: Number of stages. The first ones get one layer more if the layers cannot be
+            shared evenly.
 
     Attributes:
         model: The model; `state_dict` and `named_parameters` give the names of the whole model.
@@ -100,7 +106,9 @@ class StageModel(nn.Module):
         self.is_last = stage == num_stages - 1
         tied = tied_embedding(model)
         self._cut(model, stage, num_stages, tied)
-        self.tied = None if tied is None or not (self.is_first or self.is_last) else tied.weight
+        self.tied: nn.Parameter | None = None
+        if tied is not None and (self.is_first or self.is_last):
+            self.tied = tied.weight
         self.model = model
         self._accepted = argument_filter(model)
 
@@ -108,8 +116,9 @@ class StageModel(nn.Module):
         """Run this stage.
 
         Args:
-            batch: Of the whole model, on every stage; behind the first stage also `inputs_embeds`,
-                the hidden states of the stage before, of shape (samples, tokens, width).
+            batch: The arguments of the whole model, on every stage; behind the first stage also
+                `inputs_embeds`, the hidden states of the stage before, of shape (samples, tokens,
+                width).
 
         Returns:
             The model's outputs on the last stage, hidden states on the others.
@@ -118,9 +127,12 @@ class StageModel(nn.Module):
             batch = {name: v for name, v in batch.items() if name not in EMBEDDED_ENTRIES}
         if not self.is_last:
             batch.pop("labels", None)
-        outputs = self.model(**self._accepted({**batch, "use_cache": False}))
-        # The head's modules passed the hidden states through.
-        return outputs if self.is_last else outputs.logits
+        arguments = self._accepted({**batch, "use_cache": False})
+        outputs = self.model(**arguments)
+        if self.is_last:
+            return outputs
+        # The stand-ins of the head passed the hidden states through.
+        return outputs.logits
 
     def _cut(
         self, model: PreTrainedModel, stage: int, num_stages: int, tied: nn.Embedding | None
@@ -136,24 +148,27 @@ class StageModel(nn.Module):
             elsewhere += parts.embeddings
         if not self.is_last:
             elsewhere += parts.head
+        kept = tied if self.is_last else None
         for path in elsewhere:
-            replace_module(model, path, kept=tied if self.is_last else None)
+            replace_module(model, path, kept)
 
 
 def layers_of(stage: int, num_stages: int, num_layers: int) -> list[int]:
-    """The layers of a stage.
+    """Return the numbers of a stage's layers.
 
     >>> layers_of(0, 2, 5), layers_of(1, 2, 5)
     ([0, 1, 2], [3, 4])
     """
-    return np.array_split(np.arange(num_layers), num_stages)[stage].tolist()
+    of_stages = np.array_split(np.arange(num_layers), num_stages)
+    return of_stages[stage].tolist()
 
 
 def check_can_be_cut(model: nn.Module, num_stages: int) -> None:
     """Check that a model can be cut into so many stages.
 
     Raises:
-        ConfigError: If it cannot.
+        ConfigError: If it is of another class than those in `PARTS`, has fewer layers, or uses
+            gradient checkpointing.
     """
     name = type(model).__name__
     if name not in PARTS or not type(model).__module__.startswith("transformers."):
@@ -176,19 +191,22 @@ def check_can_be_cut(model: nn.Module, num_stages: int) -> None:
 
 
 def tied_embedding(model: PreTrainedModel) -> nn.Embedding | None:
-    """The input embedding whose weight is the output layer's, too. None if there is none."""
+    """Return the input embedding if the output layer shares its weight, or else None."""
     embedding = model.get_input_embeddings()
     output = model.get_output_embeddings()
-    return embedding if output is not None and output.weight is embedding.weight else None
+    if output is None or output.weight is not embedding.weight:
+        return None
+    return embedding
 
 
 def replace_module(model: nn.Module, path: str, kept: nn.Embedding | None) -> None:
     """Replace a module by a stand-in.
 
     Args:
-        model: Contains the module.
-        path: Of the module.
-        kept: An embedding that stays under its name, because the head needs its weight.
+        model: The model that contains the module.
+        path: The module's path in the model.
+        kept: An embedding that stays under its name, because the head needs its weight. None:
+            nothing stays.
     """
     module = model.get_submodule(path)
     if module is kept:

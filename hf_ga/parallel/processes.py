@@ -36,11 +36,12 @@ def main_process_first(accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
-    """A block that raises on all ranks if it raises on one. All ranks must enter it.
+    """Raise on all ranks if the block raises on one. All ranks must enter it.
 
     Raises:
-        CheckpointError, ConfigError: the block raised one on some rank; the error of the first such
-            rank.
+        CheckpointError: If the block raised it on some rank.
+        ConfigError: If the block raised it on some rank. Of several errors, all ranks raise the one
+            of the first rank.
     """
     failure = None
     try:
@@ -49,17 +50,25 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
         failure = error
         if accelerator.num_processes == 1:
             raise
-    if accelerator.num_processes > 1 and any(
-        sum_over_ranks(accelerator, [failure is not None])
-    ):  # one number, mostly 0
-        raise next(filter(None, gather_object([failure])))
+    if accelerator.num_processes == 1:
+        return
+    # One number, mostly 0, tells whether the errors have to be gathered.
+    (num_failures,) = sum_over_ranks(accelerator, [failure is not None])
+    if num_failures:
+        failures = gather_object([failure])
+        raise next(error for error in failures if error is not None)
 
 
 def check_agreement(accelerator: Accelerator, what: str, value: str) -> None:
     """Check that a value is the same on all ranks.
 
+    Args:
+        accelerator: The accelerator of all ranks.
+        what: What the value is, for the message.
+        value: This rank's value.
+
     Raises:
-        ConfigError: it differs; on all ranks.
+        ConfigError: If it differs; on all ranks.
     """
     found = gather_object([value])
     if len(set(found)) > 1:
@@ -72,7 +81,10 @@ def check_agreement(accelerator: Accelerator, what: str, value: str) -> None:
 
 def broadcast_from_main(accelerator: Accelerator, value: Any) -> Any:
     """Broadcast the main process's value to all ranks."""
-    return broadcast_object_list([value])[0] if accelerator.num_processes > 1 else value
+    if accelerator.num_processes == 1:
+        return value
+    (value_of_main,) = broadcast_object_list([value])
+    return value_of_main
 
 
 def end_training(accelerator: Accelerator) -> None:
@@ -90,7 +102,7 @@ def end_training(accelerator: Accelerator) -> None:
 
 
 def print_on_main(accelerator: Accelerator, text: str) -> None:
-    """Print on the main process. Accelerate's `print` prints once per machine."""
+    """Print on the main process, once for all machines. Accelerate's `print` prints on each."""
     if accelerator.is_main_process:
         print(text, flush=True)
 
@@ -99,24 +111,37 @@ def share_cores(accelerator: Accelerator) -> None:
     """Split this machine's CPU cores over its processes, to which `accelerate launch` gave one
     thread each.
     """
-    cores = (
-        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    )
-    threads = max(1, cores // get_int_from_env(["LOCAL_WORLD_SIZE"], accelerator.num_processes))
-    if (
-        accelerator.device.type == "cpu" and "ACCELERATE_MIXED_PRECISION" in os.environ
-    ):  # set by its launcher only
-        torch.set_num_threads(threads)
+    # Only the launcher sets this variable.
+    is_launched = "ACCELERATE_MIXED_PRECISION" in os.environ
+    if accelerator.device.type != "cpu" or not is_launched:
+        return
+    num_processes = get_int_from_env(["LOCAL_WORLD_SIZE"], accelerator.num_processes)
+    torch.set_num_threads(max(1, _num_cores() // num_processes))
+
+
+def _num_cores() -> int:
+    """Return the number of CPU cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def gather_uneven(gather: Callable, values: Any) -> Any:
-    """`accelerator.gather` for a tensor that may have fewer rows on some ranks: TRL gathers a value
-    per pair for its metrics.
+    """Gather a tensor that may have fewer rows on some ranks: TRL gathers a value per pair for its
+    metrics.
+
+    Args:
+        gather: The accelerator's own `gather`, which needs equal shapes.
+        values: A tensor of shape (rows of this rank, ...), or anything else that `gather` accepts.
+
+    Returns:
+        The rows of all ranks, shape (rows of all ranks, ...).
     """
     if not isinstance(values, Tensor) or values.dim() == 0:
         return gather(values)
-    sizes = gather(torch.tensor(len(values), device=values.device)).flatten().tolist()
-    padded = torch.cat([values, values.new_zeros(max(sizes) - len(values), *values.shape[1:])])
-    return torch.cat(
-        [rows[:size] for rows, size in zip(gather(padded).chunk(len(sizes)), sizes, strict=True)]
-    )
+    own_size = torch.tensor(len(values), device=values.device)
+    sizes = gather(own_size).flatten().tolist()
+    padding = values.new_zeros(max(sizes) - len(values), *values.shape[1:])
+    padded = gather(torch.cat([values, padding]))
+    of_ranks = padded.chunk(len(sizes))
+    return torch.cat([rows[:size] for rows, size in zip(of_ranks, sizes, strict=True)])

@@ -39,26 +39,28 @@ def save_checkpoint(
     keep: int,
     trained_only: bool = False,
 ) -> Path:
-    """Write `output_dir/checkpoint-<step>` under a temporary name, flush it, rename it, write its
-    name into `latest`. Then delete checkpoints of later steps (from before a resume) and all but
-    the newest `keep`. All processes must call it.
+    """Save the checkpoint `output_dir/checkpoint-<step>`. All processes must call it.
+
+    It is written under a temporary name, flushed and renamed; then its name is written into
+    `latest`. Last, checkpoints of later steps (from before a resume) and all but the newest `keep`
+    are deleted.
 
     Args:
-        accelerator: Of the run.
+        accelerator: The accelerator of the run.
         output_dir: The folder of the run's checkpoints.
         model: The model, prepared for any layout.
-        optimizer: Its optimizer.
-        state: Further plain values (position, schedule, best loss).
-        step: Optimizer steps that were made.
+        optimizer: The optimizer of the model's parameters.
+        state: Further values that JSON can hold (position, schedule, best loss).
+        step: The number of optimizer steps made so far.
         keep: The number of checkpoints to keep.
-        trained_only: Skip frozen parameters.
+        trained_only: Whether to leave out frozen parameters.
 
     Returns:
         The checkpoint's folder.
 
     Raises:
-        CheckpointError: A failed write, such as a full disk; on all processes. Earlier files are
-            kept.
+        CheckpointError: If a write fails, for example because the disk is full; on all processes.
+            Earlier checkpoints are kept.
     """
     is_main = accelerator.is_main_process
     final = output_dir / f"{PREFIX}{step}"
@@ -77,13 +79,14 @@ def save_checkpoint(
                 _finish(final, {"step": step, "param_groups": groups, **state}, keep)
     except CheckpointError:
         if is_main:
-            shutil.rmtree(partial, ignore_errors=True)  # it may be what fills the disk
+            # It may be what fills the disk.
+            shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
 
 
 def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The settings of each group of parameters (learning rate, weight decay, ...)."""
+    """Return the settings of each parameter group (learning rate, weight decay, ...)."""
     return [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
@@ -91,7 +94,9 @@ def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _finish(final: Path, state: dict[str, Any], keep: int) -> None:
-    """Add state and manifest to the written files, and make it the newest checkpoint."""
+    """Complete a checkpoint whose shards are written: add state and manifest, give it its final
+    name, make it the newest one and delete those that are no longer kept.
+    """
     partial = partial_of(final)
     output_dir = final.parent
     step = state["step"]
@@ -101,8 +106,9 @@ def _finish(final: Path, state: dict[str, Any], keep: int) -> None:
         publish(final)
     with writing(output_dir, output_dir):
         set_latest(final)
-        for later in [folder for folder in list_checkpoints(output_dir) if step_of(folder) > step]:
-            discard(later)
+        for folder in list_checkpoints(output_dir):
+            if step_of(folder) > step:
+                discard(folder)
         keep_newest(output_dir, step, keep)
 
 
@@ -114,52 +120,64 @@ def load_checkpoint(
     Args:
         folder: The checkpoint, verified by `find_checkpoint` on all processes.
         model: The model, prepared for any layout.
-        optimizer: Its optimizer.
-        trained_only: As in saving.
+        optimizer: The optimizer of the model's parameters.
+        trained_only: The same as in `save_checkpoint`.
 
     Returns:
-        The saved plain values.
+        The `state` that was passed to `save_checkpoint`, and the step.
 
     Raises:
-        CheckpointError: The checkpoint does not fit this model.
+        CheckpointError: If the checkpoint does not fit this model.
     """
     with _reading(folder):
         load_shards(model, optimizer, folder / SHARDS, trained_only=trained_only)
         state = read_state(folder)
-        for group, saved in zip(optimizer.param_groups, state.pop("param_groups"), strict=True):
+        saved_groups = state.pop("param_groups")
+        for group, saved in zip(optimizer.param_groups, saved_groups, strict=True):
             group.update(saved)
     return state
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """The plain values of a checkpoint besides weights and optimizer."""
+    """Read what a checkpoint holds besides weights and the optimizer's tensors."""
     with _reading(folder / STATE):
         return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 def state_sha256(weights: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, shapes, types and bytes of a model's `state_dict()` or gradients, in the
-    order of the names.
+    """Compute the SHA-256 of a model's weights or gradients.
+
+    Args:
+        weights: Name -> tensor, such as a `state_dict()`.
+
+    Returns:
+        The hexadecimal SHA-256 over names, shapes, types and bytes, in the order of the names.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        header = f"{name} {tuple(tensor.shape)} {tensor.dtype}"
+        digest.update(header.encode())
         values = tensor.detach().cpu().contiguous().flatten()
-        digest.update(values.view(torch.uint8).numpy().tobytes())
+        as_bytes = values.view(torch.uint8).numpy()
+        digest.update(as_bytes.tobytes())
     return digest.hexdigest()
 
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn loading errors of a verified checkpoint, which may be of another model, into a
-    CheckpointError.
+    """Turn errors that the block raises while it loads a verified checkpoint into a
+    CheckpointError: the files are intact, so they are those of another model.
     """
     try:
         yield
     except (*_LOAD_ERRORS, CheckpointException) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[
-            0 if isinstance(error, _LOAD_ERRORS) else -1
-        ]
+        lines = str(error).strip().splitlines()
+        if not lines:
+            reason = type(error).__name__
+        elif isinstance(error, _LOAD_ERRORS):
+            reason = lines[0]
+        else:
+            reason = lines[-1]
         raise CheckpointError(
             f"{path} does not fit this model: {reason} Use another checkpoint, or start a new run."
         ) from error

@@ -25,7 +25,7 @@ SUFFIX = ".partial"  # of a file that is being written
 
 
 def flush(path: Path) -> None:
-    """fsync a file, or the entries of a folder."""
+    """Call fsync on a file, or on a folder for the names of its entries."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,7 +34,7 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """`flush` a folder and all its contents."""
+    """Call `flush` on a folder and all its contents."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
 
@@ -54,7 +54,7 @@ def write_json(path: Path, values: dict[str, Any]) -> None:
 
 
 def partial_of(final: Path) -> Path:
-    """The temporary path of the folder `final`."""
+    """Return the temporary path of the folder `final`."""
     return final.with_name(PARTIAL + final.name)
 
 
@@ -71,7 +71,8 @@ def publish(final: Path) -> None:
     partial = partial_of(final)
     replaced = final.with_name(REPLACED + final.name)
     flush_tree(partial)
-    if final.exists():  # a folder cannot be renamed onto a non-empty one
+    # A folder cannot be renamed to the name of one that is not empty.
+    if final.exists():
         final.rename(replaced)
     partial.rename(final)
     flush(final.parent)
@@ -103,59 +104,75 @@ def restore(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """`restore`, then delete partial and replaced files and folders that crashes left in
-    `folder`.
+    """Remove what crashes left in a folder: restore replaced folders, then delete partial and
+    replaced files and folders.
     """
     restore(folder)
-    for path in (
-        *folder.glob(PARTIAL + "*"),
-        *folder.glob(REPLACED + "*"),
-        *folder.glob("*" + SUFFIX),
-    ):
-        delete(path)
+    for pattern in (PARTIAL + "*", REPLACED + "*", "*" + SUFFIX):
+        for path in list(folder.glob(pattern)):
+            delete(path)
 
 
 @contextmanager
 def writing(path: Path, output_dir: Path) -> Iterator[None]:
-    """Turn errors of the block, which writes `path` for a run in `output_dir`, into one clear
-    error.
+    """Turn the errors with which a library reports a failed write into one clear error.
+
+    Args:
+        path: What the block writes.
+        output_dir: The folder of the run.
 
     Raises:
-        CheckpointError: the system refused to write. Other errors are re-raised unchanged.
+        CheckpointError: If the system refused to write. Other errors are raised unchanged.
     """
     try:
         yield
     except HfGaError:
         raise
-    except (Exception, CheckpointException) as error:  # the latter derives from BaseException
-        cause = (
-            error.__context__ if isinstance(error.__context__, OSError) else error
-        )  # torch.save raises a RuntimeError
-        refused = isinstance(
-            cause, OSError | SafetensorError | CheckpointException
-        ) or "(os error " in str(cause)  # tokenizers
-        if not refused:
+    # CheckpointException derives from BaseException.
+    except (Exception, CheckpointException) as error:
+        cause: BaseException = error
+        # torch.save raises a RuntimeError while it handles the OSError.
+        if isinstance(error.__context__, OSError):
+            cause = error.__context__
+        if not _is_refused_write(cause):
             raise
-        reason = getattr(cause, "strerror", None) or str(cause).strip().splitlines()[-1]
+        reason = getattr(cause, "strerror", None)
+        if not reason:
+            reason = str(cause).strip().splitlines()[-1]
         raise CheckpointError(
             f"cannot write {path}: {reason}. The files in {output_dir} are kept: free disk space "
-            "or change the permissions, then "
-            "use --resume_from_checkpoint auto."
+            "or change the permissions, then use --resume_from_checkpoint auto."
         ) from error
+
+
+def _is_refused_write(error: BaseException) -> bool:
+    """Whether an error says that the system refused to write."""
+    if isinstance(error, OSError | SafetensorError | CheckpointException):
+        return True
+    # The tokenizers library raises a plain Exception with the text of the system's error.
+    return "(os error " in str(error)
 
 
 @contextmanager
 def filling(final: Path, names: Path | None = None) -> Iterator[Path]:
     """Create `partial_of(final)` for the block to fill, then rename it to `final`. If writing
-    fails, it is deleted.
+    fails, delete it.
 
     Args:
-        names: the path in the error message, by default `final`.
+        final: The folder to write.
+        names: The path that the error message names. Default: `final`.
+
+    Yields:
+        The temporary folder.
+
+    Raises:
+        CheckpointError: See `writing`.
     """
     with writing(names or final, final.parent):
         partial = new_partial(final)
         try:
             yield partial
         except BaseException:
-            shutil.rmtree(partial, ignore_errors=True)  # it may be all that fills the disk
+            # It may be all that fills the disk.
+            shutil.rmtree(partial, ignore_errors=True)
             raise

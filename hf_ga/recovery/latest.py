@@ -1,5 +1,5 @@
-"""Lists checkpoints and finds the one to resume from: the file `latest`, written last, names the
-newest.
+"""Which checkpoints a folder has, and which one a run resumes from. The file `latest`, written
+last, names the newest.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ LATEST = "latest"
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
-    """Complete checkpoints, oldest step first."""
+    """List the complete checkpoints, oldest step first."""
     folders = [
         folder
         for folder in output_dir.glob(f"{PREFIX}*")
@@ -25,7 +25,7 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """The optimizer step in a checkpoint's name."""
+    """Return the optimizer step in a checkpoint's name."""
     return int(folder.name.removeprefix(PREFIX))
 
 
@@ -36,31 +36,34 @@ def set_latest(folder: Path) -> None:
 
 def keep_newest(output_dir: Path, step: int, keep: int) -> None:
     """Delete checkpoints up to `step`, except the newest `keep`."""
-    for old in [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step][
-        :-keep
-    ]:
+    folders = [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step]
+    for old in folders[:-keep]:
         discard(old)
 
 
 def newest(output_dir: Path) -> Path | None:
-    """The checkpoint that `auto` tries first, or None if there is no checkpoint."""
-    return next(iter(_by_preference(output_dir)), None)
+    """Return the checkpoint that `auto` tries first, or None if there is no checkpoint."""
+    folders = _by_preference(output_dir)
+    return folders[0] if folders else None
 
 
 def find_checkpoint(accelerator: Accelerator, output_dir: Path, name: str) -> Path | None:
     """Find a checkpoint whose files all match their SHA-256. The main process searches and
-    broadcasts the result.
+    broadcasts the result, so all processes must call it.
 
     Args:
-        name: a checkpoint's folder, or `auto`: the one that `latest` names or, if it is damaged,
+        accelerator: The accelerator of the run.
+        output_dir: The folder of the run's checkpoints, in which `auto` searches.
+        name: A checkpoint's folder, or `auto`: the one that `latest` names or, if it is damaged,
             the newest complete one. The main process prints a line for each skipped checkpoint.
 
     Returns:
-        None if `auto` finds no checkpoint: the run starts from step 0, which is printed too.
+        The checkpoint's folder. None if `auto` finds no checkpoint: the run starts from step 0,
+        which is printed too.
 
     Raises:
-        CheckpointError: the folder is damaged or not a checkpoint, or `output_dir` has damaged ones
-            only. On all processes.
+        CheckpointError: If the folder is damaged or not a checkpoint, or if `output_dir` has
+            damaged ones only; on all processes.
     """
     found = None
     with raise_on_all_ranks(accelerator):
@@ -73,6 +76,7 @@ def find_checkpoint(accelerator: Accelerator, output_dir: Path, name: str) -> Pa
 
 
 def _find_newest(output_dir: Path) -> Path | None:
+    """Find the newest undamaged checkpoint, and print which damaged ones are skipped."""
     restore(output_dir)
     damages: dict[str, str] = {}
     for folder in _by_preference(output_dir):
@@ -85,9 +89,8 @@ def _find_newest(output_dir: Path) -> Path | None:
             print(f"skipped {passed}, resuming from {folder.name}: {damage}")
         return folder
     if damages:
-        raise CheckpointError(
-            f"{output_dir} has no undamaged checkpoint to resume from: {' '.join(damages.values())}"
-        )
+        listed = " ".join(damages.values())
+        raise CheckpointError(f"{output_dir} has no undamaged checkpoint to resume from: {listed}")
     print(
         f"resume_from_checkpoint auto: {output_dir} has no checkpoint yet, so the run starts from "
         "step 0"
@@ -96,11 +99,13 @@ def _find_newest(output_dir: Path) -> Path | None:
 
 
 def _by_preference(output_dir: Path) -> list[Path]:
-    """The checkpoint that `latest` names, then the others from newest to oldest."""
+    """List the checkpoint that `latest` names, then the others from newest to oldest."""
     latest = output_dir / LATEST
-    named = latest.read_text(encoding="utf-8", errors="replace").strip() if latest.is_file() else ""
-    return sorted(
-        list_checkpoints(output_dir),
-        key=lambda folder: (folder.name == named, step_of(folder)),
-        reverse=True,
-    )
+    named = None
+    if latest.is_file():
+        named = latest.read_text(encoding="utf-8", errors="replace").strip()
+
+    def preference(folder: Path) -> tuple[bool, int]:
+        return folder.name == named, step_of(folder)
+
+    return sorted(list_checkpoints(output_dir), key=preference, reverse=True)

@@ -18,18 +18,24 @@ LOCK = "run.lock"  # exists while a run uses the folder
 
 @contextmanager
 def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Lock the folder against other runs. Creates the folder if missing, and removes it if it is
-    still empty at the end.
+    """Lock the folder against other runs during the block. Create it if it is missing, and remove
+    it if it is still empty at the end. All processes must enter the block.
 
     The main process has the lock. File systems without locks are not protected.
 
+    Args:
+        folder: The `output_dir` of the run.
+        accelerator: The accelerator of the run.
+
     Raises:
-        ConfigError: another run uses the folder, or it cannot be created; on all processes.
+        ConfigError: If another run uses the folder, or it cannot be created; on all processes.
     """
-    is_main = accelerator.is_main_process
-    missing = [path for path in (folder, *folder.parents) if is_main and not path.exists()]
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
-    problem = _take(lock, folder) if is_main else None
+    missing: list[Path] = []
+    problem = None
+    if accelerator.is_main_process:
+        missing = [path for path in (folder, *folder.parents) if not path.exists()]
+        problem = _take(lock, folder)
     problem = broadcast_from_main(accelerator, problem)
     if problem is not None:
         raise ConfigError(f"output_dir {folder} {problem}")
@@ -51,15 +57,18 @@ def is_empty_folder(folder: Path) -> bool:
 
 
 def _take(lock: FileLock, folder: Path) -> str | None:
-    """Create the folder and acquire the lock; returns why that is not possible, None if it is."""
+    """Create the folder and acquire the lock.
+
+    Returns:
+        None, or why that is not possible, for the error that all processes raise.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock.acquire()
     except Timeout:
         return (
             "is in use by another run, and two would overwrite each other's checkpoints and "
-            "metrics: wait until it ends, stop it, "
-            "or choose another output_dir."
+            "metrics: wait until it ends, stop it, or choose another output_dir."
         )
     except OSError as error:
         if error.errno not in (errno.ENOSYS, errno.ENOLCK):

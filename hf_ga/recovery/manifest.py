@@ -19,7 +19,13 @@ _REMEDY = "Resume from another checkpoint, or start a new run."
 
 
 def write_manifest(folder: Path, step: int, versions: dict[str, str]) -> None:
-    """Write the manifest of the folder's current files."""
+    """Write the manifest of the folder's current files.
+
+    Args:
+        folder: The checkpoint, complete but for the manifest.
+        step: The number of optimizer steps made so far.
+        versions: Library -> version, for whoever reads the file.
+    """
     files = {
         path.relative_to(folder).as_posix(): digest(path)
         for path in sorted(folder.rglob("*"))
@@ -30,11 +36,17 @@ def write_manifest(folder: Path, step: int, versions: dict[str, str]) -> None:
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Compare every file with the manifest; returns the manifest.
+    """Compare every file of a checkpoint with its manifest.
+
+    Args:
+        folder: The checkpoint.
+
+    Returns:
+        The manifest.
 
     Raises:
-        CheckpointError: a file is missing, damaged, or from another checkpoint; the message names
-            it.
+        CheckpointError: If a file is missing, damaged, or from another checkpoint; the message
+            names it.
     """
     manifest = read_manifest(folder)
     for name, sha256 in manifest["files"].items():
@@ -52,10 +64,16 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """The content of manifest.json, checked against its own SHA-256.
+    """Read manifest.json and check it against its own SHA-256.
+
+    Args:
+        folder: The checkpoint.
+
+    Returns:
+        `format`, `step`, `versions` and `files` (name -> SHA-256).
 
     Raises:
-        CheckpointError: it is missing, or any bit changed.
+        CheckpointError: If the file is missing, or any bit changed.
     """
     path = folder / MANIFEST
     try:
@@ -75,18 +93,20 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path} has format {content.get('format')}, but this version of hf_ga reads "
             f"{FORMAT}. {_REMEDY}"
         )
-    if text != _dump(content).encode():  # compare the text: white space is not part of the hash
+    # White space is not part of the hash, so compare the whole text.
+    if text != _dump(content).encode():
         raise CheckpointError(f"{path} is damaged: SHA-256 mismatch. {_REMEDY}")
     return content
 
 
 def digest(file: Path) -> str:
-    """SHA-256 of a file."""
+    """Compute the SHA-256 of a file."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def _dump(content: dict[str, Any]) -> str:
-    """JSON text with the content's own SHA-256."""
-    own = hashlib.sha256(json.dumps(content).encode()).hexdigest()
-    return json.dumps(content | {"sha256": own}, indent=1) + "\n"
+    """Return the JSON text of the content and of its SHA-256."""
+    text = json.dumps(content)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    return json.dumps(content | {"sha256": sha256}, indent=1) + "\n"

@@ -1,5 +1,5 @@
-"""Finds the origin of a non-finite loss or gradient, samples and first module, by repeating a
-window's forwards.
+"""The search for the cause of a non-finite loss or gradient: which samples, and which module first.
+It repeats a window's forwards.
 
 It runs only after a window with a non-finite loss or gradient, so it may be slow. Each rank
 searches its own micro-batches, and the ranks gather the results, so that all report the same.
@@ -38,9 +38,11 @@ class Repeated:
     """One repeated forward, with a backward if its loss is finite.
 
     Attributes:
-        modules: those with a non-finite output, in the order in which they ended.
-        parameter: the last one in the model with a non-finite gradient: gradients flow from the
-            loss backwards.
+        call: What was computed.
+        is_finite: Whether its loss is finite.
+        modules: Modules with a non-finite output, in the order in which their forwards ended.
+        parameter: The last parameter of the model with a non-finite gradient, which the backward
+            reached first. None: all gradients are finite.
     """
 
     call: Call
@@ -50,7 +52,10 @@ class Repeated:
 
     @property
     def is_bad(self) -> bool:
-        return bool(self.call.weight) and (not self.is_finite or self.parameter is not None)
+        """Whether its loss or gradient, if it counts, is not finite."""
+        if not self.call.weight:
+            return False
+        return not self.is_finite or self.parameter is not None
 
 
 @dataclass
@@ -58,9 +63,9 @@ class Found:
     """What the search of one rank found.
 
     Attributes:
-        samples: Ids of the bad samples.
-        module: The first module with a non-finite output.
-        parameter: The last parameter of the model with a non-finite gradient.
+        samples: Ids of the samples whose loss or gradient is not finite.
+        module: The first module with a non-finite output. None: there is none.
+        parameter: The last parameter of the model with a non-finite gradient. None: there is none.
     """
 
     samples: list[int]
@@ -71,11 +76,10 @@ class Found:
 def find_cause(
     backend: Backend, model: nn.Module, window: Window, rule: Rule, mean_loss: float
 ) -> str:
-    """One line with the samples of the window, and the module or parameter, that gave a non-finite
-    number.
+    """Find the samples of a window, and the module or parameter, that gave a non-finite number.
 
-    All ranks must call it, before the weights change; all return the same text. Weights, buffers,
-    random states and modes are unchanged; gradients are removed.
+    All ranks must call it, before the weights change. It leaves weights, buffers, random states and
+    modes as they are, and removes gradients.
 
     Args:
         backend: How ranks communicate.
@@ -83,6 +87,9 @@ def find_cause(
         window: The window that was trained on.
         rule: What was proven about the model. The search does not use its speed-ups.
         mean_loss: The loss of the window. If it is finite, the gradient is not.
+
+    Returns:
+        One line of text, the same on all ranks.
     """
     backward = math.isfinite(mean_loss)
     engine = Engine(
@@ -99,8 +106,13 @@ def find_cause(
 
 
 def _search(engine: Engine, window: Window, backward: bool) -> Found:
-    """Micro-batch by micro-batch, then sample by sample in the bad ones (not under FSDP, where
-    forwards are collectives).
+    """Search micro-batch by micro-batch, then sample by sample in the bad ones (not under FSDP,
+    where forwards are collectives).
+
+    Args:
+        engine: The engine, which repeats forwards.
+        window: The window that was trained on.
+        backward: Whether to look for non-finite gradients, too.
     """
     repeated = _repeat(engine, window, backward)
     is_sharded = engine.backend.is_sharded
@@ -112,8 +124,8 @@ def _search(engine: Engine, window: Window, backward: bool) -> Found:
         computed = engine.window
         positions = np.concatenate([one.call.micro_batch.positions for one in bad])
         offsets = positions - computed.request.positions[0]
-        each = computed.split([np.array([offset]) for offset in offsets])
-        singles = _repeat(engine, each, backward)
+        one_by_one = computed.split([np.array([offset]) for offset in offsets])
+        singles = _repeat(engine, one_by_one, backward)
         repeated += singles
         # If no sample alone is bad, report the micro-batch.
         bad = [single for single in singles if single.is_bad] or bad
@@ -122,7 +134,11 @@ def _search(engine: Engine, window: Window, backward: bool) -> Found:
     samples = [int(i) for one in bad for i in one.call.micro_batch.sample_ids]
     modules = [module for one in bad for module in one.modules if module not in healthy]
     parameters = [one.parameter for one in bad if one.parameter is not None]
-    return Found(samples, next(iter(modules), None), next(iter(parameters), None))
+    return Found(
+        samples=samples,
+        module=modules[0] if modules else None,
+        parameter=parameters[0] if parameters else None,
+    )
 
 
 def _repeat(engine: Engine, window: Window, backward: bool) -> list[Repeated]:
@@ -144,20 +160,29 @@ def _repeat(engine: Engine, window: Window, backward: bool) -> list[Repeated]:
 
 
 def _bad_gradient(engine: Engine, mean: Tensor) -> str | None:
-    """The name of the last parameter whose gradient is not finite."""
+    """Run the backward of a micro-batch's mean loss.
+
+    Returns:
+        The name of the last parameter whose gradient is not finite. None: all are finite.
+    """
     engine.model.zero_grad()
     engine.backend.backward(mean, engine.call.weight)
-    for name, parameter in reversed([*callable_module(engine.model).named_parameters()]):
-        if parameter.grad is not None and not _is_finite(own_part(parameter.grad)):
+    module = callable_module(engine.model)
+    for name, parameter in reversed(list(module.named_parameters())):
+        if parameter.grad is None:
+            continue
+        if not _is_finite(own_part(parameter.grad)):
             return own_name(name)
     return None
 
 
 def _exchange_parameters(model: nn.Module, repeated: Sequence[Repeated]) -> None:
+    """For each forward, which all ranks made, set `parameter` to the last one of all ranks."""
     order = [None, *(own_name(name) for name, _ in model.named_parameters())]
-    gathered = gather_object([[one.parameter for one in repeated]])
-    for one, parameters in zip(repeated, zip(*gathered, strict=True), strict=True):
-        one.parameter = max(parameters, key=order.index)
+    parameters_of_ranks = gather_object([[one.parameter for one in repeated]])
+    for index, one in enumerate(repeated):
+        found = [parameters[index] for parameters in parameters_of_ranks]
+        one.parameter = max(found, key=order.index)
 
 
 @contextmanager
@@ -166,44 +191,55 @@ def _watched(model: nn.Module) -> Iterator[list[str]]:
     modules: list[str] = []
     with ExitStack() as stack:
         for name, module in callable_module(model).named_modules():
-            own_class = next(
-                c for c in type(module).__mro__ if not issubclass(c, FSDPModule)
-            )  # FSDP2 subclasses it
-            label = f"{own_name(name) or 'the model itself'} ({own_class.__name__})"
-            stack.callback(module.register_forward_hook(partial(_note, modules, label)).remove)
+            # FSDP2 makes a subclass of the module's class.
+            classes = [c for c in type(module).__mro__ if not issubclass(c, FSDPModule)]
+            label = f"{own_name(name) or 'the model itself'} ({classes[0].__name__})"
+            handle = module.register_forward_hook(partial(_note, modules, label))
+            stack.callback(handle.remove)
         yield modules
 
 
 def _note(modules: list[str], label: str, module: nn.Module, inputs: tuple, output: Any) -> None:
-    if not all(_is_finite(leaf) for leaf in tree_leaves(output) if isinstance(leaf, Tensor)):
+    """Append the label of a module to `modules` if its output is not finite: a forward hook."""
+    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
+    if not all(_is_finite(tensor) for tensor in tensors):
         modules.append(label)
 
 
 def _is_finite(tensor: Tensor) -> bool:
+    """Whether all numbers of a tensor are finite."""
     return bool(tensor.detach().isfinite().all())
 
 
 def _describe(window: str, rule: str, loss: float, gathered: Sequence[Found]) -> str:
-    """The results of all ranks in one line, the same on all ranks."""
-    gradient = f"the gradient of {window} is not finite (its loss {loss:.6g} is)"
-    parts = [gradient if math.isfinite(loss) else f"the loss of {window} is {loss}"]
+    """Return what the ranks found as one line of text, the same on all ranks."""
+    parts = [f"the loss of {window} is {loss}"]
+    if math.isfinite(loss):
+        parts = [f"the gradient of {window} is not finite (its loss {loss:.6g} is)"]
     samples = [sample for found in gathered for sample in found.samples]
-    module = next((found.module for found in gathered if found.module is not None), None)
-    parameter = next((found.parameter for found in gathered if found.parameter is not None), None)
+    modules = [found.module for found in gathered if found.module is not None]
+    parameters = [found.parameter for found in gathered if found.parameter is not None]
     if samples:
-        named = ", ".join(map(str, samples[:MAX_NAMED])) + (
-            ", ..." if len(samples) > MAX_NAMED else ""
-        )
-        parts.append(f"it comes from {'samples' if len(samples) > 1 else 'sample'} {named}")
+        parts.append(f"it comes from {_listed_samples(samples)}")
     else:
         parts.append(
             "each micro-batch alone gives finite numbers: their sum or its norm overflows "
             "float32, or some randomness is not keyed"
         )
-    if module is not None:
-        parts.append(f"the first module with a non-finite output is {module}")
-    if parameter is not None:
-        parts.append(f"the gradient of {parameter} is not finite")
-    if samples and module is None and parameter is None:
+    if modules:
+        parts.append(f"the first module with a non-finite output is {modules[0]}")
+    if parameters:
+        parts.append(f"the gradient of {parameters[0]} is not finite")
+    if samples and not modules and not parameters:
         parts.append(f"the outputs of all modules are finite, so the loss is the cause ({rule})")
     return "; ".join(parts)
+
+
+def _listed_samples(samples: Sequence[int]) -> str:
+    """Return "sample 7", or "samples 7, 9, ..." with at most `MAX_NAMED` of them."""
+    if len(samples) == 1:
+        return f"sample {samples[0]}"
+    named = ", ".join(map(str, samples[:MAX_NAMED]))
+    if len(samples) > MAX_NAMED:
+        named += ", ..."
+    return f"samples {named}"

@@ -23,7 +23,7 @@ class StopRequest:
     """The signals that this process received.
 
     Attributes:
-        first: signal number -> time of the first arrival, in seconds of `time.monotonic()`; in
+        first: Signal number -> time of its first arrival in seconds of `time.monotonic()`, in the
             order of arrival.
     """
 
@@ -40,15 +40,14 @@ class StopRequest:
             signal.raise_signal(number)
 
     def __str__(self) -> str:
-        return (
-            signal.Signals(next(iter(self.first))).name
-            if self.first
-            else "a signal to another process"
-        )
+        if not self.first:
+            return "a signal to another process"
+        number = next(iter(self.first))
+        return signal.Signals(number).name
 
 
 def _handlers() -> dict[int, Any]:
-    """The present handler of each signal that is not ignored."""
+    """Return signal number -> present handler, of the signals that are not ignored."""
     numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
     found = {number: signal.getsignal(number) for number in numbers}
     # None: a handler that was not set from Python, and cannot be set again.
@@ -58,12 +57,15 @@ def _handlers() -> dict[int, Any]:
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """In this block signals are only recorded. The same signal again, more than a second later,
-    calls the original handler.
+    """Only record signals during the block. The same signal again, more than a second later, calls
+    the original handler.
 
     Ignored signals stay ignored (SLURM's warning in a job that submitit requeues, Ctrl-C in the
     background). Outside the main thread, where Python cannot handle signals, the block does
     nothing.
+
+    Yields:
+        The signals received so far.
     """
     request = StopRequest()
     handlers: dict[int, Any] = {}
@@ -71,7 +73,9 @@ def stop_requests() -> Iterator[StopRequest]:
         handlers = _handlers()
 
     def record(number: int, frame: FrameType | None) -> None:
-        if time.monotonic() - request.first.setdefault(number, time.monotonic()) > SAME_REQUEST:
+        now = time.monotonic()
+        first_arrival = request.first.setdefault(number, now)
+        if now - first_arrival > SAME_REQUEST:
             signal.signal(number, handlers[number])
             signal.raise_signal(number)
 

@@ -10,25 +10,24 @@ LIBRARIES = ("hf_ga", "torch", "transformers", "accelerate", "datasets")
 
 
 def versions() -> dict[str, str]:
-    """Versions of Python, hf_ga and those of the libraries that results depend on that are
-    installed.
-    """
+    """Return name -> version of Python and of the installed libraries that results depend on."""
     found = {"python": platform.python_version()}
     for name in LIBRARIES:
-        with suppress(PackageNotFoundError):  # datasets, which only the fine-tuning command needs
+        # Only the fine-tuning command needs datasets.
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
     return found
 
 
 def machine() -> dict[str, str | int | bool]:
-    """What the bits of a result depend on besides versions: device, threads of this process,
-    deterministic kernels.
+    """Return what the bits of a result depend on besides versions: the device, the number of this
+    process's threads, and whether kernels are deterministic.
     """
-    on_gpu = torch.cuda.is_available() and torch.cuda.is_initialized()
+    device = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        device = torch.cuda.get_device_name()
     return {
-        "device": torch.cuda.get_device_name()
-        if on_gpu
-        else f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}",
+        "device": device,
         "threads": torch.get_num_threads(),
         "deterministic_algorithms": torch.are_deterministic_algorithms_enabled(),
     }

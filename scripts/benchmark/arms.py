@@ -2,7 +2,7 @@
 speed-ups.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -19,28 +19,32 @@ from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.plan import plan_window
 from hf_ga.training import Given, default_speed_ups, remember
 
-DEFAULT, OWN_LOOP, EXACT_TRAINER = "hf_ga", "hf_ga, own loop", "ExactTrainer"
+DEFAULT = "hf_ga"
+OWN_LOOP = "hf_ga, own loop"
+EXACT_TRAINER = "ExactTrainer"
 ACCELERATE_LOOP = "hf_ga.Accelerator"
-TRAINER, GROUPED, REBALANCED = "Trainer", "Trainer, group_by_length", "Trainer, batch_rebalance"
-PLAN, CHUNKED, NATIVE = "plan by length", "chunked loss", "native dropout in place of keyed"
+TRAINER = "Trainer"
+GROUPED = "Trainer, group_by_length"
+REBALANCED = "Trainer, batch_rebalance"
+PLAN = "plan by length"
+CHUNKED = "chunked loss"
+NATIVE = "native dropout in place of keyed"
 ANY_ORDER = "any order of sums, in place of one (same_bits)"
 SPEED_UPS = (PLAN, CHUNKED, "lean forward", "packing", "fused attention")
 
 
 def default(lap: Lap, left_out: str = "") -> None:
-    """Trains like `finetune`; optionally without one of `SPEED_UPS`, or with native instead of
-    keyed dropout.
+    """Train like `finetune`.
+
+    Args:
+        lap: The arm's turn.
+        left_out: One of `SPEED_UPS` that is not used; `NATIVE` for torch's dropout instead of keyed
+            dropout; `ANY_ORDER` for the same bits.
     """
-    setting, loading = (
-        lap.setting,
-        {"lengths": [len(sample["input_ids"]) for sample in lap.setting.samples]},
-    )
+    setting = lap.setting
+    loading: dict[str, Any] = {"lengths": [len(sample["input_ids"]) for sample in setting.samples]}
     if left_out == PLAN:
-        loading = {
-            "planner": lambda lengths, processes: plan_window(
-                len(lengths), processes, setting.micro_batch_size
-            )
-        }
+        loading = {"planner": partial(_planned_by_number, size=setting.micro_batch_size)}
     speed_ups = [speed_up for speed_up in default_speed_ups(lap.model) if speed_up.name != left_out]
     loss = hf_ga.prove_targets(
         lap.model, setting.samples[:64], setting.collate, speed_ups=speed_ups
@@ -53,19 +57,26 @@ def default(lap: Lap, left_out: str = "") -> None:
     own_loop(lap, loading, given)
 
 
+def _planned_by_number(lengths: Sequence[int], processes: int, size: int) -> Any:
+    """Plan a window by the number of samples, without their lengths."""
+    return plan_window(len(lengths), processes, size)
+
+
 class _NativeDropout(KeyedDropout):
-    """Keeps torch's own dropout."""
+    """A stand-in for keyed dropout that keeps torch's own."""
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
+        """Change nothing."""
         yield
 
     def is_keyed(self, *_: Any) -> bool:
+        """Return False: no dropout is keyed."""
         return False
 
 
 def own_loop(lap: Lap, loading: dict[str, Any] | None = None, given: Given | None = None) -> None:
-    """The README's loop: dataset, collate function and batch size only.
+    """Train by the README's loop: dataset, collate function and batch size only.
 
     Args:
         lap: The arm's turn.
@@ -94,7 +105,7 @@ def own_loop(lap: Lap, loading: dict[str, Any] | None = None, given: Given | Non
 
 
 def accelerate_loop(lap: Lap) -> None:
-    """The loop of Accelerate's documentation, with hf_ga's Accelerator."""
+    """Train by the loop of Accelerate's documentation, with hf_ga's Accelerator."""
     setting = lap.setting
     accelerator = hf_ga.Accelerator(
         cpu=setting.device == "cpu",

@@ -5,7 +5,7 @@ import json
 import platform
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
 from pathlib import Path
@@ -39,14 +39,16 @@ model. No allocator options are set."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write the selected sections. Returns 1 with --assert if a bound fails."""
+    """Measure, print and write the selected sections.
+
+    Returns:
+        The exit code: 1 if a bound fails with --assert.
+    """
     flags = _flags(arguments)
     sections: list[Section] = []
     print(f"{_machine(flags)}\n", flush=True)
     for name in flags.sections:
-        for section in (
-            [_plan(flags.most_samples)] if name == "plan" else map(SECTIONS[name], _settings(flags))
-        ):
+        for section in _measured(name, flags):
             print(section, flush=True)
             sections.append(section)
             if flags.output_dir:
@@ -57,17 +59,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 1 if failed and flags.assert_bounds else 0
 
 
+def _measured(name: str, flags: argparse.Namespace) -> Iterator[Section]:
+    """Measure a section, and yield its table for each model."""
+    if name == "plan":
+        yield _plan(flags.most_samples)
+        return
+    measure = SECTIONS[name]
+    for setting in _settings(flags):
+        yield measure(setting)
+
+
 def _speed(setting: Setting) -> Section:
-    return speed_section(setting, measure_in_turn(setting, SPEED, f"{setting.model}, speed"))
+    """Measure all arms in turn."""
+    measured = measure_in_turn(setting, SPEED, f"{setting.model}, speed")
+    return speed_section(setting, measured)
 
 
 def _ablation(setting: Setting) -> Section:
+    """Measure the default arm, and that without each speed-up."""
     measure = measure_in_turn if setting.device == "cpu" else measure_apart
-    return ablation_section(setting, measure(setting, ABLATION, f"{setting.model}, ablation"))
+    measured = measure(setting, ABLATION, f"{setting.model}, ablation")
+    return ablation_section(setting, measured)
 
 
 def _ranks(setting: Setting) -> Section:
-    measured, arms = {}, {name: SPEED[name] for name in (REBALANCED, DEFAULT)}
+    """Measure one process and two ranks, idle and beside a busy loop."""
+    measured = {}
+    arms = {name: SPEED[name] for name in (REBALANCED, DEFAULT)}
     for when, load in (("idle", nullcontext()), ("busy", busy_core())):
         with load:
             measured[when] = measure_in_turn(setting, arms, f"{setting.model}, one process, {when}")
@@ -76,13 +94,14 @@ def _ranks(setting: Setting) -> Section:
 
 
 def seconds_to_first_window(num_samples: int) -> float:
-    """Seconds from a dataset with known lengths to its first window of 64 samples."""
-    lengths = np.clip(np.random.default_rng(0).lognormal(3.5, 1.0, num_samples), 2, 256).astype(
-        np.int64
-    )
-    accelerator, began = Accelerator(cpu=True), time.perf_counter()
+    """Measure the seconds from a dataset with known lengths to its first window of 64 samples."""
+    drawn = np.random.default_rng(0).lognormal(3.5, 1.0, num_samples)
+    lengths = np.clip(drawn, 2, 256).astype(np.int64)
+    accelerator = Accelerator(cpu=True)
+    began = time.perf_counter()
     windows = hf_ga.WindowLoader(
-        range(num_samples),  # samples whose content does not matter
+        # Samples whose content does not matter.
+        range(num_samples),
         lambda samples: {"input_ids": torch.tensor(samples)[:, None]},
         accelerator=accelerator,
         per_device_batch_size=8,
@@ -94,6 +113,7 @@ def seconds_to_first_window(num_samples: int) -> float:
 
 
 def _plan(most_samples: int) -> Section:
+    """Measure the time to the first window of datasets with at most `most_samples` samples."""
     sizes = [size for size in (10**4, 10**5, 10**6, 10**7) if size <= most_samples]
     return planning_section({size: seconds_to_first_window(size) for size in sizes})
 
@@ -103,6 +123,7 @@ DEFAULT_SECTIONS = ["speed", "ablation", "ranks", "plan"]
 
 
 def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and check the flags."""
     parser = argparse.ArgumentParser(
         description="Speed and memory of hf_ga and of Trainer, arms in turn.", allow_abbrev=False
     )
@@ -176,11 +197,10 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--output_dir", type=Path, help="folder for benchmark.md and benchmark.json")
     flags = parser.parse_args(arguments)
-    if (
-        flags.window_size % flags.micro_batch_size
-        or flags.num_samples % flags.window_size
-        or flags.epochs < 1
-    ):
+    is_multiple = not (
+        flags.window_size % flags.micro_batch_size or flags.num_samples % flags.window_size
+    )
+    if not is_multiple or flags.epochs < 1:
         parser.error(
             f"num_samples ({flags.num_samples}) must be a multiple of window "
             f"({flags.window_size}), and window of micro_batch "
@@ -191,19 +211,22 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _settings(flags: argparse.Namespace) -> list[Setting]:
+    """Return the setting of each model."""
     common = {
         name: value for name, value in vars(flags).items() if name in Setting.__dataclass_fields__
     }
-    return [
-        Setting(
-            model, **common, **documentation_strings(model, flags.max_length, flags.num_samples)
-        )
-        for model in flags.models
-    ]
+    settings = []
+    for model in flags.models:
+        samples = documentation_strings(model, flags.max_length, flags.num_samples)
+        settings.append(Setting(model, **common, **samples))
+    return settings
 
 
 def _machine(flags: argparse.Namespace) -> str:
-    device = torch.cuda.get_device_name() if flags.device == "cuda" else f"{platform.machine()} CPU"
+    """Return a line with the machine, the versions and the setting."""
+    device = f"{platform.machine()} CPU"
+    if flags.device == "cuda":
+        device = torch.cuda.get_device_name()
     versions = ", ".join(
         f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate")
     )
@@ -217,10 +240,11 @@ def _machine(flags: argparse.Namespace) -> str:
 
 
 def _write(flags: argparse.Namespace, sections: Sequence[Section]) -> None:
+    """Write benchmark.md and benchmark.json with the sections so far."""
     flags.output_dir.mkdir(parents=True, exist_ok=True)
-    text = "\n".join(["# Benchmark", "", _machine(flags), "", METHOD, "", *map(str, sections)])
-    (flags.output_dir / "benchmark.md").write_text(text)
+    machine = _machine(flags)
+    lines = ["# Benchmark", "", machine, "", METHOD, "", *map(str, sections)]
+    (flags.output_dir / "benchmark.md").write_text("\n".join(lines))
     figures = [vars(section) | {"bounds": list(map(str, section.bounds))} for section in sections]
-    (flags.output_dir / "benchmark.json").write_text(
-        json.dumps({"machine": _machine(flags), "sections": figures}, indent=1)
-    )
+    content = {"machine": machine, "sections": figures}
+    (flags.output_dir / "benchmark.json").write_text(json.dumps(content, indent=1))

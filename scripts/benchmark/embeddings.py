@@ -70,7 +70,12 @@ class Setting:
 
 
 def ours(setting: Setting) -> tuple[nn.Module, Step]:
-    """The encoder, and windows by hf_ga."""
+    """Prepare the arm of hf_ga.
+
+    Returns:
+        The encoder, and a function that computes the gradient of the next window and returns its
+        loss.
+    """
     config = AutoConfig.from_pretrained(setting.folder, **dict.fromkeys(DROPOUTS, setting.dropout))
     encoder = AutoModel.from_pretrained(setting.folder, config=config)
     tokenizer = AutoTokenizer.from_pretrained(setting.folder)
@@ -109,13 +114,19 @@ def ours(setting: Setting) -> tuple[nn.Module, Step]:
 
     def step() -> float:
         model.zero_grad()
-        return float(hf_ga.backward_window(accelerator, model, next(iterator)).loss)
+        result = hf_ga.backward_window(accelerator, model, next(iterator))
+        return float(result.loss)
 
     return unwrapped(model).encoder, step
 
 
 def theirs(setting: Setting) -> tuple[nn.Module, Step]:
-    """The encoder, and windows by sentence-transformers."""
+    """Prepare the arm of sentence-transformers.
+
+    Returns:
+        The encoder, and a function that computes the gradient of the next window and returns its
+        loss.
+    """
     model = SentenceTransformer(
         setting.folder, config_kwargs=dict.fromkeys(DROPOUTS, setting.dropout)
     )
@@ -146,20 +157,30 @@ ARMS = {"hf_ga": ours, "sentence-transformers": theirs}
 
 
 def gradients(encoder: nn.Module) -> Gradients:
-    """Of the parameters that have one, by name."""
+    """Copy the gradients of an encoder, by name, of the parameters that have one."""
     return {n: p.grad.clone() for n, p in encoder.named_parameters() if p.grad is not None}
 
 
 def relative_error(found: Gradients, expected: Gradients) -> float:
-    """The L2 norm of the difference over that of the second, of all parameters together."""
+    """Compute the L2 norm of the difference over that of `expected`, of all parameters together.
+
+    Raises:
+        ValueError: If they are of other parameters.
+    """
     if found.keys() != expected.keys():
         raise ValueError(f"other parameters: {found.keys() ^ expected.keys()}")
-    difference = sum(float((found[n] - expected[n]).double().square().sum()) for n in found)
-    return (difference / sum(float(g.double().square().sum()) for g in expected.values())) ** 0.5
+    difference = sum(_sum_of_squares(found[name] - expected[name]) for name in found)
+    size = sum(_sum_of_squares(gradient) for gradient in expected.values())
+    return (difference / size) ** 0.5
+
+
+def _sum_of_squares(tensor: Tensor) -> float:
+    """Add the squares of all numbers, in float64."""
+    return float(tensor.double().square().sum())
 
 
 def without_dropout(setting: Setting, num_windows: int) -> None:
-    """Losses and gradients of the first window, then times in turn."""
+    """Compare losses and gradients of the first window, then measure windows in turn."""
     made = {name: make(setting) for name, make in ARMS.items()}
     losses = {name: step() for name, (_, step) in made.items()}
     found = {name: gradients(encoder) for name, (encoder, _) in made.items()}
@@ -179,7 +200,7 @@ def without_dropout(setting: Setting, num_windows: int) -> None:
 
 
 def with_dropout(setting: Setting, sizes: tuple[int, int]) -> None:
-    """How much the gradient of the first window changes with the size of micro-batches."""
+    """Measure how much the gradient of the first window changes with the size of micro-batches."""
     for name, make in ARMS.items():
         found = []
         for size in sizes:
@@ -193,7 +214,7 @@ def with_dropout(setting: Setting, sizes: tuple[int, int]) -> None:
 
 
 def memory_of_window(arm: str, setting: Setting) -> int:
-    """Bytes that a window adds; in this process."""
+    """Measure the bytes that a window adds to this process's memory."""
     _, step = ARMS[arm](setting)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     before = memory_now(device)
@@ -204,7 +225,7 @@ def memory_of_window(arm: str, setting: Setting) -> int:
 
 
 def measured_apart(flags: argparse.Namespace, arm: str, window_size: int) -> int:
-    """`memory_of_window` in a new process."""
+    """Call `memory_of_window` in a new process."""
     command = [sys.executable, "-m", "benchmark.embeddings", "--memory_of", arm]
     command += ["--model_name_or_path", flags.model_name_or_path, "--pairs", flags.pairs]
     command += ["--window_size", str(window_size)]
@@ -214,7 +235,7 @@ def measured_apart(flags: argparse.Namespace, arm: str, window_size: int) -> int
 
 
 def memory(flags: argparse.Namespace) -> None:
-    """Both arms on the window; hf_ga on one micro-batch, too."""
+    """Print the memory of both arms for a window, and of hf_ga for a single micro-batch."""
     found = {arm: measured_apart(flags, arm, flags.window_size) for arm in ARMS}
     shown = ", ".join(f"{arm} {value / MIB:.0f} MiB" for arm, value in found.items())
     ratio = found["hf_ga"] / found["sentence-transformers"]
@@ -250,7 +271,8 @@ def main() -> None:
     if flags.memory_of:
         print(memory_of_window(flags.memory_of, setting))
         return
-    memory(flags)  # first: a process inherits the peak of the one that starts it
+    # First, because a process inherits the peak of the one that starts it.
+    memory(flags)
     without_dropout(setting, flags.num_windows)
     with_dropout(setting, (flags.micro_batch_size, flags.micro_batch_size // 2))
 

@@ -34,14 +34,15 @@ from benchmark.trainers import PADDING_FREE, PEERS, PLAIN
 from hf_ga.exact.length_plan import ATTENTION_WIDTH, CPU_OVERHEAD, GPU_OVERHEAD
 from hf_ga.training import Given, remember
 
-NUM_KERNELS = 25  # that are shown
+# The number of kernels that are shown.
+NUM_KERNELS = 25
 # The arms that fit into the report's time: each starts a process, and waits for a GPU's libraries.
 GPU_ARMS = (TRAINER, REBALANCED, PADDING_FREE, ACCELERATE_LOOP, DEFAULT, NATIVE)
 
 
 def peers(setting: Setting) -> Section:
-    """hf_ga, all modes of Trainer, TRL, a plain loop; useful FLOPs over the measured peak of a
-    matrix product.
+    """Measure hf_ga, all modes of Trainer, TRL and a plain loop, and useful FLOPs over the measured
+    peak of a matrix product.
     """
     name = setting.model
     arms = SPEED | {NATIVE: ABLATION[NATIVE]}
@@ -69,78 +70,87 @@ def peers(setting: Setting) -> Section:
 
 
 def flops_per_token(setting: Setting) -> float:
-    """Without padding: 6 for each weight and token, 12 x width for each layer and pair of tokens
-    that attend.
+    """Count the useful FLOPs of a token, without padding: 6 for each weight and token, 12 x width
+    for each layer and pair of tokens that attend.
     """
-    (layers, width, _, words), causal = SIZES[setting.size], setting.model == "gpt"
-    pairs = sum(len(sample["input_ids"]) ** 2 for sample in setting.samples) / (1 + causal)
-    return (
-        6 * (12 * layers * width**2 + causal * words * width)
-        + 12 * layers * width * pairs / setting.real_tokens
-    )
+    layers, width, _, words = SIZES[setting.size]
+    is_causal = setting.model == "gpt"
+    pairs = sum(len(sample["input_ids"]) ** 2 for sample in setting.samples)
+    num_weights = 12 * layers * width**2
+    if is_causal:
+        pairs /= 2
+        num_weights += words * width
+    return 6 * num_weights + 12 * layers * width * pairs / setting.real_tokens
 
 
 def dropout(setting: Setting) -> Section:
-    """torch's dropout in place of keyed."""
-    section = ablation_section(
-        setting, measure_apart(setting, {DEFAULT: default, NATIVE: ABLATION[NATIVE]}, "dropout")
-    )
-    share = 1 / section.rows[1][1]
-    return replace(
-        section,
-        bounds=[
-            Bound(f"{setting.model}: time of keyed over native dropout", share, 1.02, at_most=True)
-        ],
-    )
+    """Measure torch's dropout in place of keyed dropout."""
+    arms = {DEFAULT: default, NATIVE: ABLATION[NATIVE]}
+    section = ablation_section(setting, measure_apart(setting, arms, "dropout"))
+    _, row_of_native = section.rows
+    share = 1 / row_of_native[1]
+    title = f"{setting.model}: time of keyed over native dropout"
+    return replace(section, bounds=[Bound(title, share, 1.02, at_most=True)])
 
 
 def cost(setting: Setting) -> Section:
-    """Least squares of relative errors: seconds of a micro-batch = a + b x tokens + c x samples x
-    width^2.
+    """Fit the constants of the cost model by least squares of relative errors: seconds of a
+    micro-batch = a + b x tokens + c x samples x width^2.
     """
-    on_gpu, name = setting.device == "cuda", f"{setting.model}, width {SIZES[setting.size][1]}"
-    widths, tokens = (
-        ((32, 128, 512), (512, 2048, 8192, 32768)) if on_gpu else ((8, 32, 64), (64, 128, 256))
-    )
+    name = f"{setting.model}, width {SIZES[setting.size][1]}"
+    if setting.device == "cuda":
+        widths = (32, 128, 512)
+        tokens = (512, 2048, 8192, 32768)
+        overhead = GPU_OVERHEAD
+    else:
+        widths = (8, 32, 64)
+        tokens = (64, 128, 256)
+        overhead = CPU_OVERHEAD
     shapes = [(count // width, width) for count in tokens for width in widths]
-    terms, times = (
-        np.array([(1, n * width, n * width**2) for n, width in shapes], float),
-        seconds_of(setting, shapes),
-    )
-    a, b, c = np.linalg.lstsq(terms / times[:, None], np.ones(len(shapes)), rcond=None)[0]
+    terms = np.array([(1, n * width, n * width**2) for n, width in shapes], float)
+    times = seconds_of(setting, shapes)
+    constants, *_ = np.linalg.lstsq(terms / times[:, None], np.ones(len(shapes)), rcond=None)
+    a, b, c = constants
     rows = [
-        ["overhead in tokens", a / b, GPU_OVERHEAD if on_gpu else CPU_OVERHEAD],
+        ["overhead in tokens", a / b, overhead],
         ["attention width", b / c, ATTENTION_WIDTH],
     ]
-    factors = {
-        what: np.exp(abs(np.log(fitted / used))) for what, fitted, used in rows
-    }  # NaN if the fit is negative
+    # NaN if the fit is negative.
+    factors = {what: np.exp(abs(np.log(fitted / used))) for what, fitted, used in rows}
     bounds = [
         Bound(f"{name}: default {what} stays within a factor", factor, 2, at_most=True)
         for what, factor in factors.items()
     ]
-    rows.append(["largest relative error", float(np.abs(terms @ (a, b, c) / times - 1).max()), ""])
+    errors = np.abs(terms @ (a, b, c) / times - 1)
+    rows.append(["largest relative error", float(errors.max()), ""])
     return Section(
         f"{name}: time of a micro-batch", ("constant", "measured", "in use"), rows, bounds
     )
 
 
 def seconds_of(setting: Setting, shapes: list[tuple[int, int]]) -> np.ndarray:
-    """Of micro-batches of n samples of one width: half of a window of two."""
-    accelerator, times = (
-        Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision),
-        [],
-    )
+    """Measure the seconds of micro-batches, each as half of a window of two.
+
+    Args:
+        setting: Model and precision.
+        shapes: Samples and width of each micro-batch.
+
+    Returns:
+        Seconds, shape (micro-batches,).
+    """
+    accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
     model = accelerator.prepare(build_model(setting))
     rule = hf_ga.prove_targets(model, setting.samples[:64], setting.collate)
     remember(accelerator, model, Given(rule=rule))
+    times = []
     for n, width in shapes:
-        samples, sizes = (
-            [setting.samples[0] | {"input_ids": [5] * width}] * 2 * n,
-            {"per_device_batch_size": n},
-        )
+        sample = setting.samples[0] | {"input_ids": [5] * width}
         (window,) = hf_ga.WindowLoader(
-            samples, setting.collate, accelerator=accelerator, global_batch_size=2 * n, **sizes
+            [sample] * 2 * n,
+            setting.collate,
+            accelerator=accelerator,
+            per_device_batch_size=n,
+            global_batch_size=2 * n,
         )
         step = partial(hf_ga.backward_window, accelerator, model, window)
         times.append(seconds(step, setting) / 2)
@@ -148,13 +158,14 @@ def seconds_of(setting: Setting, shapes: list[tuple[int, int]]) -> np.ndarray:
 
 
 def seconds(run: Callable[[], object], setting: Setting) -> float:
-    """Of one call and its work on the device, after two that do not count."""
-    return Timer("run()", globals={"run": run}, num_threads=setting.num_threads).timeit(3).median
+    """Measure the seconds of one call and its work on the device, after two that do not count."""
+    timer = Timer("run()", globals={"run": run}, num_threads=setting.num_threads)
+    return timer.timeit(3).median
 
 
 def profile(setting: Setting) -> Section:
-    """One step of the default arm under torch's profiler: how much of it the device computes, and
-    which kernels take most of that time.
+    """Profile one step of the default arm: how much of it the device computes, and which kernels
+    take most of that time.
     """
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
     model = build_model(setting)
@@ -202,8 +213,8 @@ def profile(setting: Setting) -> Section:
 
 
 def attention(setting: Setting) -> Section:
-    """Causal attention alone, forward and backward: the kernels on packed tokens beside torch's on
-    padded ones with its native dropout, in the heads of `setting`.
+    """Measure causal attention alone, forward and backward: the kernels on packed tokens beside
+    torch's on padded ones with its native dropout, in the heads of `setting`.
     """
     if setting.device == "cpu":
         return Section("Attention alone: needs a GPU", ("attention",), [], [])
@@ -234,9 +245,18 @@ def attention(setting: Setting) -> Section:
 
 
 def _packed_attention(packed: Tensor, lengths: np.ndarray, p: float) -> None:
-    from hf_ga.speed.attention_kernel import attention  # it needs Triton
+    """Run forward and backward of the kernels with keyed dropout.
 
-    starts = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32).to("cuda")
+    Args:
+        packed: Queries, keys and values, shape (tokens, 3, heads, size).
+        lengths: Tokens of each sample.
+        p: Dropout probability.
+    """
+    # It needs Triton.
+    from hf_ga.speed.attention_kernel import attention
+
+    ends = np.cumsum(lengths)
+    starts = torch.tensor([0, *ends], dtype=torch.int32).to("cuda")
     query, key, value = packed.unbind(1)
     out = attention(
         query,
@@ -253,8 +273,15 @@ def _packed_attention(packed: Tensor, lengths: np.ndarray, p: float) -> None:
 
 
 def _padded_attention(padded: Tensor, p: float) -> None:
+    """Run forward and backward of torch's attention with its native dropout.
+
+    Args:
+        padded: Queries, keys and values, shape (3, samples, heads, tokens, size).
+        p: Dropout probability.
+    """
     query, key, value = padded
-    scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True).backward(query)
+    out = scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
+    out.backward(query)
 
 
 SECTIONS = {

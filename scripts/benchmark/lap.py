@@ -31,11 +31,12 @@ class Measured:
     """The measurements of an arm after its first epoch.
 
     Attributes:
-        seconds: of each window, from the end of the previous step to the end of its step, data
-            loading included.
-        padding: padded tokens over real ones. each_once: whether every sample came once per epoch.
-        peak_memory, memory_before: bytes; the latter after imports and construction of data and
-            model.
+        seconds: Seconds of each window, from the end of the previous step to the end of its step,
+            data loading included.
+        padding: Padded tokens over real ones.
+        each_once: Whether every sample came once per epoch.
+        peak_memory: Peak memory in bytes.
+        memory_before: Memory in bytes after imports and construction of data and model.
     """
 
     seconds: list[float] = field(default_factory=list)
@@ -50,25 +51,28 @@ class Lap:
     `step_done` after each step.
 
     Args:
-        turn: if given, the lap waits for it before each window.
+        setting: The setting of all arms.
+        turn: Where the lap waits for its turn before each window. None: it does not wait.
 
     Attributes:
-        collator: the function that `collate` calls.
+        setting: The setting of all arms.
+        model: A new model.
+        collator: The function that `collate` calls.
+        seconds: Seconds of each window so far.
     """
 
     def __init__(self, setting: Setting, turn: Connection | None = None) -> None:
-        self.setting, self.model, self.collator, self._turn = (
-            setting,
-            build_model(setting),
-            setting.collate,
-            turn,
-        )
+        self.setting = setting
+        self.model = build_model(setting)
+        self.collator = setting.collate
         self.seconds: list[float] = []
+        self._turn = turn
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
         """Collate, and record the samples."""
         batch = self.collator(samples)
-        if not torch.is_grad_enabled():  # an audit collates some samples again
+        if not torch.is_grad_enabled():
+            # An audit collates some samples again.
             return batch
         self._ids += [sample["id"] for sample in samples]
         self._padded_tokens += batch["input_ids"].numel()
@@ -76,22 +80,23 @@ class Lap:
 
     def run(self, arm: Callable[["Lap"], None]) -> Measured:
         """Run an arm to its end."""
+        setting = self.setting
         gc.collect()
-        before, setting = memory_now(self.setting.device), self.setting
+        before = memory_now(setting.device)
         self._next_window()
         with suppress(LapOver):
             arm(self)
+        expected_ids = [sample["id"] for sample in setting.samples] * setting.epochs
         return Measured(
             seconds=self.seconds[setting.windows_per_epoch :],
             padding=self._padded_tokens / (setting.epochs * setting.real_tokens),
-            each_once=sorted(self._ids)
-            == sorted([sample["id"] for sample in setting.samples] * setting.epochs),
+            each_once=sorted(self._ids) == sorted(expected_ids),
             peak_memory=peak_memory(setting.device),
             memory_before=before,
         )
 
     def optimizer(self) -> torch.optim.Optimizer:
-        """Fused AdamW without weight decay, as in Trainer's arms."""
+        """Return a fused AdamW without weight decay, as in Trainer's arms."""
         return torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
 
     def step_done(self) -> None:
@@ -104,10 +109,9 @@ class Lap:
         self._next_window()
 
     def _next_window(self) -> None:
-        if len(self.seconds) in (
-            0,
-            self.setting.windows_per_epoch,
-        ):  # the first epoch is not measured
+        """Wait for the turn, and note the time at which the window begins."""
+        # The first epoch is not measured.
+        if len(self.seconds) in (0, self.setting.windows_per_epoch):
             self._ids = []
             self._padded_tokens = 0
         if self._turn is not None:
@@ -121,23 +125,29 @@ def measure_in_turn(
 ) -> dict[str, Measured]:
     """Run all arms in separate processes, which take turns window by window: one runs at a time.
 
+    Args:
+        setting: The setting of all arms.
+        arms: Name -> arm.
+        title: The title of the progress bar.
+
+    Returns:
+        Name -> measurements.
+
     Raises:
-        RuntimeError: a process exited without a result.
+        RuntimeError: If a process exits without a result.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        ["benchmark.arms"]
-    )  # the processes start within a second, from the same memory
+    # The processes start within a second, from the same memory.
+    context.set_forkserver_preload(["benchmark.arms"])
     running: dict[str, Connection] = {}
     results: dict[str, Measured] = {}
     processes = []
     try:
         for name, arm in arms.items():
             running[name], turn = context.Pipe()
-            processes.append(
-                context.Process(target=_run_apart, args=(setting, arm, turn), daemon=True)
-            )
-            processes[-1].start()
+            process = context.Process(target=_run_apart, args=(setting, arm, turn), daemon=True)
+            processes.append(process)
+            process.start()
             turn.close()
             _answer(name, running[name])
         with tqdm(
@@ -149,7 +159,8 @@ def measure_in_turn(
             while running:
                 for name, connection in [*running.items()]:
                     connection.send(None)
-                    if (answer := _answer(name, connection)) is not None:
+                    answer = _answer(name, connection)
+                    if answer is not None:
                         results[name] = answer
                         del running[name]
                 bar.update()
@@ -165,9 +176,8 @@ def measure_apart(
     """Run one arm after the other: a GPU has no memory for all at once. An arm that fails has NaN;
     its error is on the terminal.
     """
-    results = dict.fromkeys(
-        arms, Measured([float("nan")] * setting.epochs * setting.windows_per_epoch)
-    )
+    num_windows = setting.epochs * setting.windows_per_epoch
+    results = dict.fromkeys(arms, Measured([float("nan")] * num_windows))
     for name, arm in arms.items():
         with suppress(RuntimeError):
             results |= measure_in_turn(setting, {name: arm}, f"{title}, {name}")
@@ -175,14 +185,24 @@ def measure_apart(
 
 
 def _run_apart(setting: Setting, arm: Callable[[Lap], None], turn: Connection) -> None:
+    """Run an arm in its process, and send its measurements."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")
     torch.set_num_threads(setting.num_threads)
-    turn.send(Lap(setting, turn).run(arm))
+    lap = Lap(setting, turn)
+    turn.send(lap.run(arm))
 
 
 def _answer(name: str, connection: Connection) -> Measured | None:
+    """Wait for an arm.
+
+    Returns:
+        Its measurements. None: it waits for its next turn.
+
+    Raises:
+        RuntimeError: If its process has exited without a result.
+    """
     try:
         return connection.recv()
     except EOFError as error:
@@ -192,14 +212,18 @@ def _answer(name: str, connection: Connection) -> Measured | None:
 
 
 def memory_now(device: str) -> int:
-    """Current memory of this process in bytes: on the device, or on a CPU its resident set size."""
-    return torch.cuda.memory_allocated() if device == "cuda" else psutil.Process().memory_info().rss
+    """Return the memory of this process in bytes: on the device, or on a CPU its resident set
+    size.
+    """
+    if device == "cuda":
+        return torch.cuda.memory_allocated()
+    return psutil.Process().memory_info().rss
 
 
 def peak_memory(device: str) -> int:
-    """Peak memory of this process in bytes."""
+    """Return the peak memory of this process in bytes."""
     if device == "cuda":
         return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
+    # In bytes on macOS, in KiB on Linux.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit

@@ -23,21 +23,22 @@ ROOT = Path(__file__).parents[2]
 
 
 def measure_two_ranks(setting: Setting) -> Measured:
-    """The measurements of rank 0. The ranks synchronize in every step, so its time is that of both.
+    """Measure the default arm on two ranks.
+
+    Returns:
+        The measurements of rank 0. The ranks synchronize in every step, so its time is that of
+        both.
 
     Raises:
-        subprocess.CalledProcessError: the launch failed; its output is on the terminal.
+        subprocess.CalledProcessError: If the launch fails; its output is on the terminal.
     """
     with tempfile.TemporaryDirectory() as folder:
-        given, written = Path(folder, "setting.json"), Path(folder, "measured.json")
+        given = Path(folder, "setting.json")
+        written = Path(folder, "measured.json")
         given.write_text(json.dumps(asdict(setting)))
+        profile = str(ROOT / "accelerate_configs" / "cpu_2.yaml")
         launch = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch"]
-        launch += [
-            "--config_file",
-            str(ROOT / "accelerate_configs" / "cpu_2.yaml"),
-            "-m",
-            "benchmark.ranks",
-        ]
+        launch += ["--config_file", profile, "-m", "benchmark.ranks"]
         paths = os.pathsep.join([str(ROOT / "scripts"), *sys.path])
         environment = os.environ | {
             "PYTHONPATH": paths,
@@ -62,8 +63,14 @@ def busy_core() -> Iterator[None]:
 
 
 def main(given: str, written: str) -> None:
-    """Run one of the ranks."""
-    setting, state = Setting(**json.loads(Path(given).read_text())), PartialState(cpu=True)
+    """Run one of the ranks.
+
+    Args:
+        given: The file of the setting.
+        written: The file for the measurements.
+    """
+    setting = Setting(**json.loads(Path(given).read_text()))
+    state = PartialState(cpu=True)
     torch.set_num_threads(max(1, setting.num_threads // state.num_processes))
     measured = Lap(setting).run(default)
     if state.is_main_process:

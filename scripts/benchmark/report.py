@@ -1,4 +1,4 @@
-"""Tables and bounds of the measurements."""
+"""The tables and bounds of the measurements."""
 
 import math
 import statistics
@@ -15,10 +15,16 @@ from benchmark.setting import Setting
 TWO_RANKS = "hf_ga, two ranks"
 # Minimum ratio to the tokens/s of the better of Trainer's two strategies by length.
 TIMES_BETTER = {"gpt": 1.30, "bert": 1.18}
-TIMES_BUSY, TIMES_EXACT_TRAINER, SHARE_OF_OWN_LOOP = 1.20, 1.15, 0.97
-MOST_MEMORY = 1.05  # maximum ratio to the memory of these two
-FIRST_WINDOW_SECONDS = 3.0  # at most
-WORTH_TIME, WORTH_MEMORY = 1.05, 1.10  # a speed-up must reach at least one of them
+TIMES_BUSY = 1.20
+TIMES_EXACT_TRAINER = 1.15
+SHARE_OF_OWN_LOOP = 0.97
+# Maximum ratio to the memory of these two.
+MOST_MEMORY = 1.05
+# Maximum.
+FIRST_WINDOW_SECONDS = 3.0
+# A speed-up must reach at least one of these ratios.
+WORTH_TIME = 1.05
+WORTH_MEMORY = 1.10
 
 
 @dataclass(frozen=True)
@@ -49,7 +55,15 @@ class Bound:
 
 @dataclass
 class Section:
-    """A table with its bounds. figures: all measurements, for JSON."""
+    """A table with its bounds.
+
+    Attributes:
+        title: Its title.
+        header: The titles of the columns.
+        rows: The cells of each row.
+        bounds: The bounds of `--assert`.
+        figures: All measurements, for JSON.
+    """
 
     title: str
     header: Sequence[str]
@@ -58,20 +72,16 @@ class Section:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Markdown."""
-        lines = [
-            self.header,
-            ["---", *["---:"] * (len(self.header) - 1)],
-            *([_shown(cell) for cell in row] for row in self.rows),
-        ]
-        table = [f"| {' | '.join(line)} |" for line in lines]
-        return "\n".join(
-            [f"## {self.title}", "", *table, "", *[f"- {bound}" for bound in self.bounds], ""]
-        )
+        """The section in Markdown."""
+        alignment = ["---"] + ["---:"] * (len(self.header) - 1)
+        rows = [[_shown(cell) for cell in row] for row in self.rows]
+        table = [f"| {' | '.join(line)} |" for line in (self.header, alignment, *rows)]
+        bounds = [f"- {bound}" for bound in self.bounds]
+        return "\n".join([f"## {self.title}", "", *table, "", *bounds, ""])
 
 
 def speed_section(setting: Setting, measured: dict[str, Measured]) -> Section:
-    """All arms on ragged samples."""
+    """Return the section of all arms on ragged samples."""
     rates = {arm: tokens_per_second(setting, of) for arm, of in measured.items()}
     memory = {arm: added_memory(of) for arm, of in measured.items()}
     # Of those that were measured.
@@ -124,22 +134,25 @@ def speed_section(setting: Setting, measured: dict[str, Measured]) -> Section:
 
 
 def ablation_section(setting: Setting, measured: dict[str, Measured]) -> Section:
-    """Each speed-up disabled in turn: the median over windows of the ratio of times without it and
-    with all.
+    """Return the section of each speed-up left out in turn: how many times longer a window takes
+    without it, by the median over windows, and how many times more memory training adds.
+
+    Args:
+        setting: The setting of all arms.
+        measured: The default arm first, then those without a speed-up.
     """
-    whole, rows = measured[DEFAULT], []
+    whole = measured[DEFAULT]
+    rows = []
     for arm, of in measured.items():
-        time = statistics.median(a / b for a, b in zip(of.seconds, whole.seconds, strict=True))
-        memory = added_memory(of) / added_memory(whole)
-        worth = (
-            ""
-            if arm == DEFAULT
-            else "yes"
-            if time >= WORTH_TIME or memory >= WORTH_MEMORY
-            else "no"
-        )
-        rows.append([arm, time, added_memory(of), memory, worth])
+        seconds = zip(of.seconds, whole.seconds, strict=True)
+        time_ratio = statistics.median(without / with_all for without, with_all in seconds)
+        memory = added_memory(of)
+        memory_ratio = memory / added_memory(whole)
+        is_worth = time_ratio >= WORTH_TIME or memory_ratio >= WORTH_MEMORY
+        rows.append([arm, time_ratio, memory, memory_ratio, "yes" if is_worth else "no"])
+    # The default arm comes first.
     rows[0][0] = "nothing"
+    rows[0][-1] = ""
     header = (
         "left out",
         "time",
@@ -151,8 +164,11 @@ def ablation_section(setting: Setting, measured: dict[str, Measured]) -> Section
 
 
 def ranks_section(setting: Setting, measured: dict[str, dict[str, Measured]]) -> Section:
-    """One process and two ranks, idle and beside a busy loop. measured: "idle" and "busy" -> arm ->
-    figures.
+    """Return the section of one process and two ranks, idle and beside a busy loop.
+
+    Args:
+        setting: The setting of all arms.
+        measured: "idle" and "busy" -> arm -> measurements.
     """
     rates = {
         when: {arm: tokens_per_second(setting, of) for arm, of in arms.items()}
@@ -163,7 +179,9 @@ def ranks_section(setting: Setting, measured: dict[str, dict[str, Measured]]) ->
         for when, of in rates.items()
         for arm, rate in of.items()
     ]
-    name, busy, idle = setting.model, rates["busy"], rates["idle"]
+    name = setting.model
+    busy = rates["busy"]
+    idle = rates["idle"]
     bounds = [
         Bound(
             f"{name}, busy loop on a core: one process over batch_rebalance",
@@ -183,7 +201,7 @@ def ranks_section(setting: Setting, measured: dict[str, dict[str, Measured]]) ->
 
 
 def planning_section(seconds: dict[int, float]) -> Section:
-    """Seconds to the first window by number of samples."""
+    """Return the section of the seconds to the first window by number of samples."""
     most = max(seconds)
     bound = Bound(
         f"{most:,} samples: seconds to the first window",
@@ -202,24 +220,29 @@ def planning_section(seconds: dict[int, float]) -> Section:
 
 
 def tokens_per_second(setting: Setting, measured: Measured) -> float:
-    """Real tokens of an epoch over the median of the epochs' seconds."""
+    """Compute the real tokens of an epoch over the median of the epochs' seconds."""
     size = setting.windows_per_epoch
-    epochs = [sum(measured.seconds[i : i + size]) for i in range(0, len(measured.seconds), size)]
+    starts = range(0, len(measured.seconds), size)
+    epochs = [sum(measured.seconds[start : start + size]) for start in starts]
     return setting.real_tokens / statistics.median(epochs)
 
 
 def added_memory(measured: Measured) -> float:
-    """MiB of peak memory above that before training; NaN for an arm that was not measured."""
+    """Compute the MiB of peak memory above that before training; NaN for an arm that was not
+    measured.
+    """
     if not measured.peak_memory:
         return math.nan
     return (measured.peak_memory - measured.memory_before) / 2**20
 
 
 def _figures(measured: dict[str, Measured]) -> dict[str, Any]:
+    """Return the measurements of each arm for JSON."""
     return {arm: vars(of) for arm, of in measured.items()}
 
 
 def _shown(cell: Any) -> str:
+    """Return the text of a cell."""
     if not isinstance(cell, float):
         return str(cell)
     return f"{cell:,.0f}" if abs(cell) >= 100 else f"{cell:.3f}"

@@ -32,14 +32,21 @@ class Setting:
     """The setting of all arms.
 
     Attributes:
-        model: one of `MODELS`. size: a key of `SIZES`. device: "cpu" or "cuda". num_threads: of
-            torch.
-        mixed_precision: "no" or "bf16". dropout: probability at all sites. max_length: maximum
-            tokens of a sample.
-        window_size: samples in an optimizer step. micro_batch_size: samples in a micro-batch.
-        epochs: measured epochs, after one unmeasured.
-        arms: names of the arms to measure; empty: all.
-        samples: of an epoch, tokenized. num_labels, pad_token_id: of the task. See `with_samples`.
+        model: One of `MODELS`.
+        size: A key of `SIZES`.
+        device: "cpu" or "cuda".
+        num_threads: torch's threads.
+        mixed_precision: "no" or "bf16".
+        dropout: Probability at all sites.
+        max_length: Largest number of tokens of a sample.
+        window_size: Samples in an optimizer step.
+        micro_batch_size: Samples in a micro-batch.
+        epochs: Measured epochs, after one that is not measured.
+        seed: The seed of weights, order and dropout.
+        arms: Names of the arms to measure; empty: all.
+        samples: The tokenized samples of an epoch, see `documentation_strings`.
+        num_labels: Number of classes of the task.
+        pad_token_id: The id of the padding token.
     """
 
     model: str = "gpt"
@@ -60,10 +67,12 @@ class Setting:
 
     @property
     def accumulation_steps(self) -> int:
+        """Micro-batches of a window."""
         return self.window_size // self.micro_batch_size
 
     @property
     def windows_per_epoch(self) -> int:
+        """Windows of an epoch."""
         return len(self.samples) // self.window_size
 
     @property
@@ -73,13 +82,13 @@ class Setting:
 
     @property
     def collate(self) -> Callable[[Sequence[Sample]], dict[str, Tensor]]:
-        """Samples -> keyword arguments of the model."""
+        """The collate function: samples -> keyword arguments of the model."""
         return partial(_collate, pad_token_id=self.pad_token_id)
 
 
 def documentation_strings(model: str, max_length: int, count: int) -> dict[str, Any]:
-    """The first `count` training samples of the embedded corpus, as the attributes of a `Setting`
-    that depend on them.
+    """Return the first `count` training samples of the embedded corpus, as the attributes of a
+    `Setting` that depend on them.
     """
     rows = corpus.stdlib_splits()["train"]
     tokenizer = corpus.load_stdlib_tokenizer()
@@ -104,6 +113,7 @@ def documentation_strings(model: str, max_length: int, count: int) -> dict[str, 
 
 
 def _collate(samples: Sequence[Sample], pad_token_id: int) -> dict[str, Tensor]:
+    """Pad the ids of samples, and add the labels of their task."""
     ids = [torch.tensor(sample["input_ids"]) for sample in samples]
     batch = {
         "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
@@ -115,7 +125,7 @@ def _collate(samples: Sequence[Sample], pad_token_id: int) -> dict[str, Tensor]:
 
 
 def build_model(setting: Setting) -> PreTrainedModel:
-    """The model in training mode on its device, with new weights that are the same in every
+    """Build the model in training mode on its device, with new weights that are the same in every
     process.
     """
     torch.manual_seed(setting.seed)
@@ -130,9 +140,8 @@ def build_model(setting: Setting) -> PreTrainedModel:
         }
         special = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": setting.pad_token_id}
         model = GPT2LMHeadModel(GPT2Config(vocab_size=words, **sizes, **drops, **special))
-        model.loss_type = (
-            "ForCausalLM"  # transformers does not find it by GPT-2's class name, and warns
-        )
+        # transformers does not find it by GPT-2's class name, and warns.
+        model.loss_type = "ForCausalLM"
     else:
         drops = dict.fromkeys(
             ("hidden_dropout_prob", "attention_probs_dropout_prob"), setting.dropout

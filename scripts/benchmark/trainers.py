@@ -23,10 +23,13 @@ from hf_ga.finetuning.data.corpus import load_stdlib_tokenizer
 
 
 class _Clock(TrainerCallback):
+    """The callback that tells the lap of each optimizer step."""
+
     def __init__(self, lap: Lap) -> None:
         self.lap = lap
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Record the end of a step."""
         self.lap.step_done()
 
 
@@ -37,8 +40,14 @@ def train(
     settings: Any = TrainingArguments,
     **more: Any,
 ) -> None:
-    """Train with one of Trainer's sampling strategies, or with another trainer, whose arguments are
-    of the class `settings`.
+    """Train with Trainer, or with another trainer.
+
+    Args:
+        lap: The arm's turn.
+        strategy: One of Trainer's sampling strategies.
+        trainer_class: The class of the trainer.
+        settings: The class of its arguments.
+        more: More arguments of the trainer.
     """
     setting = lap.setting
     with tempfile.TemporaryDirectory() as folder:
@@ -62,7 +71,8 @@ def train(
             report_to="none",
             disable_tqdm=True,
         )
-        arguments._n_gpu = 1  # with several GPUs Trainer would wrap the model in DataParallel
+        # With several GPUs Trainer would wrap the model in DataParallel.
+        arguments._n_gpu = 1
         more = {"train_dataset": setting.samples} | more
         trainer = trainer_class(
             model=lap.model,
@@ -76,17 +86,19 @@ def train(
 
 
 def padding_free(lap: Lap) -> None:
-    """The samples of a micro-batch in one row; without FlashAttention a mask keeps them apart."""
+    """Train with Trainer, and the samples of a micro-batch in one row. Without FlashAttention a
+    mask keeps them apart.
+    """
     lap.collator = DataCollatorWithFlattening()
-    lap.model.set_attn_implementation(
-        "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
-    )
+    implementation = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
+    lap.model.set_attn_implementation(implementation)
     train(lap)
 
 
 def with_trl(lap: Lap) -> None:
-    """SFTTrainer, without its default of checkpointing activations."""
-    from datasets import Dataset  # optional, as trl is
+    """Train with TRL's SFTTrainer, without its default of checkpointing activations."""
+    # Both are optional.
+    from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
     own = partial(
@@ -103,19 +115,18 @@ def with_trl(lap: Lap) -> None:
 
 
 def plain_loop(lap: Lap) -> None:
-    """Mean losses over accumulation steps, random order, native dropout."""
-    setting, optimizer = lap.setting, lap.optimizer()
+    """Train by a plain loop: mean losses over accumulation steps, random order, native dropout."""
+    setting = lap.setting
+    optimizer = lap.optimizer()
     loader = DataLoader(
         setting.samples, setting.micro_batch_size, shuffle=True, collate_fn=lap.collate
     )
+    is_bf16 = setting.mixed_precision == "bf16"
     while True:  # until the lap ends
         for number, batch in enumerate(loader, start=1):
-            with torch.autocast(
-                setting.device, torch.bfloat16, enabled=setting.mixed_precision == "bf16"
-            ):
-                loss = lap.model(
-                    **{name: values.to(setting.device) for name, values in batch.items()}
-                ).loss
+            on_device = {name: values.to(setting.device) for name, values in batch.items()}
+            with torch.autocast(setting.device, torch.bfloat16, enabled=is_bf16):
+                loss = lap.model(**on_device).loss
             (loss / setting.accumulation_steps).backward()
             if number % setting.accumulation_steps == 0:
                 torch.nn.utils.clip_grad_norm_(lap.model.parameters(), 1.0)
@@ -124,7 +135,9 @@ def plain_loop(lap: Lap) -> None:
                 lap.step_done()
 
 
-PLAIN, PADDING_FREE, TRL = "plain loop", "Trainer, padding-free", "TRL"
+PLAIN = "plain loop"
+PADDING_FREE = "Trainer, padding-free"
+TRL = "TRL"
 PEERS = {PLAIN: plain_loop, PADDING_FREE: padding_free}
 if find_spec("trl") and find_spec("datasets"):
     PEERS[TRL] = with_trl

@@ -1,10 +1,11 @@
-"""Examine one head: gradients of hf_ga and of Trainer against plain PyTorch on the full batch (the
-truth), and dropout.
+"""The examination of one head: gradients of hf_ga and of Trainer against plain PyTorch on the full
+batch (the truth), and dropout.
 
 `scripts/sweep_heads.py` runs this for every architecture of transformers.
 """
 
 import inspect
+import math
 import traceback
 from dataclasses import dataclass
 from functools import partial
@@ -24,9 +25,11 @@ from hf_ga.check.arms import trainer_arm
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.training import Given, remember
 
-TOLERANCE = 1e-5  # of the norm of the true gradient, over all parameters together
+# Of the norm of the true gradient, over all parameters together.
+TOLERANCE = 1e-5
 DROPOUT = 0.1
-MICRO_BATCH, ACCUMULATION = 2, 4
+MICRO_BATCH = 2
+ACCUMULATION = 4
 LAYOUTS: dict[str, dict[str, Any]] = {
     "8x1": {"per_device_batch_size": 8},
     "2x4": {"per_device_batch_size": 2},
@@ -67,6 +70,7 @@ class Head:
 
     @property
     def name(self) -> str:
+        """Class and kind, for tables."""
         return f"{self.class_name} ({self.kind})"
 
 
@@ -76,12 +80,19 @@ class Verdict:
     parameters together.
 
     Attributes:
-        status: "right", "refused", "wrong", "not built" or "out of scope". reason: the error, or
-            its message.
-        trainer_ratio: norm of Trainer's gradient / norm of the truth.
+        head: The head.
+        status: "right", "refused", "wrong", "not built" or "out of scope".
+        reason: The relative error, or the message of an exception.
+        error: Relative error of hf_ga's gradient.
+        rule: Name of what was proven about the head.
+        trainer_error: Relative error of Trainer's gradient.
+        trainer_ratio: Norm of Trainer's gradient / norm of the truth.
+        trainer_reason: The exception that Trainer raised.
         dropout: "none drawn", "agree", "differ", "refused", "error" or "" (not examined).
-        dropout_error: the largest relative error between two layouts. dropout_effect: that to no
-            dropout.
+        dropout_reason: Why the layouts do not agree.
+        dropout_error: Largest relative error between two layouts.
+        dropout_effect: Smallest relative error between a layout and no dropout.
+        seconds: Duration of the examination.
     """
 
     head: Head
@@ -100,26 +111,23 @@ class Verdict:
 
     @property
     def trainer_right(self) -> bool:
+        """Whether Trainer's gradient is the truth."""
         return self.trainer_error is not None and self.trainer_error <= TOLERANCE
 
 
 def all_heads() -> list[Head]:
-    """Every class of the mappings, once per kind of its first mapping; with router losses if the
-    config supports them.
+    """List every class of the mappings, once per kind of its first mapping; with router losses if
+    the config supports them.
     """
     heads: dict[str, list[Head]] = {}
     for mapping, kinds in MAPPINGS.items():
         names = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
         for model_type, classes in names.items():
-            for class_name in [classes] if isinstance(classes, str) else classes:
-                heads.setdefault(
-                    class_name,
-                    [
-                        Head(model_type, class_name, k)
-                        for k in kinds
-                        if k != ROUTER or _routes(model_type)
-                    ],
-                )
+            own_kinds = [kind for kind in kinds if kind != ROUTER or _routes(model_type)]
+            class_names = [classes] if isinstance(classes, str) else classes
+            for class_name in class_names:
+                of_class = [Head(model_type, class_name, kind) for kind in own_kinds]
+                heads.setdefault(class_name, of_class)
     return [head for of_class in heads.values() for head in of_class]
 
 
@@ -131,10 +139,12 @@ def examine(head: Head) -> Verdict:
     try:
         model, samples, collate = build_head(head, 0.0)
         truth = true_gradient(model, samples, collate)
-        if not all(g.isfinite().all() for g in truth) or not norm(truth):
+        is_finite = all(part.isfinite().all() for part in truth)
+        if not is_finite or not norm(truth):
             raise ValueError(f"its true gradient has the norm {norm(truth)}")
     except OutOfScope as error:
-        verdict.status, verdict.reason = "out of scope", str(error)
+        verdict.status = "out of scope"
+        verdict.reason = str(error)
         return verdict
     except Exception as error:
         verdict.reason = described(error)
@@ -147,34 +157,40 @@ def examine(head: Head) -> Verdict:
 
 
 def build_head(head: Head, dropout: float) -> tuple[PreTrainedModel, list[Sample], PaddingCollator]:
-    """The small model of a head with its samples and collate function."""
+    """Build the small model of a head with its samples and collate function.
+
+    Args:
+        head: The head.
+        dropout: Probability at all sites.
+
+    Raises:
+        OutOfScope: If the sweep does not cover the head.
+    """
     model_class = getattr(transformers, head.class_name)
     _check_text(head, model_class)
-    decoder = {"is_decoder": True} if head.kind.startswith("causal LM") else {}
-    config = small_config(_config_class(head, model_class), dropout, **KINDS[head.kind], **decoder)
-    pad_id = _with_special_tokens(config)
+    attributes = dict(KINDS[head.kind])
+    if head.kind.startswith("causal LM"):
+        attributes["is_decoder"] = True
+    config = small_config(_config_class(head, model_class), dropout, **attributes)
+    pad_id = _set_special_tokens(config)
     model = build_small(model_class, config)
-    if head.kind == "image classification" and not any(
-        "Attention" in type(module).__name__ for module in model.modules()
-    ):
-        raise OutOfScope("an image classifier without attention layers")
+    if head.kind == "image classification":
+        _check_attention(model)
     if not dropout:
         switch_off_dropout(model)
         _check_router(head, model, pad_id)
-    return (
-        model,
-        make_samples(head.kind, head.class_name, config),
-        PaddingCollator(pad_id, WIDTHS.get(head.model_type, 0)),
-    )
+    samples = make_samples(head.kind, head.class_name, config)
+    return model, samples, PaddingCollator(pad_id, WIDTHS.get(head.model_type, 0))
 
 
 def true_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
-    """One forward and backward of the head's own loss over all samples at once: torch and
+    """Run one forward and backward of the head's own loss over all samples at once, with torch and
     transformers only.
     """
     model.zero_grad(set_to_none=True)
-    model(**collate(samples)).loss.backward()
-    return taken_gradient(model)
+    loss = model(**collate(samples)).loss
+    loss.backward()
+    return take_gradient(model)
 
 
 def hf_ga_gradient(
@@ -184,7 +200,18 @@ def hf_ga_gradient(
     rule: hf_ga.Rule | None = None,
     **layout: Any,
 ) -> tuple[Gradient, hf_ga.Rule]:
-    """hf_ga's gradient of the same samples in a layout, and the proven (or given) rule."""
+    """Compute hf_ga's gradient of the same samples in a layout.
+
+    Args:
+        model: The model.
+        samples: The samples of one window.
+        collate: Its collate function.
+        rule: What was proven about the model. None: it is proven.
+        layout: Arguments of the loader.
+
+    Returns:
+        The gradient, and what was proven.
+    """
     accelerator = Accelerator(cpu=True)
     windows = hf_ga.WindowLoader(
         samples,
@@ -198,12 +225,14 @@ def hf_ga_gradient(
     remember(accelerator, model, Given(rule=rule))
     for window in windows:
         hf_ga.backward_window(accelerator, model, window)
-    return taken_gradient(model), rule or next(iter(windows.state.rules.values()))
+    if rule is None:
+        (rule,) = windows.state.rules.values()
+    return take_gradient(model), rule
 
 
 def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
-    """The gradient that `transformers.Trainer` passes to its optimizer, for the same samples in the
-    same order.
+    """Return the gradient that `transformers.Trainer` passes to its optimizer, for the same samples
+    in the same order.
     """
     micro_batches = [
         collate(samples[start : start + MICRO_BATCH])
@@ -221,37 +250,44 @@ def draws_randomness(model: nn.Module, samples: list[Sample], collate: PaddingCo
     return not torch.equal(before, torch.get_rng_state())
 
 
-def taken_gradient(model: nn.Module) -> Gradient:
-    """Copies of the gradients, zeros if a trainable parameter has none; removes them from the
+def take_gradient(model: nn.Module) -> Gradient:
+    """Copy the gradients, zeros if a trainable parameter has none, and remove them from the
     model.
     """
-    taken = [
-        (torch.zeros_like(p) if p.grad is None else p.grad).detach().clone()
-        for p in model.parameters()
-        if p.requires_grad
-    ]
+    taken = []
+    for parameter in model.parameters():
+        if not parameter.requires_grad:
+            continue
+        gradient = parameter.grad
+        if gradient is None:
+            gradient = torch.zeros_like(parameter)
+        taken.append(gradient.detach().clone())
     model.zero_grad(set_to_none=True)
     return taken
 
 
 def norm(gradient: Gradient) -> float:
-    """L2 norm over all parameters, in float64."""
-    return float(torch.stack([g.double().norm() for g in gradient]).norm())
+    """Compute the L2 norm over all parameters, in float64."""
+    norms = [part.double().norm() for part in gradient]
+    return float(torch.stack(norms).norm())
 
 
 def relative_error(gradient: Gradient, reference: Gradient) -> float:
-    """||gradient - reference|| / ||reference||; a NaN is infinite."""
-    value = norm(
-        [g.double() - r.double() for g, r in zip(gradient, reference, strict=True)]
-    ) / norm(reference)
-    return value if value == value else float("inf")
+    """Compute ||gradient - reference|| / ||reference||; infinity instead of NaN."""
+    difference = [g.double() - r.double() for g, r in zip(gradient, reference, strict=True)]
+    value = norm(difference) / norm(reference)
+    return float("inf") if math.isnan(value) else value
 
 
 def described(error: Exception) -> str:
-    """Type, message and last line of the source, short enough for a table."""
+    """Return type, message and last line of the source, short enough for a table."""
+    message = " ".join(str(error).split())[:400]
     frames = traceback.extract_tb(error.__traceback__)
-    place = f" ({frames[-1].filename.rsplit('/', 1)[-1]}:{frames[-1].lineno})" if frames else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:400]}{place}"
+    place = ""
+    if frames:
+        last = frames[-1]
+        place = f" ({last.filename.rsplit('/', 1)[-1]}:{last.lineno})"
+    return f"{type(error).__name__}: {message}{place}"
 
 
 def _examine_hf_ga(
@@ -261,15 +297,15 @@ def _examine_hf_ga(
     collate: PaddingCollator,
     truth: Gradient,
 ) -> None:
+    """Compare hf_ga's gradient with the truth, and note the result in the verdict."""
     try:
         gradient, rule = hf_ga_gradient(model, samples, collate, per_device_batch_size=MICRO_BATCH)
     except Exception as error:
-        verdict.status, verdict.reason = (
-            "refused" if isinstance(error, Refusals) else "wrong",
-            described(error),
-        )
+        verdict.status = "refused" if isinstance(error, Refusals) else "wrong"
+        verdict.reason = described(error)
         return
-    verdict.error, verdict.rule = relative_error(gradient, truth), rule.name
+    verdict.error = relative_error(gradient, truth)
+    verdict.rule = rule.name
     verdict.status = "right" if verdict.error <= TOLERANCE else "wrong"
     if verdict.status == "wrong":
         verdict.reason = f"error {verdict.error:.1e}"
@@ -282,33 +318,34 @@ def _examine_trainer(
     collate: PaddingCollator,
     truth: Gradient,
 ) -> None:
+    """Compare Trainer's gradient with the truth, and note the result in the verdict."""
     try:
         gradient = trainer_gradient(model, samples, collate)
     except Exception as error:
         verdict.trainer_reason = described(error)
         return
-    verdict.trainer_error, verdict.trainer_ratio = (
-        relative_error(gradient, truth),
-        norm(gradient) / norm(truth),
-    )
+    verdict.trainer_error = relative_error(gradient, truth)
+    verdict.trainer_ratio = norm(gradient) / norm(truth)
 
 
 def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
+    """Compare hf_ga's gradients with dropout in several layouts, and note the result in the
+    verdict.
+    """
     try:
         model, samples, collate = build_head(head, DROPOUT)
         if not draws_randomness(model, samples, collate):
             verdict.dropout = "none drawn"
             return
-        rule = hf_ga.prove_targets(model, samples, collate)  # once for all layouts
-        gradients = [
-            hf_ga_gradient(model, samples, collate, rule, **layout)[0]
-            for layout in LAYOUTS.values()
-        ]
+        # Once for all layouts.
+        rule = hf_ga.prove_targets(model, samples, collate)
+        gradients = []
+        for layout in LAYOUTS.values():
+            gradient, _ = hf_ga_gradient(model, samples, collate, rule, **layout)
+            gradients.append(gradient)
     except Exception as error:
-        verdict.dropout, verdict.dropout_reason = (
-            "refused" if isinstance(error, Refusals) else "error",
-            described(error),
-        )
+        verdict.dropout = "refused" if isinstance(error, Refusals) else "error"
+        verdict.dropout_reason = described(error)
         return
     verdict.dropout_error = max(
         relative_error(a, b) for a in gradients for b in gradients if a is not b
@@ -324,6 +361,7 @@ def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
 
 
 def _routes(model_type: str) -> bool:
+    """Whether the losses of an architecture can have a part for the router."""
     return hasattr(transformers.CONFIG_MAPPING[model_type], "output_router_logits")
 
 
@@ -333,37 +371,51 @@ def _check_router(head: Head, model: PreTrainedModel, pad_id: int) -> None:
         return
     batch = PaddingCollator(pad_id)(make_samples(head.kind, head.class_name, model.config))
     with torch.no_grad():
-        losses = [
-            model(**batch, output_router_logits=with_loss).loss for with_loss in (False, True)
-        ]
-    if torch.equal(*losses):
+        without = model(**batch, output_router_logits=False).loss
+        with_router = model(**batch, output_router_logits=True).loss
+    if torch.equal(without, with_router):
         raise OutOfScope("its loss has no part for the router")
+
+
+def _check_attention(model: PreTrainedModel) -> None:
+    """Raise OutOfScope if no module of an image classifier is called attention."""
+    if not any("Attention" in type(module).__name__ for module in model.modules()):
+        raise OutOfScope("an image classifier without attention layers")
 
 
 def _check_text(head: Head, model_class: type[PreTrainedModel]) -> None:
     """Raise OutOfScope for pre-training classes without a loss of text labels."""
+    if head.kind != "pre-training":
+        return
     names = inspect.signature(model_class.forward).parameters
-    if head.kind == "pre-training" and not (
-        "input_ids" in names and {"labels", "start_positions"} & set(names)
-    ):
+    has_labels = "labels" in names or "start_positions" in names
+    if "input_ids" not in names or not has_labels:
         raise OutOfScope("pre-training without a loss of text labels")
 
 
 def _config_class(head: Head, model_class: type[PreTrainedModel]) -> type:
-    """The config class: a text model of a multimodal family is listed under the family's config,
-    but has its own.
+    """Return the config class: a text model of a multimodal family is listed under the family's
+    config, but has its own.
     """
     own = getattr(model_class, "config_class", None)
-    return own if isinstance(own, type) else transformers.CONFIG_MAPPING[head.model_type]
+    if isinstance(own, type):
+        return own
+    return transformers.CONFIG_MAPPING[head.model_type]
 
 
-def _with_special_tokens(config: transformers.PreTrainedConfig) -> int:
-    """Set the special token ids that a config leaves to the tokenizer. Returns the padding id."""
+def _set_special_tokens(config: transformers.PreTrainedConfig) -> int:
+    """Set the special token ids that a config leaves to the tokenizer.
+
+    Returns:
+        The padding id.
+    """
     text = config.get_text_config()
     chosen = 0
     for name in ("pad_token_id", "decoder_start_token_id"):
         for part in (text, config):
-            if not isinstance(value := getattr(part, name, None), int) or value < 0:
+            token_id = getattr(part, name, None)
+            if not isinstance(token_id, int) or token_id < 0:
                 setattr(part, name, chosen)
+        # A decoder starts with the padding token.
         chosen = text.pad_token_id
     return text.pad_token_id

@@ -13,7 +13,8 @@ import transformers
 from heads.one_head import ACCUMULATION, DROPOUT, LAYOUTS, MICRO_BATCH, TOLERANCE, Verdict
 
 BUILT = ("right", "refused", "wrong")
-DRAWING = ("agree", "differ", "refused", "error")  # of heads that draw dropout
+# What `Verdict.dropout` is for heads that draw dropout.
+DRAWING = ("agree", "differ", "refused", "error")
 
 METHOD = f"""The sweep takes every class of ten auto mappings of transformers (causal LM, masked LM, sequence and token
 classification, question answering, multiple choice, seq2seq, next sentence, pre-training, image classification), and builds a small
@@ -39,15 +40,19 @@ it. Heads that are out of scope or could not be built are listed at the end and 
 
 
 def line(verdict: Verdict) -> str:
-    """One head on one line: its row of the table, and the reason."""
-    cells = _row(verdict) if verdict.status in BUILT else [verdict.head.name, verdict.status]
-    return " | ".join(filter(None, [*cells, (verdict.reason or verdict.dropout_reason)[:160]]))
+    """Describe a head in one line: its row of the table, and the reason."""
+    cells = [verdict.head.name, verdict.status]
+    if verdict.status in BUILT:
+        cells = _row(verdict)
+    reason = verdict.reason or verdict.dropout_reason
+    return " | ".join(filter(None, [*cells, reason[:160]]))
 
 
 def summary(verdicts: list[Verdict]) -> list[str]:
-    """The counts, as sentences."""
+    """Return the counts as sentences."""
     built = [v for v in verdicts if v.status in BUILT]
-    status, dropout = Counter(v.status for v in verdicts), Counter(v.dropout for v in built)
+    status = Counter(v.status for v in verdicts)
+    dropout = Counter(v.dropout for v in built)
     drawing = sum(dropout[name] for name in DRAWING)
     ratios = Counter(
         round(v.trainer_ratio) for v in built if v.trainer_ratio is not None and not v.trainer_right
@@ -71,7 +76,14 @@ def summary(verdicts: list[Verdict]) -> list[str]:
 
 
 def write_report(verdicts: list[Verdict], num_heads: int, folder: Path, minutes: float) -> None:
-    """Write heads.md and heads.json with the verdicts so far, of `num_heads` heads."""
+    """Write heads.md and heads.json with the verdicts so far.
+
+    Args:
+        verdicts: The verdicts so far.
+        num_heads: Number of heads to examine.
+        folder: The folder of the two files.
+        minutes: Duration so far.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     versions = {
         "torch": torch.__version__,
@@ -94,6 +106,7 @@ def write_report(verdicts: list[Verdict], num_heads: int, folder: Path, minutes:
 
 
 def _markdown(verdicts: list[Verdict], where: str) -> str:
+    """Return the text of heads.md; `where` names versions and duration."""
     built = [v for v in verdicts if v.status in BUILT]
     parts = [
         "# Every head",
@@ -139,10 +152,12 @@ def _markdown(verdicts: list[Verdict], where: str) -> str:
 
 
 def _by_kind(built: list[Verdict]) -> str:
+    """Return the table of counts, one row per kind of head."""
     rows = []
     for kind in dict.fromkeys(v.head.kind for v in built):
         of_kind = [v for v in built if v.head.kind == kind]
-        status, dropout = Counter(v.status for v in of_kind), Counter(v.dropout for v in of_kind)
+        status = Counter(v.status for v in of_kind)
+        dropout = Counter(v.dropout for v in of_kind)
         trainer = sum(v.trainer_right for v in of_kind)
         drawing = sum(dropout[name] for name in DRAWING)
         rows.append(
@@ -158,66 +173,70 @@ def _by_kind(built: list[Verdict]) -> str:
 
 
 def _listed(title: str, reasons: dict[str, str]) -> list[str]:
-    return (
-        [title, "\n".join(f"- {name}: {reason}" for name, reason in reasons.items())]
-        if reasons
-        else []
-    )
+    """Return a title and a list of heads with their reasons; nothing if there are none."""
+    if not reasons:
+        return []
+    return [title, "\n".join(f"- {name}: {reason}" for name, reason in reasons.items())]
 
 
 def _row(verdict: Verdict) -> list[str]:
-    trainer = (
-        "right"
-        if verdict.trainer_right
-        else "wrong"
-        if verdict.trainer_error is not None
-        else "fails"
-    )
-    numbers = (
-        _short(verdict.trainer_error),
-        "" if verdict.trainer_ratio is None else f"{verdict.trainer_ratio:.2f}",
-    )
+    """Return a head's row of the table of all heads."""
+    ratio = ""
+    if verdict.trainer_ratio is not None:
+        ratio = f"{verdict.trainer_ratio:.2f}"
     return [
         verdict.head.name,
         verdict.status,
         _short(verdict.error),
         verdict.rule,
-        trainer,
-        *numbers,
+        _status_of_trainer(verdict),
+        _short(verdict.trainer_error),
+        ratio,
         _dropout(verdict),
     ]
 
 
+def _status_of_trainer(verdict: Verdict) -> str:
+    """Return "right", "wrong", or "fails" if Trainer raises an exception."""
+    if verdict.trainer_right:
+        return "right"
+    if verdict.trainer_error is not None:
+        return "wrong"
+    return "fails"
+
+
 def _table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join(
-        "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |" for cells in lines
-    )
+    """Return a table in Markdown."""
+    lines = []
+    for cells in (header, ["---"] * len(header), *rows):
+        escaped = [str(cell).replace("|", "\\|") for cell in cells]
+        lines.append(f"| {' | '.join(escaped)} |")
+    return "\n".join(lines)
 
 
 def _dropout(verdict: Verdict) -> str:
-    return (
-        verdict.dropout or "-"
-        if verdict.dropout_error is None
-        else f"{verdict.dropout} {verdict.dropout_error:.0e}"
-    )
+    """Return the cell of dropout: the verdict, and the largest error between two layouts."""
+    if verdict.dropout_error is None:
+        return verdict.dropout or "-"
+    return f"{verdict.dropout} {verdict.dropout_error:.0e}"
 
 
 def _short(value: float | None) -> str:
+    """Return a number with two digits, "" for None."""
     return "" if value is None else f"{value:.1e}"
 
 
 def _percent(part: int, whole: int) -> str:
+    """Return a share in percent."""
     return f"{100 * part / max(whole, 1):.1f} %"
 
 
 def _entry(verdict: Verdict) -> dict[str, Any]:
-    """A head's entry in heads.json, with three digits."""
+    """Return a head's entry in heads.json, numbers with three digits."""
     values = vars(verdict.head) | vars(verdict) | {"trainer_right": verdict.trainer_right}
-    known = {
-        name: value for name, value in values.items() if value not in (None, "") and name != "head"
-    }
-    return {
-        name: float(f"{value:.3g}") if isinstance(value, float) else value
-        for name, value in known.items()
-    }
+    entry = {}
+    for name, value in values.items():
+        if name == "head" or value in (None, ""):
+            continue
+        entry[name] = float(f"{value:.3g}") if isinstance(value, float) else value
+    return entry

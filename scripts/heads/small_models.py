@@ -16,9 +16,12 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from heads.exceptions import EXCEPTIONS
 
 VOCABULARY = 96
-NUM_RESERVED = 32  # ids below are for special tokens, samples use the others
+# Ids below are for special tokens, samples use the others.
+NUM_RESERVED = 32
 MOST_PARAMETERS = 6_000_000
-LEAST_LAYERS, MOST_STAGES = 2, 8  # a longer list has one entry per layer
+LEAST_LAYERS = 2
+# A longer list has one entry per layer.
+MOST_STAGES = 8
 # Required sizes without a default in the class (real checkpoints set them).
 NOT_OPEN = {
     "head_dim": 8,
@@ -28,7 +31,8 @@ NOT_OPEN = {
     "num_experts_per_tok": 2,
     "n_shared_experts": 1,
 }
-NOISE = 0.05  # standard deviation of the noise added to every initial weight
+# Standard deviation of the noise added to every initial weight.
+NOISE = 0.05
 
 # (pattern of the attribute's name, largest value of a number, divisor of the numbers in a list).
 # The first match applies.
@@ -54,11 +58,8 @@ SIZES: list[tuple[str, int, int]] = [
     (r"qk_head_dim", 12, 1),  # rotated and unrotated parts together
     (r"expand$", 1, 1),  # state space model: makes its heads x head size equal to its attention's
     (r"head_?dim|dim_head|d_head|d_kv|kv_channels|head_size", 8, 1),
-    (
-        r"index_n_heads",
-        32,
-        1,
-    ),  # few heads have index scores of exactly 0, and top-k breaks ties by batch width
+    # Few heads have index scores of exactly 0, and top-k breaks ties by batch width.
+    (r"index_n_heads", 32, 1),
     (r"heads?(_per_layer)?$", 4, 1),
     (r"layers?$|depths?$|blocks?$|layers?_per_|n_stage", 2, 4),
     (r"rank|state_size|d_state", 8, 1),
@@ -80,59 +81,73 @@ SIZES: list[tuple[str, int, int]] = [
 def small_config(
     config_class: type[PreTrainedConfig], dropout: float = 0.0, **overrides: Any
 ) -> PreTrainedConfig:
-    """A config of the class with small sizes.
+    """Make a config of the class with small sizes. The config class raises its own errors for
+    incompatible values.
 
     Args:
-        dropout: the value of every attribute that is a dropout probability. Layer dropout and
+        config_class: The class.
+        dropout: The value of every attribute that is a dropout probability. Layer dropout and
             routing noise, which belong to no sample, are always 0.
-        overrides: attributes set last (num_labels, problem_type, ...).
-
-    Raises:
-        errors of the config class for incompatible values.
+        overrides: Attributes set last (num_labels, problem_type, ...).
 
     Example:
         small_config(BertConfig).hidden_size   # 32
     """
     arguments = small_arguments(config_class(), dropout, {})
     if hasattr(config_class, "use_cache"):
-        arguments["use_cache"] = False  # a cache is for generation
+        # A cache is for generation.
+        arguments["use_cache"] = False
     return config_class(**{**arguments, **overrides})
 
 
 def small_arguments(
     config: PreTrainedConfig, dropout: float, token_ids: dict[int, int]
 ) -> dict[str, Any]:
-    """Arguments for a small version of `config`. `token_ids` collects new ids of special tokens."""
+    """Return the arguments for a small version of a config.
+
+    Args:
+        config: The config.
+        dropout: See `small_config`.
+        token_ids: Collects the new ids of special tokens.
+    """
     layers = _kept_layers(config)
     defaults = {field.name: field.default for field in fields(config)}
     whole_numbers = {field.name for field in fields(config) if field.type is int}
     arguments: dict[str, Any] = {}
     for name, value in _attributes(config).items():
-        small = _small_value(
-            name, value, 0 if name in whole_numbers else dropout, layers, token_ids
-        )
-        if small is not None and (small is not value or value != defaults.get(name, value)):
+        own_dropout = 0 if name in whole_numbers else dropout
+        small = _small_value(name, value, own_dropout, layers, token_ids)
+        if small is None:
+            continue
+        # Only what differs from the default has to be passed.
+        is_default = small is value and value == defaults.get(name, value)
+        if not is_default:
             arguments[name] = small
     if layers is not None:
         arguments["num_hidden_layers"] = len(layers)
-    if _value(config, "num_key_value_heads") == _value(
-        config, "num_attention_heads"
-    ):  # not grouped-query attention
+    key_value_heads = _value(config, "num_key_value_heads")
+    if key_value_heads == _value(config, "num_attention_heads"):
+        # Without grouped-query attention the two numbers of heads stay equal.
         arguments.pop("num_key_value_heads", None)
-        if "num_attention_heads" in arguments and _value(config, "num_key_value_heads") is not None:
+        if "num_attention_heads" in arguments and key_value_heads is not None:
             arguments["num_key_value_heads"] = arguments["num_attention_heads"]
-    arguments.update(EXCEPTIONS.get(type(config).__name__, {}))
-    return arguments
+    exceptions = EXCEPTIONS.get(type(config).__name__, {})
+    return arguments | exceptions
 
 
 def build_small(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0
 ) -> PreTrainedModel:
-    """The model in float32 and training mode, without zero weights: its own initialisation plus
+    """Build a model in float32 and training mode, without zero weights: its own initialisation plus
     seeded noise.
 
+    Args:
+        model_class: The class of the model.
+        config: A small config.
+        seed: The seed of weights and noise.
+
     Raises:
-        ValueError: it has more than `MOST_PARAMETERS` parameters: the rule missed a size.
+        ValueError: If it has more than `MOST_PARAMETERS` parameters: the rule missed a size.
     """
     _check_size(model_class, config)
     with torch.random.fork_rng():
@@ -159,28 +174,25 @@ def is_dropout(name: str) -> bool:
 
 
 def is_shared_noise(name: str) -> bool:
-    """Layer dropout skips a layer for a whole batch; routing noise and token dropout belong to the
-    routers.
+    """Whether an attribute is the probability of noise that belongs to no single sample: layer
+    dropout skips a layer for a whole batch; routing noise and token dropout belong to the routers.
     """
     return bool(re.search(r"layerdrop|jitter|token_dropout|mask_(time|feature)_prob", name))
 
 
 def _attributes(config: PreTrainedConfig) -> dict[str, Any]:
-    """Declared attributes, and derived lists with one entry per layer."""
-    known = {
-        name: _value(config, name)
-        for name in sorted(field.name for field in fields(config) if field.init)
-    }
-    derived = {
-        n: v
-        for n, v in vars(config).items()
-        if n not in known and not n.startswith("_") and isinstance(v, list)
-    }
-    return {**known, **derived}
+    """Return the declared attributes, and derived lists with one entry per layer."""
+    names = sorted(field.name for field in fields(config) if field.init)
+    attributes = {name: _value(config, name) for name in names}
+    for name, value in vars(config).items():
+        is_public = not name.startswith("_")
+        if name not in names and is_public and isinstance(value, list):
+            attributes[name] = value
+    return attributes
 
 
 def _value(config: PreTrainedConfig, name: str) -> Any:
-    """The attribute; None if it differs between layers."""
+    """Return an attribute; None if it differs between layers."""
     try:
         return getattr(config, name, None)
     except (ValueError, RuntimeError):
@@ -190,6 +202,15 @@ def _value(config: PreTrainedConfig, name: str) -> Any:
 def _small_value(
     name: str, value: Any, dropout: float, layers: list[int] | None, token_ids: dict[int, int]
 ) -> Any:
+    """Return the small value of an attribute.
+
+    Args:
+        name: The attribute.
+        value: Its value.
+        dropout: See `small_config`.
+        layers: The layers that are kept. None: the first ones.
+        token_ids: Collects the new ids of special tokens.
+    """
     if isinstance(value, PreTrainedConfig):
         return {**small_arguments(value, dropout, token_ids), "model_type": value.model_type}
     if value is None:
@@ -212,69 +233,86 @@ def _small_value(
 
 
 def _small_rotation(value: dict[str, Any]) -> dict[str, Any]:
-    """The sections of a three-axis rotary embedding, possibly nested by kind of layer, that fit
-    half a head of size 8.
+    """Shrink the sections of a three-axis rotary embedding, possibly nested by kind of layer, to
+    fit half a head of size 8.
     """
     small = {k: _small_rotation(v) if isinstance(v, dict) else v for k, v in value.items()}
-    return (
-        {**small, "mrope_section": [2, 1, 1]} if len(value.get("mrope_section", ())) == 3 else small
-    )
+    if len(value.get("mrope_section", ())) == 3:
+        small["mrope_section"] = [2, 1, 1]
+    return small
+
+
+def _size_rule(name: str) -> tuple[int | None, int]:
+    """Return limit and divisor of the first pattern of `SIZES` that matches an attribute's name;
+    None and 1, if none matches.
+    """
+    for pattern, limit, divisor in SIZES:
+        if re.search(pattern, name):
+            return limit, divisor
+    return None, 1
 
 
 def _limited(name: str, value: int) -> int:
-    limit = next((limit for pattern, limit, _ in SIZES if re.search(pattern, name)), value)
-    return min(value, limit)
+    """Return a number, at most the limit for an attribute's name."""
+    limit, _ = _size_rule(name)
+    return value if limit is None else min(value, limit)
 
 
 def _small_list(name: str, value: Any, dropout: float, layers: list[int] | None) -> Any:
-    """For a list with one entry per layer, select the kept layers; divide the numbers of other
-    lists.
+    """Shrink a list: select the kept layers if it has one entry per layer, else divide its numbers.
+
+    Args:
+        name: The attribute.
+        value: A list or a tuple.
+        dropout: See `small_config`.
+        layers: The layers that are kept. None: the config lists no kinds of layers.
     """
     kind = type(value)
-    if (
-        layers is not None
-        and len(value) > max(layers)
-        and (_is_per_layer(name) or len(value) > MOST_STAGES)
-    ):
-        return kind(_limited(name, value[i]) if type(value[i]) is int else value[i] for i in layers)
+    is_per_layer = _is_per_layer(name) or len(value) > MOST_STAGES
+    if layers is not None and is_per_layer and len(value) > max(layers):
+        kept = [value[layer] for layer in layers]
+        return kind(_limited(name, v) if type(v) is int else v for v in kept)
     if is_dropout(name):
         return kind(dropout for _ in value)
     if not all(type(v) is int for v in value):
         return value
-    limit, divisor = next(
-        ((limit, divisor) for pattern, limit, divisor in SIZES if re.search(pattern, name)),
-        (None, 1),
-    )
+    limit, divisor = _size_rule(name)
     if divisor == 1:
         return value
-    return kind(min(v, limit) if limit == LEAST_LAYERS else max(v // divisor, 1) for v in value)
+    if limit == LEAST_LAYERS:
+        # Numbers of layers, one for each stage.
+        return kind(min(v, limit) for v in value)
+    return kind(max(v // divisor, 1) for v in value)
 
 
 def _is_per_layer(name: str) -> bool:
+    """Whether an attribute is a list with one entry per layer."""
     return bool(re.search(r"layer|block_type|indexer_types|_per_layer|attn_types", name))
 
 
 def _kept_layers(config: PreTrainedConfig) -> list[int] | None:
-    """The first layer of every kind, at least two layers; None if the config lists no kinds."""
+    """Choose the first layer of every kind, at least two layers; None if the config lists no
+    kinds.
+    """
     count = getattr(config, "num_hidden_layers", None)
-    lists = [
-        v
-        for n, v in _attributes(config).items()
-        if isinstance(v, list | tuple)
-        and len(v) == count
-        and _is_per_layer(n)
-        and all(isinstance(x, str | int) for x in v)
-    ]
+    lists = []
+    for name, value in _attributes(config).items():
+        if not isinstance(value, list | tuple) or len(value) != count:
+            continue
+        if _is_per_layer(name) and all(isinstance(entry, str | int) for entry in value):
+            lists.append(value)
     if not lists or not count:
         return None
     kinds = list(zip(*lists, strict=True))
     firsts = [layer for layer in range(count) if kinds.index(kinds[layer]) == layer][:4]
-    return firsts if len(firsts) >= LEAST_LAYERS else list(range(LEAST_LAYERS))
+    if len(firsts) < LEAST_LAYERS:
+        return list(range(LEAST_LAYERS))
+    return firsts
 
 
 def _token_ids(value: Any, token_ids: dict[int, int]) -> Any:
-    """Special tokens keep small ids; others receive the last reserved ones; equal ids stay
-    equal.
+    """Choose ids of special tokens: small ids stay, others become the last reserved ones, and equal
+    ids stay equal.
     """
     if isinstance(value, list | tuple):
         return type(value)(_token_ids(v, token_ids) for v in value)
@@ -284,10 +322,13 @@ def _token_ids(value: Any, token_ids: dict[int, int]) -> Any:
 
 
 def _check_size(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
+    """Raise ValueError if a model has more than `MOST_PARAMETERS` parameters."""
     try:
         with torch.device("meta"):
-            size = sum(p.numel() for p in model_class(config).parameters())
-    except Exception:  # it reads its weights in its constructor: rely on the time limit
+            model = model_class(config)
+            size = sum(p.numel() for p in model.parameters())
+    except Exception:
+        # It reads its weights in its constructor: rely on the time limit.
         return
     if size > MOST_PARAMETERS:
         raise ValueError(

@@ -12,13 +12,18 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-NUM_CLASSES, NUM_CHOICES = 3, 3
+NUM_CLASSES = 3
+NUM_CHOICES = 3
 IGNORED = -100
-FIRST_ID, LAST_ID = 32, 96  # ids of plain tokens
+# Ids of plain tokens.
+FIRST_ID = 32
+LAST_ID = 96
 LENGTHS = (5, 21, 12, 4, 17, 9, 20, 6)
 IMAGE_SIZE = 32
 # Samples with a truncated answer (start or end); question answering ignores these targets.
-CUT_STARTS, CUT_ENDS, BEYOND = (1, 6), (1, 2, 6), 1000
+CUT_STARTS = (1, 6)
+CUT_ENDS = (1, 2, 6)
+BEYOND = 1000
 # Architectures with one batch width only: the longest sample, rounded up to the size of their
 # chunks or tables.
 WIDTHS = {"reformer": 24, "nystromformer": 24, "perceiver": 64}
@@ -45,32 +50,35 @@ Sample = dict[str, Any]
 def make_samples(
     kind: str, class_name: str, config: PreTrainedConfig, seed: int = 0
 ) -> list[Sample]:
-    """8 samples for a head, as lists of numbers.
+    """Make 8 samples for a head, as lists of numbers.
 
     Args:
-        kind: a key of `KINDS`. class_name: of the model (names of pre-training labels depend on
-            it).
+        kind: A key of `KINDS`.
+        class_name: The class of the model, on which the names of pre-training labels depend.
+        config: The config of the model.
+        seed: The seed of the samples.
     """
     rng = np.random.default_rng(seed)
-    if kind == "image classification" and class_name.startswith(
-        "ImageGPT"
-    ):  # its pixels are tokens
+    if kind == "image classification" and class_name.startswith("ImageGPT"):
+        # Its pixels are tokens.
         return [
             {"input_ids": rng.integers(0, FIRST_ID, 16).tolist(), "labels": i % NUM_CLASSES}
             for i in range(len(LENGTHS))
         ]
     if kind == "image classification":
         return [_image_sample(rng, config, i) for i in range(len(LENGTHS))]
-    end, last = (
-        end_token(config),
-        min(LAST_ID, getattr(config.get_text_config(), "vocab_size", None) or LAST_ID),
-    )
-    if (
-        kind == "seq2seq" and not config.is_encoder_decoder
-    ):  # a decoder that continues after its audio or image input
+    if kind == "seq2seq" and not config.is_encoder_decoder:
+        # A decoder that continues after its audio or image input.
         kind = "causal LM"
+    vocab_size = getattr(config.get_text_config(), "vocab_size", None) or LAST_ID
+    last = min(LAST_ID, vocab_size)
+    end = end_token(config)
     texts = [_tokens(rng, length, last, end) for length in LENGTHS]
-    samples = [_with_labels(kind, ids, texts[-1 - i], rng, i) for i, ids in enumerate(texts)]
+    targets = reversed(texts)
+    samples = [
+        _with_labels(kind, ids, target, rng, i)
+        for i, (ids, target) in enumerate(zip(texts, targets, strict=True))
+    ]
     return [
         {**s, **_more_labels(class_name, s, rng), **_more_inputs(class_name, s, config, rng)}
         for s in samples
@@ -78,68 +86,88 @@ def make_samples(
 
 
 def end_token(config: PreTrainedConfig) -> int | None:
-    """The id that ends every sample (BART's classifier reads it there), if it is not the padding
-    id.
+    """Return the id that ends every sample (BART's classifier reads it there), if it is not the
+    padding id.
     """
     text = config.get_text_config()
     end = getattr(text, "eos_token_id", None)
-    end = end[0] if isinstance(end, list | tuple) else end
-    return (
-        end
-        if isinstance(end, int) and end >= 0 and end != getattr(text, "pad_token_id", None)
-        else None
-    )
+    if isinstance(end, list | tuple):
+        end = end[0]
+    if not isinstance(end, int) or end < 0:
+        return None
+    if end == getattr(text, "pad_token_id", None):
+        return None
+    return end
 
 
 class PaddingCollator:
-    """Pads every list to the longest of the batch: token ids with the padding id, labels with -100,
-    the rest with 0.
+    """A collate function that pads every list to the longest of the batch: token ids with the
+    padding id, labels with -100, the rest with 0.
 
-    width: pad to this many tokens instead.
+    Args:
+        pad_id: The padding id.
+        width: Pad to this many tokens instead, if no sample is longer.
     """
 
     def __init__(self, pad_id: int, width: int = 0) -> None:
-        self.pad_id, self.width = pad_id, width
+        self.pad_id = pad_id
+        self.width = width
 
     def __call__(self, samples: list[Sample]) -> dict[str, Tensor]:
+        """Collate samples."""
         return {
-            name: self._padded([s[name] for s in samples], self._filler(name))
+            name: self._padded([sample[name] for sample in samples], self._filler(name))
             for name in samples[0]
         }
 
     def _filler(self, name: str) -> int:
+        """Return the number with which an entry is padded."""
         if "labels" in name:
             return IGNORED
-        return self.pad_id if name.endswith("input_ids") else 0
+        if name.endswith("input_ids"):
+            return self.pad_id
+        return 0
 
     def _padded(self, values: list[Any], filler: int) -> Tensor:
+        """Pad the values of an entry on all axes, and stack them."""
         arrays = [np.asarray(value) for value in values]
-        shape = np.max([a.shape for a in arrays], axis=0).astype(int)
-        if (
-            self.width and len(shape) and arrays[0].dtype.kind == "i"
-        ):  # tokens, not pixels or probabilities
+        dtype = arrays[0].dtype
+        shape = np.max([array.shape for array in arrays], axis=0).astype(int)
+        are_tokens = len(shape) > 0 and dtype.kind == "i"
+        if self.width and are_tokens:
             shape[-1] = max(self.width, shape[-1])
-        padded = np.full((len(arrays), *shape), filler, dtype=arrays[0].dtype)
+        padded = np.full((len(arrays), *shape), filler, dtype=dtype)
         for row, array in enumerate(arrays):
-            padded[(row, *(slice(size) for size in array.shape))] = array
+            own_part = tuple(slice(size) for size in array.shape)
+            padded[(row, *own_part)] = array
         tensor = torch.from_numpy(padded)
         return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
 def _tokens(rng: np.random.Generator, length: int, last: int, end: int | None) -> list[int]:
+    """Draw the token ids of a text, below `last`, with `end` as the last one if there is one."""
     ids = rng.integers(FIRST_ID, last, length).tolist()
-    return ids if end is None else [*ids[:-1], end]
+    if end is not None:
+        ids[-1] = end
+    return ids
 
 
 def _with_labels(
     kind: str, ids: list[int], target: list[int], rng: np.random.Generator, index: int
 ) -> Sample:
+    """Make the sample of a text.
+
+    Args:
+        kind: A key of `KINDS`.
+        ids: The token ids of the text.
+        target: Those of the text to generate from it.
+        rng: Draws labels.
+        index: The number of the sample.
+    """
     sample: Sample = {"input_ids": ids, "attention_mask": [1] * len(ids)}
     if kind.startswith("causal LM"):
-        return {
-            **sample,
-            "labels": [IGNORED] * (2 if index % 2 else 0) + ids[2 if index % 2 else 0 :],
-        }
+        num_ignored = 2 if index % 2 else 0
+        return {**sample, "labels": [IGNORED] * num_ignored + ids[num_ignored:]}
     if kind in ("masked LM", "pre-training"):
         return {**sample, "labels": _masked(ids, rng)}
     if kind == "token classification":
@@ -148,16 +176,16 @@ def _with_labels(
         return {**sample, "labels": target}
     if kind == "question answering":
         start, end = sorted(rng.integers(0, len(ids), 2).tolist())
-        start, end = BEYOND if index in CUT_STARTS else start, BEYOND if index in CUT_ENDS else end
+        if index in CUT_STARTS:
+            start = BEYOND
+        if index in CUT_ENDS:
+            end = BEYOND
         return {**sample, "start_positions": start, "end_positions": end}
     if kind == "multiple choice":
-        choices = [
-            ids,
-            *(
-                [*rng.integers(FIRST_ID, max(ids) + 1, len(ids) - 1).tolist(), ids[-1]]
-                for _ in range(NUM_CHOICES - 1)
-            ),
-        ]
+        choices = [ids]
+        for _ in range(NUM_CHOICES - 1):
+            others = rng.integers(FIRST_ID, max(ids) + 1, len(ids) - 1)
+            choices.append([*others.tolist(), ids[-1]])
         return {
             "input_ids": choices,
             "attention_mask": [[1] * len(ids)] * NUM_CHOICES,
@@ -168,11 +196,14 @@ def _with_labels(
 
 def _masked(labels: list[int], rng: np.random.Generator) -> list[int]:
     """Mask about two of three labels in some samples, none in others; never the second label."""
-    share = (0.0, 0.7)[int(rng.integers(2))] if len(labels) > LENGTHS[0] else 0.5
+    share = 0.5
+    if len(labels) > LENGTHS[0]:
+        share = 0.7 if rng.integers(2) else 0.0
     return [label if i == 1 or rng.random() >= share else IGNORED for i, label in enumerate(labels)]
 
 
 def _sample_label(kind: str, rng: np.random.Generator, index: int) -> Any:
+    """Return the label of a head with one label per sample."""
     if kind == "regression":
         return float(rng.normal())
     if kind == "multi-label":
@@ -181,6 +212,7 @@ def _sample_label(kind: str, rng: np.random.Generator, index: int) -> Any:
 
 
 def _image_sample(rng: np.random.Generator, config: PreTrainedConfig, index: int) -> Sample:
+    """Make a sample of random pixels, as large as the config asks for."""
     vision = getattr(config, "vision_config", config)
     size = getattr(vision, "image_size", IMAGE_SIZE)
     height, width = size if isinstance(size, list | tuple) else (size, size)
@@ -189,9 +221,10 @@ def _image_sample(rng: np.random.Generator, config: PreTrainedConfig, index: int
 
 
 def _more_labels(class_name: str, sample: Sample, rng: np.random.Generator) -> Sample:
-    """The other labels of pre-training heads."""
+    """Return the other labels of pre-training heads."""
     family = class_name.removesuffix("ForPreTraining")
-    if family in ("Electra", "Funnel"):  # was this token replaced?
+    if family in ("Electra", "Funnel"):
+        # Was this token replaced?
         return {"labels": rng.integers(0, 2, len(sample["input_ids"])).tolist()}
     if family == "Albert":
         return {"sentence_order_label": int(rng.integers(2))}
@@ -203,27 +236,29 @@ def _more_labels(class_name: str, sample: Sample, rng: np.random.Generator) -> S
 def _more_inputs(
     class_name: str, sample: Sample, config: PreTrainedConfig, rng: np.random.Generator
 ) -> Sample:
-    """Additional inputs of single architectures."""
-    size = len(sample["labels"] if isinstance(sample.get("labels"), list) else sample["input_ids"])
-    if class_name.startswith("Bros"):  # a box for every token, as its corners
+    """Return additional inputs of single architectures."""
+    per_token = sample["labels"] if isinstance(sample.get("labels"), list) else sample["input_ids"]
+    size = len(per_token)
+    if class_name.startswith("Bros"):
+        # A box for every token, as its corners.
         return {"bbox": rng.random((size, 8)).astype(np.float32)}
-    if class_name.startswith(
-        "Longformer"
-    ):  # otherwise its question answering looks for three separators
-        ids = np.zeros_like(sample["input_ids"])
-        ids[..., 0] = 1
-        return {"global_attention_mask": ids}
-    if class_name == "SplinterForPreTraining":  # some questions per sample; 0 pads
-        places = rng.integers(1, len(sample["input_ids"]), (3, size // 4)).tolist()
-        return dict(
-            zip(("question_positions", "start_positions", "end_positions"), places, strict=True)
-        )
-    if class_name.startswith(
-        "PaliGemma"
-    ):  # marks prefix and suffix; without it only padded batches are causal
+    if class_name.startswith("Longformer"):
+        # Without it, its question answering looks for three separators.
+        mask = np.zeros_like(sample["input_ids"])
+        mask[..., 0] = 1
+        return {"global_attention_mask": mask}
+    if class_name == "SplinterForPreTraining":
+        # Some questions per sample; 0 pads.
+        names = ("question_positions", "start_positions", "end_positions")
+        places = rng.integers(1, len(sample["input_ids"]), (len(names), size // 4))
+        return dict(zip(names, places.tolist(), strict=True))
+    if class_name.startswith("PaliGemma"):
+        # Marks prefix and suffix; without it only padded batches are causal.
         return {"token_type_ids": [int(label != IGNORED) for label in sample["labels"]]}
-    if class_name.startswith("FSMT"):  # without decoder inputs it shifts the source
+    if class_name.startswith("FSMT"):
+        # Without decoder inputs it shifts the source.
         return {"decoder_input_ids": [end_token(config), *sample["labels"][:-1]]}
-    if class_name.startswith("Git"):  # its loss starts after the image tokens
+    if class_name.startswith("Git"):
+        # Its loss starts after the image tokens.
         return _image_sample(rng, config, 0) | {"labels": sample["labels"]}
     return {}

@@ -43,7 +43,7 @@ def test_a_mean_of_means_is_called_wrong(monkeypatch):
         model.zero_grad(set_to_none=True)
         for i in range(0, len(samples), 2):
             (model(**collate(samples[i : i + 2])).loss / 4).backward()
-        return sweep.taken_gradient(model), sweep.hf_ga.Rule
+        return sweep.take_gradient(model), sweep.hf_ga.Rule
 
     monkeypatch.setattr(sweep, "hf_ga_gradient", naive)
     monkeypatch.setattr(sweep.hf_ga.Rule, "name", "naive", raising=False)

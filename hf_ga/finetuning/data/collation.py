@@ -14,27 +14,38 @@ from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.finetuning.data.masking import mask_tokens
 
 Samples = Sequence[dict[str, Any]]
-ROW_WEIGHTS = "row_weights"  # the entry of a batch
+# The entry of a batch.
+ROW_WEIGHTS = "row_weights"
 
 
 def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    """Right-pad lists of integers. Returns int64 of shape (rows, longest)."""
-    return pad_sequence(
-        [torch.as_tensor(row, dtype=torch.int64) for row in rows],
-        batch_first=True,
-        padding_value=value,
-    )
+    """Right-pad lists of integers.
+
+    Args:
+        rows: Lists of any lengths.
+        value: The number to pad with.
+
+    Returns:
+        int64, shape (rows, longest).
+    """
+    tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
+    return pad_sequence(tensors, batch_first=True, padding_value=value)
 
 
 def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """`input_ids`, `attention_mask` and, if the samples have them, `token_type_ids`, each of shape
-    (samples, longest), and `row_weights`, float32 of shape (samples,).
+    """Collate what a model needs besides targets.
+
+    Args:
+        samples: Samples with `input_ids` and optionally `token_type_ids` and `weight`.
+        pad_token_id: The id of the padding token.
+
+    Returns:
+        `input_ids`, `attention_mask` and, if the samples have them, `token_type_ids`, each int64 of
+        shape (samples, longest), and `row_weights`, float32 of shape (samples,).
     """
     rows = [sample["input_ids"] for sample in samples]
-    batch = {
-        "input_ids": pad(rows, pad_token_id),
-        "attention_mask": pad([[1] * len(row) for row in rows], 0),
-    }
+    ones = [[1] * len(row) for row in rows]
+    batch = {"input_ids": pad(rows, pad_token_id), "attention_mask": pad(ones, 0)}
     if "token_type_ids" in samples[0]:
         batch["token_type_ids"] = pad([sample["token_type_ids"] for sample in samples], 0)
     if "weight" in samples[0]:
@@ -44,38 +55,51 @@ def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
 
 
 def collate_samples(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids and, if the samples have them, targets: `labels` (of a column `label` or `labels`),
-    `start_positions`, `end_positions`.
+    """Collate ids and, if the samples have them, targets: `labels` (of a column `label` or
+    `labels`), `start_positions`, `end_positions`.
 
-    Numbers have the shape (samples,). Lists, a target per token, are padded with -100 to (samples,
-    longest); to one position if no sample has a target, which a decoder needs (it derives its
-    inputs from the labels).
+    Args:
+        samples: The samples of the batch.
+        pad_token_id: The id of the padding token.
+
+    Returns:
+        The entries of `collate_ids`, and the targets. Numbers have the shape (samples,). Lists, a
+        target per token, are padded with -100 to (samples, longest); to one position if no sample
+        has a target, which a decoder needs (it derives its inputs from the labels).
     """
     batch = collate_ids(samples, pad_token_id)
     for column in ("label", "labels", "start_positions", "end_positions"):
-        if column in samples[0]:
-            values = [sample[column] for sample in samples]
-            per_token = isinstance(values[0], list)
-            targets = (
-                pad([row or [IGNORED_LABEL] for row in values], IGNORED_LABEL)
-                if per_token
-                else torch.tensor(values)
-            )
-            batch["labels" if column == "label" else column] = targets
+        if column not in samples[0]:
+            continue
+        values = [sample[column] for sample in samples]
+        if isinstance(values[0], list):
+            not_empty = [row or [IGNORED_LABEL] for row in values]
+            targets = pad(not_empty, IGNORED_LABEL)
+        else:
+            targets = torch.tensor(values)
+        entry = "labels" if column == "label" else column
+        batch[entry] = targets
     return batch
 
 
 def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Ids and `labels` of shape (samples, longest): the samples' labels (completions) or, without
-    them, the ids.
+    """Collate ids and the labels of a causal head.
+
+    Args:
+        samples: The samples of the batch.
+        pad_token_id: The id of the padding token.
+
+    Returns:
+        The entries of `collate_ids`, and int64 `labels` of shape (samples, longest): the samples'
+        labels (completions) or, without them, the ids.
     """
     batch = collate_ids(samples, pad_token_id)
     if "labels" in samples[0]:
-        return {**batch, "labels": pad([sample["labels"] for sample in samples], IGNORED_LABEL)}
-    return {
-        **batch,
-        "labels": batch["input_ids"].masked_fill(batch["attention_mask"] == 0, IGNORED_LABEL),
-    }
+        batch["labels"] = pad([sample["labels"] for sample in samples], IGNORED_LABEL)
+    else:
+        is_padding = batch["attention_mask"] == 0
+        batch["labels"] = batch["input_ids"].masked_fill(is_padding, IGNORED_LABEL)
+    return batch
 
 
 def collate_masked(
@@ -86,14 +110,26 @@ def collate_masked(
     vocab_size: int,
     probability: float,
 ) -> dict[str, Tensor]:
-    """Masked ids, and `labels` of shape (samples, longest): the original ids of the targets. See
-    `masking`.
+    """Collate ids, and mask some of them by `masking.mask_tokens`.
+
+    Args:
+        samples: The samples of the batch, with `mask_key`.
+        pad_token_id: The id of the padding token.
+        special_ids: Ids that are never a target.
+        mask_token_id: The id of the mask token.
+        vocab_size: Exclusive upper bound of random ids.
+        probability: The probability that another token is a target.
+
+    Returns:
+        The entries of `collate_ids` with masked ids, and int64 `labels` of shape (samples,
+        longest): the original ids of the targets, -100 elsewhere.
     """
     batch = collate_ids(samples, pad_token_id)
     inputs, labels = mask_tokens(
         batch["input_ids"].numpy(),
         np.array([sample["mask_key"] for sample in samples]),
-        special_ids=[*special_ids, pad_token_id],  # so padding is never a target
+        # So padding is never a target.
+        special_ids=[*special_ids, pad_token_id],
         mask_token_id=mask_token_id,
         vocab_size=vocab_size,
         probability=probability,
@@ -102,13 +138,21 @@ def collate_masked(
 
 
 def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> dict[str, Tensor]:
-    """Ids and, if the samples have labels (lists of class ids), float32 `labels` of shape (samples,
-    num_labels): 0 or 1.
+    """Collate ids and sets of labels.
+
+    Args:
+        samples: The samples of the batch. Their `label`, if they have it, is a list of class ids.
+        pad_token_id: The id of the padding token.
+        num_labels: Number of classes.
+
+    Returns:
+        The entries of `collate_ids`, and, if the samples have labels, float32 `labels` of shape
+        (samples, num_labels): 0 or 1.
     """
     batch = collate_ids(samples, pad_token_id)
     if "label" in samples[0]:
-        chosen = [torch.tensor(sample["label"], dtype=torch.int64) for sample in samples]
-        batch["labels"] = torch.stack(
-            [torch.zeros(num_labels).index_fill(0, ids, 1.0) for ids in chosen]
-        )
+        labels = torch.zeros(len(samples), num_labels)
+        for row, sample in zip(labels, samples, strict=True):
+            row[sample["label"]] = 1.0
+        batch["labels"] = labels
     return batch

@@ -21,14 +21,17 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_ga.errors import ConfigError, DataError
 
-if TYPE_CHECKING:  # the rows are text; only who wants a DatasetDict needs datasets
+# The rows are text; only those who want a DatasetDict need datasets.
+if TYPE_CHECKING:
     from datasets import DatasetDict
 
 SPLITS = ("train", "validation", "test")
-SPECIAL_TOKENS = ("<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>")  # ids 0 to 5
+# Their ids are 0 to 5.
+SPECIAL_TOKENS = ("<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>")
 # Installed packages, generated files, and tests of the library.
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-FEWEST_ROWS = 100  # training rows that make a package a label of text-classification
+# A package with fewer training rows is no label of text-classification.
+FEWEST_ROWS = 100
 _DEFINITION = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -47,12 +50,16 @@ def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
     folder = folder or Path(sysconfig.get_path("stdlib"))
     seen = set()
     for path in _source_files(folder):
-        module = ".".join(path.relative_to(folder).with_suffix("").parts).removesuffix(".__init__")
         tree = _parse(path)
-        for name, text in _documented(tree, module) if tree else ():
+        if tree is None:
+            continue
+        parts = path.relative_to(folder).with_suffix("").parts
+        module = ".".join(parts).removesuffix(".__init__")
+        package = module.partition(".")[0]
+        for name, text in _documented(tree, module):
             if text not in seen:
                 seen.add(text)
-                yield {"name": name, "package": module.partition(".")[0], "text": text}
+                yield {"name": name, "package": package, "text": text}
 
 
 def split_of(name: str) -> str:
@@ -65,7 +72,8 @@ def split_of(name: str) -> str:
     >>> split_of("asyncio.queues.Queue.get")
     'train'
     """
-    digit = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "big") % 10
+    digest = blake2b(name.encode(), digest_size=8).digest()
+    digit = int.from_bytes(digest, "big") % 10
     return SPLITS[max(0, digit - 7)]
 
 
@@ -74,7 +82,7 @@ def stdlib_splits() -> dict[str, list[dict[str, str]]]:
     """Return the rows of the splits train, validation and test. A row is one of `stdlib_rows`.
 
     Raises:
-        DataError: the library has no documentation strings (a Python without library sources).
+        DataError: If the library has no documentation strings (a Python without library sources).
 
     >>> [*stdlib_splits()]
     ['train', 'validation', 'test']
@@ -84,8 +92,8 @@ def stdlib_splits() -> dict[str, list[dict[str, str]]]:
     if not all(splits.values()):
         raise DataError(
             f"too few documentation strings in {sysconfig.get_path('stdlib')} for three splits: "
-            "this Python seems to lack "
-            "the sources of its library. Use a Python with them, or another dataset."
+            "this Python seems to lack the sources of its library. Use a Python with them, or "
+            "another dataset."
         )
     return splits
 
@@ -96,7 +104,7 @@ def load_stdlib() -> "DatasetDict":
     text.
 
     Raises:
-        DataError: as `stdlib_splits`.
+        DataError: See `stdlib_splits`.
 
     >>> load_stdlib()["train"].column_names
     ['name', 'package', 'text']
@@ -113,10 +121,13 @@ def load(task: str) -> "DatasetDict":
     - causal-lm, masked-lm: `text`.
     - text-classification: `text` and `label`, the package; packages with few rows are omitted.
     - token-classification (truecasing): `tokens`, words in lower case, and `tags`, their case in
-    the source.
+      the source.
+
+    Args:
+        task: The name of a task.
 
     Raises:
-        ConfigError: the corpus has no data for the task.
+        ConfigError: If the corpus has no data for the task.
     """
     rows = load_stdlib()
     if task == "text-classification":
@@ -133,31 +144,41 @@ def load(task: str) -> "DatasetDict":
 
 
 def truecasing_row(row: dict[str, str]) -> dict[str, list[str]]:
-    """The first 64 words of a text in lower case, and for each its case in the text: lower, Title,
-    UPPER, Mixed or none.
+    """Return the first 64 words of a text in lower case as `tokens`, and the case of each in the
+    text as `tags`: lower, Title, UPPER, Mixed or none.
 
     >>> truecasing_row({"text": "Return a TarFile."})
     {'tokens': ['return', 'a', 'tarfile', '.'], 'tags': ['Title', 'lower', 'Mixed', 'none']}
     """
     words = re.findall(r"\w+|[^\w\s]", row["text"])[:64]
-    cases = {
-        "none": lambda w: w.lower() == w.upper(),
-        "lower": str.islower,
-        "Title": str.istitle,
-        "UPPER": str.isupper,
-    }
-    tags = [next((name for name, holds in cases.items() if holds(word)), "Mixed") for word in words]
-    return {"tokens": [word.lower() for word in words], "tags": tags}
+    tokens = [word.lower() for word in words]
+    return {"tokens": tokens, "tags": [_case_of(word) for word in words]}
+
+
+def _case_of(word: str) -> str:
+    """Return lower, Title, UPPER, Mixed, or none for a word without letters that have a case."""
+    if word.lower() == word.upper():
+        return "none"
+    if word.islower():
+        return "lower"
+    if word.istitle():
+        return "Title"
+    if word.isupper():
+        return "UPPER"
+    return "Mixed"
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer of at most `vocab_size` tokens on `texts`; the same texts
-    give the same tokenizer.
+    """Train a byte-level BPE tokenizer; the same texts give the same tokenizer.
 
     `decode(encode(text))` returns the text unchanged: all 256 bytes are tokens, and there is no
     normaliser and no post-processor. The caller appends <eos> for a causal model and adds <cls> for
     a classifier. The vocabulary is smaller than `vocab_size` if the texts have no more pairs to
     merge, but always contains the special tokens and the bytes.
+
+    Args:
+        texts: The texts to train on.
+        vocab_size: Largest number of tokens.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
@@ -173,7 +194,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedT
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
         pad_token="<pad>",
-        bos_token="<eos>",  # one token both ends a text and begins the next, as in GPT-2
+        # One token both ends a text and begins the next, as in GPT-2.
+        bos_token="<eos>",
         eos_token="<eos>",
         mask_token="<mask>",
         cls_token="<cls>",
@@ -196,7 +218,7 @@ def load_stdlib_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _source_files(folder: Path) -> list[Path]:
-    """The library's .py files, in the same order on every file system and platform."""
+    """List the library's .py files, in the same order on every file system and platform."""
     paths = []
     for parent, folders, files in os.walk(folder):
         # In place, so that os.walk skips them: site-packages may be far larger than the library.
@@ -206,27 +228,32 @@ def _source_files(folder: Path) -> list[Path]:
 
 
 def _parse(path: Path) -> ast.Module | None:
+    """Parse a source file. None: it is no valid Python."""
+    # Bytes, because the parser reads the encoding declaration.
+    source = path.read_bytes()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # invalid escapes in the library's sources
-            return ast.parse(path.read_bytes())  # bytes: the parser reads the encoding declaration
-    except (SyntaxError, ValueError):  # ValueError: null bytes, in early releases of Python 3.11
+            # The library's sources have invalid escapes.
+            warnings.simplefilter("ignore")
+            return ast.parse(source)
+    # Early releases of Python 3.11 raise ValueError for null bytes.
+    except (SyntaxError, ValueError):
         return None
 
 
 def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """Dotted name and cleaned documentation string of a definition and of nested ones, in source
-    order.
+    """Yield dotted name and cleaned documentation string of a definition and of nested ones, in
+    source order.
     """
     if isinstance(node, ast.Module | _DEFINITION):
+        text = ast.get_docstring(node) or ""
         # A lone surrogate (an escape such as \ud800) has no UTF-8 form and could not be stored.
-        text = (ast.get_docstring(node) or "").encode("utf-8", "replace").decode()
+        text = text.encode("utf-8", "replace").decode()
         if text:
             yield name, text
     for child in ast.iter_child_nodes(node):
         if isinstance(child, _DEFINITION):
             yield from _documented(child, f"{name}.{child.name}")
-        elif not isinstance(
-            child, ast.expr
-        ):  # definitions can be nested in if, try, with, ..., but not in an expression
+        # Definitions can be nested in if, try, with, ..., but not in an expression.
+        elif not isinstance(child, ast.expr):
             yield from _documented(child, name)

@@ -26,41 +26,41 @@ PAIRS = {
     "sentence_A": ("sentence_B",),
     "text1": ("text2",),
 }
-NEGATIVE = re.compile(r"negative_?(\d*)")  # negative, negative_1, negative_2, ...
+# negative, negative_1, negative_2, ...
+NEGATIVE = re.compile(r"negative_?(\d*)")
 SCORES = ("score", "similarity_score", "similarity", "label", "labels")
-ROLE = re.compile(r"anchor|positive|negative(_\d+)?")  # of a column of texts
-NO_TEXT = 0  # the id of an empty text
+# The role of a column of texts.
+ROLE = re.compile(r"anchor|positive|negative(_\d+)?")
+# The id of an empty text.
+NO_TEXT = 0
 
 
 def pair_columns(
     dataset: Dataset, anchor: str | None, positive: str | None, score: str | None
 ) -> dict[str, str]:
-    """Role -> column. Roles are `anchor`, `positive`, and either `negative`, `negative_1`, ... or
-    `label`, the score of a pair, where the rows have them.
+    """Find the columns of pairs.
 
     Args:
         dataset: The rows.
-        anchor: Column of that role. None: a common name.
-        positive: Column of that role. None: a common name.
-        score: Column of that role. None: a common name, or no score.
+        anchor: The column of the anchors. None: the one with a common name.
+        positive: The column of the positives. None: the one with a common name.
+        score: The column of the scores. None: the one with a common name, if there is one.
+
+    Returns:
+        Role -> column. Roles are `anchor`, `positive`, and either `negative`, `negative_1`, ... or
+        `label`, the score of a pair, where the rows have them.
 
     Raises:
-        DataError: A score is a class, whose numbers have no order; both a score and negatives.
+        DataError: If a score is a class, whose numbers have no order, or the rows have both a score
+            and negatives.
     """
     names = dataset.column_names
-    known = [
-        (first, second)
-        for first, seconds in PAIRS.items()
-        for second in seconds
-        if first in names and second in names
-    ]
-    usual = known[0] if known else ("anchor", "positive")
-    roles = {"anchor": anchor or usual[0], "positive": positive or usual[1]}
+    usual_anchor, usual_positive = _usual_pair(names)
+    roles = {"anchor": anchor or usual_anchor, "positive": positive or usual_positive}
     score = score or next((name for name in SCORES if name in names), None)
     negatives = sorted(filter(NEGATIVE.fullmatch, names), key=_number)
     if score is None:
-        numbered = {f"negative_{i}" if i else "negative": name for i, name in enumerate(negatives)}
-        return roles | numbered
+        return roles | dict(zip(names_of_negatives(len(negatives)), negatives, strict=True))
     if negatives:
         raise DataError(
             f"the rows have a score ({score!r}) and negatives ({', '.join(negatives)}), but pairs "
@@ -76,15 +76,28 @@ def pair_columns(
     return {**roles, "label": score}
 
 
+def _usual_pair(names: Sequence[str]) -> tuple[str, str]:
+    """Return the first pair of `PAIRS` whose columns both exist, or else anchor and positive."""
+    for anchor, positives in PAIRS.items():
+        for positive in positives:
+            if anchor in names and positive in names:
+                return anchor, positive
+    return "anchor", "positive"
+
+
 def _number(name: str) -> int:
+    """Return the number of a column of negatives, 0 for `negative`."""
     return int(NEGATIVE.fullmatch(name)[1] or 0)
 
 
 def check_scores(rows: DatasetDict) -> None:
     """Check the column `label`, if there is one.
 
+    Args:
+        rows: The rows of all splits.
+
     Raises:
-        DataError: A score is not a number that is finite in float32.
+        DataError: If a score is not a number that is finite in float32.
     """
     rule = "the score of a pair must be a finite number, the higher the more alike"
     for split, dataset in rows.items():
@@ -93,41 +106,57 @@ def check_scores(rows: DatasetDict) -> None:
 
 
 def _is_finite(value: Any) -> bool:
+    """Whether a value is a number that is finite in float32."""
     return isinstance(value, int | float) and abs(value) <= LARGEST
 
 
 def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Each text of a row on its own, with special tokens. One target per sample.
+    """Tokenize each text of a row on its own, with special tokens. A sample has one target.
 
-    `input_ids` has one list per text, in the order of the columns, and `text_ids` a number that is
-    equal for equal texts; `length` is that of the longest. A row without anchor or positive is
-    empty. A missing negative consists of special tokens, and its `text_id` is 0.
+    Args:
+        rows: `anchor`, `positive`, optionally `negative`, `negative_1`, ... and `label`.
+        tokenizer: The tokenizer of the model.
+        max_length: Largest number of tokens of a text. None: the tokenizer's limit.
+
+    Returns:
+        `input_ids`, one list per text, in the order of the columns; `text_ids`, a number per text
+        that is equal for equal texts; `length`, that of the longest; `num_targets`, `was_cut` and
+        optionally `label`. A row without anchor or positive is empty. A missing negative consists
+        of special tokens, and its number is 0.
     """
     columns = [name for name in rows if ROLE.fullmatch(name)]
     texts = {name: [text or "" for text in rows[name]] for name in columns}
-    encoded = {name: encode(tokenizer, max_length, texts[name]) for name in columns}
-    filled = [
+    is_filled = [
         bool(anchor.strip() and positive.strip())
         for anchor, positive in zip(texts["anchor"], texts["positive"], strict=True)
     ]
+    ids_of_columns = []
+    cut_of_columns = []
+    for name in columns:
+        encoded, was_cut = encode(tokenizer, max_length, texts[name])
+        ids_of_columns.append(encoded["input_ids"])
+        cut_of_columns.append(was_cut)
+    text_ids_of_columns = [[text_id(text) for text in texts[name]] for name in columns]
 
-    def by_row(columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        return without_empty(list(map(list, zip(*columns, strict=True))), filled)
+    def by_row(of_columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        of_rows = [list(of_row) for of_row in zip(*of_columns, strict=True)]
+        return without_empty(of_rows, is_filled)
 
-    input_ids = by_row([encoded[name][0]["input_ids"] for name in columns])
-    was_cut = by_row([encoded[name][1] for name in columns])
+    input_ids = by_row(ids_of_columns)
     samples = {
         "input_ids": input_ids,
-        "text_ids": by_row([list(map(text_id, texts[name])) for name in columns]),
+        "text_ids": by_row(text_ids_of_columns),
         "length": [max(map(len, ids), default=0) for ids in input_ids],
-        "num_targets": list(map(int, filled)),
-        "was_cut": list(map(any, was_cut)),
+        "num_targets": list(map(int, is_filled)),
+        "was_cut": [any(of_row) for of_row in by_row(cut_of_columns)],
     }
-    return samples | ({"label": rows["label"]} if "label" in rows else {})
+    if "label" in rows:
+        samples["label"] = rows["label"]
+    return samples
 
 
 def text_id(text: str) -> int:
-    """A 64-bit hash of a text, 0 if it is empty.
+    """Hash a text to 64 bits; an empty text to 0.
 
     >>> text_id("cat") == text_id("cat"), text_id("cat") == text_id("dog"), text_id(" ")
     (True, False, 0)
@@ -139,17 +168,27 @@ def text_id(text: str) -> int:
 
 
 def collate_pairs(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """For each column of texts `input_ids_anchor`, `attention_mask_anchor` of shape (samples,
-    longest of this column) and `text_id_anchor`, int64 of shape (samples,); the same for
-    `positive`, `negative`, `negative_1`, ... With scores `score`, float32 of shape (samples,).
+    """Collate samples of `tokenize_pairs`.
+
+    Args:
+        samples: The samples of the batch.
+        pad_token_id: The id of the padding token.
+
+    Returns:
+        For each column of texts, `input_ids_anchor` and `attention_mask_anchor`, int64 of shape
+        (samples, longest of this column), and `text_id_anchor`, int64 of shape (samples,); the same
+        for `positive`, `negative`, `negative_1`, ... With scores also `score`, float32 of shape
+        (samples,).
     """
     batch = {}
     num_texts = len(samples[0]["input_ids"])
     for index, column in enumerate(names_of_texts(num_texts)):
         rows = [sample["input_ids"][index] for sample in samples]
+        ones = [[1] * len(row) for row in rows]
+        text_ids = [sample["text_ids"][index] for sample in samples]
         batch[f"input_ids_{column}"] = pad(rows, pad_token_id)
-        batch[f"attention_mask_{column}"] = pad([[1] * len(row) for row in rows], 0)
-        batch[f"text_id_{column}"] = torch.tensor([s["text_ids"][index] for s in samples])
+        batch[f"attention_mask_{column}"] = pad(ones, 0)
+        batch[f"text_id_{column}"] = torch.tensor(text_ids)
     if "label" in samples[0]:
         scores = [sample["label"] for sample in samples]
         batch["score"] = torch.tensor(scores, dtype=torch.float32)
@@ -157,10 +196,18 @@ def collate_pairs(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[
 
 
 def names_of_texts(number: int) -> list[str]:
-    """The columns of a sample with this many texts.
+    """List the columns of a sample with this many texts.
 
     >>> names_of_texts(4)
     ['anchor', 'positive', 'negative', 'negative_1']
     """
-    negatives = [f"negative_{i}" if i else "negative" for i in range(number - 2)]
-    return ["anchor", "positive", *negatives]
+    return ["anchor", "positive", *names_of_negatives(number - 2)]
+
+
+def names_of_negatives(number: int) -> list[str]:
+    """List the roles of this many negatives.
+
+    >>> names_of_negatives(3)
+    ['negative', 'negative_1', 'negative_2']
+    """
+    return [f"negative_{i}" if i else "negative" for i in range(number)]

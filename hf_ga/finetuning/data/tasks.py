@@ -1,4 +1,4 @@
-"""One Task per kind of head: labels, tokenization, collation, small default model, metrics."""
+"""The tasks: for each kind of head its labels, tokenization, collation, default model, metrics."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -29,18 +29,19 @@ class Task:
     """The properties of one kind of head.
 
     Attributes:
-        auto_class: the transformers class that loads the model.
-        labels: type of a row's label: "none", one "class", a "number", a set of "classes", "tags"
-            (a class for each word), "answers" (spans of a context), "choice" (the index of one of
-            the row's texts), "target" (a text to generate), "pairs" (texts that belong together,
-            or the score of two).
-        tokenize: a function of `tokenization`.
-        collate: a function of `collation`; `PreparedData.collate` gives it its settings.
-        small_config: (tokenizer, max_length) -> configuration of the default model.
+        auto_class: The transformers class that loads the model.
+        labels: The type of a row's label: "none", one "class", a "number", a set of "classes",
+            "tags" (a class for each word), "answers" (spans of a context), "choice" (the index of
+            one of the row's texts), "target" (a text to generate), "pairs" (texts that belong
+            together, or the score of two).
+        tokenize: A function of `tokenization`.
+        collate: A function of `collation`; `PreparedData.collate` gives it its settings.
+        small_config: A function (tokenizer, max_length) -> configuration of the default model.
         problem_type: transformers' name of the loss of a sequence classifier.
-        metrics: names of the metrics besides the loss. generated_metrics: metrics of generated
-            texts.
-        pipeline: the pipeline tag of the model card. lora_type: PEFT's task type, if it has one.
+        metrics: Names of the metrics besides the loss.
+        generated_metrics: Names of the metrics of generated texts.
+        pipeline: The pipeline tag of the model card.
+        lora_type: PEFT's task type. None: PEFT has none.
     """
 
     auto_class: Any
@@ -56,7 +57,7 @@ class Task:
 
 
 def small_gpt(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """A GPT-2 of about 1.3 million parameters."""
+    """Return the configuration of a GPT-2 of about 1.3 million parameters."""
     special = {
         "bos_token_id": tokenizer.bos_token_id,
         "eos_token_id": tokenizer.eos_token_id,
@@ -67,7 +68,7 @@ def small_gpt(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretrained
 
 
 def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """A BERT of about 1.3 million parameters."""
+    """Return the configuration of a BERT of about 1.3 million parameters."""
     return BertConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=max(256, max_length),
@@ -80,8 +81,8 @@ def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
 
 
 def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """A BART of about 1.7 million parameters. (A T5 of this size, with initial embeddings 50 times
-    larger, learns more slowly.)
+    """Return the configuration of a BART of about 1.7 million parameters. (A T5 of this size, with
+    initial embeddings 50 times larger, learns more slowly.)
     """
     layers = {
         "encoder_layers": 3,
@@ -101,21 +102,21 @@ def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
         decoder_start_token_id=tokenizer.eos_token_id,
-        forced_eos_token_id=None,  # BART's default is an id of BART's vocabulary
+        # BART's default is an id of BART's vocabulary.
+        forced_eos_token_id=None,
     )
 
 
 def _of_texts(labels: str, collate: Callable, problem_type: str, metrics: tuple[str, ...]) -> Task:
-    """A head with one prediction per text or pair of texts."""
-    tokenize = tokenization.tokenize_texts
+    """Return the task of a head with one prediction per text or pair of texts."""
     return Task(
-        AutoModelForSequenceClassification,
-        labels,
-        tokenize,
-        collate,
-        small_bert,
-        problem_type,
-        metrics,
+        auto_class=AutoModelForSequenceClassification,
+        labels=labels,
+        tokenize=tokenization.tokenize_texts,
+        collate=collate,
+        small_config=small_bert,
+        problem_type=problem_type,
+        metrics=metrics,
     )
 
 

@@ -1,5 +1,5 @@
-"""The command line: flags to a configuration, errors to one line and exit code 2, a stop by a
-signal to exit code 75.
+"""The command line: it turns flags into a configuration, errors into one line and exit code 2, and
+a stop by a signal into exit code 75.
 """
 
 import difflib
@@ -25,35 +25,41 @@ from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.finetune import finetune
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-PATIENCE = 5.0  # seconds in which the main process can report an error of all ranks
-STOPPED = 75  # EX_TEMPFAIL of sysexits.h: try again
+# Seconds in which the main process can report an error of all ranks.
+PATIENCE = 5.0
+# EX_TEMPFAIL of sysexits.h: try again.
+STOPPED = 75
 EXIT_CODES = (
     "Exit codes: 0 done; 2 error, explained in one line; 75 stopped by SIGTERM, SIGINT (Ctrl-C), "
-    "SIGUSR1 or SIGUSR2 and "
-    "saved: resume with --resume_from_checkpoint auto. `accelerate launch` exits with 1 instead "
-    "of 2 or 75."
+    "SIGUSR1 or SIGUSR2 and saved: resume with --resume_from_checkpoint auto. `accelerate launch` "
+    "exits with 1 instead of 2 or 75."
 )
 
 
 class _Parser(HfArgumentParser):
-    """Raises ConfigError instead of printing the long usage text."""
+    """A parser that raises ConfigError instead of printing the long usage text."""
 
     def error(self, message: str) -> NoReturn:
+        """Raise ConfigError with argparse's message."""
         raise ConfigError(message)
 
 
 def parse_config(
     arguments: Sequence[str], kind: type[FinetuneConfig] = FinetuneConfig
 ) -> FinetuneConfig:
-    """Flags (dashes or underscores; those of transformers' example scripts, too) and, as first
-    argument, a YAML or JSON file with the same names. Flags override the file.
+    """Parse the arguments of the command.
 
     Args:
+        arguments: Flags (dashes or underscores; those of transformers' example scripts, too) and,
+            as first argument, a YAML or JSON file with the same names. Flags override the file.
         kind: `FinetuneConfig` or a subclass with more flags.
 
+    Returns:
+        The configuration, an object of `kind`.
+
     Raises:
-        ConfigError: an unknown flag (with the nearest known one), a value of the wrong type, a
-            malformed file.
+        ConfigError: If a flag is unknown (the message names the nearest known one), a value has the
+            wrong type, or the file is malformed.
 
     >>> parse_config(["--learning-rate", "1e-4"]).learning_rate
     0.0001
@@ -65,20 +71,21 @@ def parse_config(
         epilog=epilog,
         allow_abbrev=False,
     )
-    arguments, from_file = list(arguments), {}
+    arguments = list(arguments)
+    from_file: dict[str, Any] = {}
     if arguments and not arguments[0].startswith("-"):
-        from_file = _read_file(
-            Path(arguments.pop(0)), [*(field.name for field in fields(kind)), *known_flags()]
-        )
+        path = Path(arguments.pop(0))
+        names = [field.name for field in fields(kind)]
+        from_file = _read_file(path, [*names, *known_flags()])
     given, arguments = _of_scripts(from_file, arguments)
     own = {name: value for name, value in from_file.items() if name not in given}
     parser.set_defaults(**translate(given) | own)
     config, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
-        _refuse_unknown(
-            unknown[0], [*parser._option_string_actions, *(f"--{name}" for name in known_flags())]
-        )
-    if (lines := complete(config, given)) and not get_int_from_env(["RANK"], 0):
+        of_scripts = [f"--{name}" for name in known_flags()]
+        _refuse_unknown(unknown[0], [*parser._option_string_actions, *of_scripts])
+    lines = complete(config, given)
+    if lines and _is_first_process():
         print(f"{'flags':11}{'; '.join(lines)}")
     return config
 
@@ -86,74 +93,124 @@ def parse_config(
 def _of_scripts(
     from_file: Mapping[str, Any], arguments: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """The texts of the flags that `translate` takes, from a file's entries and the command line,
-    and the other arguments.
+    """Separate the flags of transformers' example scripts, which `translate` takes, from others.
+
+    Args:
+        from_file: The entries of the configuration file.
+        arguments: The flags of the command line, which override the file.
+
+    Returns:
+        Name -> text or list of texts of the example scripts' flags, and the other arguments.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     parser.add_argument("--task")
     for name in known_flags():
-        parser.add_argument(
-            *dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"]), dest=name, nargs="*"
-        )
+        # Once, if the name has no underscore.
+        spellings = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
+        parser.add_argument(*spellings, dest=name, nargs="*")
     given, rest = parser.parse_known_args(arguments)
-    own = {
-        name for name in ("task", "report_to") if not isinstance(from_file.get(name), str)
-    }  # of another type: an error
-    taken = {
-        name: value for name, value in from_file.items() if name in {"task", *known_flags()} - own
-    } | vars(given)
-    lists = {name: value if isinstance(value, list) else [value] for name, value in taken.items()}
-    texts = {
-        name: ",".join(map(str, values)) if values else "true" for name, values in lists.items()
-    }
-    return texts | {
-        name: values for name, values in lists.items() if values and RENAMED.get(name) in SEVERAL
-    }, rest
+    names = {"task", *known_flags()}
+    for name in ("task", "report_to"):
+        # A value of another type is an error, which is found later.
+        if not isinstance(from_file.get(name), str):
+            names.discard(name)
+    taken = {name: value for name, value in from_file.items() if name in names}
+    taken |= vars(given)
+    return {name: _given_value(name, value) for name, value in taken.items()}, rest
+
+
+def _given_value(name: str, value: Any) -> Any:
+    """Return the value of an example script's flag as `translate` expects it.
+
+    Args:
+        name: The flag.
+        value: A list of texts from the command line, empty for a flag without a value, or any value
+            from a file.
+
+    Returns:
+        A list, if the flag takes several values; else a text, "true" for a flag without a value.
+    """
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        return "true"
+    if RENAMED.get(name) in SEVERAL:
+        return values
+    return ",".join(map(str, values))
 
 
 def finetune_main(arguments: Sequence[str] | None = None) -> int:
-    """The command `hf-ga`, and `scripts/finetune.py`. Returns the exit code."""
-    return guarded(_finetune, sys.argv[1:] if arguments is None else arguments)
+    """Run the command `hf-ga`, which is also `scripts/finetune.py`.
+
+    Args:
+        arguments: See `parse_config`. Default: those of the command line.
+
+    Returns:
+        The exit code, see `EXIT_CODES`.
+    """
+    if arguments is None:
+        arguments = sys.argv[1:]
+    return guarded(_finetune, arguments)
 
 
 def guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
-    """Call `run(arguments)` without progress bars, and print an error of hf_ga as one line. Returns
-    the exit code.
+    """Call `run(arguments)` without progress bars, and print an error of hf_ga as one line.
+
+    Args:
+        run: The command; returns its exit code, or None for 0.
+        arguments: Its arguments.
+
+    Returns:
+        The exit code, see `EXIT_CODES`.
     """
-    # transformers shows one for every file, datasets one for every split
+    # transformers shows one for every file, datasets one for every split.
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
     try:
         return run(arguments) or 0
     except RunStopped as stopped:
-        if not get_int_from_env(["RANK"], 0):  # printed once
+        if _is_first_process():
             print(stopped, file=sys.stderr)
         return STOPPED
     except HfGaError as error:
-        if get_int_from_env(
-            ["RANK"], 0
-        ):  # let the main process print an error of all ranks; the launcher then stops this one
+        if not _is_first_process():
+            # Let the main process print an error of all ranks; the launcher then stops this one.
             time.sleep(PATIENCE)
-        print("error:", " ".join(str(error).split()), file=sys.stderr)  # join lines
+        in_one_line = " ".join(str(error).split())
+        print("error:", in_one_line, file=sys.stderr)
         return 2
 
 
+def _is_first_process() -> bool:
+    """Whether this is the only process, or the launcher's first one."""
+    return get_int_from_env(["RANK"], 0) == 0
+
+
 def _finetune(arguments: Sequence[str]) -> None:
+    """Run `finetune` with the flags of the command line."""
     finetune(parse_config(arguments))
 
 
 def _read_file(path: Path, known: list[str]) -> dict[str, Any]:
-    """The entries of a configuration file by flag name. argparse or the config checks their
-    types.
+    """Read a configuration file.
+
+    Args:
+        path: The file.
+        known: The names of all flags.
+
+    Returns:
+        Flag -> value, without empty values. The types of the values are checked later.
+
+    Raises:
+        ConfigError: If the file cannot be read, is malformed, or has an unknown name.
     """
     if path.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(
             f"unexpected argument {str(path)!r}: flags begin with --, a configuration file ends "
             "in .yaml or .json."
         )
+    parse = json.loads if path.suffix == ".json" else yaml.safe_load
     try:
-        text = path.read_text()
-        values: Any = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
+        values: Any = parse(path.read_text())
     except OSError as error:
         raise ConfigError(
             f"cannot read the configuration file {path}: {error.strerror}."
@@ -169,12 +226,14 @@ def _read_file(path: Path, known: list[str]) -> dict[str, Any]:
     named = {
         str(name).replace("-", "_"): value for name, value in values.items() if value is not None
     }
-    if unknown := [name for name in named if name not in known]:
-        _refuse_unknown(f"--{unknown[0]}", [f"--{name}" for name in known])
+    for name in named:
+        if name not in known:
+            _refuse_unknown(f"--{name}", [f"--{flag}" for flag in known])
     return named
 
 
 def _refuse_unknown(argument: str, known: list[str]) -> NoReturn:
+    """Raise ConfigError for an unknown flag, with the nearest known one as a hint."""
     name = argument.partition("=")[0]
     near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]}?" if near else ""

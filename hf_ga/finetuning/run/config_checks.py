@@ -34,25 +34,34 @@ _BELOW = {
     "lora_dropout": 1,
     "mlm_probability": 1,
     "validation_split_percentage": 100,
+    "adam_beta1": 1,
+    "adam_beta2": 1,
 }
-_BELOW |= {"adam_beta1": 1, "adam_beta2": 1}
-_NAMES = {int: "a whole number", float: "a number", str: "a string", bool: "true or false"}
-_NAMES |= {list[str]: "a list of strings", list[float]: "a list of numbers"}
-_NAMES |= {list[int]: "a list of whole numbers"}
+_NAMES = {
+    int: "a whole number",
+    float: "a number",
+    str: "a string",
+    bool: "true or false",
+    list[str]: "a list of strings",
+    list[float]: "a list of numbers",
+    list[int]: "a list of whole numbers",
+}
 
 
 def check_fields(config: Any) -> None:
     """Check the types of a dataclass's fields, which neither Python nor a configuration file
     enforces, and the bounds of numbers.
 
+    Args:
+        config: An object of a dataclass.
+
     Raises:
-        ConfigError: a value has the wrong type, is an empty string, out of bounds or not finite.
+        ConfigError: If a value has the wrong type, is an empty string or list, out of bounds or not
+            finite.
     """
     for name, hint in get_type_hints(type(config)).items():
-        kinds, value = (
-            (get_args(hint) if isinstance(hint, UnionType) else (hint,)),
-            getattr(config, name),
-        )
+        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+        value = getattr(config, name)
         if not any(_is_of(value, kind) for kind in kinds):
             expected = " or ".join(_NAMES[kind] for kind in kinds if kind is not NoneType)
             raise ConfigError(
@@ -61,25 +70,37 @@ def check_fields(config: Any) -> None:
         if value in ("", []) or (isinstance(value, list) and "" in value):
             raise ConfigError(f"{name} is an empty string or list: give a value, or omit it.")
         if isinstance(value, int | float) and not isinstance(value, bool):
-            _check_bounds(name, value, _AT_LEAST.get(name, 1 if int in kinds else 0))
+            usual_least = 1 if int in kinds else 0
+            _check_bounds(name, value, _AT_LEAST.get(name, usual_least))
 
 
 def _is_of(value: Any, kind: Any) -> bool:
+    """Whether a value has a type, such as `int` or `list[str]`. A whole number is also a float."""
     if get_origin(kind) is list:
-        return isinstance(value, list) and all(_is_of(part, *get_args(kind)) for part in value)
-    if kind in (int, float):
-        return isinstance(value, Integral if kind is int else Real) and not isinstance(value, bool)
+        (kind_of_part,) = get_args(kind)
+        return isinstance(value, list) and all(_is_of(part, kind_of_part) for part in value)
+    if isinstance(value, bool):
+        return kind is bool
+    if kind is int:
+        return isinstance(value, Integral)
+    if kind is float:
+        return isinstance(value, Real)
     return isinstance(value, kind)
 
 
 def _check_bounds(name: str, value: float, least: int) -> None:
+    """Raise ConfigError for a number that is out of bounds.
+
+    Args:
+        name: The flag, by which the bounds are looked up.
+        value: The number.
+        least: The smallest number that is allowed, for flags that are not in `_ABOVE_0`.
+    """
     if name in _ABOVE_0 and not 0 < value < float("inf"):
         raise ConfigError(f"{name} must be greater than 0 and finite, got {value}.")
     if name not in _ABOVE_0 and not least <= value < float("inf"):
-        raise ConfigError(
-            f"{name} must be at least {least}{' and finite' * isinstance(value, float)}, got "
-            f"{value}."
-        )
+        and_finite = " and finite" if isinstance(value, float) else ""
+        raise ConfigError(f"{name} must be at least {least}{and_finite}, got {value}.")
     if value >= _BELOW.get(name, float("inf")):
         raise ConfigError(f"{name} must be below {_BELOW[name]}, got {value}.")
     if isinstance(value, int) and value >= 2**32:
@@ -87,7 +108,16 @@ def _check_bounds(name: str, value: float, least: int) -> None:
 
 
 def check_one_of(name: str, value: str, known: Iterable[str]) -> None:
-    """Raise ConfigError for an unknown value."""
+    """Check that a flag has one of its known values.
+
+    Args:
+        name: The flag.
+        value: Its value.
+        known: The known values.
+
+    Raises:
+        ConfigError: If it has another value.
+    """
     if value not in known:
         raise ConfigError(f"unknown {name} {value!r}: use one of {', '.join(known)}.")
 
@@ -98,11 +128,13 @@ def check_output_dir(
     """Check that a folder can be written and contains no run to lose.
 
     Args:
-        resume_from: the checkpoint to resume from, or "auto". only_adds: allow any content, as
-            files are only added.
+        output_dir: The folder. It need not exist.
+        resume_from: The checkpoint to resume from, or "auto". None: a new run.
+        only_adds: Whether to allow any content, because files are only added.
 
     Raises:
-        ConfigError: the folder cannot be used.
+        ConfigError: If the folder cannot be written, contains a run that is not resumed, or other
+            checkpoints than the one to resume from.
     """
     folder = Path(output_dir)
     existing = next(path for path in (folder, *folder.parents) if path.exists())
@@ -120,17 +152,14 @@ def check_output_dir(
     if resume_from is None:
         raise ConfigError(
             f"output_dir {folder} contains another run. Continue it with --resume_from_checkpoint "
-            "auto, delete it, or name another "
-            "folder."
+            "auto, delete it, or name another folder."
         )
-    if (
-        resume_from != "auto"
-        and list_checkpoints(folder)
-        and Path(resume_from).resolve().parent != folder.resolve()
-    ):
+    if resume_from == "auto":
+        return
+    is_elsewhere = Path(resume_from).resolve().parent != folder.resolve()
+    if is_elsewhere and list_checkpoints(folder):
         raise ConfigError(
             f"output_dir {folder} contains checkpoints, but {resume_from} is not one of them: a "
-            "run resumed from "
-            "elsewhere would mix with them. Resume one of them with --resume_from_checkpoint "
-            "auto, or name another folder."
+            "run resumed from elsewhere would mix with them. Resume one of them with "
+            "--resume_from_checkpoint auto, or name another folder."
         )

@@ -30,8 +30,10 @@ from hf_ga.finetuning.run.run import Setup
 from hf_ga.parallel.fsdp import backend_for
 from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
 
-Vectors = dict[str, Tensor]  # of all samples of a split by column; also `log_temperature`
-Share = tuple[np.ndarray, Vectors]  # indices of samples in the split, and their outputs
+# Column -> vectors of all samples of a split; also `log_temperature`.
+Vectors = dict[str, Tensor]
+# Indices of samples in the split, and their outputs.
+Share = tuple[np.ndarray, Vectors]
 
 
 def has_scores(data: PreparedData) -> bool:
@@ -40,7 +42,9 @@ def has_scores(data: PreparedData) -> bool:
 
 
 def window_loss(config: FinetuneConfig, data: PreparedData) -> WindowLoss:
-    """CoSENT for pairs with a score, InfoNCE for others; summed over `matryoshka_dims`."""
+    """Return the loss of a window: CoSENT for pairs with a score, InfoNCE for others; summed over
+    `matryoshka_dims`.
+    """
     temperature = config.initial_temperature
     loss: WindowLoss = InfoNCE(temperature, symmetric=config.symmetric_loss)
     if has_scores(data):
@@ -53,9 +57,12 @@ def window_loss(config: FinetuneConfig, data: PreparedData) -> WindowLoss:
 def check_embedding(setup: Setup) -> None:
     """Check that flags, columns and model fit.
 
+    Args:
+        setup: What the parts of the run share.
+
     Raises:
-        ConfigError: A flag or a metric for the other kind of rows, a size beyond that of the
-            model's vectors, an encoder-decoder, or a function for logits.
+        ConfigError: If a flag or a metric is for the other kind of rows, a size is beyond that of
+            the model's vectors, the model is an encoder-decoder, or a function is for logits.
     """
     config = setup.config
     model_config = setup.model_config
@@ -83,11 +90,25 @@ def check_embedding(setup: Setup) -> None:
                 f"{name} is for anchors with positives, but the rows are pairs with a score (the "
                 f"column {setup.data.columns['label']!r}): omit it."
             )
-    metric = config.metric_for_best_model
-    unknown = metric in MEASURES if scored else metric == "spearman"
-    if unknown:
-        kind = "pairs with a score" if scored else "anchors with positives"
-        known = "spearman" if scored else ", ".join(MEASURES)
+    _check_metric(config.metric_for_best_model, scored)
+
+
+def _check_metric(metric: str, scored: bool) -> None:
+    """Raise ConfigError if the rows do not have what a metric needs.
+
+    Args:
+        metric: `metric_for_best_model`.
+        scored: Whether the rows are pairs with a score.
+    """
+    if scored:
+        kind = "pairs with a score"
+        known = "spearman"
+        is_known = metric not in MEASURES
+    else:
+        kind = "anchors with positives"
+        known = ", ".join(MEASURES)
+        is_known = metric != "spearman"
+    if not is_known:
         raise ConfigError(
             f"metric_for_best_model {metric} cannot be computed from {kind}: use loss or {known}."
         )
@@ -97,18 +118,18 @@ def check_embedding(setup: Setup) -> None:
 def evaluate_embeddings(
     setup: Setup, model: nn.Module, windows: WindowLoader, rule: Rule, split: str
 ) -> dict[str, float]:
-    """Loss and metrics of a split, in evaluation mode. All ranks must call it, and return the same
-    numbers.
+    """Compute loss and metrics of a split in evaluation mode. All ranks must call it; all return
+    the same numbers.
 
     The loss is the mean over groups of 256 consecutive samples (`EVALUATION_WINDOW`), which
     compares each anchor with the positives of its group. The metrics search the whole split.
 
     Args:
-        setup: Of the run.
+        setup: What the parts of the run share.
         model: The prepared model.
-        windows: See `evaluation_windows`.
+        windows: The windows of the split, see `evaluation_windows`.
         rule: What was proven about the model.
-        split: Of the windows.
+        split: The split to evaluate.
 
     Returns:
         `loss`, `num_targets` and the metrics; for shorter vectors of `matryoshka_dims` also
@@ -129,7 +150,7 @@ def evaluate_embeddings(
 
 
 def _shares(engine: Engine, window: Window) -> Iterator[Share]:
-    """The outputs of this rank's micro-batches, on the host. Under FSDP, where forwards are
+    """Yield the outputs of this rank's micro-batches, on the host. Under FSDP, where forwards are
     collectives, all ranks run equally many.
     """
     engine.begin(window, training=False, skip_empty=False)
@@ -142,16 +163,22 @@ def _shares(engine: Engine, window: Window) -> Iterator[Share]:
 
 
 def _in_order(shares: list[Share]) -> Vectors:
-    """The outputs of all samples in the order of the split."""
-    order = torch.from_numpy(np.argsort(np.concatenate([ids for ids, _ in shares])))
-    first = shares[0][1]
-    return {
-        name: torch.cat([outputs[name] for _, outputs in shares])[order] if value.dim() else value
-        for name, value in first.items()
-    }
+    """Join the outputs of all samples in the order of the split."""
+    sample_ids = np.concatenate([ids for ids, _ in shares])
+    order = torch.from_numpy(np.argsort(sample_ids))
+    _, first_outputs = shares[0]
+    joined = {}
+    for name, value in first_outputs.items():
+        if value.dim():
+            joined[name] = torch.cat([outputs[name] for _, outputs in shares])[order]
+        else:
+            # The learned temperature, which is the same in all micro-batches.
+            joined[name] = value
+    return joined
 
 
 def _results(setup: Setup, vectors: Vectors, split: str) -> dict[str, float]:
+    """Compute loss and metrics of the vectors of a split, see `evaluate_embeddings`."""
     data = setup.data
     dataset = data.splits[split]
     vectors = {name: value.to(setup.accelerator.device) for name, value in vectors.items()}
@@ -176,7 +203,7 @@ def _results(setup: Setup, vectors: Vectors, split: str) -> dict[str, float]:
 
 
 def _mean_loss(loss: WindowLoss, vectors: Vectors, batch: dict[str, Tensor]) -> float:
-    """The mean loss of groups of samples, weighted by their number of samples."""
+    """Average the losses of groups of consecutive samples, weighted by their number of samples."""
     device = vectors["anchor"].device
     num_samples = len(vectors["anchor"])
     total = 0.0
@@ -189,6 +216,7 @@ def _mean_loss(loss: WindowLoss, vectors: Vectors, batch: dict[str, Tensor]) -> 
 
 
 def _metrics(vectors: Vectors, batch: dict[str, Tensor]) -> dict[str, float]:
+    """Compute the metrics of a split: rank correlation of pairs with a score, or retrieval."""
     units = {name: unit_vectors(value) for name, value in vectors.items() if value.dim()}
     if "score" in batch:
         return {"spearman": spearman(units["anchor"], units["positive"], batch["score"])}
@@ -202,6 +230,8 @@ def _metrics(vectors: Vectors, batch: dict[str, Tensor]) -> dict[str, float]:
 
 
 def learned_temperature(weights: dict[str, Tensor]) -> float | None:
-    """The temperature among a model's weights; None if it is not learned."""
+    """Return the temperature among a model's weights; None if it is not learned."""
     found = weights.get(LOG_TEMPERATURE)
-    return None if found is None else float(found.float().exp())
+    if found is None:
+        return None
+    return float(found.float().exp())

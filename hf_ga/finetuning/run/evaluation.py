@@ -38,14 +38,14 @@ EVALUATION_WINDOW = 256
 
 @dataclass(frozen=True)
 class Reader:
-    """Reads the inputs of metrics from a model's outputs, and computes the metrics.
+    """How metrics are computed: what is read from a model's outputs, and the metrics of that.
 
     Attributes:
-        compute: (predictions, references) of all samples of the split, in its order -> {name:
-            value}.
-        read: (outputs of the model, its batch on the device, the micro-batch) -> (predictions,
-            references) of its samples.
-        predicts_tokens: the loss averages over tokens, so it has a perplexity.
+        compute: A function (predictions, references) -> {name: value}, of all samples of the split
+            in its order.
+        read: A function (outputs of the model, its batch on the device, the micro-batch) ->
+            (predictions, references) of its samples.
+        predicts_tokens: Whether the loss averages over tokens, so that it has a perplexity.
     """
 
     compute: Callable[[list[Any], list[Any]], dict[str, float]]
@@ -63,22 +63,32 @@ def evaluation_windows(
     rule: Rule,
     same_bits: bool = False,
 ) -> WindowLoader:
-    """The split in its own order, in batches of samples of similar length (less padding, same
-    result), assigned round-robin.
+    """Return the windows of a split in its own order, with micro-batches of samples of similar
+    length (less padding, same result), assigned round-robin.
 
     The batches are the same for every number of processes, as long as each process has one in a
     window of 256 samples. More processes use larger windows, except if the loss depends on the
     padding width, or for the same bits.
+
+    Args:
+        dataset: The samples of the split.
+        collate_fn: Joins samples to a batch.
+        accelerator: The accelerator of the run.
+        batch_size: Largest number of samples in a micro-batch.
+        lengths: Tokens of each sample.
+        rule: What was proven about the model.
+        same_bits: Whether results have the same bits for every number of processes.
     """
-    busy = accelerator.num_processes * min(batch_size, EVALUATION_WINDOW)
+    window_size = EVALUATION_WINDOW
+    if not rule.pad_to_window and not same_bits:
+        one_batch_each = accelerator.num_processes * min(batch_size, EVALUATION_WINDOW)
+        window_size = max(EVALUATION_WINDOW, one_batch_each)
     return WindowLoader(
         dataset,
         collate_fn,
         accelerator=accelerator,
         per_device_batch_size=batch_size,
-        global_batch_size=EVALUATION_WINDOW
-        if rule.pad_to_window or same_bits
-        else max(EVALUATION_WINDOW, busy),
+        global_batch_size=window_size,
         shuffle=False,
         lengths=lengths,
         planner=partial(plan_by_sizes, sizes=[batch_size]),
@@ -102,7 +112,7 @@ def evaluate(
         model: The prepared model.
         windows: See `evaluation_windows`.
         rule: What was proven about the model: targets are counted as in training.
-        reader: For metrics besides the loss.
+        reader: How metrics besides the loss are computed. None: there are none.
 
     Returns:
         `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the
@@ -110,30 +120,26 @@ def evaluate(
         exp(loss).
     """
     windows.set_epoch(0)
-    useful = LeanForward if reader else (LeanForward, ChunkedLoss)  # a reader needs logits
+    # A reader needs logits, which the chunked loss does not compute.
+    useful = LeanForward if reader else (LeanForward, ChunkedLoss)
     speed_ups = tuple(hook for hook in rule.speed_ups if isinstance(hook, useful))
     without_dropout = replace(rule, dropout=Hook(), speed_ups=speed_ups)
     engine = Engine(backend_for(accelerator), model, without_dropout)
     with restored_modes(model):
         model.eval()
         own = [share for window in windows for share in _shares(engine, window, reader)]
-        on_host = partial(torch.as_tensor, dtype=torch.float64, device="cpu")
-        own = [replace(share, tally=[*map(on_host, share.tally)]) for share in own]
+        # Once all forwards are queued, as each copy waits for the device.
+        own = [_on_host(share) for share in own]
     shares = sorted(gather_object(own), key=lambda share: share.positions[0])
     results = _mean(rule.loss, shares)
     if reader is None or reader.predicts_tokens:
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
     if reader is not None:
-        samples = [
-            entry
-            for share in shares
-            for entry in zip(share.positions, share.predictions, share.references, strict=True)
-        ]
-        _, predictions, references = map(
-            list, zip(*sorted(samples, key=itemgetter(0)), strict=True)
-        )
-        results |= reader.compute(predictions, references) | results  # the loss is never replaced
-    return broadcast_from_main(accelerator, results)  # other machines may round differently
+        predictions, references = _in_order(shares)
+        # The loss is never replaced.
+        results |= reader.compute(predictions, references) | results
+    # Other machines may round differently.
+    return broadcast_from_main(accelerator, results)
 
 
 @dataclass(frozen=True)
@@ -141,10 +147,11 @@ class _Share:
     """The contribution of one micro-batch, exchanged between the ranks of a run.
 
     Attributes:
-        positions: int64, shape (n,), of the samples.
-        tally: sums and counts of `Loss.sums`; float64 on the host once all micro-batches are
+        positions: The samples' positions in the split, int64, shape (n,).
+        tally: Sums and counts of `Loss.sums`; float64 on the host once all micro-batches are
             computed.
-        predictions, references: from the reader, one entry per sample.
+        predictions: What the reader read, one entry per sample.
+        references: What the reader compares them with, one entry per sample.
     """
 
     positions: np.ndarray
@@ -154,34 +161,56 @@ class _Share:
 
 
 def _shares(engine: Engine, window: Window, reader: Reader | None) -> Iterable[_Share]:
-    """Contributions of this rank's micro-batches. Under FSDP, where forwards are collectives, all
-    ranks run equally many.
+    """Yield the contributions of this rank's micro-batches. Under FSDP, where forwards are
+    collectives, all ranks run equally many.
     """
     engine.begin(window, training=False, skip_empty=False)
     for index in range(len(engine.calls)):
-        with engine.scope(), engine.micro_batch(index) as batch:  # excludes a reader's generation
+        # A reader's generation is outside of these contexts.
+        with engine.scope(), engine.micro_batch(index) as batch:
             outputs = engine.forward(batch)
             sums, counts = engine.sums(outputs)
         call = engine.call
-        if call.weight:
-            predictions, references = (), ()
-            if reader is not None:
-                predictions, references = reader.read(outputs, batch, call.micro_batch)
-            yield _Share(call.micro_batch.positions, (*sums, *counts), predictions, references)
+        if not call.weight:
+            continue
+        predictions: Sequence[Any] = ()
+        references: Sequence[Any] = ()
+        if reader is not None:
+            predictions, references = reader.read(outputs, batch, call.micro_batch)
+        yield _Share(call.micro_batch.positions, (*sums, *counts), predictions, references)
+
+
+def _on_host(share: _Share) -> _Share:
+    """Copy sums and counts to the host in float64."""
+    tally = [torch.as_tensor(part, dtype=torch.float64, device="cpu") for part in share.tally]
+    return replace(share, tally=tally)
+
+
+def _in_order(shares: Sequence[_Share]) -> tuple[list[Any], list[Any]]:
+    """Return predictions and references of all samples in the order of the split."""
+    samples: list[tuple[int, Any, Any]] = []
+    for share in shares:
+        samples += zip(share.positions, share.predictions, share.references, strict=True)
+    ordered = sorted(samples, key=itemgetter(0))
+    predictions = [prediction for _, prediction, _ in ordered]
+    references = [reference for _, _, reference in ordered]
+    return predictions, references
 
 
 def _mean(loss: Loss, shares: Sequence[_Share]) -> dict[str, float]:
-    """The mean over all targets (NaN without any) and their number. Sums are exact and independent
-    of the micro-batches.
+    """Compute the mean loss over all targets (NaN without any) and their number. Sums are exact and
+    independent of the micro-batches.
     """
-    tallies = zip(*(share.tally for share in shares), strict=True)
-    totals = [
-        torch.as_tensor(np.apply_along_axis(math.fsum, 0, torch.stack(parts).numpy()))
-        for parts in tallies
-    ]
-    sums, counts = totals[: len(totals) // 2], totals[len(totals) // 2 :]
-    number = float(sum(counts[: loss.num_means]))
-    return {
-        "loss": float(loss.mean(sums, counts)) if number else float("nan"),
-        "num_targets": number,
-    }
+    totals = []
+    for parts in zip(*(share.tally for share in shares), strict=True):
+        stacked = torch.stack(parts).numpy()
+        totals.append(torch.as_tensor(np.apply_along_axis(math.fsum, 0, stacked)))
+    # As many counts as sums, and behind them.
+    num_sums = len(totals) // 2
+    sums = totals[:num_sums]
+    counts = totals[num_sums:]
+    num_targets = float(sum(counts[: loss.num_means]))
+    mean = float("nan")
+    if num_targets:
+        mean = float(loss.mean(sums, counts))
+    return {"loss": mean, "num_targets": num_targets}

@@ -1,4 +1,4 @@
-"""fit(): training windows, evaluation, checkpoints and logging, in this order, by plain calls."""
+"""The training loop: windows, evaluation, checkpoints and logging, by plain calls in this order."""
 
 import math
 import time
@@ -32,13 +32,20 @@ def fit(run: Run, progress: Progress) -> Progress:
     """Train from `progress` until `max_steps` or `max_windows`. All processes run it together; the
     main process writes.
 
+    Args:
+        run: The parts of the run.
+        progress: Where to begin. It is updated.
+
+    Returns:
+        `progress`.
+
     Raises:
-        DataError: 20 consecutive windows made no step. NonFinite: a loss or gradient is not finite,
-            with `on_nonfinite` "stop".
-        SavedModelDiffers: `best/` is not the model that was saved there.
-        RunStopped: a signal stopped the run; it is saved.
+        DataError: If 20 consecutive windows made no step.
+        NonFinite: If a loss or gradient is not finite, and `on_nonfinite` is "stop".
+        SavedModelDiffers: If `best/` is not the model that was saved there.
+        RunStopped: If a signal stopped the run; it is saved.
     """
-    is_main, stop = run.accelerator.is_main_process, False
+    is_main = run.accelerator.is_main_process
     bar = tqdm(
         total=run.max_steps,
         initial=progress.step,
@@ -47,9 +54,9 @@ def fit(run: Run, progress: Progress) -> Progress:
         disable=not is_main,
     )
     run.model.train()
-    metrics = MetricsFile(
-        run.output_dir / "metrics.jsonl" if is_main else None, progress.metrics_size
-    )
+    path = run.output_dir / "metrics.jsonl" if is_main else None
+    metrics = MetricsFile(path, progress.metrics_size)
+    stop = False
     with bar, stop_requests() as request:
         while not (stop or _finished(run, progress)):
             for window in run.windows:
@@ -59,32 +66,49 @@ def fit(run: Run, progress: Progress) -> Progress:
                     bar.set_postfix_str(shown, refresh=False)
                     bar.update()
                 finished = _finished(run, progress)
-                due = not line["skipped"] or finished  # the last window may have been skipped
-                if due and (progress.step % run.eval_steps == 0 or finished):
+                # The last window may have been skipped.
+                is_due = not line["skipped"] or finished
+                if is_due and (progress.step % run.eval_steps == 0 or finished):
                     line |= _evaluate(run, progress)
-                    finished = _finished(run, progress)  # early stopping
+                    # Early stopping depends on the evaluation.
+                    finished = _finished(run, progress)
                 metrics.write(**line)
                 progress.metrics_size = metrics.size
-                numbers = {k: v for k, v in line.items() if type(v) in (int, float) and k != "step"}
-                run.accelerator.log(numbers, step=progress.step)
+                run.accelerator.log(_numbers(line), step=progress.step)
                 if run.on_step is not None:
                     run.on_step(dict(line), run.model)
-                if stop or (due and (progress.step % run.save_steps == 0 or finished)):
+                if stop or (is_due and (progress.step % run.save_steps == 0 or finished)):
                     save(run, progress)
                 if stop or finished:
                     break
         _raise_if_stopped(run, progress, request)
-    request.pass_on()  # a signal after the last check
+    # A signal that arrived after the last check.
+    request.pass_on()
     return progress
+
+
+def _numbers(line: dict[str, Any]) -> dict[str, float]:
+    """Return the entries of a line of metrics.jsonl that trackers show: numbers, not the step."""
+    return {
+        name: value
+        for name, value in line.items()
+        if type(value) in (int, float) and name != "step"
+    }
 
 
 def _train_on(
     run: Run, progress: Progress, window: Window, request: StopRequest
 ) -> tuple[dict[str, Any], bool]:
-    """Train on one window; returns its line for metrics.jsonl, and whether any process received a
-    stop signal.
+    """Train on one window, and count it in `progress`.
+
+    Returns:
+        The window's line for metrics.jsonl, and whether any process received a stop signal.
+
+    Raises:
+        DataError: If it is the last of too many consecutive windows that made no step.
     """
-    learning_rate, began = run.scheduler.get_last_lr()[0], time.perf_counter()
+    learning_rate = run.scheduler.get_last_lr()[0]
+    began = time.perf_counter()
     result = train_step(
         run.accelerator,
         run.model,
@@ -98,10 +122,9 @@ def _train_on(
         _write(
             run, f"before optimizer step {progress.step + 1} a window was skipped: {result.cause}"
         )
-    loss, seconds = (
-        result.loss,
-        time.perf_counter() - began,
-    )  # reading the loss synchronizes with the device
+    # Reading the loss waits for the device, so it comes before the time.
+    loss = result.loss
+    seconds = time.perf_counter() - began
     own_tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
     tokens, stopping = sum_over_ranks(run.accelerator, [own_tokens, request.received])
     progress.num_windows += 1
@@ -114,8 +137,7 @@ def _train_on(
         _write(run, OUT_OF_MEMORY.format(run.windows.state.max_elements))
     line = {
         "step": progress.step,
-        "epoch": window.epoch
-        + ((window.index + 1) / len(run.windows) if hasattr(run.windows, "__len__") else 0.0),
+        "epoch": _epochs_done(run, window),
         "loss": None if result.skipped else loss,
         "grad_norm": None if result.skipped else result.grad_norm,
         "learning_rate": learning_rate,
@@ -123,14 +145,21 @@ def _train_on(
         "tokens_per_second": round(tokens / seconds, 1),
         "skipped": result.skipped,
     }
-    optional = {
-        "nonfinite": result.nonfinite or None,
-        "retries": result.retries or None,
-        "loss_scale": result.loss_scale,
-    }
-    return line | {
-        name: value for name, value in optional.items() if value is not None
-    }, stopping > 0
+    if result.nonfinite:
+        line["nonfinite"] = result.nonfinite
+    if result.retries:
+        line["retries"] = result.retries
+    if result.loss_scale is not None:
+        line["loss_scale"] = result.loss_scale
+    return line, stopping > 0
+
+
+def _epochs_done(run: Run, window: Window) -> float:
+    """Count the epochs up to the end of a window; whole epochs of a stream, which has no length."""
+    part_of_epoch = 0.0
+    if hasattr(run.windows, "__len__"):
+        part_of_epoch = (window.index + 1) / len(run.windows)
+    return window.epoch + part_of_epoch
 
 
 def _write(run: Run, text: str) -> None:
@@ -154,6 +183,7 @@ def _raise_if_stopped(run: Run, progress: Progress, request: StopRequest) -> Non
 
 
 def _why_skipped(window: Window, result: StepResult) -> str:
+    """Return the error message for too many consecutive windows without a step."""
     why = "their samples have no targets, or weight 0: check the labels, or remove such rows"
     if result.overflowed:
         why = (
@@ -172,25 +202,38 @@ def _why_skipped(window: Window, result: StepResult) -> str:
 
 
 def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
-    """Evaluate, save the best model, print; returns the metrics for metrics.jsonl."""
+    """Evaluate, save the model if it is the best so far, and print the metrics.
+
+    Returns:
+        The metrics, for metrics.jsonl.
+    """
     results = run.evaluate()
-    value, best = results[f"eval_{run.config.metric_for_best_model}"], progress.best_metric
+    value = results[f"eval_{run.config.metric_for_best_model}"]
     progress.evaluations_since_best += 1
-    if not math.isnan(value) and (
-        best is None or (value < best if run.config.lower_is_better else value > best)
-    ):
-        progress.best_metric, progress.evaluations_since_best = value, 0
+    if _is_better(value, progress.best_metric, run.config.lower_is_better):
+        progress.best_metric = value
+        progress.evaluations_since_best = 0
         progress.best_check = save_and_check_best(run, run.model)
     shown = ", ".join(
-        f"{k.removeprefix('eval_')} {value:.4f}"
-        for k, value in results.items()
-        if k != "eval_num_targets"
+        f"{name.removeprefix('eval_')} {value:.4f}"
+        for name, value in results.items()
+        if name != "eval_num_targets"
     )
     _write(run, f"step {progress.step}: validation {shown}")
     return results
 
 
+def _is_better(value: float, best: float | None, lower_is_better: bool) -> bool:
+    """Whether the value of a metric is better than the best one so far. NaN never is."""
+    if math.isnan(value):
+        return False
+    if best is None:
+        return True
+    return value < best if lower_is_better else value > best
+
+
 def _finished(run: Run, progress: Progress) -> bool:
+    """Whether the last window has been trained on, or training stops early."""
     return (
         progress.step >= run.max_steps
         or progress.num_windows >= run.max_windows

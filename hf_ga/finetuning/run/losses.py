@@ -39,12 +39,15 @@ class WeightedCrossEntropy:
     class_weights: tuple[float, ...] | None = None
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """The two sums, scalars.
+        """Compute the two sums.
 
         Args:
-            outputs: With `logits`, shape (samples, ..., classes).
+            outputs: The model's outputs with `logits`, shape (samples, ..., classes).
             batch: `labels`, shape (samples, ...), -100 ignored; optionally `row_weights`, float32
                 of shape (samples,).
+
+        Returns:
+            The sum of weights x losses and the sum of the weights, two scalars.
         """
         logits = outputs.logits[:, :-1] if self.shifted else outputs.logits
         logits = at_least_float32(logits.reshape(-1, logits.shape[-1]))
@@ -62,6 +65,7 @@ class WeightedCrossEntropy:
         return losses, self._sum_of_weights(batch)
 
     def _sum_of_weights(self, batch: Batch) -> Tensor:
+        """Add the weights of all targets: of class times row. A scalar."""
         labels = self._labels(batch)
         weights = (labels != IGNORED_LABEL).float()
         of_classes = self._of_classes(labels.device, torch.float32)
@@ -73,9 +77,11 @@ class WeightedCrossEntropy:
         return weights.to(sum_dtype(labels.device)).sum()
 
     def _labels(self, batch: Batch) -> Tensor:
+        """Return the labels that are predicted: for a causal head, all but the first token's."""
         return batch["labels"][:, 1:] if self.shifted else batch["labels"]
 
     def _of_classes(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """Return the weight of each class, shape (classes,). None: all are 1."""
         if self.class_weights is None:
             return None
         weights = torch.tensor(self.class_weights, dtype=torch.float32)
@@ -87,30 +93,38 @@ class SmoothedCrossEntropy(WeightedCrossEntropy):
     """The same without weights: the sum of the losses, and the number of targets."""
 
     def count_targets(self, batch: Batch) -> float:
-        """The number of targets alone, without a forward; without device synchronization for a
-        batch on the host.
+        """Count the targets without a forward, and without device synchronization for a batch on
+        the host.
         """
         return float(self._sum_of_weights(batch))
 
 
 def _of_targets(batch: Batch, labels: Tensor) -> Tensor | None:
-    """The weight of each target's row, in the shape of the labels."""
+    """Return the weight of each target's row, in the shape of the labels. None: all are 1."""
     if ROW_WEIGHTS not in batch:
         return None
-    weights = batch[ROW_WEIGHTS]
-    return weights.reshape(-1, *[1] * (labels.dim() - 1)).expand_as(labels)
+    other_axes = [1] * (labels.dim() - 1)
+    weights = batch[ROW_WEIGHTS].reshape(-1, *other_axes)
+    return weights.expand_as(labels)
 
 
 def weights_of_classes(config: FinetuneConfig, data: PreparedData) -> dict[str, float]:
-    """The weight of each class by name, in the order of the labels; empty without `class_weights`.
+    """Return the weight of each class for the flag `class_weights`.
 
     `balanced` is that of scikit-learn's `compute_class_weight` (after King and Zeng 2001, Logistic
     Regression in Rare Events Data): targets / (classes x targets of the class), over the training
     rows.
 
+    Args:
+        config: The configuration of the run.
+        data: The prepared data with its labels.
+
+    Returns:
+        Label -> weight, in the order of the labels. Empty: the flag is not set.
+
     Raises:
-        ConfigError: There are more or fewer numbers than labels.
-        DataError: `balanced`, and no training row has one of the labels.
+        ConfigError: If there are more or fewer numbers than labels.
+        DataError: If the weights are `balanced`, and no training row has one of the labels.
     """
     given = config.class_weights
     if given is None:
@@ -126,10 +140,16 @@ def weights_of_classes(config: FinetuneConfig, data: PreparedData) -> dict[str, 
 
 
 def _balanced(train: Dataset, labels: list[str]) -> list[float]:
+    """Compute targets / (classes x targets of the class) for each class.
+
+    Raises:
+        DataError: If no training row has one of the labels.
+    """
     counts = np.zeros(len(labels), np.int64)
     for rows in train.select_columns(["label"]).iter(batch_size=1000):
         targets = np.hstack(rows["label"])
-        counts += np.bincount(targets[targets != IGNORED_LABEL], minlength=len(labels))
+        targets = targets[targets != IGNORED_LABEL]
+        counts += np.bincount(targets, minlength=len(labels))
     missing = [label for label, count in zip(labels, counts, strict=True) if not count]
     if missing:
         raise DataError(

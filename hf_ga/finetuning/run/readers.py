@@ -33,26 +33,39 @@ LABELS = ("labels", "start_positions", "end_positions")
 
 
 def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
-    """The reader for the user's `compute_metrics`, or for a task's evaluation of a split; None if
-    only the loss is measured.
-    """
-    config, data = setup.config, setup.data
+    """Choose the reader for the user's `compute_metrics`, or for a task's evaluation of a split.
 
-    def read_entities(*of_batch: Any) -> tuple[list[list[str]], ...]:
-        return tuple(
-            [np.asarray(data.labels)[ids].tolist() for ids in of_samples]
-            for of_samples in read_logits(*of_batch)
-        )
+    Args:
+        setup: What the parts of the run share.
+        model: The prepared model, which generates texts.
+        split: The split to evaluate.
+
+    Returns:
+        The reader. None: only the loss is measured.
+    """
+    data = setup.data
+
+    def read_entities(
+        outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
+    ) -> tuple[list[list[str]], list[list[str]]]:
+        """Read predicted and true tags by name, as seqeval needs them."""
+        names = np.asarray(data.labels)
+        predicted, true = read_logits(outputs, batch, micro_batch)
+        predicted_names = [names[ids].tolist() for ids in predicted]
+        true_names = [names[ids].tolist() for ids in true]
+        return predicted_names, true_names
 
     def read_answers(
         outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
     ) -> tuple[list[Span], list[list[str]]]:
+        """Read the best answer in each window, and the correct answers to its question."""
         samples = [data.splits[split][int(i)] for i in micro_batch.sample_ids]
         return read_spans(outputs, samples), [sample["answers"] for sample in samples]
 
     def generate(
         outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
     ) -> tuple[list[str], list[str]]:
+        """Generate a text for each source, and read the target texts."""
         targets = [data.splits[split][int(i)]["target"] for i in micro_batch.sample_ids]
         return generated_targets(setup, model, batch), targets
 
@@ -63,20 +76,26 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
     if data.task.labels == "answers":
         windows = data.splits[split]["window"][:]
         return Reader(partial(answer_metrics, windows), read_answers)
-    if config.predict_with_generate:
+    if setup.config.predict_with_generate:
         return Reader(partial(compute, TEXT_METRICS), generate, predicts_tokens=True)
-    return logits_reader(data.task.metrics) if data.task.metrics else None
+    if not data.task.metrics:
+        return None
+    return logits_reader(data.task.metrics)
 
 
 def answer_metrics(
     windows: Sequence[int], spans: Sequence[Span], references: Sequence[list[str]]
 ) -> dict[str, float]:
-    """The metrics over questions: of each question, the best answer over its windows.
+    """Compute the metrics of answers over questions: of each question, the best answer over its
+    windows.
 
     Args:
-        windows: the column `window` of the split.
-        spans: the best answer in each window.
-        references: the correct answers of the question of each window.
+        windows: The column `window` of the split.
+        spans: The best answer in each window.
+        references: The correct answers to the question of each window.
+
+    Returns:
+        Name -> value, see `ANSWER_METRICS`.
     """
     found = [best_answer(of_question)["answer"] for of_question in by_question(windows, spans)]
     right = [of_question[0] for of_question in by_question(windows, references)]
@@ -84,58 +103,71 @@ def answer_metrics(
 
 
 def logits_reader(metrics: Sequence[str]) -> Reader:
-    """A reader for metrics of `METRICS` that compare logits and labels."""
-    return Reader(partial(compute, {name: METRICS[name] for name in metrics}), read_logits)
+    """Return a reader for some metrics of `METRICS`, which compare logits and labels."""
+    chosen = {name: METRICS[name] for name in metrics}
+    return Reader(partial(compute, chosen), read_logits)
 
 
 def read_logits(
     outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """See `predictions_and_references`."""
-    return predictions_and_references(
-        outputs.logits.float().cpu().numpy(), micro_batch.batch["labels"].numpy()
-    )
+    """Read predicted and true labels, see `predictions_and_references`."""
+    logits = outputs.logits.float().cpu()
+    labels = micro_batch.batch["labels"]
+    return predictions_and_references(logits.numpy(), labels.numpy())
 
 
 def own_reader(setup: Setup, model: nn.Module) -> Reader:
-    """Passes to `compute_metrics` what Trainer does, or generated token ids, as Seq2SeqTrainer
-    does.
+    """Return a reader that passes to `compute_metrics` what Trainer does, or generated token ids,
+    as Seq2SeqTrainer does.
 
     Its `compute` raises ConfigError for a result that is not a dict of numbers.
     """
     ignored = ("loss", *getattr(unwrapped(model).config, "keys_to_ignore_at_inference", ()))
 
+    def is_prediction(name: str, value: Any, num_samples: int) -> bool:
+        if name in ignored or not isinstance(value, Tensor):
+            return False
+        return value.shape[:1] == (num_samples,)
+
     def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[Any, Any]:
-        found = [
-            v
-            for k, v in outputs.items()
-            if k not in ignored and isinstance(v, Tensor) and v.shape[:1] == (len(micro_batch),)
-        ]
-        logits, labels = _single(found), _single([batch[name] for name in LABELS if name in batch])
+        num_samples = len(micro_batch)
+        found = [v for name, v in outputs.items() if is_prediction(name, v, num_samples)]
+        logits = _single(found)
+        labels = _single([batch[name] for name in LABELS if name in batch])
         if setup.config.predict_with_generate:
             logits = generated_ids(setup, model, batch)
         if setup.preprocess_logits_for_metrics is not None:
             logits = setup.preprocess_logits_for_metrics(logits, labels)
-        return _of_samples(nested_numpify(convert_to_fp32(logits))), _of_samples(
-            nested_numpify(labels)
-        )
+        predictions = nested_numpify(convert_to_fp32(logits))
+        references = nested_numpify(labels)
+        return _of_samples(predictions), _of_samples(references)
 
     def compute_own(predictions: list[Any], references: list[Any]) -> dict[str, float]:
-        return own_metrics(setup, EvalPrediction(_padded(predictions), _padded(references)))
+        prediction = EvalPrediction(_padded(predictions), _padded(references))
+        return own_metrics(setup, prediction)
 
     return Reader(compute_own, read, predicts_tokens=not setup.data.task.metrics)
 
 
 def own_metrics(setup: Setup, prediction: EvalPrediction) -> dict[str, float]:
-    """What the user's `compute_metrics` returns.
+    """Call the user's `compute_metrics`.
+
+    Args:
+        setup: What the parts of the run share.
+        prediction: Predictions and references of the whole split.
+
+    Returns:
+        Name -> number.
 
     Raises:
-        ConfigError: If it is not a dict of numbers.
+        ConfigError: If it returns something else.
     """
     found = denumpify_detensorize(setup.compute_metrics(prediction))
-    if not isinstance(found, dict) or not all(
-        isinstance(value, int | float) for value in found.values()
-    ):
+    is_fine = isinstance(found, dict)
+    if is_fine:
+        is_fine = all(isinstance(value, int | float) for value in found.values())
+    if not is_fine:
         raise ConfigError(
             f"compute_metrics must return a dict of names and numbers, got {found!r:.80}."
         )
@@ -143,51 +175,63 @@ def own_metrics(setup: Setup, prediction: EvalPrediction) -> dict[str, float]:
 
 
 def _single(entries: list[Tensor]) -> Any:
-    """As Trainer passes predictions and labels: a tensor, or a tuple of several."""
-    return entries[0] if len(entries) == 1 else tuple(entries)
+    """Return a single tensor, or a tuple of several, as Trainer passes predictions and labels."""
+    if len(entries) == 1:
+        return entries[0]
+    return tuple(entries)
 
 
 def _of_samples(arrays: Any) -> Sequence[Any]:
-    """One entry per sample: the rows of an array, or tuples with a row of each of several
+    """Return one entry per sample: the rows of an array, or tuples with a row of each of several
     arrays.
     """
-    return (
-        list(zip(*map(_of_samples, arrays), strict=True))
-        if isinstance(arrays, tuple | list)
-        else arrays
-    )
+    if not isinstance(arrays, tuple | list):
+        return arrays
+    rows_of_arrays = [_of_samples(array) for array in arrays]
+    return list(zip(*rows_of_arrays, strict=True))
 
 
 def _padded(samples: Sequence[Any]) -> Any:
-    """All samples as one array, padded with -100 on the second axis, or as a tuple of such
-    arrays.
+    """Join all samples to one array, or to a tuple of arrays if each sample is a tuple.
+
+    Args:
+        samples: The array of each sample, of shape (), (width, ...); widths may differ.
+
+    Returns:
+        Shape (samples,) or (samples, largest width, ...), padded with -100.
     """
     if isinstance(samples[0], tuple):
-        return tuple(map(_padded, zip(*samples, strict=True)))
+        return tuple(_padded(column) for column in zip(*samples, strict=True))
     widest = max(samples, key=lambda sample: sample.shape[:1])
     padded = np.full_like(widest, IGNORED_LABEL, shape=(len(samples), *widest.shape))
     for i, sample in enumerate(samples):
-        padded[(i, *map(slice, sample.shape[:1]))] = sample
+        if sample.ndim == 0:
+            padded[i] = sample
+        else:
+            padded[i, : len(sample)] = sample
     return padded
 
 
 def generated_ids(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Generate a text for each source, without sampling. Returns token ids of shape (samples,
-    longest), right-padded.
+    """Generate a text for each source, without sampling.
 
     Sources are right-padded as in training, and the attention mask hides the padding. So a text
     does not depend on the rest of its batch, except that rounding can decide between two almost
     equally likely tokens.
 
     Args:
+        setup: What the parts of the run share.
+        model: The prepared model.
         batch: `input_ids` and `attention_mask` of shape (samples, width), right-padded, on the
             model's device.
+
+    Returns:
+        Token ids of shape (samples, longest), right-padded.
     """
     base: Any = unwrapped(model)
     tokenizer = setup.data.tokenizer
-    with (
-        setup.accelerator.autocast()
-    ):  # for the whole generation: only the model's forward has autocast already
+    # For the whole generation: only the model's forward has autocast already.
+    with setup.accelerator.autocast():
         return base.generate(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
@@ -200,11 +244,10 @@ def generated_ids(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> T
 
 
 def generated_targets(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> list[str]:
-    """The texts of `generated_ids`."""
-    made = generated_ids(setup, model, batch)
-    return [
-        text.strip() for text in setup.data.tokenizer.batch_decode(made, skip_special_tokens=True)
-    ]
+    """Generate a text for each source, see `generated_ids`."""
+    ids = generated_ids(setup, model, batch)
+    texts = setup.data.tokenizer.batch_decode(ids, skip_special_tokens=True)
+    return [text.strip() for text in texts]
 
 
 def are_entities(labels: list[str]) -> bool:
@@ -213,8 +256,6 @@ def are_entities(labels: list[str]) -> bool:
     >>> are_entities(["O", "B-PER", "I-PER"]), are_entities(["NOUN", "VERB"])
     (True, False)
     """
-    return (
-        "O" in labels
-        and len(labels) > 1
-        and all(re.fullmatch("O|[BI]-.+", label) for label in labels)
-    )
+    if "O" not in labels or len(labels) == 1:
+        return False
+    return all(re.fullmatch("O|[BI]-.+", label) for label in labels)

@@ -1,4 +1,4 @@
-"""Printed settings and results of a run, metrics.jsonl, and the plot of its curves."""
+"""What a run reports: printed settings and results, metrics.jsonl, and the plot of its curves."""
 
 import json
 import os
@@ -14,27 +14,33 @@ from hf_ga.recovery.files import SUFFIX, flush, writing
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per line, flushed. A resumed run truncates it to `size` bytes.
-
-    Without a path (all processes except the main one) nothing is written.
+    """The file metrics.jsonl: one JSON object per line, flushed.
 
     Args:
-        size: bytes to keep on resume.
+        path: The file. None: nothing is written, as on all processes except the main one.
+        size: Bytes of an existing file to keep, which a resumed run knows from its checkpoint.
+
+    Attributes:
+        path: The file, or None.
+        size: Its size in bytes.
     """
 
     def __init__(self, path: Path | None, size: int = 0) -> None:
-        self.path, self.size = path, 0
+        self.path = path
+        self.size = 0
         if path is not None:
             with writing(path, path.parent):
                 path.touch()
-                self.size = path.read_bytes()[:size].rfind(b"\n") + 1  # whole lines
+                kept = path.read_bytes()[:size]
+                # Whole lines only.
+                self.size = kept.rfind(b"\n") + 1
                 os.truncate(path, self.size)
 
     def write(self, **values: Any) -> None:
         """Append one line.
 
         Raises:
-            CheckpointError: the write failed; no partial line is left.
+            CheckpointError: If the write fails; no partial line is left.
         """
         if self.path is None:
             return
@@ -49,9 +55,16 @@ class MetricsFile:
 
 
 def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:
-    """Print aligned lines under one name, on the main process."""
+    """Print aligned lines under one name, on the main process.
+
+    Args:
+        accelerator: The accelerator of the run.
+        name: Printed before the first line.
+        lines: Printed one below the other.
+    """
     for i, line in enumerate(lines):
-        print_on_main(accelerator, f"{'' if i else name:<11}{line}")
+        heading = name if i == 0 else ""
+        print_on_main(accelerator, f"{heading:<11}{line}")
 
 
 def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
@@ -59,49 +72,50 @@ def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
     each metric.
 
     Args:
-        results: with keys such as `train_loss`, `eval_loss`, `test_accuracy`.
+        accelerator: The accelerator of the run.
+        results: Name -> number, with names such as `train_loss`, `eval_loss`, `test_accuracy`.
     """
-    measured = [k.partition("_")[2] for k in results if k.startswith(("eval_", "test_"))]
+    measured = [key.partition("_")[2] for key in results if key.startswith(("eval_", "test_"))]
     names = [name for name in dict.fromkeys(measured) if name != "num_targets"]
     widths = {name: max(12, len(name) + 2) for name in names}
-    print_on_main(
-        accelerator, f"{'results':<12}" + "".join(f"{name:>{widths[name]}}" for name in names)
-    )
+    headings = "".join(f"{name:>{widths[name]}}" for name in names)
+    print_on_main(accelerator, f"{'results':<12}{headings}")
     for split, prefix in (("last step", "train_"), ("validation", "eval_"), ("test", "test_")):
+        # Of the last step there is only the loss, which comes first.
         cells = [
             f"{results[prefix + name]:>{widths[name]}.4f}"
             for name in names
             if results.get(prefix + name) is not None
         ]
-        if cells:  # of the last step there is only the loss, which comes first
+        if cells:
             print_on_main(accelerator, f"  {split:<10}" + "".join(cells))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics.jsonl."""
+    """Read the lines of a metrics.jsonl."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Plot as a PNG by optimizer step: the loss of each window and its moving mean, validation
-    losses, and the learning rate.
+    """Plot the loss of each window and its moving mean, the validation losses and the learning rate
+    by optimizer step.
+
+    Args:
+        metrics: The lines of metrics.jsonl.
+        path: The PNG file to write.
+        title: The title of the figure.
     """
-    from matplotlib.figure import (
-        Figure,
-    )  # imported late: takes 0.7 s, and most processes draw nothing
+    # Imported late: it takes 0.7 s, and most processes draw nothing.
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
     upper, lower = figure.subplots(2, sharex=True, height_ratios=(4, 1))
-    steps, losses, rates = (
-        np.array([[m["step"], m["loss"], m["learning_rate"]] for m in metrics if not m["skipped"]])
-        .reshape(-1, 3)
-        .T
-    )
+    trained = [line for line in metrics if not line["skipped"]]
+    steps = [line["step"] for line in trained]
+    losses = np.array([line["loss"] for line in trained], float)
+    rates = [line["learning_rate"] for line in trained]
     radius = len(losses) // 40
-    ends = [
-        min(radius, i, len(losses) - 1 - i) for i in range(len(losses))
-    ]  # less at both ends, where it would be biased
-    smooth = [losses[i - r : i + r + 1].mean() for i, r in enumerate(ends)]
+    smooth = _moving_mean(losses, radius)
     upper.plot(
         steps, losses, color="tab:blue", alpha=0.4, linewidth=1, label="training, each window"
     )
@@ -112,10 +126,11 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
         linewidth=2,
         label=f"training, mean of {2 * radius + 1} windows",
     )
-    measured = [(line["step"], line["eval_loss"]) for line in metrics if "eval_loss" in line]
-    if measured:
+    evaluated = [line for line in metrics if "eval_loss" in line]
+    if evaluated:
         upper.plot(
-            *zip(*measured, strict=True),
+            [line["step"] for line in evaluated],
+            [line["eval_loss"] for line in evaluated],
             color="tab:orange",
             linewidth=1.5,
             marker="o",
@@ -134,3 +149,14 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
     figure.savefig(beside, dpi=120, format=path.suffix[1:])
     flush(beside)
     beside.replace(path)
+
+
+def _moving_mean(values: np.ndarray, radius: int) -> list[float]:
+    """Average each value with `radius` neighbors on both sides; with fewer at both ends, where a
+    mean over one side only would be biased.
+    """
+    means = []
+    for i in range(len(values)):
+        own_radius = min(radius, i, len(values) - 1 - i)
+        means.append(values[i - own_radius : i + own_radius + 1].mean())
+    return means

@@ -22,13 +22,15 @@ class Progress:
     """The progress of a run, saved in checkpoints.
 
     Attributes:
-        step: optimizer steps done. num_windows: windows consumed. num_skipped: windows that made no
-            step.
-        best_metric: best value of the metric that chooses the best model.
-        best_check: how the folder `best/` was loaded and compared; None on other processes.
-        evaluations_since_best: evaluations without improvement.
-        metrics_size: bytes of metrics.jsonl. changes: by --resume_with_changes, each `name old ->
-            new`.
+        step: Number of optimizer steps done.
+        num_windows: Number of windows consumed.
+        num_skipped: Number of windows that made no step.
+        skipped_in_a_row: Number of windows without a step since the last one with a step.
+        best_metric: Best value of the metric that chooses the best model. None: not evaluated yet.
+        best_check: How the folder `best/` was loaded and compared; None on other processes.
+        evaluations_since_best: Number of evaluations without improvement.
+        metrics_size: Size of metrics.jsonl in bytes.
+        changes: Changes by --resume_with_changes, each `name old -> new`.
     """
 
     step: int = 0
@@ -47,11 +49,16 @@ class Setup:
     """What training, evaluation and prediction share.
 
     Attributes:
-        model_config: with the labels of the data.
-        class_weights: by label, in the order of the labels; empty without `class_weights`.
-        unlabelled: the rows to predict at the end, if any.
-        on_step, on_evaluate, compute_metrics, preprocess_logits_for_metrics: the user's functions;
-            see `finetune`.
+        config: The configuration.
+        accelerator: The accelerator of the run.
+        data: The prepared data.
+        model_config: The model's configuration with the labels of the data.
+        class_weights: Label -> weight, in the order of the labels; empty without `class_weights`.
+        unlabelled: The rows to predict at the end. None: there are none.
+        on_step: The user's function, see `finetune`.
+        on_evaluate: The user's function, see `finetune`.
+        compute_metrics: The user's function, see `finetune`.
+        preprocess_logits_for_metrics: The user's function, see `finetune`.
     """
 
     config: FinetuneConfig
@@ -81,12 +88,18 @@ class Run(Setup):
     """The inputs of `loop.fit` and of saving. Steps are optimizer steps.
 
     Attributes:
+        model: The prepared model.
+        optimizer: The prepared optimizer.
+        scheduler: The schedule of the learning rate.
+        windows: The loader of the training windows.
         rule: What was proven about the training loss.
-        evaluate: (split, by default validation) -> `eval_loss` and the other metrics (`test_loss`,
-            ...).
-        max_windows, max_steps: end of training, whichever comes first.
-        eval_steps, save_steps: steps between evaluations and between checkpoints.
-        identity: settings that must be equal on resume.
+        evaluate: A function (split, by default validation) -> `eval_loss` and the other metrics
+            (`test_loss`, ...).
+        max_windows: Training ends after this number of windows.
+        max_steps: Training ends after this number of steps.
+        eval_steps: Number of steps between evaluations.
+        save_steps: Number of steps between checkpoints.
+        identity: Settings that must be equal on resume.
     """
 
     model: nn.Module

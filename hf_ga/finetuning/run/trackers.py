@@ -13,57 +13,70 @@ from hf_ga.recovery.files import delete
 
 
 def tracker_names(report_to: str) -> list[str]:
-    """The trackers of the flag `report_to`, for Accelerate's `log_with`.
+    """List the trackers of the flag `report_to`, for Accelerate's `log_with`.
+
+    Args:
+        report_to: Names separated by commas, "all" or "none".
 
     Raises:
-        ConfigError: a tracker is unknown or not installed (which Accelerate ignores silently).
+        ConfigError: If a tracker is unknown or not installed (which Accelerate ignores silently).
 
     >>> tracker_names("none")
     []
     """
     installed = [str(name) for name in get_available_trackers()]
     names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
-    if missing := [name for name in names if name not in ("all", *installed)]:
+    missing = [name for name in names if name not in ("all", *installed)]
+    if missing:
+        known = ", ".join(installed) or "no others"
         raise ConfigError(
             f"report_to {missing[0]} is not an installed tracker of Accelerate: install its "
-            "package, or use none, all, or "
-            f"some of {', '.join(installed) or 'no others'}."
+            f"package, or use none, all, or some of {known}."
         )
-    return installed if "all" in names else names
+    if "all" in names:
+        return installed
+    return names
 
 
 def start_trackers(accelerator: Accelerator, config: FinetuneConfig, *, resumed: bool) -> None:
     """Open the trackers with the flags of the run, on the main process. TensorBoard and wandb write
     to `output_dir/trackers`.
 
+    Args:
+        accelerator: The accelerator of the run.
+        config: The flags of the run.
+        resumed: Whether the run goes on from a checkpoint.
+
     Raises:
-        ConfigError: a tracker cannot start, such as wandb without a login.
+        ConfigError: If a tracker cannot start, such as wandb without a login.
     """
     folder = Path(config.output_dir) / "trackers"
-    plain = {
-        k: v if isinstance(v, int | float | str | bool) else str(v)
-        for k, v in config.to_dict().items()
-    }
+    flags = config.to_dict()
+    for flag, value in flags.items():
+        if not isinstance(value, int | float | str | bool):
+            flags[flag] = str(value)
     name = config.run_name or folder.parent.resolve().name
     options = {
         "wandb": {"name": name, "dir": str(folder)},
         "mlflow": {"run_name": name},
         "trackio": {"name": name, "resume": "allow" if resumed else "never"},
     }
-    if config.hub_token:  # wandb records the command line
+    if config.hub_token:
+        # wandb records the command line.
         sys.argv[:] = [argument.replace(config.hub_token, "***") for argument in sys.argv]
+    # MLflow refuses other parameters of the same run.
+    goes_on_in_mlflow = resumed and "MLFLOW_RUN_ID" in os.environ
+    # Each library has errors of its own.
     try:
         if accelerator.log_with:
             folder.mkdir(exist_ok=True)
-        again = (
-            resumed and "MLFLOW_RUN_ID" in os.environ
-        )  # MLflow refuses other parameters of the same run
         accelerator.init_trackers(
-            config.project, config=None if again else plain, init_kwargs=options
+            config.project, config=None if goes_on_in_mlflow else flags, init_kwargs=options
         )
-    except Exception as error:  # of each library
+    except Exception as error:
         if not resumed:
-            delete(folder)  # the next run may use the output folder
+            # The next run may use the output folder.
+            delete(folder)
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"report_to {config.report_to} cannot start: {reason} Log in to it, set it up, or "

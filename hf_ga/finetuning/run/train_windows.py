@@ -15,37 +15,46 @@ from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.finetuning.data.data import PreparedData
 from hf_ga.finetuning.run.run import Setup
 
-NUM_WINDOWS, NUM_SAMPLES = (
-    100,
-    20_000,
-)  # at most, for the log: planning them takes less than a second
+# The most that are planned for the padding ratio in the log, which takes less than a second.
+NUM_WINDOWS = 100
+NUM_SAMPLES = 20_000
 
 
 def planned_lengths(data: PreparedData) -> np.ndarray:
-    """Lengths of the training samples for planning windows; for a stream, of the rows read ahead.
+    """Return the lengths of the training samples for planning windows; of a stream, those of the
+    rows read ahead.
 
     If samples have source and target texts, memory depends on both: target lengths are scaled so
-        that the longest target counts
-    as much as the longest source. So the token limit applies to sources and targets alike.
+    that the longest target counts as much as the longest source. So the token limit applies to
+    sources and targets alike.
     """
     train = data.splits["train"]
-    lengths = np.asarray(train["length"][:])  # a list: numpy would index a column row by row
+    # From a list: numpy would index a column row by row.
+    lengths = np.asarray(train["length"][:])
     if data.task.labels != "target":
         return lengths
     targets = np.asarray(train["num_targets"][:])
-    return np.maximum(lengths, -(-targets * lengths.max() // max(targets.max(), 1)))
+    # Rounded up.
+    scaled = -(-targets * lengths.max() // max(targets.max(), 1))
+    return np.maximum(lengths, scaled)
 
 
 def train_windows(setup: Setup) -> WindowLoader | StreamLoader:
-    """The loader of the training samples, planned by length.
+    """Return the loader of the training samples, planned by length.
+
+    Args:
+        setup: What the parts of the run share.
 
     Raises:
-        ConfigError: the longest (for a stream, the longest possible) sample exceeds the token limit
-            of a micro-batch.
-        DataError: `drop_last_window` drops all samples.
+        ConfigError: If the longest (for a stream, the longest possible) sample exceeds the token
+            limit of a micro-batch.
+        DataError: If `drop_last_window` drops all samples.
     """
-    config, accelerator, data = setup.config, setup.accelerator, setup.data
-    layout, limit = config.layout(accelerator.num_processes), config.max_tokens_per_micro_batch
+    config = setup.config
+    accelerator = setup.accelerator
+    data = setup.data
+    layout = config.layout(accelerator.num_processes)
+    limit = config.max_tokens_per_micro_batch
     shared: dict[str, Any] = {
         "accelerator": accelerator,
         "per_device_batch_size": layout.micro_batch_size,
@@ -65,32 +74,43 @@ def train_windows(setup: Setup) -> WindowLoader | StreamLoader:
             **shared,
         )
     check_limit(limit, config.sequence_length, "max_length's")
+    if not limit:
+        micro_batch_size = config.same_bits or layout.micro_batch_size
+        limit = micro_batch_size * config.sequence_length
     return StreamLoader(
         data.stream,
         data.collate,
         shuffle_buffer_size=config.shuffle_buffer_size,
         length_of=itemgetter("length"),
-        max_tokens_per_micro_batch=limit
-        or (config.same_bits or layout.micro_batch_size) * config.sequence_length,
+        max_tokens_per_micro_batch=limit,
         **shared,
     )
 
 
 def padding_ratio(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> float:
-    """Tokens with padding per token without, in the first windows of the first epoch; computed from
-    lengths alone. Of a stream, as if its first rows came in their own order.
+    """Compute the number of tokens with padding per token without, in the first windows of the
+    first epoch, from lengths alone.
+
+    Args:
+        windows: The loader of the training windows. A stream is planned as if its first rows came
+            in their own order.
+        lengths: See `planned_lengths`.
     """
-    size, pads_to_window = windows.layout.window_size, windows.state.pad_to_window
-    is_stream = isinstance(windows, StreamLoader)
-    order = (
-        np.arange(len(lengths))
-        if is_stream
-        else epoch_order(len(lengths), windows.seed, 0, windows.shuffle)
-    )
-    real = padded = 0
-    for start in range(0, len(lengths), size)[: max(1, min(NUM_WINDOWS, NUM_SAMPLES // size))]:
+    size = windows.layout.window_size
+    pads_to_window = windows.state.pad_to_window
+    order = np.arange(len(lengths))
+    if not isinstance(windows, StreamLoader):
+        order = epoch_order(len(lengths), windows.seed, 0, windows.shuffle)
+    num_windows = max(1, min(NUM_WINDOWS, NUM_SAMPLES // size))
+    starts = range(0, len(lengths), size)
+    num_tokens = 0
+    num_padded_tokens = 0
+    for start in starts[:num_windows]:
         chosen = lengths[order[start : start + size]]
-        widths = np.full_like(chosen, chosen.max()) if pads_to_window else chosen
-        real += int(chosen.sum())
-        padded += padded_tokens(windows.splitter.plan(chosen, pads_to_window), widths)
-    return padded / max(real, 1)
+        widths = chosen
+        if pads_to_window:
+            widths = np.full_like(chosen, chosen.max())
+        micro_batches = windows.splitter.plan(chosen, pads_to_window)
+        num_tokens += int(chosen.sum())
+        num_padded_tokens += padded_tokens(micro_batches, widths)
+    return num_padded_tokens / max(num_tokens, 1)
