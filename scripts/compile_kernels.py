@@ -55,6 +55,7 @@ class Compiled:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Compile all kernels, and print a table."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="head sizes")
     parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=DTYPES)

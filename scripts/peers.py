@@ -153,7 +153,7 @@ def cached_step(model: EmbeddingModel, micro_batches: list[Batch], accumulation_
 
 
 def language_model(dropout: float) -> tuple[nn.Module, list[dict[str, Any]], Callable]:
-    """A small GPT-2 and one window of documentation strings."""
+    """Build a small GPT-2, and take one window of documentation strings."""
     tokenizer = corpus.load_stdlib_tokenizer()
     texts = [row["text"] for row in corpus.stdlib_splits()["train"][:NUM_SAMPLES]]
     ids = tokenizer(texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]
@@ -186,7 +186,9 @@ def collate_texts(samples: list[dict[str, Any]], pad: int) -> Batch:
 
 
 def embedding_model() -> tuple[nn.Module, list[dict[str, Any]], Callable]:
-    """A small BERT with mean pooling, and pairs of the first and second half of a text."""
+    """Build a small BERT with mean pooling, and take pairs of the first and second half of a
+    text.
+    """
     tokenizer = corpus.load_stdlib_tokenizer()
     words_of_rows = [row["text"].split() for row in corpus.stdlib_splits()["train"]]
     texts = [words for words in words_of_rows if len(words) > 1][:NUM_SAMPLES]

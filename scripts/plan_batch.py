@@ -15,11 +15,16 @@ from hf_ga.finetuning.run.cli import guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Returns the exit code: 2 for invalid sizes, explained in one line."""
+    """Run the command.
+
+    Returns:
+        The exit code: 2 for invalid sizes, explained in one line.
+    """
     return guarded(_plan, sys.argv[1:] if arguments is None else arguments)
 
 
 def _plan(arguments: Sequence[str]) -> None:
+    """Print the plan for the flags of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--global_batch_size", type=int, required=True, help="samples in one optimizer step"
@@ -37,7 +42,8 @@ def _plan(arguments: Sequence[str]) -> None:
         required=True,
         help="maximum samples in one micro-batch",
     )
-    print(plan_batch(**vars(parser.parse_args(arguments))))
+    flags = parser.parse_args(arguments)
+    print(plan_batch(**vars(flags)))
 
 
 if __name__ == "__main__":

@@ -224,7 +224,9 @@ def bytes_of(tensor: Tensor) -> int:
 
 
 def build(shape: Shape, mode: Mode) -> nn.Module:
-    """The model in training mode, for fake tensors. Attention drops in its own kernel, if fused."""
+    """Build the model in training mode, for fake tensors. Attention drops in its own kernel, if
+    fused.
+    """
     dropped = 0.1 if mode.keeps_scores else 0.0
     attention = "eager" if mode.keeps_scores else "sdpa"
     if shape.kind == "gpt":
@@ -240,7 +242,8 @@ def build(shape: Shape, mode: Mode) -> nn.Module:
             attn_implementation=attention,
         )
         model = GPT2LMHeadModel(config)
-        model.loss_type = "ForCausalLM"  # transformers does not find it by GPT-2's class name
+        # transformers does not find it by GPT-2's class name.
+        model.loss_type = "ForCausalLM"
         return model.train()
     config = BertConfig(
         vocab_size=shape.words,
@@ -287,6 +290,7 @@ def count(model: nn.Module, shape: Shape, mode: Mode, lengths: np.ndarray) -> Co
 def _loss(
     model: nn.Module, shape: Shape, mode: Mode, inputs: dict[str, Tensor], num_targets: int
 ) -> Tensor:
+    """Compute a loss by the operators of a mode; its value does not matter."""
     ids = inputs["input_ids"]
     if shape.kind == "bert":
         return model(**inputs, labels=torch.zeros(len(ids), dtype=torch.long)).loss

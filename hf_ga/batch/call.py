@@ -253,10 +253,8 @@ def _agreed(
 def _fetcher(
     backend: Backend, collated: CollatedBatch, agreement: Agreement, given: Given
 ) -> CollatedFetcher:
-    """Return what cuts micro-batches from this rank's batch.
-
-    It cuts them from the global batch where other ranks' samples are needed: by a loss of all of
-    them, and by a rank that has none.
+    """Return a fetcher of micro-batches from this rank's batch, or from the global batch where
+    other ranks' samples are needed: by a loss of all of them, and by a rank that has none.
     """
     samples_of_proof = partial(proof_samples, backend, collated, agreement)
     needs_all = given.whole_batch is not None or 0 in agreement.sizes

@@ -161,7 +161,14 @@ class ShardedBackend(Backend):
         return [*fillers, *calls]
 
     def check_use(self, num_ranks: Sequence[float]) -> None:
-        """See the base class."""
+        """Check that FSDP reduces the gradients that only some ranks have.
+
+        Args:
+            num_ranks: For each parameter, the number of ranks that have a gradient of it.
+
+        Raises:
+            ConfigError: If there are such gradients under an FSDP2 that reduces them incorrectly.
+        """
         is_fixed = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
         if is_fixed or not self.accelerator.is_fsdp2:
             return

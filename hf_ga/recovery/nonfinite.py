@@ -177,7 +177,7 @@ def _bad_gradient(engine: Engine, mean: Tensor) -> str | None:
 
 
 def _exchange_parameters(model: nn.Module, repeated: Sequence[Repeated]) -> None:
-    """For each forward, which all ranks made, set `parameter` to the last one of all ranks."""
+    """Set `parameter` of each forward, which all ranks made, to the last one of all ranks."""
     order = [None, *(own_name(name) for name, _ in model.named_parameters())]
     parameters_of_ranks = gather_object([[one.parameter for one in repeated]])
     for index, one in enumerate(repeated):

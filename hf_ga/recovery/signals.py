@@ -73,6 +73,7 @@ def stop_requests() -> Iterator[StopRequest]:
         handlers = _handlers()
 
     def record(number: int, frame: FrameType | None) -> None:
+        """Note a signal: the handler during the block."""
         now = time.monotonic()
         first_arrival = request.first.setdefault(number, now)
         if now - first_arrival > SAME_REQUEST:

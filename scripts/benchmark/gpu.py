@@ -109,7 +109,9 @@ def cost(setting: Setting) -> Section:
     shapes = [(count // width, width) for count in tokens for width in widths]
     terms = np.array([(1, n * width, n * width**2) for n, width in shapes], float)
     times = seconds_of(setting, shapes)
-    constants, *_ = np.linalg.lstsq(terms / times[:, None], np.ones(len(shapes)), rcond=None)
+    # Divided by the times, so that residuals are relative errors.
+    relative_terms = terms / times[:, None]
+    constants, *_ = np.linalg.lstsq(relative_terms, np.ones(len(shapes)), rcond=None)
     a, b, c = constants
     rows = [
         ["overhead in tokens", a / b, overhead],

@@ -69,7 +69,8 @@ def main(given: str, written: str) -> None:
         given: The file of the setting.
         written: The file for the measurements.
     """
-    setting = Setting(**json.loads(Path(given).read_text()))
+    values = json.loads(Path(given).read_text())
+    setting = Setting(**values)
     state = PartialState(cpu=True)
     torch.set_num_threads(max(1, setting.num_threads // state.num_processes))
     measured = Lap(setting).run(default)

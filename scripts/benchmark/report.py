@@ -86,10 +86,10 @@ def speed_section(setting: Setting, measured: dict[str, Measured]) -> Section:
     memory = {arm: added_memory(of) for arm, of in measured.items()}
     # Of those that were measured.
     better = np.nanmax([rates[GROUPED], rates[REBALANCED]])
-    rows = [
-        [arm, rates[arm], rates[arm] / rates[TRAINER], rates[arm] / better, of.padding, memory[arm]]
-        for arm, of in measured.items()
-    ]
+    rows = []
+    for arm, of in measured.items():
+        rate = rates[arm]
+        rows.append([arm, rate, rate / rates[TRAINER], rate / better, of.padding, memory[arm]])
     lowest = np.nanmin([memory[GROUPED], memory[REBALANCED]])
     name = setting.model
     bounds = [

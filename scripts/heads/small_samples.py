@@ -195,11 +195,17 @@ def _with_labels(
 
 
 def _masked(labels: list[int], rng: np.random.Generator) -> list[int]:
-    """Mask about two of three labels in some samples, none in others; never the second label."""
+    """Replace labels by -100, so that the numbers of targets of samples differ much: about half of
+    the labels of short samples, and 70 % or none of those of long ones. Never the second label.
+    """
     share = 0.5
     if len(labels) > LENGTHS[0]:
         share = 0.7 if rng.integers(2) else 0.0
-    return [label if i == 1 or rng.random() >= share else IGNORED for i, label in enumerate(labels)]
+    masked = []
+    for i, label in enumerate(labels):
+        is_kept = i == 1 or rng.random() >= share
+        masked.append(label if is_kept else IGNORED)
+    return masked
 
 
 def _sample_label(kind: str, rng: np.random.Generator, index: int) -> Any:

@@ -60,7 +60,8 @@ def pair_columns(
     score = score or next((name for name in SCORES if name in names), None)
     negatives = sorted(filter(NEGATIVE.fullmatch, names), key=_number)
     if score is None:
-        return roles | dict(zip(names_of_negatives(len(negatives)), negatives, strict=True))
+        numbered = names_of_negatives(len(negatives))
+        return roles | dict(zip(numbered, negatives, strict=True))
     if negatives:
         raise DataError(
             f"the rows have a score ({score!r}) and negatives ({', '.join(negatives)}), but pairs "

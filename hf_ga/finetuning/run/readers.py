@@ -126,11 +126,13 @@ def own_reader(setup: Setup, model: nn.Module) -> Reader:
     ignored = ("loss", *getattr(unwrapped(model).config, "keys_to_ignore_at_inference", ()))
 
     def is_prediction(name: str, value: Any, num_samples: int) -> bool:
+        """Whether an entry of the outputs has one row for each sample, and is not ignored."""
         if name in ignored or not isinstance(value, Tensor):
             return False
         return value.shape[:1] == (num_samples,)
 
     def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[Any, Any]:
+        """Read predictions and labels, with one entry for each sample."""
         num_samples = len(micro_batch)
         found = [v for name, v in outputs.items() if is_prediction(name, v, num_samples)]
         logits = _single(found)

@@ -25,7 +25,8 @@ def tracker_names(report_to: str) -> list[str]:
     []
     """
     installed = [str(name) for name in get_available_trackers()]
-    names = [name.strip() for name in report_to.split(",") if name.strip() not in ("", "none")]
+    named = [name.strip() for name in report_to.split(",")]
+    names = [name for name in named if name not in ("", "none")]
     missing = [name for name in names if name not in ("all", *installed)]
     if missing:
         known = ", ".join(installed) or "no others"
