@@ -92,7 +92,7 @@ def test_every_block_and_command_is_tried():
         "finetune": 2,
         "library": 2,
         "pipeline": 2,
-        "processes": 1,
+        "processes": 2,
         "trainer": 2,
         "whole_batch": 2,
     }
@@ -188,8 +188,13 @@ def test_a_file_of_ones_own_becomes_a_classifier(tmp_path, capsys, monkeypatch):
     )
 
 
+def test_the_main_process_builds_a_model_with_weights(capsys):
+    names, _ = execute(BLOCKS["processes"][0], capsys)
+    assert not any(parameter.is_meta for parameter in names["model"].parameters())
+
+
 def test_the_stream_gives_windows(capsys):
-    _, printed = execute(BLOCKS["processes"][0], capsys)
+    _, printed = execute(BLOCKS["processes"][1], capsys)
     assert printed == "[32, 32, 32, 4]\n"
 
 

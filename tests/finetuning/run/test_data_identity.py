@@ -18,7 +18,7 @@ from hf_ga.finetuning.run.models import load_tokenizer
 
 TEMPLATE = (
     "{{ strftime_now('%d %B %Y') }}"
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>{% endfor %}"
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}{{ eos_token }}{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 STOP = 2
