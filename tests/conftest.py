@@ -3,6 +3,7 @@ would wait for each other).
 """
 
 import os
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -59,6 +60,19 @@ def _seeded() -> None:
     """Each test draws the same numbers, and sums on one thread, whichever ran before it."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _own_environment() -> Iterator[None]:
+    """`TrainingArguments` sets the precision in the environment, where it would be that of later
+    runs.
+    """
+    name = "ACCELERATE_MIXED_PRECISION"
+    before = os.environ.get(name)
+    yield
+    os.environ.pop(name, None)
+    if before is not None:
+        os.environ[name] = before
 
 
 @pytest.fixture

@@ -159,6 +159,8 @@ def prepare_data(
     if "train" in data.splits:
         data.content_hash = _content_hash(data.splits["train"], data.labels)
         data.identity = _identity_of(rows["train"], data)
+        if "validation" in rows:
+            data.identity["validation"] = _hash_of_rows(rows["validation"], data)
     if stream is not None:
         tokenize = _tokenizing(data.columns, options, data)
         data.stream = StreamedSamples(
@@ -388,6 +390,10 @@ def _facts(dataset: Dataset, split: str, options: DataOptions, side: str) -> lis
         if options.doc_stride is not None:
             reason = "no window contains their whole answer"
         counts[f"trained as unanswerable, as {reason}"] = sum(dataset["answer_is_lost"][:])
+        first = np.asarray(dataset["window"][:]) == 0 if "window" in dataset.column_names else True
+        answers = dataset["answers"][:] if "answers" in dataset.column_names else []
+        without = np.array([not texts for texts in answers], bool) & first
+        counts["without an answer, so trained as unanswerable"] = without.sum()
     if "notes" in dataset.column_names:
         counts |= Counter(note for notes in dataset["notes"][:] for note in notes.splitlines())
     facts = [
@@ -430,16 +436,20 @@ def _identity_of(train: Dataset, data: PreparedData) -> dict[str, str | None]:
         train: The rows by role, with labels as ids. Of a stream, those that were read ahead.
         data: With the tokenizer and the names of the labels.
     """
-    digest = hashlib.sha256(json.dumps(data.labels).encode())
-    for rows in train.iter(batch_size=1000):
-        digest.update(json.dumps(rows, default=str).encode())
     is_templated = bool(chat_columns(train.column_names))
     template = data.tokenizer.chat_template if is_templated else None
     return {
-        "data": digest.hexdigest()[:16],
+        "data": _hash_of_rows(train, data),
         "tokenizer": _short_hash([encoding_of(data.tokenizer), _FORMAT]),
         "chat_template": None if template is None else _short_hash(template),
     }
+
+
+def _hash_of_rows(dataset: Dataset, data: PreparedData) -> str:
+    digest = hashlib.sha256(json.dumps(data.labels).encode())
+    for rows in dataset.iter(batch_size=1000):
+        digest.update(json.dumps(rows, default=str).encode())
+    return digest.hexdigest()[:16]
 
 
 def _short_hash(value: Any) -> str:

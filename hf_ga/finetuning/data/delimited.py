@@ -4,9 +4,11 @@ All cells are read as texts first. A column becomes numbers only if all its cell
 NA, null, None and nan stay texts, and a type never depends on the part of a file that was read.
 """
 
+import re
 from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
+from glob import escape
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bar
 NUM_LOOKED_AT = 1000  # first rows, the only ones of a stream that tell the types of its columns
 # Codes: 007, and numbers with more digits than an int64 or a float holds.
 _CODE = r"^[+-]?(0\d|\d{19})"
-_READ = {"int64": int, "float64": float, "bool": lambda text: text.strip().lower() == "true"}
+_BOOLS = {"true": True, "false": False}
 
 
 def separator_of(path: str) -> str:
@@ -64,7 +66,7 @@ def _load_texts(path: str, streaming: bool) -> Dataset | IterableDataset:
     features = Features({name: Value("string") for name in header(path, separator)})
     rows = load_dataset(
         "csv",
-        data_files=path,
+        data_files=escape(path),  # `datasets` takes a name for a pattern
         split="train",
         streaming=streaming,
         features=features,
@@ -145,6 +147,24 @@ def _type_of_each(cells: pa.ChunkedArray) -> str | None:
 
 def _convert(rows: dict[str, list], types: dict[str, str]) -> dict[str, list[Any]]:
     return {
-        name: [None if text is None else _READ[dtype](text) for text in rows[name]]
+        name: [None if text is None else _read(text, dtype) for text in rows[name]]
         for name, dtype in types.items()
     }
+
+
+def _read(text: str, dtype: str) -> bool | int | float:
+    """Return the value of a cell.
+
+    Raises:
+        ValueError: If the text is none of this type: a later row of a stream may be of another one.
+    """
+    if dtype == "bool":
+        key = text.strip().lower()
+        if key not in _BOOLS:
+            raise ValueError(f"{text!r} is neither true nor false, as the first rows are")
+        return _BOOLS[key]
+    if dtype == "int64":
+        if re.match(_CODE, text.strip()):
+            raise ValueError(f"{text!r} is a code, but the first rows are whole numbers")
+        return int(text)
+    return float(text)

@@ -6,7 +6,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from glob import glob
+from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
@@ -197,11 +197,12 @@ def _load(kind: str, parts: Sequence[_Part], streaming: bool) -> Any:
     if len(parts) > 1:
         check_same_columns([(part.name, _columns(kind, part)) for part in parts])
     paths = [part.path for part in parts]
+    literal = [escape(path) for path in paths]  # `datasets` takes names for patterns
     with reading(", ".join(dict.fromkeys(part.name for part in parts))):
         if kind == "csv":
             return load_delimited(paths, streaming=streaming)
         options = READ_WITH.get(kind, {})
-        return load_dataset(kind, data_files=paths, split="train", streaming=streaming, **options)
+        return load_dataset(kind, data_files=literal, split="train", streaming=streaming, **options)
 
 
 def _check_no_pointer(path: Path) -> None:
@@ -316,7 +317,8 @@ def _columns(kind: str, part: _Part) -> list[str]:
         if kind == "csv":
             return header(part.path, separator_of(part.path))
         options = READ_WITH.get(kind, {})
-        rows = load_dataset(kind, data_files=part.path, split="train", streaming=True, **options)
+        literal = escape(part.path)
+        rows = load_dataset(kind, data_files=literal, split="train", streaming=True, **options)
         return columns_of(rows)
 
 

@@ -26,6 +26,7 @@ _MEASURED_BY = {
     "data",
     "tokenizer",
     "chat_template",
+    "validation",
     "validation_file",
     "validation_split_percentage",
     "max_eval_samples",
@@ -128,7 +129,8 @@ def _comparable(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
     training samples instead of hashes of their rows, tokenizer and template.
     """
     if "tokenizer" in saved:
-        return run.identity
+        absent = {"validation"} - saved.keys()  # in checkpoints of earlier versions
+        return {name: value for name, value in run.identity.items() if name not in absent}
     others = {k: v for k, v in run.identity.items() if k not in run.data.identity}
     return others | {"data": run.data.content_hash}
 

@@ -228,7 +228,7 @@ def test_turns_in_several_marked_parts():
     messages = turns("Hi", "Yes", "And?", "No")
     assert learnt({"messages": messages}, template) == "Yes<|im_end|>No<|im_end|>"
     messages[1]["weight"] = 0
-    with pytest.raises(DataError, match=r"marks 4 parts of 2 turns.*cannot be left out"):
+    with pytest.raises(DataError, match=r"marks 4 parts of 2 turns.*which turns are learnt"):
         targets_of({"messages": messages}, template)
 
 

@@ -110,6 +110,11 @@ def change_rows(folder):
     write_rows(folder / "chats.jsonl", [turns(i, "gives" if i == 9 else "same") for i in range(16)])
 
 
+def change_validation(folder):
+    """The best metric so far would be that of other rows."""
+    write_rows(folder / "validation.jsonl", [turns(i, "gives") for i in range(4)])
+
+
 def change_order(folder):
     write_rows(folder / "chats.jsonl", [turns(i) for i in reversed(range(16))])
 
@@ -129,6 +134,7 @@ def change_tokenizer(folder):
 
 CHANGES = {
     "rows": (change_rows, {}, "other settings: data '"),
+    "validation": (change_validation, {}, "other settings: validation '"),
     "order of the rows": (change_order, {}, "other settings: data '"),
     "template": (change_template, {}, "other settings: chat_template '"),
     "tokenizer": (change_tokenizer, {}, "other settings: tokenizer '"),

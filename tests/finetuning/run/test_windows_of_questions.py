@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
+from accelerate.state import AcceleratorState
 from forked import on_two_ranks, without_errors
 from runs import learn_job, relative_distance, train_job, write_rows
 
@@ -29,6 +30,7 @@ def rows_of(path):
 @pytest.fixture(scope="module")
 def model(place):
     """A model that has learnt some answers, with its evaluation at the end and predictions."""
+    AcceleratorState._reset_state(True)  # the precision of an earlier test would be that of the run
     rows = rows_of(place / f"{JOB}.validation.jsonl")
     asked = [{"question": row["question"], "context": row["context"]} for row in rows]
     asked.insert(2, {"question": "position", "context": ""})

@@ -36,11 +36,11 @@ def _marked_by_template(
     if len(spans) == len(numbers):
         located = {i: [span] for i, span in zip(numbers, spans, strict=True)}
         return {i: located[i] for i in targets}
-    if targets == numbers:
+    if targets == numbers and len(spans) > len(numbers):  # several parts of a turn
         return {targets[-1]: spans} if targets else {}
     raise DataError(
         f"the chat template marks {len(spans)} parts of {len(numbers)} turns of the assistant with "
-        "{% generation %}, so single turns cannot be left out: mark one part for each turn"
+        "{% generation %}, so it is not known which turns are learnt: mark one part for each turn"
     )
 
 
