@@ -154,7 +154,8 @@ def _find_rows(document: Mapping[str, Any], path: str) -> Found | None:
         )
     if lists:
         ((key, rows),) = lists.items()
-        return Found({None: rows}, f"rows under the key `{key}`")
+        form = f"rows under the key `{key}`{_not_used(document, key)}"
+        return Found({None: rows}, form)
     if _is_dict_of_dicts(document) and len(document) > 1:
         raise DataError(
             f"{path} is one JSON object of objects, and neither its keys ({_some(document)}) nor "
@@ -168,9 +169,16 @@ def _splits_in(document: Mapping[str, Any], path: str) -> Found | None:
     """Rows by split, if the keys are names of splits.
 
     Raises:
-        DataError: Two keys name the same split.
+        DataError: Two keys name the same split, or a split has something else than rows.
     """
     rows = {key: _rows_in(value) for key, value in document.items()}
+    has_splits = any(key in SPLIT_NAMES and of_key for key, of_key in rows.items())
+    for key, of_key in rows.items():
+        if has_splits and key in SPLIT_NAMES and of_key is None:
+            raise DataError(
+                f"{path} has rows under the names of splits, but those under {key} are not a list "
+                "of objects: fix or remove them."
+            )
     rows = {key: of_key for key, of_key in rows.items() if of_key is not None}
     keys = [key for key in rows if key in SPLIT_NAMES]
     named = {SPLIT_NAMES[key]: rows[key] for key in keys}
@@ -186,6 +194,15 @@ def _splits_in(document: Mapping[str, Any], path: str) -> Found | None:
     if unused:
         form += f" (not used: {', '.join(unused)})"
     return Found(dict(named), form)
+
+
+def _not_used(document: Mapping[str, Any], used: str) -> str:
+    """Name the other keys that hold more than one value, for the log."""
+    first = used.partition(".")[0]
+    others = [
+        key for key, value in document.items() if key != first and isinstance(value, list | dict)
+    ]
+    return f" (not used: {', '.join(others)})" if others else ""
 
 
 def _rows_in(value: Any) -> list[Row] | None:

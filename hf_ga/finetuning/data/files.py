@@ -152,6 +152,9 @@ def load_folder(
     kinds = {_file_kind(Path(path)) for paths in found.values() for path in paths}
     if not kinds or not kinds <= {"csv", "json", "text"}:
         return None
+    if set(map(str, found)) == {"train"}:  # a JSON file may have all splits
+        (paths,) = found.values()
+        return load_splits(paths, streaming=streaming, facts=facts)
     return {
         str(split): load_files(paths, str(split), streaming=streaming, facts=facts)
         for split, paths in found.items()

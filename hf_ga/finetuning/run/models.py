@@ -70,7 +70,6 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
         options = {"trust_remote_code": config.trust_remote_code, "add_prefix_space": True}
         tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path, **options)
         tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
-    tokenizer.padding_side = "right"  # training pads right
     return tokenizer
 
 

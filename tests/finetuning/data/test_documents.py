@@ -35,7 +35,7 @@ NESTED = {
     "under rows": ({"rows": ROWS}, "rows under the key `rows`"),
     "with facts beside": (
         {"meta": {"by": "me", "year": 2020}, "tags": ["a", "b"], "items": ROWS},
-        "rows under the key `items`",
+        "rows under the key `items` (not used: meta, tags)",
     ),
     "deeper": ({"result": {"status": 0, "hits": ROWS}}, "rows under the key `result.hits`"),
     "only training rows": ({"train": ROWS}, "splits under the keys train"),

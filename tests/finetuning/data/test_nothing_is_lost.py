@@ -1,11 +1,12 @@
 """What a row, or the name of a file, says and what could get lost without a word."""
 
 import pytest
-from chats import TAGGED, TOOLS, said, targets_of, turns
+from chats import CHATML, TAGGED, TOOLS, said, targets_of, turns
 from test_data import letter_tokenizer, prepared, write
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.files import load_splits
+from hf_ga.finetuning.data.delimited import _read
+from hf_ga.finetuning.data.files import load_folder, load_splits
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 SKIPS_TOOLS = TOOLS.replace("in messages %}", "in messages if m.role != 'tool' %}")
@@ -52,21 +53,22 @@ def test_turns_that_a_template_does_not_mark_are_missed():
         targets_of({"messages": messages}, MARKS_ANSWERS_ONLY)
 
 
-# `datasets` leaves the file open when the reading of a stream ends with an error.
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-@pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")
 @pytest.mark.parametrize(
-    ("first", "later", "message"),
-    [("true", "maybe", "neither true nor false"), ("7", "007", "is a code")],
+    ("text", "dtype", "message"),
+    [("maybe", "bool", "neither true nor false"), ("007", "int64", "is a code")],
 )
-def test_a_later_row_of_a_stream_of_another_type(tmp_path, first, later, message):
+def test_a_later_row_of_a_stream_of_another_type(text, dtype, message):
     """The first rows of a stream decide the types of its columns."""
-    rows = [f"words,{first}"] * 1000 + [f"others,{later}"]
-    path = tmp_path / "rows.csv"
-    path.write_text("\n".join(["text,label", *rows]))
-    stream = load_splits([str(path)], streaming=True)["train"]
     with pytest.raises(ValueError, match=message):
-        list(stream)
+        _read(text, dtype)
+
+
+@pytest.mark.parametrize(
+    ("text", "dtype", "value"),
+    [(" False", "bool", False), ("-7", "int64", -7), ("1e3", "float64", 1000.0)],
+)
+def test_a_later_row_of_a_stream(text, dtype, value):
+    assert _read(text, dtype) == value
 
 
 def test_questions_without_answers_are_counted(tmp_path):
@@ -76,3 +78,60 @@ def test_questions_without_answers_are_counted(tmp_path):
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
     data = prepared(file, tokenizer, task="question-answering", validation_file=file, max_length=16)
     assert "train: 1 of 3 rows without an answer, so trained as unanswerable" in data.facts
+
+
+HIDES_CONTENT_OF_CALLS = TOOLS.replace(
+    "{{ m.content }}", "{% if not m.tool_calls %}{{ m.content }}{% endif %}"
+)
+
+
+def test_a_turn_that_is_context_only_is_missed():
+    """Its content stands beside a call, where some templates leave it out."""
+    messages = [
+        said("user", "Weather?"),
+        said("assistant", "I look it up.", tool_calls=[CALL], weight=0),
+        said("tool", "4 C"),
+        said("assistant", "It is 4 C."),
+    ]
+    assert targets_of({"messages": messages}, TOOLS)  # the control
+    with pytest.raises(DataError, match="does not render the message of the assistant"):
+        targets_of({"messages": messages}, HIDES_CONTENT_OF_CALLS)
+
+
+def test_an_option_is_not_a_part_of_another_ones_name():
+    row = {"messages": turns("a", "b"), "chat_template_kwargs": {"thinking": False}}
+    knows = CHATML.replace("{{ m.content }}", "{{ m.content }}{% if thinking %}!{% endif %}")
+    assert targets_of(row, knows)
+    with pytest.raises(DataError, match="does not use the option 'thinking'"):
+        targets_of(row, knows.replace("thinking", "enable_thinking"))
+
+
+@pytest.mark.parametrize("role", ["Assistant", "chatgpt", "model"])
+def test_other_names_of_the_assistant_are_learnt(role):
+    messages = [said("user", "a"), said(role, "b")]
+    assert targets_of({"messages": messages}, CHATML) == ["b<|im_end|>\n"]
+
+
+def test_a_split_that_has_no_rows_is_missed(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text('{"train": [{"text": "a"}], "validation": [{"text": "b"}, null]}')
+    with pytest.raises(DataError, match="those under validation are not a list of objects"):
+        load_splits([str(path)])
+
+
+def test_other_keys_beside_the_rows_are_named(tmp_path):
+    facts = []
+    path = tmp_path / "rows.json"
+    path.write_text('{"rows": [{"text": "a"}], "labels": ["neg", "pos"]}')
+    assert load_splits([str(path)], facts=facts)["train"]["text"][:] == ["a"]
+    assert facts == ["rows.json: rows under the key `rows` (not used: labels)"]
+
+
+def test_splits_of_a_file_in_a_folder(tmp_path):
+    content = '{"train": [{"text": "a"}], "validation": [{"text": "b"}]}'
+    (tmp_path / "data.json").write_text(content)
+    loaded = load_folder(tmp_path)
+    assert {split: rows["text"][:] for split, rows in loaded.items()} == {
+        "train": ["a"],
+        "validation": ["b"],
+    }

@@ -12,7 +12,16 @@ from hf_ga.finetuning.data.chat.calls import CALLS, read_calls
 from hf_ga.finetuning.data.chat.template import Message
 from hf_ga.finetuning.data.chat.values import from_json, without_none
 
-ROLES = {"human": "user", "gpt": "assistant", "function": "tool"}
+ROLES = {
+    "human": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "bot": "assistant",
+    "model": "assistant",
+    "function": "tool",
+}
 SHAREGPT_KEYS = {"from": "role", "value": "content"}
 SHAREGPT_ROLES = {**ROLES, "observation": "tool", "function_response": "tool"}
 SHAREGPT_CALLS = ("function_call", "tool_call")  # roles of messages that consist of calls
@@ -74,7 +83,8 @@ def _read_turn(value: Any) -> Turn:
     given = _from_sharegpt(given)
     if not given.get("role"):
         raise DataError(NEEDS)
-    role = ROLES.get(given["role"], given["role"])
+    role = given["role"].lower()  # templates compare names exactly
+    role = ROLES.get(role, role)
     calls = read_calls(given)
     if not calls and "content" not in given:
         raise DataError(NEEDS)

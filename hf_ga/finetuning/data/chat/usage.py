@@ -36,8 +36,9 @@ def check_rendered(conversation: Conversation, template: ChatTemplate, text: str
     _check_tools(conversation, template, text)
     if _leaves_out("tool_calls", messages, template, text):
         raise DataError(f"the chat template does not render tool_calls: {REMEDY}")
-    for index in range(len(messages)):
-        _check_message(index, messages, template, text)
+    for index, turn in enumerate(conversation.turns):
+        if not turn.is_target:  # see `check_targets`
+            _check_message(index, messages, template, text)
 
 
 def check_targets(
@@ -70,7 +71,11 @@ def check_targets(
 
 
 def _check_options(conversation: Conversation, template: ChatTemplate) -> None:
-    unknown = [name for name in conversation.options if name not in template.source]
+    unknown = [
+        name
+        for name in conversation.options
+        if re.search(rf"\b{re.escape(name)}\b", template.source) is None
+    ]
     if unknown:
         raise DataError(f"the chat template does not use the option {unknown[0]!r}: {REMEDY}")
 
@@ -86,7 +91,7 @@ def _check_message(index: int, messages: list[Message], template: ChatTemplate, 
     nothing: another message may contain it, too.)
     """
     message = messages[index]
-    if message["role"] == "assistant" or not message.get("content"):
+    if not message.get("content"):
         return
     changed = [*messages[:index], {**message, "content": MARK}, *messages[index + 1 :]]
     if _renders_as(text, template, changed):
