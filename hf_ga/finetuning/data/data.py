@@ -356,11 +356,9 @@ def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedDa
             "end-of-text token included, and a completion within max_length."
         )
     if options.block_size:
-        num_rows, num_tokens, dataset = (
-            len(dataset),
-            sum(dataset["length"][:]),
-            cut_into_blocks(dataset, options.block_size),
-        )
+        num_rows = len(dataset)
+        num_tokens = sum(dataset["length"][:])
+        dataset = cut_into_blocks(dataset, options.block_size)
         sizes = (
             f"{len(dataset)} blocks of {options.block_size} tokens (the last has "
             f"{dataset['length'][-1]})"
@@ -373,7 +371,8 @@ def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedDa
 
 def _facts(dataset: Dataset, split: str, options: DataOptions, side: str) -> list[str]:
     """How many rows are changed or skipped."""
-    lengths, targets = np.asarray(dataset["length"][:]), np.asarray(dataset["num_targets"][:])
+    lengths = np.asarray(dataset["length"][:])
+    targets = np.asarray(dataset["num_targets"][:])
     num_rows = len(dataset)
     if "window" in dataset.column_names:
         num_rows = sum(number == 0 for number in dataset["window"][:])
@@ -390,10 +389,11 @@ def _facts(dataset: Dataset, split: str, options: DataOptions, side: str) -> lis
         if options.doc_stride is not None:
             reason = "no window contains their whole answer"
         counts[f"trained as unanswerable, as {reason}"] = sum(dataset["answer_is_lost"][:])
-        first = np.asarray(dataset["window"][:]) == 0 if "window" in dataset.column_names else True
-        answers = dataset["answers"][:] if "answers" in dataset.column_names else []
-        without = np.array([not texts for texts in answers], bool) & first
-        counts["without an answer, so trained as unanswerable"] = without.sum()
+    if {"answers", "window"} <= set(dataset.column_names):
+        first_windows = np.asarray(dataset["window"][:]) == 0
+        has_answer = np.array([bool(texts) for texts in dataset["answers"][:]], bool)
+        without = (first_windows & ~has_answer).sum()
+        counts["without an answer, so trained as unanswerable"] = without
     if "notes" in dataset.column_names:
         counts |= Counter(note for notes in dataset["notes"][:] for note in notes.splitlines())
     facts = [
@@ -446,6 +446,7 @@ def _identity_of(train: Dataset, data: PreparedData) -> dict[str, str | None]:
 
 
 def _hash_of_rows(dataset: Dataset, data: PreparedData) -> str:
+    """Hash rows by role, and the names of the labels that their ids stand for."""
     digest = hashlib.sha256(json.dumps(data.labels).encode())
     for rows in dataset.iter(batch_size=1000):
         digest.update(json.dumps(rows, default=str).encode())

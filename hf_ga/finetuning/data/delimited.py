@@ -24,7 +24,9 @@ SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bar
 NUM_LOOKED_AT = 1000  # first rows, the only ones of a stream that tell the types of its columns
 # Codes: 007, and numbers with more digits than an int64 or a float holds.
 _CODE = r"^[+-]?(0\d|\d{19})"
+_NUMBER = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?")
 _BOOLS = {"true": True, "false": False}
+_NAMES = {"int64": "whole numbers", "float64": "numbers", "bool": "true or false"}
 
 
 def separator_of(path: str) -> str:
@@ -156,15 +158,17 @@ def _read(text: str, dtype: str) -> bool | int | float:
     """Return the value of a cell.
 
     Raises:
-        ValueError: If the text is none of this type: a later row of a stream may be of another one.
+        DataError: If the text is none of this type: a later row of a stream may be of another one.
     """
-    if dtype == "bool":
-        key = text.strip().lower()
-        if key not in _BOOLS:
-            raise ValueError(f"{text!r} is neither true nor false, as the first rows are")
-        return _BOOLS[key]
-    if dtype == "int64":
-        if re.match(_CODE, text.strip()):
-            raise ValueError(f"{text!r} is a code, but the first rows are whole numbers")
-        return int(text)
-    return float(text)
+    cell = text.strip().lower()
+    if dtype == "bool" and cell in _BOOLS:
+        return _BOOLS[cell]
+    # Python also reads 1_0, nan and inf, which are no numbers in the first rows.
+    is_number = _NUMBER.fullmatch(cell) and not re.match(_CODE, cell)
+    if dtype != "bool" and is_number:
+        with suppress(ValueError):
+            return {"int64": int, "float64": float}[dtype](cell)
+    raise DataError(
+        f"the first {NUM_LOOKED_AT:,} rows of a column are {_NAMES[dtype]}, but a later one is "
+        f"{text!r}: fix the row, or read the file without streaming, which looks at all rows."
+    )

@@ -55,11 +55,19 @@ def test_turns_that_a_template_does_not_mark_are_missed():
 
 @pytest.mark.parametrize(
     ("text", "dtype", "message"),
-    [("maybe", "bool", "neither true nor false"), ("007", "int64", "is a code")],
+    [
+        ("maybe", "bool", "are true or false, but a later one is 'maybe'"),
+        ("1", "bool", "are true or false"),
+        ("007", "int64", "are whole numbers, but a later one is '007'"),
+        ("1_0", "int64", "are whole numbers"),
+        ("1.5", "int64", "are whole numbers"),
+        ("nan", "float64", "are numbers"),
+        ("1_0.5", "float64", "are numbers"),
+    ],
 )
 def test_a_later_row_of_a_stream_of_another_type(text, dtype, message):
     """The first rows of a stream decide the types of its columns."""
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(DataError, match=message):
         _read(text, dtype)
 
 
