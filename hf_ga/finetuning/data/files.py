@@ -15,6 +15,7 @@ from datasets.packaged_modules.json.json import JsonConfig
 from datasets.utils import logging
 
 from hf_ga.errors import DataError, HfGaError
+from hf_ga.finetuning.data.dates import with_dates_as_texts
 from hf_ga.finetuning.data.delimited import SEPARATORS, header, load_delimited, separator_of
 from hf_ga.finetuning.data.documents import json_lines_of
 
@@ -205,7 +206,8 @@ def _load(kind: str, parts: Sequence[_Part], streaming: bool) -> Any:
         if kind == "csv":
             return load_delimited(paths, streaming=streaming)
         options = READ_WITH.get(kind, {})
-        return load_dataset(kind, data_files=literal, split="train", streaming=streaming, **options)
+        rows = load_dataset(kind, data_files=literal, split="train", streaming=streaming, **options)
+        return with_dates_as_texts(rows, paths) if kind == "json" else rows
 
 
 def _check_no_pointer(path: Path) -> None:

@@ -1,0 +1,64 @@
+"""Texts of JSON files that are dates stay these texts, although pyarrow converts them."""
+
+import gzip
+import json
+
+import pytest
+from datasets import load_dataset
+
+from hf_ga.finetuning.data.files import load_files
+
+DATE = "2024-01-02"
+OTHER_FORM = "2024-01-02T03:04:05Z"
+
+
+def write_lines(path, rows):
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return str(path)
+
+
+def read_by_datasets(path):
+    return list(load_dataset("json", data_files=path, split="train"))
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_column_of_dates_stays_texts(tmp_path, streaming):
+    rows = [{"source": "2 January 2024", "target": DATE}, {"source": "x", "target": OTHER_FORM}]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    assert read_by_datasets(path) != rows  # the control
+    assert list(load_files([path], "train", streaming=streaming)) == rows
+
+
+def test_dates_in_conversations_stay_texts(tmp_path):
+    rows = [{"messages": [{"role": "user", "content": DATE}]}] * 2
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    assert read_by_datasets(path) != rows
+    assert list(load_files([path], "train")) == rows
+
+
+def test_a_file_of_dates_after_one_of_other_texts(tmp_path):
+    """Each file is converted for itself, so the column of both is one of strings."""
+    texts = [write_lines(tmp_path / "a.jsonl", [{"text": "a", "n": 1}])]
+    texts.append(write_lines(tmp_path / "b.jsonl", [{"text": DATE, "n": 2}]))
+    converted = load_dataset("json", data_files=texts, split="train")["text"][:]
+    assert converted == ["a", "2024-01-02 00:00:00"]
+    rows = load_files(texts, "train")
+    assert rows["text"][:] == ["a", DATE]
+    assert rows["n"][:] == [1, 2]
+
+
+def test_a_list_and_a_compressed_file(tmp_path):
+    rows = [{"text": DATE}, {"text": OTHER_FORM}]
+    listed = tmp_path / "rows.json"
+    listed.write_text(json.dumps(rows, indent=1))
+    compressed = tmp_path / "rows.jsonl.gz"
+    with gzip.open(compressed, "wt") as file:
+        file.writelines(f"{json.dumps(row)}\n" for row in rows)
+    assert list(load_files([str(listed)], "train")) == rows
+    assert list(load_files([str(compressed)], "train")) == rows
+
+
+def test_a_text_that_looks_converted_is_not_changed(tmp_path):
+    rows = [{"text": "2024-01-02 00:00:00 was a Tuesday"}, {"text": "b"}]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    assert list(load_files([path], "train")) == rows
