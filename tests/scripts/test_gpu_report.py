@@ -15,17 +15,9 @@ import psutil
 import pytest
 import torch
 from gpu_report import Part
+from hanging_worker import FIGURES
 
-FIGURES = {"sections": [{"title": "gpt: ragged samples", "rows": [["hf_ga", 7.0]], "bounds": []}]}
-# Writes figures, as the benchmark does after each section, then starts another process and waits
-# for it for ever.
-HANGS = f"""
-import json, pathlib, subprocess, sys
-pathlib.Path(sys.argv[1], "benchmark.json").write_text(json.dumps({FIGURES}))
-child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-print("child", child.pid, flush=True)
-child.wait()
-"""
+HANGS = Path(__file__).with_name("hanging_worker.py")
 
 
 @pytest.fixture(autouse=True)
@@ -36,12 +28,11 @@ def handler_of_sigterm():
     signal.signal(signal.SIGTERM, before)
 
 
-def parts(folder: Path, seconds: float) -> dict[str, Part]:
-    (folder / "hangs.py").write_text(HANGS)
+def parts(seconds: float) -> dict[str, Part]:
     return {
         "first": Part("First", "-c print('-\\x20passed:\\x201,\\x20target\\x20>=\\x201')", 60),
         "fails": Part("Fails", "-c raise(ValueError('broken'))", 60),
-        "peers": Part("Hangs", f"{folder / 'hangs.py'} OUT", seconds),
+        "peers": Part("Hangs", f"{HANGS} OUT", seconds),
         "cuda": Part("On a GPU", "-c print('ran')", 60, "a CPU has none"),
         "last": Part("Last", "-c print('also_here')", 60),
     }
@@ -53,7 +44,7 @@ def is_running(pid: int) -> bool:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="is about a machine without a GPU")
 def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_report, "PARTS", parts(tmp_path, 1.5))
+    monkeypatch.setattr(gpu_report, "PARTS", parts(1.5))
     assert gpu_report.main(["--output_dir", str(tmp_path / "out")]) == 1
     found = json.loads((tmp_path / "out" / "report.json").read_text())
     statuses = [
@@ -77,7 +68,7 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path, monkeypatch):
 
 
 def test_an_interrupted_report_keeps_what_it_has(tmp_path, monkeypatch):
-    monkeypatch.setattr(gpu_report, "PARTS", parts(tmp_path, 60))
+    monkeypatch.setattr(gpu_report, "PARTS", parts(60))
     out = tmp_path / "out"
     process = multiprocessing.get_context("fork").Process(
         target=gpu_report.main, args=(["--output_dir", str(out)],)

@@ -22,32 +22,8 @@ from hf_ga.errors import HfGaError
 
 SUBMIT = Path(submit_slurm.__file__)
 
-# A run of two processes: sums a number over them, notes its flags, and is preempted once.
-RUN = """
-import json, os, sys, time
-from pathlib import Path
-import psutil, torch, torch.distributed as dist
-from accelerate import Accelerator
-
-accelerator = Accelerator()
-number = torch.tensor([float(accelerator.process_index + 1)])
-dist.all_reduce(number)
-folder = Path(sys.argv[sys.argv.index("--output_dir") + 1])
-first = not (folder / "checkpoint-7").exists()
-accelerator.wait_for_everyone()
-if accelerator.is_main_process:
-    (folder / "checkpoint-7").mkdir(parents=True, exist_ok=True)
-    with (folder / "starts.jsonl").open("a") as file:
-        found = {"sum": number.item(), "kind": str(accelerator.distributed_type), "flags": sys.argv[1:], "pid": os.getpid()}
-        file.write(json.dumps(found) + "\\n")
-    if first:
-        launcher = psutil.Process().parent()  # SLURM tells every process of the job
-        launcher.send_signal(12)
-        launcher.parent().send_signal(12)
-if first:
-    time.sleep(100)
-accelerator.end_training()  # else gloo's threads may abort a process that ends
-"""
+PREEMPTED = Path(__file__).with_name("preempted_worker.py")
+SAVING = Path(__file__).with_name("saving_worker.py")
 
 
 def parsed(words):
@@ -196,7 +172,6 @@ def test_a_preempted_job_of_two_processes_is_queued_again_and_resumes(tmp_path, 
     start resumes.
     """
     monkeypatch.delenv("ACCELERATE_USE_CPU")  # the job must set it itself
-    (tmp_path / "run.py").write_text(RUN)
     flags = (
         "--cluster local --wait --gpus_per_node 0 --processes_per_node 2 --time 11 --folder "
         f"{tmp_path / 'jobs'} --"
@@ -205,7 +180,7 @@ def test_a_preempted_job_of_two_processes_is_queued_again_and_resumes(tmp_path, 
         sys.executable,
         str(SUBMIT),
         *flags.split(),
-        str(tmp_path / "run.py"),
+        str(PREEMPTED),
         "--output_dir",
         str(tmp_path / "out"),
     ]
@@ -285,16 +260,6 @@ def test_run_to_end_ignores_the_signal_and_gives_the_exit_code():
     assert run_to_end(words("USR1"), dict(os.environ), signal.SIGUSR2) == -10
 
 
-# What `accelerate launch` of one process does: it ends at once, and the run, which saves, a little
-# later.
-SAVES = """
-import os, signal, sys, time
-if os.fork(): signal.pause()
-def save(*_): time.sleep(0.3); open(sys.argv[1], "w").write("saved"); os._exit(0)
-signal.signal(signal.SIGTERM, save); open(sys.argv[1], "w").write("runs"); time.sleep(60)
-"""
-
-
 def test_run_to_end_lets_the_run_save(tmp_path, monkeypatch):
     """When this process is ended."""
     file, wait = tmp_path / "file", subprocess.Popen.wait
@@ -307,5 +272,5 @@ def test_run_to_end_lets_the_run_save(tmp_path, monkeypatch):
 
     monkeypatch.setattr(subprocess.Popen, "wait", ended)
     with pytest.raises(SystemExit):
-        run_to_end([sys.executable, "-c", SAVES, str(file)], dict(os.environ), signal.SIGUSR2)
+        run_to_end([sys.executable, str(SAVING), str(file)], dict(os.environ), signal.SIGUSR2)
     assert file.read_text() == "saved"

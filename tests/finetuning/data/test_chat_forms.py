@@ -18,8 +18,9 @@ from chats import (
     tokenizer_with,
     turns,
 )
+from column_types import LISTS, MESSAGES, TEXT, Columns, empty_rows
 from datasets import DatasetDict, load_dataset
-from test_data import empty, prepared
+from test_data import prepared
 
 from hf_ga import DataError
 from hf_ga.finetuning.data.columns import choose_columns
@@ -375,39 +376,51 @@ def test_without_a_template_nothing_is_left_out(row):
         text_of(row, None)
 
 
-PREFERENCES = {
-    "prompt completion label": "labels of preferences.*KTO.*completion, label",
-    "M_messages kto_tag": "labels of preferences.*kto_tag",
-    "instruction input output kto_tag": "labels of preferences.*kto_tag",
-    "prompt": "prompts without completions.*nothing to learn.*--text_column",
-    "M_prompt answer": "prompts without completions.*prompt, answer",
-    "prompt chosen rejected": "pairs of preferences.*chosen, rejected",
-    "M_chosen M_rejected": "pairs of preferences.*chosen, rejected",
-    "instruction chosen rejected": "pairs of preferences",
-    "input preferred_output non_preferred_output": "pairs of preferences.*non_preferred_output",
-    "prompt L_completions L_labels": "steps with labels",
-    "L_segments": "skip the chat template.*segments",
-    "M_messages L_images": r"images \(columns: images\)",
-    "M_messages videos": "videos",
-    "M_messages audio": "sound",
-}
+# Columns of a dataset, and how the error names what they hold.
+OTHER_DATA: list[tuple[Columns, str]] = [
+    (
+        {"prompt": TEXT, "completion": TEXT, "label": TEXT},
+        "labels of preferences.*KTO.*completion, label",
+    ),
+    ({"messages": MESSAGES, "kto_tag": TEXT}, "labels of preferences.*kto_tag"),
+    (
+        {"instruction": TEXT, "input": TEXT, "output": TEXT, "kto_tag": TEXT},
+        "labels of preferences.*kto_tag",
+    ),
+    ({"prompt": TEXT}, "prompts without completions.*nothing to learn.*--text_column"),
+    ({"prompt": MESSAGES, "answer": TEXT}, "prompts without completions.*prompt, answer"),
+    ({"prompt": TEXT, "chosen": TEXT, "rejected": TEXT}, "pairs of preferences.*chosen, rejected"),
+    ({"chosen": MESSAGES, "rejected": MESSAGES}, "pairs of preferences.*chosen, rejected"),
+    ({"instruction": TEXT, "chosen": TEXT, "rejected": TEXT}, "pairs of preferences"),
+    (
+        {"input": TEXT, "preferred_output": TEXT, "non_preferred_output": TEXT},
+        "pairs of preferences.*non_preferred_output",
+    ),
+    ({"prompt": TEXT, "completions": LISTS, "labels": LISTS}, "steps with labels"),
+    ({"segments": LISTS}, "skip the chat template.*segments"),
+    ({"messages": MESSAGES, "images": LISTS}, r"images \(columns: images\)"),
+    ({"messages": MESSAGES, "videos": TEXT}, "videos"),
+    ({"messages": MESSAGES, "audio": TEXT}, "sound"),
+]
 
 
-def columns(names: str, **flags) -> dict[str, str]:
-    rows = DatasetDict(train=empty(names.split()))
+def chosen(columns: Columns, **flags) -> dict[str, str]:
+    rows = DatasetDict(train=empty_rows(columns))
     return choose_columns(rows, DataOptions(**flags), TASKS["causal-lm"])
 
 
-@pytest.mark.parametrize("names", PREFERENCES)
-def test_preferences_and_images_are_refused_by_name(names):
-    with pytest.raises(DataError, match=PREFERENCES[names]):
-        columns(names)
+@pytest.mark.parametrize(("columns", "message"), OTHER_DATA)
+def test_preferences_and_images_are_refused_by_name(columns, message):
+    with pytest.raises(DataError, match=message):
+        chosen(columns)
 
 
 def test_a_named_text_and_other_labels_are_no_preferences():
-    assert columns("prompt completion label", text_column="prompt") == {"text": "prompt"}
-    assert columns("text label") == {"text": "text"}
-    assert columns("text audio chosen rejected") == {"text": "text"}
+    completions = {"prompt": TEXT, "completion": TEXT, "label": TEXT}
+    assert chosen(completions, text_column="prompt") == {"text": "prompt"}
+    assert chosen({"text": TEXT, "label": TEXT}) == {"text": "text"}
+    preferences = {"text": TEXT, "audio": TEXT, "chosen": TEXT, "rejected": TEXT}
+    assert chosen(preferences) == {"text": "text"}
 
 
 UNUSED = [

@@ -11,7 +11,7 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from datasets import Dataset, DatasetDict, Features, List, Value
+from datasets import Dataset, DatasetDict
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -19,7 +19,6 @@ from hf_ga import DataError, FinetuneConfig
 from hf_ga.embedding.losses import InfoNCE
 from hf_ga.finetuning.data import corpus, tasks
 from hf_ga.finetuning.data.collation import collate_causal, collate_samples
-from hf_ga.finetuning.data.columns import choose_columns, rename_columns
 from hf_ga.finetuning.data.data import prepare_data, prepare_unlabelled
 from hf_ga.finetuning.data.sources import load_rows
 from hf_ga.finetuning.data.tasks import TASKS
@@ -310,159 +309,6 @@ def test_chosen_columns_win_over_default_names(tmp_path):
         data.splits["train"][0]["input_ids"],
         data.splits["train"][0]["label"],
     ) == (["no", "yes"], [3, 4], 1)
-
-
-# task: columns of a dataset (L: of lists, M: of messages, A: of answers, i: of numbers, others:
-# strings), flags -> what is chosen
-COLUMNS = """
-causal-lm: text label -> text=text
-causal-lm: i_n body -> text=body
-causal-lm: prompt completion text_column=prompt -> text=prompt
-causal-lm: M_messages prompt completion -> messages=messages
-causal-lm: text prompt completion -> prompt=prompt completion=completion
-causal-lm: output input instruction -> instruction=instruction output=output input=input
-causal-lm: output instruction -> instruction=instruction output=output
-causal-lm: text prompt output input -> text=text
-masked-lm: text prompt completion -> text=text
-text-classification: label body -> text=body label=label
-text-classification: kind body label_column=kind -> text=body label=kind
-text-classification: text labels -> text=text label=labels
-text-classification: text labels label -> text=text label=label
-text-classification: sentence1 sentence2 label text_column=sentence1 -> text=sentence1 label=label
-multi-label: text label L_labels labels -> text=text label=labels
-regression: body more label text_pair_column=more -> text=body text_pair=more label=label
-regression: text i_n score -> text=text label=score
-regression: a b score text_column=a text_pair_column=b -> text=a text_pair=b label=score
-regression: text b score text_pair_column=b -> text=text text_pair=b label=score
-token-classification: words L_x pos_tags ner_tags -> tokens=words label=ner_tags
-token-classification: words tokens tags ner_tags -> tokens=tokens label=tags
-token-classification: tokens tags mine more text_column=mine label_column=more -> tokens=mine label=more
-question-answering: id title context question A_answers -> question=question context=context answers=answers
-question-answering: q p A_found question text_column=q text_pair_column=p label_column=found -> question=q context=p answers=found
-multiple-choice: sent1 sent2 ending1 ending0 label -> text=sent1 text_pair=sent2 choice0=ending0 choice1=ending1 label=label
-multiple-choice: question L_choices L_mine answer choices_column=mine -> text=question choices=mine label=answer
-seq2seq: target source text -> text=source target=target
-seq2seq: id document summary -> text=document target=summary
-seq2seq: article highlights id -> text=article target=highlights
-seq2seq: document summary title target_column=title -> text=document target=title
-seq2seq: translation.de translation.en -> text=translation.de target=translation.en
-seq2seq: translation.de translation.en text_column=translation.en -> text=translation.en target=translation.de
-""".strip().splitlines()
-for pair in (
-    "sentence1 sentence2",
-    "premise hypothesis",
-    "question1 question2",
-    "question sentence",
-    "text1 text2",
-):
-    first, second = pair.split()
-    for name in ("text-classification", "multi-label", "regression"):
-        COLUMNS.append(
-            f"{name}: {second} text {first} label -> text={first} text_pair={second} label=label"
-        )
-    COLUMNS.append(f"regression: {first} i_label label_column=label -> text={first} label=label")
-    COLUMNS.append(f"regression: text {first} label -> text=text label=label")
-
-
-def empty(columns: list[str]) -> Dataset:
-    kinds = {
-        "L": List(Value("string")),
-        "M": List({"role": Value("string"), "content": Value("string")}),
-        "i": Value("int64"),
-    }
-    kinds["A"] = {"text": List(Value("string")), "answer_start": List(Value("int64"))}
-    features = {
-        name[2 * (name[1:2] == "_") :]: kinds.get(name[0] * (name[1:2] == "_"), Value("string"))
-        for name in columns
-    }
-    return Dataset.from_dict({name: [] for name in features}, Features(features))
-
-
-def chosen(task: str, words: str) -> dict[str, str]:
-    """The columns chosen from a dataset that has the given ones, under the given flags."""
-    pairs = (word.split("=") for word in words.split() if "=" in word)
-    flags = {name: int(value) if value.isdigit() else value for name, value in pairs}
-    rows = DatasetDict(train=empty([word for word in words.split() if "=" not in word]))
-    columns = choose_columns(
-        rows, FinetuneConfig(dataset_name="x", task=task, **flags), TASKS[task]
-    )
-    rename_columns(rows, columns)  # which checks that they are there
-    return columns
-
-
-@pytest.mark.parametrize("case", COLUMNS)
-def test_columns(case):
-    (task, given), expected = case.partition(" -> ")[0].split(": "), case.partition(" -> ")[2]
-    assert chosen(task, given) == dict(word.split("=") for word in expected.split())
-
-
-# The same with the first word of the error: a flag, whose column is missing.
-MISSING = """
-causal-lm: body title -> text_column 'text'
-text-classification: title body label -> text_column 'text'
-regression: i_n label -> text_column 'text'
-masked-lm: text text_column=b -> text_column 'b'
-regression: text -> label_column 'label'
-multi-label: text tags -> label_column 'labels'
-text-classification: text label label_column=y -> label_column 'y'
-text-classification: text label text_pair_column=text_pair -> text_pair_column 'text_pair'
-token-classification: text tags -> text_column 'tokens'
-token-classification: tokens -> label_column 'tags'
-question-answering: query context A_answers -> text_column 'question'
-question-answering: question text A_answers -> text_pair_column 'context'
-question-answering: question context -> label_column 'answers'
-multiple-choice: question label -> choices_column 'choices'
-multiple-choice: question label choices_column=x -> choices_column 'x'
-multiple-choice: question L_c choices_column=c -> label_column 'label'
-seq2seq: body target -> text_column 'source'
-seq2seq: source body -> target_column 'target'
-""".strip().splitlines()
-
-
-@pytest.mark.parametrize("case", MISSING)
-def test_columns_that_are_missing(case):
-    """The error names the flag, the column, those that there are, and the flag again as the
-    remedy.
-    """
-    (task, given), missing = case.partition(" -> ")[0].split(": "), case.partition(" -> ")[2]
-    there = given.split()[0].removeprefix("i_")
-    with pytest.raises(
-        DataError, match=f"^{missing} is not in the train rows.*{there}.*--{missing.split()[0]}"
-    ):
-        chosen(task, given)
-
-
-def test_columns_that_cannot_be_used_together():
-    for task, given in (
-        ("regression", "text label label_column=text"),
-        ("token-classification", "tags text_column=tags"),
-    ):
-        with pytest.raises(
-            DataError, match="text_column and label_column must be different columns"
-        ):
-            chosen(task, given)
-    with pytest.raises(
-        DataError, match=r"block_size concatenates plain texts.*prompt, completion.*--text_column"
-    ):
-        chosen("causal-lm", "prompt completion block_size=8")
-
-
-def test_columns_that_one_split_lacks():
-    """Those of conversations have no flag, so none is named."""
-    config = FinetuneConfig(dataset_name="x")
-    rows = DatasetDict(
-        train=empty(["instruction", "output", "input"]), test=empty(["instruction", "output"])
-    )
-    with pytest.raises(
-        DataError, match=r"column 'input' is not in the test rows.*Add it, or rename a column"
-    ) as error:
-        rename_columns(rows, choose_columns(rows, config, TASKS["causal-lm"]))
-    assert "--" not in str(error.value)
-    rows = DatasetDict(train=empty(["text"]), validation=empty(["body"]))
-    with pytest.raises(
-        DataError, match="text_column 'text' is not in the validation rows, which have: body"
-    ):
-        rename_columns(rows, choose_columns(rows, config, TASKS["causal-lm"]))
 
 
 def test_rows_are_counted_and_said(tmp_path):
