@@ -30,9 +30,10 @@ from hf_ga.finetuning.data.masking import KeyedMasks
 from hf_ga.finetuning.data.numeric import as_numbers
 from hf_ga.finetuning.data.options import DataOptions, Several, as_list
 from hf_ga.finetuning.data.pairs import check_scores
-from hf_ga.finetuning.data.sources import StreamedSamples, first_rows, load_rows
+from hf_ga.finetuning.data.sources import first_rows, load_rows
 from hf_ga.finetuning.data.spans import encode_answers
 from hf_ga.finetuning.data.squad import questions_of
+from hf_ga.finetuning.data.streamed import StreamedSamples
 from hf_ga.finetuning.data.tasks import TASKS, Task
 from hf_ga.finetuning.data.tokenization import (
     complete_tokenizer,

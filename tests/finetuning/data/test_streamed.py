@@ -7,7 +7,7 @@ from datasets import ClassLabel, Dataset, Features, Value
 from test_data import letter_tokenizer, rows_for, write
 
 from hf_ga import DataError, FinetuneConfig
-from hf_ga.finetuning.data import sources
+from hf_ga.finetuning.data import sources, streamed
 from hf_ga.finetuning.data.data import PreparedData, prepare_data
 
 READ_AHEAD = 7
@@ -16,7 +16,7 @@ READ_AHEAD = 7
 @pytest.fixture(autouse=True)
 def _small_steps(monkeypatch):
     monkeypatch.setattr(sources, "NUM_READ_AHEAD", READ_AHEAD)
-    monkeypatch.setattr(sources, "BATCH_SIZE", 4)
+    monkeypatch.setattr(streamed, "BATCH_SIZE", 4)
 
 
 def prepared(file, is_streamed=True, known=None, **more) -> PreparedData:

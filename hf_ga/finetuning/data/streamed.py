@@ -1,0 +1,101 @@
+"""Samples of a stream of training rows, tokenized while the rows are read."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from datasets import ClassLabel, IterableDataset
+
+from hf_ga.errors import HfGaError
+from hf_ga.finetuning.data.checks import (
+    FIX_LABELS,
+    FIX_WEIGHTS,
+    WEIGHT_RULE,
+    check_values,
+    is_given,
+    is_weight,
+)
+from hf_ga.finetuning.data.files import unreadable
+from hf_ga.finetuning.data.labels import CLASS_RULE, label_ids
+
+BATCH_SIZE = 100  # rows that are tokenized together
+
+
+class StreamedSamples:
+    """Iterates over the tokenized samples of a stream; rows without tokens are skipped.
+
+    Args:
+        stream: The training rows.
+        name: Name of the dataset, for errors.
+        columns: The column of the rows for each role, such as {"text": "body", "label": "stars"}.
+        labels: Class names in the order of their ids; empty if the task has no classes.
+        tokenize: Function from rows (a list per role) to samples (a list per column).
+    """
+
+    def __init__(
+        self,
+        stream: IterableDataset,
+        name: str,
+        columns: Mapping[str, str],
+        labels: Sequence[str],
+        tokenize: partial,
+    ) -> None:
+        self.name = name
+        stream = stream.select_columns(list(columns.values()))
+        new_names = {column: role for role, column in columns.items() if column != role}
+        stream = stream.rename_columns(new_names)
+        label_feature = (stream.features or {}).get("label")
+        class_label = label_feature if isinstance(label_feature, ClassLabel) else None
+        encode = partial(_encode, class_label=class_label, labels=labels, tokenize=tokenize)
+        samples = stream.map(
+            encode,
+            batched=True,
+            batch_size=BATCH_SIZE,
+            remove_columns=[role for role in columns if role != "weight"],
+        )
+        self.samples = samples.filter(bool, input_columns="length")
+
+    def set_epoch(self, epoch: int) -> None:
+        """Set the epoch of a stream that shuffles its rows by epoch."""
+        self.samples.set_epoch(epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Read the stream once, and yield its samples.
+
+        Raises:
+            DataError: If a row cannot be read or tokenized, or has an unknown label or an invalid
+                weight.
+        """
+        try:
+            yield from self.samples
+        except HfGaError:
+            raise
+        except Exception as error:
+            raise unreadable(self.name, error) from error
+
+
+def _encode(
+    rows: dict[str, list],
+    class_label: ClassLabel | None,
+    labels: Sequence[str],
+    tokenize: partial,
+) -> dict[str, list]:
+    """Replace the labels of a batch of rows by class ids, check its weights, and tokenize it.
+
+    Args:
+        rows: A list of values for each role.
+        class_label: The type of the label column if `datasets` knows the class names, else None.
+        labels: Class names in the order of their ids; empty if the task has no classes.
+        tokenize: Function from rows to samples.
+
+    Raises:
+        DataError: If a label or a weight is missing or invalid.
+    """
+    if labels:
+        check_values("streamed", rows["label"], is_given, CLASS_RULE, FIX_LABELS)
+        one_label_each = [[value] for value in rows["label"]]
+        ids = label_ids(one_label_each, class_label, labels, "the stream")
+        rows = {**rows, "label": [row_ids[0] for row_ids in ids]}
+    if "weight" in rows:
+        check_values("streamed", rows["weight"], is_weight, WEIGHT_RULE, FIX_WEIGHTS)
+    return tokenize(rows)
