@@ -201,6 +201,7 @@ def build_run(setup: Setup) -> Run:
     )
     max_steps = config.max_steps or max_windows
     optimizer, scheduler = _optimizer(config, model, max_steps)
+    _print_long_warmup(setup, max_steps)
     # before the weights are sharded, which the main process may hold alone
     identity: dict[str, Any] = {}
     if accelerator.is_main_process:
@@ -268,21 +269,58 @@ def _print_size(setup: Setup, model: Any) -> None:
 def _optimizer(
     config: FinetuneConfig, model: nn.Module, max_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    usual = 2e-4 if config.has_adapters else 1e-3 if config.model_name_or_path is None else 5e-5
-    adam = (
-        {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_epsilon}
-        if config.optim in ADAM
-        else {}
-    )
+    """Build the optimizer of a model and its learning rate schedule.
+
+    Args:
+        config: The configuration of the run.
+        model: The model, not wrapped yet.
+        max_steps: Optimizer steps of the run.
+    """
+    learning_rate = config.learning_rate or _usual_learning_rate(config)
+    adam_settings: dict[str, Any] = {}
+    if config.optim in ADAM:
+        adam_settings["betas"] = (config.adam_beta1, config.adam_beta2)
+        adam_settings["eps"] = config.adam_epsilon
     optimizer = build_optimizer(
-        model, config.optim, config.learning_rate or usual, config.weight_decay, **adam
+        model, config.optim, learning_rate, config.weight_decay, **adam_settings
     )
-    warmup_steps = (
-        math.ceil(config.warmup_steps * max_steps)
-        if config.warmup_steps < 1
-        else int(config.warmup_steps)
-    )
+    warmup_steps = warmup_steps_of(config, max_steps)
     return optimizer, get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
+
+
+def _usual_learning_rate(config: FinetuneConfig) -> float:
+    """Return the default learning rate: of adapters, of a new model, or of a pretrained one."""
+    if config.has_adapters:
+        return 2e-4
+    if config.model_name_or_path is None:
+        return 1e-3
+    return 5e-5
+
+
+def warmup_steps_of(config: FinetuneConfig, max_steps: int) -> int:
+    """Return the optimizer steps of linear warmup; `warmup_steps` below 1 is a fraction of all.
+
+    >>> warmup_steps_of(FinetuneConfig(warmup_steps=0.1), max_steps=75)
+    8
+    """
+    if config.warmup_steps < 1:
+        return math.ceil(config.warmup_steps * max_steps)
+    return int(config.warmup_steps)
+
+
+def _print_long_warmup(setup: Setup, max_steps: int) -> None:
+    """Print a line if the run ends before its warmup, so that the learning rate never reaches the
+    value that was asked for.
+    """
+    warmup_steps = warmup_steps_of(setup.config, max_steps)
+    has_warmup = setup.config.lr_scheduler_type != "constant"
+    if has_warmup and warmup_steps >= max_steps:
+        print_fact(
+            setup.accelerator,
+            "warning",
+            f"{warmup_steps} warmup steps, but only {max_steps} optimizer steps: the learning rate",
+            "never reaches its peak. Lower --warmup_steps (0.1: a tenth of all steps), or train on.",
+        )
 
 
 def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any]:

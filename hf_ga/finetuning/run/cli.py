@@ -235,6 +235,6 @@ def _read_file(path: Path, known: list[str]) -> dict[str, Any]:
 def _refuse_unknown(argument: str, known: list[str]) -> NoReturn:
     """Raise ConfigError for an unknown flag, with the nearest known one as a hint."""
     name = argument.partition("=")[0]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
     hint = f" Did you mean {near[0]}?" if near else ""
     raise ConfigError(f"unknown flag {name}.{hint} --help lists all flags.")

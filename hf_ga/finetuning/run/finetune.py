@@ -5,7 +5,8 @@ All processes run it together; the main process writes and prints.
 
 import hashlib
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ from hf_ga.recovery.latest import find_checkpoint, newest
 from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import machine, versions
 
-NUM_CLASSES = 20  # whose weights are printed, at most; summary.json has all
+NUM_CLASSES = 20  # whose rows and weights are printed, at most; summary.json has all weights
 # Names of counting rules in plain words.
 TARGETS = {
     "shifted labels": "each token after the first, unless its label is -100",
@@ -144,8 +145,8 @@ def _finetune(
     print_fact(accelerator, "data", setup.data.description, *setup.data.facts)
     for lines in sample_lines(setup.data, config.show_samples):
         print_fact(accelerator, "sample", *lines)
-    if setup.class_weights:
-        print_fact(accelerator, "classes", _fact_of_classes(setup))
+    for line in _lines_on_classes(setup):
+        print_fact(accelerator, "classes", line)
     if config.eval_only:
         return _evaluate_only(setup)
     run = build_run(setup)
@@ -174,10 +175,27 @@ def _finetune(
     return _finish(run, progress, seconds=time.perf_counter() - began)
 
 
-def _fact_of_classes(setup: Setup) -> str:
-    weights = [f"{label} {weight:.4g}" for label, weight in setup.class_weights.items()]
-    more = f", ... ({len(weights)} classes)" if len(weights) > NUM_CLASSES else ""
-    return f"weights {', '.join(weights[:NUM_CLASSES])}{more}"
+def _lines_on_classes(setup: Setup) -> list[str]:
+    """Return a line with the training rows of each class and, if the loss has them, one with the
+    weights of the classes; [] for other tasks and streams.
+    """
+    lines = []
+    data = setup.data
+    train = data.splits.get("train")
+    if data.task.labels == "class" and train is not None and data.stream is None:
+        counts = Counter(train["label"][:])
+        lines.append(_listed(f"{name} {counts[i]}" for i, name in enumerate(data.labels)))
+    if setup.class_weights:
+        weights = [f"{label} {weight:.4g}" for label, weight in setup.class_weights.items()]
+        lines.append(f"weights {_listed(weights)}")
+    return lines
+
+
+def _listed(items: Iterable[str]) -> str:
+    """Join up to `NUM_CLASSES` items by commas, and say how many there are if there are more."""
+    items = list(items)
+    more = f", ... ({len(items)} classes)" if len(items) > NUM_CLASSES else ""
+    return ", ".join(items[:NUM_CLASSES]) + more
 
 
 def _print_plan(run: Run) -> None:

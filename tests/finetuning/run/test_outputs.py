@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 from runs import saved_weights, small_config, train_job
 from safetensors.torch import load_file
 
+from hf_ga import FinetuneConfig, finetune
 from hf_ga.finetuning.run.cli import finetune_main
 from hf_ga.finetuning.run.outputs import save_best
 from hf_ga.finetuning.run.report import plot_curves
@@ -136,3 +137,37 @@ def test_curves(monkeypatch, tmp_path):
     expected = [losses[0], losses[:3].mean(), *middle, losses[-3:].mean(), losses[-1]]
     assert smooth == pytest.approx(np.c_[steps, expected])
     assert (tmp_path / "curves.png").stat().st_size > 10_000 and len(list(tmp_path.iterdir())) == 1
+
+
+def train_classes(tmp_path, capsys, **settings) -> str:
+    """What a run of 8 steps on 8 rows of "no" and 4 of "yes" prints."""
+    rows = [{"text": f"text {i}", "label": "yes" if i % 3 == 0 else "no"} for i in range(12)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    config = FinetuneConfig(
+        task="text-classification",
+        dataset_name=str(file),
+        validation_file=str(file),
+        output_dir=str(tmp_path / "out"),
+        max_steps=8,
+        global_batch_size=4,
+        **settings,
+    )
+    finetune(config)
+    return capsys.readouterr().out
+
+
+def test_a_run_prints_the_rows_of_each_class_and_a_warmup_that_is_too_long(tmp_path, capsys):
+    printed = train_classes(tmp_path, capsys, warmup_steps=8)
+    assert "classes    no 8, yes 4\n" in printed
+    assert "warning    8 warmup steps, but only 8 optimizer steps" in printed
+
+
+def test_no_warning_of_a_warmup_that_ends(tmp_path, capsys):
+    printed = train_classes(tmp_path, capsys, warmup_steps=7)
+    assert "warmup steps, but only" not in printed
+
+
+def test_no_warning_of_a_constant_learning_rate(tmp_path, capsys):
+    printed = train_classes(tmp_path, capsys, warmup_steps=8, lr_scheduler_type="constant")
+    assert "warmup steps, but only" not in printed
