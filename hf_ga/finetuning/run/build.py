@@ -319,7 +319,7 @@ def _print_long_warmup(setup: Setup, max_steps: int) -> None:
             setup.accelerator,
             "warning",
             f"{warmup_steps} warmup steps, but only {max_steps} optimizer steps: the learning rate",
-            "never reaches its peak. Lower --warmup_steps (0.1: a tenth of the steps), or train on.",
+            "never reaches its peak. Lower --warmup_steps (0.1: a tenth of all), or train longer.",
         )
 
 
