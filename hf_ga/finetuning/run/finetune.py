@@ -75,104 +75,144 @@ def finetune(
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
 ) -> dict[str, Any]:
-    """Fine-tune by a configuration; returns the content of `summary.json` (under `eval_only`, of
-    `evaluation.json`).
+    """Fine-tune a model by a configuration.
 
-    Writes to `output_dir`: metrics.jsonl (one line per optimizer step), summary.json, curves.png,
-        checkpoints, `best/` (the best
-    model by `metric_for_best_model`) and the last model with its tokenizer, both for
-    `from_pretrained`.
+    Writes into `output_dir`: metrics.jsonl (one line per optimizer step), summary.json, curves.png,
+    checkpoints, `best/` (the best model by `metric_for_best_model`) and the last model with its
+    tokenizer. `from_pretrained` loads both models.
 
     Args:
-        on_step: called on every process after each window as `on_step(line, model)`: the line of
+        config: The configuration of the run.
+        on_step: Called on every process after each window as `on_step(line, model)`: the line of
             metrics.jsonl, with `eval_loss` and the other metrics where there was an evaluation, and
-            the model as it is trained (in training mode).
-        on_evaluate: called on every process after each evaluation, that of the test split included,
+            the model in training mode.
+        on_evaluate: Called on every process after each evaluation, that of the test split included,
             as `on_evaluate(metrics, model)`: `eval_loss`, ... or `test_loss`, ..., and the model in
             evaluation mode, without gradients.
-        compute_metrics: as in `transformers.Trainer`; replaces the metrics of the task. It is
+        compute_metrics: As in `transformers.Trainer`; replaces the metrics of the task. It is
             called on every process with an `EvalPrediction` of the whole split: arrays with the
             samples in the order of the data, ragged ones padded with -100 on the second axis.
-            `predictions` are the model's outputs without the loss (a tuple of arrays, if there are
-            several), with `predict_with_generate` the generated token ids. The results are named
+            `predictions` are the model's outputs without the loss (a tuple of arrays if there are
+            several), or with `predict_with_generate` the generated token ids. The results are named
             `eval_...` and `test_...`. They may be the `metric_for_best_model`: higher is better,
             unless the name ends in loss, perplexity or mae. The run then evaluates once before the
             first step, to find out whether there is such a metric.
-        preprocess_logits_for_metrics: as in Trainer: `(logits, labels) -> predictions` of one
-            batch, on the device, such as an argmax, so that not all logits need to be kept in
-            memory.
+        preprocess_logits_for_metrics: As in Trainer: `(logits, labels) -> predictions` of one
+            batch, on the device. Return an argmax, for example, so that not all logits need to be
+            kept in memory.
+
+    Returns:
+        The content of `summary.json`; with `eval_only` that of `evaluation.json`.
 
     Raises:
-        ConfigError, DataError: bad input, before a model is built. LossNotAdditive,
-            UnkeyedRandomness: the model cannot be trained exactly. OutOfMemory: a sample does not
-            fit. CheckpointError: no complete checkpoint to resume from, or a full disk. NonFinite:
-            a loss or gradient is not finite. SavedModelDiffers: a saved folder is not the trained
-            model. UploadFailed: the run has finished, its upload failed.
-            RunStopped: stopped by a signal; the run is saved.
+        ConfigError, DataError: If an option or the data is invalid; before a model is built.
+        LossNotAdditive, UnkeyedRandomness: If the model cannot be trained exactly.
+        OutOfMemory: If a single sample does not fit into memory.
+        CheckpointError: If there is no complete checkpoint to resume from, or the disk is full.
+        NonFinite: If a loss or a gradient is not finite.
+        SavedModelDiffers: If a saved folder does not contain the trained model.
+        UploadFailed: If the run has finished, but its upload failed.
+        RunStopped: If a signal stopped the run, after it was saved.
     """
-    functions = {"on_step": on_step, "on_evaluate": on_evaluate, "compute_metrics": compute_metrics}
-    functions |= {"preprocess_logits_for_metrics": preprocess_logits_for_metrics}
+    functions: dict[str, Any] = {
+        "on_step": on_step,
+        "on_evaluate": on_evaluate,
+        "compute_metrics": compute_metrics,
+        "preprocess_logits_for_metrics": preprocess_logits_for_metrics,
+    }
     config.check(has_own_metrics=compute_metrics is not None)
     accelerator = make_accelerator(config)
-    if config.eval_only:  # only adds files
-        return _finetune(config, accelerator, functions)
+    if config.eval_only:  # only adds files to the folder
+        setup = _prepare_and_print(config, accelerator, functions)
+        return _evaluate_only(setup)
     with only_run_in(Path(config.output_dir), accelerator):
         config.check_output_dir()  # again under the lock: another run may have used it since
-        return _finetune(config, accelerator, functions)
+        return _train(config, accelerator, functions)
 
 
-def _finetune(
+def _prepare_and_print(
     config: FinetuneConfig, accelerator: Accelerator, functions: dict[str, Any]
-) -> dict[str, Any]:
+) -> Setup:
+    """Load tokenizer, data and the model's configuration on all processes, and print what was
+    loaded.
+
+    Args:
+        config: The configuration of the run.
+        accelerator: The accelerator of the run.
+        functions: The user's functions, by the names of the arguments of `finetune`.
+
+    Raises:
+        ConfigError: If an option is invalid, or processes have loaded different data.
+        DataError: If the data is invalid.
+    """
     layout = config.layout(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
     check_sharded(config, accelerator)
     if config.push_to_hub:
         check_login(config, accelerator)
-    with main_process_first(
-        accelerator
-    ):  # the others read its downloads and tokenized data from caches
+    # The other processes read the main one's downloads and tokenized data from caches.
+    with main_process_first(accelerator):
         setup = prepare_setup(config, accelerator, **functions)
         if config.predict_file is not None:
             setup.unlabelled = prepare_unlabelled(config, setup.data, config.predict_file)
-    check_agreement(accelerator, "data", _hash_of(setup.data))
-    resume_from = config.resume_from_checkpoint
-    checkpoint = (
-        find_checkpoint(accelerator, Path(config.output_dir), resume_from)
-        if resume_from is not None
-        else None
-    )
+    check_agreement(accelerator, "data", _hash_of_samples(setup.data))
     print_fact(accelerator, "data", setup.data.description, *setup.data.facts)
     for lines in sample_lines(setup.data, config.show_samples):
         print_fact(accelerator, "sample", *lines)
     for line in _lines_on_classes(setup):
         print_fact(accelerator, "classes", line)
-    if config.eval_only:
-        return _evaluate_only(setup)
+    return setup
+
+
+def _train(
+    config: FinetuneConfig, accelerator: Accelerator, functions: dict[str, Any]
+) -> dict[str, Any]:
+    """Train, from the beginning or from a checkpoint, and save; returns the summary.
+
+    Args:
+        config: The configuration of the run.
+        accelerator: The accelerator of the run.
+        functions: The user's functions, by the names of the arguments of `finetune`.
+    """
+    setup = _prepare_and_print(config, accelerator, functions)
+    checkpoint: Path | None = None
+    if config.resume_from_checkpoint is not None:
+        checkpoint = find_checkpoint(
+            accelerator, Path(config.output_dir), config.resume_from_checkpoint
+        )
     run = build_run(setup)
-    check_agreement(
-        accelerator, "count of targets", f"{run.rule.name}, width {run.rule.pad_to_window}"
-    )
+    counting = f"{run.rule.name}, width {run.rule.pad_to_window}"
+    check_agreement(accelerator, "count of targets", counting)
     _print_plan(run)
     progress = resume(run, checkpoint) if checkpoint else Progress()
-    if run.compute_metrics is not None and config.metric_for_best_model != "loss":
-        check_one_of(
-            "metric_for_best_model", f"eval_{config.metric_for_best_model}", run.evaluate()
-        )
+    _check_own_metric(run)
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             prepare_output_dir(config, checkpoint)
             start_trackers(accelerator, config, resumed=checkpoint is not None)
     if checkpoint:
         forget_other_best(run, progress, checkpoint)
-    began = time.perf_counter()
+    start = time.perf_counter()
     try:
         progress = fit(run, progress)
     except Exception as error:
-        if not isinstance(error, OutOfMemory | NonFinite) and not is_out_of_memory(error):
+        can_be_remedied = isinstance(error, OutOfMemory | NonFinite) or is_out_of_memory(error)
+        if not can_be_remedied:
             raise
         raise _with_remedy(run, progress, error) from error
-    return _finish(run, progress, seconds=time.perf_counter() - began)
+    return _finish(run, progress, seconds=time.perf_counter() - start)
+
+
+def _check_own_metric(run: Run) -> None:
+    """Evaluate once to check that the user's `compute_metrics` returns the metric that chooses the
+    best model.
+
+    Raises:
+        ConfigError: If it does not.
+    """
+    metric = run.config.metric_for_best_model
+    if run.compute_metrics is not None and metric != "loss":
+        check_one_of("metric_for_best_model", f"eval_{metric}", run.evaluate())
 
 
 def _lines_on_classes(setup: Setup) -> list[str]:
@@ -184,114 +224,134 @@ def _lines_on_classes(setup: Setup) -> list[str]:
     train = data.splits.get("train")
     if data.task.labels == "class" and train is not None and data.stream is None:
         counts = Counter(train["label"][:])
-        lines.append(_listed(f"{name} {counts[i]}" for i, name in enumerate(data.labels)))
+        lines.append(_list_classes(f"{name} {counts[i]}" for i, name in enumerate(data.labels)))
     if setup.class_weights:
         weights = [f"{label} {weight:.4g}" for label, weight in setup.class_weights.items()]
-        lines.append(f"weights {_listed(weights)}")
+        lines.append(f"weights {_list_classes(weights)}")
     return lines
 
 
-def _listed(items: Iterable[str]) -> str:
-    """Join up to `NUM_CLASSES` items by commas, and say how many there are if there are more."""
+def _list_classes(items: Iterable[str]) -> str:
+    """Join a text for each class by commas: up to `NUM_CLASSES`, then their number."""
     items = list(items)
-    more = f", ... ({len(items)} classes)" if len(items) > NUM_CLASSES else ""
-    return ", ".join(items[:NUM_CLASSES]) + more
+    listed = ", ".join(items[:NUM_CLASSES])
+    if len(items) > NUM_CLASSES:
+        listed += f", ... ({len(items)} classes)"
+    return listed
 
 
 def _print_plan(run: Run) -> None:
-    """Print how windows are computed."""
-    rule, sites = run.rule, len(run.rule.dropout.sites)
-    ratio, limit = (
-        padding_ratio(run.windows, planned_lengths(run.data)),
-        run.windows.splitter.planner.max_tokens,
+    """Print how the windows of a run are computed: layout, targets, dropout, precision, padding,
+    speed-ups.
+    """
+    rule = run.rule
+    accelerator = run.accelerator
+    targets = TARGETS.get(rule.name, rule.name)
+    dropout = "none"
+    if rule.dropout.sites:
+        num_sites = len(rule.dropout.sites)
+        dropout = f"{num_sites} sites; masks depend only on seed, epoch and sample"
+    speed_ups = ", ".join(speed_up.name for speed_up in rule.speed_ups) or "none"
+    print_fact(accelerator, "layout", run.windows.layout)
+    print_fact(
+        accelerator, "targets", f"{targets}; relative error in the proof {rule.residual:.0e}"
     )
-    padding = (
-        f"{ratio:.2f} times the real tokens; at most {limit:,} per micro-batch, padding included"
-    )
-    padding += "; every micro-batch as wide as its window" * rule.pad_to_window
-    facts = {
-        "layout": run.windows.layout,
-        "targets": f"{TARGETS.get(rule.name, rule.name)}; relative error in the proof "
-        f"{rule.residual:.0e}",
-        "dropout": f"{sites} sites; masks depend only on seed, epoch and sample"
-        if sites
-        else "none",
-        "precision": precision_name(run.accelerator),
-        "padding": padding,
-        **(
-            {"bits": f"the same in any layout, in chunks of {run.config.same_bits} samples"}
-            if run.config.same_bits
-            else {}
-        ),
-        "speed-ups": ", ".join(speed_up.name for speed_up in rule.speed_ups) or "none",
-    }
-    for name, fact in facts.items():
-        print_fact(run.accelerator, name, fact)
+    print_fact(accelerator, "dropout", dropout)
+    print_fact(accelerator, "precision", precision_name(accelerator))
+    print_fact(accelerator, "padding", _describe_padding(run))
+    if run.config.same_bits:
+        chunks = f"the same in any layout, in chunks of {run.config.same_bits} samples"
+        print_fact(accelerator, "bits", chunks)
+    print_fact(accelerator, "speed-ups", speed_ups)
+
+
+def _describe_padding(run: Run) -> str:
+    """Return a line on the padding ratio and the limit of padded tokens in a micro-batch."""
+    ratio = padding_ratio(run.windows, planned_lengths(run.data))
+    max_tokens = run.windows.splitter.planner.max_tokens
+    line = f"{ratio:.2f} times the real tokens; at most {max_tokens:,} per micro-batch, padding "
+    line += "included"
+    if run.rule.pad_to_window:
+        line += "; every micro-batch as wide as its window"
+    return line
 
 
 def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
-    saved = newest(run.output_dir)
-    then = (
-        f"resume from {saved} with --resume_from_checkpoint auto"
-        if saved
-        else "start again: there is no checkpoint yet"
-    )
+    """Build the error of a run that ran out of memory or met a non-finite number: with what to
+    change, and how to go on from the newest checkpoint.
+
+    Args:
+        run: The run.
+        progress: How far it came.
+        error: What was raised.
+    """
+    checkpoint = newest(run.output_dir)
+    if checkpoint:
+        then = f"resume from {checkpoint} with --resume_from_checkpoint auto"
+    else:
+        then = "start again: there is no checkpoint yet"
     if isinstance(error, NonFinite):
         return NonFinite(
             f"the run stopped before optimizer step {progress.step + 1}: {error} Check these "
-            "samples, lower the learning rate, "
-            f"set max_grad_norm, or skip such windows with --on_nonfinite skip. Then {then}."
+            "samples, lower the learning rate, set max_grad_norm, or skip such windows with "
+            f"--on_nonfinite skip. Then {then}."
         )
-    where = (
-        ""
-        if isinstance(error, OutOfMemory)
-        else "memory ran out: use smaller batches, or FSDP over more devices. "
+    if isinstance(error, OutOfMemory):  # says itself what to change
+        return OutOfMemory(f"{error} Then {then}.")
+    return OutOfMemory(
+        f"memory ran out: use smaller batches, or FSDP over more devices. {error} Then {then}."
     )
-    return OutOfMemory(f"{where}{error} Then {then}.")
 
 
-def _hash_of(data: PreparedData) -> str:
-    """Hash of the training samples, the labels, and the lengths of all splits, which determine the
-    layout.
+def _hash_of_samples(data: PreparedData) -> str:
+    """Hash the training samples, the labels, and the lengths of all splits, on which the layout
+    depends: what all processes must have in common.
     """
-    lengths = [np.asarray(dataset["length"][:]).tobytes() for dataset in data.splits.values()]
-    return hashlib.sha256(
-        b"".join([data.content_hash.encode(), repr(data.labels).encode(), *lengths])
-    ).hexdigest()[:16]
+    digest = hashlib.sha256()
+    digest.update(data.content_hash.encode())
+    digest.update(repr(data.labels).encode())
+    for dataset in data.splits.values():
+        digest.update(np.asarray(dataset["length"][:]).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
-    """Save the last model, check what was saved, write the reports, predict; returns the
-    summary.
+    """Save the last model, check what was saved, write the reports, predict, and upload.
+
+    Args:
+        run: The run, at its end.
+        progress: How far it came.
+        seconds: Duration of the training.
+
+    Returns:
+        The summary.
     """
-    config, accelerator, data = run.config, run.accelerator, run.data
+    config = run.config
+    accelerator = run.accelerator
     weights = full_state_dict(accelerator, run.model)  # gathered on the main process
     summary = _summary(run, progress, weights, seconds)
-    if "test" in data.splits:
+    if "test" in run.data.splits:
         summary |= run.evaluate("test")
     expected = expected_outputs(run, run.model)
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             summary |= save_and_check_trained(run, weights, expected)
             write_reports(run.output_dir, summary)
-    write_predictions(run, run.model)  # last: a failure does not lose the trained model
+    write_predictions(run, run.model)  # after saving: a failure does not lose the trained model
     summary = broadcast_from_main(accelerator, summary)
     end_training(accelerator)
     print_results(accelerator, summary)
-    best = (
-        f", {run.output_dir / 'best'} (best by {config.metric_for_best_model})"
-        if progress.best_metric is not None
-        else ""
-    )
-    print_fact(accelerator, "output", f"{run.output_dir} (last model){best}")
+    models = f"{run.output_dir} (last model)"
+    if progress.best_metric is not None:
+        models += f", {run.output_dir / 'best'} (best by {config.metric_for_best_model})"
+    print_fact(accelerator, "output", models)
     print_fact(
         accelerator,
         "files",
         "curves.png (losses, learning rate), summary.json (results), metrics.jsonl (each step)",
     )
-    if (
-        config.push_to_hub and accelerator.is_main_process
-    ):  # last: the other processes do not wait for it
+    # Last, because the other processes do not wait for it.
+    if config.push_to_hub and accelerator.is_main_process:
         print_fact(accelerator, "hub", upload(config, summary))
     return summary
 
@@ -299,15 +359,17 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
 def _summary(
     run: Run, progress: Progress, weights: dict[str, torch.Tensor], seconds: float
 ) -> dict[str, Any]:
-    """The content of `summary.json` without test results; complete on the main process only."""
-    metrics = (
-        read_metrics(run.output_dir / "metrics.jsonl") if run.accelerator.is_main_process else []
-    )
+    """Return the content of `summary.json` without test results; complete on the main process only.
+
+    Args:
+        run: The run, at its end.
+        progress: How far it came.
+        weights: The trained weights; empty on other processes.
+        seconds: Duration of the training.
+    """
+    state = run.windows.state
     return {
-        "train_loss": next(
-            (line["loss"] for line in reversed(metrics) if line["loss"] is not None), None
-        ),  # None: skipped
-        **{k: v for line in metrics[-1:] for k, v in line.items() if k.startswith("eval_")},
+        **_last_metrics(run),
         f"best_eval_{run.config.metric_for_best_model}": progress.best_metric,
         "steps": progress.step,
         "stopped_early": stopped_early(run, progress),
@@ -315,9 +377,9 @@ def _summary(
         "changes": progress.changes,
         "train_seconds": round(seconds, 2),
         "layout": str(run.windows.layout),
-        "most_tokens_in_a_micro_batch": run.windows.state.max_elements,  # None: no out-of-memory
-        # Of the main process; padded or made up in another way than those of the proof.
-        "micro_batches_without_speed_ups": run.windows.state.num_plain,
+        "most_tokens_in_a_micro_batch": state.max_elements,  # None: memory never ran out
+        # On the main process: micro-batches whose structure differs from those of the proof.
+        "micro_batches_without_speed_ups": state.num_plain,
         "precision": precision_name(run.accelerator),
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
         "targets": str(run.rule),
@@ -334,40 +396,48 @@ def _summary(
     }
 
 
+def _last_metrics(run: Run) -> dict[str, Any]:
+    """Return the training loss of the last window that made a step (None if none did), and the last
+    line's metrics of an evaluation. Read from metrics.jsonl, on the main process.
+    """
+    metrics = []
+    if run.accelerator.is_main_process:
+        metrics = read_metrics(run.output_dir / "metrics.jsonl")
+    losses = [line["loss"] for line in metrics if line["loss"] is not None]
+    last: dict[str, Any] = {"train_loss": losses[-1] if losses else None}
+    if metrics:
+        last |= {name: value for name, value in metrics[-1].items() if name.startswith("eval_")}
+    return last
+
+
 def _evaluate_only(setup: Setup) -> dict[str, Any]:
     """Evaluate and predict without training; returns the content of `evaluation.json`."""
-    config, accelerator, data, folder = (
-        setup.config,
-        setup.accelerator,
-        setup.data,
-        setup.output_dir,
-    )
+    config = setup.config
+    accelerator = setup.accelerator
     model = build_model(setup)
     results: dict[str, Any] = {
         "model_name_or_path": config.model_name_or_path,
-        "data": data.description,
+        "data": setup.data.description,
         "class_weights": setup.class_weights or None,
     }
     loss = evaluation_loss(setup)
-    proofs = {  # for counting targets; evaluations draw no dropout
+    # The proofs are for counting targets only: evaluations draw no dropout.
+    rules = {
         split: prove_on_split(setup, model, split, allow_split_dependent_randomness=True, **loss)
-        for split in data.splits
+        for split in setup.data.splits
     }
-    model, _ = prepare(
-        accelerator, model, torch.optim.SGD(model.parameters())
-    )  # FSDP2 needs an optimizer
+    unused_optimizer = torch.optim.SGD(model.parameters())  # FSDP2 needs one to prepare a model
+    model, _ = prepare(accelerator, model, unused_optimizer)
     if accelerator.is_main_process:
-        folder.mkdir(parents=True, exist_ok=True)
-    for split, rule in proofs.items():
+        setup.output_dir.mkdir(parents=True, exist_ok=True)
+    for split, rule in rules.items():
         results |= evaluate_split(setup, model, rule, split)
     print_results(accelerator, results)
     write_predictions(setup, model)
-    results |= {
-        "precision": precision_name(accelerator),
-        "versions": versions(),
-        "config": config.to_dict(),
-    }
+    results["precision"] = precision_name(accelerator)
+    results["versions"] = versions()
+    results["config"] = config.to_dict()
     if accelerator.is_main_process:
-        write_json(folder / "evaluation.json", results)
+        write_json(setup.output_dir / "evaluation.json", results)
     end_training(accelerator)
     return results
