@@ -55,7 +55,7 @@ from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.speed.compiling import compile_layers
 from hf_ga.training import NUM_PROOF_SAMPLES, prepare, prove_targets
 
-# Flags of which only the last part of a path must be equal on resume.
+# Flags whose value is a path, of which only the name must be equal when a run is resumed.
 LOCATIONS = (
     "model_name_or_path",
     "adapter_name_or_path",
@@ -63,7 +63,8 @@ LOCATIONS = (
     "validation_file",
     "test_file",
 )
-# Flags that may change on resume, as they do not affect the results. reason: flags
+NO_LIMIT = 2**62  # windows of a run whose length is given in steps
+# Flags that may change when a run is resumed, because they do not affect its results, by reason.
 FREE_TO_CHANGE = {
     "outputs": """output_dir report_to run_name project save_steps save_total_limit push_to_hub
         hub_model_id hub_private_repo predict_file max_predict_samples show_samples""",
@@ -78,12 +79,17 @@ FREE_TO_CHANGE = {
 
 
 def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions: Any) -> Setup:
-    """Load the tokenizer, the data and the configuration of the model, and check that they fit.
-    `functions`: see `finetune`.
+    """Load the tokenizer, the data and the configuration of the model, and check that they fit each
+    other.
+
+    Args:
+        config: The configuration of the run.
+        accelerator: The accelerator of the run.
+        **functions: The user's functions, by the names of the arguments of `finetune`.
     """
-    base = load_base_config(config)
-    data = prepare_data(config, load_tokenizer(config), known_labels(base))
-    model_config = complete_config(base, config, data)
+    base_config = load_base_config(config)
+    data = prepare_data(config, load_tokenizer(config), known_labels(base_config))
+    model_config = complete_config(base_config, config, data)
     setup = Setup(
         config=config,
         accelerator=accelerator,
@@ -98,25 +104,26 @@ def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions:
 
 
 def build_model(setup: Setup) -> nn.Module:
-    """Build the model with float32 trainable parameters; weights frozen under adapters keep the
-    compute dtype.
+    """Build the model, in training mode, and print which of its weights are new.
+
+    Trainable parameters are float32; weights that are frozen under adapters keep the compute dtype.
     """
     if loads_on_main(setup.accelerator):
-        model, new = _load_on_main(setup)
+        model, new_weights = _load_on_main(setup)
     else:
-        model, new = _load(setup)
+        model, new_weights = _load(setup)
     if setup.config.resize_token_embeddings:
-        print_fact(setup.accelerator, "tokens", _fact_of_new_tokens(setup))
-    if new:
-        print_fact(
-            setup.accelerator,
-            "weights",
-            f"{len(new)} new: {', '.join(new[:2])}{', ...' * (len(new) > 2)}",
-        )
+        print_fact(setup.accelerator, "tokens", _describe_new_tokens(setup))
+    if new_weights:
+        listed = ", ".join(new_weights[:2])
+        if len(new_weights) > 2:
+            listed += ", ..."
+        print_fact(setup.accelerator, "weights", f"{len(new_weights)} new: {listed}")
     return model
 
 
-def _fact_of_new_tokens(setup: Setup) -> str:
+def _describe_new_tokens(setup: Setup) -> str:
+    """Return a line on the rows that `resize_token_embeddings` adds to the embeddings."""
     new_ids = new_token_ids(setup.model_config, setup.data.tokenizer)
     if not new_ids:
         return "resize_token_embeddings has no effect: the model has a row for every token"
@@ -124,27 +131,34 @@ def _fact_of_new_tokens(setup: Setup) -> str:
 
 
 def mergeable(setup: Setup, weights: dict[str, torch.Tensor]) -> nn.Module:
-    """A model like the trained one, but neither sharded nor in 4 bits, where adapters cannot be
-    merged. For the main process.
+    """Load a model like the trained one into which adapters can be merged: neither sharded nor in
+    4 bits. Call on the main process only.
 
     Args:
-        weights: the full `state_dict()`.
+        setup: The setup of the run.
+        weights: The full `state_dict()` of the trained model, of which the trainable weights are
+            taken.
     """
-    model, _ = _load(replace(setup, config=replace(setup.config, load_in_4bit=False)))
+    not_quantized = replace(setup, config=replace(setup.config, load_in_4bit=False))
+    model, _ = _load(not_quantized)
     trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
     model.load_state_dict({name: weights[name] for name in trained}, strict=False)
     return model
 
 
 def _load(setup: Setup) -> tuple[nn.Module, list[str]]:
-    """The model in training mode, and the names of parameters that the checkpoint lacks."""
+    """Return the model in training mode, and the names of parameters that are new because the
+    pretrained checkpoint lacks them.
+    """
     set_seed(setup.config.seed)
     model, new_weights = load_model(setup)
     return _trainable(setup, model, new_weights), new_weights
 
 
 def _load_on_main(setup: Setup) -> tuple[nn.Module, list[str]]:
-    """As `_load`, with weights on the main process only. All processes must call it."""
+    """Do the same as `_load`, but load weights on the main process only; on the others the model is
+    on the meta device. All processes must call it.
+    """
     model: nn.Module | None = None
     new_weights: list[str] = []
     with raise_on_all_ranks(setup.accelerator):
@@ -157,7 +171,13 @@ def _load_on_main(setup: Setup) -> tuple[nn.Module, list[str]]:
 
 
 def _trainable(setup: Setup, model: nn.Module, new_weights: Sequence[str]) -> nn.Module:
-    """The model in training mode, with adapters and frozen parameters as configured."""
+    """Add adapters and freeze parameters as configured, and return the model in training mode.
+
+    Args:
+        setup: The setup of the run.
+        model: The loaded model.
+        new_weights: Names of parameters that the pretrained checkpoint lacks.
+    """
     config = setup.config
     new_tokens = new_token_ids(setup.model_config, setup.data.tokenizer)
     if config.has_adapters:
@@ -166,12 +186,18 @@ def _trainable(setup: Setup, model: nn.Module, new_weights: Sequence[str]) -> nn
         freeze(model, config.freeze)
         if new_tokens:
             _check_new_rows(model)
-    if not loads_on_main(setup.accelerator):  # such a model may not fit on one device
+    # A model that is loaded on the main process, to be sharded, may not fit on one device.
+    if not loads_on_main(setup.accelerator):
         model = model.to(setup.accelerator.device)
     return model.train()  # also the model within PEFT's wrapper
 
 
 def _check_new_rows(model: nn.Module) -> None:
+    """Check that new rows of the token embeddings are trained.
+
+    Raises:
+        ConfigError: If the embeddings are frozen.
+    """
     plain: Any = model.encoder if isinstance(model, EmbeddingModel) else model
     if not plain.get_input_embeddings().weight.requires_grad:
         raise ConfigError(
@@ -181,7 +207,13 @@ def _check_new_rows(model: nn.Module) -> None:
 
 
 def build_run(setup: Setup) -> Run:
-    """Build model, optimizer, schedule and windows, and prove the loss."""
+    """Build windows, model, optimizer and schedule, test the model's loss, and prepare all of them
+    for training.
+
+    Raises:
+        ConfigError: If sizes, options and model do not fit each other.
+        LossNotAdditive, UnkeyedRandomness: If the model cannot be trained exactly.
+    """
     config = setup.config
     accelerator = setup.accelerator
     loss = chosen_loss(setup)
@@ -196,13 +228,13 @@ def build_run(setup: Setup) -> Run:
     eval_rule = prove(**eval_loss)
     rule = eval_rule if loss == eval_loss else prove(**loss)
     windows.state.pad_to_window = rule.pad_to_window
-    max_windows = (
-        math.ceil(config.num_train_epochs * len(windows)) if config.max_steps is None else 2**62
-    )
+    max_windows = NO_LIMIT
+    if config.max_steps is None:
+        max_windows = math.ceil(config.num_train_epochs * len(windows))
     max_steps = config.max_steps or max_windows
     optimizer, scheduler = _optimizer(config, model, max_steps)
     _print_long_warmup(setup, max_steps)
-    # before the weights are sharded, which the main process may hold alone
+    # Before the weights are sharded, which the main process alone may hold.
     identity: dict[str, Any] = {}
     if accelerator.is_main_process:
         identity = _identity(setup, model, windows.layout.window_size)
@@ -215,9 +247,9 @@ def build_run(setup: Setup) -> Run:
         allow_split_dependent_randomness=allowed,
         rule=rule,
     )
-    once_per_epoch = (
-        max_steps if isinstance(windows, StreamLoader) else min(len(windows), max_steps)
-    )  # streams have no length
+    steps_per_epoch = max_steps
+    if not isinstance(windows, StreamLoader):  # a stream has no length
+        steps_per_epoch = min(len(windows), max_steps)
     return Run(
         **vars(setup),
         model=model,
@@ -228,8 +260,8 @@ def build_run(setup: Setup) -> Run:
         evaluate=partial(evaluate_split, setup, model, eval_rule),
         max_windows=max_windows,
         max_steps=max_steps,
-        eval_steps=config.eval_steps or once_per_epoch,
-        save_steps=config.save_steps or once_per_epoch,
+        eval_steps=config.eval_steps or steps_per_epoch,
+        save_steps=config.save_steps or steps_per_epoch,
         identity=identity,
     )
 
@@ -242,7 +274,16 @@ def prove_on_split(
     loss_fn: LossFunction | None = None,
     whole_batch: WholeBatchLoss | None = None,
 ) -> Rule:
-    """Prove a loss on samples of a split. All processes must call it.
+    """Test a loss on samples of a split, and return the rule that was proven. All processes must
+    call it.
+
+    Args:
+        setup: The setup of the run.
+        model: The model, in training mode.
+        split: The split of the samples.
+        allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
+        loss_fn: See `hf_ga.prepare`.
+        whole_batch: See `hf_ga.prepare`.
 
     Raises:
         See `hf_ga.prove_targets`.
@@ -260,8 +301,11 @@ def prove_on_split(
 
 
 def _print_size(setup: Setup, model: Any) -> None:
-    trained, total = (model.num_parameters(only_trainable=only) for only in (True, False))
-    size = f"{total:,} parameters, {'all' if trained == total else f'{trained:,}'} trained"
+    """Print the model's class, its numbers of parameters, and where its weights come from."""
+    total = model.num_parameters()
+    trained = model.num_parameters(only_trainable=True)
+    trained_text = "all" if trained == total else f"{trained:,}"
+    size = f"{total:,} parameters, {trained_text} trained"
     source = setup.config.model_name_or_path or "new weights"
     print_fact(setup.accelerator, "model", f"{type(model).__name__}, {size}, {source}")
 
@@ -324,46 +368,64 @@ def _print_long_warmup(setup: Setup, max_steps: int) -> None:
 
 
 def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any]:
-    """Settings that must be equal on resume. Only names of files and folders: their location may
-    change.
+    """Return the settings that must be equal when a run is resumed.
+
+    Of files and folders only the names, as their location may change.
+
+    Args:
+        setup: The setup of the run.
+        model: The model, not sharded yet.
+        window_size: Samples in a window over all processes.
     """
     config = setup.config
     free = {name for names in FREE_TO_CHANGE.values() for name in names.split()}
-    flags = {k: v for k, v in config.to_dict().items() if k not in free}
-    places = {k: [_without_folder(place) for place in as_list(flags[k])] for k in LOCATIONS}
-    flags |= {k: names if len(names) > 1 else names[0] for k, names in places.items() if names}
-    return flags | {
-        "window_size": window_size,
-        "chunks": [config.same_bits, config.max_tokens_per_micro_batch]
-        if config.same_bits
-        else None,
-        **setup.data.identity,
-        "mixed_precision": setup.accelerator.mixed_precision,
-        "base_model": _frozen_sha256(model) if is_lora(model) else None,  # not in checkpoints
-    }
+    identity = {name: value for name, value in config.to_dict().items() if name not in free}
+    for flag in LOCATIONS:
+        names = [_without_folder(location) for location in as_list(identity[flag])]
+        if names:
+            identity[flag] = names if len(names) > 1 else names[0]
+    identity["window_size"] = window_size
+    identity["chunks"] = None
+    if config.same_bits:
+        identity["chunks"] = [config.same_bits, config.max_tokens_per_micro_batch]
+    identity |= setup.data.identity
+    identity["mixed_precision"] = setup.accelerator.mixed_precision
+    identity["base_model"] = None
+    if is_lora(model):  # its checkpoints have the adapter only
+        identity["base_model"] = _frozen_sha256(model)
+    return identity
 
 
-def _without_folder(place: str) -> str:
-    path = Path(place)
-    return path.resolve().name if path.exists() else path.name if is_pattern(place) else place
+def _without_folder(location: str) -> str:
+    """Return the name of a file or folder, or of a pattern, without its parent folders; other
+    texts, such as hub ids, are unchanged.
+    """
+    path = Path(location)
+    if path.exists():
+        return path.resolve().name
+    if is_pattern(location):
+        return path.name
+    return location
 
 
 def _frozen_sha256(model: nn.Module) -> str:
+    """Compute the SHA-256 of a model's frozen parameters."""
     named = unwrapped(model).named_parameters(remove_duplicate=False)
-    return state_sha256(
-        {name: parameter for name, parameter in named if not parameter.requires_grad}
-    )
+    frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
+    return state_sha256(frozen)
 
 
 def chosen_loss(setup: Setup) -> dict[str, Any]:
-    """The training loss, as an argument of `hf_ga.prepare` and `hf_ga.prove_targets`."""
+    """Return the training loss as a keyword argument of `hf_ga.prepare` and `hf_ga.prove_targets`:
+    `whole_batch` for embeddings, else `loss_fn`.
+    """
     if setup.data.task.labels == "pairs":
         return {"whole_batch": window_loss(setup.config, setup.data)}
     return {"loss_fn": chosen_loss_fn(setup.config, setup.class_weights)}
 
 
 def evaluation_loss(setup: Setup) -> dict[str, Any]:
-    """The loss of evaluations, as `chosen_loss`."""
+    """Return the loss of evaluations in the form of `chosen_loss`."""
     if setup.data.task.labels == "pairs":
         return chosen_loss(setup)
     return {"loss_fn": evaluation_loss_fn(setup.config, setup.class_weights)}
@@ -372,11 +434,11 @@ def evaluation_loss(setup: Setup) -> dict[str, Any]:
 def chosen_loss_fn(
     config: FinetuneConfig, class_weights: Mapping[str, float] | None = None
 ) -> LossFunction | None:
-    """The training loss with label smoothing or weights; None: the head's own.
+    """Return the training loss with label smoothing or weights, or None for the model's own loss.
 
     Args:
-        config: Of the run.
-        class_weights: See `Setup`.
+        config: The configuration of the run.
+        class_weights: Label -> weight, in the order of the labels; None or empty without weights.
     """
     return _cross_entropy(config, class_weights, config.label_smoothing_factor)
 
@@ -384,25 +446,47 @@ def chosen_loss_fn(
 def evaluation_loss_fn(
     config: FinetuneConfig, class_weights: Mapping[str, float] | None = None
 ) -> LossFunction | None:
-    """The loss of evaluations: with the weights of the training loss, without label smoothing."""
+    """Return the loss of evaluations: with the weights of the training loss, without its label
+    smoothing. None for the model's own loss.
+    """
     return _cross_entropy(config, class_weights, label_smoothing=0.0)
 
 
 def _cross_entropy(
     config: FinetuneConfig, class_weights: Mapping[str, float] | None, label_smoothing: float
 ) -> LossFunction | None:
+    """Return a cross entropy for the options of a run, or None if the model's own loss is the same.
+
+    Args:
+        config: The configuration of the run.
+        class_weights: See `chosen_loss_fn`.
+        label_smoothing: The smoothing factor; 0 for none.
+    """
     shifted = config.task == "causal-lm"
     if class_weights:
         return WeightedCrossEntropy(label_smoothing, shifted, tuple(class_weights.values()))
     if config.weight_column is not None:
         return WeightedCrossEntropy(label_smoothing, shifted)
-    return SmoothedCrossEntropy(label_smoothing, shifted) if label_smoothing else None
+    if label_smoothing:
+        return SmoothedCrossEntropy(label_smoothing, shifted)
+    return None
 
 
 def evaluate_split(
     setup: Setup, model: nn.Module, rule: Rule, split: str = "validation"
 ) -> dict[str, float]:
-    """Loss and metrics of a split, as `eval_loss` or `test_loss`, ..."""
+    """Evaluate a model on a split, and call the user's `on_evaluate`. All processes must call it.
+
+    Args:
+        setup: The setup of the run.
+        model: The prepared model.
+        rule: What was proven about the loss of evaluations.
+        split: The split to evaluate.
+
+    Returns:
+        The loss and the other metrics, named `eval_...` for the validation split, else
+        `<split>_...`.
+    """
     data = setup.data
     windows = evaluation_windows(
         data.samples(split),
@@ -426,16 +510,19 @@ def evaluate_split(
 
 
 def proof_samples(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:
-    """Samples over the whole range of lengths, to find out whether the loss depends on padding;
-    none that weigh nothing.
+    """Return the samples on which a model's loss is tested: spread over the whole range of lengths,
+    so that the test shows whether padding affects the loss, and none with weight 0.
+
+    Args:
+        data: The prepared data.
+        split: The split to take them from.
     """
     dataset = data.splits[split]
     by_length = np.argsort(np.asarray(dataset["length"][:]), kind="stable")
     if "weight" in dataset.column_names:
         weights = np.asarray(dataset["weight"][:])
         by_length = by_length[weights[by_length] > 0]
-    ids = by_length[
-        np.linspace(0, len(by_length) - 1, min(NUM_PROOF_SAMPLES, len(by_length))).astype(int)
-    ]
+    count = min(NUM_PROOF_SAMPLES, len(by_length))
+    spread = np.linspace(0, len(by_length) - 1, count).astype(int)
     samples = data.samples(split)
-    return [samples[int(i)] for i in ids]
+    return [samples[int(i)] for i in by_length[spread]]
