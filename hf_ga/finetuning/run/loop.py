@@ -45,46 +45,68 @@ def fit(run: Run, progress: Progress) -> Progress:
         SavedModelDiffers: If `best/` is not the model that was saved there.
         RunStopped: If a signal stopped the run; it is saved.
     """
-    is_main = run.accelerator.is_main_process
-    bar = tqdm(
-        total=run.max_steps,
-        initial=progress.step,
-        bar_format=BAR,
-        dynamic_ncols=True,
-        disable=not is_main,
-    )
-    run.model.train()
-    path = run.output_dir / "metrics.jsonl" if is_main else None
+    path = run.output_dir / "metrics.jsonl" if run.accelerator.is_main_process else None
     metrics = MetricsFile(path, progress.metrics_size)
-    stop = False
-    with bar, stop_requests() as request:
-        while not (stop or _finished(run, progress)):
+    run.model.train()
+    must_stop = False
+    with _progress_bar(run, progress) as bar, stop_requests() as request:
+        while not must_stop and not _is_finished(run, progress):
             for window in run.windows:
-                line, stop = _train_on(run, progress, window, request)
+                line, must_stop = _train_on(run, progress, window, request)
                 if not line["skipped"]:
-                    shown = PROGRESS.format_map(line)
-                    bar.set_postfix_str(shown, refresh=False)
+                    bar.set_postfix_str(PROGRESS.format_map(line), refresh=False)
                     bar.update()
-                finished = _finished(run, progress)
-                # The last window may have been skipped.
-                is_due = not line["skipped"] or finished
-                if is_due and (progress.step % run.eval_steps == 0 or finished):
+                if _is_due(run, progress, line, every=run.eval_steps):
                     line |= _evaluate(run, progress)
-                    # Early stopping depends on the evaluation.
-                    finished = _finished(run, progress)
-                metrics.write(**line)
-                progress.metrics_size = metrics.size
-                run.accelerator.log(_numbers(line), step=progress.step)
-                if run.on_step is not None:
-                    run.on_step(dict(line), run.model)
-                if stop or (is_due and (progress.step % run.save_steps == 0 or finished)):
+                _log(run, progress, line, metrics)
+                # After the evaluation, on which early stopping depends.
+                if must_stop or _is_due(run, progress, line, every=run.save_steps):
                     save(run, progress)
-                if stop or finished:
+                if must_stop or _is_finished(run, progress):
                     break
         _raise_if_stopped(run, progress, request)
     # A signal that arrived after the last check.
     request.pass_on()
     return progress
+
+
+def _progress_bar(run: Run, progress: Progress) -> tqdm:
+    """Return a progress bar of optimizer steps, which only the main process shows."""
+    return tqdm(
+        total=run.max_steps,
+        initial=progress.step,
+        bar_format=BAR,
+        dynamic_ncols=True,
+        disable=not run.accelerator.is_main_process,
+    )
+
+
+def _is_due(run: Run, progress: Progress, line: dict[str, Any], every: int) -> bool:
+    """Return whether to evaluate, or to save, after a window.
+
+    It is after every `every` optimizer steps, and at the end of the run, whose last window may have
+    been skipped.
+
+    Args:
+        run: The run.
+        progress: How far it came, the window included.
+        line: The window's line of metrics.jsonl.
+        every: Optimizer steps between evaluations, or checkpoints.
+    """
+    if _is_finished(run, progress):
+        return True
+    return not line["skipped"] and progress.step % every == 0
+
+
+def _log(run: Run, progress: Progress, line: dict[str, Any], metrics: MetricsFile) -> None:
+    """Write the line of a window to metrics.jsonl, pass its numbers to trackers and the whole line
+    to the user's `on_step`.
+    """
+    metrics.write(**line)
+    progress.metrics_size = metrics.size
+    run.accelerator.log(_numbers(line), step=progress.step)
+    if run.on_step is not None:
+        run.on_step(dict(line), run.model)
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:
@@ -101,6 +123,12 @@ def _train_on(
 ) -> tuple[dict[str, Any], bool]:
     """Train on one window, and count it in `progress`.
 
+    Args:
+        run: The run.
+        progress: How far it came; updated.
+        window: The window to train on.
+        request: Whether this process has received a stop signal.
+
     Returns:
         The window's line for metrics.jsonl, and whether any process received a stop signal.
 
@@ -108,7 +136,7 @@ def _train_on(
         DataError: If it is the last of too many consecutive windows that made no step.
     """
     learning_rate = run.scheduler.get_last_lr()[0]
-    began = time.perf_counter()
+    start = time.perf_counter()
     result = train_step(
         run.accelerator,
         run.model,
@@ -119,14 +147,13 @@ def _train_on(
         on_nonfinite=run.config.on_nonfinite,
     )
     if result.nonfinite:
-        _write(
-            run, f"before optimizer step {progress.step + 1} a window was skipped: {result.cause}"
-        )
+        next_step = progress.step + 1
+        _write(run, f"before optimizer step {next_step} a window was skipped: {result.cause}")
     # Reading the loss waits for the device, so it comes before the time.
     loss = result.loss
-    seconds = time.perf_counter() - began
-    own_tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
-    tokens, stopping = sum_over_ranks(run.accelerator, [own_tokens, request.received])
+    seconds = time.perf_counter() - start
+    local_tokens = sum(count_tokens(m.batch, len(m)) for m in window.micro_batches)
+    tokens, num_stopping = sum_over_ranks(run.accelerator, [local_tokens, request.received])
     progress.num_windows += 1
     progress.step += not result.skipped
     progress.num_skipped += result.skipped
@@ -151,11 +178,13 @@ def _train_on(
         line["retries"] = result.retries
     if result.loss_scale is not None:
         line["loss_scale"] = result.loss_scale
-    return line, stopping > 0
+    return line, num_stopping > 0
 
 
 def _epochs_done(run: Run, window: Window) -> float:
-    """Count the epochs up to the end of a window; whole epochs of a stream, which has no length."""
+    """Return the number of epochs up to the end of a window, such as 1.25; for a stream, which has
+    no length, the number of complete epochs.
+    """
     part_of_epoch = 0.0
     if hasattr(run.windows, "__len__"):
         part_of_epoch = (window.index + 1) / len(run.windows)
@@ -163,17 +192,17 @@ def _epochs_done(run: Run, window: Window) -> float:
 
 
 def _write(run: Run, text: str) -> None:
-    """Print above the progress bar."""
+    """Print a text above the progress bar, on the main process only."""
     if run.accelerator.is_main_process:
         tqdm.write(text)
 
 
 def _raise_if_stopped(run: Run, progress: Progress, request: StopRequest) -> None:
-    """Raise RunStopped if a signal was received, also after the last window (during evaluation or
-    saving).
+    """Raise RunStopped on all processes if any process received a stop signal, also after the last
+    window (during evaluation or saving).
     """
-    (stopping,) = sum_over_ranks(run.accelerator, [request.received])
-    if stopping:
+    (num_stopping,) = sum_over_ranks(run.accelerator, [request.received])
+    if num_stopping:
         end_training(run.accelerator)
         raise RunStopped(
             f"stopped by {request} after step {progress.step}: saved as "
@@ -183,7 +212,12 @@ def _raise_if_stopped(run: Run, progress: Progress, request: StopRequest) -> Non
 
 
 def _why_skipped(window: Window, result: StepResult) -> str:
-    """Return the error message for too many consecutive windows without a step."""
+    """Return the error message for too many consecutive windows without an optimizer step.
+
+    Args:
+        window: The last one.
+        result: Its result.
+    """
     why = "their samples have no targets, or weight 0: check the labels, or remove such rows"
     if result.overflowed:
         why = (
@@ -202,7 +236,12 @@ def _why_skipped(window: Window, result: StepResult) -> str:
 
 
 def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
-    """Evaluate, save the model if it is the best so far, and print the metrics.
+    """Evaluate on the validation split, save the model if it is the best so far, and print the
+    metrics.
+
+    Args:
+        run: The run.
+        progress: How far it came; the best metric in it is updated.
 
     Returns:
         The metrics, for metrics.jsonl.
@@ -224,7 +263,13 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
 
 
 def _is_better(value: float, best: float | None, lower_is_better: bool) -> bool:
-    """Whether the value of a metric is better than the best one so far. NaN never is."""
+    """Return whether the value of a metric is better than the best value so far. NaN never is.
+
+    Args:
+        value: The new value.
+        best: The best value so far; None before the first evaluation.
+        lower_is_better: Whether the metric is a loss or an error.
+    """
     if math.isnan(value):
         return False
     if best is None:
@@ -232,8 +277,8 @@ def _is_better(value: float, best: float | None, lower_is_better: bool) -> bool:
     return value < best if lower_is_better else value > best
 
 
-def _finished(run: Run, progress: Progress) -> bool:
-    """Whether the last window has been trained on, or training stops early."""
+def _is_finished(run: Run, progress: Progress) -> bool:
+    """Return whether the last window has been trained on, or training stops early."""
     return (
         progress.step >= run.max_steps
         or progress.num_windows >= run.max_windows
@@ -242,6 +287,8 @@ def _finished(run: Run, progress: Progress) -> bool:
 
 
 def stopped_early(run: Run, progress: Progress) -> bool:
-    """Whether the metric has not improved for `early_stopping_patience` evaluations."""
+    """Return whether the metric of the best model has not improved for `early_stopping_patience`
+    evaluations; never without that option.
+    """
     patience = run.config.early_stopping_patience
     return patience is not None and progress.evaluations_since_best >= patience

@@ -19,10 +19,12 @@ from hf_ga.recovery.checkpoint import load_checkpoint, read_state, save_checkpoi
 from hf_ga.recovery.files import flush, writing
 from hf_ga.recovery.versions import machine, versions
 
-# Moments fit one optimizer only, and trained parameters by their index.
+# Settings that the optimizer's state depends on: its moments fit one optimizer only, and belong to
+# trained parameters by their index.
 _NEVER_CHANGED = ("optim", "freeze")
-# Settings that affect the validation metric (`data`: hash of the training rows).
-_MEASURED_BY = {
+# Settings that affect the metric of the best model, by the names of the identity (`data`: hash of
+# the training rows).
+_AFFECTS_METRIC = {
     "data",
     "tokenizer",
     "chat_template",
@@ -31,16 +33,16 @@ _MEASURED_BY = {
     "validation_split_percentage",
     "max_eval_samples",
     "mlm_probability",
+    "metric_for_best_model",
 }
-_MEASURED_BY |= {"metric_for_best_model"}
 
 
 def save(run: Run, progress: Progress) -> None:
-    """Write a checkpoint of the run, at a window boundary.
+    """Write a checkpoint of the run, between two windows. All processes must call it.
 
     Raises:
-        CheckpointError: a failed write, such as a full disk; on all processes. The previous
-            checkpoint is kept.
+        CheckpointError: If a write fails, for example because the disk is full; on all processes.
+            The previous checkpoint is kept.
     """
     scaler = run.accelerator.scaler
     state = {
@@ -69,34 +71,30 @@ def save(run: Run, progress: Progress) -> None:
 
 
 def resume(run: Run, folder: Path) -> Progress:
-    """Restore a run from a checkpoint. With `resume_with_changes`, other settings or data are
-    printed and recorded in `Progress.changes`.
+    """Restore a run from a checkpoint. All processes must call it.
+
+    With `resume_with_changes`, settings or data that differ from the checkpoint's are printed and
+    recorded in `Progress.changes`.
 
     Args:
-        folder: verified by `find_checkpoint`.
+        run: The run, as it was built from its configuration; updated.
+        folder: The checkpoint, verified by `find_checkpoint`.
 
     Raises:
-        CheckpointError: the checkpoint does not fit this model, or has other settings.
+        CheckpointError: If the checkpoint does not fit this model, or has other settings.
     """
     state = read_state(folder)
-    here, saved = machine() | versions(), state.get("machine", {})
-    if changed := [
-        f"{name} {value} -> {here.get(name)}"
-        for name, value in saved.items()
-        if here.get(name) != value
-    ]:
-        print_on_main(
-            run.accelerator, f"resumed on another machine, so bits may differ: {', '.join(changed)}"
-        )
-    if missing := {"identity", "windows", "scheduler", "progress"} - state.keys():
+    _print_changed_machine(run, state.get("machine", {}))
+    missing = {"identity", "windows", "scheduler", "progress"} - state.keys()
+    if missing:
         raise CheckpointError(
             f"{folder / 'state.json'} is not a checkpoint of a run: it lacks "
             f"{', '.join(sorted(missing))}."
         )
-    identity = _comparable(run, state["identity"])
+    identity = _comparable_identity(run, state["identity"])
     changes = _changes(folder, state["identity"], identity, run.config.resume_with_changes)
-    # The optimizer's settings from the configuration.
-    own_groups = [
+    # Loading the checkpoint overwrites the settings that the optimizer has from the configuration.
+    configured_groups = [
         {name: value for name, value in group.items() if name != "params"}
         for group in run.optimizer.param_groups
     ]
@@ -106,98 +104,143 @@ def resume(run: Run, folder: Path) -> Progress:
     if state.get("scaler") and "mixed_precision" not in changes:
         run.accelerator.scaler.load_state_dict(state["scaler"])
     if changes:
-        _apply_changed_settings(run, progress, changes, own_groups)
+        _apply_changed_settings(run, progress, changes, configured_groups)
     else:
         run.scheduler.load_state_dict(state["scheduler"])
-    if _MEASURED_BY & changes.keys():
-        progress.best_metric, progress.evaluations_since_best = None, 0
+    if _AFFECTS_METRIC & changes.keys():
+        progress.best_metric = None
+        progress.evaluations_since_best = 0
     run.max_steps += progress.step - _scheduled_steps(run, progress)  # adds 0 in an unchanged run
     return progress
 
 
+def _print_changed_machine(run: Run, saved: dict[str, Any]) -> None:
+    """Print what differs between the machine, and the versions, of a checkpoint and of this run.
+
+    Args:
+        run: The run.
+        saved: Name -> value in the checkpoint, such as {"cpu": ..., "torch": "2.13.0"}.
+    """
+    current = machine() | versions()
+    changed = [
+        f"{name} {value} -> {current.get(name)}"
+        for name, value in saved.items()
+        if current.get(name) != value
+    ]
+    if changed:
+        listed = ", ".join(changed)
+        print_on_main(run.accelerator, f"resumed on another machine, so bits may differ: {listed}")
+
+
 def forget_other_best(run: Run, progress: Progress, checkpoint: Path) -> None:
-    """Reset the best metric if `best/` is missing or from later steps than the checkpoint."""
+    """Reset the best metric if `best/` is missing or was saved after the checkpoint, in steps that
+    are made again.
+    """
     best = run.output_dir / "best"
-    if not broadcast_from_main(
-        run.accelerator, best.exists() and best.stat().st_mtime <= checkpoint.stat().st_mtime
-    ):
+    is_valid = best.exists() and best.stat().st_mtime <= checkpoint.stat().st_mtime
+    if not broadcast_from_main(run.accelerator, is_valid):
         progress.best_metric = None
 
 
-def _comparable(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
-    """The run's identity as a checkpoint has it. Earlier versions saved a hash of the tokens of all
-    training samples instead of hashes of their rows, tokenizer and template.
+def _comparable_identity(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
+    """Return the run's identity with the entries that the identity in a checkpoint has.
+
+    Earlier versions saved no hash of validation rows. Still earlier ones saved a hash of the tokens
+    of all training samples instead of hashes of their rows, tokenizer and template.
+
+    Args:
+        run: The run.
+        saved: The identity in the checkpoint.
     """
     if "tokenizer" in saved:
-        absent = {"validation"} - saved.keys()  # in checkpoints of earlier versions
-        return {name: value for name, value in run.identity.items() if name not in absent}
-    others = {k: v for k, v in run.identity.items() if k not in run.data.identity}
-    return others | {"data": run.data.content_hash}
+        missing = {"validation"} - saved.keys()
+        return {name: value for name, value in run.identity.items() if name not in missing}
+    identity = {
+        name: value for name, value in run.identity.items() if name not in run.data.identity
+    }
+    identity["data"] = run.data.content_hash
+    return identity
 
 
 def _changes(
-    folder: Path, saved: dict[str, Any], identity: dict[str, Any], allowed: bool
+    folder: Path, saved: dict[str, Any], identity: dict[str, Any], are_allowed: bool
 ) -> dict[str, str]:
-    """{name: `name old -> new`} of settings that differ from the checkpoint's.
+    """Find the settings that differ from the checkpoint's.
+
+    Args:
+        folder: The checkpoint.
+        saved: Name -> value of the settings in the checkpoint.
+        identity: Name -> value of the settings of the run.
+        are_allowed: Whether settings may differ (`resume_with_changes`).
+
+    Returns:
+        Name -> "name old -> new".
 
     Raises:
-        CheckpointError: some changes are not allowed or not possible.
+        CheckpointError: If settings differ, but may not; or differ in what the optimizer's state
+            depends on.
     """
     changes = {
-        k: f"{k} {saved.get(k)!r} -> {value!r}"
-        for k, value in identity.items()
-        if saved.get(k) != value
+        name: f"{name} {saved.get(name)!r} -> {value!r}"
+        for name, value in identity.items()
+        if saved.get(name) != value
     }
-    if changes and not allowed:
+    if changes and not are_allowed:
         raise CheckpointError(
             f"{folder} has other settings: {', '.join(changes.values())}. Use the same settings, "
-            "start a new run, or resume "
-            "with --resume_with_changes."
+            "start a new run, or resume with --resume_with_changes."
         )
-    if never := [changes[name] for name in _NEVER_CHANGED if name in changes]:
+    impossible = [changes[name] for name in _NEVER_CHANGED if name in changes]
+    if impossible:
         raise CheckpointError(
-            f"{folder} cannot be resumed with {', '.join(never)}, even with "
-            "--resume_with_changes: the optimizer's state fits only "
-            "the same optimizer and parameters. Start a new run with the saved model as "
-            "model_name_or_path."
+            f"{folder} cannot be resumed with {', '.join(impossible)}, even with "
+            "--resume_with_changes: the optimizer's state fits only the same optimizer and "
+            "parameters. Start a new run with the saved model as model_name_or_path."
         )
     return changes
 
 
 def _apply_changed_settings(
-    run: Run, progress: Progress, changes: dict[str, str], own_groups: list[dict[str, Any]]
+    run: Run, progress: Progress, changes: dict[str, str], configured_groups: list[dict[str, Any]]
 ) -> None:
-    """Apply the new settings to a run after loading weights, moments and position.
+    """Apply changed settings to a run whose weights, moments and position were loaded from a
+    checkpoint.
 
     Args:
-        own_groups: the optimizer's groups before its state was loaded, without parameters.
+        run: The run; optimizer, schedule and windows are updated.
+        progress: How far it came; its number of windows is counted anew in the new window size.
+        changes: Name -> "name old -> new".
+        configured_groups: The settings of the optimizer's parameter groups (learning rate, weight
+            decay, ...) by the configuration, without the parameters.
     """
     if isinstance(run.windows, WindowLoader):  # a stream's earlier windows are unknown
-        num_windows = len(run.windows)
-        progress.num_windows = run.windows.epoch * num_windows + min(
-            run.windows.num_consumed, num_windows
-        )
-    for group, own in zip(run.optimizer.param_groups, own_groups, strict=True):
-        group.update(own)
+        windows_per_epoch = len(run.windows)
+        in_this_epoch = min(run.windows.num_consumed, windows_per_epoch)
+        progress.num_windows = run.windows.epoch * windows_per_epoch + in_this_epoch
+    for group, configured in zip(run.optimizer.param_groups, configured_groups, strict=True):
+        group.update(configured)
     position = _scheduled_steps(run, progress)
-    run.scheduler.load_state_dict(
-        run.scheduler.state_dict() | {"last_epoch": position - 1, "_step_count": position + 1}
-    )
+    schedule = run.scheduler.state_dict()
+    schedule["last_epoch"] = position - 1
+    schedule["_step_count"] = position + 1
+    run.scheduler.load_state_dict(schedule)
     run.scheduler.step()  # sets the learning rates of this position
     progress.changes += changes.values()
     print_on_main(
         run.accelerator,
         f"resumed with changes after step {progress.step}, window {run.windows.num_consumed} of "
-        f"epoch {run.windows.epoch}: " + ", ".join(changes.values()),
+        f"epoch {run.windows.epoch}: {', '.join(changes.values())}",
     )
 
 
 def _scheduled_steps(run: Run, progress: Progress) -> int:
-    """A run's position in its schedule: with `max_steps`, the steps done; with epochs, the number
-    of windows so far at the current window size, so that the schedule ends with the last epoch.
+    """Return a run's position in its learning rate schedule, in steps.
+
+    If the length of the run is given in steps, it is the number of optimizer steps. If it is given
+    in epochs, it is the number of windows at the current window size, without skipped ones, so that
+    the schedule ends with the last epoch.
     """
-    return (
-        max(0, progress.num_windows - progress.num_skipped)
-        if run.max_steps == run.max_windows
-        else progress.step
-    )
+    is_in_epochs = run.max_steps == run.max_windows
+    if is_in_epochs:
+        return max(0, progress.num_windows - progress.num_skipped)
+    return progress.step
