@@ -1,4 +1,4 @@
-"""The proof of a model before it is sharded."""
+"""Proves models before FSDP shards them in `accelerator.prepare`."""
 
 from dataclasses import replace
 from functools import partial
@@ -20,15 +20,18 @@ def prove_before_sharding(
     loaders: list[DataLoader],
     given: Given,
 ) -> None:
-    """Prove models on the first loader's samples, and remember the result.
+    """Prove the trainable models of an `accelerator.prepare` call before FSDP shards them, and
+    store the results for their training.
 
-    A sharded model cannot be proven (FSDP1), or in half precision only (FSDP2).
+    It cannot be done later: FSDP1's sharded model cannot be proven at all, and FSDP2's only in half
+    precision. The samples come from the dataset of the first loader. Without a loader, an FSDP2
+    model is left to be proven in its first window.
 
     Args:
-        accelerator: The accelerator, which shards.
-        models: Those that are prepared now.
-        loaders: Those that are prepared in the same call, as the user made them.
-        given: What was given to the accelerator about the model's loss.
+        accelerator: The accelerator, with FSDP.
+        models: The models that are prepared now, not sharded yet.
+        loaders: The DataLoaders that are prepared in the same call, as the user made them.
+        given: The user's settings for the models' loss and their proof.
 
     Raises:
         ConfigError: If there is no loader under FSDP1.
@@ -45,7 +48,7 @@ def prove_before_sharding(
         prove = partial(
             prove_targets,
             model,
-            _spread_samples(loaders[0].dataset),
+            _evenly_spaced_samples(loaders[0].dataset),
             loaders[0].collate_fn,
             whole_batch=given.whole_batch,
             allow_split_dependent_randomness=given.allow_split_dependent_randomness,
@@ -55,7 +58,9 @@ def prove_before_sharding(
         remember(accelerator, model, replace(given, rule=rule))
 
 
-def _spread_samples(dataset: Any) -> list[Any]:
-    """Take samples at equal distances over a whole dataset."""
+def _evenly_spaced_samples(dataset: Any) -> list[Any]:
+    """Return at least `NUM_PROOF_SAMPLES` samples at equal distances over the whole dataset, or all
+    samples of a smaller one.
+    """
     step = max(1, len(dataset) // NUM_PROOF_SAMPLES)
     return [dataset[index] for index in range(0, len(dataset), step)]
