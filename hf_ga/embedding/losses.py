@@ -272,11 +272,11 @@ class Matryoshka:
         """
         total = outputs["anchor"].new_zeros(())
         for size in self.sizes:
-            total = total + self.loss(shortened(outputs, size), batch)
+            total = total + self.loss(truncate_embeddings(outputs, size), batch)
         return total
 
 
-def shortened(outputs: Outputs, size: int) -> dict[str, Tensor]:
+def truncate_embeddings(outputs: Outputs, size: int) -> dict[str, Tensor]:
     """Truncate each embedding to its first `size` dims.
 
     Args:
