@@ -94,6 +94,7 @@ class Accelerator(accelerate.Accelerator):
         whole_batch: WholeBatchLoss | None = None,
         **kwargs: Any,
     ) -> None:
+        """Make the accelerator; see the class for the arguments."""
         super().__init__(*args, **kwargs)
         self.global_batch_size = global_batch_size
         self._requested_accumulation_steps = self.gradient_accumulation_steps
@@ -212,8 +213,8 @@ class Accelerator(accelerate.Accelerator):
             ConfigError: Always.
         """
         raise ConfigError(
-            "accelerator.no_sync (which LocalSGD uses, too) leaves gradients unsynchronised by "
-            "hand, but hf_ga sums them once per window by itself. "
+            "accelerator.no_sync (which LocalSGD uses, too) turns off the gradient synchronization "
+            "between processes, but hf_ga does that by itself until the end of each window. "
             f"{MANUAL_ACCUMULATION_REMEDY}"
         )
 
@@ -246,8 +247,8 @@ class Accelerator(accelerate.Accelerator):
         """
         if kwargs:
             raise ConfigError(
-                f"accelerator.backward got {', '.join(kwargs)}: one backward per micro-batch is "
-                "all that a window needs. Leave it out."
+                f"accelerator.backward got {', '.join(kwargs)}, but only takes a loss and "
+                "num_targets, as each micro-batch has a single backward. Leave it out."
             )
         return self.training_loop.backward(loss, num_targets)
 

@@ -32,6 +32,7 @@ class CallOrder:
     """
 
     def __init__(self) -> None:
+        """Start before the first window, with no micro-batch handed out."""
         self.index = 0
         self.is_waiting = False
         self.is_complete = True
@@ -176,7 +177,7 @@ class CallOrder:
             if bool(parameter.grad.any()):
                 raise ConfigError(
                     "gradients of an earlier window are left: its optimizer.step() or zero_grad() "
-                    f"did not come. {MANUAL_ACCUMULATION_REMEDY}"
+                    f"was not called. {MANUAL_ACCUMULATION_REMEDY}"
                 )
         for parameter in engine.parameters:
             parameter.grad = None
@@ -199,8 +200,8 @@ class CallOrder:
         if any(p in trained and p.grad is not None for p in parameters):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() within a window would update with a part of "
-                "its gradient: step the optimizer that accelerator.prepare returned; it steps when "
-                "accelerator.sync_gradients is true."
+                "the window's gradient: step the optimizer that accelerator.prepare returned; it "
+                "steps when accelerator.sync_gradients is true."
             )
 
     def check_step(
@@ -251,8 +252,8 @@ def check_gradient_sync(model: nn.Module) -> None:
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
     if is_ddp and not model.require_backward_grad_sync:
         raise ConfigError(
-            "model.no_sync() (LocalSGD uses it) leaves gradients of the processes apart, but "
-            "hf_ga sums them once per window. Leave LocalSGD out. "
+            "model.no_sync() (LocalSGD uses it) turns off the gradient synchronization between "
+            "processes, but hf_ga needs it once per window. Leave LocalSGD out. "
             f"{MANUAL_ACCUMULATION_REMEDY}"
         )
 

@@ -108,6 +108,8 @@ DIVISORS: dict[str, Callable[..., float]] = {
 }
 
 
+# Arguments of the loss functions that have one weight per class.
+CLASS_WEIGHTS = ("weight", "pos_weight")
 # Functions whose `weight` has one value per element, and whose mean divides by its sum.
 WEIGHTED_BY_ELEMENT = ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss")
 
@@ -126,6 +128,7 @@ class CriteriaRecorder:
     """
 
     def __init__(self) -> None:
+        """Make a recorder that is off."""
         self.means: list[CriterionMean] = []
         self.model: nn.Module | None = None
         self.submodules_run_by_loop: list[str] = []
@@ -208,16 +211,30 @@ class CriteriaRecorder:
         reduction = arguments.get("reduction", "mean")
         is_mean = reduction in ("mean", "batchmean") and not has_deprecated_arguments
         is_scalar = isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
-        if is_scalar and is_mean and self._has_constant_weights(name, arguments):
-            divisor_of_call = partial(compute_divisor, **arguments)
-            self.means.append(CriterionMean(value, arguments["input"], divisor_of_call))
+        if is_scalar and is_mean:
+            self._store_first_weights(name, arguments)
+            if self._has_constant_weights(name, arguments):
+                divisor_of_call = partial(compute_divisor, **arguments)
+                self.means.append(CriterionMean(value, arguments["input"], divisor_of_call))
         return value
+
+    def _store_first_weights(self, name: str, arguments: dict[str, Any]) -> None:
+        """Store the class weights of a loss function's first call, for comparison with later calls.
+
+        Args:
+            name: The function's name in `torch.nn.functional`.
+            arguments: The arguments of this call by name.
+        """
+        for argument_name in CLASS_WEIGHTS:
+            weight = arguments.get(argument_name)
+            if weight is not None:
+                self._first_weights.setdefault((name, argument_name), weight)
 
     def _has_constant_weights(self, name: str, arguments: dict[str, Any]) -> bool:
         """Check that a loss function is called with the same class weights in every micro-batch.
 
-        Weights that are computed from a micro-batch depend on how the window was split. The weights
-        of a function's first call are stored, and later calls are compared with them.
+        Weights that are computed from a micro-batch depend on how the window was split. So the
+        weights are compared with those of the function's first call.
 
         Args:
             name: The function's name in `torch.nn.functional`.
@@ -229,11 +246,11 @@ class CriteriaRecorder:
         """
         if arguments.get("weight") is not None and name in WEIGHTED_BY_ELEMENT:
             return False
-        for argument_name in ("weight", "pos_weight"):
+        for argument_name in CLASS_WEIGHTS:
             weight = arguments.get(argument_name)
             if weight is None:
                 continue
-            first = self._first_weights.setdefault((name, argument_name), weight)
-            if first is not weight and not torch.equal(first, weight):
+            first_weight = self._first_weights[name, argument_name]
+            if first_weight is not weight and not torch.equal(first_weight, weight):
                 return False
         return True

@@ -20,9 +20,9 @@ def engine_if_provable(
     accelerator: accelerate.Accelerator,
     model: nn.Module,
     window: Window,
-    given: Given,
+    loss_settings: Given,
     *,
-    has_names: bool,
+    batches_are_mappings: bool,
 ) -> Engine | None:
     """Make the engine of a window, proving the model first if it is not proven yet.
 
@@ -30,8 +30,9 @@ def engine_if_provable(
         accelerator: The accelerator of the loop.
         model: The prepared model.
         window: The window that begins.
-        given: The user's settings for the model's loss and its proof.
-        has_names: Whether batches are mappings, so that the proof can call `model(**batch)`.
+        loss_settings: The user's settings for the model's loss and its proof.
+        batches_are_mappings: Whether the user's collate function returns dicts or other mappings,
+            so that the proof can call `model(**batch)`.
 
     Returns:
         The engine, or None if the model cannot be proven by calling `model(**batch)`: then the
@@ -41,13 +42,13 @@ def engine_if_provable(
         ConfigError: If `whole_batch` was given, but batches are not mappings.
         LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`.
     """
-    _store_settings(accelerator, model, given)
+    _store_settings(accelerator, model, loss_settings)
     is_proven = _is_proven(accelerator, model, window)
-    if not is_proven and not has_names:
-        if given.whole_batch is not None:
+    if not is_proven and not batches_are_mappings:
+        if loss_settings.whole_batch is not None:
             raise ConfigError(
-                "whole_batch needs batches by name, as the model is called with them once more: "
-                "let the collate function return a dict, and call model(**batch)."
+                "whole_batch needs batches with named entries, as hf_ga calls the model with them "
+                "once more: let the collate function return a dict, and call model(**batch)."
             )
         return None
     try:
@@ -57,12 +58,14 @@ def engine_if_provable(
     except HfGaError:
         raise
     except Exception:
-        if is_proven or given.whole_batch is not None:
+        if is_proven or loss_settings.whole_batch is not None:
             raise
         return None  # the loop calls the model in another way, or its own call will fail, too
 
 
-def _store_settings(accelerator: accelerate.Accelerator, model: nn.Module, given: Given) -> None:
+def _store_settings(
+    accelerator: accelerate.Accelerator, model: nn.Module, loss_settings: Given
+) -> None:
     """Attach the settings for a model's loss to the accelerator, where the engine reads them.
 
     Does nothing if the model has settings there: those of a model that was proven before FSDP
@@ -70,7 +73,7 @@ def _store_settings(accelerator: accelerate.Accelerator, model: nn.Module, given
     """
     stored_settings = vars(accelerator).get("_hf_ga_given", {})
     if unwrapped(model) not in stored_settings:
-        remember(accelerator, model, given)
+        remember(accelerator, model, loss_settings)
 
 
 def _is_proven(accelerator: accelerate.Accelerator, model: nn.Module, window: Window) -> bool:

@@ -73,9 +73,9 @@ def prove_first_forward(
         for row in range(num_samples)
     ]
 
-    def collate(samples: list[dict[str, Tensor]]) -> dict[str, Any]:
+    def collate(chosen: list[dict[str, Tensor]]) -> dict[str, Any]:
         """Stack samples into keyword arguments of the model, and add the shared arguments."""
-        stacked = {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}
+        stacked = {name: torch.stack([sample[name] for sample in chosen]) for name in chosen[0]}
         return {**stacked, **shared}
 
     prove = partial(
@@ -95,8 +95,8 @@ def prove_first_forward(
             rule = _prove_outputs(model, prove)
     if model_loss is not None and not isinstance(model_loss, HeadMean):
         raise ConfigError(
-            f"the model's loss is {model_loss.name}, which needs the batch by its names: let the "
-            "collate function return a dict, and call model(**batch)."
+            f"the model's loss is {model_loss.name}, which hf_ga can only compute from a batch "
+            "with named entries: let the collate function return a dict, and call model(**batch)."
         )
     rule = replace(rule, loss=SumPassedByLoop(), pad_to_window=True, width_matters=None)
     return rule, model_loss
@@ -187,6 +187,6 @@ def sum_of_outputs(outputs: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
     if total is None:
         raise LossNotAdditive(
             "the model's outputs have no row for each sample, so hf_ga cannot split a batch: "
-            "return a tensor with the samples on the first axis, or let the model return its loss."
+            "return a tensor whose first dim is the samples, or let the model return its loss."
         )
     return total, num_samples

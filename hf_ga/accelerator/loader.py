@@ -23,6 +23,7 @@ class Epochs:
     """
 
     def __init__(self) -> None:
+        """Start with no dataset that was trained on."""
         # id of a dataset -> the epoch of it that began last
         self._last_begun: dict[int, int] = {}
 
@@ -197,7 +198,7 @@ class WindowedDataLoader:
         self._go_to_first_window(windows)
         if self._batch_type is None:
             self._batch_type = self._collate.find_batch_type(self.original.dataset)
-        has_names = issubclass(self._batch_type, Mapping)
+        batches_are_mappings = issubclass(self._batch_type, Mapping)
         num_steps = accelerator.gradient_accumulation_steps
         last_window_index = len(windows) - 1 if hasattr(windows, "__len__") else None
         accelerator.epochs.begin(self.original.dataset, windows.epoch)
@@ -208,7 +209,9 @@ class WindowedDataLoader:
         try:
             for window in windows:
                 self._check_accumulation_steps(num_steps)
-                batches = training_loop.micro_batches(model, window, has_names=has_names)
+                batches = training_loop.micro_batches(
+                    model, window, batches_are_mappings=batches_are_mappings
+                )
                 for batch, is_last in batches:
                     self.end_of_dataloader = is_last and window.index == last_window_index
                     yield DictCollator.restore(batch, self._batch_type)

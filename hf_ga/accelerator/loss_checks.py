@@ -44,6 +44,7 @@ class LossChecks:
     """
 
     def __init__(self, *, can_differentiate: bool) -> None:
+        """Start with no kind of loss checked; see the class for the argument."""
         self.can_differentiate = can_differentiate
         self.num_windows = 0
         self._results: dict[Operations, bool] = {}  # kind of loss -> whether it is the model's own
@@ -52,7 +53,7 @@ class LossChecks:
         self._has_warned = False
 
     @property
-    def _is_due(self) -> bool:
+    def _is_check_due(self) -> bool:
         """Whether losses are compared again in this window: in windows 1, 2, 4, 8, ..."""
         return is_power_of_two(self.num_windows)
 
@@ -76,7 +77,7 @@ class LossChecks:
         if loss is model_loss:
             return True
         operations = _last_operations(loss)
-        if operations not in self._results or self._is_due:
+        if operations not in self._results or self._is_check_due:
             is_model_loss = _compare_with_model_loss(loss, record)
             self._results[operations] = is_model_loss
             return is_model_loss
@@ -95,7 +96,7 @@ class LossChecks:
             LossNotAdditive: If it is not such a mean.
         """
         operations = _last_operations(loss)
-        if operations in self._checked_means and not self._is_due:
+        if operations in self._checked_means and not self._is_check_due:
             for mean in record.means:
                 if mean.value is loss:
                     return mean
@@ -114,7 +115,7 @@ class LossChecks:
             LossNotAdditive: If it does.
         """
         operations = _last_operations(loss)
-        if operations in self._checked_sums and not self._is_due:
+        if operations in self._checked_sums and not self._is_check_due:
             return
         comparison = self._find_comparison(loss, record.outputs, record.num_samples)
         if comparison is not None:
@@ -170,8 +171,8 @@ class LossChecks:
             self._has_warned = True
             warnings.warn(
                 f"hf_ga: num_targets is 1 for a micro-batch of {num_samples} samples. If that is "
-                "max(number, 1), the window is divided by too many: pass the plain number, which "
-                "may be 0.",
+                "max(number, 1), the window's loss is divided by too many targets: pass the plain "
+                "number, which may be 0.",
                 stacklevel=6,
             )
         if bool(loss == 0):

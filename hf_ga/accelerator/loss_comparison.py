@@ -49,7 +49,7 @@ class SumPassedByLoop(Loss):
         return ()
 
     def contributes(self, counts: Counts) -> bool:
-        """Return that every micro-batch is computed, also one with `num_targets=0`."""
+        """Return True, as every micro-batch needs its backward, also one with `num_targets=0`."""
         return True  # a sum may have a gradient although its number is 0
 
     def sums(self, outputs: tuple[Tensor | float, float], call: Call) -> tuple[Sums, Counts]:

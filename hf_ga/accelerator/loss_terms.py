@@ -37,6 +37,7 @@ class LossTerms:
     """
 
     def __init__(self, checks: LossChecks) -> None:
+        """Start before the first window; `checks` decides which kind of loss a loss is."""
         self.checks = checks
         self.passes_own_loss = False
         self.model_loss: Loss | None = None

@@ -21,6 +21,7 @@ class DictCollator:
     """
 
     def __init__(self, collate_fn: Collate) -> None:
+        """Wrap the user's collate function."""
         self.collate_fn = collate_fn
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:

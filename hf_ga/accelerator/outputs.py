@@ -67,6 +67,7 @@ class ForwardRecorder:
         leave_micro_batch: Callable[[], None],
         records_tensors: bool,
     ) -> None:
+        """Register the forward hooks on the model; see the class for the arguments."""
         self.model = model
         self.is_waiting_for_backward = is_waiting_for_backward
         self.criteria = criteria
@@ -121,7 +122,7 @@ class ForwardRecorder:
         if batch is not None:
             self._batch = {name: (value, _version(value)) for name, value in batch.items()}
 
-    def _gets_the_batch(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+    def _is_called_with_batch(self, args: tuple, kwargs: dict[str, Any]) -> bool:
         """Return whether a forward is called with exactly the batch that the loader handed out.
 
         The tensors must be the same objects, not changed in place. Labels may be omitted, and
@@ -151,7 +152,7 @@ class ForwardRecorder:
                 return False
         return True
 
-    def _records(self, model: nn.Module) -> bool:
+    def _should_record(self, model: nn.Module) -> bool:
         """Return whether a forward of the model or its wrapper is one to record: in training mode,
         with gradients, for a micro-batch that waits for its backward, and not one of a proof.
         """
@@ -162,7 +163,7 @@ class ForwardRecorder:
         """Forward pre-hook of the unwrapped model: begin a training forward; if hf_ga refuses it,
         leave the micro-batch before the error is raised.
         """
-        if not self._records(model):
+        if not self._should_record(model):
             return
         try:
             self._begin_forward(args, kwargs)
@@ -197,7 +198,7 @@ class ForwardRecorder:
         self._kwargs = kwargs
         self.criteria.turn_off()  # loss functions inside of the model are not the loop's
         prove = self.prove
-        if prove is None and not self._gets_the_batch(args, kwargs):
+        if prove is None and not self._is_called_with_batch(args, kwargs):
             prove = self.prove_again
         if prove is not None:
             self.prove = None
@@ -219,7 +220,7 @@ class ForwardRecorder:
         if not self.is_waiting_for_backward() or self._is_proving:
             return None
         output = make_readable(output)
-        if self._records(model):
+        if self._should_record(model):
             self._record(output)
             self.criteria.turn_on()
         return output
@@ -228,7 +229,7 @@ class ForwardRecorder:
         """Forward hook of a wrapper such as DDP: record its outputs in place of the inner model's,
         as these are the ones that the loop gets.
         """
-        if self._records(model):
+        if self._should_record(model):
             self._record(output)
 
     def _record(self, outputs: Any) -> None:
@@ -369,11 +370,13 @@ class _LazyOutputs:
     _output_class: type  # the original class
 
     def __getattribute__(self, name: str) -> Any:
+        """Read an attribute; any but the loss first computes the logits."""
         if name not in ("loss", "__class__", "__dict__"):
             _compute_logits(self)
         return object.__getattribute__(self, name)
 
     def __getitem__(self, key: Any) -> Any:
+        """Read an entry by name or index; any but the loss first computes the logits."""
         if key == "loss":
             return dict.__getitem__(self, key)
         if key == 0 and next(iter(dict.keys(self)), None) == "loss":
@@ -381,12 +384,15 @@ class _LazyOutputs:
         return _compute_logits(self)[key]
 
     def __iter__(self) -> Any:
+        """Compute the logits, and iterate over the names of the outputs."""
         return iter(_compute_logits(self))
 
     def __len__(self) -> int:
+        """Return the number of outputs, without computing the logits."""
         return dict.__len__(self)
 
     def __reduce__(self) -> Any:
+        """Compute the logits, and pickle the outputs as their original class does."""
         return _compute_logits(self).__reduce__()
 
 
@@ -431,7 +437,7 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> di
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ConfigError(f"the model cannot be called so: {error}.") from error
+        raise ConfigError(f"the model cannot be called with these arguments: {error}.") from error
     arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind

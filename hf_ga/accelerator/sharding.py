@@ -18,7 +18,7 @@ def prove_before_sharding(
     accelerator: accelerate.Accelerator,
     models: list[nn.Module],
     loaders: list[DataLoader],
-    given: Given,
+    loss_settings: Given,
 ) -> None:
     """Prove the trainable models of an `accelerator.prepare` call before FSDP shards them, and
     store the results for their training.
@@ -31,7 +31,7 @@ def prove_before_sharding(
         accelerator: The accelerator, with FSDP.
         models: The models that are prepared now, not sharded yet.
         loaders: The DataLoaders that are prepared in the same call, as the user made them.
-        given: The user's settings for the models' loss and their proof.
+        loss_settings: The user's settings for the models' loss and their proof.
 
     Raises:
         ConfigError: If there is no loader under FSDP1.
@@ -50,12 +50,12 @@ def prove_before_sharding(
             model,
             _evenly_spaced_samples(loaders[0].dataset),
             loaders[0].collate_fn,
-            whole_batch=given.whole_batch,
-            allow_split_dependent_randomness=given.allow_split_dependent_randomness,
+            whole_batch=loss_settings.whole_batch,
+            allow_split_dependent_randomness=loss_settings.allow_split_dependent_randomness,
             speed_ups=default_speed_ups(model, accelerator),
         )
-        rule = prove_where_weights_are(accelerator, model, prove, [given.whole_batch])
-        remember(accelerator, model, replace(given, rule=rule))
+        rule = prove_where_weights_are(accelerator, model, prove, [loss_settings.whole_batch])
+        remember(accelerator, model, replace(loss_settings, rule=rule))
 
 
 def _evenly_spaced_samples(dataset: Any) -> list[Any]:

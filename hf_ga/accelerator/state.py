@@ -78,6 +78,7 @@ class InitialSchedulerState:
     """
 
     def __init__(self, prepared: AcceleratedScheduler) -> None:
+        """Copy the state of a prepared scheduler and its optimizer's learning rates."""
         self.prepared = prepared
         scheduler = prepared.scheduler
         self.state_dict = copy.deepcopy(scheduler.state_dict())

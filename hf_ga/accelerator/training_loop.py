@@ -37,7 +37,7 @@ class TrainingLoop:
 
     Args:
         accelerator: The accelerator of the loop.
-        given: The user's settings for the model's loss and its proof.
+        loss_settings: The user's settings for the model's loss and its proof.
 
     Attributes:
         call_order: Tracks the loop's calls within the window.
@@ -46,9 +46,10 @@ class TrainingLoop:
             forward of a model that is proven in that forward.
     """
 
-    def __init__(self, accelerator: accelerate.Accelerator, given: Given) -> None:
+    def __init__(self, accelerator: accelerate.Accelerator, loss_settings: Given) -> None:
+        """Start before the first window, with no prepared model."""
         self.accelerator = accelerator
-        self.given = given
+        self.loss_settings = loss_settings
         self.call_order = CallOrder()
         self.loss_terms = LossTerms(LossChecks(can_differentiate=not is_sharded(accelerator)))
         self.engine: Engine | None = None
@@ -101,14 +102,14 @@ class TrainingLoop:
             names = ", ".join(type(model).__name__ for model in in_training)
             raise ConfigError(
                 f"{len(in_training)} prepared models are in training mode ({names}), but a window "
-                "is that of one model: put them into one nn.Module and prepare that, or call "
+                "can train one model only: put them into one nn.Module and prepare that, or call "
                 "eval() or requires_grad_(False) on those that are not trained."
             )
         model = in_training[0]
         return self._prepared_models.get(model, model)
 
     def micro_batches(
-        self, model: nn.Module, window: Window, *, has_names: bool
+        self, model: nn.Module, window: Window, *, batches_are_mappings: bool
     ) -> Iterator[tuple[dict[str, Any], bool]]:
         """Begin a window, and hand out its micro-batches on this rank one by one.
 
@@ -117,8 +118,8 @@ class TrainingLoop:
         Args:
             model: The prepared model that is trained.
             window: The window.
-            has_names: Whether the user's collate function returns mappings, so that the proof can
-                call `model(**batch)`.
+            batches_are_mappings: Whether the user's collate function returns mappings, so that
+                the proof can call `model(**batch)`.
 
         Yields:
             (batch on the device, whether it is the last one of the window).
@@ -127,7 +128,7 @@ class TrainingLoop:
             ConfigError: If the loop fetches a batch before the backward of the previous one.
         """
         self._check_fetch()
-        window = self._begin_window(model, window, has_names)
+        window = self._begin_window(model, window, batches_are_mappings)
         num_micro_batches = window.request.most_micro_batches  # the same on all ranks
         for index in range(num_micro_batches):
             self._check_fetch()
@@ -203,18 +204,19 @@ class TrainingLoop:
         Raises:
             ConfigError: If it is not, or if parameters outside of the model have a gradient.
         """
-        loss_parameters = parameters_of(self.given.whole_batch)
+        loss_parameters = parameters_of(self.loss_settings.whole_batch)
         self.call_order.check_step(self.engine, optimizer, loss_parameters)
 
     # Windows
 
-    def _begin_window(self, model: nn.Module, window: Window, has_names: bool) -> Window:
+    def _begin_window(self, model: nn.Module, window: Window, batches_are_mappings: bool) -> Window:
         """Begin a window, and its engine unless the model is proven in the loop's first forward.
 
         Args:
             model: The prepared model that is trained.
             window: The window.
-            has_names: Whether batches are mappings, so that the proof can call `model(**batch)`.
+            batches_are_mappings: Whether the user's collate function returns mappings, so that
+                the proof can call `model(**batch)`.
 
         Returns:
             The window; if the loop's loss may average over the padding, with all micro-batches
@@ -224,7 +226,7 @@ class TrainingLoop:
             ConfigError: If the loop turned gradient synchronization off.
         """
         check_gradient_sync(model)
-        if not self.loss_terms.passes_own_loss and self.given.whole_batch is None:
+        if not self.loss_terms.passes_own_loss and self.loss_settings.whole_batch is None:
             window = window.padded_to_window()
         self.call_order.begin_window()
         self.loss_terms.begin_window()
@@ -232,7 +234,11 @@ class TrainingLoop:
         hook = register_optimizer_step_pre_hook(self._before_any_step)
         self._window_contexts.callback(hook.remove)
         self.engine = engine_if_provable(
-            self.accelerator, model, window, self.given, has_names=has_names
+            self.accelerator,
+            model,
+            window,
+            self.loss_settings,
+            batches_are_mappings=batches_are_mappings,
         )
         if self.engine is not None:
             self._begin_engine(window)
@@ -336,7 +342,7 @@ class TrainingLoop:
                 is_waiting_for_backward=lambda: self.call_order.is_waiting,
                 criteria=self._criteria,
                 leave_micro_batch=self.leave_micro_batch,
-                records_tensors=self.given.whole_batch is not None,
+                records_tensors=self.loss_settings.whole_batch is not None,
             )
         return self._recorders[model]
 
@@ -359,7 +365,7 @@ class TrainingLoop:
                 "batch: call the model that accelerator.prepare returned."
             )
         recorder = self._recorder_of(engine.model)
-        if self.given.whole_batch is None:
+        if self.loss_settings.whole_batch is None:
             check_has_one_element(loss)
             record = self._record_of_micro_batch(recorder)
             self.loss_terms.backward(engine, recorder, record, loss, num_targets)
@@ -460,7 +466,7 @@ class TrainingLoop:
             args,
             kwargs,
             num_samples,
-            allow_split_dependent_randomness=self.given.allow_split_dependent_randomness,
+            allow_split_dependent_randomness=self.loss_settings.allow_split_dependent_randomness,
         )
         window.state.rules[unwrapped(model)] = rule
         window.state.pad_to_window = True
@@ -483,16 +489,16 @@ class TrainingLoop:
             ConfigError: If the loop called the model with the batch before, so that targets were
                 counted wrongly, or if there is a `whole_batch`.
         """
-        if self.given.whole_batch is not None:
+        if self.loss_settings.whole_batch is not None:
             raise ConfigError(
                 "whole_batch needs the model to be called as model(**batch), with the batch that "
                 "the loader returned: its forward runs once more before the loop's."
             )
         if self.loss_terms.checks.num_windows > 1 or self.call_order.index:
             raise ConfigError(
-                "the model was called with the entries of the batch before, and now with others "
-                "(changed labels, another mask, more arguments), so their targets were counted "
-                "wrongly: change them in the collate function."
+                "the model was called with the entries of the batch before, and is now called with "
+                "others (changed labels, another mask, more arguments), so the targets of the "
+                "window were counted wrongly: make these changes in the collate function."
             )
         num_samples = len(self.engine.call.micro_batch)
         self._micro_batch_contexts.close()  # the proof must run without this one's speed-ups
@@ -507,7 +513,7 @@ class TrainingLoop:
             UnkeyedRandomness: If it did.
         """
         moved = moved_generators(self._random_states)
-        if moved and not self.given.allow_split_dependent_randomness:
+        if moved and not self.loss_settings.allow_split_dependent_randomness:
             raise UnkeyedRandomness(
                 f"the loop drew from {' and '.join(moved)} between fetching a batch and its "
                 "forward: this randomness depends on the split of the window. Draw it in the "

@@ -66,8 +66,8 @@ def make_windows(
     batch_size = _batch_size_of(batch_sampler)
     if isinstance(original.sampler, DistributedSampler):
         raise ConfigError(
-            "a DistributedSampler shows each process a part of the samples only, but windows "
-            "are made of all of them: leave it out, Accelerate (and hf_ga) distribute them."
+            "a DistributedSampler yields only a part of the samples on each process, but windows "
+            "are made of all of them: leave it out, Accelerate (and hf_ga) distribute the samples."
         )
     micro_batch_size, window_size = _micro_batch_and_window_size(accelerator, batch_size)
     settings = {
@@ -190,6 +190,7 @@ class OrderedWindowLoader(WindowLoader):
     def __init__(
         self, *args: Any, sampler: Any, broadcast: Callable[[Any], Any], **kwargs: Any
     ) -> None:
+        """Make the loader, and run the sampler for the first epoch to count its samples."""
         self.sampler = sampler
         self.broadcast = broadcast
         self._cached_epoch: int | None = None
@@ -206,8 +207,8 @@ class OrderedWindowLoader(WindowLoader):
         ids = self._sample_ids(epoch)
         if len(ids) != self.num_samples:
             raise ConfigError(
-                f"the sampler gave {self.num_samples} samples in one epoch and {len(ids)} in "
-                f"epoch {epoch}: every epoch must have as many."
+                f"the sampler yielded {self.num_samples} samples in one epoch and {len(ids)} in "
+                f"epoch {epoch}: every epoch must have the same number of samples."
             )
         return ids
 

@@ -60,6 +60,7 @@ class EmbeddingModel(nn.Module):
         temperature: float | None = None,
         max_length: int | None = None,
     ) -> None:
+        """Make the model from a transformers encoder or decoder; see the class."""
         super().__init__()
         if pooling not in POOLINGS:
             raise ConfigError(f"unknown pooling {pooling!r}: use one of {', '.join(POOLINGS)}.")

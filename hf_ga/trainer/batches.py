@@ -34,6 +34,7 @@ class WindowBatch(dict):
     def __init__(
         self, batch: dict[str, Any], key: MicroBatchKey | tuple[None, None] = (None, None)
     ) -> None:
+        """Make the dict; see the class for the arguments."""
         super().__init__(batch)
         self.request, self.index = key
 
@@ -48,6 +49,7 @@ class MicroBatches(Dataset):
     """
 
     def __init__(self, fetcher: Fetcher) -> None:
+        """Make the dataset; `fetcher` loads and collates the samples of micro-batches."""
         self.fetcher = fetcher
         self._cached_window: tuple[int, int] | None = None  # its epoch and index
         self._cached_batches: list[dict[str, Any]] = []
@@ -92,6 +94,7 @@ class WindowSampler(Sampler):
     """
 
     def __init__(self, windows: WindowLoader) -> None:
+        """Make the sampler for the windows of a loader."""
         self.windows = windows
 
     def set_epoch(self, epoch: int) -> None:
@@ -112,8 +115,10 @@ class WindowSampler(Sampler):
         # Samples beyond the last window are those of a short one that is dropped.
         num_in_last_window = min(num_rest, layout.window_size)
         # Divided by the samples that all processes compute at once, and rounded up.
-        num_last_steps = -(-num_in_last_window // (layout.micro_batch_size * layout.num_processes))
-        return num_earlier_windows * layout.accumulation_steps + num_last_steps
+        num_last_micro_batches = -(
+            -num_in_last_window // (layout.micro_batch_size * layout.num_processes)
+        )
+        return num_earlier_windows * layout.accumulation_steps + num_last_micro_batches
 
     def __iter__(self) -> Iterator[list[MicroBatchKey]]:
         """Yield lists with one key, window by window."""
@@ -132,6 +137,7 @@ class WindowedDataLoader(DataLoader):
     """
 
     def __init__(self, windows: WindowLoader, like: DataLoader) -> None:
+        """Make a DataLoader of micro-batches with the worker settings of the loader `like`."""
         super().__init__(
             MicroBatches(windows.fetcher),
             batch_sampler=WindowSampler(windows),

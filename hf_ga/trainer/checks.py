@@ -35,6 +35,7 @@ class WindowSize(TrainerCallback, ExportableState):
     """
 
     def __init__(self, window_size: int) -> None:
+        """Make the callback for a run with `window_size` samples per optimizer step."""
         self.window_size = window_size
 
     def state(self) -> dict[str, Any]:
@@ -197,7 +198,7 @@ def _problems_of_loss(trainer: Any) -> Iterator[str]:
     if trainer.whole_batch and (trainer.loss_sums or has_pairs(trainer.data_collator)):
         yield (
             "whole_batch is for a loss that compute_loss computes from the outputs of samples: "
-            "leave loss_sums out, and do not train on pairs of TRL's"
+            "leave loss_sums out, and do not train on TRL's preference pairs"
         )
 
 

@@ -85,6 +85,7 @@ class TrainerWindow:
     """
 
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
+        """Put the model into training mode, and prove the trainer's loss; see the class."""
         self.trainer = trainer
         self.fetcher = windows.fetcher
         self.loader_state = windows.state
@@ -171,6 +172,8 @@ class TrainerWindow:
             check_step(trainer.optimizer)
         # Dropout is keyed by `seed`, whereas the order of samples may be keyed by `data_seed`.
         request = replace(batches[0].request, seed=trainer.args.seed)
+        # Trainer fetches the same number of batches on all ranks; those beyond this rank's
+        # micro-batches of the window do not count.
         without_fillers = batches[: len(request.micro_batches)]
         window = Window(request, self.fetcher, without_fillers, self.loader_state)
         backend = backend_for(accelerator)

@@ -28,6 +28,7 @@ class TrainerLoss(nn.Module):
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        """Take what computing the loss needs from the trainer, whose model is not wrapped yet."""
         super().__init__()
         self.model = trainer.model
         self.config = getattr(trainer.model, "config", None)
@@ -111,13 +112,16 @@ class _ModelProxy:
     """
 
     def __init__(self, model: nn.Module, on_call: Callable[[nn.Module, tuple, dict], Any]) -> None:
+        """Wrap a model; its calls go to `on_call`."""
         self._model = model
         self._on_call = on_call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Return what `on_call` returns for a call of the model."""
         return self._on_call(self._model, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped model."""
         return getattr(self._model, name)
 
 
@@ -145,5 +149,5 @@ def _next_outputs(outputs: Iterator[Any], model: nn.Module, args: tuple, kwargs:
     except StopIteration:
         raise ConfigError(
             "with whole_batch, compute_loss must call the model as often for a window as for a "
-            "micro-batch, whose outputs are put together."
+            "micro-batch, because it gets the concatenated outputs of the micro-batches."
         ) from None
