@@ -118,8 +118,8 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects as `accelerate.Accelerator.prepare` does.
 
-        Under FSDP, models are also proven before they are sharded, and gradients are reduced in
-        float32.
+        Under FSDP, models are also proven before they are sharded (trial forwards and backwards
+        test how the loss adds up over samples), and gradients are reduced in float32.
         """
         models = [value for value in args if isinstance(value, nn.Module)]
         loaders = [value for value in args if isinstance(value, DataLoader)]

@@ -40,7 +40,7 @@ def operation_across_samples(loss: Tensor, outputs: Iterable[Tensor]) -> str | N
     """Search the autograd graph of a loss for an operation that compares samples with each other.
 
     Args:
-        loss: The loss that the loop passed to `accelerator.backward`, a scalar.
+        loss: The loss that the user's loop passed to `accelerator.backward`, a scalar.
         outputs: The tensors that the model returned, with one or more rows per sample.
 
     Returns:
@@ -72,7 +72,7 @@ def gradients_depend_across_samples(
     operations it was computed. A selection of samples by a mask is not found.
 
     Args:
-        loss: The loss that the loop passed to `accelerator.backward`, a scalar.
+        loss: The loss that the user's loop passed to `accelerator.backward`, a scalar.
         outputs: The tensors that the model returned. Only those with exactly one row per sample
             are tested.
         num_samples: The number of samples in the micro-batch.

@@ -24,7 +24,8 @@ def engine_if_provable(
     *,
     batches_are_mappings: bool,
 ) -> Engine | None:
-    """Make the engine of a window, proving the model first if it is not proven yet.
+    """Make the engine that computes a window of a user's loop. A model that is not proven yet is
+    proven first: trial forwards and backwards test how its loss adds up over samples.
 
     Args:
         accelerator: The accelerator of the loop.
@@ -77,8 +78,8 @@ def _store_settings(
 
 
 def _is_proven(accelerator: accelerate.Accelerator, model: nn.Module, window: Window) -> bool:
-    """Return whether a model's `Rule` is known: from a proof before sharding, or from an earlier
-    window of the same loader.
+    """Return whether a model's `Rule`, the result of its proof, is known: from a proof before FSDP
+    sharded it, or from an earlier window of the same loader.
     """
     unwrapped_model = unwrapped(model)
     settings = vars(accelerator)["_hf_ga_given"][unwrapped_model]

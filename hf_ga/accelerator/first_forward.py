@@ -33,7 +33,8 @@ def prove_first_forward(
     *,
     allow_split_dependent_randomness: bool = False,
 ) -> tuple[Rule, Loss | None]:
-    """Prove a model on the arguments of the first forward that a user's loop makes.
+    """Prove a model on the arguments of the first forward that a user's loop makes: test by trial
+    forwards and backwards that its outputs for a sample do not depend on the other samples.
 
     Tensors with one row per sample are split into samples; all other arguments are passed to every
     forward of the proof unchanged.
@@ -137,7 +138,8 @@ def _blaming_shared_arguments(shared: dict[str, Any], num_samples: int) -> Itera
 
 
 def _prove_outputs(model: nn.Module, prove: Callable[..., Rule]) -> Rule:
-    """Prove that each sample's outputs of a model without a loss depend on this sample only.
+    """Prove, for a model without a loss, that the outputs for each sample depend on this sample
+    only, by trial forwards and backwards with a made-up loss.
 
     Args:
         model: The unwrapped model.

@@ -115,11 +115,11 @@ class WindowedDataLoader:
         windows = self.windows
         layout = windows.layout
         num_full_windows, num_rest = divmod(windows.num_samples, layout.window_size)
-        num_in_last_window = 0
+        num_last_micro_batches = 0  # of a short last window
         if num_rest and not windows.drop_last_window:
-            samples_per_call = layout.micro_batch_size * layout.num_processes
-            num_in_last_window = -(-num_rest // samples_per_call)  # rounded up
-        return num_full_windows * layout.accumulation_steps + num_in_last_window
+            samples_of_all_processes = layout.micro_batch_size * layout.num_processes
+            num_last_micro_batches = -(-num_rest // samples_of_all_processes)  # rounded up
+        return num_full_windows * layout.accumulation_steps + num_last_micro_batches
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of windows if a model is in training mode, otherwise Accelerate's

@@ -58,11 +58,11 @@ class LossChecks:
         return is_power_of_two(self.num_windows)
 
     def is_model_loss(self, loss: Tensor, record: MicroBatchRecord) -> bool:
-        """Return whether a loop's loss is the model's own, plus at most a term that does not depend
-        on data, such as a penalty on the weights.
+        """Return whether the loss of a user's loop is the model's own, plus at most a term that
+        does not depend on data, such as a penalty on the weights.
 
         Args:
-            loss: The loss that the loop passed to `accelerator.backward`.
+            loss: The loss that the user's loop passed to `accelerator.backward`.
             record: The record of the micro-batch.
 
         Returns:
@@ -86,10 +86,10 @@ class LossChecks:
         return self._results[operations]
 
     def criterion_mean_of(self, loss: Tensor, record: MicroBatchRecord) -> CriterionMean:
-        """Find the recorded mean of a torch loss function that a loop's loss is.
+        """Find the recorded mean of a torch loss function that the loss of a user's loop is.
 
         Args:
-            loss: The loss that the loop passed to `accelerator.backward`.
+            loss: The loss that the user's loop passed to `accelerator.backward`.
             record: The record of the micro-batch.
 
         Raises:
@@ -108,7 +108,7 @@ class LossChecks:
         """Check that a loss sum, passed with `num_targets`, does not compare samples.
 
         Args:
-            loss: The sum that the loop passed to `accelerator.backward`.
+            loss: The sum that the user's loop passed to `accelerator.backward`.
             record: The record of the micro-batch.
 
         Raises:
@@ -131,7 +131,7 @@ class LossChecks:
         where it is possible and cheap, by its second derivatives.
 
         Args:
-            loss: The sum that the loop passed to `accelerator.backward`.
+            loss: The sum that the user's loop passed to `accelerator.backward`.
             outputs: What the model returned.
             num_samples: The number of samples in the micro-batch.
 
@@ -157,7 +157,7 @@ class LossChecks:
         may be a single target: then warn, once.
 
         Args:
-            loss: The sum that the loop passed to `accelerator.backward`.
+            loss: The sum that the user's loop passed to `accelerator.backward`.
             num_targets: The number that the loop passed with it.
             num_samples: The number of samples in the micro-batch.
 
@@ -184,10 +184,10 @@ class LossChecks:
 
 
 def _compare_with_model_loss(loss: Tensor, record: MicroBatchRecord) -> bool:
-    """Find out by its gradients whether a loop's loss is the model's own.
+    """Find out by its gradients whether the loss of a user's loop is the model's own.
 
     Args:
-        loss: The loss that the loop passed to `accelerator.backward`.
+        loss: The loss that the user's loop passed to `accelerator.backward`.
         record: The record of the micro-batch, whose outputs contain a loss.
 
     Returns:

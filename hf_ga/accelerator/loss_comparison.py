@@ -86,12 +86,12 @@ class MicroBatchRecord:
 
 
 def find_criterion_mean(loss: Tensor, record: MicroBatchRecord) -> CriterionMean:
-    """Find the recorded mean of a torch loss function that a loop's own loss is.
+    """Find the recorded mean of a torch loss function that the loss of a user's loop is.
 
     The loss may also contain a term that does not depend on data, such as a penalty on the weights.
 
     Args:
-        loss: The loss that the loop passed to `accelerator.backward`.
+        loss: The loss that the user's loop passed to `accelerator.backward`.
         record: The record of the micro-batch.
 
     Returns:
@@ -120,14 +120,14 @@ def find_criterion_mean(loss: Tensor, record: MicroBatchRecord) -> CriterionMean
 
 
 def check_is_model_loss(loss: Tensor, record: MicroBatchRecord) -> None:
-    """Check that a loop's loss is the model's own loss, plus at most a term that does not depend on
-    data.
+    """Check that the loss of a user's loop is the model's own loss, plus at most a term that does
+    not depend on data.
 
     It may have been computed in another way, such as by a criterion on the logits: what counts is
     its gradient with respect to the model's outputs.
 
     Args:
-        loss: The loss that the loop passed to `accelerator.backward`.
+        loss: The loss that the user's loop passed to `accelerator.backward`.
         record: The record of the micro-batch, whose outputs contain a loss.
 
     Raises:
@@ -156,12 +156,12 @@ def check_is_model_loss(loss: Tensor, record: MicroBatchRecord) -> None:
 
 
 def check_model_loss_is_unscaled(loss: Tensor, record: MicroBatchRecord) -> None:
-    """Check that a loop's loss contains the model's own loss with the factor 1.
+    """Check that the loss of a user's loop contains the model's own loss with the factor 1.
 
     A quick check, for losses of a kind that passed `check_is_model_loss` before.
 
     Args:
-        loss: The loss that the loop passed to `accelerator.backward`.
+        loss: The loss that the user's loop passed to `accelerator.backward`.
         record: The record of the micro-batch, whose outputs contain a loss.
 
     Raises:
@@ -176,14 +176,15 @@ def check_model_loss_is_unscaled(loss: Tensor, record: MicroBatchRecord) -> None
 def _depends_on_data(
     loss: Tensor, accepted_nodes: set[Node | None], record: MicroBatchRecord
 ) -> bool:
-    """Return whether a loop's loss has a term that depends on data besides its accepted term.
+    """Return whether the loss of a user's loop has a term that depends on data besides its accepted
+    term.
 
     It has if the loop called a submodule directly, or if the autograd graph of the loss, without
     what lies behind the accepted nodes, contains a tensor of the batch, or an operation of the
     model's forward.
 
     Args:
-        loss: The loss that the loop passed to `accelerator.backward`.
+        loss: The loss that the user's loop passed to `accelerator.backward`.
         accepted_nodes: The autograd nodes at which the accepted term of the loss begins, such as
             the `grad_fn` of the model's own loss.
         record: The record of the micro-batch.
@@ -242,8 +243,8 @@ def _add_graph_nodes(start: Node | None, nodes: set[Node], stops: set[Node | Non
 def _check_rows_are_independent(
     mean: CriterionMean, outputs: list[Tensor], num_samples: int
 ) -> None:
-    """Check that a loop's criterion does not compare samples: each row of its input must depend on
-    the model's outputs for one sample only.
+    """Check that a criterion in a user's loop does not compare samples: each row of its input must
+    depend on the model's outputs for one sample only.
 
     The first, the middle and the last row of the input are tested by differentiating them with
     respect to the outputs.
@@ -272,11 +273,11 @@ def _check_rows_are_independent(
         gradients = torch.autograd.grad(
             rows, per_sample_outputs, grad_output, retain_graph=True, allow_unused=True
         )
-        touched = torch.zeros(num_samples, dtype=torch.bool, device=rows.device)
+        depends_on_sample = torch.zeros(num_samples, dtype=torch.bool, device=rows.device)
         for gradient in gradients:
             if gradient is not None:
-                touched |= gradient.reshape(num_samples, -1).ne(0).any(1)
-        if int(touched.sum()) > 1:
+                depends_on_sample |= gradient.reshape(num_samples, -1).ne(0).any(1)
+        if int(depends_on_sample.sum()) > 1:
             raise LossNotAdditive(
                 "the loss of this loop compares the samples of a micro-batch with each other "
                 "(in-batch negatives, a normalisation over the batch), so no sum over "
@@ -291,10 +292,10 @@ def _seeded_generator(device: torch.device) -> torch.Generator:
 
 
 def _check_origin(loss: Tensor, record: MicroBatchRecord) -> None:
-    """Check that a loop's loss can come from a training forward of the prepared model.
+    """Check that the loss of a user's loop can come from a training forward of the prepared model.
 
     Args:
-        loss: The loss that the loop passed to `accelerator.backward`.
+        loss: The loss that the user's loop passed to `accelerator.backward`.
         record: The record of the micro-batch.
 
     Raises:
@@ -314,7 +315,7 @@ def _factor_of_term(loss: Tensor, term: Tensor, edges: list[GradientEdge]) -> fl
     """Find the number c for which loss = c x term + something without the model's outputs.
 
     Args:
-        loss: A loop's loss, a scalar.
+        loss: The loss of a user's loop, a scalar.
         term: A scalar from which the loss may have been computed: the model's own loss, or the mean
             of a criterion.
         edges: The gradient edges of the model's outputs.
@@ -403,7 +404,7 @@ def _fitted_factor(
     """Find the number c for which gradients = c x model_gradients fits best, by least squares.
 
     Args:
-        gradients: The gradients of a loop's loss with respect to the model's outputs.
+        gradients: The gradients of the loss of a user's loop with respect to the model's outputs.
         model_gradients: Those of the model's own loss, in the same order.
 
     Returns:
@@ -427,7 +428,7 @@ def _is_multiple(
     """Return whether gradients = factor x model_gradients in every element, up to rounding.
 
     Args:
-        gradients: The gradients of a loop's loss with respect to the model's outputs.
+        gradients: The gradients of the loss of a user's loop with respect to the model's outputs.
         model_gradients: Those of the model's own loss, in the same order.
         factor: The factor between them.
     """

@@ -56,13 +56,14 @@ class LossTerms:
         loss: Tensor,
         num_targets: float | Tensor | None,
     ) -> None:
-        """Check the loss of a micro-batch, and run the backward of its term of the window's mean.
+        """Check the loss of a micro-batch, and run the backward of its term of the window's mean
+        loss: the sum of the micro-batch's losses divided by the targets of the window.
 
         Args:
             engine: The engine of the window.
-            recorder: Recorded the micro-batch's forward.
+            recorder: The recorder of the micro-batch's forward.
             record: The record of the micro-batch.
-            loss: What the loop passed to `accelerator.backward`, a tensor with one element.
+            loss: What the user's loop passed to `accelerator.backward`, a tensor with one element.
             num_targets: What the loop passed with it: the number of targets that the loss is summed
                 over, or None for a mean.
 
@@ -92,7 +93,7 @@ class LossTerms:
         Args:
             engine: The engine of the window.
             record: The record of the micro-batch.
-            loss: The loss that the loop passed to `accelerator.backward`.
+            loss: The loss that the user's loop passed to `accelerator.backward`.
 
         Raises:
             ConfigError: If it passed another loss although this window is packed.
@@ -110,8 +111,8 @@ class LossTerms:
 
         Args:
             engine: The engine of the window.
-            recorder: Recorded the micro-batch's forward.
-            loss: The loss that the loop passed to `accelerator.backward`.
+            recorder: The recorder of the micro-batch's forward.
+            loss: The loss that the user's loop passed to `accelerator.backward`.
 
         Raises:
             ConfigError: If the window has micro-batches with another kind of loss.

@@ -23,7 +23,8 @@ def prove_before_sharding(
     """Prove the trainable models of an `accelerator.prepare` call before FSDP shards them, and
     store the results for their training.
 
-    It cannot be done later: FSDP1's sharded model cannot be proven at all, and FSDP2's only in half
+    The proof tests by trial forwards and backwards how a model's loss adds up over samples. It
+    cannot be done later: FSDP1's sharded model cannot be proven at all, and FSDP2's only in half
     precision. The samples come from the dataset of the first loader. Without a loader, an FSDP2
     model is left to be proven in its first window.
 

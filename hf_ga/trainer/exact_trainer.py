@@ -98,7 +98,8 @@ class TrainerWindow:
         windows.state.pad_to_window = self.rule.pad_to_window
 
     def _prove(self, windows: WindowLoader) -> Rule:
-        """Prove how the trainer's loss counts its targets, on samples of the training dataset.
+        """Prove how the trainer's loss counts its targets, by trial forwards and backwards on
+        samples of the training dataset.
 
         Args:
             windows: The loader of the windows.
@@ -313,10 +314,12 @@ class TrainerWindow:
         Trainer adds these up over the micro-batches of a window and averages them over the
         processes; the result is the window's mean loss.
         """
-        if self.engine.loss.counts_in_forward:  # the divisor is known at the end of the window
+        if self.engine.loss.counts_in_forward:
+            # The divisor is known at the end of the window: its last micro-batch logs the loss.
             if self.result is None:
                 return torch.zeros_like(self._term.detach())
             return self.result.loss_tensor.to(self._term.dtype)
+        # Times the number of processes, as Trainer averages. A filler has the weight 0.
         weight = self.engine.call.weight * self.engine.backend.num_processes
         return self._term.detach() * weight
 
