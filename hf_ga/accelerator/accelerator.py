@@ -157,7 +157,7 @@ class Accelerator(accelerate.Accelerator):
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
         prepared = make_windowed(self, data_loader, prepared, seed)
         if self.global_batch_size is not None and prepared.shuffles:
-            prepared.windows  # noqa: B018 - sets the accumulation steps, which scripts read
+            prepared.build_windows()  # sets the accumulation steps, which scripts read
         return prepared
 
     def prepare_optimizer(
@@ -358,5 +358,5 @@ class WindowOptimizer(AcceleratedOptimizer):
             ConfigError: If it is not.
         """
         if self.gradient_state.sync_gradients:
-            self.accelerator.training_loop.check_step(self)
+            self.accelerator.training_loop.check_optimizer_step(self)
         super().step(closure)

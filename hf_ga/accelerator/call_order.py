@@ -204,7 +204,7 @@ class CallOrder:
                 "steps when accelerator.sync_gradients is true."
             )
 
-    def check_step(
+    def check_optimizer_step(
         self,
         engine: Engine | None,
         optimizer: torch.optim.Optimizer,

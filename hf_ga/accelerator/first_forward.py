@@ -57,22 +57,7 @@ def prove_first_forward(
         LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`.
     """
     arguments = named_arguments(model, args, kwargs)
-    per_sample = {
-        name: value
-        for name, value in arguments.items()
-        if isinstance(value, Tensor) and value.dim() and len(value) == num_samples
-    }
-    if not per_sample:
-        raise ConfigError(
-            f"none of the model's arguments ({', '.join(arguments)}) is a tensor with one row for "
-            f"each of the {num_samples} samples, so the model cannot be tested: pass such tensors, "
-            "not lists or dicts of them."
-        )
-    shared = {name: value for name, value in arguments.items() if name not in per_sample}
-    samples = [
-        {name: value[row].detach().cpu() for name, value in per_sample.items()}
-        for row in range(num_samples)
-    ]
+    samples, shared = _split_into_samples(arguments, num_samples)
 
     def collate(chosen: list[dict[str, Tensor]]) -> dict[str, Any]:
         """Stack samples into keyword arguments of the model, and add the shared arguments."""
@@ -103,12 +88,47 @@ def prove_first_forward(
     return rule, model_loss
 
 
+def _split_into_samples(
+    arguments: dict[str, Any], num_samples: int
+) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
+    """Split the arguments of a model's forward into single samples for a proof.
+
+    Args:
+        arguments: The arguments by name.
+        num_samples: The number of samples in them.
+
+    Returns:
+        (for each sample, its rows of the tensors with one row per sample, by name and on the CPU;
+        all other arguments by name, which all samples share).
+
+    Raises:
+        ConfigError: If no argument is a tensor with one row per sample.
+    """
+    per_sample = {
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.dim() and len(value) == num_samples
+    }
+    if not per_sample:
+        raise ConfigError(
+            f"none of the model's arguments ({', '.join(arguments)}) is a tensor with one row for "
+            f"each of the {num_samples} samples, so the model cannot be tested: pass such tensors, "
+            "not lists or dicts of them."
+        )
+    shared = {name: value for name, value in arguments.items() if name not in per_sample}
+    samples = [
+        {name: value[row].detach().cpu() for name, value in per_sample.items()}
+        for row in range(num_samples)
+    ]
+    return samples, shared
+
+
 @contextmanager
 def _blaming_shared_arguments(shared: dict[str, Any], num_samples: int) -> Iterator[None]:
     """Turn an exception of a model's proof into a ConfigError that names the tensor arguments which
     could not be split into samples, as they are the likely cause.
 
-    Exceptions that the proof itself raises for another reason pass unchanged, and so do all others
+    `NoLoss` and `UnkeyedRandomness`, which have other causes, pass unchanged. So do all exceptions
     if every tensor argument was split.
 
     Args:

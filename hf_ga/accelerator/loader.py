@@ -83,28 +83,35 @@ class WindowedDataLoader:
     def windows(self) -> WindowLoader | StreamLoader:
         """The loader of the windows of the training samples.
 
-        It is made on first use, and again after the accelerator's gradient accumulation steps were
-        changed; the new one begins at the start of an epoch (the next one, if the old one had
-        begun its epoch). With a `global_batch_size`, making it sets the accelerator's accumulation
-        steps.
+        It is built on first use, and again after the accelerator's gradient accumulation steps were
+        changed.
         """
         num_steps = self.accelerator.gradient_accumulation_steps
         if self._windows is None or self._num_steps_of_windows != num_steps:
-            previous = self._windows
-            self._windows = make_windows(
-                self.accelerator,
-                prepared=self,
-                original=self.original,
-                collate=self._collate,
-                seed=self.seed,
-            )
-            self._num_steps_of_windows = self.accelerator.gradient_accumulation_steps
-            epoch = self.accelerator.epochs.next(self.original.dataset)
-            if previous is not None:
-                has_begun = previous.num_consumed > 0
-                epoch = previous.epoch + 1 if has_begun else previous.epoch
-            self._windows.set_epoch(epoch)
+            self.build_windows()
         return self._windows
+
+    def build_windows(self) -> None:
+        """Build the loader of the windows for the accelerator's gradient accumulation steps; with a
+        `global_batch_size`, also set these steps.
+
+        A new loader begins at the start of an epoch: of the dataset's next epoch, or, if there was
+        a loader before, of its epoch (the next one, if it had begun that).
+        """
+        previous = self._windows
+        self._windows = make_windows(
+            self.accelerator,
+            prepared=self,
+            original=self.original,
+            collate=self._collate,
+            seed=self.seed,
+        )
+        self._num_steps_of_windows = self.accelerator.gradient_accumulation_steps
+        epoch = self.accelerator.epochs.next(self.original.dataset)
+        if previous is not None:
+            has_begun = previous.num_consumed > 0
+            epoch = previous.epoch + 1 if has_begun else previous.epoch
+        self._windows.set_epoch(epoch)
 
     def __len__(self) -> int:
         """Return the number of batches per epoch: of this rank's micro-batches in training (the

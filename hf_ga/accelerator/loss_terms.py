@@ -181,7 +181,7 @@ class LossTerms:
 
 
 def check_has_one_element(loss: object) -> None:
-    """Check that what a loop passes to `accelerator.backward` is a tensor with one element.
+    """Check that the loss passed to `accelerator.backward` is a tensor with one element.
 
     Raises:
         LossNotAdditive: If it is not.

@@ -197,6 +197,7 @@ class ForwardRecorder:
         self._args = args
         self._kwargs = kwargs
         self.criteria.turn_off()  # loss functions inside of the model are not the loop's
+        # `prove` is set for the first forward of a model that is not proven yet.
         prove = self.prove
         if prove is None and not self._is_called_with_batch(args, kwargs):
             prove = self.prove_again

@@ -198,14 +198,14 @@ class TrainingLoop:
         self.leave_micro_batch()
         self.call_order.is_complete = True
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
+    def check_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check, before a prepared optimizer steps, that the window's gradient is complete.
 
         Raises:
             ConfigError: If it is not, or if parameters outside of the model have a gradient.
         """
         loss_parameters = parameters_of(self.loss_settings.whole_batch)
-        self.call_order.check_step(self.engine, optimizer, loss_parameters)
+        self.call_order.check_optimizer_step(self.engine, optimizer, loss_parameters)
 
     # Windows
 

@@ -157,16 +157,7 @@ class TrainerWindow:
                 no training step.
             DataError: If the window has no targets under fp16.
         """
-        if len({(batch.request.epoch, batch.request.index) for batch in batches}) != 1:
-            raise ConfigError(
-                "get_batch_samples must return the micro-batches of one window unchanged from the "
-                "data loader."
-            )
-        if self.num_begun == 0:
-            raise ConfigError(
-                "an overridden training_step must call super().training_step once for each "
-                "micro-batch."
-            )
+        self._check_batches(batches)
         trainer = self.trainer
         accelerator = trainer.accelerator
         if trainer.optimizer is not None:  # Trainer makes it after its data loader
@@ -177,16 +168,7 @@ class TrainerWindow:
         # micro-batches of the window do not count.
         without_fillers = batches[: len(request.micro_batches)]
         window = Window(request, self.fetcher, without_fillers, self.loader_state)
-        backend = backend_for(accelerator)
-        self.engine = Engine(
-            backend,
-            trainer.model_wrapped,
-            self.rule,
-            module=self.loss_module,
-            is_audited=trainer.audit,
-            # A user's compute_loss may contain a collective (TRL's gathers metrics).
-            audits_together=trainer.loss_sums is None,
-        )
+        self.engine = self._make_engine()
         trainer.model.train()  # for a first pass; Trainer calls it in each training step only
         gather = partial(gather_uneven, accelerator.gather)
         with (
@@ -199,6 +181,40 @@ class TrainerWindow:
         self.num_begun = 0
         self.result = None
         self._check_has_targets(any(self.engine.totals))
+
+    def _check_batches(self, batches: list[WindowBatch]) -> None:
+        """Check what Trainer fetched for one optimizer step, before the window begins.
+
+        Args:
+            batches: What Trainer fetched.
+
+        Raises:
+            ConfigError: If the batches are not those of one window, or if the previous window had
+                no training step.
+        """
+        if len({(batch.request.epoch, batch.request.index) for batch in batches}) != 1:
+            raise ConfigError(
+                "get_batch_samples must return the micro-batches of one window unchanged from the "
+                "data loader."
+            )
+        if self.num_begun == 0:
+            raise ConfigError(
+                "an overridden training_step must call super().training_step once for each "
+                "micro-batch."
+            )
+
+    def _make_engine(self) -> Engine:
+        """Make the engine that computes one window with the trainer's wrapped model and loss."""
+        trainer = self.trainer
+        return Engine(
+            backend_for(trainer.accelerator),
+            trainer.model_wrapped,
+            self.rule,
+            module=self.loss_module,
+            is_audited=trainer.audit,
+            # A user's compute_loss may contain a collective (TRL's gathers metrics).
+            audits_together=trainer.loss_sums is None,
+        )
 
     def begin_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> int:
         """Begin the next micro-batch of the window: count it, and check that it is the one that
