@@ -37,7 +37,8 @@ FIRST_NEGATIVE_DIM = 2**63
 
 
 def operation_across_samples(loss: Tensor, outputs: Iterable[Tensor]) -> str | None:
-    """Search the autograd graph of a loss for an operation that compares samples with each other.
+    """Search the autograd graph of a loss passed to `accelerator.backward` for an operation that
+    compares samples with each other.
 
     Args:
         loss: The loss that the user's loop passed to `accelerator.backward`, a scalar.
@@ -64,7 +65,8 @@ def operation_across_samples(loss: Tensor, outputs: Iterable[Tensor]) -> str | N
 def gradients_depend_across_samples(
     loss: Tensor, outputs: Iterable[Tensor], num_samples: int
 ) -> bool:
-    """Test by second derivatives whether a loss compares samples with each other.
+    """Test by second derivatives whether a loss passed to `accelerator.backward` compares samples
+    with each other.
 
     In a sum of one term per sample, the gradient of a sample's outputs does not depend on the
     outputs of other samples. So differentiate the gradients of the first half of the samples with
@@ -136,7 +138,8 @@ def _differentiate_first_rows(
 
 
 def _nodes_leading_to(ends: set[Node], *, start: Node | None) -> dict[Node, None]:
-    """Return the nodes of an autograd graph that lie on a path from `start` to one of `ends`.
+    """Return the nodes of an autograd graph that lie on a path from `start` to one of `ends`: the
+    operations that computed a loss passed to `accelerator.backward` from the model's outputs.
 
     The graph is walked depth first with a stack instead of recursion: a node is pushed again below
     its inputs, so that all its inputs are decided when it is popped for the second time.
@@ -165,7 +168,8 @@ def _nodes_leading_to(ends: set[Node], *, start: Node | None) -> dict[Node, None
 
 
 def _is_batched_cdist(node: Node) -> bool:
-    """Return whether an autograd node is a `torch.cdist` of tensors with a batch dim.
+    """Return whether an operation in the autograd graph of a loss is a `torch.cdist` of tensors
+    with a batch dim.
 
     Its distances are between points of the same sample (sets of boxes), not between samples.
     """
@@ -174,7 +178,8 @@ def _is_batched_cdist(node: Node) -> bool:
 
 
 def _reduces_over_samples(node: Node) -> bool:
-    """Return whether an operation in a loss's autograd graph mixes the rows of different samples.
+    """Return whether an operation in the autograd graph of a loss passed to `accelerator.backward`
+    mixes the rows of different samples.
 
     It does if it works over dim 0, the samples, or over all elements of its input.
 

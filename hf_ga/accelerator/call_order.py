@@ -42,7 +42,9 @@ class CallOrder:
         self._gradient_after_backward: tuple[Tensor, int] | None = None
 
     def begin_window(self) -> None:
-        """Record that a window begins, and whether the loop left the previous one unfinished."""
+        """Record that a window begins, and whether the user's loop left the previous one
+        unfinished.
+        """
         self._was_interrupted = not self.is_complete
         self.is_complete = False
 
@@ -64,7 +66,7 @@ class CallOrder:
         self._had_backward = False
 
     def note_backward(self) -> None:
-        """Record that the current micro-batch had its backward."""
+        """Record that the user's loop called `accelerator.backward` for the current micro-batch."""
         self.is_waiting = False
         self._had_backward = True
 
@@ -241,7 +243,8 @@ class CallOrder:
 
 
 def check_gradient_sync(model: nn.Module) -> None:
-    """Check, before a window, that DDP's gradient synchronization was not turned off by the loop.
+    """Check, before a window, that the user's loop has not turned DDP's gradient synchronization
+    off.
 
     Args:
         model: The prepared model; one without DDP always passes.
@@ -264,7 +267,8 @@ def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> list[nn.Paramet
 
 
 def _first_gradient(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, int] | None:
-    """Return the gradient of the first parameter that has one, and its tensor's version counter.
+    """Return the gradient of the first parameter that has one, and its tensor's version counter, to
+    notice changes of gradients by the user's loop.
 
     torch raises the counter at each in-place change, so two results of this function show whether
     gradients were changed in between. None if no parameter has a gradient.

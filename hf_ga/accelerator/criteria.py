@@ -44,7 +44,7 @@ def _cross_entropy_divisor(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> float:
-    """Compute what the mean of `cross_entropy` or `nll_loss` divides by.
+    """Compute what the mean of `cross_entropy` or `nll_loss` in a user's loop divides by.
 
     Args:
         See `torch.nn.functional.cross_entropy`.
@@ -149,7 +149,8 @@ class CriteriaRecorder:
         self.turn_on()
 
     def turn_on(self) -> None:
-        """Replace torch's loss functions by recording ones, and hook all module forwards.
+        """Replace torch's loss functions by recording ones, for those that the user's loop calls,
+        and hook all module forwards.
 
         Does nothing if it is on already.
         """
@@ -190,8 +191,8 @@ class CriteriaRecorder:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Call a loss function of torch, and record its result if it is a mean with a known
-        divisor.
+        """Call a torch loss function for the user's loop, and record its result if it is a mean
+        with a known divisor.
 
         Args:
             name: The function's name in `torch.nn.functional`.
@@ -219,7 +220,8 @@ class CriteriaRecorder:
         return value
 
     def _store_first_weights(self, name: str, arguments: dict[str, Any]) -> None:
-        """Store the class weights of a loss function's first call, for comparison with later calls.
+        """Store the class weights of a torch loss function's first call by the user's loop, for
+        comparison with later calls.
 
         Args:
             name: The function's name in `torch.nn.functional`.
@@ -231,7 +233,8 @@ class CriteriaRecorder:
                 self._first_weights.setdefault((name, argument_name), weight)
 
     def _has_constant_weights(self, name: str, arguments: dict[str, Any]) -> bool:
-        """Check that a loss function is called with the same class weights in every micro-batch.
+        """Return whether the user's loop calls a torch loss function with the same class weights in
+        every micro-batch.
 
         Weights that are computed from a micro-batch depend on how the window was split. So the
         weights are compared with those of the function's first call.

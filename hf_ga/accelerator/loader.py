@@ -28,11 +28,13 @@ class Epochs:
         self._last_begun: dict[int, int] = {}
 
     def next(self, dataset: Any) -> int:
-        """Return the epoch (0-based) with which a new loader of a dataset begins."""
+        """Return the epoch (0-based) with which a new loader of a dataset begins: the one after the
+        epoch that began last.
+        """
         return self._last_begun.get(id(dataset), -1) + 1
 
     def begin(self, dataset: Any, epoch: int) -> None:
-        """Record that an epoch (0-based) of a dataset begins."""
+        """Record that training begins an epoch (0-based) of a dataset."""
         self._last_begun[id(dataset)] = epoch
 
 
@@ -148,7 +150,8 @@ class WindowedDataLoader:
             self._is_yielding_own_batches = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the given epoch (0-based).
+        """Begin the given epoch (0-based) of this prepared loader, and of its windows if it is for
+        training.
 
         A position restored from a checkpoint wins: it is in this epoch, or at the end of the one
         before.
@@ -168,7 +171,7 @@ class WindowedDataLoader:
         return self.restored_position or self.windows.state_dict()
 
     def restore_position(self, position: dict[str, Any]) -> None:
-        """Continue at a checkpoint's position when the loader is iterated over next."""
+        """Continue at a checkpoint's position when the loop next iterates over this loader."""
         self.restored_position = position
         self.has_yielded_windows = True
 

@@ -54,7 +54,9 @@ class LossChecks:
 
     @property
     def _is_check_due(self) -> bool:
-        """Whether losses are compared again in this window: in windows 1, 2, 4, 8, ..."""
+        """Whether the losses of the user's loop are compared again with the proven one in this
+        window: in windows 1, 2, 4, 8, ...
+        """
         return is_power_of_two(self.num_windows)
 
     def is_model_loss(self, loss: Tensor, record: MicroBatchRecord) -> bool:
@@ -105,7 +107,8 @@ class LossChecks:
         return mean
 
     def check_sum(self, loss: Tensor, record: MicroBatchRecord) -> None:
-        """Check that a loss sum, passed with `num_targets`, does not compare samples.
+        """Check that a loss sum, passed to `accelerator.backward` with `num_targets`, does not
+        compare samples with each other.
 
         Args:
             loss: The sum that the user's loop passed to `accelerator.backward`.
@@ -151,7 +154,8 @@ class LossChecks:
         return None
 
     def check_num_targets(self, loss: Tensor, num_targets: float, num_samples: int) -> None:
-        """Check that a loop did not raise `num_targets` from 0 to 1, as `max(number, 1)` does.
+        """Check that the user's loop did not raise `num_targets` from 0 to 1, as `max(number, 1)`
+        does.
 
         Only `num_targets` of exactly 1 for several samples is suspicious. If the sum is not 0, it
         may be a single target: then warn, once.
@@ -207,8 +211,8 @@ def _compare_with_model_loss(loss: Tensor, record: MicroBatchRecord) -> bool:
 
 
 def _last_operations(loss: Tensor) -> Operations:
-    """Return the names of the last operations that computed a loss: that of its autograd node, and
-    those of the node's inputs; () if it has no graph.
+    """Return the names of the last operations that computed a user's loss: that of its autograd
+    node, and those of the node's inputs; () if it has no graph. They identify the kind of loss.
     """
     node = loss.grad_fn
     if node is None:

@@ -45,15 +45,18 @@ class SumPassedByLoop(Loss):
     is_audited = False  # only the loop can compute it
 
     def count(self, batch: Any, num_samples: int) -> Counts:
-        """Return no counts: the loop counts the targets itself, after the forward."""
+        """Return no counts: the user's loop counts the targets itself, after the forward."""
         return ()
 
     def contributes(self, counts: Counts) -> bool:
-        """Return True, as every micro-batch needs its backward, also one with `num_targets=0`."""
+        """Return True: each micro-batch of the user's loop has a backward, also with
+        `num_targets=0`.
+        """
         return True  # a sum may have a gradient although its number is 0
 
     def sums(self, outputs: tuple[Tensor | float, float], call: Call) -> tuple[Sums, Counts]:
-        """Return the sum and the number of targets that the loop passed for a micro-batch.
+        """Return the loss sum and the number of targets that the user's loop passed to
+        `accelerator.backward` for a micro-batch.
 
         Args:
             outputs: (sum of the loss, number of targets), in place of a model's outputs.
@@ -224,7 +227,8 @@ def _saves_batch_tensor(node: Node, batch_storages: frozenset[int]) -> bool:
 
 
 def _add_graph_nodes(start: Node | None, nodes: set[Node], stops: set[Node | None]) -> None:
-    """Add the nodes of an autograd graph that can be reached from `start` to a set.
+    """Add the nodes of an autograd graph that can be reached from `start` to a set, for the
+    comparison of the graph of a user's loss with that of the model's forward.
 
     Args:
         start: The node to start from: the `grad_fn` of a tensor, or None.
@@ -287,7 +291,9 @@ def _check_rows_are_independent(
 
 
 def _seeded_generator(device: torch.device) -> torch.Generator:
-    """Return a new random generator with seed 0, which leaves the global one unchanged."""
+    """Return a new random generator with seed 0, so that the check of a user's loss leaves the
+    global generators unchanged.
+    """
     return torch.Generator(device=device).manual_seed(0)
 
 
@@ -312,7 +318,7 @@ def _check_origin(loss: Tensor, record: MicroBatchRecord) -> None:
 
 
 def _factor_of_term(loss: Tensor, term: Tensor, edges: list[GradientEdge]) -> float | None:
-    """Find the number c for which loss = c x term + something without the model's outputs.
+    """Find the number c for which a user's loss = c x term + something without the model's outputs.
 
     Args:
         loss: The loss of a user's loop, a scalar.
@@ -336,7 +342,7 @@ def _factor_of_term(loss: Tensor, term: Tensor, edges: list[GradientEdge]) -> fl
 
 
 def _check_factor(factor: float, num_accumulation_steps: int) -> None:
-    """Check that a loop has not scaled its loss before `accelerator.backward`.
+    """Check that the user's loop has not scaled its loss before `accelerator.backward`.
 
     Args:
         factor: The loop's loss divided by the loss that it was computed from.
@@ -363,7 +369,8 @@ def _check_factor(factor: float, num_accumulation_steps: int) -> None:
 
 
 def _gradient_edge(tensor: Tensor) -> GradientEdge:
-    """Return the edge of the autograd graph at which the gradient of a model's output arrives.
+    """Return the edge of the autograd graph at which the gradient of a model's output arrives in
+    the backward.
 
     Accelerate converts outputs to float32 under mixed precision; the edge is then the one before
     this conversion, which the loss inside of the model shares.
@@ -375,7 +382,8 @@ def _gradient_edge(tensor: Tensor) -> GradientEdge:
 
 
 def _gradients(value: Tensor, edges: list[GradientEdge]) -> list[Tensor | None]:
-    """Compute the gradients of a scalar at edges of its autograd graph, and keep the graph.
+    """Compute the gradients of a scalar, such as a user's loss, at edges of its autograd graph. The
+    graph is kept for the loss's own backward.
 
     Returns:
         One for each edge; None where the scalar does not depend on the edge.
@@ -387,7 +395,8 @@ def _gradients(value: Tensor, edges: list[GradientEdge]) -> list[Tensor | None]:
 
 
 def _is_negligible(gradients: list[Tensor | None], reference: list[Tensor | None]) -> bool:
-    """Return whether gradients are 0 up to rounding, by their norms relative to other gradients.
+    """Return whether gradients of a user's loss are 0 up to rounding, by their norms relative to
+    other gradients.
 
     Args:
         gradients: The gradients that may be 0, such as those of the difference of two losses.
@@ -401,7 +410,8 @@ def _is_negligible(gradients: list[Tensor | None], reference: list[Tensor | None
 def _fitted_factor(
     gradients: list[Tensor | None], model_gradients: list[Tensor | None]
 ) -> float | None:
-    """Find the number c for which gradients = c x model_gradients fits best, by least squares.
+    """Find the number c for which a user's loss has c times the gradients of the model's own loss,
+    by least squares.
 
     Args:
         gradients: The gradients of the loss of a user's loop with respect to the model's outputs.
@@ -425,7 +435,8 @@ def _fitted_factor(
 def _is_multiple(
     gradients: list[Tensor | None], model_gradients: list[Tensor | None], factor: float
 ) -> bool:
-    """Return whether gradients = factor x model_gradients in every element, up to rounding.
+    """Return whether the gradients of a user's loss are `factor` times those of the model's own
+    loss, in every element up to rounding.
 
     Args:
         gradients: The gradients of the loss of a user's loop with respect to the model's outputs.

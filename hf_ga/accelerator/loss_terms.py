@@ -44,7 +44,9 @@ class LossTerms:
         self._loss_kind: str | None = None  # of the current window's losses, for errors
 
     def begin_window(self) -> None:
-        """Record that a window begins: count it, and accept any kind of loss again."""
+        """Record that a window begins: count it, and accept any kind of loss from the user's loop
+        again.
+        """
         self.checks.num_windows += 1
         self._loss_kind = None
 
@@ -87,8 +89,8 @@ class LossTerms:
             _backward_of_mean(engine, loss, mean.compute_divisor())
 
     def _note_own_loss(self, engine: Engine, record: MicroBatchRecord, loss: Tensor) -> None:
-        """Record whether the loop passed the very loss that the model returned, which decides
-        whether the next window may be packed.
+        """Record whether the user's loop passed the very loss that the model returned, which
+        decides whether the next window may be packed.
 
         Args:
             engine: The engine of the window.

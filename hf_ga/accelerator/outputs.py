@@ -28,8 +28,8 @@ OnForward = Callable[[tuple, dict[str, Any]], None]
 
 
 def _version(value: Any) -> int:
-    """Return a tensor's version counter, which torch raises at each in-place change; 0 for other
-    values.
+    """Return a tensor's version counter, which torch raises at each in-place change, so that
+    changes of a batch by the user's loop are noticed; 0 for other values.
     """
     return value._version if isinstance(value, Tensor) else 0
 

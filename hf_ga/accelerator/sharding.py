@@ -60,8 +60,8 @@ def prove_before_sharding(
 
 
 def _evenly_spaced_samples(dataset: Any) -> list[Any]:
-    """Return at least `NUM_PROOF_SAMPLES` samples at equal distances over the whole dataset, or all
-    samples of a smaller one.
+    """Return samples for a proof at equal distances over the whole dataset: at least
+    `NUM_PROOF_SAMPLES`, or all samples of a smaller dataset.
     """
     step = max(1, len(dataset) // NUM_PROOF_SAMPLES)
     return [dataset[index] for index in range(0, len(dataset), step)]

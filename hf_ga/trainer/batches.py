@@ -59,7 +59,7 @@ class MicroBatches(Dataset):
         return len(self.fetcher.dataset)
 
     def __getitem__(self, key: MicroBatchKey) -> WindowBatch:
-        """Load and collate one micro-batch.
+        """Load and collate one micro-batch of a window for `ExactTrainer`.
 
         If the micro-batches of a window must be collated together, this collates all of them and
         caches the others. A filler (see `WindowBatch`) is the window's first sample.
@@ -121,7 +121,7 @@ class WindowSampler(Sampler):
         return num_earlier_windows * layout.accumulation_steps + num_last_micro_batches
 
     def __iter__(self) -> Iterator[list[MicroBatchKey]]:
-        """Yield lists with one key, window by window."""
+        """Yield the key of each micro-batch of the epoch in a list of its own, window by window."""
         for request in self.windows.requests():
             for index in range(request.most_micro_batches):
                 yield [(request, index)]
@@ -156,7 +156,7 @@ class WindowedDataLoader(DataLoader):
 
 
 def _unwrap_single(batches: list[WindowBatch]) -> WindowBatch:
-    """Collate function of a DataLoader whose items are collated already: return the only batch of
-    the list.
+    """Collate function for `ExactTrainer`'s DataLoader, whose items are collated micro-batches
+    already: return the only one of the list.
     """
     return batches[0]

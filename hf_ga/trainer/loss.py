@@ -126,7 +126,9 @@ class _ModelProxy:
 
 
 def _call_and_record(returned: list[Any], model: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Call a model, append its outputs to the list `returned`, and return them."""
+    """Call a model for a trainer's `compute_loss`, append its outputs to the list `returned`, and
+    return them.
+    """
     outputs = model(*args, **kwargs)
     returned.append(outputs)
     return outputs

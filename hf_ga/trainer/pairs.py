@@ -29,7 +29,7 @@ def has_pairs(collate_fn: Callable) -> bool:
 
 
 def collate_pairs(collate_fn: Callable, samples: list[Any]) -> dict[str, Any]:
-    """Collate preference pairs so that both rows of a pair belong to one sample.
+    """Collate TRL's preference pairs so that both rows of a pair belong to one sample.
 
     Args:
         collate_fn: TRL's collate function, whose entries have shape (2 x samples, ...): all chosen
@@ -67,8 +67,8 @@ def chosen_first(batch: Batch) -> dict[str, Any]:
 
 
 def forward_of_pairs(model: nn.Module, **batch: Any) -> Any:
-    """Run a model's forward on preference pairs, with the two rows of each pair next to each other,
-    as hf_ga's keyed dropout needs them.
+    """Run a model's forward on TRL's preference pairs, with the two rows of each pair next to each
+    other, as hf_ga's keyed dropout needs them.
 
     Args:
         model: The model.
