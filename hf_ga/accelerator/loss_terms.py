@@ -190,11 +190,11 @@ def check_has_one_element(loss: object) -> None:
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return
-    found = f"a {type(loss).__name__}"
+    received = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
-        found = f"a tensor of shape {list(loss.shape)}"
+        received = f"a tensor of shape {list(loss.shape)}"
     raise LossNotAdditive(
-        f"accelerator.backward needs one number, the loss of the micro-batch, got {found}."
+        f"accelerator.backward needs one number, the loss of the micro-batch, got {received}."
     )
 
 

@@ -114,10 +114,8 @@ class WindowSampler(Sampler):
         num_rest = self.windows.num_samples - layout.window_size * num_earlier_windows
         # Samples beyond the last window are those of a short one that is dropped.
         num_in_last_window = min(num_rest, layout.window_size)
-        # Divided by the samples that all processes compute at once, and rounded up.
-        num_last_micro_batches = -(
-            -num_in_last_window // (layout.micro_batch_size * layout.num_processes)
-        )
+        samples_of_all_processes = layout.micro_batch_size * layout.num_processes
+        num_last_micro_batches = -(-num_in_last_window // samples_of_all_processes)  # rounded up
         return num_earlier_windows * layout.accumulation_steps + num_last_micro_batches
 
     def __iter__(self) -> Iterator[list[MicroBatchKey]]:
