@@ -160,7 +160,7 @@ class CriteriaRecorder:
             if name not in self._originals:
                 original = getattr(F, name)
                 self._originals[name] = original
-                setattr(F, name, partial(self._call, name, original, compute_divisor))
+                setattr(F, name, partial(self._call_and_record, name, original, compute_divisor))
 
     def turn_off(self) -> None:
         """Restore torch's loss functions, and remove the hook on module forwards."""
@@ -183,7 +183,7 @@ class CriteriaRecorder:
             if submodule is module:
                 self.submodules_run_by_loop.append(name)
 
-    def _call(
+    def _call_and_record(
         self,
         name: str,
         original: Callable[..., Tensor],

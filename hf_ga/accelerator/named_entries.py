@@ -25,7 +25,7 @@ class DictCollator:
         self.collate_fn = collate_fn
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        """Collate samples into a dict."""
+        """Collate samples by the user's collate function, and convert the batch to a dict."""
         collated = self.collate_fn(samples)
         if isinstance(collated, Mapping):
             return dict(collated)

@@ -37,7 +37,8 @@ class SavedState:
     passes_own_loss: bool = False
 
     def write(self, folder: Path) -> None:
-        """Write the file to a checkpoint's folder, which is created if needed.
+        """Write this state to `hf_ga_state.json` in a checkpoint's folder, which is created if
+        needed.
 
         Only the main process may call it.
         """
@@ -46,7 +47,7 @@ class SavedState:
 
     @staticmethod
     def read(folder: Path) -> "SavedState | None":
-        """Read the file of a checkpoint's folder.
+        """Read the state from `hf_ga_state.json` in a checkpoint's folder.
 
         Returns:
             The state, or None if the checkpoint was saved without hf_ga.
@@ -85,7 +86,8 @@ class InitialSchedulerState:
         self.learning_rates = [group["lr"] for group in scheduler.optimizer.param_groups]
 
     def convert(self, saved_num_processes: int, num_processes: int) -> None:
-        """Convert a restored scheduler to another number of processes, at the same update.
+        """Convert a learning rate scheduler that was restored from a checkpoint to another number
+        of processes, at the same update.
 
         Does nothing for a scheduler that steps once per update on any number of processes.
 
@@ -100,8 +102,8 @@ class InitialSchedulerState:
         self.step_from_start(num_updates * num_processes)
 
     def step_from_start(self, num_steps: int) -> None:
-        """Reset the scheduler and its learning rates to their initial state, and step `num_steps`
-        times.
+        """Reset the learning rate scheduler and the optimizer's learning rates to their initial
+        state, and step the scheduler `num_steps` times.
         """
         scheduler = self.prepared.scheduler
         scheduler.load_state_dict(copy.deepcopy(self.state_dict))

@@ -64,7 +64,8 @@ class InfoNCE:
     symmetric: bool = False
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Compute the mean loss of the window.
+        """Compute the contrastive loss of the window: the mean cross entropy of finding each
+        anchor's positive among all positives and negatives by cosine similarity.
 
         Args:
             outputs: The embeddings of the columns `anchor`, `positive`, and optionally `negative`,
@@ -213,7 +214,11 @@ class CoSENT:
     temperature: float = 0.05
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Compute the loss of the window.
+        """Compute the CoSENT loss of the window, which ranks the cosine similarities of pairs by
+        their scores.
+
+        With pairs i and j, it is log(1 + sum over all score_i < score_j of exp((cos_i - cos_j) /
+        temperature)).
 
         Args:
             outputs: `anchor` and `positive`, the embeddings of the two texts of each pair, shape
@@ -258,7 +263,7 @@ class Matryoshka:
     sizes: tuple[int, ...]
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Compute the loss of the window.
+        """Compute the sum of the loss over embeddings truncated to each of the sizes.
 
         Args:
             outputs: The embeddings that `loss` needs.

@@ -305,7 +305,8 @@ class TrainerWindow:
         self.engine.backward_term(self._term, self._counts)
 
     def end(self) -> None:
-        """End the window: sum its gradients over all ranks, and store its result.
+        """End the window after its last training step: sum its gradients over all ranks, and store
+        its result.
 
         Raises:
             DataError: If the window has no targets under fp16.
@@ -314,10 +315,14 @@ class TrainerWindow:
         self._check_has_targets(not self.result.skipped)
 
     def _check_has_targets(self, has_targets: bool) -> None:
-        """Check that a window has targets if Accelerate scales losses for fp16.
+        """Check that a window has targets if Accelerate scales losses for fp16, as its gradient
+        scaler needs a loss.
+
+        Args:
+            has_targets: Whether the window has targets.
 
         Raises:
-            DataError: If it has none.
+            DataError: If it has no targets.
         """
         if self.trainer.accelerator.scaler is not None and not has_targets:
             raise DataError(
