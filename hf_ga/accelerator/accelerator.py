@@ -12,16 +12,16 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hf_ga.accelerator.call_order import BY_HAND
-from hf_ga.accelerator.loader import Epochs, WindowedDataLoader, seed_of, windowed
+from hf_ga.accelerator.call_order import MANUAL_ACCUMULATION_REMEDY
+from hf_ga.accelerator.loader import Epochs, WindowedDataLoader, loader_seed, make_windowed
 from hf_ga.accelerator.metrics import gather_rows
 from hf_ga.accelerator.sharding import prove_before_sharding
 from hf_ga.accelerator.state import (
+    InitialSchedulerState,
     SavedState,
-    ScheduleStart,
     check_can_save,
     folder_to_load,
-    positions_of,
+    loader_positions,
     restore_positions,
 )
 from hf_ga.accelerator.training_loop import TrainingLoop
@@ -39,27 +39,27 @@ from hf_ga.training import Given
 class Accelerator(accelerate.Accelerator):
     """`accelerate.Accelerator` with exact gradient accumulation.
 
-    A prepared DataLoader hands out the micro-batches of windows while its model is in training
-    mode: one window is the samples of one optimizer step over all processes. `backward` takes the
-    model's own loss of a micro-batch and adds its part of the mean loss over all targets of the
-    window. Dropout and the order of samples depend on the seed, the epoch and the sample only. So
-    every split of a window makes the same update. In evaluation mode everything is Accelerate's.
+    While a model is in training mode, a prepared DataLoader yields the micro-batches of windows:
+    one window is the samples of one optimizer step over all processes. `backward` takes the model's
+    own loss of a micro-batch and adds its part of the mean loss over all targets of the window.
+    Dropout and the order of samples depend on the seed, the epoch and the sample only. So every
+    split of a window makes the same update. In evaluation mode, everything works as in Accelerate.
 
     Args:
         *args: See `accelerate.Accelerator`.
-        global_batch_size: Samples in one window over all processes. Accumulation steps follow from
-            it, and sizes that do not divide give uneven micro-batches. Default: processes x batch
-            size of the DataLoader x gradient accumulation steps.
+        global_batch_size: Samples in one window over all processes. The gradient accumulation steps
+            follow from it, and a size that is not divisible gives uneven micro-batches. Default:
+            processes x batch size of the DataLoader x gradient accumulation steps.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
         audit: Test the model's loss again on the windows that are trained on, before their updates.
             False accepts that a kind of row which the proof did not see trains a wrong gradient.
-        whole_batch: (outputs, batch) -> the loss of all samples of a window, a scalar; see
-            `hf_ga.prepare`. Then the loop passes the model's outputs to `backward`.
+        whole_batch: A function (outputs, batch) -> the loss of all samples of a window, a scalar;
+            see `hf_ga.prepare`. The loop then passes the model's outputs to `backward`.
         **kwargs: See `accelerate.Accelerator`.
 
     Attributes:
-        training_loop: The window and the micro-batch that the loop is in.
-        epochs: Of the datasets that were trained on.
+        training_loop: Runs the engine for the user's loop: the current window and micro-batch.
+        epochs: Counts the epochs that each dataset was trained on.
 
     Raises:
         ConfigError: If the loop or a setting makes exact accumulation impossible.
@@ -94,32 +94,37 @@ class Accelerator(accelerate.Accelerator):
         whole_batch: WholeBatchLoss | None = None,
         **kwargs: Any,
     ) -> None:
+        """Make the accelerator; see the class for the arguments."""
         super().__init__(*args, **kwargs)
         self.global_batch_size = global_batch_size
-        self._given_steps = self.gradient_accumulation_steps
-        self._given = Given(
+        self._requested_accumulation_steps = self.gradient_accumulation_steps
+        self._loss_settings = Given(
             whole_batch=whole_batch,
             allow_split_dependent_randomness=allow_split_dependent_randomness,
             audit=audit,
         )
         enable_fsdp_on_cpu(self)
         enable_fp16_on_cpu(self)
-        self._begin_anew()
+        self._forget_prepared_objects()
 
-    def _begin_anew(self) -> None:
-        """Forget everything that was prepared."""
-        self.training_loop = TrainingLoop(self, self._given)
+    def _forget_prepared_objects(self) -> None:
+        """Start with no prepared model, loader or scheduler, as in a new accelerator."""
+        self.training_loop = TrainingLoop(self, self._loss_settings)
         self.epochs = Epochs()
-        self._schedules: list[ScheduleStart] = []
+        self._initial_scheduler_states: list[InitialSchedulerState] = []
 
     # Preparing
 
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
-        """As `accelerate.Accelerator.prepare`; under FSDP, gradients are reduced in float32."""
+        """Prepare objects as `accelerate.Accelerator.prepare` does.
+
+        Under FSDP, models are also proven before they are sharded (trial forwards and backwards
+        test how the loss adds up over samples), and gradients are reduced in float32.
+        """
         models = [value for value in args if isinstance(value, nn.Module)]
         loaders = [value for value in args if isinstance(value, DataLoader)]
         if models and is_sharded(self):
-            prove_before_sharding(self, models, loaders, self._given)
+            prove_before_sharding(self, models, loaders, self._loss_settings)
         optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
         with exact_sharding(self, models, optimizers):
             return super().prepare(*args, device_placement=device_placement)
@@ -130,7 +135,9 @@ class Accelerator(accelerate.Accelerator):
         device_placement: bool | None = None,
         evaluation_mode: bool = False,
     ) -> nn.Module:
-        """See `accelerate.Accelerator.prepare_model`."""
+        """Prepare a model as `accelerate.Accelerator.prepare_model` does, and register it with the
+        training loop.
+        """
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(prepared, nn.parallel.DistributedDataParallel):
             keep_process_group_alive(prepared)
@@ -138,23 +145,26 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **kwargs: Any) -> DataLoader:
-        """As `accelerate.Accelerator.prepare_data_loader`; the loader hands out windows while its
-        model trains.
+        """Prepare a DataLoader as `accelerate.Accelerator.prepare_data_loader` does; it yields the
+        micro-batches of windows while a model is in training mode.
         """
         if getattr(data_loader, "_is_accelerate_prepared", False):
             return super().prepare_data_loader(data_loader, *args, **kwargs)
-        seed = seed_of(data_loader)
-        with preserved_random_states():  # on several processes Accelerate draws a seed of its own
+        seed = loader_seed(data_loader)
+        # On several processes, Accelerate draws a seed for the sampler: do not let it change the
+        # random numbers that the script draws later.
+        with preserved_random_states():
             prepared = super().prepare_data_loader(data_loader, *args, **kwargs)
-        prepared = windowed(self, data_loader, prepared, seed)
+        prepared = make_windowed(self, data_loader, prepared, seed)
         if self.global_batch_size is not None and prepared.shuffles:
-            prepared.windows  # noqa: B018 - sets the accumulation steps, which scripts read
+            prepared.build_windows()  # sets the accumulation steps, which scripts read
         return prepared
 
     def prepare_optimizer(
         self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any
     ) -> AcceleratedOptimizer:
-        """As `accelerate.Accelerator.prepare_optimizer`; a step needs a complete window.
+        """Prepare an optimizer as `accelerate.Accelerator.prepare_optimizer` does; its `step` then
+        checks that the window's gradient is complete.
 
         Raises:
             ConfigError: If the optimizer's step needs a closure (LBFGS).
@@ -167,17 +177,19 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def prepare_scheduler(self, scheduler: Any) -> AcceleratedScheduler:
-        """See `accelerate.Accelerator.prepare_scheduler`."""
+        """Prepare a scheduler as `accelerate.Accelerator.prepare_scheduler` does, and remember its
+        initial state, for a resume on another number of processes.
+        """
         is_new = not getattr(scheduler, "_is_accelerate_prepared", False)
         prepared = super().prepare_scheduler(scheduler)
         if is_new and isinstance(prepared, AcceleratedScheduler):
-            self._schedules.append(ScheduleStart(prepared))
+            self._initial_scheduler_states.append(InitialSchedulerState(prepared))
         return prepared
 
     def free_memory(self, *objects: Any) -> Any:
-        """See `accelerate.Accelerator.free_memory`."""
+        """Release everything that was prepared, as `accelerate.Accelerator.free_memory` does."""
         self.training_loop.close()
-        self._begin_anew()
+        self._forget_prepared_objects()
         return super().free_memory(*objects)
 
     clear = free_memory
@@ -186,22 +198,24 @@ class Accelerator(accelerate.Accelerator):
 
     @contextmanager
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
-        """Around a forward, a backward and the optimizer's step, as in Accelerate.
+        """Enclose a micro-batch's forward, backward and optimizer step, as in Accelerate.
 
-        The loader has already set `sync_gradients`: it is true for the last micro-batch of a
-        window.
+        It does nothing: the loader has already set `sync_gradients`, which is true for the last
+        micro-batch of a window.
         """
         yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Not for use by hand: gradients are summed once per window.
+        """Refuse Accelerate's context manager for accumulation by hand, since hf_ga sums the
+        gradients over all processes once per window.
 
         Raises:
             ConfigError: Always.
         """
         raise ConfigError(
-            "accelerator.no_sync (which LocalSGD uses, too) leaves gradients unsynchronised by "
-            f"hand, but hf_ga sums them once per window by itself. {BY_HAND}"
+            "accelerator.no_sync (which LocalSGD uses, too) turns off the gradient synchronization "
+            "between processes, but hf_ga does that by itself until the end of each window. "
+            f"{MANUAL_ACCUMULATION_REMEDY}"
         )
 
     def backward(
@@ -214,15 +228,18 @@ class Accelerator(accelerate.Accelerator):
                 with the same mean, and a penalty on the weights, are recognised. With
                 `num_targets`, any sum over targets, a scalar. With `whole_batch`, what the model
                 returned for this micro-batch.
-            num_targets: What `loss` is summed over: targets, or a sum of weights.
-            **kwargs: Of `accelerate.Accelerator.backward`; `retain_graph` and others are refused.
+            num_targets: What `loss` is summed over: the number of targets, or the sum of their
+                weights.
+            **kwargs: Further arguments of `accelerate.Accelerator.backward`, such as
+                `retain_graph`, are refused.
 
         Returns:
-            With `whole_batch`, the loss of the window, the same in each of its micro-batches.
+            With `whole_batch`, the loss of the whole window, the same for each of its
+            micro-batches; otherwise None.
 
         Raises:
-            ConfigError: If the loop does not follow the order of calls of `accumulate`.
-            LossNotAdditive: If the loss is another than the one that was proven.
+            ConfigError: If the loop does not call fetch, forward, backward and step in this order.
+            LossNotAdditive: If the loss is not the one that was proven.
 
         Example:
             losses = F.cross_entropy(outputs.logits, labels, weight=weight, reduction="sum")
@@ -230,28 +247,36 @@ class Accelerator(accelerate.Accelerator):
         """
         if kwargs:
             raise ConfigError(
-                f"accelerator.backward got {', '.join(kwargs)}: one backward per micro-batch is "
-                "all that a window needs. Leave it out."
+                f"accelerator.backward got {', '.join(kwargs)}, but only takes a loss and "
+                "num_targets, as each micro-batch has a single backward. Leave it out."
             )
         return self.training_loop.backward(loss, num_targets)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """As `accelerate.Accelerator.gather_for_metrics`. In a training loop, the values of a
-        micro-batch that only fills up the loader's length are left out, so no sample counts twice.
+        """Gather values from all processes as `accelerate.Accelerator.gather_for_metrics` does.
+
+        In a training loop, processes may have micro-batches of different sizes, and a process with
+        fewer micro-batches than the others repeats a sample: its values are dropped, so that each
+        sample counts once.
         """
         engine = self.training_loop.engine
-        call = None if engine is None else engine.call
-        if call is None or not self.training_loop.is_in_windows:
+        micro_batch_call = None if engine is None else engine.call
+        if micro_batch_call is None or not self.training_loop.is_in_windows:
             return super().gather_for_metrics(input_data, use_gather_object)
-        num_rows = len(call.micro_batch) if call.weight else 0
+        is_repeated_sample = micro_batch_call.weight == 0
+        num_rows = 0 if is_repeated_sample else len(micro_batch_call.micro_batch)
         return gather_rows(self, input_data, num_rows, as_objects=use_gather_object)
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
-        """As `accelerate.Accelerator.skip_first_batches`.
+        """Skip batches of a loader's next epoch, as `accelerate.Accelerator.skip_first_batches`
+        does.
 
-        After `load_state`, a training loader continues at its own saved position, which other
-        processes and batch sizes share, whatever `num_batches` says. Otherwise whole windows can
-        be skipped.
+        After `load_state`, a training loader ignores `num_batches` and continues at its own saved
+        position, which does not depend on the number of processes or the batch size. Otherwise, a
+        training loader can skip whole windows only.
+
+        Returns:
+            A loader that skips them; for a loader that yields windows, the same object.
         """
         if not isinstance(dataloader, WindowedDataLoader):
             return super().skip_first_batches(dataloader, num_batches)
@@ -259,42 +284,49 @@ class Accelerator(accelerate.Accelerator):
         return dataloader
 
     def set_accumulation_steps(self, layout: Layout) -> None:
-        """Use the accumulation steps that follow from `global_batch_size`.
+        """Set `gradient_accumulation_steps` to what follows from `global_batch_size`.
 
         Args:
-            layout: Of the windows of a loader.
+            layout: The layout of a loader's windows.
 
         Raises:
-            ConfigError: If others were asked for.
+            ConfigError: If the accelerator was made with another number of accumulation steps.
         """
-        given = self._given_steps
-        if given not in (1, layout.accumulation_steps):
+        requested = self._requested_accumulation_steps
+        if requested not in (1, layout.accumulation_steps):
             raise ConfigError(
-                f"gradient_accumulation_steps {given} does not fit a {layout}: leave it out, or "
-                "leave global_batch_size out."
+                f"gradient_accumulation_steps {requested} does not fit a {layout}: leave it out, "
+                "or leave global_batch_size out."
             )
         self.gradient_accumulation_steps = layout.accumulation_steps
 
     # Checkpoints
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
-        """As `accelerate.Accelerator.save_state`, and the position of the loaders.
+        """Save a checkpoint as `accelerate.Accelerator.save_state` does, with the positions of the
+        training loaders.
+
+        Returns:
+            The folder of the checkpoint.
 
         Raises:
-            ConfigError: If the window is not complete: its gradients would be lost.
+            ConfigError: If the window is not complete, because its gradients would be lost.
         """
-        check_can_save(self, is_complete=self.training_loop.order.is_complete)
-        location = super().save_state(output_dir, *args, **kwargs)
-        positions = positions_of(self._dataloaders)
+        check_can_save(self, is_complete=self.training_loop.call_order.is_complete)
+        folder = super().save_state(output_dir, *args, **kwargs)
+        positions = loader_positions(self._dataloaders)
         if self.is_main_process:
-            passes_own_loss = self.training_loop.terms.passes_own_loss
-            SavedState(self.num_processes, positions, passes_own_loss).write(Path(location))
+            passes_own_loss = self.training_loop.loss_terms.passes_own_loss
+            SavedState(self.num_processes, positions, passes_own_loss).write(Path(folder))
         self.wait_for_everyone()
-        return location
+        return folder
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
-        """As `accelerate.Accelerator.load_state`, and the position of the loaders. Schedules are
-        where they are after as many updates on this number of processes.
+        """Load a checkpoint as `accelerate.Accelerator.load_state` does, with the positions of the
+        training loaders.
+
+        If it was saved on another number of processes, learning rate schedules are converted to
+        the same number of updates on this one.
         """
         folder = folder_to_load(input_dir, self.project_dir)
         super().load_state(input_dir, *args, **kwargs)
@@ -302,11 +334,11 @@ class Accelerator(accelerate.Accelerator):
         saved = SavedState.read(folder)
         if saved is None:
             return
-        self.training_loop.terms.passes_own_loss = saved.passes_own_loss
+        self.training_loop.loss_terms.passes_own_loss = saved.passes_own_loss
         restore_positions(self._dataloaders, saved.loaders)
         if saved.num_processes != self.num_processes:
-            for schedule in self._schedules:
-                schedule.convert(saved.num_processes, self.num_processes)
+            for initial_state in self._initial_scheduler_states:
+                initial_state.convert(saved.num_processes, self.num_processes)
 
 
 class WindowOptimizer(AcceleratedOptimizer):
@@ -319,7 +351,12 @@ class WindowOptimizer(AcceleratedOptimizer):
     accelerator: Accelerator
 
     def step(self, closure: Any = None) -> None:
-        """See `accelerate.optimizer.AcceleratedOptimizer.step`."""
+        """Step as `AcceleratedOptimizer.step` does, after a check that the window's gradient is
+        complete.
+
+        Raises:
+            ConfigError: If it is not.
+        """
         if self.gradient_state.sync_gradients:
-            self.accelerator.training_loop.check_step(self)
+            self.accelerator.training_loop.check_optimizer_step(self)
         super().step(closure)

@@ -1,8 +1,8 @@
-"""Checks that a loop makes its calls in the order that exact accumulation needs.
+"""Checks that a training loop makes its calls in the order that exact accumulation needs.
 
 For each micro-batch of a window: fetch it, one forward, one backward. After the last one:
-`optimizer.step()` and `zero_grad()`. Any other order would train a wrong gradient silently, so it
-is refused.
+`optimizer.step()` and `zero_grad()`. Any other order would train with a wrong gradient without an
+error, so it is refused.
 """
 
 from collections.abc import Iterable
@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from hf_ga.errors import ConfigError
 from hf_ga.exact.engine import Engine
 
-BY_HAND = (
+# Part of several error messages: what to do about a loop with its own gradient accumulation.
+MANUAL_ACCUMULATION_REMEDY = (
     "This loop accumulates by hand: pass gradient_accumulation_steps to Accelerator, put the "
     "forward and backward into `with accelerator.accumulate(model):`, and pass the undivided loss "
     "to accelerator.backward."
@@ -21,48 +22,67 @@ BY_HAND = (
 
 
 class CallOrder:
-    """Where a loop is within its window.
+    """Tracks which calls a user's training loop has made in the current window, and refuses wrong
+    ones.
 
     Attributes:
-        index: Of the last micro-batch in its window.
-        is_waiting: That micro-batch was handed out, and its backward is still to come.
-        is_complete: All micro-batches of the window had their backward.
+        index: The index in its window of the micro-batch that was handed out last.
+        is_waiting: Whether that micro-batch still waits for its backward.
+        is_complete: Whether every micro-batch of the window had its backward.
     """
 
     def __init__(self) -> None:
+        """Start before the first window, with no micro-batch handed out."""
         self.index = 0
         self.is_waiting = False
         self.is_complete = True
         self._had_backward = False
-        self._was_interrupted = False  # the window before was left by `break`
-        self._gradient: tuple[Tensor, int] | None = None  # after the last backward
+        self._was_interrupted = False  # the loop left the previous window by `break`
+        # A gradient after the last backward, and the version counter of its tensor.
+        self._gradient_after_backward: tuple[Tensor, int] | None = None
 
     def begin_window(self) -> None:
-        """Called when a window begins."""
+        """Record that a window begins, and whether the user's loop left the previous one
+        unfinished.
+        """
         self._was_interrupted = not self.is_complete
         self.is_complete = False
 
     def begin_micro_batch(self, index: int) -> None:
-        """Called when a micro-batch is handed out."""
+        """Record that the loader hands out a micro-batch.
+
+        Args:
+            index: The index of the micro-batch in its window (0-based).
+        """
         self.index = index
         self.is_waiting = True
         self._had_backward = False
 
     def begin_other_batches(self) -> None:
-        """Called when a loader hands out Accelerate's own batches."""
+        """Record that a loader begins to yield Accelerate's own batches, as in an evaluation.
+
+        A backward after that is reported as one without a window, not as a second backward.
+        """
         self._had_backward = False
 
     def note_backward(self) -> None:
-        """Called when the micro-batch had its backward."""
+        """Record that the user's loop called `accelerator.backward` for the current micro-batch."""
         self.is_waiting = False
         self._had_backward = True
 
     def note_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remember the gradients after a backward that is not the window's last."""
-        self._gradient = _first_gradient(parameters)
+        """Remember the gradients after a backward within a window.
+
+        The check before the window's next backward compares with them, to notice a `zero_grad` or
+        another change between the two.
+
+        Args:
+            parameters: The model's trained parameters.
+        """
+        self._gradient_after_backward = _first_gradient(parameters)
 
     def check_fetch(self) -> None:
-        """Before a batch is handed out: the one before had its backward.
+        """Check, before the loader hands out a batch, that the previous batch had its backward.
 
         Raises:
             ConfigError: If it had not.
@@ -71,14 +91,18 @@ class CallOrder:
             raise ConfigError(
                 "a batch was fetched before accelerator.backward of the one before it. If this is "
                 "an evaluation, call model.eval() before it. If the loop collects several batches, "
-                f"or calls loss.backward() itself: {BY_HAND}"
+                f"or calls loss.backward() itself: {MANUAL_ACCUMULATION_REMEDY}"
             )
 
     def unexpected_backward(self, *, is_in_evaluation: bool) -> ConfigError:
-        """Return the error of a backward for which no micro-batch waits.
+        """Build the error for an `accelerator.backward` while no micro-batch waits for one.
 
         Args:
-            is_in_evaluation: The loader began while no model was in training mode.
+            is_in_evaluation: Whether the loader yields Accelerate's own batches because no model
+                was in training mode when the loop over it began.
+
+        Returns:
+            The error, for the caller to raise.
         """
         if self._had_backward:
             return ConfigError(
@@ -99,24 +123,27 @@ class CallOrder:
         )
 
     def check_gradients(self, engine: Engine, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Before a backward: the only gradients are those of the window's earlier micro-batches.
+        """Check the parameters' gradients before a micro-batch's backward.
 
-        Gradients that no optimizer would use are removed: those of a window that was left, and
-        those of parameters that no optimizer has.
+        Before the window's first backward, there must be no gradients that an optimizer would use;
+        the others are removed (set to None). Before each later backward, the gradients must be
+        those that the previous backward left.
 
         Args:
-            engine: Of the window.
-            optimizers: All that were prepared.
+            engine: The engine of the current window.
+            optimizers: All optimizers that the accelerator prepared.
 
         Raises:
-            ConfigError: If gradients were changed within the window, or are left of an earlier one.
+            ConfigError: If gradients of an earlier window are left, or if gradients were changed
+                within the window.
         """
         if self.index == 0:
             self._remove_gradients_of_earlier_windows(engine, optimizers)
             return
         if engine.backend.is_sharded:
-            return  # FSDP makes its gradients anew
-        if not _is_unchanged(self._gradient, _first_gradient(engine.parameters)):
+            return  # FSDP makes new gradient tensors, so there is nothing to compare
+        gradient_now = _first_gradient(engine.parameters)
+        if not _is_same_gradient(self._gradient_after_backward, gradient_now):
             raise ConfigError(
                 "gradients were changed within a window (zero_grad, or a change by hand), so "
                 "those of its first micro-batches are lost: call zero_grad after "
@@ -127,30 +154,46 @@ class CallOrder:
     def _remove_gradients_of_earlier_windows(
         self, engine: Engine, optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
-        """Remove gradients that no optimizer would use.
+        """Set all gradients of the model to None before a window's first backward.
+
+        Only gradients that no optimizer would have used may be removed: zeros, those of a window
+        that the loop left by `break`, and those of parameters that no optimizer updates.
+
+        Args:
+            engine: The engine of the window that begins.
+            optimizers: All optimizers that the accelerator prepared.
 
         Raises:
-            ConfigError: If an optimizer would use some.
+            ConfigError: If an optimizer would still use a gradient.
         """
-        updated = {p for optimizer in optimizers for p in parameters_of_optimizer(optimizer)}
+        updated_parameters = {
+            parameter
+            for optimizer in optimizers
+            for parameter in parameters_of_optimizer(optimizer)
+        }
         for parameter in engine.parameters:
-            if parameter.grad is None:
+            if parameter.grad is None or self._was_interrupted:
                 continue
-            has_no_optimizer = bool(updated) and parameter not in updated
-            is_used = not self._was_interrupted and not has_no_optimizer
-            if is_used and bool(parameter.grad.any()):
+            if updated_parameters and parameter not in updated_parameters:
+                continue  # no optimizer updates it
+            if bool(parameter.grad.any()):
                 raise ConfigError(
                     "gradients of an earlier window are left: its optimizer.step() or zero_grad() "
-                    f"did not come. {BY_HAND}"
+                    f"was not called. {MANUAL_ACCUMULATION_REMEDY}"
                 )
         for parameter in engine.parameters:
             parameter.grad = None
 
     def check_other_optimizer(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        """Before a step of any optimizer of torch: it does not update the model within a window.
+        """Check, before any torch optimizer steps, that it does not update the model within a
+        window, when the gradient is not complete.
+
+        Args:
+            engine: The engine of the current window.
+            optimizer: The optimizer that is about to step, prepared by the accelerator or not.
 
         Raises:
-            ConfigError: If it does.
+            ConfigError: If it would update a parameter of the model.
         """
         if self.is_complete:
             return
@@ -159,30 +202,31 @@ class CallOrder:
         if any(p in trained and p.grad is not None for p in parameters):
             raise ConfigError(
                 f"{type(optimizer).__name__}.step() within a window would update with a part of "
-                "its gradient: step the optimizer that accelerator.prepare returned; it steps when "
-                "accelerator.sync_gradients is true."
+                "the window's gradient: step the optimizer that accelerator.prepare returned; it "
+                "steps when accelerator.sync_gradients is true."
             )
 
-    def check_step(
+    def check_optimizer_step(
         self,
         engine: Engine | None,
         optimizer: torch.optim.Optimizer,
-        parameters_of_loss: Iterable[nn.Parameter],
+        loss_parameters: Iterable[nn.Parameter],
     ) -> None:
-        """Before a prepared optimizer's step: all micro-batches of the window had their backward.
+        """Check, before a prepared optimizer steps, that the window's gradient is complete.
 
         Args:
-            engine: Of the window. None: there was none yet.
+            engine: The engine of the current window, or None before the first window.
             optimizer: The prepared optimizer.
-            parameters_of_loss: Those of a `whole_batch` that is a module.
+            loss_parameters: The parameters of a `whole_batch` loss that is an nn.Module; empty
+                for others.
 
         Raises:
-            ConfigError: If a backward is missing and there are gradients, or if there are gradients
-                of parameters outside of the model.
+            ConfigError: If there are gradients although a micro-batch had no backward, or if a
+                parameter outside of the model and the loss has a gradient.
         """
         with_gradient = [p for p in parameters_of_optimizer(optimizer) if p.grad is not None]
         if engine is not None and self.is_complete:
-            known = {*engine.parameters, *parameters_of_loss}
+            known = {*engine.parameters, *loss_parameters}
             if any(parameter not in known for parameter in with_gradient):
                 raise ConfigError(
                     "the optimizer has parameters with a gradient that are not in the prepared "
@@ -194,40 +238,57 @@ class CallOrder:
             raise ConfigError(
                 "optimizer.step() came before accelerator.backward of every micro-batch of the "
                 "window (loss.backward() bypasses the accelerator, and so does a DataLoader that "
-                f"was not prepared). {BY_HAND}"
+                f"was not prepared). {MANUAL_ACCUMULATION_REMEDY}"
             )
 
 
-def check_syncs(model: nn.Module) -> None:
-    """Before a window: nobody else has turned the summing of gradients off.
+def check_gradient_sync(model: nn.Module) -> None:
+    """Check, before a window, that the user's loop has not turned DDP's gradient synchronization
+    off.
+
+    Args:
+        model: The prepared model; one without DDP always passes.
 
     Raises:
-        ConfigError: If somebody has: LocalSGD, or a loop that uses `model.no_sync()`.
+        ConfigError: If it was turned off, by LocalSGD or a loop that uses `model.no_sync()`.
     """
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
     if is_ddp and not model.require_backward_grad_sync:
         raise ConfigError(
-            "model.no_sync() (LocalSGD uses it) leaves gradients of the processes apart, but "
-            f"hf_ga sums them once per window. Leave LocalSGD out. {BY_HAND}"
+            "model.no_sync() (LocalSGD uses it) turns off the gradient synchronization between "
+            "processes, but hf_ga needs it once per window. Leave LocalSGD out. "
+            f"{MANUAL_ACCUMULATION_REMEDY}"
         )
 
 
 def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return all parameters in an optimizer's groups."""
+    """Return the parameters of all of an optimizer's parameter groups."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _first_gradient(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, int] | None:
-    """Return the first gradient that there is, and the number of its changes."""
+    """Return the gradient of the first parameter that has one, and its tensor's version counter, to
+    notice changes of gradients by the user's loop.
+
+    torch raises the counter at each in-place change, so two results of this function show whether
+    gradients were changed in between. None if no parameter has a gradient.
+    """
     for parameter in parameters:
         if parameter.grad is not None:
             return parameter.grad, parameter.grad._version
     return None
 
 
-def _is_unchanged(before: tuple[Tensor, int] | None, now: tuple[Tensor, int] | None) -> bool:
-    if before is None or now is None:
-        return before is None
-    gradient, num_changes = before
-    gradient_now, num_changes_now = now
-    return gradient is gradient_now and num_changes == num_changes_now
+def _is_same_gradient(before: tuple[Tensor, int] | None, now: tuple[Tensor, int] | None) -> bool:
+    """Return whether two results of `_first_gradient` show the same, unchanged gradient tensor.
+
+    If there was no gradient before, nothing can have been lost: that counts as the same, whatever
+    there is now.
+    """
+    if before is None:
+        return True
+    if now is None:
+        return False
+    gradient_before, version_before = before
+    gradient_now, version_now = now
+    return gradient_before is gradient_now and version_before == version_now

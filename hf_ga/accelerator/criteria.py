@@ -1,8 +1,8 @@
-"""What torch's loss functions average over, noted while a loop computes its own loss.
+"""Records what torch's loss functions average over, while a loop computes its own loss.
 
 A mean of `torch.nn.functional` is a sum over targets divided by a number that follows from its
-arguments: the targets, or the sum of their class weights. With this number, the mean of a
-micro-batch becomes its exact part of the window's mean, class weights included.
+arguments: the number of targets, or the sum of their class weights. With this divisor, the mean
+over a micro-batch becomes its exact part of the window's mean, class weights included.
 """
 
 import inspect
@@ -19,21 +19,22 @@ from torch.utils.hooks import RemovableHandle
 
 
 @dataclass(frozen=True)
-class Mean:
-    """A mean that a loss function of torch returned.
+class CriterionMean:
+    """A mean that a loss function of `torch.nn.functional` returned to a user's loop.
 
     Attributes:
         value: The mean, a scalar.
-        input: What the loss function compared with the targets.
-        number: Computes what was divided by.
+        input: The first argument of the loss function, such as the logits.
+        compute_divisor: Returns what the sum of the losses was divided by: a number of targets,
+            elements or samples, or a sum of class weights.
     """
 
     value: Tensor
     input: Tensor
-    number: Callable[[], float]
+    compute_divisor: Callable[[], float]
 
 
-def _classes(
+def _cross_entropy_divisor(
     input: Tensor,
     target: Tensor,
     weight: Tensor | None = None,
@@ -43,21 +44,37 @@ def _classes(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> float:
-    """Count the targets of `cross_entropy` or `nll_loss`, or add up their class weights."""
-    if target.is_floating_point():  # probabilities of the classes
-        return input.numel() / input.shape[1 if input.dim() > 1 else 0]
+    """Compute what the mean of `cross_entropy` or `nll_loss` in a user's loop divides by.
+
+    Args:
+        See `torch.nn.functional.cross_entropy`.
+
+    Returns:
+        The number of targets other than `ignore_index`; with `weight`, the sum of their class
+        weights; for targets that are class probabilities, the number of distributions.
+    """
+    if target.is_floating_point():  # class probabilities
+        class_dim = 1 if input.dim() > 1 else 0
+        return input.numel() / input.shape[class_dim]
     counted = target != ignore_index
     if weight is None:
         return float(counted.sum())
     return float(weight[target[counted]].double().sum())
 
 
-def _elements(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> float:
-    """Count the elements of a mean over all elements."""
+def _num_elements(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> float:
+    """Count the elements that an elementwise loss function, such as `mse_loss`, averages over.
+
+    Args:
+        input: The function's input, which is broadcast with `target`.
+        target: The function's target.
+        *args: The function's other arguments, ignored.
+        **kwargs: Its other keyword arguments, ignored.
+    """
     return float(torch.broadcast_shapes(input.shape, target.shape).numel())
 
 
-def _kl_divergence(
+def _kl_div_divisor(
     input: Tensor,
     target: Tensor,
     size_average: Any = None,
@@ -65,118 +82,178 @@ def _kl_divergence(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> float:
-    """Count what `kl_div` averages over: elements, or samples with `batchmean`."""
+    """Count what the mean of `kl_div` divides by: its elements, or its samples with
+    `reduction="batchmean"`.
+
+    Args:
+        See `torch.nn.functional.kl_div`.
+    """
     if reduction == "batchmean":
         return float(input.shape[0])
-    return _elements(input, target)
+    return _num_elements(input, target)
 
 
-# Loss functions of torch, and what their means divide by.
+# Name of a function of torch.nn.functional -> computes the divisor of its mean from its arguments.
 DIVISORS: dict[str, Callable[..., float]] = {
-    "cross_entropy": _classes,
-    "nll_loss": _classes,
-    "binary_cross_entropy": _elements,
-    "binary_cross_entropy_with_logits": _elements,
-    "mse_loss": _elements,
-    "l1_loss": _elements,
-    "smooth_l1_loss": _elements,
-    "huber_loss": _elements,
-    "soft_margin_loss": _elements,
-    "kl_div": _kl_divergence,
+    "cross_entropy": _cross_entropy_divisor,
+    "nll_loss": _cross_entropy_divisor,
+    "binary_cross_entropy": _num_elements,
+    "binary_cross_entropy_with_logits": _num_elements,
+    "mse_loss": _num_elements,
+    "l1_loss": _num_elements,
+    "smooth_l1_loss": _num_elements,
+    "huber_loss": _num_elements,
+    "soft_margin_loss": _num_elements,
+    "kl_div": _kl_div_divisor,
 }
 
 
-# Functions that divide by the sum of `weight`, one for each element.
-WEIGHTED_ELEMENTS = ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss")
+# Arguments of the loss functions that have one weight per class.
+CLASS_WEIGHTS = ("weight", "pos_weight")
+# Functions whose `weight` has one value per element, and whose mean divides by its sum.
+WEIGHTED_BY_ELEMENT = ("mse_loss", "l1_loss", "huber_loss", "smooth_l1_loss")
 
 
-class CriteriaWatch:
-    """Notes the means that torch's loss functions return to the code of a loop.
+class CriteriaRecorder:
+    """Records the means that torch's loss functions return to the code of a user's loop.
 
-    Functions of `torch.nn.functional` are replaced while it is on. It is off while a model's
-    forward runs: what happens there is the model's own business.
+    While it is on, the functions of `torch.nn.functional` are replaced by recording ones. It is off
+    while the model's own forward runs, whose loss functions are not the loop's.
 
     Attributes:
-        found: The means, in the order of the calls.
-        model: The model that is trained.
-        ran_outside: Names of its submodules that ran outside of its forward.
+        means: The means of the current micro-batch, in the order of the calls.
+        model: The model that is trained, unwrapped.
+        submodules_run_by_loop: Names of the model's submodules that the loop called directly,
+            outside of the model's forward.
     """
 
     def __init__(self) -> None:
-        self.found: list[Mean] = []
+        """Make a recorder that is off."""
+        self.means: list[CriterionMean] = []
         self.model: nn.Module | None = None
-        self.ran_outside: list[str] = []
-        self._weights: dict[tuple[str, str], Tensor] = {}  # that the loss functions got first
-        self._handle: RemovableHandle | None = None
+        self.submodules_run_by_loop: list[str] = []
+        # (function, argument) -> the weight tensor that the function was called with first.
+        self._first_weights: dict[tuple[str, str], Tensor] = {}
+        self._module_hook: RemovableHandle | None = None
         self._originals: dict[str, Callable[..., Tensor]] = {}
 
     def start(self, model: nn.Module) -> None:
-        """Begin a micro-batch."""
-        self.found.clear()
-        self.ran_outside.clear()
+        """Forget what was recorded for the previous micro-batch, and turn the recording on.
+
+        Args:
+            model: The model that is trained, unwrapped.
+        """
+        self.means.clear()
+        self.submodules_run_by_loop.clear()
         self.model = model
         self.turn_on()
 
     def turn_on(self) -> None:
-        """Replace the functions, and note which modules run."""
-        if self._handle is None:
-            self._handle = register_module_forward_pre_hook(self._note_module)
-        for name, divisor in DIVISORS.items():
+        """Replace torch's loss functions by recording ones, for those that the user's loop calls,
+        and hook all module forwards.
+
+        Does nothing if it is on already.
+        """
+        if self._module_hook is None:
+            self._module_hook = register_module_forward_pre_hook(self._record_submodule)
+        for name, compute_divisor in DIVISORS.items():
             if name not in self._originals:
                 original = getattr(F, name)
                 self._originals[name] = original
-                setattr(F, name, partial(self._call, name, original, divisor))
+                setattr(F, name, partial(self._call_and_record, name, original, compute_divisor))
 
     def turn_off(self) -> None:
-        """Put torch's functions back."""
+        """Restore torch's loss functions, and remove the hook on module forwards."""
         for name, original in self._originals.items():
             setattr(F, name, original)
         self._originals.clear()
-        if self._handle is not None:
-            self._handle.remove()
-            self._handle = None
+        if self._module_hook is not None:
+            self._module_hook.remove()
+            self._module_hook = None
 
-    def _note_module(self, module: nn.Module, args: tuple) -> None:
+    def _record_submodule(self, module: nn.Module, args: tuple) -> None:
+        """Global forward pre-hook: record a submodule of the trained model that the loop calls
+        directly, such as its output layer.
+
+        The recorder is off during the model's own forward, so calls from there are not recorded.
+        """
         if module is self.model or not module.training or not torch.is_grad_enabled():
             return
-        for name, part in self.model.named_modules():
-            if part is module:
-                self.ran_outside.append(name)
+        for name, submodule in self.model.named_modules():
+            if submodule is module:
+                self.submodules_run_by_loop.append(name)
 
-    def _call(
+    def _call_and_record(
         self,
         name: str,
         original: Callable[..., Tensor],
-        divisor: Callable[..., float],
+        compute_divisor: Callable[..., float],
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Call a loss function of torch, and note its value if it is a mean."""
-        value = original(*args, **kwargs)
-        given = inspect.signature(original).bind(*args, **kwargs).arguments
-        is_old_style = given.get("size_average") is not None or given.get("reduce") is not None
-        is_mean = given.get("reduction", "mean") in ("mean", "batchmean") and not is_old_style
-        is_scalar = isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
-        if is_scalar and is_mean and self._has_known_weights(name, given):
-            self.found.append(Mean(value, given["input"], partial(divisor, **given)))
-        return value
-
-    def _has_known_weights(self, name: str, given: dict[str, Any]) -> bool:
-        """Whether the weights of a loss function are those of the micro-batches before.
-
-        Weights that are computed from a micro-batch depend on the split.
+        """Call a torch loss function for the user's loop, and record its result if it is a mean
+        with a known divisor.
 
         Args:
-            name: Of the function.
-            given: Its arguments.
+            name: The function's name in `torch.nn.functional`.
+            original: The function itself.
+            compute_divisor: Computes the divisor of the mean from the function's arguments.
+            *args: The function's positional arguments.
+            **kwargs: The function's keyword arguments.
+
+        Returns:
+            What the function returned.
         """
-        if given.get("weight") is not None and name in WEIGHTED_ELEMENTS:
-            return False  # weights of single elements change what these divide by
-        for key in ("weight", "pos_weight"):
-            weight = given.get(key)
+        value = original(*args, **kwargs)
+        arguments = inspect.signature(original).bind(*args, **kwargs).arguments
+        has_deprecated_arguments = (
+            arguments.get("size_average") is not None or arguments.get("reduce") is not None
+        )
+        reduction = arguments.get("reduction", "mean")
+        is_mean = reduction in ("mean", "batchmean") and not has_deprecated_arguments
+        is_scalar = isinstance(value, Tensor) and value.dim() == 0 and value.requires_grad
+        if is_scalar and is_mean:
+            self._store_first_weights(name, arguments)
+            if self._has_constant_weights(name, arguments):
+                divisor_of_call = partial(compute_divisor, **arguments)
+                self.means.append(CriterionMean(value, arguments["input"], divisor_of_call))
+        return value
+
+    def _store_first_weights(self, name: str, arguments: dict[str, Any]) -> None:
+        """Store the class weights of a torch loss function's first call by the user's loop, for
+        comparison with later calls.
+
+        Args:
+            name: The function's name in `torch.nn.functional`.
+            arguments: The arguments of this call by name.
+        """
+        for argument_name in CLASS_WEIGHTS:
+            weight = arguments.get(argument_name)
+            if weight is not None:
+                self._first_weights.setdefault((name, argument_name), weight)
+
+    def _has_constant_weights(self, name: str, arguments: dict[str, Any]) -> bool:
+        """Return whether the user's loop calls a torch loss function with the same class weights in
+        every micro-batch.
+
+        Weights that are computed from a micro-batch depend on how the window was split. So the
+        weights are compared with those of the function's first call.
+
+        Args:
+            name: The function's name in `torch.nn.functional`.
+            arguments: The arguments of this call by name.
+
+        Returns:
+            True also if there are no weights. False also for weights of single elements, whose sum
+            is another divisor than the number of elements.
+        """
+        if arguments.get("weight") is not None and name in WEIGHTED_BY_ELEMENT:
+            return False
+        for argument_name in CLASS_WEIGHTS:
+            weight = arguments.get(argument_name)
             if weight is None:
                 continue
-            known = self._weights.setdefault((name, key), weight)
-            if known is not weight and not torch.equal(known, weight):
+            first_weight = self._first_weights[name, argument_name]
+            if first_weight is not weight and not torch.equal(first_weight, weight):
                 return False
         return True

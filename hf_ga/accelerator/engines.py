@@ -1,4 +1,4 @@
-"""The engine that computes a window of a user's loop."""
+"""Makes the engine that computes a window of a user's own training loop."""
 
 from dataclasses import replace
 
@@ -20,33 +20,36 @@ def engine_if_provable(
     accelerator: accelerate.Accelerator,
     model: nn.Module,
     window: Window,
-    given: Given,
+    loss_settings: Given,
     *,
-    has_names: bool,
+    batches_are_mappings: bool,
 ) -> Engine | None:
-    """Return the engine of a window, after the proof of a model that is not proven yet.
+    """Make the engine that computes a window of a user's loop. A model that is not proven yet is
+    proven first: trial forwards and backwards test how its loss adds up over samples.
 
     Args:
         accelerator: The accelerator of the loop.
         model: The prepared model.
-        window: The window.
-        given: What was given to the accelerator about the model's loss.
-        has_names: Whether batches have named entries, so that the model can be called with them.
+        window: The window that begins.
+        loss_settings: The user's settings for the model's loss and its proof.
+        batches_are_mappings: Whether the user's collate function returns dicts or other mappings,
+            so that the proof can call `model(**batch)`.
 
     Returns:
-        None if only the first forward of the loop will show how the model is called, and what its
-        loss is.
+        The engine, or None if the model cannot be proven by calling `model(**batch)`: then the
+        loop's first forward will show how it is called and what its loss is.
 
     Raises:
-        ConfigError: If `whole_batch` was given, and the batches have no names.
+        ConfigError: If `whole_batch` was given, but batches are not mappings.
         LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`.
     """
-    is_proven = _is_proven(accelerator, model, window, given)
-    if not is_proven and not has_names:
-        if given.whole_batch is not None:
+    _store_settings(accelerator, model, loss_settings)
+    is_proven = _is_proven(accelerator, model, window)
+    if not is_proven and not batches_are_mappings:
+        if loss_settings.whole_batch is not None:
             raise ConfigError(
-                "whole_batch needs batches by name, as the model is called with them once more: "
-                "let the collate function return a dict, and call model(**batch)."
+                "whole_batch needs batches with named entries, as hf_ga calls the model with them "
+                "once more: let the collate function return a dict, and call model(**batch)."
             )
         return None
     try:
@@ -56,40 +59,56 @@ def engine_if_provable(
     except HfGaError:
         raise
     except Exception:
-        if is_proven or given.whole_batch is not None:
+        if is_proven or loss_settings.whole_batch is not None:
             raise
-        return None  # the loop calls the model in another way, or its own call fails, too
+        return None  # the loop calls the model in another way, or its own call will fail, too
 
 
-def _is_proven(
-    accelerator: accelerate.Accelerator, model: nn.Module, window: Window, given: Given
-) -> bool:
-    """Whether the rule of a model is known. Keeps what was given for it, if nothing was yet."""
-    base = unwrapped(model)
-    known = vars(accelerator).get("_hf_ga_given", {})
-    if base not in known:  # a model that was proven before it was sharded has its rule there
-        remember(accelerator, model, given)
-    is_given = vars(accelerator)["_hf_ga_given"][base].rule is not None
-    return is_given or base in window.state.rules
+def _store_settings(
+    accelerator: accelerate.Accelerator, model: nn.Module, loss_settings: Given
+) -> None:
+    """Attach the settings for a model's loss to the accelerator, where the engine reads them.
+
+    Does nothing if the model has settings there: those of a model that was proven before FSDP
+    sharded it contain the result of its proof.
+    """
+    stored_settings = vars(accelerator).get("_hf_ga_given", {})
+    if unwrapped(model) not in stored_settings:
+        remember(accelerator, model, loss_settings)
+
+
+def _is_proven(accelerator: accelerate.Accelerator, model: nn.Module, window: Window) -> bool:
+    """Return whether a model's `Rule`, the result of its proof, is known: from a proof before FSDP
+    sharded it, or from an earlier window of the same loader.
+    """
+    unwrapped_model = unwrapped(model)
+    settings = vars(accelerator)["_hf_ga_given"][unwrapped_model]
+    return settings.rule is not None or unwrapped_model in window.state.rules
 
 
 def rule_for_loop(
     rule: Rule, accelerator: accelerate.Accelerator, *, passes_own_loss: bool
 ) -> Rule:
-    """Return a rule without the speed-ups that change outputs which a loop may read.
+    """Remove the speed-ups from a model's rule that change outputs which a user's loop may read.
 
-    Packing leaves hidden states at the padding empty, so it is used once the loop has passed the
-    model's own loss. Logits that are computed later would need weights that FSDP has sharded again.
+    - Packing leaves the hidden states at padding positions empty, so it is used only while the
+      loop passes the model's own loss and needs no other output.
+    - Under FSDP, logits that are computed lazily would need weights that are sharded again after
+      the forward, so the chunked loss is not used.
 
     Args:
         rule: The rule of the model.
         accelerator: The accelerator of the loop.
-        passes_own_loss: Whether the loop passes the very loss that the model returned.
+        passes_own_loss: Whether the loop passed the very tensor that the model returned as its
+            loss to `accelerator.backward`.
+
+    Returns:
+        A copy of the rule.
     """
-    left_out: list[type] = []
+    excluded: list[type] = []
     if not passes_own_loss:
-        left_out.append(Packing)
+        excluded.append(Packing)
     if is_sharded(accelerator):
-        left_out.append(ChunkedLoss)
-    usable = tuple(hook for hook in rule.speed_ups if not isinstance(hook, tuple(left_out)))
+        excluded.append(ChunkedLoss)
+    usable = tuple(hook for hook in rule.speed_ups if not isinstance(hook, tuple(excluded)))
     return replace(rule, speed_ups=usable)

@@ -1,9 +1,10 @@
-"""The proof of a model that is not called as `model(**batch)`, or that returns no loss.
+"""Proves a model that is not called as `model(**batch)`, or that returns no loss.
 
-How such a model is called shows in its first training forward: its arguments there are the samples
-of the proof. What is proven is that each sample's outputs depend on this sample only (and where
-dropout is drawn, and which speed-ups change nothing). The loss is the loop's own criterion, whose
-divisor torch's loss function tells (`criteria.py`), or is given with `num_targets`.
+How such a model is called shows in its first training forward: its arguments there are split into
+the samples of the proof. The proof shows that each sample's outputs depend on this sample only (and
+where dropout is drawn, and which speed-ups change nothing). The loss is the loop's own criterion,
+whose divisor follows from the arguments of torch's loss function (`criteria.py`), or is passed as
+`num_targets`.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ga.accelerator.loss_comparison import GivenSum
-from hf_ga.accelerator.outputs import named_arguments, tensors_of
+from hf_ga.accelerator.loss_comparison import SumPassedByLoop
+from hf_ga.accelerator.outputs import named_arguments, output_tensors
 from hf_ga.errors import ConfigError, LossNotAdditive, NoLoss, UnkeyedRandomness
 from hf_ga.exact.loss import HeadMean, Loss
 from hf_ga.exact.rule import Rule
@@ -32,44 +33,35 @@ def prove_first_forward(
     *,
     allow_split_dependent_randomness: bool = False,
 ) -> tuple[Rule, Loss | None]:
-    """Prove a model on the arguments of one of its forwards.
+    """Prove a model on the arguments of the first forward that a user's loop makes: test by trial
+    forwards and backwards that its outputs for a sample do not depend on the other samples.
+
+    Tensors with one row per sample are split into samples; all other arguments are passed to every
+    forward of the proof unchanged.
 
     Args:
-        model: Not wrapped, in training mode.
-        args: Positional arguments of its forward.
-        kwargs: Keyword arguments of its forward.
-        num_samples: Samples in the arguments.
+        model: The unwrapped model, in training mode.
+        args: The positional arguments of the forward.
+        kwargs: The keyword arguments of the forward.
+        num_samples: The number of samples in the arguments.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
 
     Returns:
-        A rule whose loss is what the loop passes to `backward` with a number of targets, and how
-        the model's own loss counts its targets if it returns one. All micro-batches of a window
-        are padded to one width, because the effect of padding is not tested.
+        The rule, whose loss is any sum that the loop passes to `backward` with a number of targets,
+        and the model's own loss, or None if it returns none. All micro-batches of a window are
+        padded to the same length, because the effect of padding is not tested.
 
     Raises:
-        ConfigError: If the arguments cannot be cut into samples.
+        ConfigError: If no argument can be split into samples, or the model's own loss cannot be
+            computed from arguments without the batch's names.
         LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`.
     """
-    named = named_arguments(model, args, kwargs)
-    of_samples = {
-        name: value
-        for name, value in named.items()
-        if isinstance(value, Tensor) and value.dim() and len(value) == num_samples
-    }
-    if not of_samples:
-        raise ConfigError(
-            f"none of the model's arguments ({', '.join(named)}) is a tensor with one row for each "
-            f"of the {num_samples} samples, so the model cannot be tested: pass such tensors, not "
-            "lists or dicts of them."
-        )
-    shared = {name: value for name, value in named.items() if name not in of_samples}
-    samples = [
-        {name: value[row].detach().cpu() for name, value in of_samples.items()}
-        for row in range(num_samples)
-    ]
+    arguments = named_arguments(model, args, kwargs)
+    samples, shared = _split_into_samples(arguments, num_samples)
 
-    def collate(rows: list[dict[str, Tensor]]) -> dict[str, Any]:
-        stacked = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+    def collate(chosen: list[dict[str, Tensor]]) -> dict[str, Any]:
+        """Stack samples into keyword arguments of the model, and add the shared arguments."""
+        stacked = {name: torch.stack([sample[name] for sample in chosen]) for name in chosen[0]}
         return {**stacked, **shared}
 
     prove = partial(
@@ -79,50 +71,103 @@ def prove_first_forward(
         collate,
         allow_split_dependent_randomness=allow_split_dependent_randomness,
     )
-    head: Loss | None = None
+    model_loss: Loss | None = None
     try:
-        with _naming(shared, num_samples):
+        with _blaming_shared_arguments(shared, num_samples):
             rule = prove()
-        head = rule.loss
+        model_loss = rule.loss
     except NoLoss:
-        with _naming(shared, num_samples):
+        with _blaming_shared_arguments(shared, num_samples):
             rule = _prove_outputs(model, prove)
-    if head is not None and not isinstance(head, HeadMean):
+    if model_loss is not None and not isinstance(model_loss, HeadMean):
         raise ConfigError(
-            f"the model's loss is {head.name}, which needs the batch by its names: let the collate "
-            "function return a dict, and call model(**batch)."
+            f"the model's loss is {model_loss.name}, which hf_ga can only compute from a batch "
+            "with named entries: let the collate function return a dict, and call model(**batch)."
         )
-    return replace(rule, loss=GivenSum(), pad_to_window=True, width_matters=None), head
+    rule = replace(rule, loss=SumPassedByLoop(), pad_to_window=True, width_matters=None)
+    return rule, model_loss
+
+
+def _split_into_samples(
+    arguments: dict[str, Any], num_samples: int
+) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
+    """Split the arguments of a model's forward into single samples for a proof.
+
+    Args:
+        arguments: The arguments by name.
+        num_samples: The number of samples in them.
+
+    Returns:
+        (for each sample, its rows of the tensors with one row per sample, by name and on the CPU;
+        all other arguments by name, which all samples share).
+
+    Raises:
+        ConfigError: If no argument is a tensor with one row per sample.
+    """
+    per_sample = {
+        name: value
+        for name, value in arguments.items()
+        if isinstance(value, Tensor) and value.dim() and len(value) == num_samples
+    }
+    if not per_sample:
+        raise ConfigError(
+            f"none of the model's arguments ({', '.join(arguments)}) is a tensor with one row for "
+            f"each of the {num_samples} samples, so the model cannot be tested: pass such tensors, "
+            "not lists or dicts of them."
+        )
+    shared = {name: value for name, value in arguments.items() if name not in per_sample}
+    samples = [
+        {name: value[row].detach().cpu() for name, value in per_sample.items()}
+        for row in range(num_samples)
+    ]
+    return samples, shared
 
 
 @contextmanager
-def _naming(shared: dict[str, Any], num_samples: int) -> Iterator[None]:
-    """Name arguments that all samples were taken to share, if the proof fails with them.
+def _blaming_shared_arguments(shared: dict[str, Any], num_samples: int) -> Iterator[None]:
+    """Turn an exception of a model's proof into a ConfigError that names the tensor arguments which
+    could not be split into samples, as they are the likely cause.
+
+    `NoLoss` and `UnkeyedRandomness`, which have other causes, pass unchanged. So do all exceptions
+    if every tensor argument was split.
 
     Args:
-        shared: The arguments without one row for each sample.
-        num_samples: Samples in the arguments.
+        shared: The model's arguments without one row per sample, by name.
+        num_samples: The number of samples that the model was called with.
+
+    Raises:
+        ConfigError: In place of the exception.
     """
     try:
         yield
     except (NoLoss, UnkeyedRandomness):
         raise
     except Exception as error:
-        several = [
+        shared_tensors = [
             f"{name} of shape {list(value.shape)}"
             for name, value in shared.items()
             if isinstance(value, Tensor) and value.dim()
         ]
-        if not several:
+        if not shared_tensors:
             raise
         raise ConfigError(
-            f"the model was called with {', '.join(several)} for {num_samples} samples, so these "
-            "arguments cannot be cut into samples: let the collate function return a dict, call "
-            "model(**batch), and let the model return its loss."
+            f"the model was called with {', '.join(shared_tensors)} for {num_samples} samples, so "
+            "these arguments cannot be split into samples: let the collate function return a dict, "
+            "call model(**batch), and let the model return its loss."
         ) from error
 
 
 def _prove_outputs(model: nn.Module, prove: Callable[..., Rule]) -> Rule:
+    """Prove, for a model without a loss, that the outputs for each sample depend on this sample
+    only, by trial forwards and backwards with a made-up loss.
+
+    Args:
+        model: The unwrapped model.
+        prove: Calls `hf_ga.prove_targets` for the model with the given `loss_fn`.
+
+    Raises:
+        LossNotAdditive: If they depend on other samples, or have no row per sample.
+    """
     try:
         return prove(loss_fn=sum_of_outputs)
     except NoLoss:
@@ -136,27 +181,34 @@ def _prove_outputs(model: nn.Module, prove: Callable[..., Rule]) -> Rule:
 
 
 def sum_of_outputs(outputs: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
-    """Compute a loss that depends on every output of every sample: the outputs times fixed numbers.
+    """Compute a made-up loss for the proof of a model without a loss of its own.
+
+    It depends on every output of every sample: each sample's output values are multiplied by fixed
+    factors (cos 0, cos 1, cos 2, ...) and added.
+
+    Args:
+        outputs: What the model returned.
+        batch: The model's arguments.
 
     Returns:
         (sum over the samples, number of samples).
 
     Raises:
-        LossNotAdditive: If the outputs have no row for each sample.
+        LossNotAdditive: If no output has a row for each sample.
     """
     num_samples = max(len(v) for v in batch.values() if isinstance(v, Tensor) and v.dim())
     total = None
-    for value in tensors_of(outputs, with_gradient=False) or [outputs]:
+    for value in output_tensors(outputs, requires_grad=False) or [outputs]:
         has_rows = isinstance(value, Tensor) and value.dim() and len(value) % num_samples == 0
         if not has_rows:
             continue
         rows = value.reshape(num_samples, -1).float()
-        weights = torch.cos(torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype))
-        part = (rows * weights).sum()
-        total = part if total is None else total + part
+        factors = torch.cos(torch.arange(rows.shape[1], device=rows.device, dtype=rows.dtype))
+        weighted_sum = (rows * factors).sum()
+        total = weighted_sum if total is None else total + weighted_sum
     if total is None:
         raise LossNotAdditive(
             "the model's outputs have no row for each sample, so hf_ga cannot split a batch: "
-            "return a tensor with the samples on the first axis, or let the model return its loss."
+            "return a tensor whose first dim is the samples, or let the model return its loss."
         )
     return total, num_samples

@@ -1,4 +1,4 @@
-"""The prepared loader: micro-batches of windows while a model is in training mode."""
+"""The prepared loader: yields the micro-batches of windows while a model is in training mode."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -7,8 +7,8 @@ import torch
 from accelerate.data_loader import skip_first_batches as skip_batches_of
 from torch.utils.data import DataLoader, IterableDataset
 
-from hf_ga.accelerator.named_entries import NamedEntries
-from hf_ga.accelerator.windows_of_loader import is_shuffle, make_windows
+from hf_ga.accelerator.named_entries import DictCollator
+from hf_ga.accelerator.windows_of_loader import is_shuffling, make_windows
 from hf_ga.errors import ConfigError
 from hf_ga.exact.base_loader import BaseLoader
 from hf_ga.exact.stream_loader import StreamLoader
@@ -16,190 +16,258 @@ from hf_ga.exact.window_loader import WindowLoader
 
 
 class Epochs:
-    """How often datasets were trained on: a loop may make its loader anew for each epoch."""
+    """Counts the epochs that each dataset was trained on.
+
+    The count belongs to the dataset, not to a loader, because a loop may make a new loader of the
+    same dataset for each epoch.
+    """
 
     def __init__(self) -> None:
-        self._last: dict[int, int] = {}  # id of a dataset -> the epoch that was begun last
+        """Start with no dataset that was trained on."""
+        # id of a dataset -> the epoch of it that began last
+        self._last_begun: dict[int, int] = {}
 
     def next(self, dataset: Any) -> int:
-        """Return the epoch that a new loader of a dataset begins with."""
-        return self._last.get(id(dataset), -1) + 1
+        """Return the epoch (0-based) with which a new loader of a dataset begins: the one after the
+        epoch that began last.
+        """
+        return self._last_begun.get(id(dataset), -1) + 1
 
     def begin(self, dataset: Any, epoch: int) -> None:
-        """Called when an epoch of a dataset begins."""
-        self._last[id(dataset)] = epoch
+        """Record that training begins an epoch (0-based) of a dataset."""
+        self._last_begun[id(dataset)] = epoch
 
 
 class WindowedDataLoader:
-    """Mixed into the class of a loader that Accelerate prepared.
+    """Mixin for the class of a DataLoader that Accelerate prepared: yields windows in training.
 
-    Iterating gives this rank's micro-batches, window by window, while the model that the
-    accelerator trains is in training mode; otherwise Accelerate's own batches.
+    Iterating yields this rank's micro-batches, window by window, while a model of the accelerator
+    is in training mode; otherwise Accelerate's own batches, as for an evaluation.
 
     Attributes:
-        owner: The `hf_ga.Accelerator`.
-        given: The DataLoader as the user made it.
-        position: From a checkpoint, not used yet.
-        num_to_skip: Batches, from `skip_first_batches`.
-        has_begun: Whether it has handed out windows.
-        in_windows: Whether it is handing out windows now.
+        accelerator: The `hf_ga.Accelerator` that prepared the loader.
+        original: The DataLoader as the user made it.
+        seed: The seed of the order of samples.
+        restored_position: The position from a checkpoint at which the next epoch continues; None
+            once it is used, or without a checkpoint.
+        num_to_skip: How many batches the next epoch skips, from `skip_first_batches`.
+        has_yielded_windows: Whether the loader has yielded windows, or continues after a
+            checkpoint.
+        is_yielding_windows: Whether a training loop is iterating over windows now.
     """
 
-    owner: Any
-    given: DataLoader
+    accelerator: Any
+    original: DataLoader
 
-    def begin_windows(self, owner: Any, given: DataLoader, seed: int) -> None:
-        """Set the attributes. Called once, in place of `__init__`.
+    def init_windows(self, accelerator: Any, original: DataLoader, seed: int) -> None:
+        """Set the attributes of the mixin; the object's `__init__` was that of Accelerate's class.
 
         Args:
-            owner: The `hf_ga.Accelerator`.
-            given: The DataLoader as the user made it.
-            seed: Of the order.
+            accelerator: The `hf_ga.Accelerator` that prepared the loader.
+            original: The DataLoader as the user made it.
+            seed: The seed of the order of samples.
         """
-        self.owner = owner
-        self.given = given
+        self.accelerator = accelerator
+        self.original = original
         self.seed = seed
-        self.position: dict[str, Any] | None = None
+        self.restored_position: dict[str, Any] | None = None
         self.num_to_skip = 0
-        self.has_begun = False
-        self.in_windows = False
-        self._windows: WindowLoader | StreamLoader | None = None  # made when they are needed
-        self._num_steps = 0  # gradient accumulation steps for which they were made
-        self._was_left = False  # the loop left the epoch by `break`
-        self._gives_own_batches = False  # it is handing out Accelerate's own batches
-        self._collate = NamedEntries(given.collate_fn)
-        self._kind: type | None = None  # of what the user's collate function returns
+        self.has_yielded_windows = False
+        self.is_yielding_windows = False
+        self._windows: WindowLoader | StreamLoader | None = None  # made lazily
+        self._num_steps_of_windows = 0  # the accumulation steps that `_windows` was made for
+        self._was_interrupted = False  # the loop left the last epoch by `break`
+        self._is_yielding_own_batches = False  # it is yielding Accelerate's batches
+        self._collate = DictCollator(original.collate_fn)
+        self._batch_type: type | None = None  # what the user's collate function returns
 
     @property
     def windows(self) -> WindowLoader | StreamLoader:
-        """The windows of the training samples, made for the accelerator's accumulation steps."""
-        num_steps = self.owner.gradient_accumulation_steps
-        if self._windows is None or self._num_steps != num_steps:
-            earlier = self._windows
-            self._windows = make_windows(self.owner, self, self.given, self._collate, self.seed)
-            self._num_steps = self.owner.gradient_accumulation_steps  # making them may set it
-            epoch = self.owner.epochs.next(self.given.dataset)
-            if earlier is not None:
-                has_begun = earlier.num_consumed > 0
-                epoch = earlier.epoch + 1 if has_begun else earlier.epoch
-            self._windows.set_epoch(epoch)
+        """The loader of the windows of the training samples.
+
+        It is built on first use, and again after the accelerator's gradient accumulation steps were
+        changed.
+        """
+        num_steps = self.accelerator.gradient_accumulation_steps
+        if self._windows is None or self._num_steps_of_windows != num_steps:
+            self.build_windows()
         return self._windows
 
+    def build_windows(self) -> None:
+        """Build the loader of the windows for the accelerator's gradient accumulation steps; with a
+        `global_batch_size`, also set these steps.
+
+        A new loader begins at the start of an epoch: of the dataset's next epoch, or, if there was
+        a loader before, of its epoch (the next one, if it had begun that).
+        """
+        previous = self._windows
+        self._windows = make_windows(
+            self.accelerator,
+            prepared=self,
+            original=self.original,
+            collate=self._collate,
+            seed=self.seed,
+        )
+        self._num_steps_of_windows = self.accelerator.gradient_accumulation_steps
+        epoch = self.accelerator.epochs.next(self.original.dataset)
+        if previous is not None:
+            has_begun = previous.num_consumed > 0
+            epoch = previous.epoch + 1 if has_begun else previous.epoch
+        self._windows.set_epoch(epoch)
+
     def __len__(self) -> int:
-        """Count the micro-batches of this rank in an epoch, as many on all ranks."""
+        """Return the number of batches per epoch: of this rank's micro-batches in training (the
+        same number on all ranks), otherwise of Accelerate's batches.
+        """
         if not self._is_for_training():
             return super().__len__()
         windows = self.windows
         layout = windows.layout
-        num_full, rest = divmod(windows.num_samples, layout.window_size)
-        num_last = 0
-        if rest and not windows.drop_last_window:
-            num_last = -(-rest // (layout.micro_batch_size * layout.num_processes))
-        return num_full * layout.accumulation_steps + num_last
+        num_full_windows, num_rest = divmod(windows.num_samples, layout.window_size)
+        num_last_micro_batches = 0  # of a short last window
+        if num_rest and not windows.drop_last_window:
+            samples_of_all_processes = layout.micro_batch_size * layout.num_processes
+            num_last_micro_batches = -(-num_rest // samples_of_all_processes)  # rounded up
+        return num_full_windows * layout.accumulation_steps + num_last_micro_batches
 
     def __iter__(self) -> Iterator[Any]:
-        model = self.owner.training_loop.training_model()
+        """Yield the micro-batches of windows if a model is in training mode, otherwise Accelerate's
+        own batches.
+        """
+        model = self.accelerator.training_loop.training_model()
         if model is not None:
             yield from self._micro_batches(model)
             return
-        num_to_skip = self._take_num_to_skip()
-        self._gives_own_batches = True
-        self.owner.training_loop.order.begin_other_batches()
+        num_to_skip = self._pop_num_to_skip()
+        self._is_yielding_own_batches = True
+        self.accelerator.training_loop.call_order.begin_other_batches()
         try:
             if num_to_skip:
                 yield from skip_batches_of(self, num_to_skip)
             else:
                 yield from super().__iter__()
         finally:
-            self._gives_own_batches = False
+            self._is_yielding_own_batches = False
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the given epoch (0-based), unless a restored position lies in it."""
+        """Begin the given epoch (0-based) of this prepared loader, and of its windows if it is for
+        training.
+
+        A position restored from a checkpoint wins: it is in this epoch, or at the end of the one
+        before.
+        """
         super().set_epoch(epoch)
-        if self._gives_own_batches or not self._is_for_training():
+        if self._is_yielding_own_batches or not self._is_for_training():
             return
-        if self.position is not None:
-            return  # it is in this epoch, or at the end of the one before
-        self._was_left = False
+        if self.restored_position is not None:
+            return
+        self._was_interrupted = False
         self.windows.set_epoch(epoch)
 
-    def state(self) -> dict[str, Any]:
-        """Return the position, as `save_state` keeps it."""
-        return self.position or self.windows.state_dict()
+    def position_state(self) -> dict[str, Any]:
+        """Return the position in the epoch for a checkpoint: a restored one that is not used yet,
+        or else the current one.
+        """
+        return self.restored_position or self.windows.state_dict()
 
-    def restore(self, state: dict[str, Any]) -> None:
-        """Continue at a position when the loader is iterated next."""
-        self.position = state
-        self.has_begun = True
+    def restore_position(self, position: dict[str, Any]) -> None:
+        """Continue at a checkpoint's position when the loop next iterates over this loader."""
+        self.restored_position = position
+        self.has_yielded_windows = True
 
     @property
     def shuffles(self) -> bool:
-        """Whether the user's loader visits every sample once in a random order."""
-        return is_shuffle(self.given.sampler)
+        """Whether the user's loader visits every sample once per epoch in a random order."""
+        return is_shuffling(self.original.sampler)
 
     def _is_for_training(self) -> bool:
-        """Whether the length is that of windows: a model trains, or the loader shuffles, as loaders
-        for training do.
+        """Return whether `len` and `set_epoch` are about windows rather than Accelerate's batches.
+
+        They are if the loader has yielded windows, if it shuffles, as loaders for training do, or
+        if a model is in training mode. Never for an iterable dataset, which has no length.
         """
-        if isinstance(self.given.dataset, IterableDataset):
+        if isinstance(self.original.dataset, IterableDataset):
             return False
-        if self.has_begun or self.shuffles:
+        if self.has_yielded_windows or self.shuffles:
             return True
-        return self.owner.training_loop.training_model() is not None
+        return self.accelerator.training_loop.training_model() is not None
 
     def _micro_batches(self, model: torch.nn.Module) -> Iterator[Any]:
-        """Yield this rank's micro-batches of the rest of the epoch."""
-        owner = self.owner
+        """Yield this rank's micro-batches of the rest of the epoch, and keep Accelerate's state of
+        the loader (`end_of_dataloader`, `iteration`) up to date.
+
+        Args:
+            model: The prepared model that is in training mode.
+
+        Yields:
+            Batches on the device, in the type that the user's collate function returns.
+        """
+        accelerator = self.accelerator
+        training_loop = accelerator.training_loop
         windows = self.windows
-        self._begin_at_the_right_window(windows)
-        if self._kind is None:
-            self._kind = self._collate.find_type(self.given.dataset)
-        has_names = issubclass(self._kind, Mapping)
-        num_steps = owner.gradient_accumulation_steps
-        last_index = len(windows) - 1 if hasattr(windows, "__len__") else None
-        owner.epochs.begin(self.given.dataset, windows.epoch)
-        self._was_left = True
-        self.has_begun = True
-        self.in_windows = True
-        self.begin()
+        self._go_to_first_window(windows)
+        if self._batch_type is None:
+            self._batch_type = self._collate.find_batch_type(self.original.dataset)
+        batches_are_mappings = issubclass(self._batch_type, Mapping)
+        num_steps = accelerator.gradient_accumulation_steps
+        last_window_index = len(windows) - 1 if hasattr(windows, "__len__") else None
+        accelerator.epochs.begin(self.original.dataset, windows.epoch)
+        self._was_interrupted = True  # until the epoch is complete
+        self.has_yielded_windows = True
+        self.is_yielding_windows = True
+        self.begin()  # Accelerate: this is the active loader
         try:
             for window in windows:
-                self._check_steps(num_steps)
-                batches = owner.training_loop.micro_batches(model, window, has_names=has_names)
+                self._check_accumulation_steps(num_steps)
+                batches = training_loop.micro_batches(
+                    model, window, batches_are_mappings=batches_are_mappings
+                )
                 for batch, is_last in batches:
-                    self.end_of_dataloader = is_last and window.index == last_index
-                    yield NamedEntries.restore(batch, self._kind)
-            self._was_left = False
-        finally:  # also where the loop was left, or raised an error
-            self.in_windows = False
-            owner.training_loop.leave_micro_batch()
+                    self.end_of_dataloader = is_last and window.index == last_window_index
+                    yield DictCollator.restore(batch, self._batch_type)
+            self._was_interrupted = False
+        finally:  # also if the loop left by `break` or by an exception
+            self.is_yielding_windows = False
+            training_loop.leave_micro_batch()
             self.end()
         self.iteration += 1
 
-    def _check_steps(self, num_steps: int) -> None:
-        """Check that the accumulation steps are those at the beginning of the epoch.
+    def _check_accumulation_steps(self, num_steps: int) -> None:
+        """Check that the loop did not change `gradient_accumulation_steps` within an epoch.
+
+        Args:
+            num_steps: The accumulation steps at the beginning of the epoch.
 
         Raises:
-            ConfigError: If not.
+            ConfigError: If it did.
         """
-        if self.owner.gradient_accumulation_steps != num_steps:
+        if self.accelerator.gradient_accumulation_steps != num_steps:
             raise ConfigError(
                 f"gradient_accumulation_steps was changed from {num_steps} to "
-                f"{self.owner.gradient_accumulation_steps} within an epoch, and the size "
+                f"{self.accelerator.gradient_accumulation_steps} within an epoch, and the size "
                 "of the window with it: change it between two epochs."
             )
 
-    def _begin_at_the_right_window(self, windows: WindowLoader | StreamLoader) -> None:
-        """After a restored position, after skipped batches, or in the next epoch if the last one
-        was left by `break`.
+    def _go_to_first_window(self, windows: WindowLoader | StreamLoader) -> None:
+        """Move the window loader to the window with which an iteration begins.
+
+        It begins at a position restored from a checkpoint; otherwise after the batches of
+        `skip_first_batches`, in the next epoch if the loop left the last one by `break`. The
+        restored position and the number of batches to skip are used up.
+
+        Args:
+            windows: The loader of the windows.
+
+        Raises:
+            ConfigError: If the batches to skip end within a window.
         """
-        position = self.position
-        self.position = None
-        num_to_skip = self._take_num_to_skip()
+        position = self.restored_position
+        self.restored_position = None
+        num_to_skip = self._pop_num_to_skip()
         if position is not None:
             _continue_at(windows, position)
             return
-        if self._was_left:
+        if self._was_interrupted:
             windows.set_epoch(windows.epoch + 1)
         if num_to_skip:
             num_steps = windows.layout.accumulation_steps
@@ -210,15 +278,24 @@ class WindowedDataLoader:
                 )
             windows.num_consumed = num_to_skip // num_steps
 
-    def _take_num_to_skip(self) -> int:
-        """Return how many batches to skip, and reset it: they are skipped once."""
+    def _pop_num_to_skip(self) -> int:
+        """Return how many batches `skip_first_batches` asked to skip, and reset the number to 0, as
+        they are skipped in one epoch only.
+        """
         num_to_skip = self.num_to_skip
         self.num_to_skip = 0
         return num_to_skip
 
 
 def _continue_at(windows: BaseLoader, position: dict[str, Any]) -> None:
-    """Continue at a saved position, which any layout of the same windows shares."""
+    """Move a window loader to a position saved in a checkpoint, in the next epoch if that is the
+    end of its epoch.
+
+    Args:
+        windows: The loader of the windows. Its micro-batch size and number of processes may differ
+            from those of the saved run, as positions count windows.
+        position: The saved position, with the seed of the order of samples.
+    """
     windows.use_seed(position["seed"])
     windows.load_state_dict(position)
     if hasattr(windows, "__len__") and windows.num_consumed >= len(windows):
@@ -226,21 +303,36 @@ def _continue_at(windows: BaseLoader, position: dict[str, Any]) -> None:
         windows.set_epoch(next_epoch)
 
 
-def seed_of(loader: DataLoader) -> int:
-    """Return the seed of a loader before it is prepared: that of its generator, or torch's own."""
+def loader_seed(loader: DataLoader) -> int:
+    """Return the seed for the order of samples of a DataLoader that is not prepared yet.
+
+    It is the initial seed of the loader's or its sampler's generator, or else torch's global seed,
+    reduced to 31 bits.
+    """
     generator = loader.generator or getattr(loader.sampler, "generator", None)
     seed = torch.initial_seed() if generator is None else generator.initial_seed()
     return seed % (1 << 31)
 
 
-def windowed(owner: Any, given: DataLoader, prepared: Any, seed: int) -> Any:
-    """Let a prepared loader hand out windows while its model trains.
+def make_windowed(accelerator: Any, original: DataLoader, prepared: Any, seed: int) -> Any:
+    """Let a DataLoader that Accelerate prepared yield windows while a model trains, in place.
 
-    Its class becomes one that inherits from Accelerate's, as Accelerate itself does with torch's.
+    Its class is replaced by a new one that inherits from `WindowedDataLoader` and Accelerate's
+    class.
+
+    Args:
+        accelerator: The `hf_ga.Accelerator` that prepared the loader.
+        original: The DataLoader as the user made it.
+        prepared: The DataLoader that Accelerate made of it.
+        seed: The seed of the order of samples.
+
+    Returns:
+        `prepared`.
     """
-    kind = type(prepared)
-    mixed = type(kind.__name__, (WindowedDataLoader, kind), {})
-    # Accelerate's loaders have a property `__class__`, which pretends to be torch's.
-    vars(object)["__class__"].__set__(prepared, mixed)
-    prepared.begin_windows(owner, given, seed)
+    loader_class = type(prepared)
+    windowed_class = type(loader_class.__name__, (WindowedDataLoader, loader_class), {})
+    # Accelerate's loaders have a property `__class__`, which pretends to be torch's, so an
+    # assignment to prepared.__class__ would not change the class.
+    vars(object)["__class__"].__set__(prepared, windowed_class)
+    prepared.init_windows(accelerator, original, seed)
     return prepared

@@ -1,7 +1,8 @@
-"""Which loss a loop passes to `accelerator.backward`, checked again from time to time.
+"""Decides which loss a loop passes to `accelerator.backward`, and checks it again now and then.
 
-`loss_comparison.py` compares a loss with the one that was proven, which costs extra backwards. So a
-loss is compared in windows 1, 2, 4, 8, ... and whenever other operations made it than before.
+`loss_comparison.py` compares a loss with the one that was proven, which costs additional backwards.
+So a loss is compared in windows 1, 2, 4, 8, ... only, and whenever it was computed by other
+operations than before.
 """
 
 import warnings
@@ -9,131 +10,164 @@ from typing import Any
 
 from torch import Tensor
 
-from hf_ga.accelerator.across_samples import depends_across_samples, operation_across_samples
-from hf_ga.accelerator.criteria import Mean
-from hf_ga.accelerator.loss_comparison import Seen, check_factor, check_loss, mean_of
-from hf_ga.accelerator.outputs import loss_of, tensors_of
+from hf_ga.accelerator.across_samples import (
+    gradients_depend_across_samples,
+    operation_across_samples,
+)
+from hf_ga.accelerator.criteria import CriterionMean
+from hf_ga.accelerator.loss_comparison import (
+    MicroBatchRecord,
+    check_is_model_loss,
+    check_model_loss_is_unscaled,
+    find_criterion_mean,
+)
+from hf_ga.accelerator.outputs import model_loss_of, output_tensors
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.audit import is_power_of_two, is_small
 
-# The names of the last operations that made a loss.
+# The names of the last operations that computed a loss: its own autograd node, and the node's
+# inputs.
 Operations = tuple[str, ...]
 
 
 class LossChecks:
-    """Remembers which kinds of losses were checked.
+    """Checks the losses of a user's loop, and remembers which kinds were checked before.
+
+    A kind of loss is identified by the last operations that computed it.
 
     Args:
-        can_differentiate: False under FSDP, which takes a gradient of the outputs for the beginning
-            of the backward.
+        can_differentiate: Whether the loss may be differentiated with respect to the model's
+            outputs before its backward. False under FSDP, which would take that for the backward.
 
     Attributes:
-        num_windows: Windows that were begun.
+        num_windows: How many windows have begun.
     """
 
     def __init__(self, *, can_differentiate: bool) -> None:
+        """Start with no kind of loss checked; see the class for the argument."""
         self.can_differentiate = can_differentiate
         self.num_windows = 0
-        self._are_heads: dict[Operations, bool] = {}  # whether a loss is the model's own
-        self._means: set[Operations] = set()
-        self._sums: set[Operations] = set()
+        self._results: dict[Operations, bool] = {}  # kind of loss -> whether it is the model's own
+        self._checked_means: set[Operations] = set()
+        self._checked_sums: set[Operations] = set()
         self._has_warned = False
 
     @property
-    def _is_due(self) -> bool:
-        """Whether this is window 1, 2, 4, 8, ..."""
+    def _is_check_due(self) -> bool:
+        """Whether the losses of the user's loop are compared again with the proven one in this
+        window: in windows 1, 2, 4, 8, ...
+        """
         return is_power_of_two(self.num_windows)
 
-    def is_head(self, loss: Tensor, seen: Seen) -> bool:
-        """Whether a loss is the model's own, up to something that does not depend on the data.
+    def is_model_loss(self, loss: Tensor, record: MicroBatchRecord) -> bool:
+        """Return whether the loss of a user's loop is the model's own, plus at most a term that
+        does not depend on data, such as a penalty on the weights.
 
         Args:
-            loss: What the loop passed to `backward`.
-            seen: What was seen of the micro-batch.
+            loss: The loss that the user's loop passed to `accelerator.backward`.
+            record: The record of the micro-batch.
+
+        Returns:
+            False if it is a mean of a torch loss function, or if the model returned no loss.
 
         Raises:
-            LossNotAdditive: If it is neither that nor a mean of torch's loss functions.
+            LossNotAdditive: If it is neither.
         """
-        head = loss_of(seen.outputs)
-        if head is None:
+        model_loss = model_loss_of(record.outputs)
+        if model_loss is None:
             return False
-        if loss is head:
+        if loss is model_loss:
             return True
-        operations = _operations_of(loss)
-        if operations not in self._are_heads or self._is_due:
-            is_head = _find_out_if_head(loss, seen)
-            self._are_heads[operations] = is_head
-            return is_head
-        if self._are_heads[operations]:
-            check_factor(loss, seen)
-        return self._are_heads[operations]
+        operations = _last_operations(loss)
+        if operations not in self._results or self._is_check_due:
+            is_model_loss = _compare_with_model_loss(loss, record)
+            self._results[operations] = is_model_loss
+            return is_model_loss
+        if self._results[operations]:
+            check_model_loss_is_unscaled(loss, record)
+        return self._results[operations]
 
-    def mean_of(self, loss: Tensor, seen: Seen) -> Mean:
-        """Find the mean of one of torch's loss functions that a loss is.
+    def criterion_mean_of(self, loss: Tensor, record: MicroBatchRecord) -> CriterionMean:
+        """Find the recorded mean of a torch loss function that the loss of a user's loop is.
 
         Args:
-            loss: What the loop passed to `backward`.
-            seen: What was seen of the micro-batch.
+            loss: The loss that the user's loop passed to `accelerator.backward`.
+            record: The record of the micro-batch.
 
         Raises:
-            LossNotAdditive: If it is none.
+            LossNotAdditive: If it is not such a mean.
         """
-        operations = _operations_of(loss)
-        if operations in self._means and not self._is_due:
-            for mean in seen.means:
+        operations = _last_operations(loss)
+        if operations in self._checked_means and not self._is_check_due:
+            for mean in record.means:
                 if mean.value is loss:
                     return mean
-        mean = mean_of(loss, seen)
-        self._means.add(operations)
+        mean = find_criterion_mean(loss, record)
+        self._checked_means.add(operations)
         return mean
 
-    def check_sum(self, loss: Tensor, seen: Seen) -> None:
-        """Check that a sum does not compare samples.
+    def check_sum(self, loss: Tensor, record: MicroBatchRecord) -> None:
+        """Check that a loss sum, passed to `accelerator.backward` with `num_targets`, does not
+        compare samples with each other.
 
         Args:
-            loss: What the loop passed to `backward` with `num_targets`.
-            seen: What was seen of the micro-batch.
+            loss: The sum that the user's loop passed to `accelerator.backward`.
+            record: The record of the micro-batch.
 
         Raises:
             LossNotAdditive: If it does.
         """
-        operations = _operations_of(loss)
-        if operations in self._sums and not self._is_due:
+        operations = _last_operations(loss)
+        if operations in self._checked_sums and not self._is_check_due:
             return
-        comparison = self._comparison_in(loss, seen.outputs, seen.num_samples)
+        comparison = self._find_comparison(loss, record.outputs, record.num_samples)
         if comparison is not None:
             raise LossNotAdditive(
                 "the sum that this loop passes compares the samples of a micro-batch "
                 f"({comparison}), so no number of targets makes it exact: pass it as "
                 "Accelerator(whole_batch=...), which gets all samples of a window."
             )
-        self._sums.add(operations)
+        self._checked_sums.add(operations)
 
-    def _comparison_in(self, loss: Tensor, outputs: Any, num_samples: int) -> str | None:
-        """Find out what in a sum compares the samples of a micro-batch; None if nothing does."""
+    def _find_comparison(self, loss: Tensor, outputs: Any, num_samples: int) -> str | None:
+        """Find out whether a loss sum compares the samples of a micro-batch, by its operations and,
+        where it is possible and cheap, by its second derivatives.
+
+        Args:
+            loss: The sum that the user's loop passed to `accelerator.backward`.
+            outputs: What the model returned.
+            num_samples: The number of samples in the micro-batch.
+
+        Returns:
+            A description of the comparison for an error message, or None if there is none.
+        """
         if num_samples == 1:
             return None
-        tensors = tensors_of(outputs)
+        tensors = output_tensors(outputs)
         operation = operation_across_samples(loss, tensors)
         if operation is not None:
             return operation
         if not self.can_differentiate or not is_small(outputs):
             return None
-        if depends_across_samples(loss, tensors, num_samples):
+        if gradients_depend_across_samples(loss, tensors, num_samples):
             return "their gradients depend on each other"
         return None
 
-    def check_number(self, loss: Tensor, num_targets: float, num_samples: int) -> None:
-        """Check that a number of targets was not raised to 1 for a micro-batch without any. Where
-        the sum is not 0, that cannot be told from one target: then warn once.
+    def check_num_targets(self, loss: Tensor, num_targets: float, num_samples: int) -> None:
+        """Check that the user's loop did not raise `num_targets` from 0 to 1, as `max(number, 1)`
+        does.
+
+        Only `num_targets` of exactly 1 for several samples is suspicious. If the sum is not 0, it
+        may be a single target: then warn, once.
 
         Args:
-            loss: The sum that the loop passed to `backward`.
-            num_targets: What it passed with it.
-            num_samples: Samples in the micro-batch.
+            loss: The sum that the user's loop passed to `accelerator.backward`.
+            num_targets: The number that the loop passed with it.
+            num_samples: The number of samples in the micro-batch.
 
         Raises:
-            LossNotAdditive: If the sum is 0: the window would be divided by too many.
+            LossNotAdditive: If the sum is 0, so that the window would be divided by too many
+                targets.
         """
         if num_targets != 1 or num_samples == 1:
             return
@@ -141,8 +175,8 @@ class LossChecks:
             self._has_warned = True
             warnings.warn(
                 f"hf_ga: num_targets is 1 for a micro-batch of {num_samples} samples. If that is "
-                "max(number, 1), the window is divided by too many: pass the plain number, which "
-                "may be 0.",
+                "max(number, 1), the window's loss is divided by too many targets: pass the plain "
+                "number, which may be 0.",
                 stacklevel=6,
             )
         if bool(loss == 0):
@@ -153,22 +187,35 @@ class LossChecks:
             )
 
 
-def _find_out_if_head(loss: Tensor, seen: Seen) -> bool:
-    """Whether a loss is the model's own; else it is a mean of torch's loss functions."""
+def _compare_with_model_loss(loss: Tensor, record: MicroBatchRecord) -> bool:
+    """Find out by its gradients whether the loss of a user's loop is the model's own.
+
+    Args:
+        loss: The loss that the user's loop passed to `accelerator.backward`.
+        record: The record of the micro-batch, whose outputs contain a loss.
+
+    Returns:
+        False if it is a mean of a torch loss function.
+
+    Raises:
+        LossNotAdditive: If it is neither.
+    """
     try:
-        check_loss(loss, seen)
+        check_is_model_loss(loss, record)
     except LossNotAdditive:
-        if not seen.means:
+        if not record.means:
             raise
-        mean_of(loss, seen)
+        find_criterion_mean(loss, record)  # raises if it is no mean of a criterion either
         return False
     return True
 
 
-def _operations_of(loss: Tensor) -> Operations:
-    """Return the names of the last operations that made a loss."""
+def _last_operations(loss: Tensor) -> Operations:
+    """Return the names of the last operations that computed a user's loss: that of its autograd
+    node, and those of the node's inputs; () if it has no graph. They identify the kind of loss.
+    """
     node = loss.grad_fn
     if node is None:
         return ()
-    before = [previous.name() for previous, _ in node.next_functions if previous is not None]
-    return (node.name(), *before)
+    inputs = [input_node.name() for input_node, _ in node.next_functions if input_node is not None]
+    return (node.name(), *inputs)

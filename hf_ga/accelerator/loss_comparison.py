@@ -1,10 +1,10 @@
-"""Whether the loss that a loop passes to `accelerator.backward` is the one that was proven.
+"""Compares the loss that a loop passes to `accelerator.backward` with the one that was proven.
 
-A loop may pass anything: the head's own loss, a criterion of its own on the logits, a loss that it
+A loop may pass anything: the model's own loss, a criterion of its own on the logits, a loss that it
 has divided already. What it passes is exact if its gradient with respect to the model's outputs is
-that of the head's proven loss, or of one mean of a loss function of torch, whose divisor is known.
-Then both differ by something without data only (a penalty on the weights). The shares of the
-micro-batches sum to 1, so it counts once a window.
+that of the model's own proven loss, or of one mean of a torch loss function, whose divisor is
+known. Then the two losses differ only by something that does not depend on data (a penalty on the
+weights). The shares of the micro-batches sum to 1, so such a penalty counts once a window.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,17 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from hf_ga.accelerator.criteria import Mean
-from hf_ga.accelerator.outputs import loss_of, tensors_of
+from hf_ga.accelerator.criteria import CriterionMean
+from hf_ga.accelerator.outputs import model_loss_of, output_tensors
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import Loss, Sums
 
-FACTOR_TOLERANCE = 1e-4  # a factor is averaged over many elements
-SHAPE_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}  # of single elements
-HALF_TOLERANCE = 2e-2
+# Relative tolerance of the factor between two gradients, which is averaged over many elements.
+FACTOR_TOLERANCE = 1e-4
+# Relative tolerance of single elements of a gradient, by dtype.
+ELEMENT_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-4}
+ELEMENT_TOLERANCE_HALF = 2e-2
 
 REMEDY = (
     "Pass the model's own loss to accelerator.backward, undivided, or pass a sum and what it is "
@@ -31,184 +33,255 @@ REMEDY = (
 )
 
 
-class GivenSum(Loss):
-    """The sums and numbers of targets that a loop passes to `accelerator.backward`, or the means of
-    its own criterion with what they divide by.
+class SumPassedByLoop(Loss):
+    """A loss whose sum and number of targets the user's loop passes to `accelerator.backward` for
+    each micro-batch.
+
+    hf_ga itself passes a torch criterion's mean the same way, as mean x divisor with the divisor.
     """
 
     name = "num_targets"
     counts_in_forward = True
-    is_audited = False  # the loop computes it
+    is_audited = False  # only the loop can compute it
 
     def count(self, batch: Any, num_samples: int) -> Counts:
+        """Return no counts: the user's loop counts the targets itself, after the forward."""
         return ()
 
     def contributes(self, counts: Counts) -> bool:
+        """Return True: each micro-batch of the user's loop has a backward, also with
+        `num_targets=0`.
+        """
         return True  # a sum may have a gradient although its number is 0
 
     def sums(self, outputs: tuple[Tensor | float, float], call: Call) -> tuple[Sums, Counts]:
-        """Take what the loop passed as `outputs`: (sum of the loss, number of targets)."""
-        total, number = outputs
-        return (total,), (number,)
+        """Return the loss sum and the number of targets that the user's loop passed to
+        `accelerator.backward` for a micro-batch.
+
+        Args:
+            outputs: (sum of the loss, number of targets), in place of a model's outputs.
+            call: The micro-batch, not used.
+        """
+        loss_sum, num_targets = outputs
+        return (loss_sum,), (num_targets,)
 
 
 @dataclass(frozen=True)
-class Seen:
-    """What was seen of a micro-batch until its backward.
+class MicroBatchRecord:
+    """What was recorded of a micro-batch of a user's loop between its forward and its backward.
 
     Attributes:
-        outputs: What the model returned.
-        means: What torch's loss functions returned outside of the model.
-        ran_outside: Names of parts of the model that ran outside of its forward.
-        num_samples: Samples in the micro-batch.
-        num_steps: Gradient accumulation steps, to recognise a division by hand.
-        storages: Where the tensors of the batch lie in memory.
+        outputs: What the model returned, or None if it was not called.
+        means: The means that torch's loss functions returned to the loop, outside of the model.
+        submodules_run_by_loop: Names of the model's submodules that the loop called directly.
+        num_samples: The number of samples in the micro-batch.
+        num_accumulation_steps: The gradient accumulation steps, to recognize a loss that the loop
+            divided by them.
+        batch_storages: Memory addresses of the storages of the batch's tensors.
     """
 
     outputs: Any
-    means: Sequence[Mean]
-    ran_outside: Sequence[str]
+    means: Sequence[CriterionMean]
+    submodules_run_by_loop: Sequence[str]
     num_samples: int
-    num_steps: int
-    storages: frozenset[int]
+    num_accumulation_steps: int
+    batch_storages: frozenset[int]
 
 
-def mean_of(loss: Tensor, seen: Seen) -> Mean:
-    """Find the mean of one of torch's loss functions that a loop's own loss is.
+def find_criterion_mean(loss: Tensor, record: MicroBatchRecord) -> CriterionMean:
+    """Find the recorded mean of a torch loss function that the loss of a user's loop is.
+
+    The loss may also contain a term that does not depend on data, such as a penalty on the weights.
 
     Args:
-        loss: What the loop passed to `backward`.
-        seen: What was seen of the micro-batch.
+        loss: The loss that the user's loop passed to `accelerator.backward`.
+        record: The record of the micro-batch.
+
+    Returns:
+        The mean.
 
     Raises:
-        LossNotAdditive: If it is none, one multiplied by a number, or one that compares samples
-            with each other.
+        LossNotAdditive: If the loss is no such mean, such a mean times a factor, or a mean that
+            compares samples with each other.
     """
-    _check_origin(loss, seen)
-    tensors = tensors_of(seen.outputs)
-    edges = [_edge(tensor) for tensor in tensors]
-    for mean in seen.means:
+    _check_origin(loss, record)
+    tensors = output_tensors(record.outputs)
+    edges = [_gradient_edge(tensor) for tensor in tensors]
+    for mean in record.means:
         factor = 1.0
         if loss is not mean.value:
-            factor = _factor_through(loss, mean.value, edges)
-        if factor is not None and not _depends_on_data(loss, {mean.value.grad_fn}, seen):
-            _check_factor(factor, seen.num_steps)
-            _check_rows(mean, tensors, seen.num_samples)
-            return mean
+            factor = _factor_of_term(loss, mean.value, edges)
+        if factor is None or _depends_on_data(loss, {mean.value.grad_fn}, record):
+            continue
+        _check_factor(factor, record.num_accumulation_steps)
+        _check_rows_are_independent(mean, tensors, record.num_samples)
+        return mean
     raise LossNotAdditive(
         "the loss of this loop is neither the model's own nor one mean of a loss function of torch "
         f"(another mean, or more than one term), so what it averages over is unknown. {REMEDY}"
     )
 
 
-def check_loss(loss: Tensor, seen: Seen) -> None:
-    """Check that a loss is the head's own, up to something that does not depend on the data.
+def check_is_model_loss(loss: Tensor, record: MicroBatchRecord) -> None:
+    """Check that the loss of a user's loop is the model's own loss, plus at most a term that does
+    not depend on data.
+
+    It may have been computed in another way, such as by a criterion on the logits: what counts is
+    its gradient with respect to the model's outputs.
 
     Args:
-        loss: What the loop passed to `backward`.
-        seen: What was seen of the micro-batch; the outputs have a loss.
+        loss: The loss that the user's loop passed to `accelerator.backward`.
+        record: The record of the micro-batch, whose outputs contain a loss.
 
     Raises:
-        LossNotAdditive: If it is another loss, or the head's multiplied by a number.
+        LossNotAdditive: If it is another loss, or the model's own times a factor.
     """
-    head = loss_of(seen.outputs)
-    _check_origin(loss, seen)
-    edges = [_edge(tensor) for tensor in tensors_of(seen.outputs)]
-    stops = {head.grad_fn}
-    factor = _factor_through(loss, head, edges)
+    model_loss = model_loss_of(record.outputs)
+    _check_origin(loss, record)
+    edges = [_gradient_edge(tensor) for tensor in output_tensors(record.outputs)]
+    # If the loss was computed from the model's loss, the common graph begins at the latter.
+    accepted_nodes = {model_loss.grad_fn}
+    factor = _factor_of_term(loss, model_loss, edges)
     if factor is None and edges:
-        stops = {edge.node for edge in edges}
-        own = _gradients(loss, edges)
-        proven = _gradients(head, edges)
-        factor = _factor(own, proven)
-        if factor is not None and not _is_close(own, proven, factor):
+        # It may have been computed from the model's other outputs: compare the gradients there.
+        accepted_nodes = {edge.node for edge in edges}
+        gradients = _gradients(loss, edges)
+        model_gradients = _gradients(model_loss, edges)
+        factor = _fitted_factor(gradients, model_gradients)
+        if factor is not None and not _is_multiple(gradients, model_gradients, factor):
             factor = None
-    if factor is None or _depends_on_data(loss, stops, seen):
+    if factor is None or _depends_on_data(loss, accepted_nodes, record):
         raise LossNotAdditive(
             "the loss of this loop is not the mean that was proven for the model's own loss "
             f"(another mean, or more than one term), so what it averages over is unknown. {REMEDY}"
         )
-    _check_factor(factor, seen.num_steps)
+    _check_factor(factor, record.num_accumulation_steps)
 
 
-def check_factor(loss: Tensor, seen: Seen) -> None:
-    """Check that a loss, which was found to be the head's own before, is not scaled now.
+def check_model_loss_is_unscaled(loss: Tensor, record: MicroBatchRecord) -> None:
+    """Check that the loss of a user's loop contains the model's own loss with the factor 1.
 
-    Raises:
-        LossNotAdditive: If it is multiplied by a number.
-    """
-    through = _gradients(loss, [get_gradient_edge(loss_of(seen.outputs))])[0]
-    if through is not None:
-        _check_factor(float(through), seen.num_steps)
-
-
-def _depends_on_data(loss: Tensor, stops: set[Node | None], seen: Seen) -> bool:
-    """Whether a loss uses something of the model's forward in another way than through `stops`.
+    A quick check, for losses of a kind that passed `check_is_model_loss` before.
 
     Args:
-        loss: What the loop passed to `backward`.
-        stops: Where the accepted part of the loss begins in the graph.
-        seen: What was seen of the micro-batch.
+        loss: The loss that the user's loop passed to `accelerator.backward`.
+        record: The record of the micro-batch, whose outputs contain a loss.
+
+    Raises:
+        LossNotAdditive: If the factor is another one.
     """
-    if seen.ran_outside:
+    model_loss_edge = get_gradient_edge(model_loss_of(record.outputs))
+    gradient = _gradients(loss, [model_loss_edge])[0]
+    if gradient is not None:
+        _check_factor(float(gradient), record.num_accumulation_steps)
+
+
+def _depends_on_data(
+    loss: Tensor, accepted_nodes: set[Node | None], record: MicroBatchRecord
+) -> bool:
+    """Return whether the loss of a user's loop has a term that depends on data besides its accepted
+    term.
+
+    It has if the loop called a submodule directly, or if the autograd graph of the loss, without
+    what lies behind the accepted nodes, contains a tensor of the batch, or an operation of the
+    model's forward.
+
+    Args:
+        loss: The loss that the user's loop passed to `accelerator.backward`.
+        accepted_nodes: The autograd nodes at which the accepted term of the loss begins, such as
+            the `grad_fn` of the model's own loss.
+        record: The record of the micro-batch.
+    """
+    if record.submodules_run_by_loop:
         return True
-    of_forward: set[Node] = set()
-    for tensor in (*tensors_of(seen.outputs), loss_of(seen.outputs)):
+    forward_nodes: set[Node] = set()
+    for tensor in (*output_tensors(record.outputs), model_loss_of(record.outputs)):
         if tensor is not None:
-            _add_nodes(tensor.grad_fn, of_forward, stops=set())
-    of_loss: set[Node] = set()
-    _add_nodes(loss.grad_fn, of_loss, stops)
-    if any(_saves(node, seen.storages) for node in of_loss):
+            _add_graph_nodes(tensor.grad_fn, forward_nodes, stops=set())
+    loss_nodes: set[Node] = set()
+    _add_graph_nodes(loss.grad_fn, loss_nodes, accepted_nodes)
+    if any(_saves_batch_tensor(node, record.batch_storages) for node in loss_nodes):
         return True
-    shared = (of_loss & of_forward) - stops
-    return any(node.name() != "torch::autograd::AccumulateGrad" for node in shared)
+    shared_nodes = (loss_nodes & forward_nodes) - accepted_nodes
+    # A parameter (AccumulateGrad) may be shared: a penalty on the weights does not depend on data.
+    return any(node.name() != "torch::autograd::AccumulateGrad" for node in shared_nodes)
 
 
-def _saves(node: Node, storages: frozenset[int]) -> bool:
-    """Whether an operation keeps a tensor of the batch for its backward."""
+def _saves_batch_tensor(node: Node, batch_storages: frozenset[int]) -> bool:
+    """Return whether an operation of a loss's graph saves a tensor of the batch for its backward,
+    so that its result depends on the batch.
+
+    Args:
+        node: The autograd node of the operation.
+        batch_storages: Memory addresses of the storages of the batch's tensors.
+    """
     for name in dir(node):
         if not name.startswith("_saved_"):
             continue
         value = getattr(node, name)
         for tensor in value if isinstance(value, list | tuple) else (value,):
-            if isinstance(tensor, Tensor) and tensor.untyped_storage().data_ptr() in storages:
+            is_tensor = isinstance(tensor, Tensor)
+            if is_tensor and tensor.untyped_storage().data_ptr() in batch_storages:
                 return True
     return False
 
 
-def _add_nodes(start: Node | None, found: set[Node], stops: set[Node | None]) -> None:
-    """Add the nodes of a graph from `start` up to `stops`, which are left out."""
-    waiting = [start]
-    while waiting:
-        node = waiting.pop()
-        if node is None or node in found or node in stops:
+def _add_graph_nodes(start: Node | None, nodes: set[Node], stops: set[Node | None]) -> None:
+    """Add the nodes of an autograd graph that can be reached from `start` to a set, for the
+    comparison of the graph of a user's loss with that of the model's forward.
+
+    Args:
+        start: The node to start from: the `grad_fn` of a tensor, or None.
+        nodes: The set, changed in place. Nodes in it are not walked again.
+        stops: Nodes where the walk ends; they are not added.
+    """
+    stack = [start]
+    while stack:
+        node = stack.pop()
+        if node is None or node in nodes or node in stops:
             continue
-        found.add(node)
-        waiting += [following for following, _ in node.next_functions]
+        nodes.add(node)
+        stack += [input_node for input_node, _ in node.next_functions]
 
 
-def _check_rows(mean: Mean, tensors: list[Tensor], num_samples: int) -> None:
-    """Check that what a loss function compares with one target depends on one sample only, in three
-    rows of its input.
+def _check_rows_are_independent(
+    mean: CriterionMean, outputs: list[Tensor], num_samples: int
+) -> None:
+    """Check that a criterion in a user's loop does not compare samples: each row of its input must
+    depend on the model's outputs for one sample only.
+
+    The first, the middle and the last row of the input are tested by differentiating them with
+    respect to the outputs.
+
+    Args:
+        mean: The criterion's mean, with its input.
+        outputs: The tensors that the model returned.
+        num_samples: The number of samples in the micro-batch.
+
+    Raises:
+        LossNotAdditive: If a row depends on several samples.
     """
     if num_samples == 1 or not mean.input.requires_grad:
         return
-    # A loss of one row for all samples is looked at element by element.
-    compared = mean.input if len(mean.input) > 1 else mean.input.reshape(-1)
-    by_sample = [tensor for tensor in tensors if tensor.dim() and len(tensor) % num_samples == 0]
-    for row in sorted({0, len(compared) // 2, len(compared) - 1}):
-        direction = torch.zeros_like(compared)
-        direction[row] = torch.rand(
-            compared[row].shape, generator=_generator(compared), device=compared.device
+    # An input with a single row for all samples is tested element by element.
+    rows = mean.input if len(mean.input) > 1 else mean.input.reshape(-1)
+    per_sample_outputs = [
+        tensor for tensor in outputs if tensor.dim() and len(tensor) % num_samples == 0
+    ]
+    for row in sorted({0, len(rows) // 2, len(rows) - 1}):
+        # Random weights, so that the gradients of a row's elements do not cancel.
+        grad_output = torch.zeros_like(rows)
+        grad_output[row] = torch.rand(
+            rows[row].shape, generator=_seeded_generator(rows.device), device=rows.device
         )
-        found = torch.autograd.grad(
-            compared, by_sample, direction, retain_graph=True, allow_unused=True
+        gradients = torch.autograd.grad(
+            rows, per_sample_outputs, grad_output, retain_graph=True, allow_unused=True
         )
-        touched = torch.zeros(num_samples, dtype=torch.bool, device=compared.device)
-        for gradient in found:
+        depends_on_sample = torch.zeros(num_samples, dtype=torch.bool, device=rows.device)
+        for gradient in gradients:
             if gradient is not None:
-                touched |= gradient.reshape(num_samples, -1).ne(0).any(1)
-        if int(touched.sum()) > 1:
+                depends_on_sample |= gradient.reshape(num_samples, -1).ne(0).any(1)
+        if int(depends_on_sample.sum()) > 1:
             raise LossNotAdditive(
                 "the loss of this loop compares the samples of a micro-batch with each other "
                 "(in-batch negatives, a normalisation over the batch), so no sum over "
@@ -217,13 +290,25 @@ def _check_rows(mean: Mean, tensors: list[Tensor], num_samples: int) -> None:
             )
 
 
-def _generator(tensor: Tensor) -> torch.Generator:
-    return torch.Generator(device=tensor.device).manual_seed(0)
+def _seeded_generator(device: torch.device) -> torch.Generator:
+    """Return a new random generator with seed 0, so that the check of a user's loss leaves the
+    global generators unchanged.
+    """
+    return torch.Generator(device=device).manual_seed(0)
 
 
-def _check_origin(loss: Tensor, seen: Seen) -> None:
-    """Check that a loss comes from a forward of the model, and can be differentiated."""
-    if seen.outputs is None:
+def _check_origin(loss: Tensor, record: MicroBatchRecord) -> None:
+    """Check that the loss of a user's loop can come from a training forward of the prepared model.
+
+    Args:
+        loss: The loss that the user's loop passed to `accelerator.backward`.
+        record: The record of the micro-batch.
+
+    Raises:
+        LossNotAdditive: If there was no such forward on this batch, or if the loss does not require
+            a gradient.
+    """
+    if record.outputs is None:
         raise LossNotAdditive(
             "the loss does not come from a training forward of the prepared model on this batch. "
             f"{REMEDY}"
@@ -232,40 +317,64 @@ def _check_origin(loss: Tensor, seen: Seen) -> None:
         raise LossNotAdditive("the loss has no gradient: it was detached, or nothing is trained.")
 
 
-def _factor_through(loss: Tensor, mean: Tensor, edges: list[GradientEdge]) -> float | None:
-    """Find the number c for which loss = c x mean + something that does not depend on the outputs.
+def _factor_of_term(loss: Tensor, term: Tensor, edges: list[GradientEdge]) -> float | None:
+    """Find the number c for which a user's loss = c x term + something without the model's outputs.
 
-    None if there is no such number.
+    Args:
+        loss: The loss of a user's loop, a scalar.
+        term: A scalar from which the loss may have been computed: the model's own loss, or the mean
+            of a criterion.
+        edges: The gradient edges of the model's outputs.
+
+    Returns:
+        c, or None if the loss was not computed from the term, or if it depends on the outputs in
+        another way, too.
     """
-    through = _gradients(loss, [get_gradient_edge(mean)])[0]
-    if through is None:
+    gradient = _gradients(loss, [get_gradient_edge(term)])[0]
+    if gradient is None:
         return None
-    factor = float(through)
-    if edges and not _is_zero(_gradients(loss - mean * factor, edges), _gradients(mean, edges)):
-        return None
+    factor = float(gradient)
+    if edges:
+        rest_gradients = _gradients(loss - term * factor, edges)
+        if not _is_negligible(rest_gradients, _gradients(term, edges)):
+            return None
     return factor
 
 
-def _check_factor(factor: float, num_steps: int) -> None:
-    """Check that a loss is not scaled.
+def _check_factor(factor: float, num_accumulation_steps: int) -> None:
+    """Check that the user's loop has not scaled its loss before `accelerator.backward`.
+
+    Args:
+        factor: The loop's loss divided by the loss that it was computed from.
+        num_accumulation_steps: The gradient accumulation steps; the error says so if the loop
+            divided by them.
 
     Raises:
         LossNotAdditive: If the factor is not 1.
     """
     if abs(factor - 1) <= FACTOR_TOLERANCE:
         return
-    by_hand = num_steps > 1 and abs(factor * num_steps - 1) <= FACTOR_TOLERANCE
-    division = f" (1 / gradient_accumulation_steps = 1 / {num_steps})" if by_hand else ""
+    is_divided_by_steps = (
+        num_accumulation_steps > 1 and abs(factor * num_accumulation_steps - 1) <= FACTOR_TOLERANCE
+    )
+    cause = ""
+    if is_divided_by_steps:
+        cause = f" (1 / gradient_accumulation_steps = 1 / {num_accumulation_steps})"
     raise LossNotAdditive(
-        f"the loss of this loop is {factor:.6g} times the model's own{division}, but "
+        f"the loss of this loop is {factor:.6g} times the model's own{cause}, but "
         "accelerator.backward already divides by the targets of the whole window. Pass the "
         "undivided loss; if the loop accumulates by hand, pass gradient_accumulation_steps to "
         "Accelerator and use `with accelerator.accumulate(model)` instead."
     )
 
 
-def _edge(tensor: Tensor) -> GradientEdge:
-    """Return where a tensor's gradient arrives, before Accelerate's conversion to float32."""
+def _gradient_edge(tensor: Tensor) -> GradientEdge:
+    """Return the edge of the autograd graph at which the gradient of a model's output arrives in
+    the backward.
+
+    Accelerate converts outputs to float32 under mixed precision; the edge is then the one before
+    this conversion, which the loss inside of the model shares.
+    """
     edge = get_gradient_edge(tensor)
     if edge.node.name() == "ToCopyBackward0" and edge.node.next_functions[0][0] is not None:
         return GradientEdge(*edge.node.next_functions[0])
@@ -273,40 +382,73 @@ def _edge(tensor: Tensor) -> GradientEdge:
 
 
 def _gradients(value: Tensor, edges: list[GradientEdge]) -> list[Tensor | None]:
+    """Compute the gradients of a scalar, such as a user's loss, at edges of its autograd graph. The
+    graph is kept for the loss's own backward.
+
+    Returns:
+        One for each edge; None where the scalar does not depend on the edge.
+    """
     if not value.requires_grad:
         return [None] * len(edges)
-    found = torch.autograd.grad(value, edges, retain_graph=True, allow_unused=True)
-    return list(found)
+    gradients = torch.autograd.grad(value, edges, retain_graph=True, allow_unused=True)
+    return list(gradients)
 
 
-def _is_zero(gradients: list[Tensor | None], scale: list[Tensor | None]) -> bool:
-    """Whether gradients vanish, beside those of the head."""
-    size = sum(float(g.detach().float().norm()) for g in scale if g is not None)
-    rest = sum(float(g.detach().float().norm()) for g in gradients if g is not None)
-    return rest <= FACTOR_TOLERANCE * size
+def _is_negligible(gradients: list[Tensor | None], reference: list[Tensor | None]) -> bool:
+    """Return whether gradients of a user's loss are 0 up to rounding, by their norms relative to
+    other gradients.
+
+    Args:
+        gradients: The gradients that may be 0, such as those of the difference of two losses.
+        reference: Gradients of the usual size, such as those of one of the losses.
+    """
+    norm = sum(float(g.detach().float().norm()) for g in gradients if g is not None)
+    reference_norm = sum(float(g.detach().float().norm()) for g in reference if g is not None)
+    return norm <= FACTOR_TOLERANCE * reference_norm
 
 
-def _factor(own: list[Tensor | None], proven: list[Tensor | None]) -> float | None:
-    """Find the number c for which own = c x proven fits best; None without a common tensor."""
+def _fitted_factor(
+    gradients: list[Tensor | None], model_gradients: list[Tensor | None]
+) -> float | None:
+    """Find the number c for which a user's loss has c times the gradients of the model's own loss,
+    by least squares.
+
+    Args:
+        gradients: The gradients of the loss of a user's loop with respect to the model's outputs.
+        model_gradients: Those of the model's own loss, in the same order.
+
+    Returns:
+        c, or None if an output has a gradient in one of the lists only, or if all of the model's
+        gradients are 0.
+    """
     product = 0.0
     square = 0.0
-    for a, b in zip(own, proven, strict=True):
-        if (a is None) != (b is None):
+    for gradient, model_gradient in zip(gradients, model_gradients, strict=True):
+        if (gradient is None) != (model_gradient is None):
             return None
-        if a is not None and b is not None:
-            product += float((a.double() * b.double()).sum())
-            square += float((b.double() * b.double()).sum())
+        if gradient is not None and model_gradient is not None:
+            product += float((gradient.double() * model_gradient.double()).sum())
+            square += float((model_gradient.double() * model_gradient.double()).sum())
     return product / square if square else None
 
 
-def _is_close(own: list[Tensor | None], proven: list[Tensor | None], factor: float) -> bool:
-    """Whether own = factor x proven in every element, up to rounding."""
-    for a, b in zip(own, proven, strict=True):
-        if a is None or b is None:
+def _is_multiple(
+    gradients: list[Tensor | None], model_gradients: list[Tensor | None], factor: float
+) -> bool:
+    """Return whether the gradients of a user's loss are `factor` times those of the model's own
+    loss, in every element up to rounding.
+
+    Args:
+        gradients: The gradients of the loss of a user's loop with respect to the model's outputs.
+        model_gradients: Those of the model's own loss, in the same order.
+        factor: The factor between them.
+    """
+    for gradient, model_gradient in zip(gradients, model_gradients, strict=True):
+        if gradient is None or model_gradient is None:
             continue
-        tolerance = SHAPE_TOLERANCE.get(b.dtype, HALF_TOLERANCE)
-        expected = b.double() * factor
-        error = float((a.double() - expected).abs().max())
-        if error > tolerance * float(expected.abs().max()):
+        tolerance = ELEMENT_TOLERANCE.get(model_gradient.dtype, ELEMENT_TOLERANCE_HALF)
+        expected = model_gradient.double() * factor
+        max_error = float((gradient.double() - expected).abs().max())
+        if max_error > tolerance * float(expected.abs().max()):
             return False
     return True

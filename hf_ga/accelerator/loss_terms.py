@@ -1,165 +1,213 @@
-"""From what a loop passes to `accelerator.backward` to the micro-batch's term of the window's loss.
+"""Turns the loss that a loop passes to `accelerator.backward` into the backward of the
+micro-batch's term of the window's mean loss.
 
-the model's own loss       a mean over targets that are counted in the batch
-a sum and num_targets      counted by the loop
-a mean of torch's losses   what it divides by follows from its arguments
+the model's own loss        a mean over targets that hf_ga counts in the batch
+a sum with num_targets      a sum over targets that the loop counts
+a mean of a torch criterion a mean whose divisor follows from the criterion's arguments
 """
 
 from torch import Tensor
 
 from hf_ga.accelerator.loss_checks import LossChecks
-from hf_ga.accelerator.loss_comparison import GivenSum, Seen
-from hf_ga.accelerator.outputs import ForwardWatch, loss_of
+from hf_ga.accelerator.loss_comparison import MicroBatchRecord, SumPassedByLoop
+from hf_ga.accelerator.outputs import ForwardRecorder, model_loss_of
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.engine import Engine
 from hf_ga.exact.loss import HeadMean, Loss, WithRouter
 from hf_ga.speed.packing import Packing
 
-OTHER_LOSS = (
+LOSS_CHANGED = (
     "the loop passed the model's own loss before, and now another one, whose outputs were computed "
     "without the window's padding: use one loss from the first batch on."
 )
 
 
 class LossTerms:
-    """Makes the backward of each loss that a loop passes.
+    """Runs the backward of each micro-batch's loss in a user's loop, scaled to its part of the
+    window's mean loss.
 
     Args:
-        checks: Tells which loss it is.
+        checks: Decides which kind of loss it is.
 
     Attributes:
-        passes_own_loss: The loop passes the very tensor that the model returned.
-        head: Counts the targets of the own loss of a model that was proven in its first forward.
+        passes_own_loss: Whether the loop passed, for the last micro-batch, the very tensor that the
+            model returned as its loss.
+        model_loss: For a model that was proven in its first forward and returns a loss: counts the
+            targets of that loss.
     """
 
     def __init__(self, checks: LossChecks) -> None:
+        """Start before the first window; `checks` decides which kind of loss a loss is."""
         self.checks = checks
         self.passes_own_loss = False
-        self.head: Loss | None = None
-        self._kind: str | None = None  # of the losses of this window
+        self.model_loss: Loss | None = None
+        self._loss_kind: str | None = None  # of the current window's losses, for errors
 
     def begin_window(self) -> None:
-        """Called when a window begins."""
+        """Record that a window begins: count it, and accept any kind of loss from the user's loop
+        again.
+        """
         self.checks.num_windows += 1
-        self._kind = None
+        self._loss_kind = None
 
     def backward(
         self,
         engine: Engine,
-        watch: ForwardWatch,
-        seen: Seen,
+        recorder: ForwardRecorder,
+        record: MicroBatchRecord,
         loss: Tensor,
         num_targets: float | Tensor | None,
     ) -> None:
-        """Make the backward of the term of one micro-batch.
+        """Check the loss of a micro-batch, and run the backward of its term of the window's mean
+        loss: the sum of the micro-batch's losses divided by the targets of the window.
 
         Args:
-            engine: Of the window.
-            watch: Saw the forward of the micro-batch.
-            seen: What was seen of the micro-batch.
-            loss: What the loop passed, one number.
-            num_targets: What the loop passed.
+            engine: The engine of the window.
+            recorder: The recorder of the micro-batch's forward.
+            record: The record of the micro-batch.
+            loss: What the user's loop passed to `accelerator.backward`, a tensor with one element.
+            num_targets: What the loop passed with it: the number of targets that the loss is summed
+                over, or None for a mean.
 
         Raises:
             ConfigError: If the loss is of another kind than those before in the window.
-            LossNotAdditive: If the loss is another than the one that was proven.
+            LossNotAdditive: If it is a loss that is not known to add up over micro-batches.
         """
-        self._note_own_loss(engine, seen, loss)
+        self._note_own_loss(engine, record, loss)
         loss = loss.reshape(()) if loss.dim() else loss
         if num_targets is not None:
-            number = float(num_targets)
-            self.checks.check_sum(loss, seen)
-            self.checks.check_number(loss, number, seen.num_samples)
-            self._count_in_forward(engine, "num_targets")
-            engine.backward((loss, number))
-        elif self.checks.is_head(loss, seen):
-            self._backward_of_head(engine, watch, loss)
+            count = float(num_targets)
+            self.checks.check_sum(loss, record)
+            self.checks.check_num_targets(loss, count, record.num_samples)
+            self._use_sums_of_loop(engine, "num_targets")
+            engine.backward((loss, count))
+        elif self.checks.is_model_loss(loss, record):
+            self._backward_of_model_loss(engine, recorder, loss)
         else:
-            mean = self.checks.mean_of(loss, seen)
-            self._count_in_forward(engine, "a criterion")
-            _backward_of_mean(engine, loss, mean.number())
+            mean = self.checks.criterion_mean_of(loss, record)
+            self._use_sums_of_loop(engine, "a criterion")
+            _backward_of_mean(engine, loss, mean.compute_divisor())
 
-    def _note_own_loss(self, engine: Engine, seen: Seen, loss: Tensor) -> None:
-        """Note whether the loop passes the very loss that the model returned: then the next window
-        may be packed.
+    def _note_own_loss(self, engine: Engine, record: MicroBatchRecord, loss: Tensor) -> None:
+        """Record whether the user's loop passed the very loss that the model returned, which
+        decides whether the next window may be packed.
+
+        Args:
+            engine: The engine of the window.
+            record: The record of the micro-batch.
+            loss: The loss that the user's loop passed to `accelerator.backward`.
 
         Raises:
-            ConfigError: If it is another loss, of a forward that was packed.
+            ConfigError: If it passed another loss although this window is packed.
         """
-        self.passes_own_loss = loss is loss_of(seen.outputs)
+        self.passes_own_loss = loss is model_loss_of(record.outputs)
         is_packed = any(isinstance(hook, Packing) for hook in engine.rule.speed_ups)
         if is_packed and not self.passes_own_loss:
-            raise ConfigError(OTHER_LOSS)
+            raise ConfigError(LOSS_CHANGED)
 
-    def _backward_of_head(self, engine: Engine, watch: ForwardWatch, loss: Tensor) -> None:
-        """Make the backward of the model's own loss, or of one that differs by a penalty only."""
-        self._check_kind("the model's loss")
-        if isinstance(engine.loss, GivenSum):  # of a model that was proven in its first forward
-            (number,) = self.head.count(watch.arguments, watch.num_samples)
-            _backward_of_mean(engine, loss, number)
+    def _backward_of_model_loss(
+        self, engine: Engine, recorder: ForwardRecorder, loss: Tensor
+    ) -> None:
+        """Run the backward of the term of a micro-batch whose loss is the model's own, possibly
+        plus a penalty on the weights.
+
+        Args:
+            engine: The engine of the window.
+            recorder: The recorder of the micro-batch's forward.
+            loss: The loss that the user's loop passed to `accelerator.backward`.
+
+        Raises:
+            ConfigError: If the window has micro-batches with another kind of loss.
+        """
+        self._check_loss_kind("the model's loss")
+        if isinstance(engine.loss, SumPassedByLoop):  # the model was proven in its first forward
+            (num_targets,) = self.model_loss.count(recorder.arguments, recorder.num_samples)
+            _backward_of_mean(engine, loss, num_targets)
             return
-        head = loss_of(watch.outputs)
+        returned_loss = model_loss_of(recorder.outputs)
         without_router = engine.loss.loss if isinstance(engine.loss, WithRouter) else engine.loss
         if isinstance(without_router, HeadMean):
-            engine.backward(loss, is_whole=loss is head)
+            engine.backward(loss, is_whole=loss is returned_loss)
             return
-        # A sum of means is computed from the outputs; a penalty on the weights is in the loss only.
-        term, counts = engine.term(watch.outputs)
-        if loss is not head and head is not None:
+        # A loss that is a sum of means is computed again from the outputs. If the loop added a
+        # penalty on the weights, the difference of the two losses is this penalty.
+        term, counts = engine.term(recorder.outputs)
+        if loss is not returned_loss and returned_loss is not None:
             share = len(engine.call.micro_batch) / engine.window.num_samples
-            term = term + (loss - head) * share
+            term = term + (loss - returned_loss) * share
         engine.backward_term(term, counts)
 
-    def _check_kind(self, kind: str) -> None:
-        """Check that all micro-batches of the window have the same kind of loss.
+    def _check_loss_kind(self, kind: str) -> None:
+        """Check that all micro-batches of the window have the same kind of loss, and store the kind
+        of the first one.
+
+        Args:
+            kind: The kind of the current micro-batch's loss, as an error calls it.
 
         Raises:
-            ConfigError: If not.
+            ConfigError: If an earlier micro-batch had another kind.
         """
-        if self._kind not in (None, kind):
+        if self._loss_kind not in (None, kind):
             raise ConfigError(
-                f"the losses of one window come from {self._kind} and from {kind}: use one of "
-                "them for all micro-batches."
+                f"the losses of one window come from {self._loss_kind} and from {kind}: use one "
+                "of them for all micro-batches."
             )
-        self._kind = kind
+        self._loss_kind = kind
 
-    def _count_in_forward(self, engine: Engine, kind: str) -> None:
-        """Let the window's loss be a sum whose targets are counted after the forwards.
+    def _use_sums_of_loop(self, engine: Engine, kind: str) -> None:
+        """Let the engine divide the window's gradient by targets that are counted during the
+        micro-batches, because the loop computes its own loss.
+
+        Later windows are padded to one length, as the loop's loss may average over the padding.
+
+        Args:
+            engine: The engine of the window.
+            kind: The kind of the current micro-batch's loss, as an error calls it.
 
         Raises:
-            ConfigError: If the window was begun for the model's own loss.
+            ConfigError: If the window was begun for the model's own loss, or if the model has a
+                router's balancing loss, which the loop's own loss would lose.
         """
-        self._check_kind(kind)
+        self._check_loss_kind(kind)
         engine.window.state.pad_to_window = True
         if not engine.window.request.whole_window:
-            raise ConfigError(OTHER_LOSS)
-        if isinstance(engine.loss, GivenSum):
+            raise ConfigError(LOSS_CHANGED)
+        if isinstance(engine.loss, SumPassedByLoop):
             return
         if isinstance(engine.loss, WithRouter):
             raise ConfigError(
                 f"{kind}: the loss of this model has a router's balancing loss, which would be "
                 "lost. Pass the model's own loss, or set output_router_logits=False."
             )
-        engine.count_in_forward(GivenSum())
+        engine.count_in_forward(SumPassedByLoop())
 
 
-def check_is_number(loss: object) -> None:
-    """Check that what a loop passes to `backward` is one number.
+def check_has_one_element(loss: object) -> None:
+    """Check that the loss passed to `accelerator.backward` is a tensor with one element.
 
     Raises:
-        LossNotAdditive: If not.
+        LossNotAdditive: If it is not.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return
-    found = f"a {type(loss).__name__}"
+    received = f"a {type(loss).__name__}"
     if isinstance(loss, Tensor):
-        found = f"a tensor of shape {list(loss.shape)}"
+        received = f"a tensor of shape {list(loss.shape)}"
     raise LossNotAdditive(
-        f"accelerator.backward needs one number, the loss of the micro-batch, got {found}."
+        f"accelerator.backward needs one number, the loss of the micro-batch, got {received}."
     )
 
 
-def _backward_of_mean(engine: Engine, loss: Tensor, number: float) -> None:
-    """Make the backward of a mean over `number` targets; without any it is 0 / 0 and left out."""
-    total = loss * number if number else 0.0
-    engine.backward((total, number))
+def _backward_of_mean(engine: Engine, mean: Tensor, divisor: float) -> None:
+    """Run the backward of a micro-batch's mean loss, as the sum mean x divisor over `divisor`
+    targets.
+
+    A micro-batch without targets, whose mean is 0 / 0, contributes 0.
+
+    Args:
+        engine: The engine of the window.
+        mean: The mean loss of the micro-batch, a scalar.
+        divisor: What the mean was divided by: a number of targets, or a sum of class weights.
+    """
+    loss_sum = mean * divisor if divisor else 0.0
+    engine.backward((loss_sum, divisor))

@@ -1,4 +1,4 @@
-"""Values of a training loop gathered from all processes, each sample once."""
+"""Gathers the values of a training loop's metrics from all processes, each sample once."""
 
 from typing import Any
 
@@ -13,26 +13,35 @@ from hf_ga.parallel.processes import gather_uneven
 def gather_rows(
     accelerator: accelerate.Accelerator, values: Any, num_rows: int, *, as_objects: bool
 ) -> Any:
-    """Gather the first rows of values, of which every process may have another number.
+    """Gather the first `num_rows` rows of values from every process.
+
+    Processes may have different numbers of rows, as micro-batches of a window may be uneven.
 
     Args:
         accelerator: The accelerator of the loop.
-        values: A tensor, or nested dicts and sequences of tensors; else a sequence of objects.
-            Tensors without an axis are gathered whole.
-        num_rows: How many rows of this process count.
-        as_objects: Gather tensors as objects, too.
+        values: A tensor, or nested dicts and sequences of tensors; otherwise a sequence of
+            objects. Scalar tensors have no rows and are gathered as they are.
+        num_rows: The number of rows of this process to gather; the rest is dropped.
+        as_objects: Pickle tensors and gather them as objects, too.
+
+    Returns:
+        The values in the same structure, with the rows of all processes; for objects, a list.
     """
     if as_objects or not _are_all_tensors(values):
         return gather_object(list(values)[:num_rows])
 
     def gather(value: Tensor) -> Tensor:
-        own_rows = value[:num_rows] if value.dim() else value
-        return gather_uneven(accelerator.gather, own_rows)
+        """Gather the rows of one tensor from all processes."""
+        local_rows = value[:num_rows] if value.dim() else value
+        return gather_uneven(accelerator.gather, local_rows)
 
     return recursively_apply(gather, values)
 
 
 def _are_all_tensors(values: Any) -> bool:
+    """Return whether values are a tensor, or nested dicts and nonempty sequences of tensors only,
+    so that Accelerate can gather them without pickling.
+    """
     if isinstance(values, Tensor):
         return True
     if isinstance(values, dict):

@@ -1,4 +1,4 @@
-"""Batches of any type as dicts of named entries, and back."""
+"""Converts batches of any type to dicts, and back to the type that the user's loop expects."""
 
 import copy
 from collections.abc import Mapping
@@ -10,44 +10,64 @@ from hf_ga.exact.fetch import Collate
 from hf_ga.exact.generators import preserved_random_states, seed_generators
 
 
-class NamedEntries:
-    """A collate function that returns a dict, whatever the user's returns.
+class DictCollator:
+    """A collate function that always returns a dict, whatever the user's collate function returns.
 
-    A tuple or list becomes {"0": ..., "1": ...}, a single tensor {"0": ...}; `restore` gives the
-    user's own type back.
+    A mapping becomes a plain dict, a tuple or list becomes {"0": ..., "1": ...}, and a single
+    tensor {"0": ...}. `restore` converts a dict back to the user's type.
 
     Args:
-        collate_fn: The user's.
+        collate_fn: The user's collate function.
     """
 
     def __init__(self, collate_fn: Collate) -> None:
+        """Wrap the user's collate function."""
         self.collate_fn = collate_fn
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        """Collate samples by the user's collate function, and convert the batch to a dict."""
         collated = self.collate_fn(samples)
         if isinstance(collated, Mapping):
             return dict(collated)
         entries = collated if isinstance(collated, tuple | list) else (collated,)
-        return {str(i): entry for i, entry in enumerate(entries)}
+        return {str(index): entry for index, entry in enumerate(entries)}
 
-    def find_type(self, dataset: Any) -> type:
-        """Return the type that the user's function returns, found on one sample."""
+    def find_batch_type(self, dataset: Any) -> type:
+        """Return the type of batch that the user's collate function returns.
+
+        It is called on the first sample of the dataset; all random generators are restored
+        afterwards.
+
+        Args:
+            dataset: A map-style or iterable dataset.
+        """
         with preserved_random_states():
             seed_generators(0)
             is_stream = isinstance(dataset, IterableDataset)
             sample = next(iter(dataset)) if is_stream else dataset[0]
-            return type(self.collate_fn([copy.copy(sample)]))
+            batch = self.collate_fn([copy.copy(sample)])
+            return type(batch)
 
     @staticmethod
-    def restore(batch: dict[str, Any], kind: type) -> Any:
-        """Convert a batch to the type that the user's collate function returns."""
-        batch = dict(batch)  # a loop may take entries out
-        if kind is dict:
+    def restore(batch: dict[str, Any], batch_type: type) -> Any:
+        """Convert a dict back to the type that the user's collate function returns.
+
+        Args:
+            batch: A batch as a dict; it is copied, as the user's loop may remove entries.
+            batch_type: The type: a mapping, a tuple or named tuple, a list, or any other for a
+                batch of one entry.
+
+        Returns:
+            The batch in that type.
+        """
+        batch = dict(batch)
+        if batch_type is dict:
             return batch
-        if issubclass(kind, Mapping):
-            return kind(batch)
-        if issubclass(kind, tuple) and hasattr(kind, "_fields"):
-            return kind(*batch.values())
-        if issubclass(kind, tuple | list):
-            return kind(batch.values())
+        if issubclass(batch_type, Mapping):
+            return batch_type(batch)
+        is_named_tuple = issubclass(batch_type, tuple) and hasattr(batch_type, "_fields")
+        if is_named_tuple:
+            return batch_type(*batch.values())
+        if issubclass(batch_type, tuple | list):
+            return batch_type(batch.values())
         return batch["0"]

@@ -1,4 +1,4 @@
-"""What a model's forwards returned during one micro-batch of a user's loop."""
+"""Records what a model's forward returned during one micro-batch of a user's loop."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -8,136 +8,179 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_ga.accelerator.criteria import CriteriaWatch
+from hf_ga.accelerator.criteria import CriteriaRecorder
 from hf_ga.errors import ConfigError, HfGaError
 from hf_ga.exact.forward import output_of, unwrapped
 from hf_ga.exact.outputs import named_tensors
 from hf_ga.speed.lazy_logits import LazyLogits
 
-# Where outputs keep (logits, hidden states that they were computed from).
-COMPUTED_FROM = "_hf_ga_computed_from"
+# The attribute of a model's outputs with (logits, hidden states they were computed from) pairs.
+LOGITS_AND_HIDDEN = "_hf_ga_logits_and_hidden"
 
 
-# Arguments that change neither the loss nor what it averages over.
-HARMLESS = ("return_dict", "output_hidden_states", "output_attentions", "use_cache")
-# A loop may leave these out and compute its own loss.
+# Arguments of a forward that change neither the loss nor what it averages over.
+IRRELEVANT_ARGUMENTS = ("return_dict", "output_hidden_states", "output_attentions", "use_cache")
+# Arguments that a loop may omit to compute its own loss from the other outputs.
 LABELS = ("labels", "start_positions", "end_positions", "next_sentence_label")
+
+# Called with the positional and the keyword arguments of a forward.
+OnForward = Callable[[tuple, dict[str, Any]], None]
 
 
 def _version(value: Any) -> int:
+    """Return a tensor's version counter, which torch raises at each in-place change, so that
+    changes of a batch by the user's loop are noticed; 0 for other values.
+    """
     return value._version if isinstance(value, Tensor) else 0
 
 
-class ForwardWatch:
-    """Watches the training forwards of a prepared model.
+class ForwardRecorder:
+    """Records the training forwards of a prepared model by hooks, one per micro-batch.
+
+    A forward is recorded if the model is in training mode with gradients enabled, while a
+    micro-batch waits for its backward.
 
     Args:
         model: The prepared model.
-        is_open: Whether a micro-batch was handed out and its backward is still to come.
-        criteria: Notes the loss functions that the loop calls outside of the model.
-        give_up: Called before an error of a forward: leaves the micro-batch.
-        notes_tensors: Note the tensors in the outputs, to see whether the loop changes them.
+        is_waiting_for_backward: Returns whether a micro-batch was handed out and its backward is
+            still to come.
+        criteria: Records the loss functions that the loop calls outside of the model.
+        leave_micro_batch: Called before an error of hf_ga leaves a forward: gives up the
+            micro-batch.
+        records_tensors: Whether to record the tensors in the outputs, so that `is_unchanged` can
+            find out whether the loop changed them.
 
     Attributes:
-        outputs: What the last watched forward returned. None: there was none in this micro-batch.
+        outputs: What the recorded forward of the current micro-batch returned; None before it.
+        prove: If not None, called with the arguments of the next training forward, before it runs,
+            and then reset.
+        prove_again: If not None, called with the arguments of a forward that gets other tensors
+            than the batch.
     """
 
     def __init__(
         self,
         model: nn.Module,
-        is_open: Callable[[], bool],
-        criteria: CriteriaWatch,
-        give_up: Callable[[], None],
         *,
-        notes_tensors: bool = False,
+        is_waiting_for_backward: Callable[[], bool],
+        criteria: CriteriaRecorder,
+        leave_micro_batch: Callable[[], None],
+        records_tensors: bool,
     ) -> None:
+        """Register the forward hooks on the model; see the class for the arguments."""
         self.model = model
-        self.is_open = is_open
+        self.is_waiting_for_backward = is_waiting_for_backward
         self.criteria = criteria
-        self.give_up = give_up
-        self._notes_tensors = notes_tensors
-        self._noted: dict[str, tuple[Tensor, int]] = {}
-        self._given: tuple[tuple, dict[str, Any]] = (), {}
+        self.leave_micro_batch = leave_micro_batch
         self.outputs: Any = None
-        # Called once with the arguments of the next training forward, before it runs.
-        self.prove: Callable[[tuple, dict[str, Any]], None] | None = None
-        # Called with them where the forward gets something else than the batch.
-        self.prove_again: Callable[[tuple, dict[str, Any]], None] | None = None
+        self.prove: OnForward | None = None
+        self.prove_again: OnForward | None = None
+        self._records_tensors = records_tensors
+        # Name of an output -> the tensor, and its version counter when the forward returned it.
+        self._recorded_tensors: dict[str, tuple[Tensor, int]] = {}
+        self._args: tuple = ()
+        self._kwargs: dict[str, Any] = {}
+        # Name of an entry of the batch -> its value and version counter. None: nothing to compare.
         self._batch: dict[str, tuple[Any, int]] | None = None
         self._is_proving = False
-        base = unwrapped(model)
-        self._handles = [
-            base.register_forward_pre_hook(self._before, with_kwargs=True),
-            base.register_forward_hook(self._after),
+        unwrapped_model = unwrapped(model)
+        self._hooks = [
+            unwrapped_model.register_forward_pre_hook(self._before_forward, with_kwargs=True),
+            unwrapped_model.register_forward_hook(self._after_forward),
         ]
-        if base is not model:
-            # A wrapper may return other tensors than the model that it wraps.
-            self._handles.append(model.register_forward_hook(self._note))
+        if unwrapped_model is not model:
+            # A wrapper such as DDP may return other tensors than the model that it wraps.
+            self._hooks.append(model.register_forward_hook(self._after_wrapper_forward))
 
     def remove(self) -> None:
-        """Stop watching."""
-        for handle in self._handles:
-            handle.remove()
+        """Remove the hooks from the model."""
+        for hook in self._hooks:
+            hook.remove()
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The named arguments of the last watched forward."""
-        return named_arguments(unwrapped(self.model), *self._given)
+        """The arguments of the last recorded forward by name."""
+        return named_arguments(unwrapped(self.model), self._args, self._kwargs)
 
     @property
     def num_samples(self) -> int:
-        """Rows of the first tensor among the arguments of the last watched forward."""
+        """The length of the first tensor (other than a scalar) among the arguments of the last
+        recorded forward.
+        """
         tensors = (v for v in self.arguments.values() if isinstance(v, Tensor) and v.dim())
         return len(next(tensors))
 
     def start(self, batch: dict[str, Any] | None = None) -> None:
-        """Forget the outputs of the last micro-batch.
+        """Forget the outputs of the previous micro-batch, and expect a forward with a new batch.
 
         Args:
-            batch: The arguments that the forward should get, on the device. None: any.
+            batch: The arguments that the forward should get, on the device, or None if any
+                arguments are accepted.
         """
         self.outputs = None
         self._batch = None
         if batch is not None:
             self._batch = {name: (value, _version(value)) for name, value in batch.items()}
 
-    def _gets_the_batch(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Whether a forward gets the entries of the batch as they were handed out."""
+    def _is_called_with_batch(self, args: tuple, kwargs: dict[str, Any]) -> bool:
+        """Return whether a forward is called with exactly the batch that the loader handed out.
+
+        The tensors must be the same objects, not changed in place. Labels may be omitted, and
+        arguments that do not affect the loss, such as `return_dict`, are ignored.
+
+        Args:
+            args: The positional arguments of the forward.
+            kwargs: The keyword arguments of the forward.
+
+        Returns:
+            True also if no batch is expected.
+        """
         if self._batch is None:
             return True
-        named = {
+        arguments = {
             name: value
             for name, value in named_arguments(unwrapped(self.model), args, kwargs).items()
-            if name not in HARMLESS and value is not None
+            if name not in IRRELEVANT_ARGUMENTS and value is not None
         }
-        expected = {name: value for name, (value, _) in self._batch.items() if value is not None}
-        without_labels = {name for name in expected if name not in LABELS}
-        if named.keys() not in (expected.keys(), without_labels):
+        expected = {name for name, (value, _) in self._batch.items() if value is not None}
+        expected_without_labels = expected.difference(LABELS)
+        if arguments.keys() not in (expected, expected_without_labels):
             return False
-        return all(
-            value is self._batch[name][0] and _version(value) == self._batch[name][1]
-            for name, value in named.items()
-        )
+        for name, value in arguments.items():
+            expected_value, expected_version = self._batch[name]
+            if value is not expected_value or _version(value) != expected_version:
+                return False
+        return True
 
-    def _is_watched(self, model: nn.Module) -> bool:
+    def _should_record(self, model: nn.Module) -> bool:
+        """Return whether a forward of the model or its wrapper is one to record: in training mode,
+        with gradients, for a micro-batch that waits for its backward, and not one of a proof.
+        """
         is_training = model.training and torch.is_grad_enabled()
-        return is_training and self.is_open() and not self._is_proving
+        return is_training and self.is_waiting_for_backward() and not self._is_proving
 
-    def _before(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Called before each forward of the model."""
-        if not self._is_watched(model):
+    def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the unwrapped model: begin a training forward; if hf_ga refuses it,
+        leave the micro-batch before the error is raised.
+        """
+        if not self._should_record(model):
             return
         try:
-            self._begin(model, args, kwargs)
+            self._begin_forward(args, kwargs)
         except HfGaError:
-            self.give_up()
+            self.leave_micro_batch()
             raise
 
-    def _begin(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Begin the forward of a micro-batch; prove the model on its arguments if that is due.
+    def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Check and record the arguments of a training forward, and first prove the model on them
+        if it is not proven yet, or if they are not the batch that the loader handed out.
+
+        Args:
+            args: The positional arguments of the forward.
+            kwargs: The keyword arguments of the forward.
 
         Raises:
-            ConfigError: If the model runs twice on one batch, or the loop normalises the loss.
+            ConfigError: If the model runs twice on one batch, or the loop normalizes the loss.
         """
         if kwargs.get("num_items_in_batch") is not None:
             raise ConfigError(
@@ -151,10 +194,12 @@ class ForwardWatch:
                 "same dropout: compute the loss from one forward, or call model.eval() or "
                 "torch.no_grad() around the other one."
             )
-        self._given = args, kwargs
-        self.criteria.turn_off()
+        self._args = args
+        self._kwargs = kwargs
+        self.criteria.turn_off()  # loss functions inside of the model are not the loop's
+        # `prove` is set for the first forward of a model that is not proven yet.
         prove = self.prove
-        if prove is None and not self._gets_the_batch(args, kwargs):
+        if prove is None and not self._is_called_with_batch(args, kwargs):
             prove = self.prove_again
         if prove is not None:
             self.prove = None
@@ -163,45 +208,73 @@ class ForwardWatch:
                 prove(args, kwargs)
             finally:
                 self._is_proving = False
-            self.criteria.turn_off()  # the forward goes on
+            self.criteria.turn_off()  # the proof turned it on, but the forward is still to come
 
-    def _after(self, model: nn.Module, args: tuple, output: Any) -> Any:
-        """Called after each forward of the model: keep what it returned."""
-        if not self.is_open() or self._is_proving:
+    def _after_forward(self, model: nn.Module, args: tuple, output: Any) -> Any:
+        """Forward hook of the unwrapped model: record what it returned, and watch the loss
+        functions that the loop calls from now on.
+
+        Returns:
+            The outputs with logits that are computed when the loop reads them; None, which leaves
+            the outputs as they are, for a forward of a proof or outside of a micro-batch.
+        """
+        if not self.is_waiting_for_backward() or self._is_proving:
             return None
-        output = readable(output)
-        if self._is_watched(model):
-            self._keep(output)
+        output = make_readable(output)
+        if self._should_record(model):
+            self._record(output)
             self.criteria.turn_on()
         return output
 
-    def _note(self, model: nn.Module, args: tuple, output: Any) -> None:
-        if self._is_watched(model):
-            self._keep(output)
+    def _after_wrapper_forward(self, model: nn.Module, args: tuple, output: Any) -> None:
+        """Forward hook of a wrapper such as DDP: record its outputs in place of the inner model's,
+        as these are the ones that the loop gets.
+        """
+        if self._should_record(model):
+            self._record(output)
 
-    def _keep(self, outputs: Any) -> None:
+    def _record(self, outputs: Any) -> None:
+        """Store a forward's outputs and, if `records_tensors`, the version counters of their
+        tensors.
+        """
         self.outputs = outputs
-        if self._notes_tensors:
+        if self._records_tensors:
             tensors = named_tensors(outputs)
-            self._noted = {name: (tensor, tensor._version) for name, tensor in tensors.items()}
+            self._recorded_tensors = {
+                name: (tensor, tensor._version) for name, tensor in tensors.items()
+            }
 
-    def returned(self, outputs: Any) -> bool:
-        """Whether outputs are what the last watched forward returned, with unchanged tensors."""
+    def is_unchanged(self, outputs: Any) -> bool:
+        """Return whether outputs are the very object that the recorded forward returned, with the
+        same tensors, not changed in place.
+
+        Needs `records_tensors`.
+
+        Args:
+            outputs: What the loop passed to `accelerator.backward`.
+        """
         if outputs is not self.outputs:
             return False
         tensors = named_tensors(outputs)
-        return tensors.keys() == self._noted.keys() and all(
-            tensor is self._noted[name][0] and tensor._version == self._noted[name][1]
-            for name, tensor in tensors.items()
-        )
+        if tensors.keys() != self._recorded_tensors.keys():
+            return False
+        for name, tensor in tensors.items():
+            recorded_tensor, recorded_version = self._recorded_tensors[name]
+            if tensor is not recorded_tensor or tensor._version != recorded_version:
+                return False
+        return True
 
 
-def loss_of(outputs: Any) -> Tensor | None:
-    """Return the loss of a model's own head; None if there is none.
+def model_loss_of(outputs: Any) -> Tensor | None:
+    """Return the loss that a model itself computed from its labels, out of its outputs.
 
-    It is `outputs.loss`, a tuple's first entry if that is one number, or a scalar itself.
+    It is `outputs.loss`, the first entry of a tuple if that is a scalar, or `outputs` if that is a
+    scalar tensor. Logits that are not computed yet stay so.
+
+    Returns:
+        None if there is no loss, or one that does not require a gradient.
     """
-    if isinstance(outputs, _ComputedWhenRead):
+    if isinstance(outputs, _LazyOutputs):
         loss = dict.get(outputs, "loss")
     else:
         first = outputs[0] if type(outputs) is tuple and outputs else outputs
@@ -211,120 +284,162 @@ def loss_of(outputs: Any) -> Tensor | None:
     return None
 
 
-def tensors_of(outputs: Any, *, with_gradient: bool = True) -> list[Tensor]:
-    """Return all tensors in a model's outputs with a gradient, except its loss.
+def output_tensors(outputs: Any, *, requires_grad: bool = True) -> list[Tensor]:
+    """Collect the tensors in a model's outputs, also from nested dicts, lists and tuples.
 
-    Logits that are not computed yet are replaced by what they will be computed from.
+    Logits that are computed lazily are replaced by the hidden states that they are computed from.
 
     Args:
         outputs: What a model returned.
-        with_gradient: False for all floating-point tensors.
+        requires_grad: If True, collect the tensors that require a gradient, except the model's own
+            loss; if False, collect all floating-point tensors.
     """
-    loss = loss_of(outputs)
-    found: list[Tensor] = []
-    if isinstance(outputs, _ComputedWhenRead):
-        _collect(list(dict.values(outputs)), found)
+    loss = model_loss_of(outputs)
+    tensors: list[Tensor] = []
+    if isinstance(outputs, _LazyOutputs):
+        _collect_tensors(list(dict.values(outputs)), tensors)
     else:
-        _collect(outputs, found)
-    computed_from = getattr(outputs, "__dict__", {}).get(COMPUTED_FROM, [])
-    for made, hidden in computed_from:
-        found = [hidden if tensor is made else tensor for tensor in found]
-    if not with_gradient:
-        return [tensor for tensor in found if tensor.is_floating_point()]
-    return [tensor for tensor in found if tensor is not loss and tensor.requires_grad]
+        _collect_tensors(outputs, tensors)
+    logits_and_hidden = getattr(outputs, "__dict__", {}).get(LOGITS_AND_HIDDEN, [])
+    for logits, hidden in logits_and_hidden:
+        tensors = [hidden if tensor is logits else tensor for tensor in tensors]
+    if not requires_grad:
+        return [tensor for tensor in tensors if tensor.is_floating_point()]
+    return [tensor for tensor in tensors if tensor is not loss and tensor.requires_grad]
 
 
-def _collect(value: Any, found: list[Tensor]) -> None:
-    """Add all tensors in a model's outputs to a list."""
-    if isinstance(value, LazyLogits):
-        found.append(value.hidden)
-    elif isinstance(value, Tensor):
-        found.append(value)
-    elif isinstance(value, Mapping):
-        for entry in value.values():
-            _collect(entry, found)
-    elif isinstance(value, list | tuple):
-        for entry in value:
-            _collect(entry, found)
-
-
-def readable(outputs: Any) -> Any:
-    """Let the logits in outputs be computed when somebody reads them; then they are plain tensors.
+def _collect_tensors(value: Any, tensors: list[Tensor]) -> None:
+    """Append all tensors in a (nested) value of a model's outputs to a list.
 
     Args:
-        outputs: What a model returned. A `ModelOutput` with lazy logits becomes one whose class
-            changes back when anything but its loss is read. Of another mapping or a tuple the
-            lazy logits are computed at once.
+        value: A tensor, lazy logits (their hidden states are appended), a mapping, list or tuple of
+            these; anything else is ignored.
+        tensors: The list, changed in place.
+    """
+    if isinstance(value, LazyLogits):
+        tensors.append(value.hidden)
+    elif isinstance(value, Tensor):
+        tensors.append(value)
+    elif isinstance(value, Mapping):
+        for entry in value.values():
+            _collect_tensors(entry, tensors)
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            _collect_tensors(entry, tensors)
+
+
+def make_readable(outputs: Any) -> Any:
+    """Prepare a model's outputs with lazy logits for a user's loop, which expects plain tensors.
+
+    A `ModelOutput` stays lazy: its class is replaced, in place, by one that computes the logits
+    when anything but the loss is read. In a plain dict or a tuple, the logits are computed now.
+
+    Args:
+        outputs: What a model returned.
+
+    Returns:
+        The outputs; the same object if there are no lazy logits.
     """
     if isinstance(outputs, LazyLogits):
         return outputs.values()
     if isinstance(outputs, tuple) and any(isinstance(v, LazyLogits) for v in outputs):
-        return type(outputs)(readable(value) for value in outputs)
-    if not isinstance(outputs, dict) or not any(
-        isinstance(value, LazyLogits) for value in dict.values(outputs)
-    ):
+        return type(outputs)(make_readable(value) for value in outputs)
+    if not isinstance(outputs, dict):
+        return outputs
+    if not any(isinstance(value, LazyLogits) for value in dict.values(outputs)):
         return outputs
     if type(outputs) is dict:
-        return {name: readable(value) for name, value in outputs.items()}
-    object.__setattr__(outputs, "__class__", _computed_when_read(type(outputs)))
+        return {name: make_readable(value) for name, value in outputs.items()}
+    object.__setattr__(outputs, "__class__", _lazy_class_of(type(outputs)))
     return outputs
 
 
-@lru_cache(None)  # making a class registers it with torch's pytrees
-def _computed_when_read(kind: type) -> type:
-    return type(kind.__name__, (_ComputedWhenRead, kind), {"_kind": kind})
+@lru_cache(None)  # making a class registers it with torch's pytrees, so make it once
+def _lazy_class_of(output_class: type) -> type:
+    """Return the subclass of a `ModelOutput` class whose logits are computed on first access."""
+    bases = (_LazyOutputs, output_class)
+    return type(output_class.__name__, bases, {"_output_class": output_class})
 
 
-class _ComputedWhenRead:
-    """Mixed into the class of a model's outputs while their logits are not computed."""
+class _LazyOutputs:
+    """Mixin for the class of a model's outputs while their logits are not computed yet.
 
-    _kind: type
+    Reading the loss computes nothing; any other access computes the logits, and gives the object
+    its original class back.
+    """
+
+    _output_class: type  # the original class
 
     def __getattribute__(self, name: str) -> Any:
+        """Read an attribute; any but the loss first computes the logits."""
         if name not in ("loss", "__class__", "__dict__"):
-            _compute(self)
+            _compute_logits(self)
         return object.__getattribute__(self, name)
 
     def __getitem__(self, key: Any) -> Any:
+        """Read an entry by name or index; any but the loss first computes the logits."""
         if key == "loss":
             return dict.__getitem__(self, key)
         if key == 0 and next(iter(dict.keys(self)), None) == "loss":
             return dict.__getitem__(self, "loss")
-        return _compute(self)[key]
+        return _compute_logits(self)[key]
 
     def __iter__(self) -> Any:
-        return iter(_compute(self))
+        """Compute the logits, and iterate over the names of the outputs."""
+        return iter(_compute_logits(self))
 
     def __len__(self) -> int:
+        """Return the number of outputs, without computing the logits."""
         return dict.__len__(self)
 
     def __reduce__(self) -> Any:
-        return _compute(self).__reduce__()
+        """Compute the logits, and pickle the outputs as their original class does."""
+        return _compute_logits(self).__reduce__()
 
 
-def _compute(outputs: Any) -> Any:
-    """Compute the logits and give the outputs their own class back."""
-    object.__setattr__(outputs, "__class__", type(outputs)._kind)
-    computed_from = []
+def _compute_logits(outputs: Any) -> Any:
+    """Compute the lazy logits of a model's outputs in place, and restore the outputs' class.
+
+    The hidden states that the logits were computed from are kept in an attribute, where
+    `output_tensors` finds them.
+
+    Args:
+        outputs: Outputs whose class is one of `_lazy_class_of`.
+
+    Returns:
+        The same object.
+    """
+    object.__setattr__(outputs, "__class__", type(outputs)._output_class)
+    logits_and_hidden = []
     for name, value in list(dict.items(outputs)):
         if isinstance(value, LazyLogits):
-            made = value.values()
-            dict.__setitem__(outputs, name, made)
-            vars(outputs)[name] = made
-            computed_from.append((made, value.hidden))
-    vars(outputs)[COMPUTED_FROM] = computed_from
+            logits = value.values()
+            dict.__setitem__(outputs, name, logits)
+            vars(outputs)[name] = logits
+            logits_and_hidden.append((logits, value.hidden))
+    vars(outputs)[LOGITS_AND_HIDDEN] = logits_and_hidden
     return outputs
 
 
 def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a forward by their names."""
+    """Return the arguments of a model's forward by name; those of its `**kwargs` are merged in.
+
+    Args:
+        model: The unwrapped model.
+        args: The positional arguments.
+        kwargs: The keyword arguments.
+
+    Raises:
+        ConfigError: If the forward does not accept them, or takes `*args`, which have no names.
+    """
+    # Accelerate replaces `forward` for mixed precision, and keeps the model's own here.
     forward = getattr(model, "_original_forward", model.forward)
     signature = inspect.signature(forward)
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise ConfigError(f"the model cannot be called so: {error}.") from error
-    named: dict[str, Any] = {}
+        raise ConfigError(f"the model cannot be called with these arguments: {error}.") from error
+    arguments: dict[str, Any] = {}
     for name, value in bound.arguments.items():
         kind = signature.parameters[name].kind
         if kind is inspect.Parameter.VAR_POSITIONAL:
@@ -333,7 +448,7 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> di
                 "with other samples: give its arguments names."
             )
         if kind is inspect.Parameter.VAR_KEYWORD:
-            named |= value
+            arguments |= value
         else:
-            named[name] = value
-    return named
+            arguments[name] = value
+    return arguments

@@ -1,4 +1,4 @@
-"""The proof of a model before it is sharded."""
+"""Proves models before FSDP shards them in `accelerator.prepare`."""
 
 from dataclasses import replace
 from functools import partial
@@ -18,17 +18,21 @@ def prove_before_sharding(
     accelerator: accelerate.Accelerator,
     models: list[nn.Module],
     loaders: list[DataLoader],
-    given: Given,
+    loss_settings: Given,
 ) -> None:
-    """Prove models on the first loader's samples, and remember the result.
+    """Prove the trainable models of an `accelerator.prepare` call before FSDP shards them, and
+    store the results for their training.
 
-    A sharded model cannot be proven (FSDP1), or in half precision only (FSDP2).
+    The proof tests by trial forwards and backwards how a model's loss adds up over samples. It
+    cannot be done later: FSDP1's sharded model cannot be proven at all, and FSDP2's only in half
+    precision. The samples come from the dataset of the first loader. Without a loader, an FSDP2
+    model is left to be proven in its first window.
 
     Args:
-        accelerator: The accelerator, which shards.
-        models: Those that are prepared now.
-        loaders: Those that are prepared in the same call, as the user made them.
-        given: What was given to the accelerator about the model's loss.
+        accelerator: The accelerator, with FSDP.
+        models: The models that are prepared now, not sharded yet.
+        loaders: The DataLoaders that are prepared in the same call, as the user made them.
+        loss_settings: The user's settings for the models' loss and their proof.
 
     Raises:
         ConfigError: If there is no loader under FSDP1.
@@ -45,17 +49,19 @@ def prove_before_sharding(
         prove = partial(
             prove_targets,
             model,
-            _spread_samples(loaders[0].dataset),
+            _evenly_spaced_samples(loaders[0].dataset),
             loaders[0].collate_fn,
-            whole_batch=given.whole_batch,
-            allow_split_dependent_randomness=given.allow_split_dependent_randomness,
+            whole_batch=loss_settings.whole_batch,
+            allow_split_dependent_randomness=loss_settings.allow_split_dependent_randomness,
             speed_ups=default_speed_ups(model, accelerator),
         )
-        rule = prove_where_weights_are(accelerator, model, prove, [given.whole_batch])
-        remember(accelerator, model, replace(given, rule=rule))
+        rule = prove_where_weights_are(accelerator, model, prove, [loss_settings.whole_batch])
+        remember(accelerator, model, replace(loss_settings, rule=rule))
 
 
-def _spread_samples(dataset: Any) -> list[Any]:
-    """Take samples at equal distances over a whole dataset."""
+def _evenly_spaced_samples(dataset: Any) -> list[Any]:
+    """Return samples for a proof at equal distances over the whole dataset: at least
+    `NUM_PROOF_SAMPLES`, or all samples of a smaller dataset.
+    """
     step = max(1, len(dataset) // NUM_PROOF_SAMPLES)
     return [dataset[index] for index in range(0, len(dataset), step)]

@@ -1,4 +1,6 @@
-"""What `save_state` keeps beside Accelerate's own files, so that a run can resume in any layout."""
+"""Saves what a checkpoint of `save_state` needs besides Accelerate's own files, so that a run can
+resume on any number of processes with any batch size.
+"""
 
 import copy
 import json
@@ -15,18 +17,19 @@ from hf_ga.accelerator.loader import WindowedDataLoader
 from hf_ga.errors import CheckpointError, ConfigError
 from hf_ga.parallel.fsdp import is_sharded
 
-FILE = "hf_ga_state.json"
+STATE_FILE_NAME = "hf_ga_state.json"
 
 
 @dataclass(frozen=True)
 class SavedState:
-    """The content of `hf_ga_state.json`.
+    """The content of a checkpoint's `hf_ga_state.json`.
 
     Attributes:
-        num_processes: Of the run that saved. A prepared scheduler steps so often per update.
-        loaders: The position of each prepared loader that handed out windows; None for others.
-        passes_own_loss: The loop passes the model's own loss. A resumed run then uses packing from
-            its first window on, as the run that was not stopped.
+        num_processes: The number of processes of the run that saved the checkpoint, which is how
+            often Accelerate steps a prepared scheduler per update.
+        loaders: The position of each prepared loader that yielded windows; None for the others.
+        passes_own_loss: Whether the loop passed the model's own loss to `backward`. Then a resumed
+            run uses packing from its first window on, as the uninterrupted run does.
     """
 
     num_processes: int
@@ -34,21 +37,25 @@ class SavedState:
     passes_own_loss: bool = False
 
     def write(self, folder: Path) -> None:
-        """Write the file; for the main process."""
+        """Write this state to `hf_ga_state.json` in a checkpoint's folder, which is created if
+        needed.
+
+        Only the main process may call it.
+        """
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / FILE).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        (folder / STATE_FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
 
     @staticmethod
     def read(folder: Path) -> "SavedState | None":
-        """Read the file of a folder.
+        """Read the state from `hf_ga_state.json` in a checkpoint's folder.
 
         Returns:
-            None if the folder was saved without hf_ga.
+            The state, or None if the checkpoint was saved without hf_ga.
 
         Raises:
             CheckpointError: If the file is damaged.
         """
-        path = folder / FILE
+        path = folder / STATE_FILE_NAME
         if not path.exists():
             return None
         try:
@@ -59,57 +66,67 @@ class SavedState:
             ) from error
 
 
-class ScheduleStart:
-    """A prepared scheduler as it was before training, to step it again on other processes.
+class InitialSchedulerState:
+    """The state of a prepared learning rate scheduler before training, from which it can be stepped
+    again after a resume on another number of processes.
 
-    Accelerate steps a prepared scheduler once per process and update, and the scripts build their
-    schedules for that. So after a resume on another number of processes, the schedule is where it
-    would be after as many updates there.
+    Accelerate steps a prepared scheduler once per process in each update, and scripts build their
+    schedules for that. So after a resume on another number of processes, the scheduler must be
+    where the same number of updates on this number of processes would have brought it.
 
     Args:
         prepared: The prepared scheduler, before its first step.
     """
 
     def __init__(self, prepared: AcceleratedScheduler) -> None:
+        """Copy the state of a prepared scheduler and its optimizer's learning rates."""
         self.prepared = prepared
         scheduler = prepared.scheduler
-        self.state = copy.deepcopy(scheduler.state_dict())
-        self.rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+        self.state_dict = copy.deepcopy(scheduler.state_dict())
+        self.learning_rates = [group["lr"] for group in scheduler.optimizer.param_groups]
 
-    def convert(self, saved_processes: int, num_processes: int) -> None:
-        """Put the scheduler where it is after as many updates on another number of processes.
+    def convert(self, saved_num_processes: int, num_processes: int) -> None:
+        """Convert a learning rate scheduler that was restored from a checkpoint to another number
+        of processes, at the same update.
+
+        Does nothing for a scheduler that steps once per update on any number of processes.
 
         Args:
-            saved_processes: Of the run that saved.
-            num_processes: Of this run.
+            saved_num_processes: The number of processes of the run that saved the checkpoint.
+            num_processes: The number of processes of this run.
         """
         prepared = self.prepared
         if prepared.split_batches or not prepared.step_with_optimizer:
-            return  # it steps once per update, on any number of processes
-        num_updates = prepared.scheduler.last_epoch // saved_processes
-        self.step_again(num_updates * num_processes)
+            return
+        num_updates = prepared.scheduler.last_epoch // saved_num_processes
+        self.step_from_start(num_updates * num_processes)
 
-    def step_again(self, num_steps: int) -> None:
-        """Put the scheduler where it is after `num_steps` steps."""
+    def step_from_start(self, num_steps: int) -> None:
+        """Reset the learning rate scheduler and the optimizer's learning rates to their initial
+        state, and step the scheduler `num_steps` times.
+        """
         scheduler = self.prepared.scheduler
-        scheduler.load_state_dict(copy.deepcopy(self.state))
-        for group, rate in zip(scheduler.optimizer.param_groups, self.rates, strict=True):
-            group["lr"] = rate
+        scheduler.load_state_dict(copy.deepcopy(self.state_dict))
+        param_groups = scheduler.optimizer.param_groups
+        for group, learning_rate in zip(param_groups, self.learning_rates, strict=True):
+            group["lr"] = learning_rate
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # the optimizer's steps were made before
+            # torch warns of scheduler steps without optimizer steps, which were made before.
+            warnings.simplefilter("ignore")
             for _ in range(num_steps):
                 scheduler.step()
 
 
 def check_can_save(accelerator: accelerate.Accelerator, *, is_complete: bool) -> None:
-    """Check that a state that is saved now can be resumed from.
+    """Check, in `save_state`, that a run can resume from a checkpoint that is saved now.
 
     Args:
-        accelerator: The accelerator.
-        is_complete: Whether all micro-batches of the window had their backward.
+        accelerator: The accelerator of the loop.
+        is_complete: Whether every micro-batch of the current window had its backward.
 
     Raises:
-        ConfigError: If gradients would be lost, or FSDP1 would crash.
+        ConfigError: If the gradients of an incomplete window would be lost, or if saving would
+            crash the process (FSDP1 on a CPU).
     """
     if not is_complete:
         raise ConfigError(
@@ -124,27 +141,39 @@ def check_can_save(accelerator: accelerate.Accelerator, *, is_complete: bool) ->
         )
 
 
-def positions_of(loaders: Iterable[Any]) -> list[dict[str, Any] | None]:
-    """Return the position of each prepared loader; None for those that handed out no windows."""
+def loader_positions(loaders: Iterable[Any]) -> list[dict[str, Any] | None]:
+    """Return the position in its epoch of each prepared loader, for a checkpoint.
+
+    None for loaders that yielded no windows, such as those of an evaluation.
+    """
     return [
-        loader.state() if isinstance(loader, WindowedDataLoader) and loader.has_begun else None
+        loader.position_state()
+        if isinstance(loader, WindowedDataLoader) and loader.has_yielded_windows
+        else None
         for loader in loaders
     ]
 
 
 def restore_positions(loaders: list[Any], positions: list[dict[str, Any] | None]) -> None:
-    """Let loaders continue where those of a saved run were, in the same order."""
+    """Let prepared loaders continue at the positions of a checkpoint.
+
+    Args:
+        loaders: The prepared loaders, in the order in which the saved run prepared them.
+        positions: The saved positions; a loader whose position is None is not changed.
+    """
     for loader, position in zip(loaders, positions, strict=False):
         if position is not None and isinstance(loader, WindowedDataLoader):
-            loader.restore(position)
+            loader.restore_position(position)
 
 
 def folder_to_load(input_dir: str | None, project_dir: str | None) -> Path:
-    """Return the folder from which `load_state` loads.
+    """Return the folder of the checkpoint that `load_state` loads.
 
     Args:
-        input_dir: What the script passed. None: Accelerate loads its newest checkpoint.
-        project_dir: Where Accelerate makes its checkpoints.
+        input_dir: The folder that the script passed to `load_state`, or None for the newest
+            checkpoint in `project_dir`, as Accelerate does.
+        project_dir: The accelerator's project folder; its checkpoints are named
+            `checkpoints/checkpoint_0`, `checkpoint_1`, ...
     """
     if input_dir is not None:
         return Path(input_dir).expanduser()

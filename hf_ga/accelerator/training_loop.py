@@ -1,4 +1,4 @@
-"""The training loop of a user: the window that it is in, and its micro-batches one by one."""
+"""Drives the engine for a user's own training loop, micro-batch by micro-batch."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,15 +13,15 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from hf_ga.accelerator.call_order import CallOrder, check_syncs
-from hf_ga.accelerator.criteria import CriteriaWatch
+from hf_ga.accelerator.call_order import CallOrder, check_gradient_sync
+from hf_ga.accelerator.criteria import CriteriaRecorder
 from hf_ga.accelerator.engines import engine_if_provable, rule_for_loop
 from hf_ga.accelerator.first_forward import prove_first_forward
 from hf_ga.accelerator.loader import WindowedDataLoader
 from hf_ga.accelerator.loss_checks import LossChecks
-from hf_ga.accelerator.loss_comparison import GivenSum, Seen
-from hf_ga.accelerator.loss_terms import LossTerms, check_is_number
-from hf_ga.accelerator.outputs import ForwardWatch
+from hf_ga.accelerator.loss_comparison import MicroBatchRecord, SumPassedByLoop
+from hf_ga.accelerator.loss_terms import LossTerms, check_has_one_element
+from hf_ga.accelerator.outputs import ForwardRecorder
 from hf_ga.errors import ConfigError, DataError, HfGaError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import unwrapped
@@ -33,173 +33,225 @@ from hf_ga.training import Given, engine_for
 
 
 class TrainingLoop:
-    """Runs the engine for a loop that fetches batches and calls `backward` itself.
+    """Runs the engine for a user's loop, which fetches batches and calls `accelerator.backward`.
 
     Args:
         accelerator: The accelerator of the loop.
-        given: What was given to it about the model's loss.
+        loss_settings: The user's settings for the model's loss and its proof.
 
     Attributes:
-        order: Where the loop is in its window.
-        terms: Makes the backward of what the loop passes.
-        engine: Of the window. None before the first one, and before the first forward of a model
-            that is proven there.
+        call_order: Tracks the loop's calls within the window.
+        loss_terms: Runs the backward of the losses that the loop passes.
+        engine: The engine of the current window. None before the first window, and before the first
+            forward of a model that is proven in that forward.
     """
 
-    def __init__(self, accelerator: accelerate.Accelerator, given: Given) -> None:
+    def __init__(self, accelerator: accelerate.Accelerator, loss_settings: Given) -> None:
+        """Start before the first window, with no prepared model."""
         self.accelerator = accelerator
-        self.given = given
-        self.order = CallOrder()
-        self.terms = LossTerms(LossChecks(can_differentiate=not is_sharded(accelerator)))
+        self.loss_settings = loss_settings
+        self.call_order = CallOrder()
+        self.loss_terms = LossTerms(LossChecks(can_differentiate=not is_sharded(accelerator)))
         self.engine: Engine | None = None
-        self._prepared: dict[nn.Module, nn.Module] = {}  # the model inside -> the prepared one
-        self._watches: dict[nn.Module, ForwardWatch] = {}
-        self._criteria = CriteriaWatch()
-        self._micro_batch = ExitStack()  # of the micro-batch that was handed out
-        self._window = ExitStack()
-        self._random_states: dict[str, bytes] = {}  # before a forward in which a model is proven
+        self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
+        self._recorders: dict[nn.Module, ForwardRecorder] = {}  # of prepared models
+        self._criteria = CriteriaRecorder()
+        # Context managers that are entered when a micro-batch is handed out, until its backward,
+        # and those of the window.
+        self._micro_batch_contexts = ExitStack()
+        self._window_contexts = ExitStack()
+        # The random generators' states when a batch was handed out whose forward is a proof.
+        self._random_states: dict[str, bytes] = {}
 
     def add_model(self, prepared: nn.Module) -> None:
-        """Called when a model was prepared."""
-        self._prepared[unwrapped(prepared)] = prepared
+        """Register a model that `accelerator.prepare` returns."""
+        self._prepared_models[unwrapped(prepared)] = prepared
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Leave the window, and remove all hooks from the prepared models."""
         self.leave_micro_batch()
-        self._window.close()
-        for watch in self._watches.values():
-            watch.remove()
+        self._window_contexts.close()
+        for recorder in self._recorders.values():
+            recorder.remove()
 
     @property
     def is_in_windows(self) -> bool:
-        """Whether the active loader hands out windows."""
+        """Whether the loader that the user iterates over yields windows now, which is not so in an
+        evaluation.
+        """
         active = self.accelerator.gradient_state.active_dataloader
-        return isinstance(active, WindowedDataLoader) and active.in_windows
+        return isinstance(active, WindowedDataLoader) and active.is_yielding_windows
 
     def training_model(self) -> nn.Module | None:
-        """Return the prepared model that is in training mode and has something to train.
+        """Return the prepared model that is in training mode and has trainable parameters.
+
+        Returns:
+            None if there is no such model, as in an evaluation.
 
         Raises:
             ConfigError: If there are several.
         """
-        # Of a model under DDP, Accelerate's list has the model inside.
-        bases = dict.fromkeys(unwrapped(model) for model in self.accelerator._models)
-        found = [base for base in bases if base.training and is_trainable(base)]
-        if not found:
+        # For a model under DDP, Accelerate's list contains the model inside the wrapper.
+        unwrapped_models = dict.fromkeys(unwrapped(model) for model in self.accelerator._models)
+        in_training = [
+            model for model in unwrapped_models if model.training and is_trainable(model)
+        ]
+        if not in_training:
             return None
-        if len(found) > 1:
-            names = ", ".join(type(base).__name__ for base in found)
+        if len(in_training) > 1:
+            names = ", ".join(type(model).__name__ for model in in_training)
             raise ConfigError(
-                f"{len(found)} prepared models are in training mode ({names}), but a window is "
-                "that of one model: put them into one nn.Module and prepare that, or call eval() "
-                "or requires_grad_(False) on those that are not trained."
+                f"{len(in_training)} prepared models are in training mode ({names}), but a window "
+                "can train one model only: put them into one nn.Module and prepare that, or call "
+                "eval() or requires_grad_(False) on those that are not trained."
             )
-        return self._prepared.get(found[0], found[0])
+        model = in_training[0]
+        return self._prepared_models.get(model, model)
 
     def micro_batches(
-        self, model: nn.Module, window: Window, *, has_names: bool
+        self, model: nn.Module, window: Window, *, batches_are_mappings: bool
     ) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Hand out the micro-batches of a window.
+        """Begin a window, and hand out its micro-batches on this rank one by one.
+
+        Sets Accelerate's `step` and `sync_gradients` for each of them.
 
         Args:
             model: The prepared model that is trained.
             window: The window.
-            has_names: Whether the user's collate function returns named entries, so that the model
-                can be called with them for its proof.
+            batches_are_mappings: Whether the user's collate function returns mappings, so that
+                the proof can call `model(**batch)`.
 
         Yields:
-            A batch on the device, and whether it is the last one of the window.
+            (batch on the device, whether it is the last one of the window).
+
+        Raises:
+            ConfigError: If the loop fetches a batch before the backward of the previous one.
         """
         self._check_fetch()
-        window = self._begin_window(model, window, has_names)
-        num_calls = window.request.most_micro_batches
-        for index in range(num_calls):
+        window = self._begin_window(model, window, batches_are_mappings)
+        num_micro_batches = window.request.most_micro_batches  # the same on all ranks
+        for index in range(num_micro_batches):
             self._check_fetch()
-            self.order.begin_micro_batch(index)
-            is_last = index == num_calls - 1
+            self.call_order.begin_micro_batch(index)
+            is_last = index == num_micro_batches - 1
             self.accelerator.step = index + 1
             self.accelerator.gradient_state._set_sync_gradients(is_last)
             if self.engine is None:
-                batch = self._first_batch(model, window)
+                batch = self._first_batch_to_prove(model, window)
             else:
                 batch = self._enter_micro_batch(model, index)
             yield batch, is_last
 
     def backward(self, loss: Any, num_targets: float | Tensor | None) -> Tensor | None:
-        """See `Accelerator.backward`."""
-        order = self.order
-        if not order.is_waiting:
-            raise order.unexpected_backward(is_in_evaluation=self._is_in_evaluation())
+        """Run the backward of the current micro-batch, and finish the window after its last one.
+
+        Finishing sums the gradients over all ranks and raises errors that were kept for the end of
+        the window.
+
+        Args:
+            loss: See `Accelerator.backward`.
+            num_targets: See `Accelerator.backward`.
+
+        Returns:
+            With `whole_batch`, the loss of the whole window; otherwise None.
+
+        Raises:
+            ConfigError: If no micro-batch waits for its backward, or gradients were changed.
+            LossNotAdditive: If the loss is not one that is known to add up over micro-batches.
+        """
+        call_order = self.call_order
+        if not call_order.is_waiting:
+            raise call_order.unexpected_backward(is_in_evaluation=self._is_in_evaluation())
         if self.engine is not None:
-            order.check_gradients(self.engine, self.accelerator._optimizers)
+            call_order.check_gradients(self.engine, self.accelerator._optimizers)
         try:
-            with self._failing_on_all_ranks():
+            with self._raising_on_all_ranks():
                 self._backward(loss, num_targets)
         finally:
-            order.note_backward()
-        with self._failing_on_all_ranks():
-            self._micro_batch.close()
+            call_order.note_backward()
+        with self._raising_on_all_ranks():
+            self._micro_batch_contexts.close()
         engine = self.engine
-        if order.index == len(engine.calls) - 1:
-            self._window.close()
+        is_last_micro_batch = call_order.index == len(engine.calls) - 1
+        if is_last_micro_batch:
+            self._window_contexts.close()
             engine.end()
-            order.is_complete = True
+            call_order.is_complete = True
         else:
-            order.note_gradients(engine.parameters)
+            call_order.note_gradients(engine.parameters)
         return engine.loss.value if isinstance(engine.loss, WholeWindow) else None
 
     def leave_micro_batch(self) -> None:
-        """Give up the micro-batch that was handed out, without its backward."""
-        self.order.is_waiting = False
-        stack = self._micro_batch
-        self._micro_batch = ExitStack()
-        with contextlib.suppress(HfGaError):  # what it checks does not matter any more
-            stack.close()
+        """Give up the micro-batch that was handed out, without its backward.
+
+        Its context managers are closed; errors of hf_ga that they raise are ignored, as they are
+        about a micro-batch that does not count.
+        """
+        self.call_order.is_waiting = False
+        contexts = self._micro_batch_contexts
+        self._micro_batch_contexts = ExitStack()
+        with contextlib.suppress(HfGaError):
+            contexts.close()
 
     def leave_window(self) -> None:
-        """Give up the window, as its weights are loaded from a checkpoint."""
+        """Give up the current window, because weights are loaded from a checkpoint."""
         self.leave_micro_batch()
-        self.order.is_complete = True
+        self.call_order.is_complete = True
 
-    def check_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Before a prepared optimizer's step: the window is complete.
+    def check_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check, before a prepared optimizer steps, that the window's gradient is complete.
 
         Raises:
-            ConfigError: If not.
+            ConfigError: If it is not, or if parameters outside of the model have a gradient.
         """
-        self.order.check_step(self.engine, optimizer, parameters_of(self.given.whole_batch))
+        loss_parameters = parameters_of(self.loss_settings.whole_batch)
+        self.call_order.check_optimizer_step(self.engine, optimizer, loss_parameters)
 
     # Windows
 
-    def _begin_window(self, model: nn.Module, window: Window, has_names: bool) -> Window:
-        """Begin a window, and its engine if the model can be proven now.
+    def _begin_window(self, model: nn.Module, window: Window, batches_are_mappings: bool) -> Window:
+        """Begin a window, and its engine unless the model is proven in the loop's first forward.
+
+        Args:
+            model: The prepared model that is trained.
+            window: The window.
+            batches_are_mappings: Whether the user's collate function returns mappings, so that
+                the proof can call `model(**batch)`.
 
         Returns:
-            The window, padded to one width where the loop may average over the padding.
+            The window; if the loop's loss may average over the padding, with all micro-batches
+            padded to the same length.
+
+        Raises:
+            ConfigError: If the loop turned gradient synchronization off.
         """
-        check_syncs(model)
-        if not self.terms.passes_own_loss and self.given.whole_batch is None:
+        check_gradient_sync(model)
+        if not self.loss_terms.passes_own_loss and self.loss_settings.whole_batch is None:
             window = window.padded_to_window()
-        self.order.begin_window()
-        self.terms.begin_window()
-        self._window.close()
-        handle = register_optimizer_step_pre_hook(self._before_any_step)
-        self._window.callback(handle.remove)
+        self.call_order.begin_window()
+        self.loss_terms.begin_window()
+        self._window_contexts.close()
+        hook = register_optimizer_step_pre_hook(self._before_any_step)
+        self._window_contexts.callback(hook.remove)
         self.engine = engine_if_provable(
-            self.accelerator, model, window, self.given, has_names=has_names
+            self.accelerator,
+            model,
+            window,
+            self.loss_settings,
+            batches_are_mappings=batches_are_mappings,
         )
         if self.engine is not None:
             self._begin_engine(window)
         return window
 
     def _begin_engine(self, window: Window) -> None:
-        """Begin the window in the engine.
+        """Begin a window in its engine, without the speed-ups that the user's loop cannot have.
 
         Raises:
-            DataError: If there is no target under fp16.
+            DataError: If the window has no targets under fp16, whose scaler needs a loss.
         """
         engine = self.engine
-        passes_own_loss = self.terms.passes_own_loss
+        passes_own_loss = self.loss_terms.passes_own_loss
         engine.rule = rule_for_loop(engine.rule, self.accelerator, passes_own_loss=passes_own_loss)
         engine.begin(window, num_calls=window.request.most_micro_batches)
         if self.accelerator.scaler is not None and not engine.has_targets:
@@ -211,18 +263,33 @@ class TrainingLoop:
     def _before_any_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
     ) -> None:
+        """Step pre-hook of all torch optimizers during a window: refuse a step of an optimizer that
+        would update the model before the window's gradient is complete.
+        """
         if self.engine is not None:
-            self.order.check_other_optimizer(self.engine, optimizer)
+            self.call_order.check_other_optimizer(self.engine, optimizer)
 
     def _is_in_evaluation(self) -> bool:
-        """Whether no model was in training mode when the loader began."""
+        """Return whether an unexpected backward came because no model was in training mode.
+
+        That is so if the loader that the user iterates over yields Accelerate's own batches, as it
+        does when no model was in training mode at its beginning, or if no model is in training mode
+        now.
+        """
         active = self.accelerator.gradient_state.active_dataloader
-        hands_out_others = isinstance(active, WindowedDataLoader) and not active.in_windows
-        return hands_out_others or self.training_model() is None
+        if isinstance(active, WindowedDataLoader) and not active.is_yielding_windows:
+            return True
+        return self.training_model() is None
 
     def _check_fetch(self) -> None:
+        """Check, before a batch is handed out, that the previous one had its backward; if not,
+        leave its micro-batch before the error is raised.
+
+        Raises:
+            ConfigError: If it had not.
+        """
         try:
-            self.order.check_fetch()
+            self.call_order.check_fetch()
         except ConfigError:
             self.leave_micro_batch()
             raise
@@ -230,53 +297,80 @@ class TrainingLoop:
     # Micro-batches
 
     def _enter_micro_batch(self, model: nn.Module, index: int) -> dict[str, Any]:
-        """Put the state of a micro-batch into effect until its backward.
+        """Enter the context managers of a micro-batch (keyed dropout, speed-ups, recording), which
+        `backward` closes.
+
+        Args:
+            model: The prepared model.
+            index: The index of the micro-batch in its window (0-based).
 
         Returns:
-            Its batch on the device.
+            The micro-batch's batch on the device.
         """
         engine = self.engine
-        self._open_micro_batch(model)
-        self._micro_batch.enter_context(engine.scope())
-        batch = self._micro_batch.enter_context(engine.micro_batch(index))
-        watch = self._watch_of(model)
-        is_counted_in_forward = isinstance(engine.rule.loss, GivenSum)
-        watch.start(None if is_counted_in_forward else engine.arguments(batch))
-        watch.prove_again = partial(self._prove_again, model)
+        self._enter_recording_contexts(model)
+        self._micro_batch_contexts.enter_context(engine.scope())
+        batch = self._micro_batch_contexts.enter_context(engine.micro_batch(index))
+        recorder = self._recorder_of(model)
+        # If the loop counts the targets of its own loss, it may call the model with anything.
+        accepts_any_arguments = isinstance(engine.rule.loss, SumPassedByLoop)
+        recorder.start(None if accepts_any_arguments else engine.arguments(batch))
+        recorder.prove_again = partial(self._prove_again, model)
         return batch
 
-    def _open_micro_batch(self, model: nn.Module) -> None:
-        """Until the backward, note which loss functions are called, and do not sum gradients."""
-        self._micro_batch = ExitStack()
-        self._criteria.start(unwrapped(model))
-        self._micro_batch.callback(self._criteria.turn_off)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            self._micro_batch.enter_context(model.no_sync())  # summed once, at the end
+    def _enter_recording_contexts(self, model: nn.Module) -> None:
+        """Make the stack of a micro-batch's context managers: until its backward, the loss
+        functions that the loop calls are recorded, and DDP does not all-reduce gradients.
 
-    def _watch_of(self, model: nn.Module) -> ForwardWatch:
-        if model not in self._watches:
-            self._watches[model] = ForwardWatch(
+        Args:
+            model: The prepared model.
+        """
+        self._micro_batch_contexts = ExitStack()
+        self._criteria.start(unwrapped(model))
+        self._micro_batch_contexts.callback(self._criteria.turn_off)
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            # The engine sums the gradients over all ranks once, at the end of the window.
+            self._micro_batch_contexts.enter_context(model.no_sync())
+
+    def _recorder_of(self, model: nn.Module) -> ForwardRecorder:
+        """Return the recorder of a prepared model's forwards; make it, with its hooks, on first
+        use.
+        """
+        if model not in self._recorders:
+            self._recorders[model] = ForwardRecorder(
                 model,
-                is_open=lambda: self.order.is_waiting,
+                is_waiting_for_backward=lambda: self.call_order.is_waiting,
                 criteria=self._criteria,
-                give_up=self.leave_micro_batch,
-                notes_tensors=self.given.whole_batch is not None,
+                leave_micro_batch=self.leave_micro_batch,
+                records_tensors=self.loss_settings.whole_batch is not None,
             )
-        return self._watches[model]
+        return self._recorders[model]
 
     def _backward(self, loss: Any, num_targets: float | Tensor | None) -> None:
+        """Check what the loop passed to `accelerator.backward`, and run the backward of the current
+        micro-batch.
+
+        Args:
+            loss: The loss; with `whole_batch`, the model's outputs.
+            num_targets: The number of targets that the loss is summed over, or None.
+
+        Raises:
+            ConfigError: If, with `whole_batch`, it is not exactly what the model returned.
+            LossNotAdditive: If the loss is not one that is known to add up over micro-batches.
+        """
         engine = self.engine
         if engine is None:
             raise LossNotAdditive(
                 "the loss does not come from a training forward of the prepared model on this "
                 "batch: call the model that accelerator.prepare returned."
             )
-        watch = self._watch_of(engine.model)
-        if self.given.whole_batch is None:
-            check_is_number(loss)
-            self.terms.backward(engine, watch, self._seen(watch), loss, num_targets)
+        recorder = self._recorder_of(engine.model)
+        if self.loss_settings.whole_batch is None:
+            check_has_one_element(loss)
+            record = self._record_of_micro_batch(recorder)
+            self.loss_terms.backward(engine, recorder, record, loss, num_targets)
             return
-        if num_targets is not None or not watch.returned(loss):
+        if num_targets is not None or not recorder.is_unchanged(loss):
             raise ConfigError(
                 "with whole_batch, accelerator.backward takes what the model returned for this "
                 "micro-batch, unchanged and alone: outputs = model(**batch); "
@@ -284,23 +378,28 @@ class TrainingLoop:
             )
         engine.backward(loss)
 
-    def _seen(self, watch: ForwardWatch) -> Seen:
-        """Return what was seen of the micro-batch that waits for its backward."""
+    def _record_of_micro_batch(self, recorder: ForwardRecorder) -> MicroBatchRecord:
+        """Collect what was recorded of the micro-batch that waits for its backward, for the checks
+        of its loss.
+        """
         call = self.engine.call
         tensors = [value for value in call.batch.values() if isinstance(value, Tensor)]
-        return Seen(
-            outputs=watch.outputs,
-            means=self._criteria.found,
-            ran_outside=self._criteria.ran_outside,
+        return MicroBatchRecord(
+            outputs=recorder.outputs,
+            means=self._criteria.means,
+            submodules_run_by_loop=self._criteria.submodules_run_by_loop,
             num_samples=len(call.micro_batch),
-            num_steps=self.accelerator.gradient_accumulation_steps,
-            storages=frozenset(value.untyped_storage().data_ptr() for value in tensors),
+            num_accumulation_steps=self.accelerator.gradient_accumulation_steps,
+            batch_storages=frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors),
         )
 
     @contextmanager
-    def _failing_on_all_ranks(self) -> Iterator[None]:
-        """Keep an error of hf_ga on one of several ranks for the end of the window, where it is
-        raised on all.
+    def _raising_on_all_ranks(self) -> Iterator[None]:
+        """Let an error of hf_ga on this rank be raised on all ranks at the end of the window.
+
+        If only this rank raised at once, the others would wait for it forever in the next
+        all-reduce. The error is raised at once on a single process, before the engine exists, and
+        under FSDP, which cannot continue without this rank.
         """
         try:
             yield
@@ -315,19 +414,29 @@ class TrainingLoop:
 
     # Models that are proven in a forward of the loop
 
-    def _first_batch(self, model: nn.Module, window: Window) -> dict[str, Any]:
-        """Return the first batch of a model that is proven in its first forward."""
+    def _first_batch_to_prove(self, model: nn.Module, window: Window) -> dict[str, Any]:
+        """Return the first batch of a window whose model will be proven in its forward on this
+        batch, because it is not known how the loop calls it.
+
+        Args:
+            model: The prepared model.
+            window: The window, which has no engine yet.
+
+        Returns:
+            The batch on the device, padded to the longest sample of the window. A rank without
+            samples in the window gets one that does not count.
+        """
         window = window.padded_to_window()
         micro_batches = window.micro_batches
-        if not micro_batches:  # another rank has all samples of the window
+        if not micro_batches:  # other ranks have all samples of the window
             micro_batches = window.split([np.array([0])]).micro_batches
-        micro_batch = micro_batches[0]
-        watch = self._watch_of(model)
-        watch.start()
-        watch.prove = partial(self._prove, model, window, len(micro_batch))
-        self._open_micro_batch(model)
+        first = micro_batches[0]
+        recorder = self._recorder_of(model)
+        recorder.start()
+        recorder.prove = partial(self._prove, model, window, len(first))
+        self._enter_recording_contexts(model)
         self._random_states = random_states()
-        return send_to_device(micro_batch.batch, self.accelerator.device)
+        return send_to_device(first.batch, self.accelerator.device)
 
     def _prove(
         self,
@@ -337,57 +446,74 @@ class TrainingLoop:
         args: tuple,
         kwargs: dict[str, Any],
     ) -> None:
-        """Prove the model on the arguments of a forward that begins, then begin the window.
+        """Prove the model on the arguments of a forward that the loop has just called, and then
+        begin the window, so that this forward is the one of its first micro-batch.
+
+        Args:
+            model: The prepared model.
+            window: The window.
+            num_samples: The number of samples in the arguments.
+            args: The positional arguments of the forward.
+            kwargs: The keyword arguments of the forward.
 
         Raises:
+            ConfigError: If the arguments cannot be split into samples.
             UnkeyedRandomness: If the loop drew random numbers since it fetched the batch.
         """
         self._check_generators()
-        rule, self.terms.head = prove_first_forward(
+        rule, self.loss_terms.model_loss = prove_first_forward(
             unwrapped(model),
             args,
             kwargs,
             num_samples,
-            allow_split_dependent_randomness=self.given.allow_split_dependent_randomness,
+            allow_split_dependent_randomness=self.loss_settings.allow_split_dependent_randomness,
         )
         window.state.rules[unwrapped(model)] = rule
         window.state.pad_to_window = True
         self.engine = engine_for(self.accelerator, model, window)
         self._begin_engine(window)
-        self._micro_batch.close()
+        self._micro_batch_contexts.close()
         self._enter_micro_batch(model, 0)
-        rule.dropout.join_forward(args, kwargs)
+        rule.dropout.join_forward(args, kwargs)  # this forward has begun already
 
     def _prove_again(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Prove a model that the loop calls with something else than the batch.
+        """Prove a model once more because the loop calls it with something other than the batch
+        that it was proven on, and begin the window again.
+
+        Args:
+            model: The prepared model.
+            args: The positional arguments of the forward.
+            kwargs: The keyword arguments of the forward.
 
         Raises:
-            ConfigError: If the loop called it with the batch before.
+            ConfigError: If the loop called the model with the batch before, so that targets were
+                counted wrongly, or if there is a `whole_batch`.
         """
-        if self.given.whole_batch is not None:
+        if self.loss_settings.whole_batch is not None:
             raise ConfigError(
                 "whole_batch needs the model to be called as model(**batch), with the batch that "
                 "the loader returned: its forward runs once more before the loop's."
             )
-        if self.terms.checks.num_windows > 1 or self.order.index:
+        if self.loss_terms.checks.num_windows > 1 or self.call_order.index:
             raise ConfigError(
-                "the model was called with the entries of the batch before, and now with others "
-                "(changed labels, another mask, more arguments), so their targets were counted "
-                "wrongly: change them in the collate function."
+                "the model was called with the entries of the batch before, and is now called with "
+                "others (changed labels, another mask, more arguments), so the targets of the "
+                "window were counted wrongly: make these changes in the collate function."
             )
         num_samples = len(self.engine.call.micro_batch)
-        self._micro_batch.close()  # the proof must not run within this micro-batch's speed-ups
+        self._micro_batch_contexts.close()  # the proof must run without this one's speed-ups
         self._random_states = random_states()
         self._prove(model, self.engine.window, num_samples, args, kwargs)
 
     def _check_generators(self) -> None:
-        """Check that the loop drew no random numbers since it fetched the batch.
+        """Check that the loop drew no random numbers between fetching a batch and the forward in
+        which the model is proven, unless split-dependent randomness is allowed.
 
         Raises:
             UnkeyedRandomness: If it did.
         """
         moved = moved_generators(self._random_states)
-        if moved and not self.given.allow_split_dependent_randomness:
+        if moved and not self.loss_settings.allow_split_dependent_randomness:
             raise UnkeyedRandomness(
                 f"the loop drew from {' and '.join(moved)} between fetching a batch and its "
                 "forward: this randomness depends on the split of the window. Draw it in the "
@@ -397,5 +523,5 @@ class TrainingLoop:
 
 
 def is_trainable(model: nn.Module) -> bool:
-    """Whether a parameter of a model is trained."""
+    """Return whether a model has a parameter with `requires_grad`."""
     return any(parameter.requires_grad for parameter in model.parameters())

@@ -1,4 +1,4 @@
-"""The windows of a user's DataLoader: its samples, in the order of its sampler."""
+"""Makes the windows of a user's DataLoader: its samples, in the order of its sampler."""
 
 from collections.abc import Callable
 from functools import partial
@@ -17,7 +17,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from hf_ga.accelerator.named_entries import NamedEntries
+from hf_ga.accelerator.named_entries import DictCollator
 from hf_ga.errors import ConfigError
 from hf_ga.exact.generators import preserved_random_states, seed_generators
 from hf_ga.exact.hashing import Purpose, fold_in
@@ -29,59 +29,75 @@ from hf_ga.parallel.processes import broadcast_from_main
 
 
 def make_windows(
-    accelerator: Any, prepared: DataLoader, given: DataLoader, collate: NamedEntries, seed: int
+    accelerator: Any,
+    *,
+    prepared: DataLoader,
+    original: DataLoader,
+    collate: DictCollator,
+    seed: int,
 ) -> WindowLoader | StreamLoader:
-    """Make the windows of a user's loader: its samples, in the order of its sampler.
+    """Make a loader of windows from a user's DataLoader: the same samples, in the order of its
+    sampler, grouped by optimizer step instead of by batch.
+
+    With a `global_batch_size`, this sets the accelerator's gradient accumulation steps.
 
     Args:
         accelerator: The `hf_ga.Accelerator`.
-        prepared: The loader that Accelerate made.
-        given: The loader as the user made it.
-        collate: The user's collate function with named entries.
-        seed: Of the order.
+        prepared: The DataLoader that Accelerate made of `original`.
+        original: The DataLoader as the user made it.
+        collate: The user's collate function, wrapped so that it returns dicts.
+        seed: The seed of the order of samples; the main process's is used on all ranks.
+
+    Returns:
+        A `StreamLoader` for an iterable dataset, otherwise a `WindowLoader`.
 
     Raises:
-        ConfigError: If the loader reads its data in a way that windows cannot be made of.
+        ConfigError: If windows cannot be made because of `dispatch_batches=True`, a
+            `DistributedSampler`, or a batch sampler without a batch size.
     """
-    dataset = given.dataset
+    dataset = original.dataset
     is_stream = isinstance(dataset, IterableDataset)
     if isinstance(prepared, DataLoaderDispatcher) and not is_stream:
         raise ConfigError(
             "dispatch_batches=True reads the data on the main process only, but every process "
             "reads its own part of a window: leave dispatch_batches out."
         )
-    batch_sampler = given if is_stream else given.batch_sampler
+    batch_sampler = original if is_stream else original.batch_sampler
     batch_size = _batch_size_of(batch_sampler)
-    if isinstance(given.sampler, DistributedSampler):
+    if isinstance(original.sampler, DistributedSampler):
         raise ConfigError(
-            "a DistributedSampler shows each process a part of the samples only, but windows "
-            "are made of all of them: leave it out, Accelerate (and hf_ga) distribute them."
+            "a DistributedSampler yields only a part of the samples on each process, but windows "
+            "are made of all of them: leave it out, Accelerate (and hf_ga) distribute the samples."
         )
-    micro_batch_size, window_size = _sizes(accelerator, batch_size)
+    micro_batch_size, window_size = _micro_batch_and_window_size(accelerator, batch_size)
     settings = {
         "accelerator": accelerator,
         "per_device_batch_size": micro_batch_size,
         "global_batch_size": window_size,
         "seed": broadcast_from_main(accelerator, seed),
-        "planner": partial(plan_by_sizes, sizes=[micro_batch_size]),  # as many as Accelerate's
+        # As many micro-batches as Accelerate's loader has batches.
+        "planner": partial(plan_by_sizes, sizes=[micro_batch_size]),
         "drop_last_window": bool(getattr(batch_sampler, "drop_last", False)),
-        "num_workers": given.num_workers,
+        "num_workers": original.num_workers,
     }
     if is_stream:
-        settings["num_workers"] = min(1, given.num_workers)  # a stream is read in order
+        settings["num_workers"] = min(1, original.num_workers)  # a stream is read sequentially
         return StreamLoader(dataset, collate, shuffle_buffer_size=0, **settings)
     settings["lengths"] = find_lengths(dataset, collate) if len(dataset) else None
-    windows = _windows_in_order(given, collate, accelerator, settings)
+    windows = _make_window_loader(original, collate, accelerator, settings)
     if accelerator.global_batch_size is not None:
         accelerator.set_accumulation_steps(windows.layout)
     return windows
 
 
 def _batch_size_of(batch_sampler: Any) -> int:
-    """Return the batch size of a sampler.
+    """Return the `batch_size` of a DataLoader's batch sampler.
+
+    Args:
+        batch_sampler: The batch sampler; for an iterable dataset, the DataLoader itself.
 
     Raises:
-        ConfigError: If it has none.
+        ConfigError: If it has none, or one that is no positive int.
     """
     batch_size = getattr(batch_sampler, "batch_size", None)
     if not isinstance(batch_size, int) or batch_size < 1:
@@ -93,111 +109,149 @@ def _batch_size_of(batch_sampler: Any) -> int:
     return batch_size
 
 
-def _sizes(accelerator: Any, batch_size: int) -> tuple[int, int]:
-    """Return the samples in a micro-batch of one process, and in a window."""
+def _micro_batch_and_window_size(accelerator: Any, batch_size: int) -> tuple[int, int]:
+    """Compute the sizes of micro-batches and windows from a DataLoader's batch size, as Accelerate
+    understands it.
+
+    Args:
+        accelerator: The `hf_ga.Accelerator`; its `global_batch_size` is the window size, if set.
+        batch_size: The DataLoader's batch size: of one process, or of all processes together with
+            `split_batches=True`.
+
+    Returns:
+        (samples in a micro-batch of one process, samples in a window over all processes).
+    """
     num_processes = accelerator.num_processes
     num_steps = accelerator.gradient_accumulation_steps
     micro_batch_size = batch_size
     window_size = batch_size * num_processes * num_steps
-    if accelerator.split_batches:  # the DataLoader's batch is that of all processes
-        micro_batch_size = -(-batch_size // num_processes)
+    if accelerator.split_batches:
+        micro_batch_size = -(-batch_size // num_processes)  # rounded up
         window_size = batch_size * num_steps
     if accelerator.global_batch_size is not None:
         window_size = accelerator.global_batch_size
     return micro_batch_size, window_size
 
 
-def _windows_in_order(
-    given: DataLoader, collate: NamedEntries, accelerator: Any, settings: dict[str, Any]
+def _make_window_loader(
+    original: DataLoader, collate: DictCollator, accelerator: Any, settings: dict[str, Any]
 ) -> WindowLoader:
-    """Make windows in the order of the user's loader: shuffled, as the dataset is, or its
-    sampler's.
+    """Make a `WindowLoader` that visits the samples in the order of the user's DataLoader.
+
+    A shuffling loader becomes one in hf_ga's own random order of the same seed, a sequential one
+    keeps the order of the dataset, and any other sampler or batch sampler is run itself.
+
+    Args:
+        original: The DataLoader as the user made it.
+        collate: The user's collate function, wrapped so that it returns dicts.
+        accelerator: The `hf_ga.Accelerator`.
+        settings: Further arguments of `WindowLoader`.
     """
-    has_plain_batches = type(given.batch_sampler) is BatchSampler
-    if has_plain_batches and is_shuffle(given.sampler):
-        return WindowLoader(given.dataset, collate, **settings)
-    if has_plain_batches and type(given.sampler) is SequentialSampler:
-        return WindowLoader(given.dataset, collate, shuffle=False, **settings)
+    has_default_batch_sampler = type(original.batch_sampler) is BatchSampler
+    if has_default_batch_sampler and is_shuffling(original.sampler):
+        return WindowLoader(original.dataset, collate, **settings)
+    if has_default_batch_sampler and type(original.sampler) is SequentialSampler:
+        return WindowLoader(original.dataset, collate, shuffle=False, **settings)
     return OrderedWindowLoader(
-        given.dataset,
+        original.dataset,
         collate,
-        sampler=given.sampler if has_plain_batches else given.batch_sampler,
-        share=partial(broadcast_from_main, accelerator),
+        sampler=original.sampler if has_default_batch_sampler else original.batch_sampler,
+        broadcast=partial(broadcast_from_main, accelerator),
         **settings,
     )
 
 
-def is_shuffle(sampler: Any) -> bool:
-    """Whether a sampler visits every sample once in a random order."""
+def is_shuffling(sampler: Any) -> bool:
+    """Return whether a DataLoader's sampler visits every sample once in a random order.
+
+    Only torch's `RandomSampler` and Accelerate's `SeedableRandomSampler` are recognized, and not
+    if they draw with replacement or draw fewer or more samples than the dataset has.
+    """
     if type(sampler) not in (RandomSampler, SeedableRandomSampler):
         return False
     return not sampler.replacement and sampler.num_samples == len(sampler.data_source)
 
 
 class OrderedWindowLoader(WindowLoader):
-    """A `WindowLoader` in the order of a torch sampler.
+    """A `WindowLoader` that visits the samples in the order of a torch sampler.
 
     Args:
-        sampler: Yields sample ids, or lists of them. It may draw from the global generators or
-            from a torch generator of its own: both are seeded from (seed, epoch).
-        share: Gives the main process's value to all ranks.
-        Others: See `WindowLoader`.
+        *args: See `WindowLoader`.
+        sampler: A sampler, which yields sample ids, or a batch sampler, which yields lists of them.
+            It may draw random numbers from the global generators, or from a torch generator in its
+            attribute `generator`: both are seeded from (seed, epoch).
+        broadcast: Takes a value, and returns the main process's value on all ranks.
+        **kwargs: See `WindowLoader`.
 
     Raises:
-        ConfigError: If the sampler gives another order when it is asked again.
+        ConfigError: If the sampler yields another order when it is run again for the same epoch.
     """
 
     def __init__(
-        self, *args: Any, sampler: Any, share: Callable[[Any], Any], **kwargs: Any
+        self, *args: Any, sampler: Any, broadcast: Callable[[Any], Any], **kwargs: Any
     ) -> None:
+        """Make the loader, and run the sampler for the first epoch to count its samples."""
         self.sampler = sampler
-        self.share = share
-        self._epoch_of_ids: int | None = None
-        self._known_ids = np.empty(0, np.int64)
+        self.broadcast = broadcast
+        self._cached_epoch: int | None = None
+        self._cached_ids = np.empty(0, np.int64)
         super().__init__(*args, **kwargs)
-        self.num_samples = len(self._ids(self.epoch))
+        self.num_samples = len(self._sample_ids(self.epoch))
 
     def order(self, epoch: int) -> np.ndarray:
-        ids = self._ids(epoch)
+        """Return the sample ids of an epoch in the sampler's order, int64.
+
+        Raises:
+            ConfigError: If they are not as many as in the first epoch.
+        """
+        ids = self._sample_ids(epoch)
         if len(ids) != self.num_samples:
             raise ConfigError(
-                f"the sampler gave {self.num_samples} samples in one epoch and {len(ids)} in "
-                f"epoch {epoch}: every epoch must have as many."
+                f"the sampler yielded {self.num_samples} samples in one epoch and {len(ids)} in "
+                f"epoch {epoch}: every epoch must have the same number of samples."
             )
         return ids
 
-    def _ids(self, epoch: int) -> np.ndarray:
-        """Return the sample ids of an epoch in the sampler's order. Those of the last epoch are
-        kept.
+    def _sample_ids(self, epoch: int) -> np.ndarray:
+        """Return the sample ids of an epoch in the main process's order, and cache them.
+
+        For the first epoch, the sampler is run twice, to check that its order is reproducible.
 
         Raises:
-            ConfigError: If the sampler gives another order when it is asked again.
+            ConfigError: If the second run yields another order.
         """
-        if self._epoch_of_ids == epoch:
-            return self._known_ids
-        ids = self._draw(epoch)
-        is_first_time = self._epoch_of_ids is None
-        if is_first_time and not np.array_equal(ids, self._draw(epoch)):
+        if self._cached_epoch == epoch:
+            return self._cached_ids
+        ids = self._run_sampler(epoch)
+        is_first_epoch = self._cached_epoch is None
+        if is_first_epoch and not np.array_equal(ids, self._run_sampler(epoch)):
             raise ConfigError(
                 f"the sampler {type(self.sampler).__name__} draws from a generator of its own, "
                 "so a resumed run would visit other samples: let it draw from torch's, numpy's "
                 "or Python's global generator, or from its attribute `generator`."
             )
-        self._known_ids = self.share(ids)
-        self._epoch_of_ids = epoch
-        return self._known_ids
+        self._cached_ids = self.broadcast(ids)
+        self._cached_epoch = epoch
+        return self._cached_ids
 
-    def _draw(self, epoch: int) -> np.ndarray:
-        """Run the sampler for an epoch. What it yields is a function of (seed, epoch)."""
+    def _run_sampler(self, epoch: int) -> np.ndarray:
+        """Run the sampler for an epoch, with all random generators seeded from (seed, epoch).
+
+        The global generators are restored afterwards. A batch sampler's own sampler is seeded, too,
+        and `set_epoch` is called where it exists.
+
+        Returns:
+            The sample ids in order, int64; the lists of a batch sampler are concatenated.
+        """
         key = fold_in(Purpose.ORDER, self.seed, epoch)
         with preserved_random_states():
             seed_generators(key)
-            for part in (self.sampler, getattr(self.sampler, "sampler", None)):
-                if getattr(part, "generator", None) is not None:
-                    part.generator.manual_seed(key & ((1 << 63) - 1))
-                if hasattr(part, "set_epoch"):
-                    part.set_epoch(epoch)
+            for sampler in (self.sampler, getattr(self.sampler, "sampler", None)):
+                if getattr(sampler, "generator", None) is not None:
+                    sampler.generator.manual_seed(key & ((1 << 63) - 1))  # 63 bits fit an int64
+                if hasattr(sampler, "set_epoch"):
+                    sampler.set_epoch(epoch)
             ids = list(self.sampler)
         if ids and isinstance(ids[0], list | tuple | torch.Tensor):
             ids = list(chain.from_iterable(ids))
-        return np.array([int(i) for i in ids], np.int64)
+        return np.array([int(sample_id) for sample_id in ids], np.int64)

@@ -1,6 +1,5 @@
-"""Models that make one vector of each text, and the losses that compare the vectors of a whole
+"""Models that compute one embedding per text, and the losses that compare the embeddings of a whole
 window: InfoNCE, CoSENT, Matryoshka.
 
-The library has them, with nothing installed but torch and transformers; `--task embedding` uses
-them.
+They need nothing installed but torch and transformers; `--task embedding` of the command uses them.
 """

@@ -1,5 +1,5 @@
-"""The files with which `sentence_transformers.SentenceTransformer` loads a folder of a transformers
-model: its pooling, and that vectors have length 1.
+"""The files that `sentence_transformers.SentenceTransformer` needs to load a saved transformers
+model: its pooling, and the normalization of the embeddings.
 """
 
 import json
@@ -14,10 +14,11 @@ from hf_ga.embedding.pooling import POOLINGS
 from hf_ga.errors import ConfigError
 
 POOLING_FILE = "1_Pooling/config.json"
-# Name of a module -> its folder.
+# Name of a module of sentence-transformers -> its folder below the model's.
 MODULES = {"Transformer": "", "Pooling": "1_Pooling", "Normalize": "2_Normalize"}
-# The keys of `POOLING_FILE` that all versions of sentence-transformers read; one of them is true.
-FLAGS = {
+# Name of a pooling -> its key in `POOLING_FILE`. All versions of sentence-transformers read these
+# keys; the one of the model's pooling is true.
+POOLING_KEYS = {
     "cls": "pooling_mode_cls_token",
     "mean": "pooling_mode_mean_tokens",
     "lasttoken": "pooling_mode_lasttoken",
@@ -27,20 +28,28 @@ FLAGS = {
 }
 
 
-def write_layout(folder: Path, pooling: str, size: int, max_length: int | None) -> None:
-    """Write the files beside those of the model.
+def write_sentence_transformers_files(
+    folder: Path, pooling: str, embedding_dim: int, max_length: int | None
+) -> None:
+    """Write the JSON files that let `SentenceTransformer(folder)` load a saved transformers model
+    with its pooling and normalization.
 
     Args:
-        folder: The folder of the model.
+        folder: The folder of the saved model.
         pooling: One of `POOLINGS`.
-        size: The size of a vector, the same before and after the pooling.
-        max_length: Largest number of tokens of a text. None: the tokenizer's limit.
+        embedding_dim: The size of the pooled embedding, which is the model's hidden size.
+        max_length: The maximum number of tokens of a text, or None for the tokenizer's limit.
     """
     modules = [
-        {"idx": i, "name": str(i), "path": path, "type": f"sentence_transformers.models.{name}"}
-        for i, (name, path) in enumerate(MODULES.items())
+        {
+            "idx": index,
+            "name": str(index),
+            "path": module_folder,
+            "type": f"sentence_transformers.models.{name}",
+        }
+        for index, (name, module_folder) in enumerate(MODULES.items())
     ]
-    flags = {flag: name == pooling for name, flag in FLAGS.items()}
+    pooling_flags = {key: name == pooling for name, key in POOLING_KEYS.items()}
     versions = {"transformers": transformers.__version__, "pytorch": torch.__version__}
     files = {
         "modules.json": modules,
@@ -49,23 +58,24 @@ def write_layout(folder: Path, pooling: str, size: int, max_length: int | None) 
             "similarity_fn_name": "cosine",
         },
         "sentence_bert_config.json": {"max_seq_length": max_length, "do_lower_case": False},
-        POOLING_FILE: {"word_embedding_dimension": size, **flags},
+        POOLING_FILE: {"word_embedding_dimension": embedding_dim, **pooling_flags},
         "2_Normalize/config.json": {},
     }
-    for name, content in files.items():
-        path = folder / name
+    for file_name, content in files.items():
+        path = folder / file_name
         path.parent.mkdir(exist_ok=True)
         path.write_text(json.dumps(content, indent=2), encoding="utf-8")
 
 
 def saved_pooling(model_name_or_path: str) -> str | None:
-    """Find the pooling with which a model was saved by sentence-transformers, or by `write_layout`.
+    """Read the pooling of a model that was saved by sentence-transformers or by this package.
 
     Args:
-        model_name_or_path: A hub id or a folder.
+        model_name_or_path: A model id on the Hub, or a folder.
 
     Returns:
-        One of `POOLINGS`. None: the model was saved without any.
+        One of `POOLINGS`, or None if the model was saved without a pooling, or its file cannot be
+        downloaded.
 
     Raises:
         ConfigError: If it was saved with a pooling that is not in `POOLINGS`.
@@ -89,10 +99,13 @@ def saved_pooling(model_name_or_path: str) -> str | None:
 
 
 def _poolings_in(settings: dict[str, Any]) -> list[str]:
-    """List the poolings that are on in the settings of `POOLING_FILE`."""
+    """List the poolings that are enabled in the content of sentence-transformers' pooling file.
+
+    Newer versions write the names in `pooling_mode`, older ones a flag for each pooling.
+    """
     if "pooling_mode" not in settings:
-        return [name for name, flag in FLAGS.items() if settings.get(flag)]
-    named = settings["pooling_mode"]
-    if isinstance(named, str):
-        return [named]
-    return named
+        return [name for name, key in POOLING_KEYS.items() if settings.get(key)]
+    names = settings["pooling_mode"]
+    if isinstance(names, str):
+        return [names]
+    return names

@@ -1,8 +1,8 @@
-"""Losses of a whole window of vectors: functions of (outputs, batch) that return its mean loss.
+"""Losses of the embeddings of a whole window: functions (outputs, batch) -> the window's mean loss.
 
 They need all samples at once, so `hf_ga.prepare` takes them as `whole_batch`. All of them compare
-vectors by their cosine, and compute in at least float32. A matrix of similarities that is large is
-computed by blocks of rows, and again in the backward, so that memory grows with the number of
+embeddings by cosine similarity, and compute in at least float32. A large similarity matrix is
+computed in blocks of rows and recomputed in the backward, so that memory grows with the number of
 samples and not with its square.
 """
 
@@ -19,12 +19,14 @@ from hf_ga.embedding.model import LOG_TEMPERATURE
 from hf_ga.errors import ConfigError
 from hf_ga.exact.precision import at_least_float32
 
-# + a column: the entry of a batch that tells equal texts, int64.
+# Prefix of a batch entry with the ids of a column's texts, int64: "text_id_anchor". Equal texts
+# have equal ids.
 TEXT_ID = "text_id_"
-# The id of a missing negative.
+# The text id of a sample that has no negative.
 NO_TEXT = 0
+# The batch entry with the similarity scores of pairs.
 SCORE = "score"
-# Elements of one block of similarities: 16 MiB in float32.
+# Elements of one block of the similarity matrix: 16 MiB in float32.
 NUM_ELEMENTS = 2**22
 
 Outputs = Mapping[str, Tensor]
@@ -34,7 +36,7 @@ WindowLoss = Callable[[Outputs, Batch], Tensor]
 
 @dataclass(frozen=True)
 class InfoNCE:
-    """Multiple negatives ranking: each anchor must find its positive among the positives and
+    """Multiple negatives ranking loss: each anchor must find its positive among the positives and
     negatives of all samples of the window.
 
     The loss of anchor a with positive p is -log(exp(cos(a, p) / t) / sum over all candidates c of
@@ -42,12 +44,12 @@ class InfoNCE:
     Representation Learning with Contrastive Predictive Coding; Henderson et al. 2017, Efficient
     Natural Language Response Suggestion for Smart Reply).
 
-    No candidate is a false negative because of equal texts: the sum leaves out those with the text
-    of the anchor's positive, and the positives of anchors with the same text, where the batch has
-    `text_id_...`.
+    If the batch has text ids (`text_id_...`), false negatives are excluded from the sum: candidates
+    with the same text as the anchor's positive, and the positives of other anchors with the same
+    text as this anchor.
 
     Attributes:
-        temperature: t, where the model has no learned one.
+        temperature: t, unless the model has a learned temperature.
         symmetric: Whether to take the mean of this loss and the one in which each positive must
             find its anchor among all anchors (Radford et al. 2021, Learning Transferable Visual
             Models From Natural Language Supervision).
@@ -62,98 +64,117 @@ class InfoNCE:
     symmetric: bool = False
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Compute the mean loss of the window.
+        """Compute the contrastive loss of the window: the mean cross entropy of finding each
+        anchor's positive among all positives and negatives by cosine similarity.
 
         Args:
-            outputs: `anchor`, `positive`, optionally `negative`, ..., each of shape (samples,
-                size), and optionally `log_temperature`, shape ().
-            batch: Optionally `text_id_anchor`, `text_id_positive`, ...: int64, shape (samples,),
-                equal for equal texts; 0 for a missing negative.
+            outputs: The embeddings of the columns `anchor`, `positive`, and optionally `negative`,
+                ..., each of shape (samples, embedding dim); optionally `log_temperature`, a scalar.
+            batch: Optionally the text ids `text_id_anchor`, `text_id_positive`, ...: int64, shape
+                (samples,), equal for equal texts; 0 for a missing negative.
 
         Returns:
             A scalar.
         """
         scale = 1 / temperature_of(outputs, self.temperature)
         negatives = [name for name in outputs if name.startswith("negative")]
-        loss = _search(outputs, batch, "anchor", ["positive", *negatives], scale)
+        loss = _retrieval_loss(outputs, batch, "anchor", ["positive", *negatives], scale)
         if not self.symmetric:
             return loss
-        opposite = _search(outputs, batch, "positive", ["anchor"], scale)
-        return (loss + opposite) / 2
+        opposite_loss = _retrieval_loss(outputs, batch, "positive", ["anchor"], scale)
+        return (loss + opposite_loss) / 2
 
 
-def _search(
-    outputs: Outputs, batch: Batch, column: str, candidates: list[str], scale: Tensor | float
+def _retrieval_loss(
+    outputs: Outputs,
+    batch: Batch,
+    query_column: str,
+    candidate_columns: list[str],
+    scale: Tensor | float,
 ) -> Tensor:
-    """Compute the mean loss of finding, for each text of a column, the text of its own sample.
+    """Compute the mean cross entropy of finding, for each query text, the text of the same sample
+    among the texts of other columns.
 
     Args:
-        outputs: The vectors of each column.
+        outputs: The embeddings of each column, shape (samples, embedding dim).
         batch: The batch, with or without text ids.
-        column: The column whose texts are searched for.
-        candidates: The columns to search in; the first one holds the matches.
+        query_column: The column of the queries, such as "anchor".
+        candidate_columns: The columns to search in. The first one has each query's match.
         scale: 1 / temperature.
+
+    Returns:
+        A scalar.
     """
-    texts = None
-    if TEXT_ID + column in batch:
-        ids = [batch[TEXT_ID + name] for name in candidates]
-        texts = Texts(query=batch[TEXT_ID + column], match=ids[0], candidate=torch.cat(ids))
-    vectors = torch.cat([outputs[name] for name in candidates])
-    return cross_entropy_in_window(outputs[column], vectors, scale, texts)
+    text_ids = None
+    if TEXT_ID + query_column in batch:
+        candidate_ids = [batch[TEXT_ID + column] for column in candidate_columns]
+        text_ids = TextIds(
+            query=batch[TEXT_ID + query_column],
+            match=candidate_ids[0],
+            candidate=torch.cat(candidate_ids),
+        )
+    candidates = torch.cat([outputs[column] for column in candidate_columns])
+    return cross_entropy_in_window(outputs[query_column], candidates, scale, text_ids)
 
 
 @dataclass(frozen=True)
-class Texts:
-    """Which texts are equal, as int64 ids.
+class TextIds:
+    """The int64 ids of the texts of a contrastive loss, equal for equal texts.
 
     Attributes:
-        query: The id of each query, shape (n,).
-        match: The id of the text that belongs to each query, shape (n,).
-        candidate: The id of each candidate, shape (m,); the first n are the matches.
+        query: The id of each query, shape (num_queries,).
+        match: The id of the text that belongs to each query, shape (num_queries,).
+        candidate: The id of each candidate, shape (num_candidates,). The first `num_queries` are
+            the matches.
     """
 
     query: Tensor
     match: Tensor
     candidate: Tensor
 
-    def known_matches(self, rows: Tensor) -> Tensor:
-        """Find the candidates that are no negatives because of equal texts.
+    def excluded_candidates(self, rows: Tensor) -> Tensor:
+        """Find the candidates that must not count as negatives of a query: those with the same text
+        as its match, the matches of queries with the same text, and missing texts.
 
         Args:
-            rows: Indices of queries, shape (rows,).
+            rows: The indices of the queries, shape (num_rows,).
 
         Returns:
-            bool, shape (rows, m); False for a query's own match.
+            A bool mask, shape (num_rows, num_candidates); False for each query's own match.
         """
-        known = self.match[rows, None] == self.candidate
-        known |= self.candidate == NO_TEXT
-        known[:, : len(self.query)] |= self.query[rows, None] == self.query
-        known[torch.arange(len(rows), device=rows.device), rows] = False
-        return known
+        excluded = self.match[rows, None] == self.candidate
+        excluded |= self.candidate == NO_TEXT
+        excluded[:, : len(self.query)] |= self.query[rows, None] == self.query
+        excluded[torch.arange(len(rows), device=rows.device), rows] = False
+        return excluded
 
 
 def cross_entropy_in_window(
-    queries: Tensor, candidates: Tensor, scale: Tensor | float, texts: Texts | None = None
+    queries: Tensor, candidates: Tensor, scale: Tensor | float, text_ids: TextIds | None = None
 ) -> Tensor:
-    """Compute the mean over queries of the cross entropy in which candidate i is the class of
-    query i.
+    """Compute the contrastive loss of a window: the mean over its queries of a cross entropy whose
+    classes are the candidates, and whose target for query i is candidate i.
+
+    If the similarity matrix is large, it is computed in blocks of rows, which the backward
+    recomputes.
 
     Args:
-        queries: Vectors, shape (n, size).
-        candidates: Vectors, shape (m, size), m >= n.
-        scale: 1 / temperature, by which the cosines are multiplied.
-        texts: Ids of the texts, to leave out candidates with a text that matches the query. None:
-            leave out none.
+        queries: Embeddings, shape (num_queries, embedding dim).
+        candidates: Embeddings, shape (num_candidates, embedding dim), at least as many as queries.
+        scale: 1 / temperature, by which the cosine similarities are multiplied.
+        text_ids: The ids of the texts, to exclude false negatives, or None to exclude none.
 
     Returns:
         A scalar.
     """
 
-    def summed(rows: Tensor, queries: Tensor, candidates: Tensor, scale: Tensor | float) -> Tensor:
-        """Add the cross entropies of some queries."""
+    def sum_of_cross_entropies(
+        rows: Tensor, queries: Tensor, candidates: Tensor, scale: Tensor | float
+    ) -> Tensor:
+        """Sum the cross entropies of the queries with the indices `rows`."""
         logits = scale * (queries[rows] @ candidates.T)
-        if texts is not None:
-            logits = logits.masked_fill(texts.known_matches(rows), -torch.inf)
+        if text_ids is not None:
+            logits = logits.masked_fill(text_ids.excluded_candidates(rows), -torch.inf)
         return F.cross_entropy(logits, rows, reduction="sum")
 
     with torch.autocast(queries.device.type, enabled=False):
@@ -162,17 +183,24 @@ def cross_entropy_in_window(
         rows_per_block = max(1, NUM_ELEMENTS // len(candidates))
         blocks = rows.split(rows_per_block)
         if len(blocks) == 1:
-            return summed(rows, *arguments) / len(queries)
-        parts = [
-            checkpoint(summed, block, *arguments, use_reentrant=False, preserve_rng_state=False)
+            return sum_of_cross_entropies(rows, *arguments) / len(queries)
+        sums = [
+            checkpoint(
+                sum_of_cross_entropies,
+                block,
+                *arguments,
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
             for block in blocks
         ]
-        return torch.stack(parts).sum() / len(queries)
+        return torch.stack(sums).sum() / len(queries)
 
 
 @dataclass(frozen=True)
 class CoSENT:
-    """Pairs with a higher score must have a higher cosine: only the order of the scores matters.
+    """A loss for pairs of texts with similarity scores: a pair with a higher score must have a
+    higher cosine similarity. Only the order of the scores matters.
 
     loss = log(1 + sum over all pairs of samples i, j with score_i < score_j of
     exp((cos_i - cos_j) / t))
@@ -180,16 +208,21 @@ class CoSENT:
     (Huang et al. 2024, CoSENT: Consistent Sentence Embedding via Similarity Ranking.)
 
     Attributes:
-        temperature: t.
+        temperature: t, unless the model has a learned temperature.
     """
 
     temperature: float = 0.05
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Compute the loss of the window.
+        """Compute the CoSENT loss of the window, which ranks the cosine similarities of pairs by
+        their scores.
+
+        With pairs i and j, it is log(1 + sum over all score_i < score_j of exp((cos_i - cos_j) /
+        temperature)).
 
         Args:
-            outputs: `anchor` and `positive`, shape (samples, size): the two texts of each pair.
+            outputs: `anchor` and `positive`, the embeddings of the two texts of each pair, shape
+                (samples, embedding dim); optionally `log_temperature`, a scalar.
             batch: `score`, shape (samples,).
 
         Returns:
@@ -205,6 +238,7 @@ class CoSENT:
             descending = -logits.flip(0)
             tails = torch.logcumsumexp(descending, 0).flip(0)
             tails = torch.cat([tails, tails.new_tensor([-torch.inf])])
+            # For each i, the first j with a higher score: the sum over j begins there.
             first_higher = torch.searchsorted(scores, scores, right=True)
             terms = logits + tails[first_higher]
             # The 1 in the formula.
@@ -214,12 +248,12 @@ class CoSENT:
 
 @dataclass(frozen=True)
 class Matryoshka:
-    """The sum of a loss over several sizes of the vectors, so that their first numbers alone can be
-    used as a shorter vector (Kusupati et al. 2022, Matryoshka Representation Learning).
+    """The sum of a loss over embeddings truncated to several sizes, so that their first dims alone
+    can be used as a shorter embedding (Kusupati et al. 2022, Matryoshka Representation Learning).
 
     Attributes:
-        loss: The loss of vectors of one size.
-        sizes: How many of the first numbers of a vector each term uses.
+        loss: The loss of embeddings of one size.
+        sizes: To how many dims the embeddings are truncated for each term of the sum.
 
     Example:
         Matryoshka(InfoNCE(), sizes=(384, 128, 64))
@@ -229,51 +263,58 @@ class Matryoshka:
     sizes: tuple[int, ...]
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Compute the loss of the window.
+        """Compute the sum of the loss over embeddings truncated to each of the sizes.
 
         Args:
-            outputs: The vectors that `loss` needs.
-            batch: The batch that `loss` needs.
+            outputs: The embeddings that `loss` needs.
+            batch: The batch entries that `loss` needs.
 
         Returns:
             A scalar.
 
         Raises:
-            ConfigError: If a size is larger than the vectors.
+            ConfigError: If a size is larger than the embeddings.
         """
         total = outputs["anchor"].new_zeros(())
         for size in self.sizes:
-            total = total + self.loss(shortened(outputs, size), batch)
+            total = total + self.loss(truncate_embeddings(outputs, size), batch)
         return total
 
 
-def shortened(outputs: Outputs, size: int) -> dict[str, Tensor]:
-    """Keep the first `size` numbers of each vector.
+def truncate_embeddings(outputs: Outputs, size: int) -> dict[str, Tensor]:
+    """Truncate each embedding to its first `size` dims.
 
     Args:
-        outputs: Vectors of shape (samples, longest), and scalars, which stay as they are.
-        size: At most `longest`.
+        outputs: Embeddings, shape (samples, embedding dim), and scalars, which are not changed.
+        size: At most the embedding dim.
+
+    Returns:
+        A new dict with embeddings of shape (samples, size).
 
     Raises:
-        ConfigError: If the vectors are shorter.
+        ConfigError: If the embeddings are shorter.
     """
-    longest = outputs["anchor"].shape[-1]
-    if size > longest:
-        raise ConfigError(f"a Matryoshka size must be at most the vectors' {longest}, got {size}.")
-    short = dict(outputs)
+    embedding_dim = outputs["anchor"].shape[-1]
+    if size > embedding_dim:
+        raise ConfigError(
+            f"a Matryoshka size must be at most the vectors' {embedding_dim}, got {size}."
+        )
+    truncated = dict(outputs)
     for name, value in outputs.items():
         if value.dim():
-            short[name] = value[..., :size]
-    return short
+            truncated[name] = value[..., :size]
+    return truncated
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:
-    """Scale vectors to length 1, in at least float32."""
+    """Normalize embeddings to length 1 over their last dim, in at least float32."""
     return F.normalize(at_least_float32(vectors), dim=-1)
 
 
 def temperature_of(outputs: Outputs, fixed: float) -> Tensor | float:
-    """Return the model's learned temperature, or else the fixed one."""
+    """Return the temperature of a contrastive loss: the learned one if the model's outputs have it
+    (`log_temperature`), otherwise the fixed one.
+    """
     learned = outputs.get(LOG_TEMPERATURE)
     if learned is None:
         return fixed

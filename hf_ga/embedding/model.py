@@ -1,4 +1,4 @@
-"""A transformers encoder with pooling: one unit vector for each text of a sample."""
+"""An embedding model: a transformers encoder or decoder pooled to one unit vector per text."""
 
 import math
 from collections.abc import Mapping
@@ -10,36 +10,38 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import PretrainedConfig, PreTrainedModel
 
-from hf_ga.embedding.layout import write_layout
+from hf_ga.embedding.layout import write_sentence_transformers_files
 from hf_ga.embedding.pooling import POOLINGS
 from hf_ga.errors import ConfigError
 from hf_ga.exact.precision import at_least_float32
 
-# + the name of a column of texts: entries of a batch.
+# Prefixes of the batch entries of a column of texts: "input_ids_anchor", "attention_mask_anchor".
 INPUT_IDS = "input_ids_"
 ATTENTION_MASK = "attention_mask_"
-# Prefix of the names of the encoder's parameters.
+# Prefix of the encoder's parameters in the state dict.
 ENCODER = "encoder."
-# The entry of the outputs.
+# The entry of the model's outputs with the logarithm of the learned temperature.
 LOG_TEMPERATURE = "log_temperature"
 
 
 def columns_of(batch: Mapping[str, Any]) -> list[str]:
-    """List the columns of texts in a batch, such as `["anchor", "positive"]`."""
+    """List the columns of texts in a batch by its entries `input_ids_...`, such as `["anchor",
+    "positive"]`.
+    """
     return [name.removeprefix(INPUT_IDS) for name in batch if name.startswith(INPUT_IDS)]
 
 
 class EmbeddingModel(nn.Module):
-    """An encoder or decoder whose last hidden states are pooled to one unit vector a text.
+    """An encoder or decoder whose last hidden states are pooled to one unit vector per text.
 
     Args:
-        encoder: A model of `AutoModel`. The weights of its own pooler, which is not used, are
+        encoder: A model of `AutoModel`. Its own pooler, if any, is not used, and its weights are
             frozen.
         pooling: One of `POOLINGS`.
         temperature: The initial value of a learned temperature of the loss, which is then a
-            parameter of the model. None: the loss has a fixed one.
-        max_length: Largest number of tokens of a text, for those who load the saved model. None:
-            the tokenizer's limit.
+            parameter of the model; None if the loss has a fixed temperature.
+        max_length: The maximum number of tokens of a text, saved for those who load the model; None
+            for the tokenizer's limit.
 
     Raises:
         ConfigError: If the pooling is unknown, or the model is an encoder-decoder.
@@ -58,6 +60,7 @@ class EmbeddingModel(nn.Module):
         temperature: float | None = None,
         max_length: int | None = None,
     ) -> None:
+        """Make the model from a transformers encoder or decoder; see the class."""
         super().__init__()
         if pooling not in POOLINGS:
             raise ConfigError(f"unknown pooling {pooling!r}: use one of {', '.join(POOLINGS)}.")
@@ -71,7 +74,7 @@ class EmbeddingModel(nn.Module):
         self.max_length = max_length
         self.log_temperature: nn.Parameter | None = None
         if temperature is not None:
-            # Of one dimension, as FSDP2 shards no scalars.
+            # A tensor of shape (1,), as FSDP2 cannot shard scalars.
             initial = torch.tensor([math.log(temperature)])
             self.log_temperature = nn.Parameter(initial)
         pooler = getattr(encoder, "pooler", None)
@@ -85,7 +88,7 @@ class EmbeddingModel(nn.Module):
 
     @property
     def temperature(self) -> float | None:
-        """The learned temperature now; None if there is none."""
+        """The current value of the learned temperature; None if the model has none."""
         if self.log_temperature is None:
             return None
         learned = self.log_temperature.detach().exp()
@@ -93,26 +96,30 @@ class EmbeddingModel(nn.Module):
 
     @property
     def all_tied_weights_keys(self) -> dict[str, str]:
-        """Name of a parameter -> that of the one it is tied to, as in `PreTrainedModel`."""
-        tied = self.encoder.all_tied_weights_keys
-        return {ENCODER + name: ENCODER + source for name, source in tied.items()}
+        """The tied weights: parameter name -> name of the parameter it is tied to, as in
+        `PreTrainedModel`.
+        """
+        tied_weights = self.encoder.all_tied_weights_keys
+        return {ENCODER + name: ENCODER + source for name, source in tied_weights.items()}
 
     @property
     def _no_split_modules(self) -> list[str] | None:
-        """Classes of the layers that FSDP shards, as in `PreTrainedModel`."""
+        """Class names of the layers that FSDP wraps, as in `PreTrainedModel`."""
         return self.encoder._no_split_modules
 
     def num_parameters(self, only_trainable: bool = False) -> int:
-        """Count the parameters, as `PreTrainedModel.num_parameters` does."""
-        chosen = [p for p in self.parameters() if p.requires_grad or not only_trainable]
-        return sum(p.numel() for p in chosen)
+        """Count the elements of all parameters, or of the trainable ones only, as
+        `PreTrainedModel.num_parameters` does.
+        """
+        counted = [p for p in self.parameters() if p.requires_grad or not only_trainable]
+        return sum(p.numel() for p in counted)
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Compute one unit vector for each text, in at least float32.
+        """Compute the embedding of each text, a unit vector in at least float32.
 
         Args:
-            input_ids: int64, shape (texts, width).
-            attention_mask: 1 for real tokens, 0 for padding, shape (texts, width).
+            input_ids: Token ids, int64, shape (texts, sequence length).
+            attention_mask: 1 for tokens and 0 for padding, shape (texts, sequence length).
 
         Returns:
             Shape (texts, hidden size).
@@ -122,16 +129,16 @@ class EmbeddingModel(nn.Module):
         return F.normalize(pooled, dim=-1)
 
     def forward(self, **batch: Any) -> dict[str, Tensor]:
-        """Compute the vectors of all texts of a batch, and the learned temperature.
+        """Compute the embeddings of all texts of a batch.
 
         Args:
-            batch: `input_ids_anchor` and `attention_mask_anchor` of shape (samples, width), and the
-                same for the other columns (`_positive`, `_negative`, ...). Other entries are
-                ignored.
+            **batch: `input_ids_anchor` and `attention_mask_anchor`, shape (samples, sequence
+                length), and the same for the other columns (`_positive`, `_negative`, ...). Other
+                entries are ignored.
 
         Returns:
-            `anchor`, `positive`, ... of shape (samples, hidden size), and, if it is learned,
-            `log_temperature` of shape ().
+            The embeddings `anchor`, `positive`, ..., shape (samples, hidden size); if the
+            temperature is learned, also `log_temperature`, a scalar.
         """
         outputs = {
             column: self.encode(batch[INPUT_IDS + column], batch[ATTENTION_MASK + column])
@@ -144,19 +151,23 @@ class EmbeddingModel(nn.Module):
     def save_pretrained(
         self, folder: Path | str, state_dict: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Save the encoder, and its pooling as sentence-transformers loads it. A learned
-        temperature is not saved, as it belongs to the loss.
+        """Save the encoder, with its pooling in the files that sentence-transformers loads.
+
+        A learned temperature is not saved, as it belongs to the loss.
 
         Args:
-            folder: Created if it does not exist.
-            state_dict: The model's weights, if they are not on this rank. Default: its own.
+            folder: The folder to write to; it is created if it does not exist.
+            state_dict: The weights of this `EmbeddingModel`, gathered from all ranks if they are
+                sharded. Default: its own state dict.
         """
         weights = self.state_dict() if state_dict is None else state_dict
-        of_encoder = {
+        encoder_weights = {
             name.removeprefix(ENCODER): tensor
             for name, tensor in weights.items()
             if name.startswith(ENCODER)
         }
-        self.encoder.save_pretrained(folder, state_dict=of_encoder)
-        size = self.config.get_text_config().hidden_size
-        write_layout(Path(folder), self.pooling, size, self.max_length)
+        self.encoder.save_pretrained(folder, state_dict=encoder_weights)
+        embedding_dim = self.config.get_text_config().hidden_size
+        write_sentence_transformers_files(
+            Path(folder), self.pooling, embedding_dim, self.max_length
+        )

@@ -1,4 +1,4 @@
-"""From the hidden states of a text's tokens to one vector."""
+"""Pooling functions of an embedding model: the hidden states of a text's tokens -> one vector."""
 
 from collections.abc import Callable
 
@@ -7,31 +7,64 @@ from torch import Tensor
 
 
 def mean_of_tokens(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Average the hidden states of the real tokens."""
+    """Pool each text's hidden states by their mean over the tokens that are not padding.
+
+    Args:
+        hidden: Hidden states, shape (texts, sequence length, hidden size).
+        mask: Attention mask, shape (texts, sequence length), 1 for tokens and 0 for padding.
+
+    Returns:
+        Shape (texts, hidden size).
+    """
     weights = mask.unsqueeze(-1).to(hidden.dtype)
     return (hidden * weights).sum(1) / weights.sum(1).clamp(min=1)
 
 
 def first_token(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Take the first real token: `<cls>` of a BERT."""
-    return _token_at(hidden, mask.argmax(1))
+    """Pool each text's hidden states by taking that of its first token, `[CLS]` of a BERT.
+
+    Args:
+        hidden: Hidden states, shape (texts, sequence length, hidden size).
+        mask: Attention mask, shape (texts, sequence length), 1 for tokens and 0 for padding, which
+            may be on either side.
+
+    Returns:
+        Shape (texts, hidden size).
+    """
+    return _hidden_at(hidden, mask.argmax(1))
 
 
 def last_token(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Take the last real token: the only one of a decoder that sees the whole text."""
-    num_behind = mask.flip(1).argmax(1)
-    return _token_at(hidden, mask.shape[1] - 1 - num_behind)
+    """Pool each text's hidden states by taking that of its last token, the only token of a decoder
+    that attends to the whole text.
+
+    Args:
+        hidden: Hidden states, shape (texts, sequence length, hidden size).
+        mask: Attention mask, shape (texts, sequence length), 1 for tokens and 0 for padding, which
+            may be on either side.
+
+    Returns:
+        Shape (texts, hidden size).
+    """
+    num_padding_after = mask.flip(1).argmax(1)
+    return _hidden_at(hidden, mask.shape[1] - 1 - num_padding_after)
 
 
-def _token_at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """Take the hidden state at one position of each text."""
+def _hidden_at(hidden: Tensor, positions: Tensor) -> Tensor:
+    """Select the hidden state at one token position of each text.
+
+    Args:
+        hidden: Hidden states, shape (texts, sequence length, hidden size).
+        positions: int64, shape (texts,).
+
+    Returns:
+        Shape (texts, hidden size).
+    """
     rows = torch.arange(len(hidden), device=hidden.device)
     return hidden[rows, positions]
 
 
-# Name, as in sentence-transformers -> (hidden states of shape (texts, width, hidden size),
-# attention mask of shape (texts, width), 1 for real tokens) -> (texts, hidden size). Padding may be
-# on any side.
+# Name of a pooling, as in sentence-transformers -> its function.
 POOLINGS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "mean": mean_of_tokens,
     "cls": first_token,

@@ -13,95 +13,133 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.window_loader import WindowLoader
 
-Item = tuple[WindowRequest, int]  # a window, and the index of one of its micro-batches
+# Which micro-batch to load: the request of its window, and its index in the window (0-based).
+MicroBatchKey = tuple[WindowRequest, int]
 
 
 class WindowBatch(dict):
-    """A micro-batch: a dict of the model's arguments.
+    """A micro-batch of a window, as a dict of the model's arguments.
 
     Attributes:
-        request: Its window.
-        index: Its index in the window. Beyond the window's micro-batches on this rank, it repeats
-            samples and is not computed.
+        request: The request of its window.
+        index: Its index in the window. An index beyond this rank's micro-batches of the window is a
+            filler, as Trainer fetches equally many batches on all ranks: it repeats a sample and
+            adds nothing to the gradient.
+
+    Args:
+        batch: The model's arguments.
+        key: The request and the index.
     """
 
     def __init__(
-        self, batch: dict[str, Any], item: Item | tuple[None, None] = (None, None)
+        self, batch: dict[str, Any], key: MicroBatchKey | tuple[None, None] = (None, None)
     ) -> None:
+        """Make the dict; see the class for the arguments."""
         super().__init__(batch)
-        self.request, self.index = item
+        self.request, self.index = key
 
 
 class MicroBatches(Dataset):
-    """Makes the batches of items, in the main process or in workers.
+    """A map-style dataset whose items are collated micro-batches of windows.
 
-    Its length is the number of samples, which Trainer logs.
+    It runs in the main process or in the DataLoader's workers.
+
+    Args:
+        fetcher: Loads and collates the samples of a window's micro-batches.
     """
 
     def __init__(self, fetcher: Fetcher) -> None:
+        """Make the dataset; `fetcher` loads and collates the samples of micro-batches."""
         self.fetcher = fetcher
-        self._kept_name: tuple[int, int] | None = None  # of the last window that was fetched whole
-        self._kept: list[dict[str, Any]] = []
+        self._cached_window: tuple[int, int] | None = None  # its epoch and index
+        self._cached_batches: list[dict[str, Any]] = []
 
     def __len__(self) -> int:
+        """Return the number of samples (not of micro-batches), which Trainer logs."""
         return len(self.fetcher.dataset)
 
-    def __getitem__(self, item: Item) -> WindowBatch:
-        request, index = item
-        is_own = index < len(request.micro_batches)
-        if is_own and request.whole_window:
-            batches = self._whole(request)
-            return WindowBatch(batches[index], item)
-        offsets = request.micro_batches[index] if is_own else np.array([0])
-        (batch,) = self.fetcher[replace(request, micro_batches=[offsets])]
-        return WindowBatch(batch, item)
+    def __getitem__(self, key: MicroBatchKey) -> WindowBatch:
+        """Load and collate one micro-batch of a window for `ExactTrainer`.
 
-    def _whole(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """Collate all micro-batches of a window, and keep them: the others are requested next."""
-        name = (request.epoch, request.index)
-        if self._kept_name != name:
-            self._kept = self.fetcher[request]
-            self._kept_name = name
-        return self._kept
+        If the micro-batches of a window must be collated together, this collates all of them and
+        caches the others. A filler (see `WindowBatch`) is the window's first sample.
+        """
+        request, index = key
+        is_filler = index >= len(request.micro_batches)
+        if request.whole_window and not is_filler:
+            batches = self._batches_of_window(request)
+            return WindowBatch(batches[index], key)
+        offsets = np.array([0]) if is_filler else request.micro_batches[index]
+        (batch,) = self.fetcher[replace(request, micro_batches=[offsets])]
+        return WindowBatch(batch, key)
+
+    def _batches_of_window(self, request: WindowRequest) -> list[dict[str, Any]]:
+        """Collate all micro-batches of a window, and cache them until another window is requested,
+        as they are requested one after the other.
+        """
+        window = (request.epoch, request.index)
+        if self._cached_window != window:
+            self._cached_batches = self.fetcher[request]
+            self._cached_window = window
+        return self._cached_batches
 
 
 class WindowSampler(Sampler):
-    """Yields the items of one epoch, each in its own list.
+    """Yields the key of each micro-batch of an epoch on this rank, each in a list of its own.
 
-    It is a batch sampler, so that Accelerate can skip batches on resume.
+    The lists make it a batch sampler, so that Accelerate can skip batches when a run resumes.
+
+    Args:
+        windows: The loader of the windows.
     """
 
     def __init__(self, windows: WindowLoader) -> None:
+        """Make the sampler for the windows of a loader."""
         self.windows = windows
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch (0-based); like Trainer, also calls the dataset's `set_epoch`."""
+        """Set the epoch (0-based) of the windows, and of the dataset if it has `set_epoch`, as
+        Trainer's own loader does.
+        """
         self.windows.set_epoch(epoch)
         if hasattr(self.windows.fetcher.dataset, "set_epoch"):
             self.windows.fetcher.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Count the micro-batches of this rank in an epoch, for Trainer: as many on all ranks."""
+        """Return the number of micro-batches per epoch on each rank (the same on all ranks), from
+        which Trainer computes the number of steps.
+        """
         layout = self.windows.layout
-        num_full = len(self.windows) - 1
-        rest = min(self.windows.num_samples - layout.window_size * num_full, layout.window_size)
-        num_of_last = -(-rest // (layout.micro_batch_size * layout.num_processes))
-        return num_full * layout.accumulation_steps + num_of_last
+        num_earlier_windows = len(self.windows) - 1
+        num_rest = self.windows.num_samples - layout.window_size * num_earlier_windows
+        # Samples beyond the last window are those of a short one that is dropped.
+        num_in_last_window = min(num_rest, layout.window_size)
+        samples_of_all_processes = layout.micro_batch_size * layout.num_processes
+        num_last_micro_batches = -(-num_in_last_window // samples_of_all_processes)  # rounded up
+        return num_earlier_windows * layout.accumulation_steps + num_last_micro_batches
 
-    def __iter__(self) -> Iterator[list[Item]]:
+    def __iter__(self) -> Iterator[list[MicroBatchKey]]:
+        """Yield the key of each micro-batch of the epoch in a list of its own, window by window."""
         for request in self.windows.requests():
             for index in range(request.most_micro_batches):
                 yield [(request, index)]
 
 
 class WindowedDataLoader(DataLoader):
-    """A torch DataLoader over `WindowSampler`, with the worker settings of Trainer's own loader."""
+    """A torch DataLoader that yields the micro-batches of windows, with the worker settings of
+    Trainer's own loader.
+
+    Args:
+        windows: The loader of the windows, which determines the order and the micro-batches.
+        like: Trainer's own training DataLoader, whose worker settings are used.
+    """
 
     def __init__(self, windows: WindowLoader, like: DataLoader) -> None:
+        """Make a DataLoader of micro-batches with the worker settings of the loader `like`."""
         super().__init__(
             MicroBatches(windows.fetcher),
             batch_sampler=WindowSampler(windows),
-            collate_fn=_only,
+            collate_fn=_unwrap_single,
             num_workers=like.num_workers,
             pin_memory=like.pin_memory,
             persistent_workers=like.persistent_workers,
@@ -111,9 +149,12 @@ class WindowedDataLoader(DataLoader):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by Trainer at the beginning of each epoch."""
+        """Set the epoch (0-based); Trainer calls this at the beginning of each epoch."""
         self.batch_sampler.set_epoch(epoch)
 
 
-def _only(items: list[WindowBatch]) -> WindowBatch:
-    return items[0]
+def _unwrap_single(batches: list[WindowBatch]) -> WindowBatch:
+    """Collate function for `ExactTrainer`'s DataLoader, whose items are collated micro-batches
+    already: return the only one of the list.
+    """
+    return batches[0]

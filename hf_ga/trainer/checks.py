@@ -1,4 +1,4 @@
-"""Checks for settings of Trainer that `ExactTrainer` cannot make exact, before any work."""
+"""Checks, before training, for settings of Trainer that `ExactTrainer` cannot make exact."""
 
 import json
 import os
@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import DistributedType
+from torch import nn
 from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
@@ -19,30 +20,41 @@ from hf_ga.exact.backend import SUPPORTED
 from hf_ga.exact.precision import check_precision, check_step
 from hf_ga.trainer.pairs import has_pairs
 
-# Methods that must be the mixin's: an override elsewhere would use its own order or batches.
-OWNED = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
+# Methods of Trainer that only the mixin may override: another override would use its own order or
+# batches.
+OWNED_METHODS = ("get_train_dataloader", "_get_train_sampler", "get_batch_samples")
 
 
 class WindowSize(TrainerCallback, ExportableState):
-    """Saves the samples of a window in each checkpoint's trainer_state.json."""
+    """A Trainer callback that saves the window size in each checkpoint's trainer_state.json.
+
+    The file has it below the name of this class.
+
+    Args:
+        window_size: The number of samples in a window over all processes.
+    """
 
     def __init__(self, window_size: int) -> None:
+        """Make the callback for a run with `window_size` samples per optimizer step."""
         self.window_size = window_size
 
     def state(self) -> dict[str, Any]:
-        """As Trainer saves it."""
+        """Return the window size in the form in which Trainer saves a callback's state."""
         return {"args": {"window_size": self.window_size}, "attributes": {}}
 
-    def check(self, args: Any, resume_from: str | bool | None) -> None:
-        """Check that a checkpoint was saved with windows of the same size.
+    def check_checkpoint(self, args: Any, resume_from: str | bool | None) -> None:
+        """Check that the checkpoint to resume from was saved with the same window size.
+
+        A checkpoint without a window size, such as Trainer's own, passes.
 
         Args:
             args: The trainer's `TrainingArguments`.
-            resume_from: A checkpoint's folder. True: the last one. None or False: none.
+            resume_from: The checkpoint's folder, True for the last checkpoint in `output_dir`, or
+                None or False to start from the beginning.
 
         Raises:
-            ConfigError: If it was saved with another size, with which the run would visit other
-                samples.
+            ConfigError: If it was saved with another size, because the resumed run would visit
+                other samples.
         """
         folder = get_last_checkpoint(args.output_dir) if resume_from is True else resume_from
         if not folder:
@@ -58,7 +70,11 @@ class WindowSize(TrainerCallback, ExportableState):
 
 
 def _saved_window_size(path: Path) -> int | None:
-    """Read the window size from a `trainer_state.json`; None if there is none."""
+    """Read the window size from a checkpoint's `trainer_state.json`.
+
+    Returns:
+        None if there is no such file, or no window size in it.
+    """
     if not path.exists():
         return None
     callbacks = json.loads(path.read_text()).get("stateful_callbacks", {})
@@ -66,17 +82,26 @@ def _saved_window_size(path: Path) -> int | None:
 
 
 def check_trainer(trainer: Any, mixin: type) -> None:
-    """Check a trainer and its arguments; all problems in one message.
+    """Check, before training, that a trainer and its arguments allow exact accumulation.
+
+    Unsupported settings are collected and reported in one error.
 
     Args:
-        trainer: A `transformers.Trainer`.
-        mixin: The class whose methods may override Trainer's.
+        trainer: An `ExactTrainer`, or another trainer with the mixin.
+        mixin: `ExactTrainerMixin`, whose methods may override Trainer's.
 
     Raises:
         ConfigError: If there is an unsupported argument, an overridden method, FSDP1, processes
-            that would train alone, or a precision that Accelerate would not apply.
+            that would train alone, an optimizer that needs a closure, or a precision that
+            Accelerate would not apply.
     """
-    problems = [*_of_arguments(trainer.args), *_of_trainer(trainer, mixin)]
+    problems = [
+        *_problems_of_arguments(trainer.args),
+        *_problems_of_processes(trainer),
+        *_problems_of_loss(trainer),
+        *_problems_of_overrides(trainer, mixin),
+        *_problems_of_data(trainer),
+    ]
     if problems:
         raise ConfigError("ExactTrainer cannot make this run exact: " + "; ".join(problems) + ".")
     check_precision(trainer.accelerator)
@@ -84,7 +109,12 @@ def check_trainer(trainer: Any, mixin: type) -> None:
         check_step(trainer.optimizer)
 
 
-def _of_arguments(args: Any) -> Iterator[str]:
+def _problems_of_arguments(args: Any) -> Iterator[str]:
+    """Yield a message for each of the `TrainingArguments` that ExactTrainer does not support.
+
+    Args:
+        args: The trainer's `TrainingArguments`.
+    """
     strategy = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
     if strategy not in ("random", "sequential"):
         yield (
@@ -115,31 +145,34 @@ def _of_arguments(args: Any) -> Iterator[str]:
         )
 
 
-def _of_trainer(trainer: Any, mixin: type) -> Iterator[str]:
-    processes = trainer.accelerator.num_processes
-    kind = trainer.accelerator.distributed_type
-    if kind not in SUPPORTED:
-        yield f"Accelerate runs {processes} processes under {kind.value}: use DDP or FSDP2"
-    if kind == DistributedType.FSDP and not trainer.accelerator.is_fsdp2:
+def _problems_of_processes(trainer: Any) -> Iterator[str]:
+    """Yield a message for each unsupported way in which a trainer uses processes and devices: other
+    backends than DDP and FSDP2, FSDP that would not be applied, processes that would train alone,
+    nn.DataParallel, and a model on several devices.
+    """
+    num_processes = trainer.accelerator.num_processes
+    backend = trainer.accelerator.distributed_type
+    is_fsdp = backend == DistributedType.FSDP
+    if backend not in SUPPORTED:
+        yield f"Accelerate runs {num_processes} processes under {backend.value}: use DDP or FSDP2"
+    if is_fsdp and not trainer.accelerator.is_fsdp2:
         yield "FSDP1 wraps the model that was proven: set fsdp_version to 2"
-    classes = {type(module).__name__ for module in trainer.model.modules()}
-    is_causal = bool(classes & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
-    if kind == DistributedType.FSDP and trainer.label_smoother and is_causal:
+    if is_fsdp and trainer.label_smoother and _is_causal_lm(trainer.model):
         yield (
             "label_smoothing_factor: FSDP2 renames the class, by which Trainer decides to shift "
             "the labels: use DDP"
         )
     wants_fsdp = trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
-    if wants_fsdp and kind != DistributedType.FSDP:
+    if wants_fsdp and not is_fsdp:
         yield (
-            f"FSDP was requested, but Accelerate shards on GPUs only and runs {processes} under "
-            f"{kind.value}: omit it"
+            "FSDP was requested, but Accelerate shards on GPUs only and runs "
+            f"{num_processes} under {backend.value}: omit it"
         )
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched > 1 and launched != processes:
+    num_launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_launched > 1 and num_launched != num_processes:
         yield (
-            f"{launched} processes were launched, but each would train alone: without a GPU set "
-            "use_cpu=True"
+            f"{num_launched} processes were launched, but each would train alone: without a GPU "
+            "set use_cpu=True"
         )
     if trainer.args.n_gpu > 1:
         yield (
@@ -148,21 +181,51 @@ def _of_trainer(trainer: Any, mixin: type) -> Iterator[str]:
         )
     if trainer.is_model_parallel:
         yield "the model is on several devices (device_map): load it onto one"
+
+
+def _is_causal_lm(model: nn.Module) -> bool:
+    """Return whether a model is, or contains, one of transformers' causal language models, whose
+    labels are shifted in the loss.
+    """
+    class_names = {type(module).__name__ for module in model.modules()}
+    return bool(class_names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
+
+
+def _problems_of_loss(trainer: Any) -> Iterator[str]:
+    """Yield a message if a trainer sets `whole_batch` together with `loss_sums` or TRL's preference
+    pairs, which have losses of their own.
+    """
     if trainer.whole_batch and (trainer.loss_sums or has_pairs(trainer.data_collator)):
         yield (
             "whole_batch is for a loss that compute_loss computes from the outputs of samples: "
-            "leave loss_sums out, and do not train on pairs of TRL's"
+            "leave loss_sums out, and do not train on TRL's preference pairs"
         )
-    for name in OWNED:
+
+
+def _problems_of_overrides(trainer: Any, mixin: type) -> Iterator[str]:
+    """Yield a message for each class of a trainer that overrides a method by which ExactTrainer
+    controls the order and the batches.
+
+    Args:
+        trainer: The trainer.
+        mixin: `ExactTrainerMixin`, whose methods may override Trainer's.
+    """
+    for name in OWNED_METHODS:
         for owner in type(trainer).__mro__:
             if name in vars(owner) and owner not in (mixin, Trainer):
                 yield (
                     f"{owner.__name__}.{name} overrides the order of samples: remove it, or train "
                     f"with {owner.__name__}"
                 )
+
+
+def _problems_of_data(trainer: Any) -> Iterator[str]:
+    """Yield a message if a trainer's dataset has no fixed order of samples (streaming), and if its
+    batches join several samples into one row (padding-free).
+    """
     if isinstance(trainer.train_dataset, IterableDataset):
         yield "a streaming train_dataset has no fixed order: load it without streaming"
-    if getattr(trainer, "padding_free", False):  # TRL
+    if getattr(trainer, "padding_free", False):  # an attribute of TRL's trainers
         yield (
             "padding_free (or packing) joins samples into one row, so masks cannot be tied to "
             "samples: omit it"

@@ -1,4 +1,4 @@
-"""A trainer's loss as a module, which can be proven and computed like a model."""
+"""The loss of a Trainer as a module, which hf_ga can prove and compute like a model."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -15,102 +15,141 @@ from hf_ga.trainer.pairs import chosen_first, forward_of_pairs, has_pairs
 
 
 class TrainerLoss(nn.Module):
-    """A trainer's loss as a model: maps the entries of a batch to the loss of `compute_loss` on
-    this batch alone.
+    """A trainer's model together with its loss, as one module: its forward maps the entries of a
+    batch to the loss that `Trainer.compute_loss` computes on this batch alone.
 
-    A `compute_loss_func` receives the number of items of this batch, as in Trainer's evaluation.
-    With `loss_sums`, which is called on them, it returns the model's outputs; with `whole_batch`, a
-    tuple of what each call of the model in `compute_loss` returned.
+    A `compute_loss_func` gets the number of items in this batch, as in Trainer's evaluation. If the
+    trainer has `loss_sums`, which hf_ga calls itself, the forward returns the model's outputs. If
+    it has `whole_batch = True`, the forward returns a tuple with the outputs of each call of the
+    model that `compute_loss` makes.
+
+    Args:
+        trainer: The trainer, whose model is not wrapped yet.
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        """Take what computing the loss needs from the trainer, whose model is not wrapped yet."""
         super().__init__()
         self.model = trainer.model
         self.config = getattr(trainer.model, "config", None)
         self._compute_loss = trainer.compute_loss
-        self._count_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
-        self._needs_items = trainer.compute_loss_func is not None
+        self._get_num_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
+        self._needs_num_items = trainer.compute_loss_func is not None
         self._has_pairs = has_pairs(trainer.data_collator)
         self._returns_outputs = trainer.loss_sums is not None
-        self._is_of_window = trainer.whole_batch
+        self._is_loss_of_window = trainer.whole_batch
 
     def forward(self, **batch: Any) -> Any:
-        """Compute the loss, a scalar; for a head whose loss is a sum of means, the outputs with
-        this loss.
+        """Compute the loss of a batch with the trainer's `compute_loss`.
+
+        Args:
+            **batch: The entries of the batch.
+
+        Returns:
+            The loss, a scalar; for a model whose loss is a sum of several means, its outputs with
+            this loss; with `loss_sums` or `whole_batch`, the model's outputs (see the class).
         """
         if self._returns_outputs:
             return self.model(**argument_filter(self.model)(batch))
-        if self._is_of_window:
+        if self._is_loss_of_window:
             returned: list[Any] = []
-            self._loss_with(_ModelCalls(self.model, partial(_call_and_keep, returned)), batch)
+            recording_model = _ModelProxy(self.model, partial(_call_and_record, returned))
+            self._compute_loss_with(recording_model, batch)
             return tuple(returned)
-        items = self._items_of(batch)
+        num_items = self._num_items_in(batch)
         if self._has_pairs:
-            return self._compute_loss(
-                partial(forward_of_pairs, self.model), chosen_first(batch), num_items_in_batch=items
-            )
-        if kind_of(batch) is None:
-            return self._compute_loss(self.model, batch, num_items_in_batch=items)
+            model = partial(forward_of_pairs, self.model)
+            return self._compute_loss(model, chosen_first(batch), num_items_in_batch=num_items)
+        has_sum_of_means = kind_of(batch) is not None
+        if not has_sum_of_means:
+            return self._compute_loss(self.model, batch, num_items_in_batch=num_items)
         loss, outputs = self._compute_loss(
-            self.model, batch, return_outputs=True, num_items_in_batch=items
+            self.model, batch, return_outputs=True, num_items_in_batch=num_items
         )
         outputs["loss"] = loss
         return outputs
 
-    def of_window(self, outputs: tuple, batch: Batch) -> Tensor:
-        """Compute the loss of a whole window: `compute_loss` with these outputs in place of the
-        model's.
+    def loss_of_window(self, outputs: tuple, batch: Batch) -> Tensor:
+        """Compute the loss of a whole window with the trainer's `compute_loss`, which gets outputs
+        that were computed before, micro-batch by micro-batch, when it calls the model.
 
         Args:
-            outputs: For each call of the model, its outputs for all samples.
-            batch: Of all samples.
+            outputs: For each call of the model in `compute_loss`, its outputs for all samples of
+                the window.
+            batch: The batch of all samples of the window.
+
+        Returns:
+            The loss, a scalar.
 
         Raises:
             ConfigError: If `compute_loss` calls the model more often than for a micro-batch.
         """
-        replay = _ModelCalls(self.model, partial(_next_of, iter(outputs)))
-        return self._loss_with(replay, dict(batch))
+        replaying_model = _ModelProxy(self.model, partial(_next_outputs, iter(outputs)))
+        return self._compute_loss_with(replaying_model, dict(batch))
 
-    def _loss_with(self, model: "_ModelCalls", batch: dict[str, Any]) -> Tensor:
-        return self._compute_loss(model, batch, num_items_in_batch=self._items_of(batch))
+    def _compute_loss_with(self, model: "_ModelProxy", batch: dict[str, Any]) -> Tensor:
+        """Call the trainer's `compute_loss` on a batch with a proxy in place of the model."""
+        return self._compute_loss(model, batch, num_items_in_batch=self._num_items_in(batch))
 
-    def _items_of(self, batch: dict[str, Any]) -> Any:
-        return self._count_items([batch]) if self._needs_items else None
+    def _num_items_in(self, batch: dict[str, Any]) -> Any:
+        """Return Trainer's number of items (targets) in a batch for a `compute_loss_func`, or None
+        if the trainer has no such function.
+        """
+        return self._get_num_items([batch]) if self._needs_num_items else None
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the model's output layer, for the chunked loss."""
+        """Return the model's output layer, which the chunked loss uses; None if it has none."""
         return getattr(self.model, "get_output_embeddings", lambda: None)()
 
 
-class _ModelCalls:
-    """Stands for a model whose calls somebody else answers; everything else is the model's.
+class _ModelProxy:
+    """Wraps a model for a trainer's `compute_loss`: calls go to a function, and all attributes are
+    the model's.
 
     Args:
         model: The model.
-        answer: (model, arguments) -> what a call returns.
+        on_call: A function (model, args, kwargs) -> what a call of the model returns.
     """
 
-    def __init__(self, model: nn.Module, answer: Callable) -> None:
+    def __init__(self, model: nn.Module, on_call: Callable[[nn.Module, tuple, dict], Any]) -> None:
+        """Wrap a model; its calls go to `on_call`."""
         self._model = model
-        self._answer = answer
+        self._on_call = on_call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._answer(self._model, args, kwargs)
+        """Return what `on_call` returns for a call of the model."""
+        return self._on_call(self._model, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
+        """Return an attribute of the wrapped model."""
         return getattr(self._model, name)
 
 
-def _call_and_keep(kept: list[Any], model: nn.Module, args: tuple, kwargs: dict) -> Any:
-    kept.append(model(*args, **kwargs))
-    return kept[-1]
+def _call_and_record(returned: list[Any], model: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Call a model for a trainer's `compute_loss`, append its outputs to the list `returned`, and
+    return them.
+    """
+    outputs = model(*args, **kwargs)
+    returned.append(outputs)
+    return outputs
 
 
-def _next_of(outputs: Iterator[Any], model: nn.Module, args: tuple, kwargs: dict) -> Any:
+def _next_outputs(outputs: Iterator[Any], model: nn.Module, args: tuple, kwargs: dict) -> Any:
+    """Return the next of the outputs that were computed before, in place of calling the model.
+
+    Args:
+        outputs: An iterator over the outputs, one for each call.
+        model: The model, not used.
+        args: The positional arguments of the call, not used.
+        kwargs: The keyword arguments of the call, not used.
+
+    Raises:
+        ConfigError: If there are no more outputs.
+    """
     try:
         return next(outputs)
     except StopIteration:
         raise ConfigError(
             "with whole_batch, compute_loss must call the model as often for a window as for a "
-            "micro-batch, whose outputs are put together."
+            "micro-batch, because it gets the concatenated outputs of the micro-batches."
         ) from None

@@ -2,8 +2,8 @@
 then all rejected ones.
 
 While a window is split, a sample's two rows must stay together: entries have shape (samples, 2,
-...). The model computes them as (2 samples, ...) with the rows of a sample side by side, where
-their dropout masks are keyed; the trainer's loss sees its own order.
+...). The model computes them as (2 x samples, ...) with the two rows of a sample next to each
+other, where their dropout masks are keyed by sample; the trainer's loss gets them in TRL's order.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,28 +15,49 @@ from hf_ga.exact.batches import Batch
 
 
 def has_pairs(collate_fn: Callable) -> bool:
-    """Whether a collate function is TRL's for preference pairs.
+    """Return whether a collate function is TRL's `DataCollatorForPreference`, for pairs of a chosen
+    and a rejected text.
 
-    It is known by its name, as TRL may not be installed.
+    It is recognized by the name of its class, as TRL may not be installed.
+
+    Args:
+        collate_fn: The collate function, possibly in the wrapper by which Trainer removes columns.
     """
-    # Inside of Trainer's wrapper that removes columns.
     collate_fn = getattr(collate_fn, "data_collator", collate_fn)
-    return any(kind.__name__ == "DataCollatorForPreference" for kind in type(collate_fn).__mro__)
+    class_names = [base.__name__ for base in type(collate_fn).__mro__]
+    return "DataCollatorForPreference" in class_names
 
 
 def collate_pairs(collate_fn: Callable, samples: list[Any]) -> dict[str, Any]:
-    """Collate, with entries of shape (2 samples, ...), chosen first, as (samples, 2, ...)."""
+    """Collate TRL's preference pairs so that both rows of a pair belong to one sample.
+
+    Args:
+        collate_fn: TRL's collate function, whose entries have shape (2 x samples, ...): all chosen
+            rows, then all rejected rows.
+        samples: The pairs.
+
+    Returns:
+        The batch with these entries as (samples, 2, ...); other entries are unchanged.
+    """
     num_rows = 2 * len(samples)
     batch = {}
     for name, value in collate_fn(samples).items():
-        is_of_pairs = len(value) == num_rows
-        batch[name] = value.unflatten(0, (2, -1)).transpose(0, 1) if is_of_pairs else value
+        if len(value) == num_rows:
+            batch[name] = value.unflatten(0, (2, -1)).transpose(0, 1)
+        else:
+            batch[name] = value
     return batch
 
 
 def chosen_first(batch: Batch) -> dict[str, Any]:
-    """Undo `collate_pairs`: give entries of shape (samples, 2, width) as (2 samples, width), chosen
-    first.
+    """Undo `collate_pairs`, for TRL's loss of preference pairs.
+
+    Args:
+        batch: A batch whose entries of pairs have shape (samples, 2, sequence length).
+
+    Returns:
+        The batch with these entries as (2 x samples, sequence length): all chosen rows, then all
+        rejected rows.
     """
     changed = dict(batch)
     for name, value in batch.items():
@@ -46,17 +67,29 @@ def chosen_first(batch: Batch) -> dict[str, Any]:
 
 
 def forward_of_pairs(model: nn.Module, **batch: Any) -> Any:
-    """Compute the model's outputs for rows with chosen first, with the rows of a sample side by
-    side in the forward.
+    """Run a model's forward on TRL's preference pairs, with the two rows of each pair next to each
+    other, as hf_ga's keyed dropout needs them.
+
+    Args:
+        model: The model.
+        **batch: The model's arguments: all chosen rows, then all rejected rows.
+
+    Returns:
+        The model's outputs in the order of the arguments.
     """
     num_rows = len(batch["input_ids"])
 
     def reordered(values: Mapping, shape: tuple[int, int]) -> dict[str, Any]:
-        found = {}
+        """Reorder the rows of tensors: split dim 0 into `shape`, swap the two dims, and merge them.
+
+        (2, -1) moves the rows of a pair next to each other; (-1, 2) moves them back. Only tensors
+        with one row for each row of the batch are returned.
+        """
+        tensors = {}
         for name, value in values.items():
             if isinstance(value, Tensor) and value.dim() and len(value) == num_rows:
-                found[name] = value.unflatten(0, shape).transpose(0, 1).flatten(0, 1)
-        return found
+                tensors[name] = value.unflatten(0, shape).transpose(0, 1).flatten(0, 1)
+        return tensors
 
     outputs = model(**{**batch, **reordered(batch, (2, -1))})
     for name, value in reordered(outputs, (-1, 2)).items():

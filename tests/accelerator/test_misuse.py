@@ -781,7 +781,7 @@ def test_images_in_a_call_by_hand_are_refused_by_name():
         image_samples(16, num_images=[2, 1]),
         renamed,
     )
-    words = r"called with pixel_values of shape \[\d+, 6\], image_grid_thw .* cannot be cut into"
+    words = r"called with pixel_values of shape \[\d+, 6\], image_grid_thw .* cannot be split into"
     assert_refused(attempt, words)
 
 

@@ -139,7 +139,7 @@ def test_backward_returns_the_loss_of_the_window():
         (
             lambda model, batch: model(*batch),
             lambda samples: tuple(pairs.collate_pairs(samples).values())[1:],
-            "by name",
+            "named entries",
         ),
     ],
     ids=["a loss", "other outputs", "changed outputs", "changed inputs", "a tuple"],

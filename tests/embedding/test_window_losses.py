@@ -7,7 +7,7 @@ import torch
 from torch.nn.functional import normalize
 
 from hf_ga.embedding import losses
-from hf_ga.embedding.losses import CoSENT, InfoNCE, Matryoshka, Texts, cross_entropy_in_window
+from hf_ga.embedding.losses import CoSENT, InfoNCE, Matryoshka, TextIds, cross_entropy_in_window
 from hf_ga.errors import ConfigError
 
 TEMPERATURE = 0.2
@@ -221,8 +221,8 @@ def test_the_same_values_as_sentence_transformers():
 
 
 def test_a_known_match_is_never_the_own_one():
-    texts = Texts(*(torch.tensor([1, 1, 1]) for _ in range(3)))
-    known = texts.known_matches(torch.tensor([0, 2]))
+    texts = TextIds(*(torch.tensor([1, 1, 1]) for _ in range(3)))
+    known = texts.excluded_candidates(torch.tensor([0, 2]))
     assert known.tolist() == [[False, True, True], [True, True, False]]
     one = cross_entropy_in_window(torch.eye(3), torch.eye(3), 1.0, texts)
     assert one == 0  # each query has its own match alone

@@ -11,7 +11,14 @@ from accelerate.utils import gather_object
 from torch import Tensor, nn
 from transformers import EvalPrediction
 
-from hf_ga.embedding.losses import CoSENT, InfoNCE, Matryoshka, WindowLoss, shortened, unit_vectors
+from hf_ga.embedding.losses import (
+    CoSENT,
+    InfoNCE,
+    Matryoshka,
+    WindowLoss,
+    truncate_embeddings,
+    unit_vectors,
+)
 from hf_ga.embedding.model import LOG_TEMPERATURE
 from hf_ga.errors import ConfigError
 from hf_ga.exact.engine import Engine
@@ -196,7 +203,7 @@ def _results(setup: Setup, vectors: Vectors, split: str) -> dict[str, float]:
     size = vectors["anchor"].shape[-1]
     for dim in setup.config.matryoshka_dims or ():
         if dim < size:
-            found = _metrics(shortened(vectors, dim), batch)
+            found = _metrics(truncate_embeddings(vectors, dim), batch)
             main = "spearman" if has_scores(data) else "ndcg_at_10"
             results[f"{main}_dim_{dim}"] = found[main]
     return results
