@@ -257,7 +257,7 @@ def readable(outputs: Any) -> Any:
             lazy logits are computed at once.
     """
     if isinstance(outputs, LazyLogits):
-        return outputs.values()
+        return outputs.materialize()
     if isinstance(outputs, tuple) and any(isinstance(v, LazyLogits) for v in outputs):
         return type(outputs)(readable(value) for value in outputs)
     if not isinstance(outputs, dict) or not any(
@@ -308,7 +308,7 @@ def _compute(outputs: Any) -> Any:
     computed_from = []
     for name, value in list(dict.items(outputs)):
         if isinstance(value, LazyLogits):
-            made = value.values()
+            made = value.materialize()
             dict.__setitem__(outputs, name, made)
             vars(outputs)[name] = made
             computed_from.append((made, value.hidden))
