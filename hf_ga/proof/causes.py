@@ -17,13 +17,13 @@ UNKNOWN = (
 
 
 def batch_norm_cause(model: nn.Module) -> str | None:
-    """Describe the first BatchNorm in training mode, a cause of a loss that is not additive.
+    """Describe a BatchNorm in training mode, for the error message of a failed proof.
 
-    In training mode, BatchNorm normalises with the mean and the variance of the micro-batch, so a
-    sample's loss depends on the other samples of its micro-batch.
+    It normalises with the mean and the variance of the micro-batch, so a sample's loss depends on
+    the other samples of its micro-batch, and the loss is not additive over micro-batches.
 
     Returns:
-        Text for an error message, with the module's name and remedies. None if the model has no
+        Text about the first such module, with its name and remedies. None if the model has no
         BatchNorm in training mode.
     """
     for name, module in model.named_modules():
@@ -36,7 +36,7 @@ def batch_norm_cause(model: nn.Module) -> str | None:
 
 
 def changed_float_buffers(model: nn.Module, buffers_before: dict[str, Tensor]) -> list[str]:
-    """Return the names of a model's floating-point buffers whose values have changed.
+    """Return the names of the floating-point buffers that the forwards of a proof have changed.
 
     Args:
         model: The model, after some training forwards.
@@ -52,7 +52,7 @@ def changed_float_buffers(model: nn.Module, buffers_before: dict[str, Tensor]) -
 
 
 def changed_integer_buffers(model: nn.Module, buffers_before: dict[str, Tensor]) -> list[str]:
-    """Return the names of a model's integer and bool buffers whose values have changed.
+    """Return the names of the integer and bool buffers that the forwards of a proof have changed.
 
     These are counters of steps or tokens, for example. The counters of norm layers
     (`num_batches_tracked`) are excluded, because no training forward reads them.
@@ -75,7 +75,7 @@ def is_norm_statistic(model: nn.Module, buffer_name: str) -> bool:
     """Whether a buffer is a running statistic of a BatchNorm or InstanceNorm layer.
 
     Such a layer updates its running statistics in training mode, but reads them in evaluation mode
-    only.
+    only. So they cannot be the reason why a proof fails.
 
     Args:
         model: The model.
@@ -90,8 +90,9 @@ def power_iteration_buffers(model: nn.Module) -> list[str]:
     """Return the names of all buffers that spectral norms update in every training forward.
 
     `torch.nn.utils.spectral_norm` and `torch.nn.utils.parametrizations.spectral_norm` do one step
-    of the power method on vectors u and v in each training forward. Modules in evaluation mode are
-    skipped: their vectors do not change.
+    of the power method on vectors u and v in each training forward, so the weights depend on the
+    number of micro-batches, which a proof must report. Modules in evaluation mode are skipped:
+    their vectors do not change.
     """
     names = []
     for module_name, module in model.named_modules():
@@ -108,7 +109,7 @@ def power_iteration_buffers(model: nn.Module) -> list[str]:
 
 
 def changed_buffers_cause(model: nn.Module, buffer_names: list[str]) -> str:
-    """Describe, for an error message, the buffers that every training forward changes.
+    """Describe the buffers that training forwards change, for the error message of a failed proof.
 
     Args:
         model: The model.
@@ -131,7 +132,7 @@ def changed_buffers_cause(model: nn.Module, buffer_names: list[str]) -> str:
 
 
 def repeated_rows_cause(dropout: KeyedDropout) -> str | None:
-    """Describe a dropout site whose masks have several rows per sample.
+    """Describe dropout masks with several rows per sample, for the error message of a failed proof.
 
     Keyed dropout assumes that the rows of one sample are consecutive. A model that repeats its
     inputs with `torch.cat([x, x])` (R-Drop) breaks this, so its masks depend on the batch size.
@@ -140,8 +141,7 @@ def repeated_rows_cause(dropout: KeyedDropout) -> str | None:
         dropout: The model's keyed dropout, with all dropout sites found.
 
     Returns:
-        Text for an error message about the first of these sites. None if no site has several rows
-        per sample.
+        Text about the first dropout site with such masks. None if there is none.
     """
     sites = [site for site in dropout.sites.values() if site.rows_per_sample > 1]
     if not sites:
@@ -155,8 +155,8 @@ def repeated_rows_cause(dropout: KeyedDropout) -> str | None:
 
 
 def weighted_loss_cause(model: nn.Module) -> str:
-    """Describe, for an error message, class or sample weights as the cause of a loss that is not a
-    plain mean.
+    """Describe class or sample weights as the reason why a loss is not a plain mean, for the error
+    message of a failed proof.
 
     Returns:
         The name of the first loss module with a `weight` (such as `nn.CrossEntropyLoss(weight)`).

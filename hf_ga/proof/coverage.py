@@ -25,7 +25,8 @@ NEVER_WEIGHTS = ("input_ids", "position_ids", "token_type_ids", *ANSWER_POSITION
 def special_tokens(model: nn.Module) -> list[int]:
     """Return the sorted ids of the special tokens in a model's config (`pad_token_id`, ...).
 
-    A config entry may be one id, a list of ids, or None. Empty for a model without a config.
+    The proof does not use them as labels of its trial batches. A config entry may be one id, a list
+    of ids, or None. Empty for a model without a config.
     """
     config = getattr(model, "config", None)
     token_ids = set()
@@ -39,7 +40,8 @@ def special_tokens(model: nn.Module) -> list[int]:
 
 
 def num_classes(outputs: Any, labels: Tensor) -> int | None:
-    """Return the number of classes that a model scores for each label.
+    """Return the number of classes that a model scores for each label, for a proof that then tests
+    labels of all classes.
 
     Args:
         outputs: The outputs of the model.

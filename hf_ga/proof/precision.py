@@ -18,8 +18,9 @@ from hf_ga.exact.precision import LOW_PRECISION
 def tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
     """Convert parameters or buffers to another dtype within the block, then restore them.
 
-    Only the data of the tensor objects is replaced, so tied parameters stay tied. The original data
-    is put back at the end of the block: what the block writes to a tensor is lost.
+    For proofs in float32 and equivalence checks in float64. Only the data of the tensor objects is
+    replaced, so tied parameters stay tied. The original data is put back at the end of the block:
+    what the block writes to a tensor is lost.
 
     Args:
         tensors: The parameters and buffers. The block needs memory for a copy of each.
@@ -64,7 +65,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 
 def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:
-    """Check for reasons why a model cannot be trained exactly, whatever its loss is.
+    """Before a proof, check that a model can be trained exactly, whatever its loss is.
 
     Args:
         model: The unwrapped model.

@@ -91,6 +91,7 @@ class Prober:
         collate_fn: Callable,
         loss_fn: LossFunction | None,
     ) -> None:
+        """Unwrap the model, check that it can be trained exactly, and choose candidate samples."""
         if not len(samples):
             raise LossNotAdditive("a proof needs samples, got none.")
         self.model = unwrapped(model)
@@ -222,7 +223,7 @@ class Prober:
     def sample_entries(self) -> set[str]:
         """Names of the entries of a collated batch that hold rows of samples.
 
-        All other entries are shared by the samples.
+        The proof splits these into parts of a batch; all other entries are shared by the samples.
         """
         return self._entries.of_samples
 
@@ -238,16 +239,19 @@ class Prober:
         return self._entries.split(self._collate_seeded(samples), samples)
 
     def on_device(self, batch: Batch) -> dict[str, Any]:
-        """Return a batch with all tensors on the model's device, and `Parts` concatenated again."""
+        """Return a probe batch on the model's device, in the form that the model gets.
+
+        Each entry of `Parts`, which `collate` has split into samples, is concatenated again.
+        """
         return send_to_device(put_together(batch), self.device)
 
     def plain_forward(self, batch: Batch) -> Any:
-        """Return the model's outputs for a batch, without gradients and without keyed dropout."""
+        """Return the model's outputs for a probe batch, without gradients and keyed dropout."""
         with torch.no_grad():
             return self.model(**self._model_arguments(self.on_device(batch)))
 
     def _collate_seeded(self, samples: list[Any]) -> dict[str, Any]:
-        """Collate samples in float32, after seeding all random generators.
+        """Collate samples of a proof in float32, after seeding all random generators.
 
         Sets `is_collate_random` if the collate function draws random numbers.
         """
@@ -258,14 +262,14 @@ class Prober:
         return batch
 
     def _collate_in_float32(self, samples: list[Any]) -> dict[str, Any]:
-        """Collate samples, and convert fp16 and bf16 tensors of the batch to float32."""
+        """Collate samples of a proof, and convert fp16 and bf16 tensors of the batch to float32."""
         return {
             name: at_least_float32(value) if isinstance(value, Tensor) else value
             for name, value in as_batch(self.collate_fn(samples)).items()
         }
 
     def _forward_copies(self, sample: Any, num_samples: int) -> None:
-        """Run model and loss on a batch of several copies of one sample.
+        """Run model and loss on several copies of one sample, to find the model's dropout sites.
 
         Random states are restored after collating, so that draws of the collate function are not
         mistaken for draws of the model.
@@ -323,7 +327,7 @@ class Prober:
         return Window(request, fetcher, [put_together(batch) for batch in batches])
 
     def _engine(self, loss: Loss, speed_ups: Sequence[SpeedUp] | None = None) -> Engine:
-        """Make an engine that computes a loss on this process alone, with the model's dropout.
+        """Make an engine that computes a loss on this process alone, with keyed dropout.
 
         Args:
             loss: The loss.
@@ -385,7 +389,8 @@ class Prober:
         return result.loss, gradients
 
     def _proven_loss(self, batches: Sequence[Batch], positions: Sequence[np.ndarray]) -> float:
-        """Compute the mean loss of a window by the proven rule, without gradients and speed-ups.
+        """Compute the mean loss of a window of probe batches by the proven rule, without gradients
+        and speed-ups.
 
         Args:
             batches: The micro-batches of the window.
@@ -433,6 +438,7 @@ class BatchLoss(Loss):
     name = "batch"
 
     def __init__(self, loss_fn: LossFunction | None) -> None:
+        """Store the loss function; without one, the loss is that of the model's own head."""
         self.loss_fn = loss_fn
         self.num_targets = 0.0
 

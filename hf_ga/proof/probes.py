@@ -29,7 +29,7 @@ SENTENCE_LABELS = ("next_sentence_label", "sentence_order_label")
 
 
 class ProbeResult(NamedTuple):
-    """Loss and gradient of one forward and backward of a probe batch.
+    """Loss and gradient of one forward and backward of a probe batch, a trial batch of a proof.
 
     Attributes:
         loss: The mean loss of the model's head; with a `loss_fn` the sum that it returned.
@@ -51,7 +51,7 @@ def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
     label per sample, the last sample's label is masked.
 
     Args:
-        batch: The probe batch. It is not changed.
+        batch: The probe batch of a proof. It is not changed.
         num_samples: Its number of samples.
 
     Returns:
@@ -92,7 +92,7 @@ def separating_means(batch: Batch, num_samples: int) -> dict[str, Any]:
     pre-training head: the sentence label of the last sample is set to -100.
 
     Args:
-        batch: The probe batch. It is not changed.
+        batch: The probe batch of a proof. It is not changed.
         num_samples: Its number of samples.
 
     Returns:
@@ -117,8 +117,8 @@ def separating_means(batch: Batch, num_samples: int) -> dict[str, Any]:
 def targets_per_sample(batch: Batch, num_samples: int) -> np.ndarray:
     """Count the targets of each sample of a batch: the labels that are not -100.
 
-    Where samples have several labels, column 0 is not counted, because a causal language model does
-    not predict it.
+    A proof chooses its samples by this count. Where samples have several labels, column 0 is not
+    counted, because a causal language model does not predict it.
 
     Args:
         batch: The batch.
@@ -140,7 +140,7 @@ def targets_per_sample(batch: Batch, num_samples: int) -> np.ndarray:
 
 
 def has_enough_targets(batch: Batch, num_samples: int) -> bool:
-    """Whether probe samples can be chosen from a batch.
+    """Whether the samples of a batch suffice to choose the probe samples of a proof from.
 
     That takes at least four times as many samples as a probe batch has. A quarter of them must have
     enough targets for `separating_labels`: one, or `MANY_TARGETS` if samples have several labels.
@@ -155,7 +155,7 @@ def has_enough_targets(batch: Batch, num_samples: int) -> bool:
 
 
 def rows_with_targets(batch: Batch, num_samples: int, max_rows: int) -> np.ndarray:
-    """Choose rows of a batch that have targets and differ as much as possible.
+    """Choose the probe samples of a proof: rows of a batch with targets, as different as possible.
 
     With one label per sample, labels are chosen round-robin, so that all classes are present if
     there is room for them. Otherwise the rows are evenly spaced, so that all lengths are present.
@@ -190,7 +190,7 @@ def rows_with_targets(batch: Batch, num_samples: int, max_rows: int) -> np.ndarr
 
 
 def applicable_rules(arguments: Batch) -> list[str]:
-    """List the rules by which a model's head may count its targets.
+    """List the rules by which a model's head may count its targets; a proof tests each of them.
 
     Args:
         arguments: The arguments of the model's forward by name. Shape and dtype of "labels" decide,
@@ -213,10 +213,11 @@ def applicable_rules(arguments: Batch) -> list[str]:
 def additivity_error(
     results: Sequence[ProbeResult], num_targets: Sequence[float], is_sum: bool
 ) -> float:
-    """Compute the relative error of the rule that the losses of A and B add up to that of A+B.
+    """Compute the relative error of a counting rule in a proof: do A and B add up to A+B?
 
-    Tests n(A+B) loss(A+B) = n(A) loss(A) + n(B) loss(B), where n is the number of targets, and the
-    same for the gradient of each parameter. Losses that are sums are added without n.
+    A and B are two groups of samples, A+B is both together. Tests n(A+B) loss(A+B) = n(A) loss(A) +
+    n(B) loss(B), where n is the number of targets, and the same for the gradient of each parameter.
+    Losses that are sums are added without n.
 
     Args:
         results: Losses and gradients of the probe batches A, B and A+B.
@@ -249,7 +250,7 @@ def additivity_error(
 
 
 def relative_error(result: ProbeResult, reference: ProbeResult) -> float:
-    """Return the largest relative error of the loss and of any parameter's gradient.
+    """Return the largest relative error of a probe batch's loss and of any parameter's gradient.
 
     The error of a gradient is relative to its own norm plus `FLOOR` times the norm over all
     parameters, so that the rounding of a tiny gradient does not count. NaN counts as infinity.

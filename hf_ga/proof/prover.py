@@ -90,6 +90,7 @@ class Prover(Prober):
         collate_fn: Callable,
         loss_fn: LossFunction | None,
     ) -> None:
+        """Start a proof in which nothing is proven yet; the class docstring has the arguments."""
         super().__init__(model, samples, collate_fn, loss_fn)
         self.router: Router | None = None
         self.rejected_speed_ups: dict[str, str] = {}
@@ -210,7 +211,8 @@ class Prover(Prober):
 
         Args:
             router: The load-balancing loss.
-            batches: The probe batches A, B and A+B.
+            batches: The probe batches: two groups of samples, "A" and "B", and both together,
+                "A+B".
 
         Returns:
             The relative error of the sum over A and B.
@@ -238,7 +240,8 @@ class Prover(Prober):
         recomputes each mean from the logits. Sets `loss` to this candidate, also if it fails.
 
         Args:
-            batches: The probe batches A, B and A+B.
+            batches: The probe batches: two groups of samples, "A" and "B", and both together,
+                "A+B".
             reference: Loss and gradient of A+B, as the head computes them.
 
         Returns:
@@ -264,11 +267,13 @@ class Prover(Prober):
     ) -> tuple[Loss, float]:
         """Find the counting rule by which the loss is one mean over its targets.
 
-        Several rules may fit if they make the same update: if they all give A the same share of the
-        targets of A+B.
+        For each rule that may apply, tests whether the losses of two groups of samples add up to
+        that of both, weighted by their numbers of targets. Several rules may fit if they make the
+        same update: if they all give A the same share of the targets of A+B.
 
         Args:
-            batches: The probe batches A, B and A+B.
+            batches: The probe batches: two groups of samples, "A" and "B", and both together,
+                "A+B".
             results: Their losses and gradients.
 
         Returns:
@@ -308,7 +313,8 @@ class Prover(Prober):
         """Count the targets of A, B and A+B by each counting rule that may apply to the head.
 
         Args:
-            batches: The probe batches A, B and A+B.
+            batches: The probe batches: two groups of samples, "A" and "B", and both together,
+                "A+B".
             results: Their losses and gradients, with the numbers of targets from `loss_fn`.
 
         Returns:
@@ -327,10 +333,13 @@ class Prover(Prober):
         }
 
     def _sum_of_groups(self, batches: dict[str, Batch]) -> ProbeResult:
-        """Compute loss and gradient of a window with two micro-batches, groups A and B.
+        """Compute loss and gradient of a window with two micro-batches, the groups A and B.
+
+        Uses `loss`, the rule under test.
 
         Args:
-            batches: The probe batches, "A" and "B" among them.
+            batches: The probe batches: two groups of samples, "A" and "B", and both together,
+                "A+B".
         """
         return self._probe_window([batches["A"], batches["B"]], [GROUP_ROWS["A"], GROUP_ROWS["B"]])
 
@@ -368,10 +377,11 @@ class Prover(Prober):
         ]
         for batch in variants:
             changed = [name for name in self.sample_entries if batch[name] is not original[name]]
-            parts = [take_rows(batch, GROUP_ROWS[group], self.sample_entries) for group in "AB"]
+            split_rows = [GROUP_ROWS["A"], GROUP_ROWS["B"]]
+            parts = [take_rows(batch, rows, self.sample_entries) for rows in split_rows]
             try:
                 loss = self._proven_loss([batch], [ALL_ROWS])
-                loss_of_parts = self._proven_loss(parts, [GROUP_ROWS["A"], GROUP_ROWS["B"]])
+                loss_of_parts = self._proven_loss(parts, split_rows)
             except (IndexError, RuntimeError, ValueError):
                 continue  # values that the model does not support
             error = abs(loss_of_parts - loss) / max(abs(loss), 1e-12)

@@ -29,8 +29,9 @@ def find_dropout_sites(
 ) -> KeyedDropout:
     """Find all places where a model draws dropout, and which dim of each mask is the sample dim.
 
-    Runs two training forwards, with 2 and 3 samples and without gradients, in which nothing is
-    dropped. Random states and buffers are restored afterwards.
+    A proof calls it, so that dropout can be keyed by sample afterwards. Runs two training
+    forwards, with 2 and 3 samples and without gradients, in which nothing is dropped. Random states
+    and buffers are restored afterwards.
 
     Args:
         model: The model, in training mode.
@@ -46,6 +47,43 @@ def find_dropout_sites(
             unique sample dim, unless `allow_split_dependent_randomness`.
     """
     finder = _SiteFinder(model)
+    _run_forwards(finder, forward)
+    unkeyed_modules = list(finder.generators_drawn_from)
+    problems = [
+        f"{finder.names[module]} ({type(module).__name__}) draws from {generators}"
+        for module, generators in finder.generators_drawn_from.items()
+    ]
+    for site in finder.sites.values():
+        try:
+            site.axis = sample_dim(site.shapes)
+        except ValueError as error:
+            site.is_keyed = False
+            unkeyed_modules.append(site.module)
+            problems.append(f"{site.name} draws a mask without a single sample axis: {error}")
+    if problems and not allow_split_dependent_randomness:
+        raise UnkeyedRandomness(
+            "unsupported: random draws that hf_ga cannot tie to a sample, so they would depend on "
+            f"the split of a window: {'; '.join(problems)}. Set this probability to 0, use "
+            "attn_implementation='eager' or 'sdpa' if it is attention dropout, or accept "
+            "split-dependent randomness with allow_split_dependent_randomness."
+        )
+    dropout = KeyedDropout(model)
+    dropout.sites = finder.sites
+    dropout.hooked = [module for module in finder.names if module in finder.modules_to_hook]
+    dropout.unkeyed = unkeyed_modules
+    return dropout
+
+
+def _run_forwards(finder: "_SiteFinder", forward: Callable[[int], Any]) -> None:
+    """Run two training forwards while a finder records the model's random draws.
+
+    Random states and buffers are restored afterwards.
+
+    Args:
+        finder: Records dropout sites, and other random draws.
+        forward: Runs the model on a batch of the given number of samples, `SMALL` then `LARGE`.
+    """
+    model = finder.model
     with (
         preserved_random_states(),
         torch.no_grad(),
@@ -59,37 +97,13 @@ def find_dropout_sites(
             finder.start_forward()
             forward(num_samples)
             finder.record_draws(model)  # draws of a loss function after the last module
-    problems = [
-        f"{finder.names[module]} ({type(module).__name__}) draws from {generators}"
-        for module, generators in finder.generators_drawn_from.items()
-    ]
-    unkeyed = list(finder.generators_drawn_from)
-    for site in finder.sites.values():
-        try:
-            site.axis = sample_dim(site.shapes)
-        except ValueError as error:
-            site.is_keyed = False
-            unkeyed.append(site.module)
-            problems.append(f"{site.name} draws a mask without a single sample axis: {error}")
-    if problems and not allow_split_dependent_randomness:
-        raise UnkeyedRandomness(
-            "unsupported: random draws that hf_ga cannot tie to a sample, so they would depend on "
-            f"the split of a window: {'; '.join(problems)}. Set this probability to 0, use "
-            "attn_implementation='eager' or 'sdpa' if it is attention dropout, or accept "
-            "split-dependent randomness with allow_split_dependent_randomness."
-        )
-    dropout = KeyedDropout(model)
-    dropout.sites = finder.sites
-    dropout.hooked = [module for module in finder.names if module in finder.modules_to_hook]
-    dropout.unkeyed = unkeyed
-    return dropout
 
 
 def sample_dim(shapes: list[torch.Size]) -> int | None:
     """Find the sample dim of a dropout mask: the one that grew with the number of samples.
 
     Args:
-        shapes: The mask's shape in a forward with 2 samples, and in one with 3 samples.
+        shapes: The mask's shape in the proof's forward with 2 samples, and in that with 3 samples.
 
     Returns:
         The dim. None if both shapes are equal: all samples share the mask.
@@ -128,6 +142,7 @@ class _SiteFinder(KeyedDropout):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Start with no sites. `_patched` lets a model's dropout functions call this object."""
         super().__init__(model)
         self.modules_to_hook: set[nn.Module] = set()
         self.generators_drawn_from: dict[nn.Module, str] = {}

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.batches import Batch, take_rows
@@ -65,34 +65,16 @@ def find_used_outputs(prover: Prover, whole_batch: WholeBatchLoss) -> UsedOutput
 
     loss = loss_of_outputs(set(tensors))
     _check_leaves(loss, [*tensors.values(), *prover.parameters])
-
-    # Of which outputs and parameters is the loss a differentiable function?
-    differentiable = [name for name, value in tensors.items() if value.requires_grad]
-    leaves = [tensors[name] for name in differentiable]
-    gradients = torch.autograd.grad(loss, [*leaves, *prover.parameters], allow_unused=True)
-    output_gradients = gradients[: len(leaves)]
-    parameter_gradients = gradients[len(leaves) :]
-    with_gradient = {
-        name
-        for name, gradient in zip(differentiable, output_gradients, strict=True)
-        if gradient is not None
-    }
+    with_gradient, uses_parameters = _find_gradients(loss, tensors, prover.parameters)
     per_sample = {
         name for name in tensors if _has_row_per_sample(tensors[name], few_outputs.get(name))
     }
     shared = with_gradient - per_sample
-    for name in sorted(shared):
-        if not _is_same_output(tensors[name], few_outputs.get(name)):
-            raise LossNotAdditive(
-                f"whole_batch uses the model's output {name!r}, which has shape "
-                f"{list(tensors[name].shape)} for {NUM_PROBE_SAMPLES} samples: it must have one "
-                "row per sample, computed from that sample alone, or be the same for all samples. "
-                "Let whole_batch compute what compares samples (a matrix of similarities)."
-            )
+    _check_shared(shared, tensors, few_outputs)
 
-    # The loss may read outputs without having a gradient with respect to them. If it needs any,
-    # keep all with one row per sample. Those that are differentiable may have a gradient in another
-    # window, where the loss takes another branch.
+    # The loss may also read outputs without having a gradient with respect to them. If it needs
+    # any, keep all with one row per sample. Those that are differentiable may have a gradient in
+    # another window, where the loss takes another branch.
     needs_no_others = _is_same_loss(loss_of_outputs, with_gradient, loss)
     if not needs_no_others and not _is_same_loss(loss_of_outputs, with_gradient | per_sample, loss):
         raise LossNotAdditive(
@@ -102,14 +84,62 @@ def find_used_outputs(prover: Prover, whole_batch: WholeBatchLoss) -> UsedOutput
     differentiable_rows = per_sample & with_gradient
     read_only: set[str] = set()
     if not needs_no_others:
-        differentiable_rows = per_sample & set(differentiable)
-        read_only = per_sample - set(differentiable)
+        differentiable_rows = {name for name in per_sample if tensors[name].requires_grad}
+        read_only = per_sample - differentiable_rows
     return UsedOutputs(
         of_samples=frozenset(differentiable_rows),
         shared=frozenset(shared),
         read=frozenset(read_only),
-        parameters=any(gradient is not None for gradient in parameter_gradients),
+        parameters=uses_parameters,
     )
+
+
+def _find_gradients(
+    loss: Tensor, tensors: dict[str, Tensor], parameters: list[nn.Parameter]
+) -> tuple[set[str], bool]:
+    """Find out of which outputs and parameters a loss is a differentiable function.
+
+    Args:
+        loss: The loss, a scalar.
+        tensors: The model's outputs by name, as leaves of the autograd graph.
+        parameters: The trained parameters of model and loss.
+
+    Returns:
+        The names of the outputs with respect to which the loss has a gradient, and whether it has
+        one with respect to any parameter (other than through the outputs).
+    """
+    names = [name for name, value in tensors.items() if value.requires_grad]
+    leaves = [tensors[name] for name in names]
+    gradients = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
+    output_gradients = gradients[: len(leaves)]
+    parameter_gradients = gradients[len(leaves) :]
+    with_gradient = {
+        name for name, gradient in zip(names, output_gradients, strict=True) if gradient is not None
+    }
+    return with_gradient, any(gradient is not None for gradient in parameter_gradients)
+
+
+def _check_shared(
+    names: set[str], tensors: dict[str, Tensor], few_outputs: dict[str, Tensor]
+) -> None:
+    """Check that some outputs of a model are the same for all samples (a learned temperature).
+
+    Args:
+        names: Outputs that the loss uses and that do not have one row per sample.
+        tensors: The model's outputs by name for all samples of the probe batch.
+        few_outputs: Its outputs by name for the first `NUM_FEW` of them.
+
+    Raises:
+        LossNotAdditive: If one is not.
+    """
+    for name in sorted(names):
+        if not _is_same_output(tensors[name], few_outputs.get(name)):
+            raise LossNotAdditive(
+                f"whole_batch uses the model's output {name!r}, which has shape "
+                f"{list(tensors[name].shape)} for {NUM_PROBE_SAMPLES} samples: it must have one "
+                "row per sample, computed from that sample alone, or be the same for all samples. "
+                "Let whole_batch compute what compares samples (a matrix of similarities)."
+            )
 
 
 def check_same_in_both_passes(prover: Prover) -> None:

@@ -980,5 +980,5 @@ def _launch_arguments(launch: Launch) -> dict[str, int]:
 
 
 def _with_contiguous_vectors(x: Tensor) -> Tensor:
-    """Return a tensor whose last dim has stride 1: x itself, or a contiguous copy."""
+    """Return a tensor whose last dim has stride 1, as the attention kernels need: x or a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()

@@ -37,7 +37,7 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
 
 
 def repeated_layers(module: nn.Module) -> list[nn.Module]:
-    """Return all layers of a module that are in an `nn.ModuleList` of layers of one class.
+    """Return the layers of a model to compile: those in an `nn.ModuleList` of layers of one class.
 
     Includes the layers of several such lists, such as those of an encoder and of a decoder. A list
     within a layer is not searched: its modules are compiled with the layer.

@@ -24,6 +24,7 @@ class FusedAttention(SpeedUp):
     name = "fused attention"
 
     def __init__(self) -> None:
+        """Start unattached; `attach` keeps the model's keyed dropout."""
         self._was_used = False
 
     def attach(

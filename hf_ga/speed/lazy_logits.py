@@ -50,6 +50,7 @@ class ChunkedLoss(SpeedUp):
     name = "chunked loss"
 
     def __init__(self) -> None:
+        """Start unattached; `attach` keeps the model."""
         self.was_read = False
         self.rows_per_chunk: int | None = None
         self._call: Call | None = None
@@ -269,6 +270,7 @@ class LazyLogits(Tensor):
         hidden: Tensor,
         logit_ops: Sequence[TensorFunction] = (),
     ) -> None:
+        """Store what is needed to compute the logits later; `__new__` has set shape and dtype."""
         self.layer_call = layer_call
         self.hidden = hidden
         self.logit_ops = tuple(logit_ops)

@@ -102,6 +102,7 @@ class PackedAttention:
     """
 
     def __init__(self, dropout: KeyedDropout, use_kernel: bool | None) -> None:
+        """Start without a micro-batch; `start_micro_batch` sets its samples."""
         self.num_calls = 0
         self._dropout = dropout
         self._use_kernel = use_kernel
@@ -304,9 +305,10 @@ def attention_arguments(
 
 
 def autocast_tensors(*tensors: Tensor) -> list[Tensor]:
-    """Convert tensors to autocast's dtype, as autocast does for a matrix product.
+    """Convert query, key and value to autocast's dtype, as autocast does for a matrix product.
 
-    Without autocast, and for float64 tensors, they are unchanged.
+    Autocast does not see the attention kernel, so it would not convert them itself. Without
+    autocast, and for float64 tensors, they are unchanged.
     """
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):

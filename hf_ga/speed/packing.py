@@ -55,6 +55,7 @@ class Packing(SpeedUp):
     name = "packing"
 
     def __init__(self, use_kernel: bool | None = None) -> None:
+        """Start unattached; `attach` finds the layers to pack."""
         self._use_kernel = use_kernel
         self._min_padding_ratio = MIN_PADDING_RATIO
         self._is_on_trial = False
@@ -350,7 +351,7 @@ def find_layer_stack(model: nn.Module) -> nn.ModuleList | None:
 
 
 def _num_parameters(module: nn.Module) -> int:
-    """Count the elements of all parameters of a module."""
+    """Count the elements of all parameters of a module, to find the largest stack of layers."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
