@@ -15,7 +15,7 @@ from hf_ga.exact.precision import LOW_PRECISION
 
 
 @contextmanager
-def tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
+def temporary_dtype(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
     """Convert parameters or buffers to another dtype within the block, then restore them.
 
     For proofs in float32 and equivalence checks in float64. Only the data of the tensor objects is
@@ -54,7 +54,7 @@ def full_precision(model: nn.Module) -> Iterator[None]:
     with (
         ExitStack() as stack,
         torch.autocast(device_type, enabled=False),
-        tensors_in(low_precision_tensors, torch.float32),
+        temporary_dtype(low_precision_tensors, torch.float32),
     ):
         if has_accelerate_autocast:
             stack.enter_context(override(model, forward=model._original_forward))
