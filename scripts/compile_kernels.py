@@ -83,7 +83,7 @@ def kernels(
         dtype: The dtype of queries, keys and values.
         capability: Compute capability of the GPU times 10.
     """
-    launches = attention_kernel.launches(size, dtype, capability)
+    launches = attention_kernel.launch_settings(size, dtype, capability)
     delta_launch = Launch(attention_kernel.DELTA_ROWS, 0, num_warps=4, num_stages=2)
     return [
         (attention_kernel.forward_kernel, launches.forward),

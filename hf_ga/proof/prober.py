@@ -136,6 +136,7 @@ class Prober:
             if not self.model.training:
                 self.model.train()
             self._entries = Entries(self._collate_in_float32, self.samples_by_length[-1])
+            # A few samples, one by one, show entries that do not have one row per sample.
             self._entries.look_at(self.candidates[::4])
             # Raises if a batch of the shortest and the longest sample cannot be split into samples.
             self.collate([self.samples_by_length[0], self.samples_by_length[-1]])
@@ -146,7 +147,7 @@ class Prober:
                 raise LossNotAdditive(
                     f"the model or its loss fails on the samples ({error}). Likely causes: a "
                     "token outside of the vocabulary, a label that is not a class, or a loss that "
-                    f"ignores another label than {IGNORED_LABEL}: for that, pass loss_fn."
+                    f"ignores a label other than {IGNORED_LABEL}: for that, pass loss_fn."
                 ) from error
 
     def find_dropout(self, allow_split_dependent_randomness: bool) -> None:
@@ -169,11 +170,11 @@ class Prober:
             module.training = False
 
     def _check_masks_of_joined_rows(self, allow_split_dependent_randomness: bool) -> None:
-        """Check that no dropout mask is drawn for rows of which samples have different numbers.
+        """Check that no dropout mask is drawn for an entry with several or no rows per sample.
 
-        Some batch entries concatenate the rows of all samples, of each sample as many as it has
-        (the patches of all images). Dropout on these rows cannot be tied to samples. If allowed,
-        its sites are marked as not keyed.
+        Some entries of a batch concatenate the rows of all samples, and each sample has another
+        number of rows (the patches of all images). Dropout on these rows cannot be tied to samples.
+        If allowed, its sites are marked as not keyed.
 
         Raises:
             UnkeyedRandomness: If there is such a mask, and it is not allowed.
@@ -183,9 +184,9 @@ class Prober:
             site_names = ", ".join(dict.fromkeys(site.name for site in joined_sites))
             entry_names = ", ".join(sorted(self._entries.joined))
             raise UnkeyedRandomness(
-                f"{site_names} draws dropout masks for the rows of {entry_names}, of which samples "
-                "do not have one each, so the masks cannot be tied to samples. Set this dropout to "
-                "0."
+                f"{site_names} draws dropout masks for the rows of {entry_names}, which does not "
+                "have exactly one row per sample, so the masks cannot be tied to samples. Set this "
+                "dropout to 0."
             )
         for site in joined_sites:
             site.is_keyed = False
@@ -302,14 +303,14 @@ class Prober:
         self,
         batches: Sequence[Batch],
         positions: Sequence[np.ndarray],
-        whole_batch: Batch | None = None,
+        window_batch: Batch | None = None,
     ) -> Window:
         """Make a window whose micro-batches are probe batches.
 
         Args:
             batches: The micro-batches.
             positions: For each micro-batch, the positions of its samples, which key their dropout.
-            whole_batch: All micro-batches as one batch, for a loss of the whole window. None: the
+            window_batch: All micro-batches as one batch, for a loss of the whole window. None: the
                 loss does not read it.
         """
         window_positions = np.concatenate(positions)
@@ -323,7 +324,7 @@ class Prober:
             micro_batches=np.split(np.arange(len(window_positions)), ends[:-1]),
             whole_window=True,  # so that the engine never collates these samples to another width
         )
-        fetcher = BatchFetcher({} if whole_batch is None else whole_batch, self.sample_entries)
+        fetcher = BatchFetcher({} if window_batch is None else window_batch, self.sample_entries)
         return Window(request, fetcher, [put_together(batch) for batch in batches])
 
     def _engine(self, loss: Loss, speed_ups: Sequence[SpeedUp] | None = None) -> Engine:
@@ -357,7 +358,7 @@ class Prober:
         loss: Loss,
         batches: Sequence[Batch],
         positions: Sequence[np.ndarray],
-        whole_batch: Batch | None = None,
+        window_batch: Batch | None = None,
     ) -> tuple[float, list[Tensor]]:
         """Compute loss and gradient of a window of probe batches, by the engine that trains.
 
@@ -369,7 +370,7 @@ class Prober:
             loss: The loss to compute.
             batches: The micro-batches.
             positions: For each micro-batch, the positions of its samples, which key their dropout.
-            whole_batch: All micro-batches as one batch, for a loss of the whole window.
+            window_batch: All micro-batches as one batch, for a loss of the whole window.
 
         Returns:
             The loss, and the gradient of each of `parameters`: zeros for a parameter without one.
@@ -379,7 +380,7 @@ class Prober:
             for speed_up in self.speed_ups:
                 stack.enter_context(speed_up.trial())
             stack.enter_context(gradients_apart(self.parameters))
-            result = compute(engine, self._window(batches, positions, whole_batch))
+            result = compute(engine, self._window(batches, positions, window_batch))
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None:
                     self.unused_parameters.discard(name)

@@ -481,7 +481,10 @@ class Prover(Prober):
             )
 
     def _without_router(self) -> AbstractContextManager[None]:
-        """Return a context in which the head's load-balancing loss is zero; a no-op without one."""
+        """Return a context in which the load-balancing loss of a mixture of experts is zero.
+
+        A no-op if the head adds none.
+        """
         return nullcontext() if self.router is None else self.router.patched()
 
     def _separated_batch(self) -> Batch:
@@ -709,7 +712,7 @@ class Prover(Prober):
     def _reads_buffers(self, buffer_names: list[str], batch: Batch, positions: np.ndarray) -> bool:
         """Whether the loss of a batch depends on some buffers, in training or in evaluation mode.
 
-        Changes their values and compares the losses; the values are restored. It does not depend on
+        Changes their values and compares the losses; the values are restored afterwards. False for
         buffers that only record something, like the observers of quantization-aware training.
 
         Args:

@@ -189,7 +189,7 @@ def prove_whole_batch(
     window_loss = WholeWindow(whole_batch, used_outputs)
     loss, gradients = prover.loss_and_gradients(BatchLoss(loss_of_one_batch), [batch], [ALL_ROWS])
     split_loss, split_gradients = prover.loss_and_gradients(
-        window_loss, parts, rows, whole_batch=batch
+        window_loss, parts, rows, window_batch=batch
     )
     error = relative_error(
         ProbeResult(split_loss, 0.0, split_gradients), ProbeResult(loss, 0.0, gradients)

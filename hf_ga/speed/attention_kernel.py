@@ -692,7 +692,7 @@ def padded_head_dim(head_dim: int) -> int:
     return max(MIN_BLOCK, triton.next_power_of_2(head_dim))
 
 
-def launches(head_dim: int, dtype: torch.dtype, capability: int) -> KernelLaunches:
+def launch_settings(head_dim: int, dtype: torch.dtype, capability: int) -> KernelLaunches:
     """Look up the launch settings of the attention kernels.
 
     Args:
@@ -770,7 +770,7 @@ class Attention(torch.autograd.Function):
         v = _with_contiguous_vectors(v)
         num_tokens, num_heads = q.shape[:2]
         num_samples = len(cu_seqlens) - 1
-        launch = _launches_for(q).forward
+        launch = _launch_settings_for(q).forward
         out = q.new_empty(q.shape)
         lse = q.new_empty((num_heads, num_tokens), dtype=torch.float32)
         grid = (triton.cdiv(config.max_length, launch.rows), num_heads, num_samples)
@@ -816,8 +816,8 @@ class Attention(torch.autograd.Function):
         v_grad = v.new_empty(v.shape)
         shape_arguments = _shape_arguments(q, k, v)
         settings = {"scale": config.scale, **config.kernel_arguments()}
-        query_launch = _launches_for(q).query_gradient
-        key_launch = _launches_for(q).key_value_gradient
+        query_launch = _launch_settings_for(q).query_gradient
+        key_launch = _launch_settings_for(q).key_value_gradient
         delta_blocks = triton.cdiv(num_tokens, DELTA_ROWS)
         query_blocks = triton.cdiv(config.max_length, query_launch.rows)
         key_blocks = triton.cdiv(config.max_length, key_launch.columns)
@@ -956,7 +956,7 @@ def _shape_arguments(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
     }
 
 
-def _launches_for(q: Tensor) -> KernelLaunches:
+def _launch_settings_for(q: Tensor) -> KernelLaunches:
     """Return the launch settings for queries of shape (..., head_dim) on their device.
 
     On a CPU (Triton's interpreter), those of compute capability 8.0.
@@ -965,7 +965,7 @@ def _launches_for(q: Tensor) -> KernelLaunches:
     if q.is_cuda:
         major, minor = torch.cuda.get_device_capability(q.device)
         capability = 10 * major + minor
-    return launches(q.shape[-1], q.dtype, capability)
+    return launch_settings(q.shape[-1], q.dtype, capability)
 
 
 def _launch_arguments(launch: Launch) -> dict[str, int]:

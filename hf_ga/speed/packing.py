@@ -107,7 +107,7 @@ class Packing(SpeedUp):
         return None
 
     def fits(self, call: Call) -> bool:
-        """Whether a micro-batch is padded on no other side than the batches of the proof were.
+        """Whether all samples of a micro-batch are padded on a side that the proof has tested.
 
         A head may read a fixed column (the first or the last token), which must not become padding.
         During the proof, records the side instead. False if a sample has padding between its
