@@ -242,7 +242,7 @@ class Prober:
     def on_device(self, batch: Batch) -> dict[str, Any]:
         """Return a probe batch on the model's device, in the form that the model gets.
 
-        Each entry of `Parts`, which `collate` has split into samples, is concatenated again.
+        Each entry of `Parts`, which `collate` has split, is concatenated again.
         """
         return send_to_device(put_together(batch), self.device)
 
