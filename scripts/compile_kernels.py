@@ -28,13 +28,13 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 MOST_SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SWITCHES = {
-    "GROUP": 2,
+    "HEADS_PER_KV_HEAD": 2,
     "IS_CAUSAL": True,
-    "HAS_WINDOW": False,
+    "HAS_SLIDING_WINDOW": False,
     "HAS_SOFTCAP": False,
     "HAS_DROPOUT": True,
 }
-FLOATS = ("scale", "inner_scale", "outer_scale", "rescale")
+FLOATS = ("scale", "product_scale", "tanh_scale", "dropout_scale")
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def kernels(
         dtype: The dtype of queries, keys and values.
         capability: Compute capability of the GPU times 10.
     """
-    launches = attention_kernel.launches(size, dtype, capability)
+    launches = attention_kernel.launch_settings(size, dtype, capability)
     delta_launch = Launch(attention_kernel.DELTA_ROWS, 0, num_warps=4, num_stages=2)
     return [
         (attention_kernel.forward_kernel, launches.forward),
@@ -99,10 +99,10 @@ def compile_kernel(
     """Compile one kernel, causal and with dropout, with aligned pointers and strides as in use."""
     constants = {
         **SWITCHES,
-        "SIZE": size,
-        "PADDED": attention_kernel.padded_size(size),
-        "ROWS": launch.rows,
-        "COLUMNS": launch.columns,
+        "HEAD_DIM": size,
+        "PADDED_HEAD_DIM": attention_kernel.padded_head_dim(size),
+        "BLOCK_ROWS": launch.rows,
+        "BLOCK_COLUMNS": launch.columns,
     }
     signature = {}
     constexprs = {}
@@ -113,7 +113,7 @@ def compile_kernel(
             constexprs[(index,)] = constants[name]
         else:
             signature[name] = type_of(name, dtype)
-            is_stride = name.endswith(("_token", "_head"))
+            is_stride = name.endswith("_stride")
             if name.isupper() or is_stride:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
@@ -132,7 +132,7 @@ def type_of(name: str, dtype: str) -> str:
     types = {
         "LSE": "*fp32",
         "DELTA": "*fp32",
-        "OFFSETS": "*i32",
+        "CU_SEQLENS": "*i32",
         "SEEDS": "*i64",
         "ROW_KEYS": "*i64",
     }

@@ -32,7 +32,7 @@ from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSa
 
 from hf_ga.exact.length_plan import GPU_OVERHEAD, ByLength
 from hf_ga.exact.override import override
-from hf_ga.speed.chunked_loss import CHUNK_BYTES, OutputProjection, cross_entropy
+from hf_ga.speed.chunked_loss import CHUNK_BYTES, OutputProjection, chunked_cross_entropy
 
 MAX_LENGTH = 512
 # Seconds that the host needs to launch one kernel: an assumption, no vendor states it.
@@ -301,7 +301,7 @@ def _loss(
     head = OutputProjection(model.lm_head.weight, None, torch.bfloat16)
     rows = max(CHUNK_BYTES, hidden.numel() * 4) // (4 * len(head.weight))
     target = torch.ones(num_targets, dtype=torch.long)
-    return cross_entropy(head, hidden, target, max(1, rows), mean=True)
+    return chunked_cross_entropy(head, hidden, target, max(1, rows), mean=True)
 
 
 def _fused_dropout(

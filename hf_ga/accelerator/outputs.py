@@ -341,7 +341,7 @@ def make_readable(outputs: Any) -> Any:
         The outputs; the same object if there are no lazy logits.
     """
     if isinstance(outputs, LazyLogits):
-        return outputs.values()
+        return outputs.materialize()
     if isinstance(outputs, tuple) and any(isinstance(v, LazyLogits) for v in outputs):
         return type(outputs)(make_readable(value) for value in outputs)
     if not isinstance(outputs, dict):
@@ -413,7 +413,7 @@ def _compute_logits(outputs: Any) -> Any:
     logits_and_hidden = []
     for name, value in list(dict.items(outputs)):
         if isinstance(value, LazyLogits):
-            logits = value.values()
+            logits = value.materialize()
             dict.__setitem__(outputs, name, logits)
             vars(outputs)[name] = logits
             logits_and_hidden.append((logits, value.hidden))

@@ -21,7 +21,7 @@ from hf_ga.exact.outputs import named_tensors, with_tensors
 from hf_ga.exact.precision import at_least_float32
 from hf_ga.exact.whole_window import loss_of_all
 from hf_ga.exact.window import Window
-from hf_ga.proof.precision import tensors_in
+from hf_ga.proof.precision import temporary_dtype
 from hf_ga.proof.sites import find_dropout_sites
 
 
@@ -140,5 +140,5 @@ def in_float64(model: nn.Module) -> Iterator[None]:
     tensors.
     """
     tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    with tensors_in(tensors, torch.float64), _InFloat64():
+    with temporary_dtype(tensors, torch.float64), _InFloat64():
         yield

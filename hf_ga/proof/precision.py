@@ -15,11 +15,16 @@ from hf_ga.exact.precision import LOW_PRECISION
 
 
 @contextmanager
-def tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """Run the block with parameters or buffers in another dtype; then restore the original tensors.
+def temporary_dtype(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Convert parameters or buffers to another dtype within the block, then restore them.
 
-    Needs the memory of a copy in that dtype. Writes to a tensor within the block are lost. Swaps
-    the data of the tensor objects, so shared objects stay shared.
+    For proofs in float32 and equivalence checks in float64. Only the data of the tensor objects is
+    replaced, so tied parameters stay tied. The original data is put back at the end of the block:
+    what the block writes to a tensor is lost.
+
+    Args:
+        tensors: The parameters and buffers. The block needs memory for a copy of each.
+        dtype: Their dtype within the block.
     """
     originals = [(tensor, tensor.data) for tensor in tensors]
     try:
@@ -33,19 +38,25 @@ def tensors_in(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def full_precision(model: nn.Module) -> Iterator[None]:
-    """Disable autocast (Accelerate's and the caller's), and convert frozen half precision and the
-    products of 4-bit weights to float32.
+    """Let a model compute in float32 within the block, so that a proof sees little rounding.
+
+    Disables autocast, the caller's and the one that Accelerate's `prepare` has put around the
+    forward. Converts fp16 and bf16 buffers and frozen parameters to float32, and lets 4-bit layers
+    of bitsandbytes compute in float32. Trainable parameters are float32 already (see
+    `check_trainable`). All of this is undone at the end of the block.
     """
     device_type = next(model.parameters()).device.type
     frozen = (p for p in model.parameters() if not p.requires_grad)
-    low = [tensor for tensor in (*frozen, *model.buffers()) if tensor.dtype in LOW_PRECISION]
-    is_wrapped = "_original_forward" in vars(model)
+    low_precision_tensors = [
+        tensor for tensor in (*frozen, *model.buffers()) if tensor.dtype in LOW_PRECISION
+    ]
+    has_accelerate_autocast = "_original_forward" in vars(model)
     with (
         ExitStack() as stack,
         torch.autocast(device_type, enabled=False),
-        tensors_in(low, torch.float32),
+        temporary_dtype(low_precision_tensors, torch.float32),
     ):
-        if is_wrapped:
+        if has_accelerate_autocast:
             stack.enter_context(override(model, forward=model._original_forward))
         for module in model.modules():
             if getattr(module, "compute_dtype", None) in LOW_PRECISION:  # bitsandbytes
@@ -54,7 +65,17 @@ def full_precision(model: nn.Module) -> Iterator[None]:
 
 
 def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:
-    """Raise ConfigError for a model that cannot be trained exactly with any loss."""
+    """Before a proof, check that a model can be trained exactly, whatever its loss is.
+
+    Args:
+        model: The unwrapped model.
+        trainable: Its parameters that require gradients.
+
+    Raises:
+        ConfigError: If the model is wrapped by `torch.compile`, has layers with sparse gradients,
+            has parameters on the meta device, or has no trainable parameters or trainable fp16 or
+            bf16 parameters.
+    """
     check_not_wrapped(model)
     sparse = [
         name for name, module in model.named_modules() if getattr(module, "sparse", False) is True
@@ -74,10 +95,10 @@ def check_trainable(model: nn.Module, trainable: list[nn.Parameter]) -> None:
         raise ConfigError(
             "no parameter of the model is trainable: set requires_grad=True for some."
         )
-    low = {str(p.dtype) for p in trainable if p.dtype in LOW_PRECISION}
-    if low:
+    low_precision = {str(p.dtype) for p in trainable if p.dtype in LOW_PRECISION}
+    if low_precision:
         raise ConfigError(
-            f"trainable parameters must be float32, but some are {', '.join(sorted(low))}, which "
-            "rounds small updates away: call "
+            "trainable parameters must be float32, but some are "
+            f"{', '.join(sorted(low_precision))}, which rounds small updates away: call "
             "model.float(), or load it with dtype=torch.float32."
         )

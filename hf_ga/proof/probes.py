@@ -1,5 +1,8 @@
-"""The probe batches of a proof, masked so that counting rules give different numbers, and the
-comparison of their results.
+"""The probe batches of a proof, with labels masked so that counting rules give different numbers of
+targets, and the comparison of losses and gradients.
+
+A probe batch has `NUM_PROBE_SAMPLES` samples: the first `NUM_IN_A` are group A, the others are
+group B. A proof compares the losses and gradients of A, of B, and of both together (A+B).
 """
 
 from collections.abc import Iterable, Sequence
@@ -12,35 +15,48 @@ from torch import Tensor
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import IGNORED_LABEL, Batch, marks_tokens
 
-# Limits of rounding errors. A parameter with a small gradient is compared with FLOOR times the norm
-# over all parameters.
+# Maximum relative error of a loss or a gradient that may be rounding. The error of a parameter's
+# gradient is relative to its own norm plus FLOOR times the norm of the gradient of all parameters.
 TOLERANCE = 2e-5
 FLOOR = 1e-2
 NUM_PROBE_SAMPLES = 6
 NUM_IN_A = 2  # BatchNorm has no statistics of 1 sample
-MANY_TARGETS = 4  # three of them are kept in B
-POSITIONS = ("start_positions", "end_positions")
-SECOND_LABELS = ("next_sentence_label", "sentence_order_label")
+# Targets of each sample that are kept in group B, where samples have several.
+NUM_TARGETS_IN_B = 3
+MANY_TARGETS = NUM_TARGETS_IN_B + 1
+ANSWER_POSITIONS = ("start_positions", "end_positions")
+SENTENCE_LABELS = ("next_sentence_label", "sentence_order_label")
 
 
-class Probe(NamedTuple):
-    """The result of a forward and backward of a probe batch.
+class ProbeResult(NamedTuple):
+    """Loss and gradient of one forward and backward of a probe batch, a trial batch of a proof.
 
     Attributes:
-        loss: The mean loss; with a `loss_fn` its sum.
-        number: Targets that `loss_fn` counted; 0.0 without one.
-        gradients: Of each trainable parameter.
+        loss: The mean loss of the model's head; with a `loss_fn` the sum that it returned.
+        num_targets: The number of targets that `loss_fn` returned; 0.0 without a `loss_fn`.
+        gradients: The gradient of each trainable parameter.
     """
 
     loss: float
-    number: float
+    num_targets: float
     gradients: list[Tensor]
 
 
 def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
-    """Mask labels in a copy so that the rules count differently: samples of A keep column 0 and one
-    more label, the others three labels without column 0. With one label per sample, the last
-    sample's is masked. Float labels are unchanged.
+    """Mask some labels of a probe batch, so that counting rules find different numbers of targets.
+
+    With several labels per sample, a sample of group A keeps its label in column 0 and one more; a
+    sample of group B keeps three labels outside of column 0. (A causal language model does not
+    predict column 0, so "shifted labels" counts fewer targets in A than "labels" does.) With one
+    label per sample, the last sample's label is masked.
+
+    Args:
+        batch: The probe batch of a proof. It is not changed.
+        num_samples: Its number of samples.
+
+    Returns:
+        A copy with masked labels (-100). Unchanged if it has no labels, if they are floating-point,
+        or if they do not have one row per sample.
     """
     labels = batch.get("labels")
     if (
@@ -54,43 +70,63 @@ def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
     if labels[0].numel() == 1:
         labels[-1] = IGNORED_LABEL
         return {**batch, "labels": labels}
-    of_samples = labels.view(num_samples, -1)  # labels may have several axes (pixels)
-    for row, values in enumerate(of_samples):
-        kept = (values[1:] != IGNORED_LABEL).nonzero().flatten() + 1
-        kept = kept[: 1 if row < NUM_IN_A else 3]
-        masked = torch.full_like(values, IGNORED_LABEL)
-        masked[kept] = values[kept]
-        if row < NUM_IN_A and len(kept):
-            masked[0] = values[0] if values[0] != IGNORED_LABEL else values[kept[0]]
-        values.copy_(masked)
+    labels_by_sample = labels.view(num_samples, -1)  # labels may have several dims (pixels)
+    for sample, row in enumerate(labels_by_sample):
+        is_in_a = sample < NUM_IN_A
+        kept_columns = (row[1:] != IGNORED_LABEL).nonzero().flatten() + 1
+        kept_columns = kept_columns[: 1 if is_in_a else NUM_TARGETS_IN_B]
+        masked = torch.full_like(row, IGNORED_LABEL)
+        masked[kept_columns] = row[kept_columns]
+        if is_in_a and len(kept_columns):
+            has_first_label = row[0] != IGNORED_LABEL
+            masked[0] = row[0] if has_first_label else row[kept_columns[0]]
+        row.copy_(masked)  # a view: changes `labels`
     return {**batch, "labels": labels}
 
 
 def separating_means(batch: Batch, num_samples: int) -> dict[str, Any]:
-    """Mask also, in a copy, targets of a second mean, in different samples than the first: a start
-    beyond the text in A, an end beyond it and a sentence label of -100 in B.
+    """Mask targets of a head whose loss is a sum of two means, so that both count differently.
 
-    A batch without such entries is unchanged.
+    For a question-answering head: the start position of the first sample (group A) and the end
+    position of the last sample (group B) are set beyond the text, where they are ignored. For a
+    pre-training head: the sentence label of the last sample is set to -100.
+
+    Args:
+        batch: The probe batch of a proof. It is not changed.
+        num_samples: Its number of samples.
+
+    Returns:
+        A copy with masked targets. Unchanged if the batch has none of these entries.
     """
     input_ids = batch.get("input_ids")
-    beyond = input_ids.shape[1] if isinstance(input_ids, Tensor) else 0
-    start, end = POSITIONS
-    masked = [(start, 0, beyond), (end, -1, beyond)]
-    masked += [(name, -1, IGNORED_LABEL) for name in SECOND_LABELS]
+    beyond_text = input_ids.shape[1] if isinstance(input_ids, Tensor) else 0
+    start, end = ANSWER_POSITIONS
+    masked_targets = [(start, 0, beyond_text), (end, -1, beyond_text)]
+    masked_targets += [(name, -1, IGNORED_LABEL) for name in SENTENCE_LABELS]
     changed = dict(batch)
-    for name, row, value in masked:
+    for name, sample, new_target in masked_targets:
         targets = batch.get(name)
         if not isinstance(targets, Tensor) or targets.is_floating_point():
             continue
         if len(targets) == num_samples:
             changed[name] = targets.clone()
-            changed[name][row] = value
+            changed[name][sample] = new_target
     return changed
 
 
-def targets_per_row(batch: Batch, num_samples: int) -> np.ndarray:
-    """Count the targets of each sample: labels that are not ignored, without column 0 if there are
-    columns.
+def targets_per_sample(batch: Batch, num_samples: int) -> np.ndarray:
+    """Count the targets of each sample of a batch: the labels that are not -100.
+
+    A proof chooses its samples by this count. Where samples have several labels, column 0 is not
+    counted, because a causal language model does not predict it.
+
+    Args:
+        batch: The batch.
+        num_samples: Its number of samples.
+
+    Returns:
+        int64, of shape (samples,). All ones if the batch has no integer labels with one row per
+        sample: then each sample counts as one target.
     """
     labels = batch.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
@@ -104,100 +140,156 @@ def targets_per_row(batch: Batch, num_samples: int) -> np.ndarray:
 
 
 def has_enough_targets(batch: Batch, num_samples: int) -> bool:
-    """Whether there are enough samples, and a quarter of them have enough targets to distinguish
-    the rules.
+    """Whether the samples of a batch suffice to choose the probe samples of a proof from.
+
+    That takes at least four times as many samples as a probe batch has. A quarter of them must have
+    enough targets for `separating_labels`: one, or `MANY_TARGETS` if samples have several labels.
     """
     if num_samples < 4 * NUM_PROBE_SAMPLES:
         return False
     labels = batch.get("labels")
-    has_one_each = not isinstance(labels, Tensor) or labels.dim() == 1
-    needed = 1 if has_one_each else MANY_TARGETS
-    counts = np.sort(targets_per_row(batch, num_samples))
-    return bool(counts[-num_samples // 4] >= needed)
+    has_one_label_each = not isinstance(labels, Tensor) or labels.dim() == 1
+    min_targets = 1 if has_one_label_each else MANY_TARGETS
+    sorted_counts = np.sort(targets_per_sample(batch, num_samples))
+    return bool(sorted_counts[-num_samples // 4] >= min_targets)
 
 
-def rows_with_targets(batch: Batch, num_samples: int, most: int) -> np.ndarray:
-    """Choose rows with targets, as different as possible: of all lengths, and of all labels where
-    each sample has one.
+def rows_with_targets(batch: Batch, num_samples: int, max_rows: int) -> np.ndarray:
+    """Choose the probe samples of a proof: rows of a batch with targets, as different as possible.
+
+    With one label per sample, labels are chosen round-robin, so that all classes are present if
+    there is room for them. Otherwise the rows are evenly spaced, so that all lengths are present.
 
     Args:
-        batch: Rows that are sorted by length.
-        num_samples: Rows of the batch.
-        most: How many to choose at most.
+        batch: A collated batch whose samples are sorted by length.
+        num_samples: Its number of samples.
+        max_rows: The maximum number of rows to choose.
 
     Returns:
-        Indices, in ascending order.
+        Row indices in ascending order.
 
     Raises:
         LossNotAdditive: If no row has a target.
     """
-    useful = np.flatnonzero(targets_per_row(batch, num_samples))
-    if not len(useful):
+    candidates = np.flatnonzero(targets_per_sample(batch, num_samples))
+    if not len(candidates):
         raise LossNotAdditive(
             f"none of {num_samples} samples has a target (all labels are {IGNORED_LABEL}): pass "
             "other samples."
         )
     labels = batch.get("labels")
     if isinstance(labels, Tensor) and labels.dim() == 1:
-        values = labels.numpy()[useful]
-        num_earlier_with_label = [int((values[:i] == values[i]).sum()) for i in range(len(values))]
-        in_turns = useful[np.argsort(num_earlier_with_label, kind="stable")]
-        return np.sort(in_turns[:most])
-    return useful[np.unique(np.linspace(0, len(useful) - 1, most).astype(int))]
+        values = labels.numpy()[candidates]
+        # How often the label of each candidate occurs before it: 0 for the first of each label,
+        # 1 for the second, and so on. Sorted by this number, labels are round-robin.
+        num_before = [int((values[:i] == values[i]).sum()) for i in range(len(values))]
+        round_robin = candidates[np.argsort(num_before, kind="stable")]
+        return np.sort(round_robin[:max_rows])
+    evenly_spaced = np.linspace(0, len(candidates) - 1, max_rows).astype(int)
+    return candidates[np.unique(evenly_spaced)]
 
 
 def applicable_rules(arguments: Batch) -> list[str]:
-    """List the rules of `loss.COUNTING_RULES` that apply to these arguments of the model."""
+    """List the rules by which a model's head may count its targets; a proof tests each of them.
+
+    Args:
+        arguments: The arguments of the model's forward by name. Shape and dtype of "labels" decide,
+            and whether "attention_mask" is a 0/1 mask of tokens.
+
+    Returns:
+        Keys of `loss.COUNTING_RULES`.
+    """
     labels = arguments.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
         return ["samples"]
     if labels.dim() == 1:
         return ["labels", "samples"]
-    attended = ["attended tokens"] if marks_tokens(arguments.get("attention_mask")) else []
-    return ["shifted labels", "labels", "samples", *attended]
+    rules = ["shifted labels", "labels", "samples"]
+    if marks_tokens(arguments.get("attention_mask")):
+        rules.append("attended tokens")
+    return rules
 
 
-def residual_of(probes: list[Probe], counts: Sequence[float], is_sum: bool) -> float:
-    """Relative error of the weighted sum of A and B against the weighted A+B."""
-    # A sum may have number 0 (class weights, signed weights), a mean may not.
-    counted = any(counts) if is_sum else all(counts)
-    scale = max(map(abs, counts))
-    if not counted or (is_sum and abs(counts[0] + counts[1] - counts[2]) > TOLERANCE * scale):
-        return float("inf")
-    weights = [1.0] * 3 if is_sum else list(map(float, counts))
-    a, b, whole = (loss * weight for (loss, _, _), weight in zip(probes, weights, strict=True))
-    pairs = (  # one parameter at a time: weighted copies of all gradients need too much memory
-        (of_a * weights[0] + of_b * weights[1], of_whole * weights[2])
-        for of_a, of_b, of_whole in zip(*(gradients for _, _, gradients in probes), strict=True)
-    )
-    return _largest_error(a + b, whole, pairs)
+def additivity_error(
+    results: Sequence[ProbeResult], num_targets: Sequence[float], is_sum: bool
+) -> float:
+    """Compute the relative error of a counting rule in a proof: do A and B add up to A+B?
 
+    A and B are two groups of samples, A+B is both together. Tests n(A+B) loss(A+B) = n(A) loss(A) +
+    n(B) loss(B), where n is the number of targets, and the same for the gradient of each parameter.
+    Losses that are sums are added without n.
 
-def relative_error(probe: Probe, reference: Probe) -> float:
-    """The largest relative difference of the loss and of every parameter's gradient (with the
-    floor); a NaN counts as infinite.
+    Args:
+        results: Losses and gradients of the probe batches A, B and A+B.
+        num_targets: The numbers of targets of A, B and A+B by the counting rule under test.
+        is_sum: Whether the losses are sums over targets (of a `loss_fn`), not means.
+
+    Returns:
+        The largest relative error of the loss and of any parameter's gradient. Infinity if a mean
+        is over no targets, or if the numbers of targets of sums do not add up themselves.
     """
-    pairs = zip(probe[2], reference[2], strict=True)
-    return _largest_error(probe[0], reference[0], pairs)
+    # A sum may have 0 targets (class weights of 0, weights of both signs), a mean may not.
+    are_valid = any(num_targets) if is_sum else all(num_targets)
+    if not are_valid:
+        return float("inf")
+    in_a, in_b, in_both = num_targets
+    largest = max(map(abs, num_targets))
+    if is_sum and abs(in_a + in_b - in_both) > TOLERANCE * largest:
+        return float("inf")
+    weights = [1.0] * 3 if is_sum else list(map(float, num_targets))
+    weight_a, weight_b, weight_both = weights
+    a, b, both = results
+    loss = a.loss * weight_a + b.loss * weight_b
+    expected_loss = both.loss * weight_both
+    # Lazily, one parameter at a time: weighted copies of all gradients need too much memory.
+    gradient_pairs = (
+        (grad_a * weight_a + grad_b * weight_b, grad_both * weight_both)
+        for grad_a, grad_b, grad_both in zip(a.gradients, b.gradients, both.gradients, strict=True)
+    )
+    return _largest_error(loss, expected_loss, gradient_pairs)
+
+
+def relative_error(result: ProbeResult, reference: ProbeResult) -> float:
+    """Return the largest relative error of a probe batch's loss and of any parameter's gradient.
+
+    The error of a gradient is relative to its own norm plus `FLOOR` times the norm over all
+    parameters, so that the rounding of a tiny gradient does not count. NaN counts as infinity.
+    """
+    gradient_pairs = zip(result.gradients, reference.gradients, strict=True)
+    return _largest_error(result.loss, reference.loss, gradient_pairs)
 
 
 def _largest_error(
-    loss: float, reference: float, gradients: Iterable[tuple[Tensor, Tensor]]
+    loss: float, reference_loss: float, gradient_pairs: Iterable[tuple[Tensor, Tensor]]
 ) -> float:
-    """See `relative_error`. gradients: of each parameter, with the one to compare it with."""
-    of_loss = abs(loss - reference) / max(abs(reference), 1e-12)
-    norms = [torch.stack([(a - b).norm(), b.norm()]) for a, b in gradients]
-    distance, size = torch.stack(norms).double().cpu().unbind(1)
-    scale = size + FLOOR * size.norm()
-    worst = torch.maximum(
-        (distance / scale.clamp(min=1e-30)).max(), torch.tensor(of_loss).double()
-    )  # propagates NaN, unlike max()
+    """Compute what `relative_error` returns.
+
+    Args:
+        loss: The loss.
+        reference_loss: The loss to compare it with.
+        gradient_pairs: For each parameter, its gradient and the one to compare it with.
+    """
+    loss_error = abs(loss - reference_loss) / max(abs(reference_loss), 1e-12)
+    norms = [
+        torch.stack([(gradient - reference).norm(), reference.norm()])
+        for gradient, reference in gradient_pairs
+    ]
+    distances, sizes = torch.stack(norms).double().cpu().unbind(1)
+    scales = sizes + FLOOR * sizes.norm()
+    gradient_error = (distances / scales.clamp(min=1e-30)).max()
+    # torch.maximum propagates NaN, unlike Python's max.
+    worst = torch.maximum(gradient_error, torch.tensor(loss_error).double())
     return float(worst.nan_to_num(nan=float("inf")))
 
 
 def same_shapes(batch: Batch, other: Batch) -> bool:
-    """Whether all tensors of two batches have equal shapes."""
-    return all(
-        not isinstance(v, Tensor) or v.shape == getattr(other.get(name), "shape", None)
-        for name, v in batch.items()
-    )
+    """Whether each tensor of a batch has the same shape as the entry of that name in another
+    batch.
+    """
+    for name, value in batch.items():
+        if not isinstance(value, Tensor):
+            continue
+        other_shape = getattr(other.get(name), "shape", None)
+        if value.shape != other_shape:
+            return False
+    return True

@@ -1,5 +1,5 @@
-"""Finds a model's dropout sites and their sample axes, by two training forwards with 2 and 3 equal
-samples.
+"""Finds a model's dropout sites and the sample dim of their masks, by two training forwards with 2
+and 3 copies of one sample.
 """
 
 import warnings
@@ -27,42 +27,38 @@ def find_dropout_sites(
     *,
     allow_split_dependent_randomness: bool = False,
 ) -> KeyedDropout:
-    """Find a model's dropout sites, without dropping anything.
+    """Find all places where a model draws dropout, and which dim of each mask is the sample dim.
+
+    A proof calls it, so that dropout can be keyed by sample afterwards. Runs two training
+    forwards, with 2 and 3 samples and without gradients, in which nothing is dropped. Random states
+    and buffers are restored afterwards.
 
     Args:
         model: The model, in training mode.
         forward: Runs the model on a batch of the given number of samples.
-        allow_split_dependent_randomness: Accept draws that cannot be tied to a sample.
+        allow_split_dependent_randomness: Accept draws that cannot be tied to a sample. Their
+            modules are listed in `unkeyed` of the result.
+
+    Returns:
+        The model's keyed dropout.
 
     Raises:
-        UnkeyedRandomness: If a module draws random numbers outside of dropout, or a mask has no
-            single sample axis.
+        UnkeyedRandomness: If a module draws random numbers other than for dropout, or a mask has no
+            unique sample dim, unless `allow_split_dependent_randomness`.
     """
     finder = _SiteFinder(model)
-    with (
-        preserved_random_states(),
-        torch.no_grad(),
-        restored_buffers(model),
-        finder._patched(),
-        warnings.catch_warnings(),
-    ):
-        # Checkpointing warns under no_grad.
-        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
-        for num_samples in (SMALL, LARGE):
-            finder.start()
-            forward(num_samples)
-            finder.record_draws(model)  # draws of a loss function after the last module
+    _run_forwards(finder, forward)
+    unkeyed_modules = list(finder.generators_drawn_from)
     problems = [
         f"{finder.names[module]} ({type(module).__name__}) draws from {generators}"
-        for module, generators in finder.moved.items()
+        for module, generators in finder.generators_drawn_from.items()
     ]
-    unkeyed = list(finder.moved)
     for site in finder.sites.values():
         try:
-            site.axis = sample_axis(site.shapes)
+            site.axis = sample_dim(site.shapes)
         except ValueError as error:
             site.is_keyed = False
-            unkeyed.append(site.module)
+            unkeyed_modules.append(site.module)
             problems.append(f"{site.name} draws a mask without a single sample axis: {error}")
     if problems and not allow_split_dependent_randomness:
         raise UnkeyedRandomness(
@@ -73,85 +69,129 @@ def find_dropout_sites(
         )
     dropout = KeyedDropout(model)
     dropout.sites = finder.sites
-    dropout.hooked = [module for module in finder.names if module in finder.on_the_way]
-    dropout.unkeyed = unkeyed
+    dropout.hooked = [module for module in finder.names if module in finder.modules_to_hook]
+    dropout.unkeyed = unkeyed_modules
     return dropout
 
 
-def sample_axis(shapes: list[torch.Size]) -> int | None:
-    """Find the axis that grew from 2 to 3 samples.
+def _run_forwards(finder: "_SiteFinder", forward: Callable[[int], Any]) -> None:
+    """Run two training forwards while a finder records the model's random draws.
+
+    Random states and buffers are restored afterwards.
 
     Args:
-        shapes: Of a mask in the two forwards.
+        finder: Records dropout sites, and other random draws.
+        forward: Runs the model on a batch of the given number of samples, `SMALL` then `LARGE`.
+    """
+    model = finder.model
+    with (
+        preserved_random_states(),
+        torch.no_grad(),
+        restored_buffers(model),
+        finder._patched(),
+        warnings.catch_warnings(),
+    ):
+        # Activation checkpointing warns under no_grad.
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        for num_samples in (SMALL, LARGE):
+            finder.start_forward()
+            forward(num_samples)
+            finder.record_draws(model)  # draws of a loss function after the last module
+
+
+def sample_dim(shapes: list[torch.Size]) -> int | None:
+    """Find the sample dim of a dropout mask: the one that grew with the number of samples.
+
+    Args:
+        shapes: The mask's shape in the proof's forward with 2 samples, and in that with 3 samples.
 
     Returns:
-        None if no axis grew (a mask shared by the window).
+        The dim. None if both shapes are equal: all samples share the mask.
 
     Raises:
-        ValueError: If not exactly one axis grew in that ratio.
+        ValueError: If several dims grew, or one grew in another ratio than 2 to 3, or the mask was
+            not drawn exactly once in both forwards with the same number of dims.
+
+    >>> sample_dim([torch.Size([2, 8]), torch.Size([3, 8])])
+    0
     """
     if len(shapes) != 2 or len(shapes[0]) != len(shapes[1]):
         raise ValueError(
             f"for {SMALL} and {LARGE} samples the masks have shapes {[list(s) for s in shapes]}"
         )
     small, large = shapes
-    changed = [axis for axis in range(len(small)) if small[axis] != large[axis]]
-    if not changed:
+    changed_dims = [dim for dim in range(len(small)) if small[dim] != large[dim]]
+    if not changed_dims:
         return None
-    axis = changed[0]
-    if len(changed) > 1 or small[axis] * LARGE != large[axis] * SMALL:
+    dim = changed_dims[0]
+    if len(changed_dims) > 1 or small[dim] * LARGE != large[dim] * SMALL:
         raise ValueError(
             f"the mask of {SMALL} samples has shape {list(small)}, that of {LARGE} samples "
             f"{list(large)}"
         )
-    return axis
+    return dim
 
 
 class _SiteFinder(KeyedDropout):
-    """Records the masks to draw, and drops nothing.
+    """A stand-in for keyed dropout that records where a model draws masks, and drops nothing.
 
     Attributes:
-        on_the_way: Modules on the path to a site.
-        moved: Modules that drew from random generators directly, and which.
+        modules_to_hook: Modules that draw masks, and all modules around them.
+        generators_drawn_from: For each module that drew random numbers itself instead of by a
+            dropout function, the names of the random generators it drew from.
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Start with no sites. `_patched` lets a model's dropout functions call this object."""
         super().__init__(model)
-        self.on_the_way: set[nn.Module] = set()
-        self.moved: dict[nn.Module, str] = {}
-        self._states: dict[str, bytes] = {}
+        self.modules_to_hook: set[nn.Module] = set()
+        self.generators_drawn_from: dict[nn.Module, str] = {}
+        self._random_states: dict[str, bytes] = {}
 
-    def start(self) -> None:
-        self._states = random_states()
+    def start_forward(self) -> None:
+        """Save the random states at the start of a forward, so that draws can be noticed."""
+        self._random_states = random_states()
 
     def record_draws(self, module: nn.Module) -> None:
-        """Note the draws since the last call of this, which are the module's own.
+        """Record that a module drew random numbers, if any generator has advanced.
 
-        Called when a submodule of the module begins, and when the module ends.
+        Called at each start and end of a module's forward, so all draws since the last call were
+        made by `module` itself, not by a submodule.
         """
-        moved = moved_generators(self._states)
-        if moved:
-            self.moved[module] = " and ".join(moved)
-            self._states = random_states()
+        generators = moved_generators(self._random_states)
+        if generators:
+            self.generators_drawn_from[module] = " and ".join(generators)
+            self._random_states = random_states()
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Forward pre-hook of every module: attribute earlier draws to the calling module."""
         super()._enter(module, args, kwargs)
-        self.record_draws(self._stack[-2].module if len(self._stack) > 1 else module)
+        caller = self._stack[-2].module if len(self._stack) > 1 else module
+        self.record_draws(caller)
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        is_open = bool(self._stack) and self._stack[-1].module is module
+        """Forward hook of every module: attribute the draws since the last hook to it."""
+        is_running = bool(self._stack) and self._stack[-1].module is module
         super()._leave(module, args, output)
-        if is_open:
+        if is_running:
             self.record_draws(module)
 
     def _dropped(self, key: int, input: Tensor, drop_probability: float) -> Tensor:
+        """Record the dropout site of an input, and return the input times 1 / (1 - p), all kept."""
         kept = self._draw(key, input.shape, drop_probability)
         return apply_dropout_mask(input, drop_probability, kept)
 
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
+        """Record a dropout site and the shape of its mask, and return a mask that keeps all.
+
+        Args:
+            key: 64-bit key of the dropout site.
+            shape: Shape of the mask.
+            drop_probability: Not used.
+        """
         frame = self._stack[-1]
         site = DropoutSite(self.names[frame.module], frame.module, key, path=frame.key)
         self.sites.setdefault(key, site).shapes.append(shape)
-        self.on_the_way.update(frame.module for frame in self._stack)
+        self.modules_to_hook.update(frame.module for frame in self._stack)
         device = next(self.model.parameters(), torch.empty(0)).device
         return torch.ones(shape, dtype=torch.bool, device=device)

@@ -38,16 +38,34 @@ def prove(
     allow_split_dependent_randomness: bool = False,
     speed_ups: Sequence[SpeedUp] = (),
 ) -> Rule:
-    """See `hf_ga.prove_targets`, which chooses the speed-ups. Unused speed-ups keep no reference to
-    the model.
+    """Find out what a model's loss averages over, and prove it on trial batches.
+
+    This does the work of `hf_ga.prove_targets`, which documents the errors. The model, its buffers
+    and all random states are unchanged afterwards.
+
+    Args:
+        model: The model, in any mode, wrapped or not.
+        samples: Some samples of the dataset.
+        collate_fn: List of samples -> keyword arguments of the model.
+        loss_fn: (outputs, batch) -> (sum of the loss, number of targets), in place of the head's
+            own loss.
+        whole_batch: (outputs, batch) -> the loss of all samples of a window, in place of `loss_fn`.
+        allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
+        speed_ups: Speed-ups to try. Those that fail keep no reference to the model.
+
+    Returns:
+        The rule that the engine trains by: the loss, the dropout sites, the speed-ups that passed.
     """
     prover = Prover(model, samples, collate_fn, loss_fn)
-    has_buffers = isinstance(whole_batch, nn.Module)
-    with prover.untouched(), restored_buffers(whole_batch) if has_buffers else nullcontext():
+    loss_is_module = isinstance(whole_batch, nn.Module)
+    loss_buffers = restored_buffers(whole_batch) if loss_is_module else nullcontext()
+    with prover.proof_mode(), loss_buffers:
         modes = module_modes(prover.model)
         if whole_batch is not None:
-            used = find_used_outputs(prover, whole_batch)
-            prover.loss_fn = Projection(used)
+            used_outputs = find_used_outputs(prover, whole_batch)
+            # Prove a simple loss of the same outputs first: it is additive only if the outputs of
+            # a sample do not depend on the other samples of its micro-batch.
+            prover.loss_fn = Projection(used_outputs)
         prover.find_dropout(allow_split_dependent_randomness)
         if whole_batch is not None:
             check_same_in_both_passes(prover)
@@ -60,7 +78,7 @@ def prove(
             prover.check_unpadded()
         loss = prover.loss
         if whole_batch is not None:
-            loss = prove_whole_batch(prover, whole_batch, used)
+            loss = prove_whole_batch(prover, whole_batch, used_outputs)
     return Rule(
         loss=loss,
         dropout=prover.dropout,
@@ -68,8 +86,8 @@ def prove(
         width_matters=width_matters,
         residual=residual,
         modes=modes,
-        unused=frozenset(prover.unused),
+        unused=frozenset(prover.unused_parameters),
         speed_ups=tuple(prover.speed_ups),
-        left_out=prover.left_out,
+        left_out=prover.rejected_speed_ups,
         structure=prover.structure,
     )

@@ -1,11 +1,13 @@
-"""Proves a loss of whole windows: which outputs it uses, that those of a sample do not depend on
-other samples, and that the gradient of a window in two micro-batches is that of one forward.
+"""Proves a loss of whole windows (`whole_batch`, such as in-batch negatives): which outputs of the
+model it uses, that the outputs of a sample do not depend on other samples, and that a window in two
+micro-batches has the gradient of one forward.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.batches import Batch, take_rows
@@ -19,77 +21,135 @@ from hf_ga.exact.whole_window import (
     parameters_of,
 )
 from hf_ga.proof.prober import BatchLoss
-from hf_ga.proof.probes import NUM_PROBE_SAMPLES, TOLERANCE, relative_error
-from hf_ga.proof.prover import ALL_ROWS, GROUPS, Prover
+from hf_ga.proof.probes import NUM_PROBE_SAMPLES, TOLERANCE, ProbeResult, relative_error
+from hf_ga.proof.prover import ALL_ROWS, GROUP_ROWS, Prover
 
-FEW_ROWS = ALL_ROWS[:2]
+NUM_FEW = 2  # samples of a second, smaller batch
 
 
 def find_used_outputs(prover: Prover, whole_batch: WholeBatchLoss) -> UsedOutputs:
-    """Find out which outputs a loss uses. The prover then tests whether those of a sample depend on
-    others.
+    """Find out which outputs of a model a loss of whole windows uses.
+
+    Runs the model on the probe batch and on two samples of it: an output with one row per sample
+    has 6 and 2 rows. Then computes the loss and its gradient with respect to each output. Adds
+    parameters of `whole_batch` itself to `prover.parameters`, so that the proof compares their
+    gradients, too.
 
     Args:
-        prover: Of the model.
-        whole_batch: See `WholeWindow`.
+        prover: The proof of the model.
+        whole_batch: (outputs, batch) -> the loss of all samples, a scalar.
+
+    Returns:
+        The names of the outputs that the loss uses, and whether it uses parameters directly.
 
     Raises:
-        LossNotAdditive: If it uses an output that is neither one row per sample nor the same for
-            all samples.
-        Others: See `loss_of_all`.
+        LossNotAdditive: If the loss uses an output that neither has one row per sample nor is the
+            same for all samples, or does not depend on the model's outputs.
+        ConfigError: If the loss is not a scalar, or depends on trained tensors that are not known.
+        UnkeyedRandomness: If the loss draws random numbers.
     """
-    prover.parameters = list(dict.fromkeys([*prover.parameters, *parameters_of(whole_batch)]))
+    loss_parameters = parameters_of(whole_batch)
+    prover.parameters = list(dict.fromkeys([*prover.parameters, *loss_parameters]))
     batch = prover.probe_batch()
+    few_samples = take_rows(batch, ALL_ROWS[:NUM_FEW], prover.sample_entries)
     outputs = prover.plain_forward(batch)
-    few = named_tensors(prover.plain_forward(take_rows(batch, FEW_ROWS, prover.entries)))
+    few_outputs = named_tensors(prover.plain_forward(few_samples))
     tensors = {name: _as_leaf(value) for name, value in named_tensors(outputs).items()}
-    differentiable = [name for name, value in tensors.items() if value.requires_grad]
-    on_device = prover.on_device(batch)
+    batch_on_device = prover.on_device(batch)
 
-    def loss_with(kept: set[str]) -> Tensor:
-        given = {name: value for name, value in tensors.items() if name in kept}
-        return loss_of_all(whole_batch, with_tensors(outputs, given), on_device, prover.device)
+    def loss_of_outputs(names: set[str]) -> Tensor:
+        """Compute the loss if only the outputs with these names are passed, the others as None."""
+        passed = {name: value for name, value in tensors.items() if name in names}
+        partial_outputs = with_tensors(outputs, passed)
+        return loss_of_all(whole_batch, partial_outputs, batch_on_device, prover.device)
 
-    loss = loss_with(set(tensors))
+    loss = loss_of_outputs(set(tensors))
     _check_leaves(loss, [*tensors.values(), *prover.parameters])
-    leaves = [tensors[name] for name in differentiable]
-    found = torch.autograd.grad(loss, [*leaves, *prover.parameters], allow_unused=True)
-    used = [
-        name for name, gradient in zip(differentiable, found, strict=False) if gradient is not None
-    ]
-    of_samples = {name for name in tensors if _has_rows(tensors[name], few.get(name))}
-    shared = {name for name in used if name not in of_samples}
-    for name in shared:
-        if not _is_same(tensors[name], few.get(name)):
+    with_gradient, uses_parameters = _find_gradients(loss, tensors, prover.parameters)
+    per_sample = {
+        name for name in tensors if _has_row_per_sample(tensors[name], few_outputs.get(name))
+    }
+    shared = with_gradient - per_sample
+    _check_shared(shared, tensors, few_outputs)
+
+    # The loss may also read outputs without having a gradient with respect to them. If it needs
+    # any, keep all with one row per sample. Those that are differentiable may have a gradient in
+    # another window, where the loss takes another branch.
+    needs_no_others = _is_same_loss(loss_of_outputs, with_gradient, loss)
+    if not needs_no_others and not _is_same_loss(loss_of_outputs, with_gradient | per_sample, loss):
+        raise LossNotAdditive(
+            "whole_batch needs outputs of the model that do not have one row per sample: let it "
+            "compute them from those that have."
+        )
+    differentiable_rows = per_sample & with_gradient
+    read_only: set[str] = set()
+    if not needs_no_others:
+        differentiable_rows = {name for name in per_sample if tensors[name].requires_grad}
+        read_only = per_sample - differentiable_rows
+    return UsedOutputs(
+        of_samples=frozenset(differentiable_rows),
+        shared=frozenset(shared),
+        read=frozenset(read_only),
+        parameters=uses_parameters,
+    )
+
+
+def _find_gradients(
+    loss: Tensor, tensors: dict[str, Tensor], parameters: list[nn.Parameter]
+) -> tuple[set[str], bool]:
+    """Find out of which outputs and parameters a loss is a differentiable function.
+
+    Args:
+        loss: The loss, a scalar.
+        tensors: The model's outputs by name, as leaves of the autograd graph.
+        parameters: The trained parameters of model and loss.
+
+    Returns:
+        The names of the outputs with respect to which the loss has a gradient, and whether it has
+        one with respect to any parameter (other than through the outputs).
+    """
+    names = [name for name, value in tensors.items() if value.requires_grad]
+    leaves = [tensors[name] for name in names]
+    gradients = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
+    output_gradients = gradients[: len(leaves)]
+    parameter_gradients = gradients[len(leaves) :]
+    with_gradient = {
+        name for name, gradient in zip(names, output_gradients, strict=True) if gradient is not None
+    }
+    return with_gradient, any(gradient is not None for gradient in parameter_gradients)
+
+
+def _check_shared(
+    names: set[str], tensors: dict[str, Tensor], few_outputs: dict[str, Tensor]
+) -> None:
+    """Check that some outputs of a model are the same for all samples (a learned temperature).
+
+    Args:
+        names: Outputs that the loss uses and that do not have one row per sample.
+        tensors: The model's outputs by name for all samples of the probe batch.
+        few_outputs: Its outputs by name for the first `NUM_FEW` of them.
+
+    Raises:
+        LossNotAdditive: If one is not.
+    """
+    for name in sorted(names):
+        if not _is_same_output(tensors[name], few_outputs.get(name)):
             raise LossNotAdditive(
                 f"whole_batch uses the model's output {name!r}, which has shape "
                 f"{list(tensors[name].shape)} for {NUM_PROBE_SAMPLES} samples: it must have one "
                 "row per sample, computed from that sample alone, or be the same for all samples. "
                 "Let whole_batch compute what compares samples (a matrix of similarities)."
             )
-    others = of_samples - set(used)
-    # Another window may take a branch of the loss in which these have a gradient.
-    may_be_used = others & set(differentiable)
-    is_enough = _is_same_loss(loss_with, set(used), loss)
-    if not is_enough and not _is_same_loss(loss_with, set(used) | of_samples, loss):
-        raise LossNotAdditive(
-            "whole_batch needs outputs of the model that do not have one row per sample: let it "
-            "compute them from those that have."
-        )
-    return UsedOutputs(
-        of_samples=frozenset(of_samples & set(used) | (set() if is_enough else may_be_used)),
-        shared=frozenset(shared),
-        read=frozenset() if is_enough else frozenset(others - may_be_used),
-        parameters=any(gradient is not None for gradient in found[len(leaves) :]),
-    )
 
 
 def check_same_in_both_passes(prover: Prover) -> None:
     """Check that both forwards of a micro-batch have the same outputs.
 
+    A loss of whole windows needs two forwards: the first one gives the outputs of the window, the
+    second one the gradient. They differ if the model draws random numbers that are not keyed.
+
     Raises:
-        ConfigError: If something draws random numbers that are not keyed by sample, which
-            `allow_split_dependent_randomness` accepts.
+        ConfigError: If the model draws random numbers that cannot be tied to samples.
     """
     if prover.dropout.unkeyed:
         names = ", ".join(prover.dropout.names[module] for module in prover.dropout.unkeyed)
@@ -100,31 +160,40 @@ def check_same_in_both_passes(prover: Prover) -> None:
 
 
 def prove_whole_batch(
-    prover: Prover, whole_batch: WholeBatchLoss, used: UsedOutputs
+    prover: Prover, whole_batch: WholeBatchLoss, used_outputs: UsedOutputs
 ) -> WholeWindow:
-    """Test that two micro-batches give the gradient of one.
+    """Test that a loss of whole windows has the same gradient in one and in two micro-batches.
 
     Args:
-        prover: Of the model; it has proven the outputs.
-        whole_batch: See `WholeWindow`.
-        used: From `find_used_outputs`.
+        prover: The proof of the model, which has proven that the outputs of a sample do not depend
+            on other samples.
+        whole_batch: (outputs, batch) -> the loss of all samples, a scalar.
+        used_outputs: The outputs that the loss uses, from `find_used_outputs`.
+
+    Returns:
+        The loss that the engine trains with.
 
     Raises:
-        LossNotAdditive: If they do not.
+        LossNotAdditive: If loss or gradient differ by more than rounding.
     """
 
-    def own(outputs: Any, batch: Batch) -> tuple[Tensor, float]:
+    def loss_of_one_batch(outputs: Any, batch: Batch) -> tuple[Tensor, float]:
+        """Compute the loss of one batch with all samples; in the form of a `loss_fn`."""
         tensors = {name: at_least_float32(value) for name, value in named_tensors(outputs).items()}
         outputs = with_tensors(outputs, tensors)
         return loss_of_all(whole_batch, outputs, batch, prover.device), 1.0
 
-    whole = prover.probe_batch()
-    parts = [take_rows(whole, GROUPS[name], prover.entries) for name in ("A", "B")]
-    rows = [GROUPS["A"], GROUPS["B"]]
-    loss = WholeWindow(whole_batch, used)
-    value, gradients = prover.compute(BatchLoss(own), [whole], [ALL_ROWS])
-    split_value, split_gradients = prover.compute(loss, parts, rows, whole=whole)
-    error = relative_error((split_value, 0.0, split_gradients), (value, 0.0, gradients))
+    batch = prover.probe_batch()
+    rows = [GROUP_ROWS["A"], GROUP_ROWS["B"]]
+    parts = [take_rows(batch, part, prover.sample_entries) for part in rows]
+    window_loss = WholeWindow(whole_batch, used_outputs)
+    loss, gradients = prover.loss_and_gradients(BatchLoss(loss_of_one_batch), [batch], [ALL_ROWS])
+    split_loss, split_gradients = prover.loss_and_gradients(
+        window_loss, parts, rows, window_batch=batch
+    )
+    error = relative_error(
+        ProbeResult(split_loss, 0.0, split_gradients), ProbeResult(loss, 0.0, gradients)
+    )
     if not error <= max(TOLERANCE, prover.tolerance):
         raise LossNotAdditive(
             "the gradient of whole_batch for a window in two micro-batches is not that of one "
@@ -132,59 +201,86 @@ def prove_whole_batch(
             "something of the model besides its outputs (what a hook or an attribute of the last "
             "forward holds). Let the model return it."
         )
-    return loss
+    return window_loss
 
 
-def _check_leaves(loss: Tensor, known: list[Tensor]) -> None:
-    """Check that nothing else is to be trained through the loss than is known.
+def _check_leaves(loss: Tensor, known_tensors: list[Tensor]) -> None:
+    """Check that all leaves of a loss's autograd graph are known.
+
+    Args:
+        loss: The loss of a whole window.
+        known_tensors: The model's outputs, and all parameters that are trained.
 
     Raises:
-        ConfigError: If there is something else, whose gradient would be lost.
+        ConfigError: If the graph has another leaf, whose gradient would be lost.
     """
-    identities = {id(tensor) for tensor in known}
-    waiting = [loss.grad_fn]
-    seen = set(waiting)
-    while waiting:
-        node = waiting.pop()
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in identities:
+    known_ids = {id(tensor) for tensor in known_tensors}
+    nodes_to_visit = [loss.grad_fn]
+    visited = set(nodes_to_visit)
+    while nodes_to_visit:
+        node = nodes_to_visit.pop()
+        leaf = getattr(node, "variable", None)  # only nodes that accumulate into `.grad` have it
+        if leaf is not None and id(leaf) not in known_ids:
             raise ConfigError(
                 f"whole_batch depends on a tensor of shape {list(leaf.shape)} that is trained, but "
                 "is not a parameter of this model (its copy, in a check): let the model return it "
                 "among its outputs, or let whole_batch be a torch.nn.Module that has it."
             )
-        following = {next_node for next_node, _ in node.next_functions if next_node is not None}
-        waiting += following - seen
-        seen |= following
+        next_nodes = {next_node for next_node, _ in node.next_functions if next_node is not None}
+        nodes_to_visit += next_nodes - visited
+        visited |= next_nodes
 
 
-def _as_leaf(value: Tensor) -> Tensor:
-    value = at_least_float32(value.detach())
-    return value.requires_grad_() if value.is_floating_point() else value
+def _as_leaf(output: Tensor) -> Tensor:
+    """Detach an output of the model, so that a loss has a gradient with respect to it.
+
+    Returns:
+        A tensor of at least float32 that requires gradients; other dtypes are unchanged.
+    """
+    leaf = at_least_float32(output.detach())
+    return leaf.requires_grad_() if leaf.is_floating_point() else leaf
 
 
-def _has_rows(value: Tensor, few: Tensor | None) -> bool:
-    """Whether an output has one row per sample, whose shape does not depend on the number of
-    samples.
+def _has_row_per_sample(output: Tensor, few_output: Tensor | None) -> bool:
+    """Whether an output of a model has one row per sample, of a shape that does not depend on the
+    number of samples.
 
     Args:
-        value: The output for all probe samples.
-        few: The same output for two of them. None: the model did not return it.
+        output: The output for all samples of the probe batch.
+        few_output: The same output for the first `NUM_FEW` of them. None if the model did not
+            return it.
     """
-    if few is None or not value.dim() or not few.dim():
+    if few_output is None or not output.dim() or not few_output.dim():
         return False
-    has_all = len(value) == NUM_PROBE_SAMPLES and len(few) == len(FEW_ROWS)
-    return has_all and value.shape[1:] == few.shape[1:]
+    has_rows = len(output) == NUM_PROBE_SAMPLES and len(few_output) == NUM_FEW
+    return has_rows and output.shape[1:] == few_output.shape[1:]
 
 
-def _is_same(value: Tensor, few: Tensor | None) -> bool:
-    return few is not None and value.shape == few.shape and torch.allclose(value, few.to(value))
+def _is_same_output(output: Tensor, few_output: Tensor | None) -> bool:
+    """Whether an output is the same for all samples of the probe batch as for a few of them.
+
+    False if the model did not return it for a few samples (None).
+    """
+    if few_output is None or output.shape != few_output.shape:
+        return False
+    return torch.allclose(output, few_output.to(output))
 
 
-def _is_same_loss(loss_with: Any, kept: set[str], expected: Tensor) -> bool:
-    """Whether a loss is the same if it gets these outputs only."""
+def _is_same_loss(
+    loss_of_outputs: Callable[[set[str]], Tensor], names: set[str], expected_loss: Tensor
+) -> bool:
+    """Whether a loss has the same value if it gets only some outputs of the model.
+
+    Args:
+        loss_of_outputs: Computes the loss from the outputs with the given names.
+        names: Names of the outputs to pass.
+        expected_loss: The loss of all outputs.
+
+    Returns:
+        Also False if the loss fails because an output is missing.
+    """
     try:
-        found = loss_with(kept)
+        loss = loss_of_outputs(names)
     except (AttributeError, IndexError, KeyError, TypeError, RuntimeError):
-        return False  # it needs another one
-    return torch.equal(found, expected)
+        return False
+    return torch.equal(loss, expected_loss)

@@ -7,9 +7,10 @@ The backward uses no atomics, so the same inputs give the same gradients.
 Imported on first use, because Triton is only on machines with a GPU. A CPU runs the same kernels in
 Triton's interpreter (`TRITON_INTERPRET=1`), which is how the tests compare them with plain PyTorch.
 
-The kernels share these names. A program computes a block of ROWS queries or of COLUMNS keys of one
-head of one sample. `rows` and `columns` count within the sample. Scores are in base 2: the natural
-score times log2(e), so that exp2 of them is the weight. LSE is log2 of the sum of a row's weights.
+The kernels use one set of names. A program computes one block of one head of one sample: a block of
+`BLOCK_ROWS` queries or of `BLOCK_COLUMNS` keys. Rows are queries and columns are keys, counted from
+the start of the sample. Scores are in base 2: the score times log2(e), so that exp2 of it is what
+exp is of the score.
 """
 
 import math
@@ -25,15 +26,16 @@ from torch.autograd.function import once_differentiable
 from hf_ga.exact.mask_kernel import is_kept, mixed
 from hf_ga.exact.masks import _threshold
 
-LARGEST_SIZE = 256  # of a head
-SMALLEST_BLOCK = 16  # tl.dot multiplies no smaller matrices
+MAX_HEAD_DIM = 256
+MIN_BLOCK = 16  # tl.dot multiplies no smaller matrices
 LOG2_E = math.log2(math.e)
-# Interpreted bfloat16 products would multiply the bits as integers.
+# Triton's interpreter would multiply the bits of bfloat16 matrices as integers.
 IS_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
-# The maximum of a row without a visible key yet: finite, because inf - inf is NaN.
+# The maximum score of a row before its first visible key: finite, because inf - inf is NaN.
 NO_MAXIMUM = tl.constexpr(-1.0e30)
-# Arguments that change from call to call: no kernel is compiled for special values of them.
-UNSPECIALIZED = ["num_tokens", "threshold", "window"]
+# Arguments that change from call to call. Triton would compile a kernel again where one is 1, or a
+# multiple of 16.
+UNSPECIALIZED = ["num_tokens", "keep_threshold", "sliding_window"]
 
 
 @triton.jit
@@ -47,7 +49,10 @@ def product(a, b):
 
 @triton.jit
 def tanh(x):
-    """Compute the hyperbolic tangent, accurate also near 0, where 1 - 2 / (exp(2x) + 1) cancels."""
+    """Compute the hyperbolic tangent, elementwise.
+
+    Uses 1 - 2 / (exp(2x) + 1), but its Taylor series below |x| = 0.25, where that cancels.
+    """
     square = x * x
     series = 62.0 / 2835.0
     series = series * square - 17.0 / 315.0
@@ -61,63 +66,155 @@ def tanh(x):
 
 
 @triton.jit
-def base_2_scores(products, inner_scale, outer_scale, HAS_SOFTCAP: tl.constexpr):
-    """Compute scores from the products of queries and keys, for exp2.
+def base_2_scores(products, product_scale, tanh_scale, HAS_SOFTCAP: tl.constexpr):
+    """Compute attention scores times log2(e), so that exp2 of them is exp of the scores.
 
-    Without soft cap, inner_scale is scale * log2(e). With a cap, the scores are capped as
-    cap * tanh(products * scale / cap): inner_scale is scale / cap, outer_scale cap * log2(e).
+    Without a soft cap, the score is products * scale; with one, it is
+    cap * tanh(products * scale / cap).
+
+    Args:
+        products: Dot products of queries and keys.
+        product_scale: scale * log2(e); with a soft cap, scale / cap.
+        tanh_scale: cap * log2(e). Not read without a soft cap.
+        HAS_SOFTCAP: Whether there is a soft cap.
     """
-    scores = products * inner_scale
+    scores = products * product_scale
     if HAS_SOFTCAP:
-        scores = outer_scale * tanh(scores)
+        scores = tanh_scale * tanh(scores)
     return scores
 
 
 @triton.jit
-def is_visible(rows, columns, length, window, IS_CAUSAL: tl.constexpr, HAS_WINDOW: tl.constexpr):
-    """Which keys a query attends to. `rows` and `columns` are broadcast against each other.
+def is_visible(
+    rows, columns, length, sliding_window, IS_CAUSAL: tl.constexpr, HAS_SLIDING_WINDOW: tl.constexpr
+):
+    """Compute the attention mask of a block: True where a query attends to a key.
 
-    Rows beyond the length do no harm: they are not stored, and gradients of zeros add nothing.
+    Rows beyond the length are not masked. That does no harm: their outputs are not stored, and
+    their gradients are zero.
+
+    Args:
+        rows: Indices of queries in their sample, broadcast against `columns`.
+        columns: Indices of keys in their sample, broadcast against `rows`.
+        length: Number of tokens of the sample.
+        sliding_window: Maximum number of tokens a query attends to, itself and those before it.
+        IS_CAUSAL: Whether a query attends to no later tokens.
+        HAS_SLIDING_WINDOW: Whether there is a sliding window.
     """
     last = length - 1
     if IS_CAUSAL:
         last = tl.minimum(rows, last)
     visible = columns <= last
-    if HAS_WINDOW:
-        visible = visible & (columns > rows - window)
+    if HAS_SLIDING_WINDOW:
+        visible = visible & (columns > rows - sliding_window)
     return visible
 
 
 @triton.jit
+def visible_columns(
+    first_row,
+    length,
+    sliding_window,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
+    IS_CAUSAL: tl.constexpr,
+    HAS_SLIDING_WINDOW: tl.constexpr,
+):
+    """Find the range of keys to which at least one query of a block attends.
+
+    Args:
+        first_row: First query of the block.
+        length: Number of tokens of the sample.
+        sliding_window: Maximum number of tokens a query attends to, itself and those before it.
+        BLOCK_ROWS: Queries of a block.
+        BLOCK_COLUMNS: Keys of a block. The range starts at a multiple of it.
+        IS_CAUSAL: Whether a query attends to no later tokens.
+        HAS_SLIDING_WINDOW: Whether there is a sliding window.
+
+    Returns:
+        The first key, and the end of the range (exclusive).
+    """
+    first_column = 0
+    end_column = length
+    if IS_CAUSAL:
+        end_column = tl.minimum(length, first_row + BLOCK_ROWS)
+    if HAS_SLIDING_WINDOW:
+        first_visible = tl.maximum(0, first_row - sliding_window + 1)
+        first_column = first_visible // BLOCK_COLUMNS * BLOCK_COLUMNS
+    return first_column, end_column
+
+
+@triton.jit
+def sample_range(CU_SEQLENS, sample):
+    """Return where a sample starts in the packed tokens (int64), and its length (int32).
+
+    Args:
+        CU_SEQLENS: Pointer to the starts of all samples, then the number of all tokens: int32.
+        sample: Index of the sample.
+    """
+    start = tl.load(CU_SEQLENS + sample).to(tl.int64)
+    length = (tl.load(CU_SEQLENS + sample + 1) - start).to(tl.int32)
+    return start, length
+
+
+@triton.jit
 def head_key(SEEDS, sample, head):
-    """Return the dropout key of one head of a sample: uint64."""
+    """Return the key from which dropout masks of one attention head of a sample are drawn: uint64.
+
+    Args:
+        SEEDS: Pointer to one int64 seed per sample.
+        sample: Index of the sample.
+        head: Index of the head.
+    """
     seed = tl.load(SEEDS + sample).to(tl.uint64, bitcast=True)
     key = mixed(mixed(seed))  # the sample, then its single row: index 0
     return mixed(key ^ head.to(tl.uint64))
 
 
 @triton.jit
-def load_tokens(first, stride, tokens, length, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """The vectors of some tokens of a sample, shape (tokens, PADDED); 0 beyond length and SIZE.
+def load_tokens(
+    first, stride, tokens, length, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr
+):
+    """Load the vectors of some tokens of one head of a sample, padded with zeros.
 
-    first: pointer to the vector of the sample's first token.
-    stride: elements between the vectors of two tokens.
+    Args:
+        first: Pointer to the vector of the sample's first token.
+        stride: Number of elements from the vector of one token to that of the next.
+        tokens: Indices of the tokens in their sample.
+        length: Number of tokens of the sample. Tokens beyond it are zeros.
+        HEAD_DIM: Elements of a vector.
+        PADDED_HEAD_DIM: Elements of a loaded vector. Those beyond `HEAD_DIM` are zeros.
+
+    Returns:
+        A block of shape (tokens, PADDED_HEAD_DIM).
     """
-    sizes = tl.arange(0, PADDED)
+    dims = tl.arange(0, PADDED_HEAD_DIM)
     exists = (tokens < length)[:, None]
-    if SIZE != PADDED:
-        exists = exists & (sizes < SIZE)[None, :]
-    return tl.load(first + tokens[:, None] * stride + sizes[None, :], mask=exists, other=0.0)
+    if HEAD_DIM != PADDED_HEAD_DIM:
+        exists = exists & (dims < HEAD_DIM)[None, :]
+    return tl.load(first + tokens[:, None] * stride + dims[None, :], mask=exists, other=0.0)
 
 
 @triton.jit
-def store_tokens(first, stride, tokens, length, values, SIZE: tl.constexpr, PADDED: tl.constexpr):
-    """Store what `load_tokens` loads."""
-    sizes = tl.arange(0, PADDED)
+def store_tokens(
+    first, stride, tokens, length, values, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr
+):
+    """Store the vectors of some tokens of one head of a sample, without the padding.
+
+    Args:
+        first: Pointer to the vector of the sample's first token.
+        stride: Number of elements from the vector of one token to that of the next.
+        tokens: Indices of the tokens in their sample.
+        length: Number of tokens of the sample. Tokens beyond it are not stored.
+        values: The vectors, of shape (tokens, PADDED_HEAD_DIM), converted to the dtype of `first`.
+        HEAD_DIM: Elements of a stored vector.
+        PADDED_HEAD_DIM: Elements of a vector in `values`.
+    """
+    dims = tl.arange(0, PADDED_HEAD_DIM)
     exists = (tokens < length)[:, None]
-    if SIZE != PADDED:
-        exists = exists & (sizes < SIZE)[None, :]
-    pointers = first + tokens[:, None] * stride + sizes[None, :]
+    if HEAD_DIM != PADDED_HEAD_DIM:
+        exists = exists & (dims < HEAD_DIM)[None, :]
+    pointers = first + tokens[:, None] * stride + dims[None, :]
     tl.store(pointers, values.to(first.dtype.element_ty), mask=exists)
 
 
@@ -128,76 +225,98 @@ def forward_kernel(
     V,
     OUT,
     LSE,
-    OFFSETS,
+    CU_SEQLENS,
     SEEDS,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
     num_tokens,
-    inner_scale,
-    outer_scale,
-    rescale,
-    threshold,
-    window,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    product_scale,
+    tanh_scale,
+    dropout_scale,
+    keep_threshold,
+    sliding_window,
+    HEADS_PER_KV_HEAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_SLIDING_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """Compute output and log-sum-exp of a block of rows. Grid: (blocks of rows, heads, samples)."""
+    """Compute attention of a block of queries, as FlashAttention-2 does in its forward.
+
+    Grid: (blocks of queries, num_heads, samples). A pass over the keys keeps the maximum score of
+    each query, and rescales its sums where the maximum grows.
+
+    Args:
+        Q, K, V: Pointers to queries, keys and values of all tokens, of shape (num_tokens, heads,
+            HEAD_DIM) with the strides below.
+        OUT: Pointer to the output, contiguous, of shape (num_tokens, num_heads, HEAD_DIM).
+        LSE: Pointer to the output of log-sum-exp of each query's scores, in base 2: float32, of
+            shape (num_heads, num_tokens).
+        CU_SEQLENS: Pointer to where each sample starts, then num_tokens: int32.
+        SEEDS: Pointer to the dropout seed of each sample: int64.
+        product_scale, tanh_scale: See `base_2_scores`.
+        dropout_scale: 1 / (1 - drop probability).
+        keep_threshold: int32 from which a draw is kept.
+        sliding_window: See `is_visible`.
+        HEADS_PER_KV_HEAD: Query heads that share one head of keys and values.
+        PADDED_HEAD_DIM: HEAD_DIM, rounded up to a power of two.
+        BLOCK_ROWS, BLOCK_COLUMNS: Queries and keys of a block.
+    """
     # With causal attention the last blocks take longest: they start first.
-    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_ROWS
     head = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(2)
-    start = tl.load(OFFSETS + sample).to(tl.int64)
-    length = (tl.load(OFFSETS + sample + 1) - start).to(tl.int32)
+    start, length = sample_range(CU_SEQLENS, sample)
     if first_row >= length:
         return
     num_heads = tl.num_programs(1)
-    rows = first_row + tl.arange(0, ROWS)
-    q = load_tokens(Q + start * q_token + head * q_head, q_token, rows, length, SIZE, PADDED)
-    k_first = K + start * k_token + (head // GROUP) * k_head
-    v_first = V + start * v_token + (head // GROUP) * v_head
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    q_first = Q + start * q_token_stride + head * q_head_stride
+    q = load_tokens(q_first, q_token_stride, rows, length, HEAD_DIM, PADDED_HEAD_DIM)
+    kv_head = head // HEADS_PER_KV_HEAD
+    k_first = K + start * k_token_stride + kv_head * k_head_stride
+    v_first = V + start * v_token_stride + kv_head * v_head_stride
     if HAS_DROPOUT:
         row_keys = mixed(head_key(SEEDS, sample, head) ^ rows.to(tl.uint64))[:, None]
 
-    first_column = 0
-    last_column = length
-    if IS_CAUSAL:
-        last_column = tl.minimum(length, first_row + ROWS)
-    if HAS_WINDOW:
-        first_column = tl.maximum(0, first_row - window + 1) // COLUMNS * COLUMNS
-    maximum = tl.full([ROWS], NO_MAXIMUM, tl.float32)
-    total = tl.zeros([ROWS], tl.float32)
-    result = tl.zeros([ROWS, PADDED], tl.float32)
-    for column in range(first_column, last_column, COLUMNS):
-        columns = column + tl.arange(0, COLUMNS)
-        k = load_tokens(k_first, k_token, columns, length, SIZE, PADDED)
-        scores = base_2_scores(product(q, tl.trans(k)), inner_scale, outer_scale, HAS_SOFTCAP)
-        visible = is_visible(rows[:, None], columns[None, :], length, window, IS_CAUSAL, HAS_WINDOW)
+    first_column, end_column = visible_columns(
+        first_row, length, sliding_window, BLOCK_ROWS, BLOCK_COLUMNS, IS_CAUSAL, HAS_SLIDING_WINDOW
+    )
+    maximum = tl.full([BLOCK_ROWS], NO_MAXIMUM, tl.float32)
+    total = tl.zeros([BLOCK_ROWS], tl.float32)  # sum of exp2(score - maximum)
+    result = tl.zeros([BLOCK_ROWS, PADDED_HEAD_DIM], tl.float32)
+    for column in range(first_column, end_column, BLOCK_COLUMNS):
+        columns = column + tl.arange(0, BLOCK_COLUMNS)
+        k = load_tokens(k_first, k_token_stride, columns, length, HEAD_DIM, PADDED_HEAD_DIM)
+        scores = base_2_scores(product(q, tl.trans(k)), product_scale, tanh_scale, HAS_SOFTCAP)
+        visible = is_visible(
+            rows[:, None], columns[None, :], length, sliding_window, IS_CAUSAL, HAS_SLIDING_WINDOW
+        )
         scores = tl.where(visible, scores, -float("inf"))
         new_maximum = tl.maximum(maximum, tl.max(scores, 1))
         shrink = tl.exp2(maximum - new_maximum)
         weights = tl.exp2(scores - new_maximum[:, None])
         total = total * shrink + tl.sum(weights, 1)
         if HAS_DROPOUT:
-            weights = tl.where(is_kept(row_keys, columns[None, :], threshold), weights, 0.0)
-        v = load_tokens(v_first, v_token, columns, length, SIZE, PADDED)
+            kept = is_kept(row_keys, columns[None, :], keep_threshold)
+            weights = tl.where(kept, weights, 0.0)
+        v = load_tokens(v_first, v_token_stride, columns, length, HEAD_DIM, PADDED_HEAD_DIM)
         result = result * shrink[:, None] + product(weights.to(v.dtype), v)
         maximum = new_maximum
 
     total = tl.where(rows < length, total, 1.0)
-    result = result * (rescale / total)[:, None]
-    out_first = OUT + (start * num_heads + head) * SIZE
-    store_tokens(out_first, num_heads * SIZE, rows, length, result, SIZE, PADDED)
+    result = result * (dropout_scale / total)[:, None]
+    out_token_stride = num_heads * HEAD_DIM
+    out_first = OUT + (start * num_heads + head) * HEAD_DIM
+    store_tokens(out_first, out_token_stride, rows, length, result, HEAD_DIM, PADDED_HEAD_DIM)
     lse_first = LSE + head * num_tokens + start
     tl.store(lse_first + rows, maximum + tl.log2(total), mask=rows < length)
 
@@ -208,19 +327,33 @@ def delta_kernel(
     OUT_GRAD,
     DELTA,
     num_tokens,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
 ):
-    """Sum output * its gradient over each vector. Grid: (blocks of tokens, heads)."""
+    """Compute delta of the attention backward: for each token and head, output . its gradient.
+
+    This dot product is the term that the softmax backward subtracts (FlashAttention-2). Grid:
+    (blocks of tokens, num_heads).
+
+    Args:
+        OUT: Pointer to the output, contiguous, of shape (num_tokens, num_heads, HEAD_DIM).
+        OUT_GRAD: Pointer to its gradient, like OUT.
+        DELTA: Pointer to the result: float32, of shape (num_heads, num_tokens).
+        num_tokens: Number of tokens of all samples.
+        HEAD_DIM: Elements of a vector.
+        PADDED_HEAD_DIM: HEAD_DIM, rounded up to a power of two.
+        BLOCK_ROWS: Tokens of a block.
+    """
     head = tl.program_id(1).to(tl.int64)
     num_heads = tl.num_programs(1)
-    first_token = tl.program_id(0).to(tl.int64) * ROWS
-    tokens = tl.arange(0, ROWS)
+    first_token = tl.program_id(0).to(tl.int64) * BLOCK_ROWS
+    tokens = tl.arange(0, BLOCK_ROWS)
     length = num_tokens - first_token
-    first = (first_token * num_heads + head) * SIZE
-    out = load_tokens(OUT + first, num_heads * SIZE, tokens, length, SIZE, PADDED)
-    grad = load_tokens(OUT_GRAD + first, num_heads * SIZE, tokens, length, SIZE, PADDED)
+    first = (first_token * num_heads + head) * HEAD_DIM
+    stride = num_heads * HEAD_DIM
+    out = load_tokens(OUT + first, stride, tokens, length, HEAD_DIM, PADDED_HEAD_DIM)
+    grad = load_tokens(OUT_GRAD + first, stride, tokens, length, HEAD_DIM, PADDED_HEAD_DIM)
     delta = tl.sum(out.to(tl.float32) * grad.to(tl.float32), 1)
     delta_first = DELTA + head * num_tokens + first_token
     tl.store(delta_first + tokens, delta, mask=tokens < length)
@@ -236,84 +369,117 @@ def query_gradient_kernel(
     DELTA,
     Q_GRAD,
     ROW_KEYS,
-    OFFSETS,
+    CU_SEQLENS,
     SEEDS,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
     num_tokens,
     scale,
-    inner_scale,
-    outer_scale,
-    rescale,
-    threshold,
-    window,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    product_scale,
+    tanh_scale,
+    dropout_scale,
+    keep_threshold,
+    sliding_window,
+    HEADS_PER_KV_HEAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_SLIDING_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """The gradient of a block of queries. Grid: (blocks of rows, heads, samples).
+    """Compute the gradient of a block of queries in the attention backward.
 
-    Also stores the dropout keys of the rows, which the next kernel would compute several times.
+    Grid: (blocks of queries, num_heads, samples). Recomputes the attention weights from the scores
+    and LSE. Also stores the dropout keys of the queries for `key_value_gradient_kernel`, which
+    would otherwise compute each of them several times.
+
+    Args:
+        Q, K, V: Pointers to queries, keys and values of all tokens, of shape (num_tokens, heads,
+            HEAD_DIM) with the strides below.
+        OUT_GRAD: Pointer to the gradient of the output, contiguous, of shape (num_tokens,
+            num_heads, HEAD_DIM).
+        LSE: Pointer to log-sum-exp of each query's scores, in base 2: float32, of shape (num_heads,
+            num_tokens).
+        DELTA: Pointer to output . its gradient for each query, of the shape of LSE.
+        Q_GRAD: Pointer to the result, like OUT_GRAD.
+        ROW_KEYS: Pointer to the dropout keys to store: int64, of the shape of LSE.
+        CU_SEQLENS: Pointer to where each sample starts, then num_tokens: int32.
+        SEEDS: Pointer to the dropout seed of each sample: int64.
+        scale: Factor of the scores (before a soft cap).
+        product_scale, tanh_scale: See `base_2_scores`.
+        dropout_scale: 1 / (1 - drop probability).
+        keep_threshold: int32 from which a draw is kept.
+        sliding_window: See `is_visible`.
+        HEADS_PER_KV_HEAD: Query heads that share one head of keys and values.
+        PADDED_HEAD_DIM: HEAD_DIM, rounded up to a power of two.
+        BLOCK_ROWS, BLOCK_COLUMNS: Queries and keys of a block.
     """
-    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    first_row = (tl.num_programs(0) - 1 - tl.program_id(0)) * BLOCK_ROWS
     head = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(2)
-    start = tl.load(OFFSETS + sample).to(tl.int64)
-    length = (tl.load(OFFSETS + sample + 1) - start).to(tl.int32)
+    start, length = sample_range(CU_SEQLENS, sample)
     if first_row >= length:
         return
     num_heads = tl.num_programs(1)
-    rows = first_row + tl.arange(0, ROWS)
-    token = num_heads * SIZE
-    out_first = (start * num_heads + head) * SIZE
-    q = load_tokens(Q + start * q_token + head * q_head, q_token, rows, length, SIZE, PADDED)
-    grad = load_tokens(OUT_GRAD + out_first, token, rows, length, SIZE, PADDED)
-    k_first = K + start * k_token + (head // GROUP) * k_head
-    v_first = V + start * v_token + (head // GROUP) * v_head
+    rows = first_row + tl.arange(0, BLOCK_ROWS)
+    out_token_stride = num_heads * HEAD_DIM
+    out_first = (start * num_heads + head) * HEAD_DIM
+    q_first = Q + start * q_token_stride + head * q_head_stride
+    q = load_tokens(q_first, q_token_stride, rows, length, HEAD_DIM, PADDED_HEAD_DIM)
+    out_grad = load_tokens(
+        OUT_GRAD + out_first, out_token_stride, rows, length, HEAD_DIM, PADDED_HEAD_DIM
+    )
+    kv_head = head // HEADS_PER_KV_HEAD
+    k_first = K + start * k_token_stride + kv_head * k_head_stride
+    v_first = V + start * v_token_stride + kv_head * v_head_stride
     row_first = head * num_tokens + start
     lse = tl.load(LSE + row_first + rows, mask=rows < length, other=0.0)[:, None]
     delta = tl.load(DELTA + row_first + rows, mask=rows < length, other=0.0)[:, None]
     if HAS_DROPOUT:
         row_keys = mixed(head_key(SEEDS, sample, head) ^ rows.to(tl.uint64))
-        stored = row_keys.to(tl.int64, bitcast=True)
-        tl.store(ROW_KEYS + row_first + rows, stored, mask=rows < length)
+        stored_keys = row_keys.to(tl.int64, bitcast=True)
+        tl.store(ROW_KEYS + row_first + rows, stored_keys, mask=rows < length)
         row_keys = row_keys[:, None]
 
-    first_column = 0
-    last_column = length
-    if IS_CAUSAL:
-        last_column = tl.minimum(length, first_row + ROWS)
-    if HAS_WINDOW:
-        first_column = tl.maximum(0, first_row - window + 1) // COLUMNS * COLUMNS
-    result = tl.zeros([ROWS, PADDED], tl.float32)
-    for column in range(first_column, last_column, COLUMNS):
-        columns = column + tl.arange(0, COLUMNS)
-        k = load_tokens(k_first, k_token, columns, length, SIZE, PADDED)
-        v = load_tokens(v_first, v_token, columns, length, SIZE, PADDED)
-        scores = base_2_scores(product(q, tl.trans(k)), inner_scale, outer_scale, HAS_SOFTCAP)
-        visible = is_visible(rows[:, None], columns[None, :], length, window, IS_CAUSAL, HAS_WINDOW)
+    first_column, end_column = visible_columns(
+        first_row, length, sliding_window, BLOCK_ROWS, BLOCK_COLUMNS, IS_CAUSAL, HAS_SLIDING_WINDOW
+    )
+    q_grad = tl.zeros([BLOCK_ROWS, PADDED_HEAD_DIM], tl.float32)
+    for column in range(first_column, end_column, BLOCK_COLUMNS):
+        columns = column + tl.arange(0, BLOCK_COLUMNS)
+        k = load_tokens(k_first, k_token_stride, columns, length, HEAD_DIM, PADDED_HEAD_DIM)
+        v = load_tokens(v_first, v_token_stride, columns, length, HEAD_DIM, PADDED_HEAD_DIM)
+        scores = base_2_scores(product(q, tl.trans(k)), product_scale, tanh_scale, HAS_SOFTCAP)
+        visible = is_visible(
+            rows[:, None], columns[None, :], length, sliding_window, IS_CAUSAL, HAS_SLIDING_WINDOW
+        )
         weights = tl.exp2(tl.where(visible, scores - lse, -float("inf")))
-        of_weights = product(grad, tl.trans(v))
+        weight_grad = product(out_grad, tl.trans(v))
         if HAS_DROPOUT:
-            kept = is_kept(row_keys, columns[None, :], threshold)
-            of_weights = tl.where(kept, of_weights * rescale, 0.0)
-        of_scores = weights * (of_weights - delta)
+            kept = is_kept(row_keys, columns[None, :], keep_threshold)
+            weight_grad = tl.where(kept, weight_grad * dropout_scale, 0.0)
+        score_grad = weights * (weight_grad - delta)  # softmax backward
         if HAS_SOFTCAP:
-            capped = scores / outer_scale
-            of_scores = of_scores * (1.0 - capped * capped)
-        result += product(of_scores.to(k.dtype), k)
+            tanh_value = scores / tanh_scale
+            score_grad = score_grad * (1.0 - tanh_value * tanh_value)
+        q_grad += product(score_grad.to(k.dtype), k)
 
-    store_tokens(Q_GRAD + out_first, token, rows, length, result * scale, SIZE, PADDED)
+    store_tokens(
+        Q_GRAD + out_first,
+        out_token_stride,
+        rows,
+        length,
+        q_grad * scale,
+        HEAD_DIM,
+        PADDED_HEAD_DIM,
+    )
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED)
@@ -327,103 +493,135 @@ def key_value_gradient_kernel(
     K_GRAD,
     V_GRAD,
     ROW_KEYS,
-    OFFSETS,
-    q_token,
-    q_head,
-    k_token,
-    k_head,
-    v_token,
-    v_head,
+    CU_SEQLENS,
+    q_token_stride,
+    q_head_stride,
+    k_token_stride,
+    k_head_stride,
+    v_token_stride,
+    v_head_stride,
     num_tokens,
     scale,
-    inner_scale,
-    outer_scale,
-    rescale,
-    threshold,
-    window,
-    GROUP: tl.constexpr,
-    SIZE: tl.constexpr,
-    PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    product_scale,
+    tanh_scale,
+    dropout_scale,
+    keep_threshold,
+    sliding_window,
+    HEADS_PER_KV_HEAD: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    PADDED_HEAD_DIM: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_COLUMNS: tl.constexpr,
     IS_CAUSAL: tl.constexpr,
-    HAS_WINDOW: tl.constexpr,
+    HAS_SLIDING_WINDOW: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_DROPOUT: tl.constexpr,
 ):
-    """The gradients of a block of keys and values. Grid: (blocks of columns, key heads, samples).
+    """Compute the gradients of a block of keys and values in the attention backward.
 
-    Matrices of scores are transposed: keys x queries. The heads of a group are summed here, one
-    after the other.
+    Grid: (blocks of keys, num_kv_heads, samples). Recomputes the attention weights from the scores
+    and LSE; matrices of scores are transposed, keys x queries. The gradients of all query heads
+    that share a key head are added here, one head after the other, without atomics.
+
+    Args:
+        Q, K, V: Pointers to queries, keys and values of all tokens, of shape (num_tokens, heads,
+            HEAD_DIM) with the strides below.
+        OUT_GRAD: Pointer to the gradient of the output, contiguous, of shape (num_tokens,
+            num_heads, HEAD_DIM).
+        LSE: Pointer to log-sum-exp of each query's scores, in base 2: float32, of shape (num_heads,
+            num_tokens).
+        DELTA: Pointer to output . its gradient for each query, of the shape of LSE.
+        K_GRAD, V_GRAD: Pointers to the results, contiguous, of shape (num_tokens, num_kv_heads,
+            HEAD_DIM).
+        ROW_KEYS: Pointer to the dropout keys of the queries, from `query_gradient_kernel`: int64,
+            of the shape of LSE.
+        CU_SEQLENS: Pointer to where each sample starts, then num_tokens: int32.
+        scale: Factor of the scores (before a soft cap).
+        product_scale, tanh_scale: See `base_2_scores`.
+        dropout_scale: 1 / (1 - drop probability).
+        keep_threshold: int32 from which a draw is kept.
+        sliding_window: See `is_visible`.
+        HEADS_PER_KV_HEAD: Query heads that share one head of keys and values.
+        PADDED_HEAD_DIM: HEAD_DIM, rounded up to a power of two.
+        BLOCK_ROWS, BLOCK_COLUMNS: Queries and keys of a block.
     """
-    first_column = tl.program_id(0) * COLUMNS
-    key_head = tl.program_id(1).to(tl.int64)
+    first_column = tl.program_id(0) * BLOCK_COLUMNS
+    kv_head = tl.program_id(1).to(tl.int64)
     sample = tl.program_id(2)
-    start = tl.load(OFFSETS + sample).to(tl.int64)
-    length = (tl.load(OFFSETS + sample + 1) - start).to(tl.int32)
+    start, length = sample_range(CU_SEQLENS, sample)
     if first_column >= length:
         return
-    num_key_heads = tl.num_programs(1)
-    num_heads = num_key_heads * GROUP
-    columns = first_column + tl.arange(0, COLUMNS)
-    k = load_tokens(K + start * k_token + key_head * k_head, k_token, columns, length, SIZE, PADDED)
-    v = load_tokens(V + start * v_token + key_head * v_head, v_token, columns, length, SIZE, PADDED)
+    num_kv_heads = tl.num_programs(1)
+    num_heads = num_kv_heads * HEADS_PER_KV_HEAD
+    columns = first_column + tl.arange(0, BLOCK_COLUMNS)
+    k_first = K + start * k_token_stride + kv_head * k_head_stride
+    k = load_tokens(k_first, k_token_stride, columns, length, HEAD_DIM, PADDED_HEAD_DIM)
+    v_first = V + start * v_token_stride + kv_head * v_head_stride
+    v = load_tokens(v_first, v_token_stride, columns, length, HEAD_DIM, PADDED_HEAD_DIM)
 
+    # The queries that attend to at least one key of this block.
     first_row = 0
-    last_row = length
+    end_row = length
     if IS_CAUSAL:
-        first_row = first_column // ROWS * ROWS
-    if HAS_WINDOW:
-        last_row = tl.minimum(length, first_column + COLUMNS + window - 1)
-    k_grad = tl.zeros([COLUMNS, PADDED], tl.float32)
-    v_grad = tl.zeros([COLUMNS, PADDED], tl.float32)
-    for member in range(GROUP):
-        head = key_head * GROUP + member
-        q_first = Q + start * q_token + head * q_head
-        grad_first = OUT_GRAD + (start * num_heads + head) * SIZE
+        first_row = first_column // BLOCK_ROWS * BLOCK_ROWS
+    if HAS_SLIDING_WINDOW:
+        end_row = tl.minimum(length, first_column + BLOCK_COLUMNS + sliding_window - 1)
+    k_grad = tl.zeros([BLOCK_COLUMNS, PADDED_HEAD_DIM], tl.float32)
+    v_grad = tl.zeros([BLOCK_COLUMNS, PADDED_HEAD_DIM], tl.float32)
+    for head_in_group in range(HEADS_PER_KV_HEAD):
+        head = kv_head * HEADS_PER_KV_HEAD + head_in_group
+        q_first = Q + start * q_token_stride + head * q_head_stride
+        grad_first = OUT_GRAD + (start * num_heads + head) * HEAD_DIM
         row_first = head * num_tokens + start
-        for row in range(first_row, last_row, ROWS):
-            rows = row + tl.arange(0, ROWS)
-            q = load_tokens(q_first, q_token, rows, length, SIZE, PADDED)
-            grad = load_tokens(grad_first, num_heads * SIZE, rows, length, SIZE, PADDED)
+        for row in range(first_row, end_row, BLOCK_ROWS):
+            rows = row + tl.arange(0, BLOCK_ROWS)
+            q = load_tokens(q_first, q_token_stride, rows, length, HEAD_DIM, PADDED_HEAD_DIM)
+            out_grad = load_tokens(
+                grad_first, num_heads * HEAD_DIM, rows, length, HEAD_DIM, PADDED_HEAD_DIM
+            )
             lse = tl.load(LSE + row_first + rows, mask=rows < length, other=0.0)[None, :]
             delta = tl.load(DELTA + row_first + rows, mask=rows < length, other=0.0)[None, :]
-            scores = base_2_scores(product(k, tl.trans(q)), inner_scale, outer_scale, HAS_SOFTCAP)
+            scores = base_2_scores(product(k, tl.trans(q)), product_scale, tanh_scale, HAS_SOFTCAP)
             visible = is_visible(
-                rows[None, :], columns[:, None], length, window, IS_CAUSAL, HAS_WINDOW
+                rows[None, :],
+                columns[:, None],
+                length,
+                sliding_window,
+                IS_CAUSAL,
+                HAS_SLIDING_WINDOW,
             )
             weights = tl.exp2(tl.where(visible, scores - lse, -float("inf")))
-            of_weights = product(v, tl.trans(grad))
+            weight_grad = product(v, tl.trans(out_grad))
             if HAS_DROPOUT:
                 row_keys = tl.load(ROW_KEYS + row_first + rows, mask=rows < length, other=0)
                 row_keys = row_keys.to(tl.uint64, bitcast=True)[None, :]
-                kept = is_kept(row_keys, columns[:, None], threshold)
-                dropped = tl.where(kept, weights * rescale, 0.0)
-                of_weights = tl.where(kept, of_weights * rescale, 0.0)
+                kept = is_kept(row_keys, columns[:, None], keep_threshold)
+                dropped_weights = tl.where(kept, weights * dropout_scale, 0.0)
+                weight_grad = tl.where(kept, weight_grad * dropout_scale, 0.0)
             else:
-                dropped = weights
-            v_grad += product(dropped.to(grad.dtype), grad)
-            of_scores = weights * (of_weights - delta)
+                dropped_weights = weights
+            v_grad += product(dropped_weights.to(out_grad.dtype), out_grad)
+            score_grad = weights * (weight_grad - delta)  # softmax backward
             if HAS_SOFTCAP:
-                capped = scores / outer_scale
-                of_scores = of_scores * (1.0 - capped * capped)
-            k_grad += product(of_scores.to(q.dtype), q)
+                tanh_value = scores / tanh_scale
+                score_grad = score_grad * (1.0 - tanh_value * tanh_value)
+            k_grad += product(score_grad.to(q.dtype), q)
 
-    first = (start * num_key_heads + key_head) * SIZE
-    token = num_key_heads * SIZE
-    store_tokens(K_GRAD + first, token, columns, length, k_grad * scale, SIZE, PADDED)
-    store_tokens(V_GRAD + first, token, columns, length, v_grad, SIZE, PADDED)
+    first = (start * num_kv_heads + kv_head) * HEAD_DIM
+    stride = num_kv_heads * HEAD_DIM
+    store_tokens(K_GRAD + first, stride, columns, length, k_grad * scale, HEAD_DIM, PADDED_HEAD_DIM)
+    store_tokens(V_GRAD + first, stride, columns, length, v_grad, HEAD_DIM, PADDED_HEAD_DIM)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """How a kernel is launched.
+    """The block sizes and launch options of one attention kernel.
 
     Attributes:
-        rows: queries of a block.
-        columns: keys of a block.
-        num_warps: warps of a program.
-        num_stages: stages of the software pipeline.
+        rows: Queries of a block.
+        columns: Keys of a block.
+        num_warps: Warps of a program.
+        num_stages: Stages of the software pipeline.
     """
 
     rows: int
@@ -433,28 +631,29 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Launches:
-    """The launches of the three large kernels for one head size and element size."""
+class KernelLaunches:
+    """The launch settings of the three large attention kernels for one head_dim and dtype."""
 
     forward: Launch
     query_gradient: Launch
     key_value_gradient: Launch
 
 
-# By the padded head size; smaller heads are launched as those of 64. Fixed, so that results do not
-# depend on timings, and chosen so that no registers are spilled (scripts/compile_kernels.py).
+# Launch settings by padded head_dim; a smaller head_dim uses those of 64. They are fixed, not
+# autotuned, so that results do not depend on timings, and chosen so that no registers are spilled
+# (scripts/compile_kernels.py).
 HALF_PRECISION = {
-    64: Launches(
+    64: KernelLaunches(
         forward=Launch(64, 64, num_warps=4, num_stages=3),
         query_gradient=Launch(64, 64, num_warps=4, num_stages=3),
         key_value_gradient=Launch(32, 128, num_warps=8, num_stages=2),
     ),
-    128: Launches(
+    128: KernelLaunches(
         forward=Launch(128, 64, num_warps=8, num_stages=2),
         query_gradient=Launch(64, 64, num_warps=4, num_stages=2),
         key_value_gradient=Launch(32, 64, num_warps=8, num_stages=2),
     ),
-    256: Launches(
+    256: KernelLaunches(
         forward=Launch(64, 32, num_warps=8, num_stages=2),
         query_gradient=Launch(64, 32, num_warps=8, num_stages=2),
         key_value_gradient=Launch(32, 32, num_warps=8, num_stages=2),
@@ -469,71 +668,78 @@ HALF_PRECISION_90 = HALF_PRECISION | {
 }
 # Products in full precision need the operands' whole rows in registers: small blocks.
 FULL_PRECISION = {
-    64: Launches(
+    64: KernelLaunches(
         forward=Launch(64, 32, num_warps=8, num_stages=2),
         query_gradient=Launch(32, 32, num_warps=4, num_stages=2),
         key_value_gradient=Launch(16, 64, num_warps=8, num_stages=2),
     ),
-    128: Launches(
+    128: KernelLaunches(
         forward=Launch(16, 16, num_warps=4, num_stages=2),
         query_gradient=Launch(32, 16, num_warps=4, num_stages=2),
         key_value_gradient=Launch(16, 32, num_warps=8, num_stages=1),
     ),
-    256: Launches(
+    256: KernelLaunches(
         forward=Launch(16, 16, num_warps=8, num_stages=1),
         query_gradient=Launch(16, 16, num_warps=4, num_stages=1),
         key_value_gradient=Launch(16, 32, num_warps=8, num_stages=1),
     ),
 }
-DELTA_ROWS = 64
+DELTA_ROWS = 64  # tokens of a block of `delta_kernel`
 
 
-def padded_size(size: int) -> int:
-    """Return the head size within the kernels: the next power of two."""
-    return max(SMALLEST_BLOCK, triton.next_power_of_2(size))
+def padded_head_dim(head_dim: int) -> int:
+    """Return the head_dim within the attention kernels: the next power of two, at least 16."""
+    return max(MIN_BLOCK, triton.next_power_of_2(head_dim))
 
 
-def launches(size: int, dtype: torch.dtype, capability: int) -> Launches:
-    """Return the launches for a head size, the type of the elements and a compute capability (80,
-    90).
+def launch_settings(head_dim: int, dtype: torch.dtype, capability: int) -> KernelLaunches:
+    """Look up the launch settings of the attention kernels.
+
+    Args:
+        head_dim: Elements of a head's vector, at most `MAX_HEAD_DIM`.
+        dtype: The dtype of queries, keys and values.
+        capability: Compute capability of the GPU times 10 (80 for an A100, 90 for an H100).
     """
     table = HALF_PRECISION
     if dtype == torch.float32:
         table = FULL_PRECISION
     elif capability >= 90:
         table = HALF_PRECISION_90
-    return table[max(64, padded_size(size))]
+    return table[max(64, padded_head_dim(head_dim))]
 
 
 @dataclass(frozen=True)
-class Problem:
-    """What one call of `attention` computes; see there."""
+class AttentionConfig:
+    """The settings of one call of `attention`, which documents them."""
 
     max_length: int
     drop_probability: float
     scale: float
     is_causal: bool
-    window: int | None
+    sliding_window: int | None
     softcap: float | None
 
-    def scalars(self) -> dict[str, Any]:
-        """Return the scalars and switches that all large kernels take."""
+    def kernel_arguments(self) -> dict[str, Any]:
+        """Return the settings as keyword arguments of the three large attention kernels."""
         has_softcap = self.softcap is not None
         return {
-            "inner_scale": self.scale / self.softcap if has_softcap else self.scale * LOG2_E,
-            "outer_scale": self.softcap * LOG2_E if has_softcap else 1.0,
-            "rescale": 1.0 / (1.0 - self.drop_probability),
-            "threshold": _threshold(self.drop_probability),
-            "window": 0 if self.window is None else self.window,
+            "product_scale": self.scale / self.softcap if has_softcap else self.scale * LOG2_E,
+            "tanh_scale": self.softcap * LOG2_E if has_softcap else 1.0,
+            "dropout_scale": 1.0 / (1.0 - self.drop_probability),
+            "keep_threshold": _threshold(self.drop_probability),
+            "sliding_window": 0 if self.sliding_window is None else self.sliding_window,
             "IS_CAUSAL": self.is_causal,
-            "HAS_WINDOW": self.window is not None,
+            "HAS_SLIDING_WINDOW": self.sliding_window is not None,
             "HAS_SOFTCAP": has_softcap,
             "HAS_DROPOUT": self.drop_probability > 0,
         }
 
 
 class Attention(torch.autograd.Function):
-    """Attention of packed samples. `apply` takes the tensors of `attention`, then a `Problem`."""
+    """Attention of packed samples as an autograd function; call `attention` instead.
+
+    `apply` takes q, k, v, cu_seqlens and seeds as `attention` does, then an `AttentionConfig`.
+    """
 
     @staticmethod
     def forward(
@@ -543,16 +749,31 @@ class Attention(torch.autograd.Function):
         v: Tensor,
         cu_seqlens: Tensor,
         seeds: Tensor,
-        problem: Problem,
+        config: AttentionConfig,
     ) -> Tensor:
+        """Launch the forward kernel, and save what the backward needs.
+
+        Args:
+            ctx: Context of the autograd function.
+            q: Queries, of shape (num_tokens, num_heads, head_dim).
+            k: Keys, of shape (num_tokens, num_kv_heads, head_dim).
+            v: Values, of the shape of k.
+            cu_seqlens: Where each sample starts, then num_tokens: int32, of shape (samples + 1,).
+            seeds: Dropout seed of each sample: int64. Not read without dropout.
+            config: The other arguments of `attention`.
+
+        Returns:
+            A contiguous tensor of the shape of q.
+        """
         q = _with_contiguous_vectors(q)
         k = _with_contiguous_vectors(k)
         v = _with_contiguous_vectors(v)
         num_tokens, num_heads = q.shape[:2]
-        launch = _launches(q).forward
+        num_samples = len(cu_seqlens) - 1
+        launch = _launch_settings_for(q).forward
         out = q.new_empty(q.shape)
         lse = q.new_empty((num_heads, num_tokens), dtype=torch.float32)
-        grid = (triton.cdiv(problem.max_length, launch.rows), num_heads, len(cu_seqlens) - 1)
+        grid = (triton.cdiv(config.max_length, launch.rows), num_heads, num_samples)
         with torch.cuda.device_of(q):
             forward_kernel[grid](
                 q,
@@ -562,66 +783,86 @@ class Attention(torch.autograd.Function):
                 lse,
                 cu_seqlens,
                 seeds,
-                **_sizes(q, k, v),
-                **problem.scalars(),
-                **_blocks(launch),
+                **_shape_arguments(q, k, v),
+                **config.kernel_arguments(),
+                **_launch_arguments(launch),
             )
         ctx.save_for_backward(q, k, v, out, lse, cu_seqlens, seeds)
-        ctx.problem = problem
+        ctx.config = config
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Launch the three backward kernels.
+
+        Args:
+            ctx: Context of the autograd function.
+            out_grad: Gradient of the output, of shape (num_tokens, num_heads, head_dim).
+
+        Returns:
+            The gradients of q, k and v, and None for the other arguments of `forward`.
+        """
         q, k, v, out, lse, cu_seqlens, seeds = ctx.saved_tensors
-        problem = ctx.problem
+        config = ctx.config
         out_grad = out_grad.contiguous()
-        num_tokens, num_heads, size = q.shape
-        num_key_heads = k.shape[1]
+        num_tokens, num_heads, head_dim = q.shape
+        num_kv_heads = k.shape[1]
         num_samples = len(cu_seqlens) - 1
         delta = torch.empty_like(lse)
         row_keys = torch.empty_like(lse, dtype=torch.int64)
         q_grad = q.new_empty(q.shape)
         k_grad = k.new_empty(k.shape)
         v_grad = v.new_empty(v.shape)
-        sizes = _sizes(q, k, v)
-        scalars = {"scale": problem.scale, **problem.scalars()}
-        given = (q, k, v, out_grad, lse, delta)
-        of_query = _launches(q).query_gradient
-        of_key = _launches(q).key_value_gradient
-        query_blocks = triton.cdiv(problem.max_length, of_query.rows)
-        key_blocks = triton.cdiv(problem.max_length, of_key.columns)
+        shape_arguments = _shape_arguments(q, k, v)
+        settings = {"scale": config.scale, **config.kernel_arguments()}
+        query_launch = _launch_settings_for(q).query_gradient
+        key_launch = _launch_settings_for(q).key_value_gradient
+        delta_blocks = triton.cdiv(num_tokens, DELTA_ROWS)
+        query_blocks = triton.cdiv(config.max_length, query_launch.rows)
+        key_blocks = triton.cdiv(config.max_length, key_launch.columns)
         with torch.cuda.device_of(q):
-            delta_kernel[(triton.cdiv(num_tokens, DELTA_ROWS), num_heads)](
+            delta_kernel[(delta_blocks, num_heads)](
                 out,
                 out_grad,
                 delta,
                 num_tokens,
-                SIZE=size,
-                PADDED=padded_size(size),
-                ROWS=DELTA_ROWS,
+                HEAD_DIM=head_dim,
+                PADDED_HEAD_DIM=padded_head_dim(head_dim),
+                BLOCK_ROWS=DELTA_ROWS,
                 num_warps=4,
                 enable_fp_fusion=True,
             )
+            # Also fills row_keys, which the last kernel reads.
             query_gradient_kernel[(query_blocks, num_heads, num_samples)](
-                *given,
+                q,
+                k,
+                v,
+                out_grad,
+                lse,
+                delta,
                 q_grad,
                 row_keys,
                 cu_seqlens,
                 seeds,
-                **sizes,
-                **scalars,
-                **_blocks(of_query),
+                **shape_arguments,
+                **settings,
+                **_launch_arguments(query_launch),
             )
-            key_value_gradient_kernel[(key_blocks, num_key_heads, num_samples)](
-                *given,
+            key_value_gradient_kernel[(key_blocks, num_kv_heads, num_samples)](
+                q,
+                k,
+                v,
+                out_grad,
+                lse,
+                delta,
                 k_grad,
                 v_grad,
                 row_keys,
                 cu_seqlens,
-                **sizes,
-                **scalars,
-                **_blocks(of_key),
+                **shape_arguments,
+                **settings,
+                **_launch_arguments(key_launch),
             )
         return q_grad, k_grad, v_grad, None, None, None
 
@@ -637,31 +878,34 @@ def attention(
     drop_probability: float,
     scale: float,
     is_causal: bool,
-    window: int | None = None,
+    sliding_window: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Compute dropout(softmax(q k^T * scale)) v within each of the packed samples.
 
     Args:
-        q: Queries of shape (T, heads, size), float32, float16 or bfloat16, size <= 256.
-        k: Keys of shape (T, key heads, size); heads is a multiple of key heads.
-        v: Values of shape (T, key heads, size).
-        cu_seqlens: Where each sample starts, and T: int32, shape (samples + 1,).
-        max_length: The most tokens of a sample.
-        seeds: The sample's key XOR the key of the dropout site: int64, shape (samples,). None
+        q: Queries of shape (num_tokens, num_heads, head_dim), float32, float16 or bfloat16, with
+            head_dim <= 256. num_tokens is the number of tokens of all samples.
+        k: Keys of shape (num_tokens, num_kv_heads, head_dim). num_heads is a multiple of
+            num_kv_heads (grouped-query attention).
+        v: Values of shape (num_tokens, num_kv_heads, head_dim).
+        cu_seqlens: Where each sample starts, then num_tokens: int32, of shape (samples + 1,).
+        max_length: Number of tokens of the longest sample.
+        seeds: The sample's key XOR the key of the dropout site: int64, of shape (samples,). None
             without dropout.
-        drop_probability: p, with 0 <= p < 1.
+        drop_probability: The dropout probability p of an attention weight, with 0 <= p < 1.
         scale: Factor of the products of queries and keys.
         is_causal: Whether a query attends to no later tokens.
-        window: The most tokens that a query attends to, itself and those before it. None: no limit.
-            Causal attention only.
+        sliding_window: Maximum number of tokens that a query attends to, itself and those before
+            it. None: no limit. Causal attention only.
         softcap: Scores are capped to softcap * tanh(score / softcap). None: not capped.
 
     Returns:
-        A contiguous tensor of shape (T, heads, size).
+        A contiguous tensor of shape (num_tokens, num_heads, head_dim).
 
     Raises:
-        ValueError: If the arguments do not fit together.
+        ValueError: If there is a sliding window without causal attention, dropout without seeds, or
+            head_dim > 256.
 
     Example:
         seeds = keys ^ signed(site)
@@ -669,54 +913,72 @@ def attention(
             q, k, v, cu_seqlens, 512, seeds=seeds, drop_probability=0.1, scale=0.125, is_causal=True
         )
     """
-    if window is not None and not is_causal:
-        raise ValueError("a window needs causal attention: pass is_causal=True or window=None.")
-    if q.shape[-1] > LARGEST_SIZE:
-        raise ValueError(f"head size {q.shape[-1]} > {LARGEST_SIZE} is not supported.")
+    if sliding_window is not None and not is_causal:
+        raise ValueError(
+            "a sliding window needs causal attention: pass is_causal=True or sliding_window=None."
+        )
+    if q.shape[-1] > MAX_HEAD_DIM:
+        raise ValueError(f"head_dim {q.shape[-1]} > {MAX_HEAD_DIM} is not supported.")
     if seeds is None and drop_probability > 0:
         raise ValueError(f"seeds are needed for dropout {drop_probability}.")
-    problem = Problem(max_length, drop_probability, scale, is_causal, window, softcap)
+    config = AttentionConfig(
+        max_length=max_length,
+        drop_probability=drop_probability,
+        scale=scale,
+        is_causal=is_causal,
+        sliding_window=sliding_window,
+        softcap=softcap,
+    )
     seeds = cu_seqlens if seeds is None else seeds  # not read without dropout
-    return Attention.apply(q, k, v, cu_seqlens, seeds, problem)
+    return Attention.apply(q, k, v, cu_seqlens, seeds, config)
 
 
-def _sizes(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
-    """Return the strides and sizes that all large kernels take."""
-    num_tokens, num_heads, size = q.shape
+def _shape_arguments(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
+    """Return strides and sizes of q, k and v as keyword arguments of the large attention kernels.
+
+    Args:
+        q: Queries, of shape (num_tokens, num_heads, head_dim).
+        k: Keys, of shape (num_tokens, num_kv_heads, head_dim).
+        v: Values, of the shape of k.
+    """
+    num_tokens, num_heads, head_dim = q.shape
     return {
-        "q_token": q.stride(0),
-        "q_head": q.stride(1),
-        "k_token": k.stride(0),
-        "k_head": k.stride(1),
-        "v_token": v.stride(0),
-        "v_head": v.stride(1),
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "k_token_stride": k.stride(0),
+        "k_head_stride": k.stride(1),
+        "v_token_stride": v.stride(0),
+        "v_head_stride": v.stride(1),
         "num_tokens": num_tokens,
-        "GROUP": num_heads // k.shape[1],
-        "SIZE": size,
-        "PADDED": padded_size(size),
+        "HEADS_PER_KV_HEAD": num_heads // k.shape[1],
+        "HEAD_DIM": head_dim,
+        "PADDED_HEAD_DIM": padded_head_dim(head_dim),
     }
 
 
-def _launches(q: Tensor) -> Launches:
-    """Return the launches for queries of shape (T, heads, size) where they are."""
+def _launch_settings_for(q: Tensor) -> KernelLaunches:
+    """Return the launch settings for queries of shape (..., head_dim) on their device.
+
+    On a CPU (Triton's interpreter), those of compute capability 8.0.
+    """
     capability = 80
     if q.is_cuda:
         major, minor = torch.cuda.get_device_capability(q.device)
         capability = 10 * major + minor
-    return launches(q.shape[-1], q.dtype, capability)
+    return launch_settings(q.shape[-1], q.dtype, capability)
 
 
-def _blocks(launch: Launch) -> dict[str, int]:
-    """Return the keyword arguments of a launch."""
+def _launch_arguments(launch: Launch) -> dict[str, int]:
+    """Return launch settings as keyword arguments of the launch of an attention kernel."""
     return {
-        "ROWS": launch.rows,
-        "COLUMNS": launch.columns,
+        "BLOCK_ROWS": launch.rows,
+        "BLOCK_COLUMNS": launch.columns,
         "num_warps": launch.num_warps,
         "num_stages": launch.num_stages,
-        "enable_fp_fusion": True,  # the default, of which Triton 3.9 warns if it is not given
+        "enable_fp_fusion": True,  # the default; Triton 3.9 warns if it is not passed
     }
 
 
 def _with_contiguous_vectors(x: Tensor) -> Tensor:
-    """Return x, copied if the elements of a vector are not beside each other."""
+    """Return a tensor whose last dim has stride 1, as the attention kernels need: x or a copy."""
     return x if x.stride(-1) == 1 else x.contiguous()

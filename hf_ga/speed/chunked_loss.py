@@ -23,36 +23,42 @@ CHUNK_BYTES = 128 << 20
 
 @dataclass(frozen=True)
 class OutputProjection:
-    """A linear layer and the operations between it and the loss.
+    """A linear output layer, the operations on its logits, and the options of the cross entropy.
 
     Attributes:
-        weight: Of the layer, of shape (classes, width).
-        bias: Of the layer, of shape (classes,); None without.
-        dtype: Compute dtype of the layer (autocast's).
-        steps: Row-wise operations on its output, each (logits) -> logits.
+        weight: The layer's weight, of shape (classes, hidden size).
+        bias: The layer's bias, of shape (classes,). None if it has none.
+        dtype: Compute dtype of the layer (under autocast, autocast's).
+        logit_ops: Operations on the logits before the loss, each (logits) -> logits, such as a
+            scale or a soft cap. They work row by row.
         class_weights: `weight` of `torch.nn.functional.cross_entropy`.
-        label_smoothing: See `torch.nn.functional.cross_entropy`.
+        label_smoothing: `label_smoothing` of `torch.nn.functional.cross_entropy`.
     """
 
     weight: Tensor
     bias: Tensor | None
     dtype: torch.dtype
-    steps: Sequence[Callable[[Tensor], Tensor]] = ()
+    logit_ops: Sequence[Callable[[Tensor], Tensor]] = ()
     class_weights: Tensor | None = None
     label_smoothing: float = 0.0
 
     def loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-        """Compute the loss summed over some rows, with the head's own operations.
+        """Compute the cross entropy of some rows, summed over the rows.
+
+        Weight and bias are arguments, so that autograd can return their gradients for these rows.
 
         Args:
-            hidden: Hidden states of the rows, of shape (rows, width).
-            weight: Of the layer, in `dtype`.
-            bias: Of the layer, in `dtype`; None without.
-            target: int64, of shape (rows,).
+            hidden: Hidden states of the rows, of shape (rows, hidden size).
+            weight: The layer's weight, converted to `dtype`.
+            bias: The layer's bias, converted to `dtype`. None if it has none.
+            target: Classes of the rows: int64, of shape (rows,).
+
+        Returns:
+            A scalar of at least float32.
         """
         logits = F.linear(hidden.to(self.dtype), weight, bias)
-        for step in self.steps:
-            logits = step(logits)
+        for logit_op in self.logit_ops:
+            logits = logit_op(logits)
         return F.cross_entropy(
             at_least_float32(logits),
             target,
@@ -61,60 +67,73 @@ class OutputProjection:
             label_smoothing=self.label_smoothing,
         )
 
-    def in_type(self, tensor: Tensor | None) -> Tensor | None:
-        """Convert weight or bias to the layer's compute dtype."""
-        return None if tensor is None else tensor.to(self.dtype)
+    def to_compute_dtype(self, parameter: Tensor | None) -> Tensor | None:
+        """Convert the layer's weight or bias to its compute dtype; None stays None."""
+        return None if parameter is None else parameter.to(self.dtype)
 
 
-def rows_of_chunk(hidden: Tensor, num_classes: int) -> int:
-    """Return the number of rows per chunk.
+def choose_rows_per_chunk(hidden: Tensor, num_classes: int) -> int:
+    """Choose how many rows of logits to compute at a time.
+
+    On a GPU, the float32 logits of a chunk take `CHUNK_BYTES`, or as much memory as the hidden
+    states of all rows in float32 if that is more. On a CPU, they about fit the cache.
 
     Args:
-        hidden: Hidden states of the rows with a target, of shape (targets, width).
-        num_classes: Logits of a row.
+        hidden: Hidden states of the rows with a target, of shape (targets, hidden size).
+        num_classes: Number of logits of each row.
     """
     if hidden.device.type == "cpu":
         return ROWS_ON_CPU
-    return max(1, max(CHUNK_BYTES, hidden.numel() * 4) // (4 * num_classes))
+    bytes_of_hidden = 4 * hidden.numel()
+    bytes_of_row = 4 * num_classes
+    return max(1, max(CHUNK_BYTES, bytes_of_hidden) // bytes_of_row)
 
 
-def cross_entropy(
-    head: OutputProjection, hidden: Tensor, target: Tensor, rows: int, *, mean: bool
+def chunked_cross_entropy(
+    projection: OutputProjection,
+    hidden: Tensor,
+    target: Tensor,
+    rows_per_chunk: int,
+    *,
+    mean: bool,
 ) -> Tensor:
-    """Compute the cross entropy of targets, chunk by chunk.
+    """Compute the cross entropy of an output layer, with the logits of one chunk at a time.
 
     Args:
-        head: The layer and what follows it.
-        hidden: Hidden states, of shape (targets, width).
-        target: int64, of shape (targets,). None of them is ignored.
-        rows: Rows per chunk.
-        mean: Whether to return the mean, not the sum.
+        projection: The output layer, the operations on its logits, the options of the loss.
+        hidden: Hidden states of the rows with a target, of shape (targets, hidden size).
+        target: Classes: int64, of shape (targets,). None of them is ignored.
+        rows_per_chunk: Rows whose logits are computed together.
+        mean: Return the mean (weighted by the class weights if there are any) instead of the sum.
 
     Returns:
         A scalar in float32 (float64 for float64 inputs).
     """
     with torch.autocast(hidden.device.type, enabled=False):
-        if len(hidden) <= rows:
-            total = head.loss(hidden, head.in_type(head.weight), head.in_type(head.bias), target)
+        if len(hidden) <= rows_per_chunk:
+            weight = projection.to_compute_dtype(projection.weight)
+            bias = projection.to_compute_dtype(projection.bias)
+            total = projection.loss(hidden, weight, bias, target)
         else:
-            inputs = (hidden, head.weight, head.bias)
+            inputs = (hidden, projection.weight, projection.bias)
             needs_grad = [
                 torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs
             ]
-            total = _InChunks.apply(*inputs, target, head, rows, needs_grad)
+            total = _ChunkedSum.apply(*inputs, target, projection, rows_per_chunk, needs_grad)
     if not mean:
         return total
-    if head.class_weights is None:
+    if projection.class_weights is None:
         return total / len(target)
-    return total / head.class_weights[target].sum()
+    return total / projection.class_weights[target].sum()
 
 
-class _InChunks(torch.autograd.Function):
-    """The sum of the losses of the chunks.
+class _ChunkedSum(torch.autograd.Function):
+    """The cross entropy summed over all rows, chunk by chunk.
 
-    The gradients of a chunk are computed along with its loss, and scaled in the backward. In fp16
-    the backward computes them with the loss scale, so that small ones do not underflow. Gradients
-    of weight and bias are accumulated in float32. A second backward computes them again.
+    The forward computes the gradients of each chunk right after its loss, so that its logits can be
+    freed; the backward only scales the sums. With fp16 logits the backward computes them instead,
+    because only there the loss scale is known, without which small gradients underflow. Gradients
+    of weight and bias are accumulated in float32. A second backward computes all gradients again.
     """
 
     @staticmethod
@@ -124,89 +143,131 @@ class _InChunks(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         target: Tensor,
-        head: OutputProjection,
-        rows: int,
+        projection: OutputProjection,
+        rows_per_chunk: int,
         needs_grad: Sequence[bool],
     ) -> Tensor:
-        ctx.head = head
-        ctx.rows = rows
+        """Compute the sum, and the gradients unless the backward must.
+
+        Args:
+            ctx: Context of the autograd function.
+            hidden: Hidden states, of shape (targets, hidden size).
+            weight: The layer's weight, of shape (classes, hidden size).
+            bias: The layer's bias, of shape (classes,). None if it has none.
+            target: Classes: int64, of shape (targets,).
+            projection: See `chunked_cross_entropy`.
+            rows_per_chunk: Rows whose logits are computed together.
+            needs_grad: Whether hidden, weight and bias need gradients.
+        """
+        ctx.projection = projection
+        ctx.rows_per_chunk = rows_per_chunk
         ctx.needs_grad = needs_grad
         ctx.gradients = None
         ctx.save_for_backward(hidden, weight, bias, target)
         inputs = (hidden, weight, bias)
-        if any(needs_grad) and head.dtype != torch.float16:
-            loss, ctx.gradients = _with_gradients(inputs, target, head, rows, needs_grad, None)
+        if any(needs_grad) and projection.dtype != torch.float16:
+            loss, ctx.gradients = _loss_and_gradients(
+                inputs, target, projection, rows_per_chunk, needs_grad, loss_gradient=None
+            )
             return loss
-        losses = [head.loss(*chunk) for chunk in _chunks(inputs, target, head, rows)]
+        chunks = _chunks(inputs, target, projection, rows_per_chunk)
+        losses = [projection.loss(*chunk) for chunk in chunks]
         return torch.stack(losses).sum()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of hidden, weight and bias, and None for the other arguments.
+
+        Args:
+            ctx: Context of the autograd function.
+            loss_gradient: The gradient with respect to the sum, a scalar.
+        """
         gradients = ctx.gradients
         if gradients is None:
             *inputs, target = ctx.saved_tensors
-            _, gradients = _with_gradients(
-                inputs, target, ctx.head, ctx.rows, ctx.needs_grad, gradient
+            _, gradients = _loss_and_gradients(
+                inputs,
+                target,
+                ctx.projection,
+                ctx.rows_per_chunk,
+                ctx.needs_grad,
+                loss_gradient=loss_gradient,
             )
         else:
             ctx.gradients = None  # they are changed in place
-            gradients = [g if g is None else g.mul_(gradient) for g in gradients]
+            gradients = [g if g is None else g.mul_(loss_gradient) for g in gradients]
         return *gradients, None, None, None, None
 
 
 def _chunks(
-    inputs: Sequence[Tensor | None], target: Tensor, head: OutputProjection, rows: int
-) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-    """Yield for each chunk: hidden states, weight and bias in the compute dtype, targets."""
-    hidden, weight, bias = inputs
-    weight = head.in_type(weight)
-    bias = head.in_type(bias)
-    chunks = zip(hidden.split(rows), target.split(rows), strict=True)
-    for hidden_of_chunk, target_of_chunk in chunks:
-        yield hidden_of_chunk, weight, bias, target_of_chunk
-
-
-def _with_gradients(
     inputs: Sequence[Tensor | None],
     target: Tensor,
-    head: OutputProjection,
-    rows: int,
-    needs_grad: Sequence[bool],
-    gradient: Tensor | None,
-) -> tuple[Tensor, list[Tensor | None]]:
-    """Compute the sum of the losses of the chunks and its gradients.
+    projection: OutputProjection,
+    rows_per_chunk: int,
+) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
+    """Split rows into chunks, and yield the arguments of `OutputProjection.loss` for each.
 
     Args:
-        inputs: Hidden states of all rows, weight, bias or None.
-        target: int64, of shape (targets,).
-        head: The layer and what follows it.
-        rows: Rows per chunk.
-        needs_grad: Which of the inputs need a gradient.
-        gradient: What the gradients are multiplied by. None: 1.
+        inputs: Hidden states of all rows, weight, and bias or None.
+        target: Classes of all rows.
+        projection: The output layer; weight and bias are converted to its compute dtype.
+        rows_per_chunk: Rows of each chunk; the last one may have fewer.
+    """
+    hidden, weight, bias = inputs
+    weight = projection.to_compute_dtype(weight)
+    bias = projection.to_compute_dtype(bias)
+    chunks = zip(hidden.split(rows_per_chunk), target.split(rows_per_chunk), strict=True)
+    for chunk_hidden, chunk_target in chunks:
+        yield chunk_hidden, weight, bias, chunk_target
+
+
+def _loss_and_gradients(
+    inputs: Sequence[Tensor | None],
+    target: Tensor,
+    projection: OutputProjection,
+    rows_per_chunk: int,
+    needs_grad: Sequence[bool],
+    loss_gradient: Tensor | None,
+) -> tuple[Tensor, list[Tensor | None]]:
+    """Compute the cross entropy summed over all rows, and its gradients, chunk by chunk.
+
+    Args:
+        inputs: Hidden states of all rows, weight, and bias or None.
+        target: Classes: int64, of shape (targets,).
+        projection: The output layer, the operations on its logits, the options of the loss.
+        rows_per_chunk: Rows whose logits are computed together.
+        needs_grad: Whether each of the inputs needs a gradient.
+        loss_gradient: A scalar that multiplies all gradients. None: 1.
 
     Returns:
-        The sum, and the gradient of each input; None for those that need none.
+        The sum, and the gradient of each input; None for an input that needs none.
     """
-    sums = [
+    # One tensor like each input, in at least float32.
+    gradient_sums = [
         torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32)) if needs else None
         for x, needs in zip(inputs, needs_grad, strict=True)
     ]
+    hidden_gradient, *parameter_gradients = gradient_sums
     losses = []
-    for index, (*chunk, labels) in enumerate(_chunks(inputs, target, head, rows)):
+    chunks = _chunks(inputs, target, projection, rows_per_chunk)
+    for index, (*chunk_inputs, chunk_target) in enumerate(chunks):
         leaves = [
             x if x is None else x.detach().requires_grad_(needs)
-            for x, needs in zip(chunk, needs_grad, strict=True)
+            for x, needs in zip(chunk_inputs, needs_grad, strict=True)
         ]
         with torch.enable_grad(), torch.autocast(target.device.type, enabled=False):
-            loss = head.loss(*leaves, labels)
+            loss = projection.loss(*leaves, chunk_target)
         losses.append(loss.detach())
-        with_grad = [leaf for leaf, needs in zip(leaves, needs_grad, strict=True) if needs]
-        found = iter(torch.autograd.grad(loss, with_grad, gradient))
-        sum_of_hidden, *sums_of_parameters = sums
-        if sum_of_hidden is not None:  # each row is in one chunk
-            sum_of_hidden[index * rows : (index + 1) * rows].add_(next(found))
-        for sum_of_parameter in sums_of_parameters:
-            if sum_of_parameter is not None:
-                sum_of_parameter.add_(next(found))
-    gradients = [g if g is None else g.to(x.dtype) for g, x in zip(sums, inputs, strict=True)]
+        leaves_with_grad = [leaf for leaf, needs in zip(leaves, needs_grad, strict=True) if needs]
+        chunk_gradients = iter(torch.autograd.grad(loss, leaves_with_grad, loss_gradient))
+        if hidden_gradient is not None:  # each row is in one chunk
+            first_row = index * rows_per_chunk
+            rows = slice(first_row, first_row + rows_per_chunk)
+            hidden_gradient[rows].add_(next(chunk_gradients))
+        for parameter_gradient in parameter_gradients:
+            if parameter_gradient is not None:
+                parameter_gradient.add_(next(chunk_gradients))
+    gradients = [
+        g if g is None else g.to(x.dtype) for g, x in zip(gradient_sums, inputs, strict=True)
+    ]
     return torch.stack(losses).sum(), gradients

@@ -8,15 +8,16 @@ from hf_ga.errors import ConfigError
 
 
 def compile_layers(model: nn.Module, **options: Any) -> None:
-    """Compile each of the repeated layers of a model in place, for all batch sizes and lengths.
+    """Compile each repeated layer of a model with `torch.compile`, in place.
 
-    Layers of one class share their graphs, so a run compiles two or three graphs, in much less time
-    than for the whole model: one for batches with padding, one for those without, and one for
-    single samples. Keyed dropout works within them. Call it before `prepare`.
+    Layers of one class share their graphs, so a run compiles two or three graphs, much faster than
+    the whole model: one for batches with padding, one for those without, and one for single
+    samples. Shapes are dynamic: the graphs serve all batch sizes and lengths. Keyed dropout works
+    within them. Call it before `prepare`.
 
     Args:
-        model: With lists of equal layers, as transformers models have.
-        options: Of `torch.compile`, such as `backend` or `mode`.
+        model: A model with lists of equal layers, as transformers models have.
+        options: Options of `torch.compile`, such as `backend` or `mode`.
 
     Raises:
         ConfigError: If the model has no list of equal layers.
@@ -36,8 +37,12 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
 
 
 def repeated_layers(module: nn.Module) -> list[nn.Module]:
-    """Return the layers in the outermost lists of equal layers, such as encoder and decoder."""
-    is_stack = isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
-    if is_stack:
+    """Return the layers of a model to compile: those in an `nn.ModuleList` of layers of one class.
+
+    Includes the layers of several such lists, such as those of an encoder and of a decoder. A list
+    within a layer is not searched: its modules are compiled with the layer.
+    """
+    is_list = isinstance(module, nn.ModuleList)
+    if is_list and len({type(layer) for layer in module}) == 1:
         return list(module)
     return [layer for child in module.children() for layer in repeated_layers(child)]

@@ -19,43 +19,73 @@ from hf_ga.exact.override import override
 
 
 class FusedAttention(SpeedUp):
-    """Computes attention with keyed dropout by `DroppedAttention` if possible."""
+    """Speed-up that computes attention with keyed dropout on a CPU by one autograd function."""
 
     name = "fused attention"
 
     def __init__(self) -> None:
+        """Start unattached; `attach` keeps the model's keyed dropout."""
         self._was_used = False
 
     def attach(
         self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool
     ) -> str | None:
+        """Keep the model's keyed dropout; return a reason if there is none, else None."""
         self._dropout = dropout
         if not dropout.sites:
             return "the model draws no dropout"
         return None
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context within which keyed dropout computes attention by `_attend`."""
         return override(self._dropout, attend=self._attend)
 
     def verdict(self) -> str | None:
+        """After the proof's trial forward, return why it was not used; None if it was."""
         if not self._was_used:
             return "no attention with dropout in full precision"
         return None
 
     def _attend(
-        self, query: Tensor, key: Tensor, value: Tensor, kept: Tensor, *others: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        kept: Tensor,
+        bias: Tensor | None,
+        scale: float,
+        drop_probability: float,
     ) -> Tensor:
-        """Replace `dropped_attention`; see there."""
+        """Compute attention with a given dropout mask by `DroppedAttention`.
+
+        Replaces `dropout_functions.dropped_attention`, and falls back to it for tensors that
+        `DroppedAttention` does not support.
+
+        Args:
+            query: Queries, of shape (..., L, head_dim) for L query tokens.
+            key: Keys, of shape (..., S, head_dim) for S key tokens.
+            value: Values, of shape (..., S, value dim).
+            kept: Dropout mask of the attention weights: bool, of shape (..., L, S), True where a
+                weight is kept.
+            bias: A tensor to add to the scores. None: nothing.
+            scale: Factor of the scores.
+            drop_probability: The dropout probability.
+
+        Returns:
+            A tensor of shape (..., L, value dim).
+        """
         if not _is_supported(query, key, value):
-            return dropped_attention(query, key, value, kept, *others)
+            return dropped_attention(query, key, value, kept, bias, scale, drop_probability)
         self._was_used = True
         query, key, value = (x.reshape(-1, *x.shape[-2:]) for x in (query, key, value))
-        attended = DroppedAttention.apply(query, key, value, kept, *others)
+        attended = DroppedAttention.apply(query, key, value, kept, bias, scale, drop_probability)
         return attended.view(*kept.shape[:-1], value.shape[-1])
 
 
 def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether tensors are in full precision on a CPU, with equal numbers of heads."""
+    """Whether `DroppedAttention` supports tensors: on a CPU, float32 or float64, no autocast, the
+    same batch size and number of heads.
+    """
     return (
         query.device.type == "cpu"
         and query.dtype in (torch.float32, torch.float64)
@@ -66,19 +96,23 @@ def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 
 class DroppedAttention(torch.autograd.Function):
-    """dropout(softmax(query key^T * scale + bias)) value, with a given dropout mask.
+    """Attention with a given dropout mask: dropout(softmax(query key^T * scale + bias)) value.
 
-    Saves its inputs and the weights before dropout for the backward, and recomputes the dropped
-    weights, to save their memory. Both factors, the scale and 1 / (1 - p), are applied within the
-    matrix products.
+    Saves its inputs and the attention weights before dropout for the backward, which recomputes the
+    dropped weights. The scale, and dropout's factor 1 / (1 - p), are applied within the matrix
+    products, not in passes of their own.
 
     Args of `apply`:
-        query, key, value: shape (N, L or S, size): the heads of all samples.
-        kept: bool, N x L x S elements in any shape: True for weights to keep.
-        bias: None, or a tensor to add to the scores, in the shape of `kept`.
+        query: Queries, of shape (N, L, head_dim): N = samples x heads, L query tokens.
+        key: Keys, of shape (N, S, head_dim) for S key tokens.
+        value: Values, of shape (N, S, value dim).
+        kept: Dropout mask: bool, N x L x S elements in any shape, True where a weight is kept.
+        bias: A tensor to add to the scores, broadcastable to the shape of `kept`. None: nothing.
+        scale: Factor of the scores.
+        drop_probability: The dropout probability p, with 0 <= p < 1.
 
     Returns:
-        shape (N, L, size of a value).
+        A tensor of shape (N, L, value dim).
     """
 
     @staticmethod
@@ -90,35 +124,48 @@ class DroppedAttention(torch.autograd.Function):
         kept: Tensor,
         bias: Tensor | None,
         scale: float,
-        probability: float,
+        drop_probability: float,
     ) -> Tensor:
-        nothing = query.new_empty(1, 1, 1)  # what is added: beta is 0
-        scores = torch.baddbmm(nothing, query, key.mT, beta=0, alpha=scale)
+        """Compute attention with a given dropout mask; the class docstring has the arguments."""
+        not_added = query.new_empty(1, 1, 1)  # baddbmm needs a tensor to add; beta=0 ignores it
+        scores = torch.baddbmm(not_added, query, key.mT, beta=0, alpha=scale)
         if bias is not None:
             scores.view(kept.shape).add_(bias)
         weights = torch.softmax(scores, -1, out=scores)
         mask = kept.view(torch.uint8).reshape(weights.shape)
         ctx.save_for_backward(query, key, value, mask, bias, weights)
-        ctx.shape = kept.shape
+        ctx.mask_shape = kept.shape
         ctx.scale = scale
-        ctx.drop_probability = probability
-        return torch.baddbmm(nothing, weights * mask, value, beta=0, alpha=1 / (1 - probability))
+        ctx.drop_probability = drop_probability
+        dropout_scale = 1 / (1 - drop_probability)
+        return torch.baddbmm(not_added, weights * mask, value, beta=0, alpha=dropout_scale)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of query, key, value and bias, and None for the other arguments.
+
+        Args:
+            ctx: Context of the autograd function.
+            output_grad: Gradient of the output, of shape (N, L, value dim).
+        """
         query, key, value, mask, bias, weights = ctx.saved_tensors
-        nothing = query.new_empty(1, 1, 1)
-        rescale = 1 / (1 - ctx.drop_probability)
-        scale = ctx.scale * rescale
+        not_added = query.new_empty(1, 1, 1)  # baddbmm needs a tensor to add; beta=0 ignores it
+        dropout_scale = 1 / (1 - ctx.drop_probability)
+        # The gradients of weights and scores lack the factor `dropout_scale`; the products below
+        # apply it.
         mask = mask.to(weights.dtype)
-        of_weight = torch.bmm(gradient, value.mT).mul_(mask)
-        # Without the factor `rescale`, which the products below apply.
-        of_score = torch._softmax_backward_data(of_weight, weights, -1, weights.dtype)
-        of_query = torch.baddbmm(nothing, of_score, key, beta=0, alpha=scale)
-        of_key = torch.baddbmm(nothing, of_score.mT, query, beta=0, alpha=scale)
-        of_value = torch.baddbmm(nothing, mask.mul_(weights).mT, gradient, beta=0, alpha=rescale)
-        of_bias = None
+        weight_grad = torch.bmm(output_grad, value.mT).mul_(mask)
+        score_grad = torch._softmax_backward_data(weight_grad, weights, -1, weights.dtype)
+        scale = ctx.scale * dropout_scale
+        query_grad = torch.baddbmm(not_added, score_grad, key, beta=0, alpha=scale)
+        key_grad = torch.baddbmm(not_added, score_grad.mT, query, beta=0, alpha=scale)
+        dropped_weights = mask.mul_(weights)  # in place: the mask is not needed any more
+        value_grad = torch.baddbmm(
+            not_added, dropped_weights.mT, output_grad, beta=0, alpha=dropout_scale
+        )
+        bias_grad = None
         if ctx.needs_input_grad[4]:
-            of_bias = of_score.mul_(rescale).view(ctx.shape).sum_to_size(bias.shape)
-        return of_query, of_key, of_value, None, of_bias, None, None
+            score_grad = score_grad.mul_(dropout_scale).view(ctx.mask_shape)
+            bias_grad = score_grad.sum_to_size(bias.shape)
+        return query_grad, key_grad, value_grad, None, bias_grad, None, None

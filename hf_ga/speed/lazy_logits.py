@@ -24,308 +24,416 @@ from hf_ga.exact.forward import compiled_modules
 from hf_ga.exact.hooks import Call, Hook, SpeedUp
 from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.exact.override import override
-from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
+from hf_ga.speed.chunked_loss import (
+    OutputProjection,
+    choose_rows_per_chunk,
+    chunked_cross_entropy,
+)
 
 TensorFunction = Callable[[Tensor], Tensor]
-TRIAL_ROWS = 3
-# Modules whose parameters are gathered for a forward.
-UNITS = (FullyShardedDataParallel, FSDPModule)
+TRIAL_ROWS_PER_CHUNK = 3
+# Modules whose parameters are gathered for a forward, and sharded again after it.
+FSDP_CLASSES = (FullyShardedDataParallel, FSDPModule)
 
 
 class ChunkedLoss(SpeedUp):
-    """Lets the output layer of a language model return `LazyLogits`, so that no tensor of tokens x
-    vocabulary is allocated.
+    """Speed-up that computes a language model's cross entropy chunk by chunk of logits.
+
+    Within a window, the output layer returns `LazyLogits`, so that no tensor of tokens x vocabulary
+    is allocated.
 
     Attributes:
-        was_read: An operation other than the loss read logits.
+        was_read: Whether any operation other than the loss needed the real logits.
         rows_per_chunk: Rows whose logits are computed together. None: as memory allows.
     """
 
     name = "chunked loss"
 
     def __init__(self) -> None:
+        """Start unattached; `attach` keeps the model."""
         self.was_read = False
         self.rows_per_chunk: int | None = None
         self._call: Call | None = None
-        # Counts the targets of the head's only cross entropy on the host, if a rule does.
-        self._count: Callable[[Batch, int], int] | None = None
-        self._expected: int | None = None  # rows with a target in the next forward
-        self._rows: list[int] = []  # for each cross entropy in scope: rows that reached the layer
+        # Counts on the host the targets of the head's only cross entropy. None if no counting rule
+        # matched in the proof: then each loss counts on the device.
+        self._count_on_host: Callable[[Batch, int], int] | None = None
+        # The number of targets of the next forward, if it was counted on the host.
+        self._expected_targets: int | None = None
+        # For each chunked cross entropy of the last scope, the rows for which it computed logits.
+        self._num_rows: list[int] = []
 
     def attach(
         self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool
     ) -> str | None:
+        """Keep the model; return why its loss cannot be chunked, or None if it can be tried."""
         if reads_logits:  # after the forward: under FSDP the layer is sharded again
             return "its loss is computed from the logits"
         self._model = model
-        if self.layer is None:
+        if self.output_layer is None:
             return "it has no plain linear output layer"
         return None
 
     @property
-    def layer(self) -> nn.Linear | None:
-        """The output layer, if it is a plain linear layer without wrappers or hooks, and not part
-        of compiled code, whose graph it would break.
+    def output_layer(self) -> nn.Linear | None:
+        """The model's output layer (`get_output_embeddings()`); None if it cannot be made lazy.
 
-        Adapters and quantised layers have other types. An FSDP unit below the model reshards its
-        layer before the loss.
+        It must be a plain `nn.Linear` without hooks or a replaced forward: adapters and quantized
+        layers have other types. It must not be in a compiled module, whose graph lazy logits would
+        break, nor in an FSDP unit other than the whole model, which would shard the layer again
+        before the loss needs its weight.
         """
-        get = getattr(self._model, "get_output_embeddings", None)
-        layer = None if get is None else get()
+        get_output_embeddings = getattr(self._model, "get_output_embeddings", None)
+        layer = None if get_output_embeddings is None else get_output_embeddings()
         if type(layer) is not nn.Linear or "forward" in vars(layer) or layer._forward_hooks:
             return None
         if any(layer in root.modules() for root in compiled_modules(self._model)):
             return None
         for unit in self._model.modules():
-            is_inner_unit = isinstance(unit, UNITS) and unit is not self._model
+            is_inner_unit = isinstance(unit, FSDP_CLASSES) and unit is not self._model
             if is_inner_unit and layer in unit.modules():
                 return None
         return layer
 
     def trial(self) -> AbstractContextManager[None]:
-        """Use chunks of few rows, so that probes have several."""
-        return override(self, rows_per_chunk=TRIAL_ROWS)
+        """Use small chunks within the context, so that the proof's small batches have several."""
+        return override(self, rows_per_chunk=TRIAL_ROWS_PER_CHUNK)
 
     def verdict(self) -> str | None:
-        if not self._rows:
+        """After the proof's trial forward, return why it gained nothing, or None if it did.
+
+        Also chooses the counting rule that counts targets on the host from now on.
+        """
+        if not self._num_rows:
             return "its loss is not a cross entropy of the logits"
-        self._count = self._rule_that_fits()
+        self._count_on_host = self._matching_counting_rule()
         if self.was_read:
             return "its logits are read besides the loss"
         return None
 
-    def _rule_that_fits(self) -> Callable[[Batch, int], int] | None:
-        """Find the rule that counts the targets of the last forward's only cross entropy."""
+    def _matching_counting_rule(self) -> Callable[[Batch, int], int] | None:
+        """Find the counting rule that gives the number of targets of the last forward.
+
+        Returns:
+            The rule: (batch, samples) -> targets. None if no rule matches, or the forward called
+            the cross entropy more than once.
+        """
         micro_batch = self._call.micro_batch
         if "labels" not in micro_batch.batch:
             return None
         for name in ("shifted labels", "labels"):
             rule = COUNTING_RULES[name]
-            if [rule(micro_batch.batch, len(micro_batch))] == self._rows:
+            if [rule(micro_batch.batch, len(micro_batch))] == self._num_rows:
                 return rule
         return None
 
     def before(self, call: Call) -> None:
-        """Count targets on the host if possible, to avoid counting them on the device."""
+        """Before a micro-batch's forward, count its targets on the host if a rule is known.
+
+        This avoids a synchronization: counting on a GPU waits for the device.
+        """
         self._call = call
-        self._expected = None
-        if self._count is not None and call.counts:
-            self._expected = self._count(call.micro_batch.batch, len(call.micro_batch))
+        self._expected_targets = None
+        if self._count_on_host is not None and call.counts:
+            micro_batch = call.micro_batch
+            self._expected_targets = self._count_on_host(micro_batch.batch, len(micro_batch))
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
-        self._rows.clear()  # at the beginning: `verdict` reads them after a trial
+        """Let the output layer return lazy logits within the block."""
+        self._num_rows.clear()  # not at the end: `verdict` reads them after a trial
         with ExitStack() as stack:
-            layer = self.layer
+            layer = self.output_layer
             if layer is not None:
-                forward = partial(self._defer, layer, layer.forward)
-                stack.enter_context(override(layer, forward=forward))
+                lazy_forward = partial(self._lazy_forward, layer, layer.forward)
+                stack.enter_context(override(layer, forward=lazy_forward))
             yield
 
-    def _defer(self, layer: nn.Linear, forward: TensorFunction, input: Tensor) -> "LazyLogits":
-        """Replace `layer.forward`."""
-        device = input.device.type
-        dtype = input.dtype
-        autocast = torch.is_autocast_enabled(device)
-        if autocast and torch.float64 not in (dtype, layer.weight.dtype):  # float64 stays
-            dtype = torch.get_autocast_dtype(device)
-        gradient = torch.is_grad_enabled()
-        return LazyLogits(DeferredCall(self, layer, forward, dtype, autocast, gradient), input)
+    def _lazy_forward(
+        self, layer: nn.Linear, forward: TensorFunction, input: Tensor
+    ) -> "LazyLogits":
+        """Replace the forward of the output layer: return lazy logits instead of computing them.
 
-    def rows_with_target(
+        Args:
+            layer: The output layer.
+            forward: Its own forward.
+            input: Hidden states, of shape (..., hidden size).
+        """
+        device_type = input.device.type
+        dtype = input.dtype
+        autocast_enabled = torch.is_autocast_enabled(device_type)
+        # Autocast does not convert float64.
+        if autocast_enabled and torch.float64 not in (dtype, layer.weight.dtype):
+            dtype = torch.get_autocast_dtype(device_type)
+        layer_call = DeferredLayerCall(
+            speed_up=self,
+            layer=layer,
+            forward=forward,
+            dtype=dtype,
+            autocast_enabled=autocast_enabled,
+            grad_enabled=torch.is_grad_enabled(),
+        )
+        return LazyLogits(layer_call, input)
+
+    def select_rows_with_target(
         self, hidden: Tensor, target: Tensor, ignore_index: int
     ) -> tuple[Tensor, Tensor]:
-        """Take the hidden states and targets of the rows with a target."""
+        """Select the hidden states and targets of the rows whose target is not ignored.
+
+        Records their number. Waits for the device unless the number was counted on the host before.
+
+        Args:
+            hidden: Hidden states, of shape (rows, hidden size).
+            target: Classes: int64, of shape (rows,).
+            ignore_index: The class that marks ignored rows.
+
+        Raises:
+            RuntimeError: If the number differs from the count on the host (on a GPU: a device-side
+                assert).
+        """
         counted = target != ignore_index
-        if self._expected is None:
+        if self._expected_targets is None:
             rows = counted.nonzero().squeeze(1)
         else:
             torch._assert_async(
-                counted.sum() == self._expected,
+                counted.sum() == self._expected_targets,
                 "the number of targets of the loss differs from the count",
             )
-            rows = torch.nonzero_static(counted, size=self._expected).squeeze(1)
-        self._rows.append(len(rows))
+            rows = torch.nonzero_static(counted, size=self._expected_targets).squeeze(1)
+        self._num_rows.append(len(rows))
         if len(rows) == len(target):
             return hidden, target
         return hidden.index_select(0, rows), target.index_select(0, rows)
 
 
 @dataclass(frozen=True)
-class DeferredCall:
-    """A call of the output layer that was not computed, and the settings at its time.
+class DeferredLayerCall:
+    """A call of the output layer that has not been computed, with torch's settings at that time.
 
     Attributes:
-        head: The speed-up that deferred it.
+        speed_up: The speed-up that deferred it.
         layer: The output layer.
         forward: The layer's own forward.
-        dtype: Of its output.
-        autocast: Whether autocast was enabled.
-        gradient: Whether gradients were enabled.
+        dtype: The dtype of its output.
+        autocast_enabled: Whether autocast was enabled.
+        grad_enabled: Whether gradients were enabled.
     """
 
-    head: ChunkedLoss
+    speed_up: ChunkedLoss
     layer: nn.Linear
     forward: TensorFunction
     dtype: torch.dtype
-    autocast: bool
-    gradient: bool
+    autocast_enabled: bool
+    grad_enabled: bool
 
-    def values(self, hidden: Tensor) -> Tensor:
-        """Compute the layer's output."""
+    def compute(self, hidden: Tensor) -> Tensor:
+        """Compute the layer's output for hidden states, with autocast and grad mode as recorded."""
         with (
-            torch.set_grad_enabled(self.gradient),
-            torch.autocast(hidden.device.type, self.dtype, enabled=self.autocast),
+            torch.set_grad_enabled(self.grad_enabled),
+            torch.autocast(hidden.device.type, self.dtype, enabled=self.autocast_enabled),
         ):
             return self.forward(hidden)
 
 
 class LazyLogits(Tensor):
-    """A placeholder for `steps(layer(hidden))`, shape (..., classes): a tensor with shape, dtype
-    and device, but without data.
+    """A placeholder for the logits of an output layer: with shape, dtype and device, without data.
+
+    It stands in for `logit_ops(layer(hidden))`, of shape (..., classes).
 
     Args:
-        call: The call of the layer.
-        hidden: Hidden states, of shape (..., width).
-        steps: Row-wise operations of the head on the logits, each (logits) -> logits.
+        layer_call: The deferred call of the output layer.
+        hidden: The layer's input, of shape (..., hidden size).
+        logit_ops: Row-wise operations that the head has applied to the logits so far, each
+            (logits) -> logits.
+
+    Attributes:
+        real_logits: The computed logits, once an operation needed them; None before.
     """
 
     @staticmethod
     def __new__(
-        cls: type, call: DeferredCall, hidden: Tensor, steps: Sequence[TensorFunction] = ()
+        cls: type,
+        layer_call: DeferredLayerCall,
+        hidden: Tensor,
+        logit_ops: Sequence[TensorFunction] = (),
     ) -> "LazyLogits":
-        num_classes = call.layer.out_features
-        like = torch.empty((0, num_classes), dtype=call.dtype, device=hidden.device)
-        for step in steps:
-            like = step(like)
+        """Create the placeholder. Running the operations on no rows shows the final dtype."""
+        num_classes = layer_call.layer.out_features
+        no_rows = torch.empty((0, num_classes), dtype=layer_call.dtype, device=hidden.device)
+        for logit_op in logit_ops:
+            no_rows = logit_op(no_rows)
         shape = (*hidden.shape[:-1], num_classes)
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=like.dtype, device=like.device)
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=no_rows.dtype, device=no_rows.device)
 
     def __init__(
-        self, call: DeferredCall, hidden: Tensor, steps: Sequence[TensorFunction] = ()
+        self,
+        layer_call: DeferredLayerCall,
+        hidden: Tensor,
+        logit_ops: Sequence[TensorFunction] = (),
     ) -> None:
-        self.call = call
+        """Store what is needed to compute the logits later; `__new__` has set shape and dtype."""
+        self.layer_call = layer_call
         self.hidden = hidden
-        self.steps = tuple(steps)
-        self.made: Tensor | None = None
+        self.logit_ops = tuple(logit_ops)
+        self.real_logits: Tensor | None = None
 
-    def values(self) -> Tensor:
-        """Compute the real logits once: later operations see in-place changes."""
-        if self.made is None:
-            self.call.head.was_read = True
-            made = self.call.values(self.hidden)
-            with torch.set_grad_enabled(self.call.gradient):
-                for step in self.steps:
-                    made = step(made)
-            self.made = made
-        return self.made
+    def materialize(self) -> Tensor:
+        """Compute and cache the real logits, and record in the speed-up that they were read.
 
-    def rows_of(self, hidden: Tensor) -> "LazyLogits":
-        """Return the same logits for other rows."""
-        return LazyLogits(self.call, hidden, self.steps)
+        Each call returns the same tensor, so that later operations see in-place changes.
+        """
+        if self.real_logits is None:
+            self.layer_call.speed_up.was_read = True
+            logits = self.layer_call.compute(self.hidden)
+            with torch.set_grad_enabled(self.layer_call.grad_enabled):
+                for logit_op in self.logit_ops:
+                    logits = logit_op(logits)
+            self.real_logits = logits
+        return self.real_logits
 
-    def then(self, step: TensorFunction) -> "LazyLogits":
-        """Return the same logits with one more step."""
-        return LazyLogits(self.call, self.hidden, (*self.steps, step))
+    def with_hidden(self, hidden: Tensor) -> "LazyLogits":
+        """Return lazy logits of the same layer and operations for other hidden states."""
+        return LazyLogits(self.layer_call, hidden, self.logit_ops)
+
+    def with_op(self, logit_op: TensorFunction) -> "LazyLogits":
+        """Return lazy logits to which one more row-wise operation is applied."""
+        return LazyLogits(self.layer_call, self.hidden, (*self.logit_ops, logit_op))
 
     @classmethod
     def __torch_function__(
         cls, function: Callable, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Called in place of each function of torch that gets lazy logits.
+        """Intercept each function of torch that is called with lazy logits.
 
-        A function that is known here returns lazy logits, or a loss, without computing them. Any
-        other gets the real logits.
+        Functions in `LAZY_FUNCTIONS` return lazy logits, or a loss, without computing the logits.
+        Functions in `METADATA_FUNCTIONS` read shape and dtype only. All others, and calls with
+        arguments that the lazy version does not support, get the real logits.
         """
         kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
-            if function in _METADATA:
+            if function in METADATA_FUNCTIONS:
                 return function(*args, **kwargs)
-            lazy = _HANDLED.get(function)
-            is_first = bool(args) and isinstance(args[0], LazyLogits) and args[0].made is None
-            if lazy is not None and is_first:
-                result = lazy(*args, **kwargs)
+            lazy_function = LAZY_FUNCTIONS.get(function)
+            is_lazy = bool(args) and isinstance(args[0], LazyLogits) and args[0].real_logits is None
+            if lazy_function is not None and is_lazy:
+                result = lazy_function(*args, **kwargs)
                 if result is not NotImplemented:
                     return result
-        return function(*_made(args), **_made(kwargs))
+        return function(*_materialized(args), **_materialized(kwargs))
 
     @classmethod
     def __torch_dispatch__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
+        """Raise TypeError: lazy logits have reached a kernel, which needs data."""
         raise TypeError(
             f"{function} received lazy logits without going through torch's functions (a custom "
             "autograd function?)."
         )
 
 
-def _made(value: Any) -> Any:
-    """Replace lazy logits in arguments of a function by the real ones."""
+def _materialized(value: Any) -> Any:
+    """Replace lazy logits by the real ones in function arguments, also inside lists and dicts."""
     if isinstance(value, LazyLogits):
-        return value.values()
+        return value.materialize()
     if isinstance(value, dict):
-        return {name: _made(entry) for name, entry in value.items()}
+        return {name: _materialized(entry) for name, entry in value.items()}
     if type(value) in (list, tuple):
-        has_some = any(isinstance(entry, LazyLogits | list | tuple) for entry in value)
-        return type(value)(map(_made, value)) if has_some else value
+        may_contain = any(isinstance(entry, LazyLogits | list | tuple) for entry in value)
+        return type(value)(map(_materialized, value)) if may_contain else value
     return value
 
 
-# In place of functions of torch. NotImplemented: the real logits are computed first.
+# Lazy versions of torch's functions, for `LazyLogits.__torch_function__`. If one returns
+# NotImplemented, the real logits are computed and passed to torch's own function.
 
 
-def _reshaped(logits: LazyLogits, *shape: Any) -> Any:
-    """Reshape rows, with the classes as the last axis."""
+def _lazy_reshape(logits: LazyLogits, *shape: Any) -> Any:
+    """Lazy version of `Tensor.reshape` and `view`, if the classes stay the last dim.
+
+    Args:
+        logits: Lazy logits, of shape (..., classes).
+        shape: The new sizes, as several integers or one sequence.
+
+    Returns:
+        Lazy logits, or NotImplemented to compute the real ones: if the last new size is not the
+        number of classes, or the new shape has one dim.
+    """
     is_one_argument = len(shape) == 1 and isinstance(shape[0], Sequence)
     sizes = tuple(shape[0]) if is_one_argument else shape
     if len(sizes) < 2 or not all(isinstance(size, int) for size in sizes):
         return NotImplemented
-    if sizes[-1] != logits.call.layer.out_features:
+    if sizes[-1] != logits.layer_call.layer.out_features:
         return NotImplemented
-    return logits.rows_of(logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1]))
+    return logits.with_hidden(logits.hidden.reshape(*sizes[:-1], logits.hidden.shape[-1]))
 
 
-def _indexed(logits: LazyLogits, index: Any) -> Any:
-    """Take slices that leave the last axis whole: `[:, :-1]`, `[..., :-1, :]`."""
+def _lazy_getitem(logits: LazyLogits, index: Any) -> Any:
+    """Lazy version of slicing that keeps all classes, such as `[:, :-1]` or `[..., :-1, :]`.
+
+    Returns:
+        Lazy logits, or NotImplemented to compute the real ones: for an index other than slices and
+        an ellipsis, or one that slices the last dim.
+    """
     parts = index if isinstance(index, tuple) else (index,)
     if not all(isinstance(part, slice) or part is Ellipsis for part in parts):
         return NotImplemented
-    reaches_last_axis = len(parts) == logits.hidden.dim() or Ellipsis in parts
-    if reaches_last_axis and parts[-1] != slice(None):
+    reaches_last_dim = len(parts) == logits.hidden.dim() or Ellipsis in parts
+    if reaches_last_dim and parts[-1] != slice(None):
         return NotImplemented
-    return logits.rows_of(logits.hidden[index])
+    return logits.with_hidden(logits.hidden[index])
 
 
-def _to(logits: LazyLogits, to: Any = None, **kwargs: Any) -> Any:
-    """Convert to another floating-point type; other devices are not supported."""
+def _lazy_to(logits: LazyLogits, to: Any = None, **kwargs: Any) -> Any:
+    """Lazy version of `Tensor.to` and `float`: convert to another floating-point dtype.
+
+    Returns:
+        Lazy logits, or NotImplemented to compute the real ones: for another device, an integer
+        dtype, or other arguments. The same lazy logits if they have this dtype or device already.
+    """
     if kwargs or not isinstance(to, torch.dtype | torch.device):
         return NotImplemented
     if to in (logits.dtype, logits.hidden.device):
         return logits
     if isinstance(to, torch.device) or not to.is_floating_point:
         return NotImplemented
-    return logits.then(lambda made: made.to(to))
+    return logits.with_op(lambda real_logits: real_logits.to(to))
 
 
-def _with_number(function: Callable, logits: LazyLogits, number: Any, **kwargs: Any) -> Any:
-    """Multiply or divide by a number."""
+def _lazy_scale(function: Callable, logits: LazyLogits, number: Any, **kwargs: Any) -> Any:
+    """Lazy version of multiplying or dividing by a Python number.
+
+    Args:
+        function: torch's function, such as `Tensor.mul` or `torch.div`.
+        logits: Lazy logits.
+        number: The second argument of the function.
+        kwargs: Other arguments of the function.
+
+    Returns:
+        Lazy logits, or NotImplemented to compute the real ones: if `number` is a tensor, or there
+        are other arguments.
+    """
     if kwargs or not isinstance(number, Real):
         return NotImplemented
-    return logits.then(lambda made: function(made, number))
+    return logits.with_op(lambda real_logits: function(real_logits, number))
 
 
-def _plus(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
-    """Add a bias that is not a parameter (BART's `final_logits_bias`)."""
-    num_classes = logits.call.layer.out_features
+def _lazy_add(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
+    """Lazy version of adding a bias that needs no gradient (BART's `final_logits_bias`).
+
+    Returns:
+        Lazy logits, or NotImplemented to compute the real ones: unless `other` is a tensor with one
+        number per class that does not require gradients.
+    """
+    num_classes = logits.layer_call.layer.out_features
     if kwargs or not isinstance(other, Tensor) or isinstance(other, LazyLogits):
         return NotImplemented
     if other.requires_grad or other.numel() != num_classes or other.shape[-1:] != (num_classes,):
         return NotImplemented
     bias = other.reshape(-1)
-    return logits.then(lambda made: made + bias)
+    return logits.with_op(lambda real_logits: real_logits + bias)
 
 
-def _cross_entropy(
+def _lazy_cross_entropy(
     logits: LazyLogits,
     target: Tensor,
     weight: Tensor | None = None,
@@ -335,24 +443,42 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> Any:
-    """See `torch.nn.functional.cross_entropy`. Only rows with a target reach the layer."""
-    is_old_style = size_average is not None or reduce is not None
-    if is_old_style or reduction not in ("mean", "sum"):
+    """Lazy version of `torch.nn.functional.cross_entropy`, with the same arguments.
+
+    Computes logits only for the rows whose target is not ignored, chunk by chunk.
+
+    Returns:
+        The loss, a scalar. NotImplemented to compute the real logits: for reduction "none", the
+        deprecated arguments `size_average` and `reduce`, logits that do not have shape (rows,
+        classes), or targets that are probabilities.
+    """
+    is_deprecated_call = size_average is not None or reduce is not None
+    if is_deprecated_call or reduction not in ("mean", "sum"):
         return NotImplemented
     if logits.dim() != 2 or target.shape != logits.shape[:1] or target.is_floating_point():
         return NotImplemented
-    call = logits.call
-    layer = call.layer
-    hidden, target = call.head.rows_with_target(logits.hidden, target, ignore_index)
-    head = OutputProjection(
-        layer.weight, layer.bias, call.dtype, logits.steps, weight, label_smoothing
+    layer_call = logits.layer_call
+    layer = layer_call.layer
+    speed_up = layer_call.speed_up
+    hidden, target = speed_up.select_rows_with_target(logits.hidden, target, ignore_index)
+    projection = OutputProjection(
+        layer.weight,
+        layer.bias,
+        layer_call.dtype,
+        logit_ops=logits.logit_ops,
+        class_weights=weight,
+        label_smoothing=label_smoothing,
     )
-    rows = call.head.rows_per_chunk or rows_of_chunk(hidden, layer.out_features)
-    return cross_entropy(head, hidden, target, rows, mean=reduction == "mean")
+    rows_per_chunk = speed_up.rows_per_chunk
+    if rows_per_chunk is None:
+        rows_per_chunk = choose_rows_per_chunk(hidden, layer.out_features)
+    return chunked_cross_entropy(
+        projection, hidden, target, rows_per_chunk, mean=reduction == "mean"
+    )
 
 
 # Functions that do not read the logits' data.
-_METADATA = {
+METADATA_FUNCTIONS = {
     Tensor.shape.__get__,
     Tensor.dtype.__get__,
     Tensor.device.__get__,
@@ -369,7 +495,7 @@ _METADATA = {
     Tensor.__len__,
     Tensor.__hash__,
 }
-_SCALING = (
+SCALING_FUNCTIONS = (
     Tensor.mul,
     Tensor.__mul__,
     Tensor.__rmul__,
@@ -378,16 +504,17 @@ _SCALING = (
     torch.mul,
     torch.div,
 )
-_HANDLED: dict[Callable, Callable] = {
-    F.cross_entropy: _cross_entropy,
-    Tensor.view: _reshaped,
-    Tensor.reshape: _reshaped,
-    torch.reshape: _reshaped,
-    Tensor.__getitem__: _indexed,
+# torch's function -> its lazy version.
+LAZY_FUNCTIONS: dict[Callable, Callable] = {
+    F.cross_entropy: _lazy_cross_entropy,
+    Tensor.view: _lazy_reshape,
+    Tensor.reshape: _lazy_reshape,
+    torch.reshape: _lazy_reshape,
+    Tensor.__getitem__: _lazy_getitem,
     Tensor.contiguous: lambda logits: logits,
-    Tensor.float: partial(_to, to=torch.float32),
-    Tensor.to: _to,
-    **dict.fromkeys((Tensor.tanh, torch.tanh), lambda logits: logits.then(torch.tanh)),
-    **dict.fromkeys((Tensor.add, Tensor.__add__, torch.add), _plus),
-    **{function: partial(_with_number, function) for function in _SCALING},
+    Tensor.float: partial(_lazy_to, to=torch.float32),
+    Tensor.to: _lazy_to,
+    **dict.fromkeys((Tensor.tanh, torch.tanh), lambda logits: logits.with_op(torch.tanh)),
+    **dict.fromkeys((Tensor.add, Tensor.__add__, torch.add), _lazy_add),
+    **{function: partial(_lazy_scale, function) for function in SCALING_FUNCTIONS},
 }

@@ -13,7 +13,8 @@ from hf_ga.exact.override import override
 
 
 class LeanForward(SpeedUp):
-    """Disables the generation cache, and fuses GPT-2's activation.
+    """Speed-up that disables the generation cache of a transformers model, and fuses GPT-2's
+    activation.
 
     A cache copies all keys and values (transformers' Trainer disables it too). `gelu_new` in
     transformers consists of eight operations, five of which save a tensor for the backward; torch's
@@ -26,6 +27,7 @@ class LeanForward(SpeedUp):
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
+        """Set `use_cache=False` in all configs of a model and fuse `gelu_new`, within the block."""
         with ExitStack() as stack, override(NewGELUActivation, forward=_fused_gelu):
             for module in model.modules():
                 is_model = isinstance(module, PreTrainedModel)
@@ -37,4 +39,5 @@ class LeanForward(SpeedUp):
 
 
 def _fused_gelu(self: nn.Module, input: Tensor) -> Tensor:
+    """Replace `NewGELUActivation.forward` (`gelu_new`, GPT-2's activation) by torch's kernel."""
     return F.gelu(input, approximate="tanh")

@@ -1,9 +1,12 @@
 """Attention of packed tokens without padding, by the Triton kernels of `attention_kernel.py`.
 
 An attention function of transformers describes what it computes by its arguments and a mask for
-padded samples. Where these are understood, and the mask says no more than "causal", "the last so
-many tokens" and "no padding", the kernels compute the same from packed tokens. Everything else is
-left to the function itself.
+padded samples. If these are understood, and the mask hides only padding, later tokens and tokens
+beyond a sliding window, the kernels compute the same from packed tokens. Everything else is left to
+the function itself.
+
+Shapes: `num_tokens` is the number of real tokens of a micro-batch; keys and values have
+`num_kv_heads` heads, which divide the `num_heads` of queries (grouped-query attention).
 """
 
 from collections.abc import Callable
@@ -19,23 +22,25 @@ from hf_ga.exact.dropout import DropoutSite, KeyedDropout
 from hf_ga.exact.hashing import signed
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-LARGEST_HEAD_SIZE = 256
-MOST_ELEMENTS = 2**31  # between the first and the last token of a sample
-# Arguments of attention functions that are understood. Position ids say nothing that the mask does
-# not say.
-UNDERSTOOD = ("scaling", "dropout", "sliding_window", "softcap", "is_causal", "position_ids")
+MAX_HEAD_DIM = 256
+MAX_OFFSET = 2**31  # elements between the first and the last token of a sample: int32 in the kernel
+# Options of attention functions that are understood. Position ids add nothing to the mask.
+KNOWN_OPTIONS = ("scaling", "dropout", "sliding_window", "softcap", "is_causal", "position_ids")
 
 
 @dataclass(frozen=True)
 class PackedSamples:
-    """The samples of a packed micro-batch that is padded on the right.
+    """Where the samples of a packed micro-batch start, how long they are, and their dropout keys.
+
+    The padded micro-batch is padded on the right.
 
     Attributes:
-        lengths: int64, shape (n,), on the device.
-        cu_seqlens: int32, shape (n + 1,), on the device: where each sample starts, and T.
-        max_length: the most tokens of a sample.
-        is_padded: whether the padded micro-batch has padding at all.
-        keys: int64, shape (n,), on the device: keys of the samples' dropout masks.
+        lengths: Number of tokens of each sample: int64, of shape (samples,), on the device.
+        cu_seqlens: Where each sample starts, then num_tokens: int32, of shape (samples + 1,), on
+            the device.
+        max_length: Number of tokens of the longest sample.
+        is_padded: Whether the padded micro-batch has any padding.
+        keys: Keys of the samples' dropout masks: int64, of shape (samples,), on the device.
     """
 
     lengths: Tensor
@@ -46,7 +51,13 @@ class PackedSamples:
 
     @staticmethod
     def of(attention_mask: Tensor, keys: Tensor) -> "PackedSamples":
-        """Make it from a mask of shape (n, S) on the host, without device synchronization."""
+        """Compute lengths and starts from an attention mask, without waiting for the device.
+
+        Args:
+            attention_mask: 1 for each real token and 0 for padding on the right, of shape (samples,
+                padded length), on the CPU.
+            keys: Keys of the samples' dropout masks, on the device.
+        """
         lengths = attention_mask.sum(1)
         starts = torch.zeros(len(lengths) + 1, dtype=torch.int32, device="cpu")
         starts[1:] = lengths.cumsum(0)
@@ -60,43 +71,62 @@ class PackedSamples:
 
 
 @dataclass(frozen=True)
-class Arguments:
-    """What a call of an attention function computes; see `attention_kernel.attention`."""
+class AttentionArguments:
+    """What a call of an attention function of transformers computes, besides its tensors.
+
+    Attributes:
+        drop_probability: Dropout probability of an attention weight.
+        scale: Factor of the scores.
+        is_causal: Whether a query attends to no later tokens.
+        sliding_window: Maximum number of tokens that a query attends to, itself and those before
+            it. None: no limit.
+        softcap: Scores are capped to softcap * tanh(score / softcap). None: not capped.
+    """
 
     drop_probability: float
     scale: float
     is_causal: bool
-    window: int | None
+    sliding_window: int | None
     softcap: float | None
 
 
 class PackedAttention:
-    """Computes attention of the packed tokens of one model by the kernels, where it can.
+    """Computes attention of the packed tokens of one model by the Triton kernels, where possible.
+
+    Args:
+        dropout: The model's keyed dropout.
+        use_kernel: Whether to use the kernels. None: on a GPU if Triton is installed.
 
     Attributes:
-        num_calls: calls that the kernels have computed.
+        num_calls: Number of attention calls that the kernels have computed.
     """
 
     def __init__(self, dropout: KeyedDropout, use_kernel: bool | None) -> None:
+        """Start without a micro-batch; `start_micro_batch` sets its samples."""
         self.num_calls = 0
         self._dropout = dropout
         self._use_kernel = use_kernel
-        self._samples: PackedSamples | None = None  # of this micro-batch
-        # Masks of this micro-batch that were compared, for what, and whether they are plain.
-        self._compared: list[tuple[Tensor, tuple[bool, int | None], bool]] = []
-        # The most tokens of a sample for which a module's mask was seen to be plain.
-        self._plain_up_to: dict[tuple[nn.Module, bool, int | None], int] = {}
+        # The samples of this micro-batch. None if its attention must be computed padded.
+        self._samples: PackedSamples | None = None
+        # Results of `is_plain_mask` in this micro-batch: (mask, is_causal, sliding_window, result).
+        self._checked_masks: list[tuple[Tensor, bool, int | None, bool]] = []
+        # (module, is_causal, sliding_window) -> the length of the longest sample for which the
+        # module's mask was plain.
+        self._max_plain_length: dict[tuple[nn.Module, bool, int | None], int] = {}
 
     def can_run(self, device: torch.device) -> bool:
-        """Whether the kernels run on this device."""
+        """Whether the Triton kernels run on a device, or were requested by the user."""
         if self._use_kernel is None:
             return device.type == "cuda" and has_triton()
         return self._use_kernel
 
-    def start(self, samples: PackedSamples | None) -> None:
-        """Begin a micro-batch. samples: None if its attention needs padded samples."""
+    def start_micro_batch(self, samples: PackedSamples | None) -> None:
+        """Set the samples of the next micro-batch; None if its attention must be computed padded.
+
+        Forgets the masks of the last micro-batch.
+        """
         self._samples = samples
-        self._compared.clear()
+        self._checked_masks.clear()
 
     def attend(
         self,
@@ -108,57 +138,66 @@ class PackedAttention:
         attention_mask: Tensor | None,
         options: dict[str, Any],
     ) -> Tensor | None:
-        """Compute what an attention function of transformers computes from padded samples.
+        """Compute attention of packed tokens by a kernel, if it supports this call.
+
+        The result equals what an attention function of transformers computes from padded samples.
+        With dropout, the draw counts as the next one of the running module.
 
         Args:
-            original: the attention function.
-            module: whose attention it is.
-            query: shape (1, heads, T, size).
-            key: shape (1, key heads, T, size).
-            value: shape (1, key heads, T, size).
-            attention_mask: for the padded samples.
-            options: the other arguments of `original`.
+            original: The attention function of transformers that the model would call.
+            module: The model's attention module.
+            query: Queries, of shape (1, num_heads, num_tokens, head_dim).
+            key: Keys, of shape (1, num_kv_heads, num_tokens, head_dim).
+            value: Values, of the shape of the keys.
+            attention_mask: The mask of the padded samples, or None.
+            options: The other arguments of `original`.
 
         Returns:
-            shape (1, T, heads, size); None if the kernels cannot compute it, and no dropout was
-            drawn.
+            A tensor of shape (1, num_tokens, num_heads, head_dim). None if the kernel does not
+            support this call; then no dropout was drawn.
         """
         if self._samples is None:
             return None
-        arguments = arguments_of(original, module, query, attention_mask, options)
+        arguments = attention_arguments(original, module, query, attention_mask, options)
         if arguments is None:
             return None
-        tensors = autocast_tensors(query, key, value)
-        if not are_supported(*tensors, self._samples):
+        query, key, value = autocast_tensors(query, key, value)
+        if not are_supported(query, key, value, self._samples):
             return None
-        if not self._is_plain(module, attention_mask, arguments):
+        if not self._matches_mask(module, attention_mask, arguments):
             return None
         seeds = None
         if arguments.drop_probability > 0:
-            site = self._site(arguments.drop_probability, query.shape[1])
+            site = self._dropout_site(arguments.drop_probability, query.shape[1])
             if site is None:
                 return None
-            self._dropout.skip_draw()
+            self._dropout.skip_draw()  # the kernel draws the mask
             seeds = self._samples.keys ^ signed(site.key)
 
         from hf_ga.speed.attention_kernel import attention  # here: it needs Triton
 
         self.num_calls += 1
-        out = attention(
-            *(x[0].transpose(0, 1) for x in tensors),
+        output = attention(
+            query[0].transpose(0, 1),
+            key[0].transpose(0, 1),
+            value[0].transpose(0, 1),
             self._samples.cu_seqlens,
             self._samples.max_length,
             seeds=seeds,
             drop_probability=arguments.drop_probability,
             scale=arguments.scale,
             is_causal=arguments.is_causal,
-            window=arguments.window,
+            sliding_window=arguments.sliding_window,
             softcap=arguments.softcap,
         )
-        return out.unsqueeze(0)
+        return output.unsqueeze(0)
 
-    def _site(self, drop_probability: float, num_heads: int) -> DropoutSite | None:
-        """Return the site of the next draw, if it drops attention weights sample by sample."""
+    def _dropout_site(self, drop_probability: float, num_heads: int) -> DropoutSite | None:
+        """Return the next dropout site of the running module, if the kernel can draw its mask.
+
+        Its mask must be keyed by sample and have the shape (samples, num_heads, queries, keys).
+        Otherwise, or if the site is not known, returns None.
+        """
         if not self._dropout.is_keyed(drop_probability):
             return None
         site = self._dropout.next_site()
@@ -167,54 +206,77 @@ class PackedAttention:
         shape = site.shapes[0]
         return site if len(shape) == 4 and shape[1] == num_heads else None
 
-    def _is_plain(
-        self, module: nn.Module, attention_mask: Tensor | None, arguments: Arguments
+    def _matches_mask(
+        self, module: nn.Module, attention_mask: Tensor | None, arguments: AttentionArguments
     ) -> bool:
-        """Whether a mask says what the arguments say.
+        """Whether a mask of padded samples hides exactly what the kernel hides by its arguments.
 
-        Comparing them waits for the device. A mask that is plain for a long sample is so for
-        shorter ones, so that a module's masks are compared only where a sample is longer than all
-        before.
+        Checking a mask waits for the device. If a module's mask is plain for a long sample, it is
+        so for shorter ones. So a module's mask is checked again only if a micro-batch has a longer
+        sample than all before. Without a mask there must be no padding.
         """
         samples = self._samples
         if attention_mask is None:
             return not samples.is_padded
-        kind = (arguments.is_causal, arguments.window)
-        if samples.max_length <= self._plain_up_to.get((module, *kind), 0):
+        mask_kind = (arguments.is_causal, arguments.sliding_window)
+        if samples.max_length <= self._max_plain_length.get((module, *mask_kind), 0):
             return True
-        is_plain = self._compare(attention_mask, kind)
+        is_plain = self._is_plain(attention_mask, *mask_kind)
         if is_plain:
-            self._plain_up_to[module, *kind] = samples.max_length
+            self._max_plain_length[module, *mask_kind] = samples.max_length
         return is_plain
 
-    def _compare(self, attention_mask: Tensor, kind: tuple[bool, int | None]) -> bool:
-        """Call `is_plain_mask` once for all layers that share a mask."""
-        for mask, compared_kind, is_plain in self._compared:
-            if mask is attention_mask and compared_kind == kind:
+    def _is_plain(
+        self, attention_mask: Tensor, is_causal: bool, sliding_window: int | None
+    ) -> bool:
+        """Return `is_plain_mask` for a mask of this micro-batch, cached for layers that share it.
+
+        Args:
+            attention_mask: The mask of the padded samples.
+            is_causal: Whether later tokens should be hidden.
+            sliding_window: How many tokens should be visible. None: all.
+        """
+        for mask, mask_is_causal, mask_window, is_plain in self._checked_masks:
+            if mask is not attention_mask:
+                continue
+            if mask_is_causal == is_causal and mask_window == sliding_window:
                 return is_plain
-        is_plain = is_plain_mask(attention_mask, self._samples.lengths, *kind)
-        self._compared.append((attention_mask, kind, is_plain))
+        is_plain = is_plain_mask(attention_mask, self._samples.lengths, is_causal, sliding_window)
+        self._checked_masks.append((attention_mask, is_causal, sliding_window, is_plain))
         return is_plain
 
 
-def arguments_of(
+def attention_arguments(
     original: Callable,
     module: nn.Module,
     query: Tensor,
     attention_mask: Tensor | None,
     options: dict[str, Any],
-) -> Arguments | None:
-    """Find out what a call of an attention function computes; None if that is not understood.
+) -> AttentionArguments | None:
+    """Find out what a call of an attention function of transformers computes.
 
-    Known functions are transformers' `sdpa` and the models' own `eager_attention_forward`. A
-    model's function may do more than its arguments say: the proof compares loss and gradient.
+    Known functions are transformers' `sdpa_attention_forward` and the models' own
+    `eager_attention_forward`. Another function of that name may do more than its arguments say:
+    the proof, which compares loss and gradient, notices that.
+
+    Args:
+        original: The attention function.
+        module: The model's attention module. Its attribute `is_causal` is the default of that
+            option.
+        query: Queries, of shape (..., head_dim).
+        attention_mask: The mask of the padded samples, or None.
+        options: The other arguments of `original`.
+
+    Returns:
+        None if the function or one of its options is not known, an option is not supported, or it
+        is unknown whether attention is causal.
     """
     is_sdpa = original is sdpa_attention_forward
     if not is_sdpa and getattr(original, "__name__", "") != "eager_attention_forward":
         return None
     for name, value in options.items():
         is_switch = value is None or isinstance(value, bool)
-        if name not in UNDERSTOOD and not is_switch:
+        if name not in KNOWN_OPTIONS and not is_switch:
             return None
     softcap = options.get("softcap")
     if is_sdpa and softcap is not None:
@@ -232,18 +294,22 @@ def arguments_of(
         is_causal = getattr(module, "is_causal", None)
     if not isinstance(is_causal, bool):
         return None
-    window = options.get("sliding_window")
+    sliding_window = options.get("sliding_window")
     if attention_mask is None:
-        # `sdpa` then goes by `is_causal`, the other functions attend to everything.
+        # Then `sdpa` uses `is_causal`; the other functions attend to all tokens.
         is_causal = is_causal and is_sdpa
-        window = None
-    if window is not None and not is_causal:
+        sliding_window = None
+    if sliding_window is not None and not is_causal:
         return None
-    return Arguments(drop_probability, scale, is_causal, window, softcap)
+    return AttentionArguments(drop_probability, scale, is_causal, sliding_window, softcap)
 
 
 def autocast_tensors(*tensors: Tensor) -> list[Tensor]:
-    """Convert tensors to the precision of matrix products."""
+    """Convert query, key and value to autocast's dtype, as autocast does for a matrix product.
+
+    Autocast does not see the attention kernel, so it would not convert them itself. Without
+    autocast, and for float64 tensors, they are unchanged.
+    """
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return list(tensors)
@@ -252,8 +318,16 @@ def autocast_tensors(*tensors: Tensor) -> list[Tensor]:
 
 
 def are_supported(query: Tensor, key: Tensor, value: Tensor, samples: PackedSamples) -> bool:
-    """Whether the kernels support these tensors, and the packed samples are on their device."""
-    num_heads, num_tokens, size = query.shape[1:]
+    """Whether the attention kernels support dtype, device and shape of these tensors.
+
+    Args:
+        query: Queries, of shape (1, num_heads, num_tokens, head_dim).
+        key: Keys, of shape (1, num_kv_heads, num_tokens, head_dim).
+        value: Values, of the shape of the keys.
+        samples: The packed samples, which must be on the same device.
+    """
+    num_heads, num_tokens, head_dim = query.shape[1:]
+    num_kv_heads = key.shape[1]
     device = samples.keys.device
     token_stride = max(x.stride(2) for x in (query, key, value))
     return (
@@ -261,44 +335,53 @@ def are_supported(query: Tensor, key: Tensor, value: Tensor, samples: PackedSamp
         and query.dtype == key.dtype == value.dtype
         and query.device == key.device == value.device == device
         and key.shape == value.shape
-        and key.shape[2:] == (num_tokens, size)
-        and num_heads % key.shape[1] == 0
-        and size <= LARGEST_HEAD_SIZE
-        and samples.max_length * token_stride < MOST_ELEMENTS
+        and key.shape[2:] == (num_tokens, head_dim)
+        and num_heads % num_kv_heads == 0
+        and head_dim <= MAX_HEAD_DIM
+        and samples.max_length * token_stride < MAX_OFFSET
     )
 
 
-def is_plain_mask(mask: Tensor, lengths: Tensor, is_causal: bool, window: int | None) -> bool:
-    """Whether a mask of padded samples hides padding, later tokens and those before the window, and
-    nothing else. What it says about the rows of padding is ignored.
+def is_plain_mask(
+    mask: Tensor, lengths: Tensor, is_causal: bool, sliding_window: int | None
+) -> bool:
+    """Whether an attention mask hides padding, later tokens, tokens beyond a sliding window, and
+    nothing else.
+
+    Rows of the mask that belong to queries in the padding are ignored.
 
     Args:
-        mask: shape (n or 1, 1, S or 1, S): bool, True where a query attends to a key; or numbers to
-            add to the scores, 0 or about the lowest.
-        lengths: int64, shape (n,): the tokens of each sample, which is padded on the right.
-        is_causal: whether later tokens are hidden.
-        window: how many tokens are visible, the query itself and those before it. None: all.
+        mask: Of shape (samples or 1, 1, width or 1, width), where width is the padded length: bool,
+            True where a query attends to a key; or floating-point numbers that are added to the
+            scores, 0 or about the lowest one of the dtype.
+        lengths: Number of tokens of each sample, padded on the right: int64, of shape (samples,).
+        is_causal: Whether later tokens should be hidden.
+        sliding_window: How many tokens should be visible, the query itself and those before it.
+            None: all.
 
     >>> mask = torch.tensor([[True, True, False], [True, True, False], [True, True, True]])
-    >>> is_plain_mask(mask.view(1, 1, 3, 3), torch.tensor([2]), is_causal=False, window=None)
+    >>> is_plain_mask(
+    ...     mask.view(1, 1, 3, 3), torch.tensor([2]), is_causal=False, sliding_window=None
+    ... )
     True
     """
     if mask.dim() != 4 or mask.shape[1] != 1:
         return False
-    positions = torch.arange(mask.shape[-1], device=mask.device)
-    rows = positions[:, None]
+    columns = torch.arange(mask.shape[-1], device=mask.device)
+    rows = columns[:, None]
     lengths = lengths.to(mask.device)[:, None, None]
-    expected = positions < lengths
+    should_be_visible = columns < lengths
     if is_causal:
-        expected = expected & (positions <= rows)
-    if window is not None:
-        expected = expected & (positions > rows - window)
+        should_be_visible = should_be_visible & (columns <= rows)
+    if sliding_window is not None:
+        should_be_visible = should_be_visible & (columns > rows - sliding_window)
     mask = mask[:, 0]
     if mask.dtype == torch.bool:
-        shown = mask
-        hidden = ~mask
+        is_visible = mask
+        is_hidden = ~mask
     else:
-        shown = mask == 0
-        hidden = mask < torch.finfo(mask.dtype).min / 2
-    is_as_expected = torch.where(expected, shown, hidden)
-    return bool((is_as_expected | (rows >= lengths)).all())
+        is_visible = mask == 0
+        is_hidden = mask < torch.finfo(mask.dtype).min / 2
+    is_as_expected = torch.where(should_be_visible, is_visible, is_hidden)
+    is_padding_row = rows >= lengths
+    return bool((is_as_expected | is_padding_row).all())

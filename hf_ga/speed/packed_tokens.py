@@ -1,4 +1,8 @@
-"""The real tokens of a padded micro-batch, concatenated, and their dropout masks."""
+"""The real tokens of a padded micro-batch, concatenated, and their dropout masks.
+
+Shapes: a padded micro-batch has `num_samples` samples of `width` tokens, padding included; the
+packed one has its `num_tokens` real tokens.
+"""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -14,12 +18,13 @@ from hf_ga.exact.masks import apply_dropout_mask, drop, keep_columns, over_axes,
 
 @dataclass(frozen=True)
 class PackedTokens:
-    """Maps between the T real tokens of n samples and their padded batch of shape (n, S).
+    """Converts tensors between a padded micro-batch and its real tokens, concatenated.
 
     Attributes:
-        num_samples: n.
-        width: S.
-        index: Index of each token in the flattened batch: int64, of shape (T,).
+        num_samples: Number of samples of the micro-batch.
+        width: Padded length of each sample.
+        index: For each real token, its index in the flattened padded batch: int64, of shape
+            (num_tokens,).
     """
 
     num_samples: int
@@ -28,20 +33,21 @@ class PackedTokens:
 
     @staticmethod
     def of(attention_mask: Tensor, device: torch.device) -> "PackedTokens | None":
-        """Find the real tokens of a micro-batch, without device synchronization.
+        """Find the real tokens of a micro-batch, without waiting for the device.
 
         Args:
-            attention_mask: Of shape (n, S), on the host.
-            device: Where the index goes.
+            attention_mask: 1 for each real token and 0 for padding, of shape (samples, width), on
+                the CPU.
+            device: The device of the index.
 
         Returns:
-            None if packing is impossible: a mask with values other than 0 and 1, or a sample
-            without tokens.
+            None if the micro-batch cannot be packed: the mask has values other than 0 and 1, or a
+            sample has no real token.
         """
         is_real = attention_mask != 0
         is_binary = bool(((attention_mask == 1) == is_real).all())
-        all_have_tokens = bool(is_real.any(1).all())
-        if not is_binary or not all_have_tokens:
+        all_samples_have_tokens = bool(is_real.any(1).all())
+        if not is_binary or not all_samples_have_tokens:
             return None
         num_samples, width = attention_mask.shape
         index = is_real.flatten().nonzero().flatten()
@@ -49,107 +55,129 @@ class PackedTokens:
 
     @property
     def padded_shape(self) -> tuple[int, int]:
-        """(n, S)."""
+        """The first two sizes of padded tensors: (num_samples, width)."""
         return self.num_samples, self.width
 
     @property
     def packed_shape(self) -> tuple[int, int]:
-        """(1, T)."""
+        """The first two sizes of packed tensors: (1, num_tokens)."""
         return 1, len(self.index)
 
     @cached_property
     def samples(self) -> Tensor:
-        """The sample of each token: int64, shape (T,)."""
+        """For each real token, the row of its sample in the batch: int64, shape (num_tokens,)."""
         return self.index // self.width
 
     @cached_property
     def columns(self) -> Tensor:
-        """The column of each token in the padded batch: int64, shape (T,)."""
+        """For each real token, its column in the padded batch: int64, of shape (num_tokens,)."""
         return self.index % self.width
 
     def pack(self, padded: Tensor) -> Tensor:
-        """Take the rows of the real tokens.
+        """Select the real tokens of a padded tensor, and concatenate them.
 
         Args:
-            padded: Of shape (n, S, ...), or (1, S, ...) if shared by all samples.
+            padded: Of shape (num_samples, width, ...), or (1, width, ...) if all samples share it
+                (position ids, for example).
 
         Returns:
-            A tensor of shape (1, T, ...).
+            A tensor of shape (1, num_tokens, ...).
         """
         is_shared = len(padded) == 1 and self.num_samples > 1
         if is_shared:
-            rows = padded[0].index_select(0, self.columns)
+            tokens = padded[0].index_select(0, self.columns)
         else:
-            rows = padded.flatten(0, 1).index_select(0, self.index)
-        return rows.unsqueeze(0)
+            tokens = padded.flatten(0, 1).index_select(0, self.index)
+        return tokens.unsqueeze(0)
 
-    def spread(self, packed: Tensor) -> Tensor:
-        """Put the rows of the real tokens into a padded batch, with zeros at the padding.
+    def unpack(self, packed: Tensor) -> Tensor:
+        """Copy packed tokens back into a padded tensor, with zeros at the padding.
 
         Args:
-            packed: Of shape (1, T, ...).
+            packed: Of shape (1, num_tokens, ...).
 
         Returns:
-            A tensor of shape (n, S, ...).
+            A tensor of shape (num_samples, width, ...).
         """
-        rows = packed.new_zeros(self.num_samples * self.width, *packed.shape[2:])
-        rows.index_copy_(0, self.index, packed[0])
-        return rows.unflatten(0, self.padded_shape)
+        padded = packed.new_zeros(self.num_samples * self.width, *packed.shape[2:])
+        padded.index_copy_(0, self.index, packed[0])
+        return padded.unflatten(0, self.padded_shape)
 
 
 @dataclass(frozen=True)
 class PackedMasks:
-    """Draws dropout masks at real tokens, equal bit for bit to those of padded samples.
+    """Draws dropout masks for packed tokens, with the same bits as for padded samples.
 
     Attributes:
-        tokens: Of the micro-batch.
-        padded: Draws the masks of its padded samples.
+        tokens: The packed tokens of the micro-batch.
+        padded_masks: Draws the masks of the padded micro-batch.
     """
 
     tokens: PackedTokens
-    padded: SampleMasks
+    padded_masks: SampleMasks
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
-        """Draw a mask: the rows of a padded mask (n, S, ...) that belong to real tokens.
+        """Draw the dropout mask of packed tokens.
+
+        It has the rows of the mask of the padded batch, (num_samples, width, ...), that belong to
+        real tokens.
 
         Args:
-            site: Where it is drawn.
-            shape: Of the mask, (1, T, ...).
-            drop_probability: Of an element.
+            site: The dropout site.
+            shape: Shape of the mask, (1, num_tokens, ...).
+            drop_probability: Probability that an element is dropped.
 
         Returns:
-            bool, of the given shape.
+            bool, of the given shape: True where an element is kept.
 
         Raises:
             UnkeyedRandomness: If the shape is not one of packed tokens.
         """
-        self._check(site, shape)
-        # As for padded samples: keyed by the sample, its single row, then the column.
-        of_samples = row_keys(self.padded.keys ^ signed(site.key), [1])[:, 0]
-        of_tokens = mixed(of_samples[self.tokens.samples] ^ self.tokens.columns)
-        rows = over_axes(of_tokens, shape[2:-1])
-        return keep_columns(rows, shape[-1], drop_probability).view(shape)
+        self._check_shape(site, shape)
+        # Hash the same coordinates as for padded samples: sample, row 0, column, then the rest.
+        sample_keys = row_keys(self.padded_masks.keys ^ signed(site.key), [1])[:, 0]
+        token_keys = mixed(sample_keys[self.tokens.samples] ^ self.tokens.columns)
+        keys = over_axes(token_keys, shape[2:-1])
+        return keep_columns(keys, shape[-1], drop_probability).view(shape)
 
     def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply dropout to all elements of an input of shape (1, T, ...).
+        """Apply dropout to all elements of packed tokens.
+
+        On a GPU one kernel draws and applies the mask, without storing it, if it supports the
+        input.
+
+        Args:
+            site: The dropout site.
+            input: Of shape (1, num_tokens, ...).
+            drop_probability: Probability that an element is dropped.
 
         Raises:
             UnkeyedRandomness: If the shape is not one of packed tokens.
         """
-        self._check(site, input.shape)
+        self._check_shape(site, input.shape)
         if input.dim() == 3:
             tokens = (self.tokens.samples, self.tokens.columns)
-            keys = self.padded.keys
+            keys = self.padded_masks.keys
             dropped = drop(input, keys, site.key, 0, drop_probability, tokens)
             if dropped is not None:
                 return dropped
         kept = self.mask(site, input.shape, drop_probability)
         return apply_dropout_mask(input, drop_probability, kept)
 
-    def _check(self, site: DropoutSite, shape: torch.Size) -> None:
-        is_of_tokens = len(shape) >= 3 and shape[:2] == self.tokens.packed_shape
-        is_like_padded = site.axis == 0 and len(shape) == len(site.shapes[0])
-        if not is_of_tokens or not is_like_padded:
+    def _check_shape(self, site: DropoutSite, shape: torch.Size) -> None:
+        """Check that a dropout mask is for packed tokens, and the padded mask at this site is for
+        padded ones.
+
+        Args:
+            site: The dropout site, with the shape of the mask of padded samples.
+            shape: Shape of the mask to draw.
+
+        Raises:
+            UnkeyedRandomness: If not, so that the mask cannot be tied to tokens.
+        """
+        is_packed = len(shape) >= 3 and shape[:2] == self.tokens.packed_shape
+        matches_padded_mask = site.axis == 0 and len(shape) == len(site.shapes[0])
+        if not is_packed or not matches_padded_mask:
             raise UnkeyedRandomness(
                 f"{site.name} draws a mask of shape {list(shape)} for packed tokens, but "
                 f"{list(site.shapes[0])} for padded samples, so its draws cannot be tied to "

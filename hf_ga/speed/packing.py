@@ -2,12 +2,12 @@
 process real tokens only.
 
 Embeddings and heads stay padded, so collate functions, position ids, masks and pooling are
-unchanged. Before the first layer of the stack, (n, S, H) is packed to (1, T, H); after the last
-one, the tokens are unpacked to (n, S, H), with zeros at the padding, which is neither a target nor
-attended to. Attention, the only operation across tokens in a layer, is called through transformers'
-attention interface: on a GPU a kernel computes it on packed tokens (`packed_attention.py`),
-elsewhere samples are padded for this call. The proof decides for which models this leaves loss and
-gradient unchanged.
+unchanged. Before the first layer of the stack, hidden states of shape (samples, width, hidden size)
+are packed to (1, num_tokens, hidden size); after the last one they are unpacked, with zeros at the
+padding, which is neither a target nor attended to. Attention, the only operation across tokens in a
+layer, is called through transformers' attention interface: on a GPU a kernel computes it on packed
+tokens (`packed_attention.py`), elsewhere samples are padded for this call. The proof decides for
+which models this leaves loss and gradient unchanged.
 """
 
 import inspect
@@ -39,14 +39,14 @@ UNSUPPORTED = (
 )
 # Padding ratio (padded / real tokens) above which packing is faster: GPT-2, 4 layers x 256, on a
 # CPU: 0 % at 1.03, 7 % at 1.10.
-GAIN = 1.05
+MIN_PADDING_RATIO = 1.05
 # With the attention kernel and dropout also batches without padding are packed: otherwise attention
 # stores weights and masks of length x length.
-GAIN_WITH_KERNEL = 0.0
+MIN_PADDING_RATIO_WITH_KERNEL = 0.0
 
 
 class Packing(SpeedUp):
-    """Packs the tokens of one model within a window.
+    """Speed-up that removes the padding between the layers of a transformer within a window.
 
     Args:
         use_kernel: Whether the attention kernel computes what it can. None: on a GPU with Triton.
@@ -55,20 +55,24 @@ class Packing(SpeedUp):
     name = "packing"
 
     def __init__(self, use_kernel: bool | None = None) -> None:
+        """Start unattached; `attach` finds the layers to pack."""
         self._use_kernel = use_kernel
-        self._gain = GAIN
+        self._min_padding_ratio = MIN_PADDING_RATIO
         self._is_on_trial = False
+        # Sides on which samples were padded in the proof: "left", "right" or "inside".
         self._proven_sides: set[str] = set()
-        self._tokens: PackedTokens | None = None  # of this micro-batch, if packed
+        # The real tokens of this micro-batch. None if it is not packed.
+        self._tokens: PackedTokens | None = None
         self._was_packed = False
         self._is_in_attention = False
-        # Per-token arguments of the layers in this micro-batch: padded, and packed.
-        self._shared: list[tuple[Tensor, Tensor]] = []
+        # Per-token arguments of the layers in this micro-batch: (padded, packed).
+        self._packed_arguments: list[tuple[Tensor, Tensor]] = []
 
     def attach(
         self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool
     ) -> str | None:
-        layers = find_stack(model)
+        """Find the layers to pack; return why the model cannot be packed, or None if it can."""
+        layers = find_layer_stack(model)
         if layers is None:
             return "it has no stack of equal layers"
         if has_router:
@@ -82,153 +86,206 @@ class Packing(SpeedUp):
         self._dropout: KeyedDropout = dropout
         self._attention = PackedAttention(dropout, self._use_kernel)
         self._layers = layers
-        self._modules = frozenset(module for layer in layers for module in layer.modules())
-        self._names = list(inspect.signature(type(layers[0]).forward).parameters)[1:]
+        self._modules_in_layers = frozenset(
+            module for layer in layers for module in layer.modules()
+        )
+        layer_signature = inspect.signature(type(layers[0]).forward)
+        self._parameter_names = list(layer_signature.parameters)[1:]  # without self
         return None
 
     def trial(self) -> AbstractContextManager[None]:
-        return override(self, _gain=1.0, _is_on_trial=True)
+        """Pack any padding within the context, also where it is too little to be faster.
+
+        Records on which sides the proof's samples are padded.
+        """
+        return override(self, _min_padding_ratio=1.0, _is_on_trial=True)
 
     def verdict(self) -> str | None:
+        """After the proof's trial forward, return why nothing was packed; None if something was."""
         if not self._was_packed:
             return "its batches have no padding, no attention mask, or targets at the padding"
         return None
 
     def fits(self, call: Call) -> bool:
-        """Whether all samples are padded on the side that the proof saw: a head may read a fixed
-        column, which must not become padding. Holes in a mask never fit.
+        """Whether all samples of a micro-batch are padded on a side that the proof has tested.
+
+        A head may read a fixed column (the first or the last token), which must not become padding.
+        During the proof, records the side instead. False if a sample has padding between its
+        tokens. True if there is no mask of tokens: then nothing is packed.
         """
         mask = call.micro_batch.batch.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
-            return True  # nothing is packed
+            return True
         sides = padded_sides(mask)
         if self._is_on_trial and len(sides) == 1:
             self._proven_sides |= sides
         return sides <= self._proven_sides
 
     def before(self, call: Call) -> None:
-        self._shared.clear()
-        self._tokens = _tokens(call, self._gain_needed(call.keys.device))
+        """Before a micro-batch's forward, find its real tokens if it is to be packed.
+
+        Then dropout masks are drawn by this object instead of by `SampleMasks`.
+        """
+        self._packed_arguments.clear()
+        device = call.keys.device
+        self._tokens = _tokens_to_pack(call, self._padding_ratio_to_exceed(device))
         if self._tokens is not None:
             self._was_packed = True
             self._padded_masks = self._dropout.source
             self._packed_masks = PackedMasks(self._tokens, self._padded_masks)
-            self._attention.start(self._samples_for_kernel(call))
+            self._attention.start_micro_batch(self._samples_for_kernel(call))
             self._dropout.source = self
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
+        """Hook the layers, and replace transformers' attention functions, within the block."""
         with ExitStack() as stack:
-            stack.callback(self._shared.clear)
+            stack.callback(self._packed_arguments.clear)
             stack.callback(setattr, self, "_tokens", None)
-            stack.callback(self._attention.start, None)
+            stack.callback(self._attention.start_micro_batch, None)
             # Within the window, because FSDP and checkpointing may have wrapped the layers.
             for layer in self._layers:
-                handle = layer.register_forward_pre_hook(self._enter, with_kwargs=True)
+                handle = layer.register_forward_pre_hook(self._pack_arguments, with_kwargs=True)
                 stack.callback(handle.remove)
-            handle = self._layers[-1].register_forward_hook(self._leave)
+            handle = self._layers[-1].register_forward_hook(self._unpack_output)
             stack.callback(handle.remove)
-            original = AttentionInterface.get_interface
+            original_get_interface = AttentionInterface.get_interface
 
             def get_interface(*args: Any) -> Callable:
-                return partial(self._attend, original(*args))
+                """Return the attention function of a model, wrapped by `_attend`."""
+                return partial(self._attend, original_get_interface(*args))
 
             stack.enter_context(override(AttentionInterface, get_interface=get_interface))
             yield
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
-        """Draw a mask: of packed tokens within layers, of padded samples elsewhere and for
-        attention weights.
+        """Draw a dropout mask: of packed tokens within layers, else of padded samples.
+
+        Attention weights are of padded samples, too. Keyed dropout calls this in place of
+        `SampleMasks.mask`.
+
+        Args:
+            site: The dropout site.
+            shape: Shape of the mask.
+            drop_probability: Probability that an element is dropped.
         """
-        return self._source_of(site).mask(site, shape, drop_probability)
+        return self._masks_of(site).mask(site, shape, drop_probability)
 
     def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply dropout to all elements of an input."""
-        return self._source_of(site).drop(site, input, drop_probability)
+        """Apply dropout to all elements of an input, with the mask that `mask` would draw.
 
-    def _source_of(self, site: DropoutSite) -> PackedMasks | SampleMasks:
-        is_packed = site.module in self._modules and not self._is_in_attention
+        Keyed dropout calls this in place of `SampleMasks.drop`.
+        """
+        return self._masks_of(site).drop(site, input, drop_probability)
+
+    def _masks_of(self, site: DropoutSite) -> PackedMasks | SampleMasks:
+        """Return what draws the masks of a dropout site: for packed tokens or padded samples."""
+        is_packed = site.module in self._modules_in_layers and not self._is_in_attention
         return self._packed_masks if is_packed else self._padded_masks
 
-    def _gain_needed(self, device: torch.device) -> float:
-        """Return the padding ratio above which a micro-batch on this device is packed."""
+    def _padding_ratio_to_exceed(self, device: torch.device) -> float:
+        """Return the padding ratio (padded / real tokens) above which packing is faster.
+
+        It is lower if the attention kernel runs on the device and the model draws dropout.
+        """
         if self._dropout.sites and self._attention.can_run(device):
-            return GAIN_WITH_KERNEL
-        return self._gain
+            return MIN_PADDING_RATIO_WITH_KERNEL
+        return self._min_padding_ratio
 
     def _samples_for_kernel(self, call: Call) -> PackedSamples | None:
-        """Return the packed samples; None if the attention kernel cannot run here, or needs other
-        padding.
+        """Return lengths and starts of a micro-batch's samples for the attention kernel.
+
+        None if the kernel does not run on the device, or samples are padded on another side than
+        the right.
         """
         mask = call.micro_batch.batch["attention_mask"]
         if not self._attention.can_run(call.keys.device) or not padded_sides(mask) <= {"right"}:
             return None
         return PackedSamples.of(mask, call.keys)
 
-    def _enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
-        """Before a layer: pack per-token arguments; the first layer receives padded hidden
-        states.
+    def _pack_arguments(
+        self, layer: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
+        """Forward pre-hook of each layer: pack its arguments that have a row per token.
+
+        The hidden states are packed before the first layer only. A generation cache becomes None.
+        Returns None, which changes nothing, if the micro-batch is not packed.
         """
-        tokens = self._tokens
-        if tokens is None:
+        if self._tokens is None:
             return None
-        positional = dict(zip(self._names, args, strict=False))
-        first = next(iter(positional), "hidden_states")  # its name differs between models
+        positional = dict(zip(self._parameter_names, args, strict=False))
+        # The first argument is the hidden states; its name differs between models.
+        hidden_name = next(iter(positional), "hidden_states")
         changed: dict[str, Any] = {}
         for name, value in (positional | kwargs).items():
-            if name == first:
-                changed[name] = self._packed_hidden(layer, value)
+            if name == hidden_name:
+                changed[name] = self._packed_hidden_states(layer, value)
             elif name in PER_TOKEN:
-                changed[name] = self._per_token(value)
+                changed[name] = self._packed_argument(value)
             elif isinstance(value, Cache):
                 changed[name] = None  # not needed in training
         args = tuple(changed.get(name, value) for name, value in positional.items())
         kwargs = {name: changed.get(name, value) for name, value in kwargs.items()}
         return args, kwargs
 
-    def _packed_hidden(self, layer: nn.Module, hidden: Tensor) -> Tensor:
-        """Return the hidden states of a layer, packed before the first one.
+    def _packed_hidden_states(self, layer: nn.Module, hidden_states: Tensor) -> Tensor:
+        """Return the hidden states of a layer: packed before the first one, then unchanged.
+
+        Args:
+            layer: The layer.
+            hidden_states: Of shape (samples, width, hidden size) before the first layer, else (1,
+                num_tokens, hidden size).
 
         Raises:
-            ConfigError: If they are neither padded nor packed.
+            ConfigError: If they have another shape.
         """
         tokens = self._tokens
-        if layer is self._layers[0] and hidden.shape[:2] == tokens.padded_shape:
-            return tokens.pack(hidden)
-        if hidden.shape[:2] != tokens.packed_shape:
+        if layer is self._layers[0] and hidden_states.shape[:2] == tokens.padded_shape:
+            return tokens.pack(hidden_states)
+        if hidden_states.shape[:2] != tokens.packed_shape:
             raise ConfigError(
-                f"packed layers received hidden states of shape {list(hidden.shape)} for tokens "
-                f"of shape {list(tokens.padded_shape)}: the model's control flow depends on the "
-                "data. Prove it again, or omit packing."
+                f"packed layers received hidden states of shape {list(hidden_states.shape)} for "
+                f"tokens of shape {list(tokens.padded_shape)}: the model's control flow depends on "
+                "the data. Prove it again, or omit packing."
             )
-        return hidden
+        return hidden_states
 
-    def _leave(self, layer: nn.Module, args: tuple, output: Any) -> Any:
-        """After the last layer: unpack to padded hidden states."""
+    def _unpack_output(self, layer: nn.Module, args: tuple, output: Any) -> Any:
+        """Forward hook of the last layer: unpack the hidden states to a padded batch.
+
+        Unchanged if the micro-batch is not packed.
+
+        Args:
+            layer: The last layer.
+            args: Its arguments.
+            output: The hidden states, or a tuple that starts with them.
+        """
         tokens = self._tokens
         if tokens is None:
             return output
         if isinstance(output, Tensor):
-            return tokens.spread(output)
-        hidden, *others = output
-        return (tokens.spread(hidden), *others)
+            return tokens.unpack(output)
+        hidden_states, *others = output
+        return (tokens.unpack(hidden_states), *others)
 
-    def _per_token(self, value: Any) -> Any:
-        """Pack a tensor of shape (n or 1, S, ...), or a tuple of such, once for all layers; return
-        other values unchanged.
+    def _packed_argument(self, value: Any) -> Any:
+        """Pack a per-token argument of a layer, such as position ids.
+
+        Packs a tensor of shape (samples or 1, width, ...), or each one in a tuple. The result is
+        cached, because all layers get the same tensor. Other values are unchanged.
         """
         if isinstance(value, tuple | list):
-            return tuple(map(self._per_token, value))
+            return tuple(map(self._packed_argument, value))
         tokens = self._tokens
         if not isinstance(value, Tensor):
             return value
         if value.shape[:2] not in (tokens.padded_shape, (1, tokens.width)):
             return value
-        for padded, packed in self._shared:
+        for padded, packed in self._packed_arguments:
             if padded is value:
                 return packed
         packed = tokens.pack(value)
-        self._shared.append((value, packed))
+        self._packed_arguments.append((value, packed))
         return packed
 
     def _attend(
@@ -239,79 +296,107 @@ class Packing(SpeedUp):
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
-        **more: Any,
+        **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Call an attention function of transformers, or the kernel that computes the same from
-        packed tokens.
+        """Replace an attention function of transformers, for packed tokens.
 
-        Without the kernel: pad (1, heads, T, size), use the model's own mask, and pack the result.
+        The attention kernel computes them as they are, if it supports this call. Otherwise query,
+        key and value are unpacked to padded samples, the original function is called with the
+        model's own mask, and its output is packed. The original is called unchanged outside of the
+        packed layers.
+
+        Args:
+            original: The attention function.
+            module: The model's attention module.
+            query: Queries, of shape (1, num_heads, num_tokens, head_dim).
+            key: Keys, of shape (1, num_kv_heads, num_tokens, head_dim).
+            value: Values, of the shape of the keys.
+            attention_mask: The mask of the padded samples, or None.
+            options: The other arguments of the attention function.
+
+        Returns:
+            The output, of shape (1, num_tokens, num_heads, head_dim), and None in place of the
+            attention weights.
         """
         tokens = self._tokens
-        if tokens is None or module not in self._modules:
-            return original(module, query, key, value, attention_mask, **more)
-        attended = self._attention.attend(original, module, query, key, value, attention_mask, more)
-        if attended is not None:
-            return attended, None
-        if "position_ids" in more:
-            more["position_ids"] = None  # of packed tokens; the mask already separates samples
-        padded = [tokens.spread(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
+        if tokens is None or module not in self._modules_in_layers:
+            return original(module, query, key, value, attention_mask, **options)
+        output = self._attention.attend(
+            original, module, query, key, value, attention_mask, options
+        )
+        if output is not None:
+            return output, None
+        if "position_ids" in options:
+            options["position_ids"] = None  # of packed tokens; the mask already separates samples
+        padded = [tokens.unpack(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
         with override(self, _is_in_attention=True):
-            output, *_ = original(module, *padded, attention_mask, **more)
+            output, *_ = original(module, *padded, attention_mask, **options)
         return tokens.pack(output), None
 
 
-def find_stack(model: nn.Module) -> nn.ModuleList | None:
-    """Return the outermost list of equal layers with the most parameters; None without one."""
+def find_layer_stack(model: nn.Module) -> nn.ModuleList | None:
+    """Find a model's transformer layers: its largest `nn.ModuleList` of layers of one class.
+
+    Lists within another one are skipped; the largest has the most parameters. None if there is
+    none.
+    """
     stacks: dict[str, nn.ModuleList] = {}
     for name, module in model.named_modules():
-        is_stack = isinstance(module, nn.ModuleList) and len({type(layer) for layer in module}) == 1
-        is_inner = any(name.startswith(f"{outer}.") for outer in stacks)
+        is_list = isinstance(module, nn.ModuleList)
+        is_stack = is_list and len({type(layer) for layer in module}) == 1
+        is_inner = any(name.startswith(f"{outer_name}.") for outer_name in stacks)
         if is_stack and not is_inner:
             stacks[name] = module
     return max(stacks.values(), key=_num_parameters, default=None)
 
 
 def _num_parameters(module: nn.Module) -> int:
+    """Count the elements of all parameters of a module, to find the largest stack of layers."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def padded_sides(mask: Tensor) -> set[str]:
-    """Find out where the samples of a batch are padded: "right", "left", "inside"; empty without
-    padding.
+    """Find out on which sides the samples of a batch are padded.
 
     Args:
-        mask: The attention mask, of shape (samples, tokens).
+        mask: The attention mask, 1 for each real token, of shape (samples, width).
+
+    Returns:
+        Some of "right", "left" and "inside"; empty without padding. "inside" stands for a sample
+        with padding between its tokens, or on both sides.
 
     >>> padded_sides(torch.tensor([[1, 1, 0], [1, 1, 1]]))
     {'right'}
     """
-    falls = mask[:, 1:] < mask[:, :-1]
-    rises = mask[:, 1:] > mask[:, :-1]
-    both = falls.any(1) & rises.any(1)
-    sides = {
-        "right": bool((falls.any(1) & ~both).any()),
-        "left": bool((rises.any(1) & ~both).any()),
-        "inside": bool(both.any()),
-    }
-    return {side for side, is_there in sides.items() if is_there}
+    has_fall = (mask[:, 1:] < mask[:, :-1]).any(1)  # padding after a token
+    has_rise = (mask[:, 1:] > mask[:, :-1]).any(1)  # a token after padding
+    sides = set()
+    if (has_fall & ~has_rise).any():
+        sides.add("right")
+    if (has_rise & ~has_fall).any():
+        sides.add("left")
+    if (has_fall & has_rise).any():
+        sides.add("inside")
+    return sides
 
 
-def _tokens(call: Call, gain: float) -> PackedTokens | None:
-    """Find the real tokens of a micro-batch that is worth packing.
+def _tokens_to_pack(call: Call, min_padding_ratio: float) -> PackedTokens | None:
+    """Find the real tokens of a micro-batch, if it can be packed and that is worth it.
 
     Args:
-        call: The micro-batch.
-        gain: Padding ratio (padded / real tokens) above which it is.
+        call: The micro-batch's forward and backward.
+        min_padding_ratio: Padding ratio (padded / real tokens) above which packing is worth it.
 
     Returns:
-        None if the batch has no attention mask on the host, too little padding, or targets
-        predicted at the padding.
+        None if the batch has no 0/1 attention mask of tokens on the CPU, too little padding, a
+        sample without tokens, or targets that are predicted at the padding.
     """
     batch = call.micro_batch.batch
     mask = batch.get("attention_mask")
     if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
         return None
-    if mask.numel() <= gain * int(mask.count_nonzero()):
+    num_tokens = int(mask.count_nonzero())
+    if mask.numel() <= min_padding_ratio * num_tokens:
         return None
     if _has_targets_at_padding(mask, batch.get("labels")):
         return None
@@ -319,8 +404,14 @@ def _tokens(call: Call, gain: float) -> PackedTokens | None:
 
 
 def _has_targets_at_padding(mask: Tensor, labels: Any) -> bool:
-    """Whether a label is predicted at the padding: that of column t at t or, in causal heads, at
-    t - 1.
+    """Whether any label of a batch is predicted from the logits of a padding token.
+
+    A masked language model predicts the label of column t at column t; a causal one at t - 1. As
+    the kind of head is unknown, both are checked. False for labels of another shape than the mask.
+
+    Args:
+        mask: The attention mask, 1 for each real token, of shape (samples, width).
+        labels: The labels, -100 where ignored, of the shape of the mask.
     """
     if not isinstance(labels, Tensor) or labels.shape != mask.shape:
         return False

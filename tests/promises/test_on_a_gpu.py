@@ -56,7 +56,7 @@ def gradient(accelerator, model, samples, size, speed_ups=None, seed=0):
     proven = hf_ga.prove_targets(prepared, samples, h.pad_right, speed_ups=speed_ups)
     for speed_up in speed_ups or ():
         assert speed_up in proven.speed_ups, proven.left_out
-        speed_up._gain = 1.0  # packs however few tokens that saves
+        speed_up._min_padding_ratio = 1.0  # packs however few tokens that saves
     sizes = {
         "per_device_batch_size": size,
         "global_batch_size": WINDOW,

@@ -21,7 +21,7 @@ import hf_ga.exact.precision
 from hf_ga.exact.forward import run_forward
 from hf_ga.exact.precision import at_least_float32
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
-from hf_ga.proof.precision import tensors_in
+from hf_ga.proof.precision import temporary_dtype
 from hf_ga.proof.probes import TOLERANCE
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
@@ -266,7 +266,7 @@ def test_frozen_parameters_of_any_type(case, monkeypatch):
     h.assert_promise_1(grads, full, grads64, ROUNDING[precision])
 
     monkeypatch.setattr(
-        hf_ga.proof.precision, "tensors_in", lambda *_: contextlib.nullcontext()
+        hf_ga.proof.precision, "temporary_dtype", lambda *_: contextlib.nullcontext()
     )  # the control
     assert not proven_exactly(prepared, samples)
 
@@ -322,7 +322,7 @@ def test_parameters_come_back_after_an_error(dtype):
     before = storages(model)
     with (
         pytest.raises((ZeroDivisionError, TypeError, RuntimeError)),
-        tensors_in(model.parameters(), dtype),
+        temporary_dtype(model.parameters(), dtype),
     ):
         raise ZeroDivisionError
     assert storages(model) == before

@@ -112,7 +112,7 @@ def kernel(case, keys, q, k, v):
         drop_probability=case.drop_probability,
         scale=case.size**-0.5,
         is_causal=case.is_causal,
-        window=case.window,
+        sliding_window=case.window,
         softcap=case.softcap,
     )
 
@@ -240,8 +240,8 @@ def test_views_of_one_projection_are_read_where_they_are():
 @pytest.mark.parametrize(
     ("case", "seeded", "why"),
     [
-        (Case((5,), is_causal=False, window=2), True, "a window needs causal attention"),
-        (Case((5,), size=257), True, "head size 257"),
+        (Case((5,), is_causal=False, window=2), True, "a sliding window needs causal attention"),
+        (Case((5,), size=257), True, "head_dim 257"),
         (Case((5,)), False, "seeds are needed"),
     ],
 )
@@ -257,5 +257,5 @@ def test_what_is_not_supported_is_an_error(case, seeded, why):
             drop_probability=case.drop_probability,
             scale=1.0,
             is_causal=case.is_causal,
-            window=case.window,
+            sliding_window=case.window,
         )

@@ -20,7 +20,11 @@ import hf_ga
 from hf_ga.exact.hooks import Call
 from hf_ga.finetuning.run.losses import SmoothedCrossEntropy
 from hf_ga.speed import chunked_loss, lazy_logits
-from hf_ga.speed.chunked_loss import OutputProjection, cross_entropy, rows_of_chunk
+from hf_ga.speed.chunked_loss import (
+    OutputProjection,
+    choose_rows_per_chunk,
+    chunked_cross_entropy,
+)
 from hf_ga.speed.lazy_logits import ChunkedLoss, LazyLogits
 
 HEADS = [  # class, kind, model type: softmax caps, scales, biases inside and outside of the layer, ties, several projections
@@ -44,7 +48,7 @@ def no_values(monkeypatch):
     def refuse(logits):
         raise AssertionError("the logits were made")
 
-    monkeypatch.setattr(LazyLogits, "values", refuse)
+    monkeypatch.setattr(LazyLogits, "materialize", refuse)
 
 
 def chunked(model, rows=3):
@@ -71,10 +75,10 @@ def test_loss_and_gradient_are_the_heads_own(model_type, name, kind, no_values):
     head = chunked(model)
     with head.scope(model):
         lazy_loss, lazy = loss_and_gradient(model, batch)
-        assert head._rows == [int((labels != h.IGNORED).sum())]
+        assert head._num_rows == [int((labels != h.IGNORED).sum())]
     assert lazy_loss == pytest.approx(loss, rel=1e-6)
     assert h.relative_error(lazy, plain) <= 2e-6
-    assert "forward" not in vars(head.layer), "something was left behind"
+    assert "forward" not in vars(head.output_layer), "something was left behind"
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_it_is_the_definition_and_what_needs_no_gradient_gets_none(trained):
     head = OutputProjection(tensors["weight"], tensors["bias"], torch.float64)
     whole = F.cross_entropy(F.linear(*tensors.values()), target)
     for rows in (2, 7):
-        loss = cross_entropy(head, tensors["hidden"], target, rows, mean=True)
+        loss = chunked_cross_entropy(head, tensors["hidden"], target, rows, mean=True)
         torch.testing.assert_close(loss, whole, rtol=1e-14, atol=0)
         assert loss.requires_grad == bool(trained)
         if trained:
@@ -101,7 +105,7 @@ def test_it_is_the_definition_and_what_needs_no_gradient_gets_none(trained):
             for ours, true in zip(*gradients, strict=True):
                 torch.testing.assert_close(ours, true, rtol=1e-12, atol=1e-15)
         with torch.no_grad():
-            assert cross_entropy(head, tensors["hidden"], target, rows, mean=True) == loss
+            assert chunked_cross_entropy(head, tensors["hidden"], target, rows, mean=True) == loss
 
 
 @pytest.mark.parametrize(
@@ -135,7 +139,7 @@ def one_layer(use, hidden, lazy):
     head = chunked(model)
     with head.scope(model) if lazy else nullcontext():
         loss = model(x)
-        rows = list(head._rows)
+        rows = list(head._num_rows)
     loss.sum().backward()
     return loss.detach(), x.grad, *(p.grad for p in model.parameters()), rows
 
@@ -192,8 +196,8 @@ def written(x):
 
 @pytest.mark.parametrize("name", [*HANDED_ON, *MADE])
 def test_what_heads_do_with_logits(name, monkeypatch):
-    made, values = [], LazyLogits.values
-    monkeypatch.setattr(LazyLogits, "values", lambda logits: made.append(1) or values(logits))
+    made, values = [], LazyLogits.materialize
+    monkeypatch.setattr(LazyLogits, "materialize", lambda logits: made.append(1) or values(logits))
     hidden, found = torch.randn(2, 3, 16), []
 
     def use(logits):
@@ -220,7 +224,7 @@ def test_logits_know_what_they_are_and_become_what_the_layer_would_have_given(mo
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(x)
         with monkeypatch.context() as patch:
-            patch.setattr(LazyLogits, "values", None)
+            patch.setattr(LazyLogits, "materialize", None)
             assert (logits.shape, logits.size(-1), logits.dim(), len(logits)) == (
                 (2, 3, 40),
                 40,
@@ -238,15 +242,15 @@ def test_logits_know_what_they_are_and_become_what_the_layer_would_have_given(mo
 
 
 def layer_of(model):
-    return chunked(model).layer
+    return chunked(model).output_layer
 
 
 def test_layers_that_are_left_alone(monkeypatch):
     model = h.bert_masked_lm()
     assert layer_of(model) is model.cls.predictions.decoder
-    monkeypatch.setattr(lazy_logits, "UNITS", (tf.BertForMaskedLM,))
+    monkeypatch.setattr(lazy_logits, "FSDP_CLASSES", (tf.BertForMaskedLM,))
     assert layer_of(model) is not None, "the root has its parameters until the end of its forward"
-    monkeypatch.setattr(lazy_logits, "UNITS", (type(model.cls),))
+    monkeypatch.setattr(lazy_logits, "FSDP_CLASSES", (type(model.cls),))
     assert layer_of(model) is None, "FSDP shards it again before the loss"
     model = h.gpt2()
     assert layer_of(model) is model.lm_head
@@ -284,14 +288,16 @@ def test_memory_is_that_of_a_chunk():
     )
     target, rows = torch.randint(0, 5000, (600,)), 13
     head = OutputProjection(weight, None, torch.float32)
-    lazy = peak_bytes(lambda: cross_entropy(head, hidden, target, rows, mean=True).backward())
+    lazy = peak_bytes(
+        lambda: chunked_cross_entropy(head, hidden, target, rows, mean=True).backward()
+    )
     plain = peak_bytes(lambda: F.cross_entropy(F.linear(hidden, weight), target).backward())
     logits, gradients = 600 * 5000 * 4, (hidden.numel() + weight.numel()) * 4
     assert plain > 2 * logits
     assert lazy < 4 * (rows * 5000 * 4) + 4 * gradients < logits / 4
     on_gpu = torch.empty(4096, 256, device="meta"), torch.empty(16384, 4096, device="meta")
-    assert rows_of_chunk(on_gpu[0], 50_000) == chunked_loss.CHUNK_BYTES // 200_000
-    assert rows_of_chunk(on_gpu[1], 128_000) == 16384 * 4096 // 128_000, (
+    assert choose_rows_per_chunk(on_gpu[0], 50_000) == chunked_loss.CHUNK_BYTES // 200_000
+    assert choose_rows_per_chunk(on_gpu[1], 128_000) == 16384 * 4096 // 128_000, (
         "not smaller than the hidden states"
     )
 
@@ -306,7 +312,9 @@ def test_fp16_gradients_are_computed_with_the_loss_scale_on():
     target, grads = torch.zeros(40, dtype=torch.long), []
     for scale in (1.0, 2.0**16):
         weight = w.clone().requires_grad_()
-        loss = cross_entropy(OutputProjection(weight, None, torch.float16), x, target, 8, mean=True)
+        loss = chunked_cross_entropy(
+            OutputProjection(weight, None, torch.float16), x, target, 8, mean=True
+        )
         (loss * scale).backward()
         grads.append(weight.grad[1:] / scale)
     assert not grads[0].any()
@@ -388,7 +396,7 @@ def test_another_number_of_targets_than_counted_is_an_error():
     )
     (head,) = rule.speed_ups
     for counted in (number, number + 1, number - 1):
-        head._count = lambda batch, num_samples, counted=counted: counted
+        head._count_on_host = lambda batch, num_samples, counted=counted: counted
         with head.scope(model):
             head.before(Call(hf_ga.MicroBatch(batch, rows, rows), counts=(counted,)))
             if counted == number:

@@ -22,7 +22,7 @@ from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.proof.sites import find_dropout_sites
-from hf_ga.speed.packed_attention import arguments_of, is_plain_mask
+from hf_ga.speed.packed_attention import attention_arguments, is_plain_mask
 from hf_ga.speed.packing import Packing
 
 pytest.importorskip("triton", reason="the kernels need Triton")
@@ -145,7 +145,7 @@ class Windows:
         self.packing = Packing(use_kernel=use_kernel)
         reason = self.packing.attach(model, self.dropout, reads_logits=False, has_router=False)
         assert not reason
-        self.packing._gain = 1.0 if use_kernel else np.inf
+        self.packing._min_padding_ratio = 1.0 if use_kernel else np.inf
 
     def probe(self, count):
         batch = self.collate([self.samples[0]] * count)
@@ -382,7 +382,7 @@ def test_only_known_arguments_are_understood(function, options, is_understood):
     module = nn.Identity()
     query = torch.ones(1, 2, 3, 8)
     mask = torch.ones(1, 1, 3, 3, dtype=torch.bool)
-    assert arguments_of(function, module, query, mask, options) is None, "causal or not?"
+    assert attention_arguments(function, module, query, mask, options) is None, "causal or not?"
     module.is_causal = True
-    found = arguments_of(function, module, query, mask, options)
+    found = attention_arguments(function, module, query, mask, options)
     assert (found is not None) == is_understood

@@ -177,7 +177,7 @@ def packing_of(model, sample):
     dropout = find_dropout_sites(model, lambda count: model(**pad_right([sample] * count)))
     packing = Packing()
     assert not packing.attach(model, dropout, reads_logits=False, has_router=False)
-    packing._gain = 1.0
+    packing._min_padding_ratio = 1.0
     return packing
 
 
@@ -206,7 +206,7 @@ def packed_gradient(packing, samples, split, dtype=torch.float32, padded=False, 
     """
     model = packing._dropout.model.to(dtype)
     model.zero_grad()
-    packing._gain = np.inf if padded else 1.0
+    packing._min_padding_ratio = np.inf if padded else 1.0
     total, value = num_targets(model, collate(samples)), 0.0
     with scope(packing, model):
         for rows in split:
@@ -440,10 +440,10 @@ def test_what_gains_nothing_stays_padded():
     packing = packing_of(helpers.bert_masked_lm(), token_samples(1)[0])
     mask = torch.ones(4, 20, dtype=torch.long)
     mask[0, 18:] = 0  # 80 padded tokens for 78 real ones
-    for gain, expected in [(Packing()._gain, False), (1.0, True), (1.2, False)]:
-        packing._gain = gain
+    for gain, expected in [(Packing()._min_padding_ratio, False), (1.0, True), (1.2, False)]:
+        packing._min_padding_ratio = gain
         assert is_packed(packing, {"attention_mask": mask}) == expected
-    packing._gain = 1.0
+    packing._min_padding_ratio = 1.0
     for other in (mask[:, :18], mask.float() * 0.5, torch.zeros_like(mask), mask[None]):
         assert not is_packed(packing, {"attention_mask": other})
     packing.before(
@@ -493,7 +493,7 @@ def test_a_window_with_an_own_loss_is_the_same_packed_and_padded():
     rule = hf_ga.prove_targets(model, samples, pad_right, loss_fn=sum_loss, speed_ups=[packing])
     assert rule.speed_ups == (packing,)
     found = []
-    for packing._gain in (np.inf, 1.0):
+    for packing._min_padding_ratio in (np.inf, 1.0):
         gradients, result = window_gradient(
             model, one_window(samples, 4), rule=rule, loss_fn=sum_loss
         )

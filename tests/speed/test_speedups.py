@@ -56,7 +56,7 @@ def proven(model, samples, speed_ups=None):
     rule = hf_ga.prove_targets(model, samples, h.pad_right, speed_ups=speed_ups)
     for speed_up in rule.speed_ups:
         if isinstance(speed_up, Packing):
-            speed_up._gain = 1.0  # however few tokens that saves
+            speed_up._min_padding_ratio = 1.0  # however few tokens that saves
     return rule
 
 
