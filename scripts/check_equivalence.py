@@ -13,10 +13,10 @@ from accelerate import Accelerator
 import hf_ga.finetuning.run  # noqa: F401  (first: its error names the packages that are missing)
 from hf_ga.check.arms import ARMS
 from hf_ga.check.check import check_equivalence
-from hf_ga.check.layouts import NAMES, least_samples
+from hf_ga.check.layouts import NAMES, min_samples
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS
-from hf_ga.check.subjects import StepFunction
+from hf_ga.check.steps import StepFunction
 from hf_ga.errors import ConfigError
 from hf_ga.exact.order import epoch_order
 from hf_ga.finetuning.data.data import PreparedData
@@ -121,7 +121,7 @@ def window_samples(config: CheckConfig, data: PreparedData, num_processes: int) 
     samples = list(proof_samples(data, "train"))
     most = QUICK_SAMPLES if config.quick else MOST_SAMPLES
     window_size = min(config.layout(num_processes).window_size, most)
-    window_size = max(window_size, least_samples(num_processes))
+    window_size = max(window_size, min_samples(num_processes))
     window_size = min(window_size, len(samples))
     evenly_spread = np.linspace(0, len(samples) - 1, window_size).astype(int)
     picked = [samples[i] for i in evenly_spread]
