@@ -1,5 +1,5 @@
-"""Predict the time of one optimizer step on a GPU with a roofline model, without a GPU: the times are
-computed, not measured.
+"""Predict the time of one optimizer step on a GPU with a roofline model, without a GPU: the times
+are computed, not measured.
 
 For each way of training, the script counts what one window (the samples of one optimizer step) of
 docstrings needs: floating point operations, bytes that pass through the GPU's memory, and kernel
@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from benchmark.setting import MODELS, documentation_strings
+from benchmark.setting import MODELS, docstring_samples
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -362,8 +362,8 @@ def _loss(
 def _fused_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Replacement for `F.dropout` with one kernel in the forward and one in the backward, as torch's
-    and hf_ga's dropout have on a GPU.
+    """Replacement for `F.dropout` with one kernel in the forward and one in the backward, as
+    torch's and hf_ga's dropout have on a GPU.
     """
     if not training or p == 0:
         return input
@@ -538,7 +538,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--layers", type=int, default=12, help="layers of the models (default: 12)")
     flags = parser.parse_args(arguments)
     for kind in flags.models:
-        samples = documentation_strings(kind, MAX_LENGTH, flags.num_samples)["samples"]
+        samples = docstring_samples(kind, MAX_LENGTH, flags.num_samples)["samples"]
         lengths = np.array([len(sample["input_ids"]) for sample in samples])
         shape = replace(SHAPES[kind], layers=flags.layers)
         works = {
@@ -548,8 +548,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         real_tokens = lengths.sum() / (len(lengths) / flags.window)
         for device in map(DEVICES.get, flags.devices):
             print(
-                f"{MODEL_NAMES[kind]} on one {device.name}, bf16, {real_tokens:,.0f} real tokens in a "
-                f"window of {flags.window} (computed, not measured)\n"
+                f"{MODEL_NAMES[kind]} on one {device.name}, bf16, {real_tokens:,.0f} real tokens "
+                f"in a window of {flags.window} (computed, not measured)\n"
             )
             print(table(works, device, real_tokens), end="\n\n")
 
