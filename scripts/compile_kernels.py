@@ -190,8 +190,14 @@ def read_registers(cubin: bytes) -> tuple[int, int]:
 def print_row(
     resources: KernelResources, launch: Launch, head_dim: int, dtype: str, capability: int
 ) -> None:
-    """Print one compiled attention kernel as a line of the table; arguments as in
-    `compile_kernel`.
+    """Print the resources of one compiled attention kernel as a line of the table.
+
+    Args:
+        resources: The resources that the kernel uses.
+        launch: Its block sizes, warps and stages.
+        head_dim: Elements of one attention head.
+        dtype: A key of `DTYPES`.
+        capability: Compute capability of the GPU times 10.
     """
     blocks = f"{launch.rows}x{launch.columns}"
     shared_kib = resources.shared_bytes / 1024

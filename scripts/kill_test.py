@@ -252,7 +252,7 @@ class Runs:
 
     Args:
         folder: The folder of inputs and outputs; the inputs are written into it.
-        processes: Number of ranks of each run.
+        num_processes: Number of ranks of each run.
 
     Attributes:
         seconds: Duration of an uninterrupted run; 0 before `measure`.
@@ -262,11 +262,11 @@ class Runs:
             shared memory.
     """
 
-    def __init__(self, folder: Path, processes: int) -> None:
+    def __init__(self, folder: Path, num_processes: int) -> None:
         self.folder = folder
-        self.processes = processes
+        self.num_processes = num_processes
         self.seconds = 0.0
-        self.operations = np.zeros(processes)
+        self.operations = np.zeros(num_processes)
         self.counts: list[Any] = []
         join_or_kill([start_process(write_inputs, folder)])
 
@@ -283,16 +283,16 @@ class Runs:
             The processes, one for each rank.
         """
         world_variables = {
-            "WORLD_SIZE": self.processes,
-            "LOCAL_WORLD_SIZE": self.processes,
+            "WORLD_SIZE": self.num_processes,
+            "LOCAL_WORLD_SIZE": self.num_processes,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": free_port(),
         }
-        self.counts = [SERVER.RawValue("i") for _ in range(self.processes)]
+        self.counts = [SERVER.RawValue("i") for _ in range(self.num_processes)]
         processes = []
         for rank, count in enumerate(self.counts):
             variables = {}
-            if self.processes > 1:
+            if self.num_processes > 1:
                 variables = {**world_variables, "RANK": rank, "LOCAL_RANK": rank}
             rank_dies_at = die_at if rank == victim else 0
             processes.append(
@@ -413,40 +413,57 @@ def kill_and_compare(runs: Runs, random: np.random.Generator, index: int) -> boo
         Whether the result differs. Then the files that the kill left are kept in left-`index`.
     """
     output = runs.folder / f"killed-{index}"
-    left = runs.folder / "left"
+    left_files = runs.folder / "left"
     at_operation = index % 2 == 1
-    resumes_previous = index % 4 >= 2 and left.exists()
+    resumes_previous = index % 4 >= 2 and left_files.exists()
     # The kill is drawn from this share of a run, from its start.
     share = 1.0
     while True:
         if resumes_previous:
-            shutil.copytree(left, output)
-        victim = int(random.integers(runs.processes))
-        seconds = TIME_LIMIT
-        die_at = 0
-        if at_operation:
-            victim = int(random.choice(runs.processes, p=runs.operations / runs.operations.sum()))
-            num_operations = max(1, int(share * runs.operations[victim]))
-            die_at = 1 + int(random.integers(num_operations))
-        else:
-            seconds = float(random.uniform(0, share * runs.seconds))
+            shutil.copytree(left_files, output)
+        victim, seconds, die_at = draw_kill(runs, random, at_operation, share)
         if runs.kill(output, victim, seconds, die_at):
             break
         shutil.rmtree(output)
         share /= 2
-    shutil.rmtree(left, ignore_errors=True)
+    shutil.rmtree(left_files, ignore_errors=True)
     if output.exists():
-        shutil.copytree(output, left)
+        shutil.copytree(output, left_files)
     found = resume_and_compare(runs, output)
     if not found:
         shutil.rmtree(output)
         return False
     moment = f"before file operation {die_at}" if at_operation else f"after {seconds:.3f} s"
     tqdm.write(f"kill {index} of process {victim} {moment}: {'; '.join(found)}")
-    if left.exists():
+    if left_files.exists():
         # Kept for inspection.
-        shutil.copytree(left, left.with_name(f"left-{index}"))
+        shutil.copytree(left_files, left_files.with_name(f"left-{index}"))
     return True
+
+
+def draw_kill(
+    runs: Runs, random: np.random.Generator, at_operation: bool, share: float
+) -> tuple[int, float, int]:
+    """Draw the rank to kill, and when, in the first part of a training run.
+
+    Args:
+        runs: The runs, after `measure`.
+        random: The random generator.
+        at_operation: Whether to kill before a file operation; False kills after a time.
+        share: The part of a run to draw from, 0 to 1.
+
+    Returns:
+        The rank; the seconds after which to kill it (`TIME_LIMIT` if `at_operation`); and the
+        number of the file operation, from 1, before which it kills itself (0 if not
+        `at_operation`).
+    """
+    victim = int(random.integers(runs.num_processes))
+    if not at_operation:
+        return victim, float(random.uniform(0, share * runs.seconds)), 0
+    probabilities = runs.operations / runs.operations.sum()
+    victim = int(random.choice(runs.num_processes, p=probabilities))
+    num_operations = max(1, int(share * runs.operations[victim]))
+    return victim, TIME_LIMIT, 1 + int(random.integers(num_operations))
 
 
 def resume_and_compare(runs: Runs, output: Path) -> list[str]:

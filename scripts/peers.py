@@ -47,7 +47,12 @@ Step = Callable[..., Any]  # step(model, micro_batches, accumulation_steps) of t
 
 def plain_step(model: nn.Module, micro_batches: list[Batch], accumulation_steps: int) -> None:
     """Accumulate gradients as most PyTorch tutorials do: divide each micro-batch's mean loss by the
-    accumulation steps.
+    accumulation steps. Leaves the window's gradient in `.grad`.
+
+    Args:
+        model: The model.
+        micro_batches: The collated micro-batches of the window.
+        accumulation_steps: Micro-batches of a full window.
     """
     for batch in micro_batches:
         loss = model(**batch).loss / accumulation_steps
@@ -60,6 +65,14 @@ def counting_step(
     """Accumulate gradients as Accelerate's guide does for samples of different lengths: divide the
     sum of each micro-batch's losses by the window's targets, and multiply by the accumulation
     steps, because Accelerate divides by them.
+
+    Args:
+        model: The model.
+        micro_batches: The collated micro-batches of the window.
+        accumulation_steps: Micro-batches of a full window.
+
+    Returns:
+        None in place of the loss, and the gradients.
     """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation_steps)
     loader = DataLoader(micro_batches, batch_size=1, collate_fn=lambda items: items[0])
@@ -78,7 +91,16 @@ def counting_step(
 def lightning_step(
     model: nn.Module, micro_batches: list[Batch], accumulation_steps: int
 ) -> tuple[None, Gradients]:
-    """Accumulate gradients with Lightning's Trainer and its `accumulate_grad_batches`."""
+    """Accumulate gradients with Lightning's Trainer and its `accumulate_grad_batches`.
+
+    Args:
+        model: The model.
+        micro_batches: The collated micro-batches of the window.
+        accumulation_steps: Micro-batches of a full window.
+
+    Returns:
+        None in place of the loss, and the gradients.
+    """
     from lightning.pytorch import LightningModule, Trainer
 
     getLogger("lightning.pytorch").setLevel(ERROR)
@@ -138,7 +160,13 @@ def sft_step() -> Step:
 
 def cached_step(model: EmbeddingModel, micro_batches: list[Batch], accumulation_steps: int) -> None:
     """Accumulate gradients as the trainer of sentence-transformers does: compute its cached
-    contrastive loss of each micro-batch, and divide it by the accumulation steps.
+    contrastive loss of each micro-batch, and divide it by the accumulation steps. Leaves the
+    window's gradient in `.grad`.
+
+    Args:
+        model: The model.
+        micro_batches: The collated micro-batches of the window.
+        accumulation_steps: Micro-batches of a full window.
     """
     from sentence_transformers.sentence_transformer.losses import (
         CachedMultipleNegativesRankingLoss,

@@ -143,25 +143,39 @@ class Work:
     micro_batches: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
-        """Add up each count."""
+        """Return the total work of two: each count is added."""
         return Work(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
 
     def __truediv__(self, number: float) -> "Work":
-        """Divide each count by a number."""
+        """Return the average work: each count is divided by `number`."""
         return Work(*(value / number for value in vars(self).values()))
 
 
 def random_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
-    """Split an epoch into micro-batches as Trainer does by default, in random order; arguments as
-    in `Mode.batches`.
+    """Split an epoch into micro-batches as Trainer does by default, in random order.
+
+    Args:
+        lengths: Tokens of each sample of the epoch, shape (samples,).
+        window: Samples of an optimizer step.
+        micro_batch: Maximum samples of a micro-batch.
+
+    Returns:
+        The sample indices of each micro-batch.
     """
     order = np.random.default_rng(0).permutation(len(lengths))
     return np.array_split(order, -(-len(order) // micro_batch))
 
 
 def grouped_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
-    """Split an epoch into micro-batches as Trainer's group_by_length does; arguments as in
-    `Mode.batches`.
+    """Split an epoch into micro-batches as Trainer's sampling strategy group_by_length does.
+
+    Args:
+        lengths: Tokens of each sample of the epoch, shape (samples,).
+        window: Samples of an optimizer step.
+        micro_batch: Maximum samples of a micro-batch.
+
+    Returns:
+        The sample indices of each micro-batch.
     """
     generator = torch.Generator().manual_seed(0)
     sampler = LengthGroupedSampler(window, lengths=lengths.tolist(), generator=generator)
@@ -169,16 +183,31 @@ def grouped_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[
 
 
 def rebalanced_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
-    """Split an epoch into micro-batches as Trainer's batch_rebalance does; arguments as in
-    `Mode.batches`.
+    """Split an epoch into micro-batches as Trainer's sampling strategy batch_rebalance does.
+
+    Args:
+        lengths: Tokens of each sample of the epoch, shape (samples,).
+        window: Samples of an optimizer step.
+        micro_batch: Maximum samples of a micro-batch.
+
+    Returns:
+        The sample indices of each micro-batch.
     """
     sampler = BatchRebalanceSampler(lengths.tolist(), window, 1, window // micro_batch)
     return [np.array(batch) for batch in sampler]
 
 
 def planned_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
-    """Split an epoch into windows in random order, and each into micro-batches by hf_ga's plan for
-    a GPU; arguments as in `Mode.batches`.
+    """Split an epoch into windows in random order, and each into micro-batches by hf_ga's plan by
+    length for a GPU.
+
+    Args:
+        lengths: Tokens of each sample of the epoch, shape (samples,).
+        window: Samples of an optimizer step.
+        micro_batch: Samples of a micro-batch of the longest samples; shorter ones are more.
+
+    Returns:
+        The sample indices of each micro-batch.
     """
     order = np.random.default_rng(0).permutation(len(lengths))
     plan = ByLength(micro_batch, None, GPU_OVERHEAD, in_step=False)

@@ -124,22 +124,43 @@ def correct_weights(counts: np.ndarray, full: int) -> np.ndarray:
 
 def mean_of_means(counts: np.ndarray, full: int) -> np.ndarray:
     """Weight all micro-batches equally, although they have different numbers of targets: a usual
-    mistake. Arguments as in `correct_weights`.
+    mistake of training loops.
+
+    Args:
+        counts: Targets of each micro-batch, shape (micro-batches,).
+        full: Micro-batches of a full window.
+
+    Returns:
+        The factor of each micro-batch's mean loss, shape (micro-batches,).
     """
     return np.full(len(counts), 1 / len(counts))
 
 
 def divided_by_full(counts: np.ndarray, full: int) -> np.ndarray:
-    """Divide the sum of the mean losses by the micro-batches of a full window, also in the short
-    last window of an epoch, whose gradient is then too small: a usual mistake. Arguments as in
-    `correct_weights`.
+    """Weight micro-batches correctly, but divide by the number of micro-batches of a full window in
+    the short last window of an epoch too, whose gradient is then too small: a usual mistake of
+    training loops.
+
+    Args:
+        counts: Targets of each micro-batch, shape (micro-batches,).
+        full: Micro-batches of a full window.
+
+    Returns:
+        The factor of each micro-batch's mean loss, shape (micro-batches,).
     """
     return counts / counts.sum() * len(counts) / full
 
 
 def not_divided(counts: np.ndarray, full: int) -> np.ndarray:
-    """Sum the micro-batches' gradients instead of averaging them: a usual mistake. Arguments as in
-    `correct_weights`.
+    """Sum the micro-batches' gradients instead of averaging them: a usual mistake of training
+    loops.
+
+    Args:
+        counts: Targets of each micro-batch, shape (micro-batches,).
+        full: Micro-batches of a full window.
+
+    Returns:
+        The factor of each micro-batch's mean loss, shape (micro-batches,).
     """
     return counts / counts.sum() * len(counts)
 
@@ -253,7 +274,9 @@ class Experiment:
         )
 
     def _windows(self, arm: Arm, accelerator: Accelerator) -> Iterator[Window]:
-        """Yield one window of samples for each optimizer step of a run, epoch after epoch."""
+        """Yield one window (the samples of an optimizer step) for each step of a training run,
+        epoch after epoch; for the mistake `same_window=False`, with other samples.
+        """
         # Without lengths, windows are split by number of samples, as the runs' names say.
         lengths = None if arm.planner is None else self.train["length"]
         loader = WindowLoader(

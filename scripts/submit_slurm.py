@@ -341,18 +341,42 @@ def submit(arguments: Sequence[str]) -> int:
     flags = make_parser().parse_args(arguments)
     job = node_job(flags)
     if flags.dry_run:
-        print(
-            _make_sbatch_string(
-                "python -m submitit.core._submit", flags.folder, **sbatch_parameters(flags)
-            )
-        )
-        for node in range(flags.nodes):
-            print(f"# node {node}: {shlex.join(job.launch_words(node, 'HOST', 'PORT'))}")
+        print_dry_run(job, flags)
         return 0
+    submitted = make_executor(flags).submit(job)
+    print(f"job {submitted.job_id}, log: {submitted.paths.stdout}", flush=True)
+    failure = submitted.exception() if flags.wait else None
+    if failure:
+        print(failure, file=sys.stderr)
+    return 1 if failure else 0
+
+
+def print_dry_run(job: NodeJob, flags: argparse.Namespace) -> None:
+    """Print SLURM's batch script and the launch command of each node, without submitting the job.
+
+    Args:
+        job: The job of each node.
+        flags: The parsed command-line flags.
+    """
+    command = "python -m submitit.core._submit"
+    print(_make_sbatch_string(command, flags.folder, **sbatch_parameters(flags)))
+    for node in range(flags.nodes):
+        print(f"# node {node}: {shlex.join(job.launch_words(node, 'HOST', 'PORT'))}")
+
+
+def make_executor(flags: argparse.Namespace) -> AutoExecutor:
+    """Build the submitit executor that submits a job to SLURM, or to this machine with --cluster
+    local.
+
+    Args:
+        flags: The parsed command-line flags.
+
+    Raises:
+        ConfigError: If SLURM is not available on this machine.
+    """
+    timeout_options = {f"{flags.cluster}_max_num_timeout": flags.max_timeouts}
     try:
-        executor = AutoExecutor(
-            flags.folder, flags.cluster, **{f"{flags.cluster}_max_num_timeout": flags.max_timeouts}
-        )
+        executor = AutoExecutor(flags.folder, flags.cluster, **timeout_options)
     except RuntimeError as error:
         raise ConfigError(
             f"SLURM is not available on this machine ({error}). Use --cluster local or --dry_run."
@@ -365,12 +389,7 @@ def submit(arguments: Sequence[str]) -> int:
         executor.update_parameters(
             **{f"slurm_{name}": value for name, value in sbatch_parameters(flags).items()}
         )
-    submitted = executor.submit(job)
-    print(f"job {submitted.job_id}, log: {submitted.paths.stdout}", flush=True)
-    failure = submitted.exception() if flags.wait else None
-    if failure:
-        print(failure, file=sys.stderr)
-    return 1 if failure else 0
+    return executor
 
 
 if __name__ == "__main__":

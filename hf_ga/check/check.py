@@ -174,8 +174,8 @@ def _check_has_weights(model: nn.Module, accelerator: Accelerator) -> None:
 def _run_and_explain_all(
     context: CheckContext, layouts: list[CheckedLayout], steps: Mapping[str, StepFunction]
 ) -> list[ReportRow]:
-    """Run hf_ga's own training step and the user's in all layouts, judge each, and find the causes
-    of failures.
+    """Run hf_ga's own training step and the user's in all layouts, compare their gradients with the
+    full batch's, and find the causes of failures.
 
     Args:
         context: The model and the settings of the check.
@@ -254,8 +254,9 @@ def _run_in_layout(
 
 
 def _prove_model(context: CheckContext) -> None:
-    """Find the model's dropout sites, prove its loss, and prepare it for hf_ga's own training step;
-    store the results in `context`. If hf_ga does not support the model, store the reason there.
+    """Find the checked model's dropout sites, prove its loss, and prepare it for hf_ga's own
+    training step. The results are stored in `context`, in place: `dropout`, `rule` and `prepared`,
+    or `refused` with the reason if hf_ga does not support the model.
 
     Modules whose random draws depend on the split are put into evaluation mode if the user allows
     them or the model is unsupported, because such draws cannot be compared.
@@ -287,8 +288,8 @@ def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
 
 
 def _describe_check(context: CheckContext) -> list[str]:
-    """Describe how the check was run, in one line each for the window, the reference, the limits,
-    the proof and, on several processes, their wrapper.
+    """Describe for the report how the check was run: one line for each of the window, the
+    reference, the limits, the proof and, on several processes, DDP or FSDP.
     """
     num_weights = [p.numel() for p in context.model.parameters() if p.requires_grad]
     proof = str(context.rule) if context.rule else "hf_ga found no counting rule for the targets"

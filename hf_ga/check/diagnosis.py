@@ -152,7 +152,9 @@ class Diagnosis:
         self.min_effect = EFFECT[context.precision]
 
     def causes(self) -> list[Cause]:
-        """Find all causes of the difference; if there is none, return one named "unknown"."""
+        """Find all causes why the training step's gradient differs from the full batch's; if none
+        is found, return one cause named "unknown".
+        """
         if self.refused and self.context.dropout.unkeyed:
             return [Cause("randomness", self.refused)]
         baseline = self._run_trial()
@@ -184,8 +186,8 @@ class Diagnosis:
     def _causes_of_suspect(
         self, suspect: Suspect, rule: str, match: Hypothesis, error_without: float
     ) -> list[Cause]:
-        """Run the training step with only this suspect switched on, and return it as a cause if the
-        step's or the model's error grows; otherwise an empty list.
+        """Run the training step with one suspected cause switched on, and return it as a cause if
+        the relative error of the step, or of the model itself, grows; otherwise an empty list.
 
         Args:
             suspect: The suspect; all others are switched off.
@@ -211,8 +213,8 @@ class Diagnosis:
                 return list(clipped.causes)
             if self.context.max_grad_norm:
                 return []
-        seen = f"relative error with it {error:.1e}, without {error_without:.1e}"
-        return [Cause(suspect.name, suspect.text, seen)]
+        evidence = f"relative error with it {error:.1e}, without {error_without:.1e}"
+        return [Cause(suspect.name, suspect.text, evidence)]
 
     def _match_weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float]:
         """Find the weights with which the training step summed its micro-batches' gradients.
@@ -280,8 +282,8 @@ class Diagnosis:
             f"the processes add up their gradients in {name} (FSDP's reduce_dtype, or a "
             "communication hook of DDP)"
         )
-        seen = f"every element is a {name} number, relative error {error:.1e}"
-        return [Cause(f"{name} reduction", text, seen)]
+        evidence = f"every element is a {name} number, relative error {error:.1e}"
+        return [Cause(f"{name} reduction", text, evidence)]
 
     def _additivity_causes(self, residual: float) -> list[Cause]:
         """Return why no weighted sum of the micro-batches' gradients is the full batch's gradient;
@@ -293,55 +295,48 @@ class Diagnosis:
         if residual <= self.match_limit:
             return []
         text = "the loss of the window is not a weighted mean of its micro-batches' losses"
-        seen = f"residual {residual:.1e}"
+        evidence = f"residual {residual:.1e}"
         rule = self.context.rule
         if rule is None:
             pairs = "it depends on pairs of samples (in-batch negatives)"
-            return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", seen)]
+            return [
+                Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", evidence)
+            ]
         if self.context.whole_batch is not None:
             negatives = "each micro-batch compares its own samples only (in-batch negatives)"
-            return [Cause("cross-batch loss", f"{text}: {negatives}", seen)]
+            return [Cause("cross-batch loss", f"{text}: {negatives}", evidence)]
         if isinstance(rule.loss, WithRouter):
             balancing = "the router's auxiliary loss is a product of means over the micro-batch"
-            return [Cause("auxiliary loss", balancing, seen)]
+            return [Cause("auxiliary loss", balancing, evidence)]
         means = "it is a sum of several means, each over its own targets"
-        return [Cause("several means", f"{text}: {means}", seen)]
+        return [Cause("several means", f"{text}: {means}", evidence)]
 
     def _run_trial(self, switched_on: str | None = None) -> Trial:
-        """Run the training step, each micro-batch and the full batch with all suspects switched off
-        but one.
+        """Compute the gradients of the diagnosed training step, of the full batch and of each
+        micro-batch, with all suspected causes switched off but one.
 
         Args:
             switched_on: Name of the suspect that stays on. None: all are off.
         """
-        context = self.context
-        switched_off = [s for s in self.suspects if s.name != switched_on]
+        switched_off = [suspect for suspect in self.suspects if suspect.name != switched_on]
         off_names = {suspect.name for suspect in switched_off}
+        keyed = "dropout" not in off_names
         with ExitStack() as stack:
             for suspect in switched_off:
                 stack.enter_context(suspect.switched_off())
             window = self.window
             if "padding width" in off_names:
                 window = window.padded_to_window()
-            keyed = "dropout" not in off_names
             whole = window.split([np.arange(window.num_samples)])
-            _, reference, _ = plain_backward(context, whole, whole.micro_batches[0], keyed=keyed)
+            full_batch = whole.micro_batches[0]
+            _, reference, _ = plain_backward(self.context, whole, full_batch, keyed=keyed)
             step_gradients = reference
             if not self.refused:
-                _, step_gradients = self.layout.run(context, self.step, window)
+                _, step_gradients = self.layout.run(self.context, self.step, window)
             missing = _parameters_without_gradient(step_gradients, reference)
             names = [name for name in reference if name not in missing]
             stride = _element_stride(reference, names, len(self.layout.offsets))
-            micro_batch_gradients = []
-            loss_fn_counts = []
-            for micro_batch in window.micro_batches:
-                _, gradients, count = plain_backward(context, window, micro_batch, keyed=keyed)
-                micro_batch_gradients.append(_flatten(gradients, names, stride))
-                loss_fn_counts.append(count)
-        if loss_fn_counts[0] is None:
-            counts = _count_targets(window)
-        else:
-            counts = {"loss_fn": np.array(loss_fn_counts)}
+            micro_batch_gradients, counts = self._run_micro_batches(window, names, stride, keyed)
         return Trial(
             reference=_flatten(reference, names, stride),
             step_gradient=_flatten(step_gradients, names, stride),
@@ -350,10 +345,35 @@ class Diagnosis:
             missing_parameters=missing,
         )
 
+    def _run_micro_batches(
+        self, window: Window, names: list[str], stride: int, keyed: bool
+    ) -> tuple[list[Tensor], dict[str, np.ndarray]]:
+        """Compute the gradient of each micro-batch's own mean loss, and count its targets.
+
+        Args:
+            window: The window in the diagnosed layout.
+            names: Names of the parameters to compare.
+            stride: Every `stride`-th element of a gradient is kept.
+            keyed: Whether hf_ga's keyed dropout is on.
+
+        Returns:
+            A flat gradient for each micro-batch; and for each counting rule ("loss_fn" only, if the
+            user has one) the number of targets of each micro-batch.
+        """
+        micro_batch_gradients = []
+        loss_fn_counts = []
+        for micro_batch in window.micro_batches:
+            _, gradients, count = plain_backward(self.context, window, micro_batch, keyed=keyed)
+            micro_batch_gradients.append(_flatten(gradients, names, stride))
+            loss_fn_counts.append(count)
+        if loss_fn_counts[0] is None:
+            return micro_batch_gradients, _count_targets(window)
+        return micro_batch_gradients, {"loss_fn": np.array(loss_fn_counts)}
+
 
 def _parameters_without_gradient(gradients: Gradients, reference: Gradients) -> list[str]:
-    """Return the names of the parameters whose gradient is zero, although the norm of their
-    reference gradient is above 1e-6 of the norm over all parameters.
+    """Return the names of the parameters for which a training step left a zero gradient, although
+    the norm of their reference gradient is above 1e-6 of the norm over all parameters.
     """
     reference_norms = gradient_norms(reference)
     threshold = 1e-6 * total_norm(reference_norms)

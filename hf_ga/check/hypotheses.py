@@ -106,8 +106,15 @@ def list_hypotheses(
 def _hypotheses_without_repeats(
     counts: dict[str, np.ndarray], loss_rule: str, accumulation_steps: int, num_processes: int
 ) -> list[Hypothesis]:
-    """List the weights that a training step may have used if it computes each micro-batch once;
-    arguments as in `list_hypotheses`.
+    """List the micro-batch weights that a training step may have used if it computes each
+    micro-batch once.
+
+    Args:
+        counts: For each counting rule, the number of targets of each micro-batch, shape
+            (micro-batches,).
+        loss_rule: The counting rule that is correct for the loss.
+        accumulation_steps: Micro-batches of a full window over all processes.
+        num_processes: Micro-batch k belongs to process k mod num_processes.
     """
     n = counts[loss_rule]  # targets of each micro-batch
     correct = Hypothesis(n / n.sum())
@@ -170,7 +177,7 @@ def _equal_weight_hypotheses(n: np.ndarray, num_processes: int) -> list[Hypothes
     # With equal counts on each of several processes it is no mistake of its own.
     if num_processes == 1 or any(has_unequal_counts):
         text = "mean of means: equal weights of micro-batches with different numbers of targets"
-        mean_of_means = _mistake(equal, text, seen=_format_target_counts(n))
+        mean_of_means = _mistake(equal, text, evidence=_format_target_counts(n))
     summed_means = _mistake(
         np.full(len(n), 1 / num_processes), f"x{micro_batches_of_process[0]:.2f}: {_UNDIVIDED}"
     )
@@ -279,7 +286,7 @@ def _format_target_counts(counts: np.ndarray) -> str:
 
 
 def _mistake(
-    weights: np.ndarray, text: str, cause_name: str = "normalisation", seen: str = ""
+    weights: np.ndarray, text: str, cause_name: str = "normalisation", evidence: str = ""
 ) -> Hypothesis:
     """Build the hypothesis that a training step used `weights` because of one mistake.
 
@@ -287,9 +294,9 @@ def _mistake(
         weights: Weight of each micro-batch's gradient, shape (micro-batches,).
         text: What the training step does wrong.
         cause_name: Short name of the mistake.
-        seen: The measured values that show the mistake, or "".
+        evidence: The measured values that show the mistake, or "".
     """
-    return Hypothesis(weights, (Cause(cause_name, text, seen),))
+    return Hypothesis(weights, (Cause(cause_name, text, evidence),))
 
 
 def _wrong_count_hypotheses(counts: dict[str, np.ndarray], loss_rule: str) -> list[Hypothesis]:

@@ -54,8 +54,13 @@ class Reference:
 
 
 def compute_reference(context: CheckContext, window: Window) -> Reference:
-    """Compute the window's loss and gradient as one full batch, in float64 and in the checked
-    precision, whose error sets the limits.
+    """Compute the correct loss and gradient of a window for the equivalence check: one forward and
+    backward of the full batch in float64. Also compute it in the checked precision, whose error
+    sets the limits.
+
+    Args:
+        context: The model and the settings of the check.
+        window: The window, in any layout.
 
     Raises:
         ConfigError: If the model cannot run in float64, or memory runs out.

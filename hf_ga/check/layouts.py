@@ -144,7 +144,13 @@ def choose_layouts(
 
 
 def _built_in_layout(name: str, lengths: np.ndarray, num_processes: int) -> CheckedLayout:
-    """Build one of the layouts in `NAMES` for samples of these lengths (tokens)."""
+    """Build one of the equivalence check's own layouts.
+
+    Args:
+        name: One of `NAMES`.
+        lengths: Tokens of each sample, shape (samples,).
+        num_processes: Processes of the check.
+    """
     num_samples = len(lengths)
     num_micro_batches = full_window_micro_batches(num_processes)
     if name == "short last window":

@@ -60,9 +60,13 @@ def _prepare_stages(
 ) -> tuple[Pipeline, Window]:
     """Split a copy of the checked model into pipeline stages.
 
+    Args:
+        context: The model and the settings of the check.
+        num_stages: Stages of the pipeline.
+        batch_size: Per-device batch size of the window.
+
     Returns:
-        The pipeline with this process's stage, and one window of all samples; `batch_size` is its
-        per-device batch size.
+        The pipeline with this process's stage, and one window of all samples.
     """
     model = copy.deepcopy(context.model)
     rule = prove_targets(model, context.samples, context.collate_fn, **context.proof_arguments)

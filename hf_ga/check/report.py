@@ -51,7 +51,7 @@ class EquivalenceReport:
 
     @property
     def passed(self) -> bool:
-        """Whether every arm passed in every layout."""
+        """Whether every arm (training step under test) passed in every layout."""
         return all(row.passed for row in self.rows)
 
     @property
@@ -78,7 +78,8 @@ class EquivalenceReport:
         return replace(self, rows=[row for row in self.rows if row.arm == name])
 
     def causes(self, arm: str = OURS) -> dict[Cause, list[str]]:
-        """Return the causes of an arm's differences, with the layouts that each was found in.
+        """Return why an arm's gradient differs from the full batch's, with the layouts in which
+        each cause was found.
 
         Args:
             arm: Name of the training step under test.

@@ -16,7 +16,7 @@ import hf_ga
 from benchmark.measuring import BenchmarkRun
 from benchmark.trainers import train_with_trainer
 from hf_ga.exact.dropout import KeyedDropout
-from hf_ga.exact.plan import plan_window
+from hf_ga.exact.plan import Plan, plan_window
 from hf_ga.training import Given, default_speed_ups, remember
 
 DEFAULT = "hf_ga"
@@ -62,7 +62,7 @@ def train_like_finetune(run: BenchmarkRun, disabled: str = "") -> None:
     own_loop(run, loader_arguments, given)
 
 
-def _plan_by_number(lengths: Sequence[int], num_processes: int, micro_batch_size: int) -> Any:
+def _plan_by_number(lengths: Sequence[int], num_processes: int, micro_batch_size: int) -> Plan:
     """Split a window into micro-batches evenly by the number of samples, and ignore their lengths:
     a planner for `hf_ga.WindowLoader`.
     """

@@ -133,8 +133,8 @@ def seconds_to_first_window(num_samples: int) -> float:
 
 
 def _measure_planning(max_samples: int) -> Section:
-    """Measure the time to the first window of datasets of 10,000 to 10,000,000 samples, but at most
-    `max_samples`.
+    """Measure how long `WindowLoader` needs until its first window, for datasets of 10,000 to
+    10,000,000 samples, but at most `max_samples`.
     """
     sizes = [size for size in (10**4, 10**5, 10**6, 10**7) if size <= max_samples]
     return planning_section({size: seconds_to_first_window(size) for size in sizes})

@@ -190,7 +190,12 @@ def measure_one_by_one(
     setting: Setting, arms: dict[str, Callable[[BenchmarkRun], None]], title: str
 ) -> dict[str, Measurements]:
     """Measure one arm of the benchmark after the other, each in a new process, because a GPU has no
-    memory for all at the same time; arguments as in `measure_interleaved`.
+    memory for all at the same time.
+
+    Args:
+        setting: The setting of the benchmark.
+        arms: Name of the arm -> training loop.
+        title: Title of the progress bar.
 
     Returns:
         Name of the arm -> its measurements. The seconds of an arm that failed are NaN; its error
@@ -207,7 +212,14 @@ def measure_one_by_one(
 def _run_in_process(
     setting: Setting, arm: Callable[[BenchmarkRun], None], turn: Connection
 ) -> None:
-    """Measure an arm of the benchmark in this process, and send its measurements through `turn`."""
+    """Measure one way of training in this process of the benchmark, and send its measurements to
+    the main process.
+
+    Args:
+        setting: The setting of the benchmark.
+        arm: The training loop.
+        turn: Connection to the main process, which lets the arms take turns.
+    """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     warnings.simplefilter("ignore")

@@ -319,8 +319,15 @@ def _examine_hf_ga(
     collate: PaddingCollator,
     truth: Gradient,
 ) -> None:
-    """Compare hf_ga's gradient with the true gradient, and write status, error and reason into the
-    verdict, in place.
+    """Compute hf_ga's gradient of a head (a model class of transformers with a loss), compare it
+    with the true gradient, and write status, error and reason into the verdict, in place.
+
+    Args:
+        verdict: The verdict of the head.
+        model: The small model of the head.
+        samples: Its samples.
+        collate: The collate function.
+        truth: The true gradient, of plain PyTorch on the full batch.
     """
     try:
         gradient, rule = hf_ga_gradient(model, samples, collate, per_device_batch_size=MICRO_BATCH)
@@ -342,8 +349,15 @@ def _examine_trainer(
     collate: PaddingCollator,
     truth: Gradient,
 ) -> None:
-    """Compare Trainer's gradient with the true gradient, and write the error, or Trainer's
-    exception, into the verdict, in place.
+    """Compute Trainer's gradient of a head (a model class of transformers with a loss), compare it
+    with the true gradient, and write the error, or Trainer's exception, into the verdict, in place.
+
+    Args:
+        verdict: The verdict of the head.
+        model: The small model of the head.
+        samples: Its samples.
+        collate: The collate function.
+        truth: The true gradient, of plain PyTorch on the full batch.
     """
     try:
         gradient = trainer_gradient(model, samples, collate)
@@ -355,8 +369,9 @@ def _examine_trainer(
 
 
 def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
-    """Build the model again with dropout, compare hf_ga's gradients in all layouts with one another
-    and with the gradient without dropout, and write the result into the verdict, in place.
+    """Build the model of a head again with dropout, compute hf_ga's gradients in several layouts
+    (micro-batch sizes), and compare them with each other and with the gradient without dropout.
+    Write the result into the verdict, in place.
 
     Args:
         verdict: The verdict of the head.

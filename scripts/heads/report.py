@@ -121,8 +121,9 @@ def write_report(verdicts: list[Verdict], num_heads: int, folder: Path, minutes:
 
 
 def _format_page(verdicts: list[Verdict], origin: str) -> str:
-    """Format the page heads.md: summary, counts by kind of head, heads that are wrong or refused,
-    the method, and a table of all heads.
+    """Format the page heads.md of a sweep over heads (model classes of transformers with a loss):
+    summary, counts by kind of head, heads that are wrong or refused, the method, and a table of all
+    heads.
 
     Args:
         verdicts: The verdicts of the sweep.
@@ -212,7 +213,9 @@ def _reason_list(title: str, reasons: dict[str, str]) -> list[str]:
 
 
 def _table_row(verdict: Verdict) -> list[str]:
-    """Format the cells of a head's row in the table of all heads."""
+    """Format the cells of one head (a model class with its loss) in the report's table of all heads:
+    hf_ga's result, Trainer's, and dropout.
+    """
     ratio = ""
     if verdict.trainer_ratio is not None:
         ratio = f"{verdict.trainer_ratio:.2f}"
