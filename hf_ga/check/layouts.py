@@ -43,11 +43,13 @@ class CheckedLayout:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in the window."""
+        """Number of samples in the window, over all micro-batches."""
         return sum(self.sizes)
 
     def collate_window(self, context: CheckContext) -> Window:
-        """Build the window and collate all its micro-batches, on every process."""
+        """Build the window of this layout: take the check's first samples, split them into the
+        layout's micro-batches, and collate all of them, on every process.
+        """
         return context.first_samples_window(self.num_samples).split(self.offsets)
 
     def run(
@@ -70,8 +72,8 @@ class CheckedLayout:
 
 
 def local_micro_batches(window: Window, accelerator: Accelerator) -> Window:
-    """Return the window with this process's micro-batches only: process r keeps the micro-batches
-    r, r + num_processes, ..., as in the loaders that Accelerate prepares.
+    """Return a copy of a window with this process's micro-batches only: process r keeps the
+    micro-batches r, r + num_processes, ..., as in the loaders that Accelerate prepares.
     """
     local = slice(accelerator.process_index, None, accelerator.num_processes)
     max_per_process = -(-len(window.batches) // accelerator.num_processes)

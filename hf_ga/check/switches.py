@@ -70,7 +70,7 @@ def without_clipping() -> AbstractContextManager:
     def norm_without_clipping(
         parameters: Any, max_norm: float, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Return the L2 norm of the gradients."""
+        """Return the L2 norm of the gradients, which are left unchanged."""
         return original(parameters, math.inf)
 
     return override(nn.utils, clip_grad_norm_=norm_without_clipping)
@@ -94,7 +94,7 @@ class Suspect(NamedTuple):
 
 
 def _has_dropout(context: CheckContext, window: Window) -> bool:
-    """Whether the checked model draws random numbers in its forward."""
+    """Whether the checked model has dropout, or other modules that draw random numbers."""
     return bool(context.dropout.sites or context.dropout.unkeyed)
 
 

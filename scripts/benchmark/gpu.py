@@ -83,9 +83,9 @@ def peers(setting: Setting) -> Section:
 
 
 def flops_per_token(setting: Setting) -> float:
-    """Count the FLOPs that training needs for each real token, on average, without padding and
-    recomputation: 6 for each weight of a matrix product, and 12 x hidden size for each layer and
-    token that it attends to.
+    """Count the FLOPs of forward and backward for each token of the benchmark's samples, on
+    average, without padding and recomputation: 6 for each weight of a matrix product, and 12 x
+    hidden size for each layer and token that it attends to.
     """
     num_layers, hidden_size, _, vocab_size = SIZES[setting.size]
     num_pairs = sum(len(sample["input_ids"]) ** 2 for sample in setting.samples)

@@ -121,7 +121,9 @@ class BenchmarkRun:
         self._next_window()
 
     def _next_window(self) -> None:
-        """Wait until it is this run's turn, and start the clock of the next window."""
+        """Wait until it is this arm's turn in the benchmark, and start the clock of the next
+        window.
+        """
         # The first epoch is not measured: forget the samples of the audit and of this epoch.
         if len(self.seconds) in (0, self.setting.windows_per_epoch):
             self._ids = []

@@ -216,7 +216,8 @@ def hf_ga_gradient(
     rule: hf_ga.Rule | None = None,
     **layout: Any,
 ) -> tuple[Gradient, hf_ga.Rule]:
-    """Compute the gradient of the samples, as one window, with hf_ga.
+    """Compute the gradient of the samples with hf_ga, as one window (the samples of one optimizer
+    step) split into micro-batches.
 
     Args:
         model: The model.
@@ -259,8 +260,8 @@ def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCo
 
 
 def draws_randomness(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> bool:
-    """Whether a training forward draws random numbers from torch's global generator; it does
-    draw them.
+    """Whether a training forward draws random numbers from torch's global generator, as dropout
+    does. Runs the forward, which advances the generator.
     """
     before = torch.get_rng_state()
     with torch.no_grad():
@@ -444,8 +445,8 @@ def _check_text(head: Head, model_class: type[PreTrainedModel]) -> None:
 
 
 def _config_class(head: Head, model_class: type[PreTrainedModel]) -> type:
-    """Return the config class of a head's model class, or that of its architecture if the model
-    class declares none.
+    """Return the config class that a model class declares, or that of its architecture if it
+    declares none.
 
     The two differ for the text model of a multimodal architecture.
     """

@@ -82,8 +82,8 @@ SIZES: list[tuple[str, int, int]] = [
 def small_config(
     config_class: type[PreTrainedConfig], dropout: float = 0.0, **overrides: Any
 ) -> PreTrainedConfig:
-    """Build a config of a transformers architecture with small sizes. The config class raises its
-    own errors for incompatible values.
+    """Build a config of a transformers architecture with small sizes, for the sweep over all
+    architectures. The config class raises its own errors for incompatible values.
 
     Args:
         config_class: The config class.
@@ -104,7 +104,8 @@ def small_config(
 def small_arguments(
     config: PreTrainedConfig, dropout: float, token_ids: dict[int, int]
 ) -> dict[str, Any]:
-    """Return the arguments with which a config class builds a small version of a config.
+    """Return the arguments with which a config class of transformers builds a small version of a
+    config, for the sweep over all architectures.
 
     Args:
         config: The config of full size.
@@ -140,8 +141,9 @@ def small_arguments(
 def build_small(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0
 ) -> PreTrainedModel:
-    """Build a small model in float32 and training mode, with its own initialisation plus noise, so
-    that no weight is zero. torch's global generator is not changed.
+    """Build a small model for the sweep over transformers' architectures, in float32 and training
+    mode. Its weights are its own initialisation plus noise, so that none is zero. torch's global
+    generator is not changed.
 
     Args:
         model_class: The model class of transformers.
