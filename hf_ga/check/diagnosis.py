@@ -116,7 +116,8 @@ def _rows_to_diagnose(failed: list[ReportRow], num_processes: int) -> list[Repor
 
 
 class Diagnosis:
-    """Finds out why one training step differs from the full batch in one layout.
+    """Finds out why the gradient of one training step differs from the full batch's in one layout
+    of the equivalence check.
 
     Args:
         context: The model and the settings of the check.
@@ -220,7 +221,8 @@ class Diagnosis:
         """Find the weights with which the training step summed its micro-batches' gradients.
 
         Tries known mistakes first, then the same with clipping after every micro-batch, then any
-        weights (least squares), and last computation in low precision.
+        weights (least squares). If none explains the gradient, it takes the closest known mistake,
+        and low precision where that can be the reason.
 
         Args:
             trial: The step with all suspects off.
@@ -229,43 +231,52 @@ class Diagnosis:
         Returns:
             The weights with the mistakes that explain them, and the relative error that is left.
         """
-        candidates = list_hypotheses(
+        known = list_hypotheses(
             trial.counts,
             rule,
             self.layout.accumulation_steps,
             self.context.accelerator.num_processes,
         )
-        match, error = best_match(trial.step_gradient, trial.micro_batch_gradients, candidates)
+        match, error = best_match(trial.step_gradient, trial.micro_batch_gradients, known)
         if error <= self.match_limit:
             return match, error
         norm = float(trial.step_gradient.double().norm())
         clipped, clipped_error = best_match(
             trial.step_gradient,
             trial.micro_batch_gradients,
-            [candidate.clipped(norm) for candidate in candidates],
+            [hypothesis.clipped(norm) for hypothesis in known],
         )
         if clipped_error <= self.match_limit:
             return clipped, clipped_error
-        weights, fit_error = fit_micro_batch_weights(
-            trial.step_gradient, trial.micro_batch_gradients
-        )
+        fitted, fit_error = _fit_hypothesis(trial, rule)
         if fit_error <= self.match_limit:
-            n = trial.counts[rule]
-            factors = weights * n.sum() / np.maximum(n, 1)
-            shown = ", ".join(f"{factor:.3g}" for factor in factors[:8])
-            text = f"micro-batches are weighted by x({shown}) of n_k / N"
-            return Hypothesis(weights, (Cause("normalisation", text),)), fit_error
+            return fitted, fit_error
+        return self._without_exact_match(trial, match, error), error
+
+    def _without_exact_match(self, trial: Trial, closest: Hypothesis, error: float) -> Hypothesis:
+        """Choose the causes of a training step that no micro-batch weights explain exactly.
+
+        Args:
+            trial: The step with all suspects off.
+            closest: The known mistake that is closest to the step's gradient.
+            error: The relative error that it leaves.
+
+        Returns:
+            The weights of `closest`: without causes if the error is too large for low precision;
+            otherwise with its causes, and "precision" unless a reduction in half precision
+            explains the error.
+        """
         # Low precision is no explanation where the micro-batches' gradients do not add up to the
         # window's in any precision.
         if error > MATCH["bf16"] or self.context.whole_batch is not None:
-            return replace(match, causes=()), error
+            return replace(closest, causes=())
         if self._reduction_causes(trial, error):
-            return match, error
+            return closest
         text = (
             f"the sum of the micro-batches' gradients has a relative error of {error:.1e}: "
             "computed in low precision"
         )
-        return replace(match, causes=(*match.causes, Cause("precision", text))), error
+        return replace(closest, causes=(*closest.causes, Cause("precision", text)))
 
     def _reduction_causes(self, trial: Trial, error: float) -> list[Cause]:
         """Return the cause that several processes all-reduced their gradients in half precision, if
@@ -371,6 +382,25 @@ class Diagnosis:
         return micro_batch_gradients, {"loss_fn": np.array(loss_fn_counts)}
 
 
+def _fit_hypothesis(trial: Trial, rule: str) -> tuple[Hypothesis, float]:
+    """Fit micro-batch weights to a training step's gradient by least squares, and describe them as
+    factors of the correct weights.
+
+    Args:
+        trial: The step with all suspects off.
+        rule: The counting rule of the loss.
+
+    Returns:
+        The fitted weights with a cause that shows them, and their relative error.
+    """
+    weights, error = fit_micro_batch_weights(trial.step_gradient, trial.micro_batch_gradients)
+    n = trial.counts[rule]
+    factors = weights * n.sum() / np.maximum(n, 1)
+    shown = ", ".join(f"{factor:.3g}" for factor in factors[:8])
+    text = f"micro-batches are weighted by x({shown}) of n_k / N"
+    return Hypothesis(weights, (Cause("normalisation", text),)), error
+
+
 def _parameters_without_gradient(gradients: Gradients, reference: Gradients) -> list[str]:
     """Return the names of the parameters for which a training step left a zero gradient, although
     the norm of their reference gradient is above 1e-6 of the norm over all parameters.
@@ -422,8 +452,8 @@ def _describe_unexplained(trial: Trial) -> str:
 
 
 def _element_stride(gradients: Gradients, names: list[str], num_copies: int) -> int:
-    """Return the smallest stride, at least 1, with which `num_copies` flat vectors of these
-    gradients have about `MAX_ELEMENTS` elements together, or fewer.
+    """Return the stride (keep every `stride`-th element) with which the named gradients of
+    `num_copies` micro-batches have at most about `MAX_ELEMENTS` elements together; at least 1.
     """
     num_elements = sum(gradients[name].numel() for name in names)
     return -(-num_copies * num_elements // MAX_ELEMENTS) or 1

@@ -32,8 +32,9 @@ def plain_backward(
     precision: str | None = None,
     keyed: bool = True,
 ) -> tuple[float, Gradients, float | None]:
-    """Compute the mean loss of one batch and its gradient in the simplest way:
-    `model(**batch).loss.backward()`. Clears the model's `.grad` and restores its buffers.
+    """Compute the mean loss of one batch and its gradient in the simplest way, as the reference of
+    the equivalence check: `model(**batch).loss.backward()`. Afterwards `.grad` is None and the
+    buffers are as before.
 
     Args:
         context: The model and the settings of the check.
