@@ -1,4 +1,4 @@
-"""Benchmarks hf_ga against Trainer, without each speed-up, and on two ranks: `python
+"""Benchmark hf_ga against Trainer, without each speed-up, and on two ranks: `python
 scripts/benchmark.py --help`.
 """
 

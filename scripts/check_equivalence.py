@@ -13,10 +13,10 @@ from accelerate import Accelerator
 import hf_ga.finetuning.run  # noqa: F401  (first: its error names the packages that are missing)
 from hf_ga.check.arms import ARMS
 from hf_ga.check.check import check_equivalence
-from hf_ga.check.layouts import NAMES, least_samples
+from hf_ga.check.layouts import NAMES, min_samples
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS
-from hf_ga.check.subjects import StepFunction
+from hf_ga.check.steps import StepFunction
 from hf_ga.errors import ConfigError
 from hf_ga.exact.order import epoch_order
 from hf_ga.finetuning.data.data import PreparedData
@@ -27,17 +27,17 @@ from hf_ga.finetuning.run.config import FinetuneConfig, option
 from hf_ga.finetuning.run.config_checks import check_output_dir
 from hf_ga.parallel.processes import end_training, main_process_first, print_on_main
 
-# Names of the arms in a report.
+# Value of --compare -> name of the compared training step in the report.
 TITLES = {"trainer": "Trainer", "accelerate": "accelerate loop"}
-MOST_SAMPLES = 64
+MAX_SAMPLES = 64
 QUICK_SAMPLES = 16
 QUICK_LAYOUTS = ["uneven", "one by one", "short last window"]
 
 
 @dataclass
 class CheckConfig(FinetuneConfig):
-    """The flags of the check, besides those of `FinetuneConfig` (flags of training and output files
-    have no effect).
+    """The command-line flags of scripts/check_equivalence.py: its own, and those of
+    `FinetuneConfig`, of which the flags of training and output files have no effect.
     """
 
     output_dir: str = option(
@@ -60,53 +60,66 @@ class CheckConfig(FinetuneConfig):
     )
 
     def check(self) -> None:
-        """Check the flags of a run and those of the check.
+        """Validate the flags of a fine-tuning run and those of the check.
 
         Raises:
-            ConfigError: If a rule is broken; the first one.
+            ConfigError: For the first invalid flag.
         """
         super().check()
-        for name, known in (("compare", ARMS), ("check_layouts", NAMES)):
-            for value in self.listed(name):
+        for flag, known in (("compare", ARMS), ("check_layouts", NAMES)):
+            for value in self.comma_separated(flag):
                 if value not in known:
                     raise ConfigError(
-                        f"{name} must name some of {', '.join(known)}, got {value!r}."
+                        f"{flag} must name some of {', '.join(known)}, got {value!r}."
                     )
 
     def check_output_dir(self) -> None:
-        """Allow any content of the folder, as only the two report files are written."""
+        """Check that report files can be added to the output folder, which may contain any other
+        files: only report.json and report.html are written.
+
+        Raises:
+            ConfigError: If the folder cannot be used.
+        """
         check_output_dir(self.output_dir, only_adds=True)
 
-    def listed(self, name: str) -> list[str]:
-        """Split the value of a comma-separated flag; an empty list for `auto` and `none`."""
-        values = [value.strip() for value in getattr(self, name).split(",")]
+    def comma_separated(self, flag: str) -> list[str]:
+        """Split the value of a comma-separated flag into its parts; return an empty list for
+        `auto`, `none` and an empty value.
+        """
+        values = [value.strip() for value in getattr(self, flag).split(",")]
         if values in (["auto"], ["none"], [""]):
             return []
         return values
 
 
 def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceReport:
-    """Build the model and a window of training samples as in finetune, and check them."""
+    """Build the model and a window of training samples as scripts/finetune.py does, and compare the
+    gradients of hf_ga, and of the training steps in --compare, with the full batch's.
+
+    Trainer and the Accelerate loop compute the loss of the model's head, so they are not compared
+    if the flags choose another loss; the report then says so.
+    """
     with main_process_first(accelerator):
         setup = prepare_setup(config, accelerator)
     loss = {name: value for name, value in chosen_loss(setup).items() if value is not None}
-    # They compute the head's own loss, so they cannot be compared under another one.
-    steps: dict[str, StepFunction] = {
-        TITLES[name]: ARMS[name]() for name in config.listed("compare") if not loss
-    }
+    compared = config.comma_separated("compare")
+    steps: dict[str, StepFunction] = {}
+    if not loss:
+        steps = {TITLES[name]: ARMS[name]() for name in compared}
+    precision = accelerator.mixed_precision
     report = check_equivalence(
         build_model(setup),
         window_samples(config, setup.data, accelerator.num_processes),
         setup.data.collate,
-        config.listed("check_layouts") or (QUICK_LAYOUTS if config.quick else "auto"),
+        config.comma_separated("check_layouts") or (QUICK_LAYOUTS if config.quick else "auto"),
         steps,
         **loss,
-        precision={"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
+        precision="fp32" if precision == "no" else precision,
         seed=config.seed,
         allow_split_dependent_randomness=config.allow_split_dependent_randomness,
         same_bits=config.same_bits,
     )
-    if loss and config.listed("compare"):
+    if loss and compared:
         report.facts.append(
             "no other step is compared: they compute the head's own loss, not one with label "
             "smoothing or weights, nor one of whole windows"
@@ -115,21 +128,28 @@ def run_check(config: CheckConfig, accelerator: Accelerator) -> EquivalenceRepor
 
 
 def window_samples(config: CheckConfig, data: PreparedData, num_processes: int) -> list[Any]:
-    """Choose the samples of a window as large as in training (8 to 64 samples) over the whole range
-    of lengths, in hash order.
+    """Choose the training samples of the window to check: samples of all lengths, shuffled
+    reproducibly.
+
+    Args:
+        config: Its window size is used, but at most 64 samples (16 with --quick).
+        data: The tokenized data.
+        num_processes: Processes of the check, which set the smallest window (8 samples on one).
     """
     samples = list(proof_samples(data, "train"))
-    most = QUICK_SAMPLES if config.quick else MOST_SAMPLES
-    window_size = min(config.layout(num_processes).window_size, most)
-    window_size = max(window_size, least_samples(num_processes))
+    max_samples = QUICK_SAMPLES if config.quick else MAX_SAMPLES
+    window_size = min(config.layout(num_processes).window_size, max_samples)
+    window_size = max(window_size, min_samples(num_processes))
     window_size = min(window_size, len(samples))
     evenly_spread = np.linspace(0, len(samples) - 1, window_size).astype(int)
-    picked = [samples[i] for i in evenly_spread]
-    return [picked[i] for i in epoch_order(len(picked), config.seed, 0)]
+    chosen = [samples[i] for i in evenly_spread]
+    return [chosen[i] for i in epoch_order(len(chosen), config.seed, 0)]
 
 
 def _run(arguments: Sequence[str]) -> int:
-    """Run the check with the flags of the command line, and return the exit code."""
+    """Run the check with the given command-line flags, print and save the report, and return the
+    exit code: 1 if hf_ga failed and --assert is set.
+    """
     config = parse_config(arguments, CheckConfig)
     assert isinstance(config, CheckConfig)
     config.check()
@@ -143,7 +163,10 @@ def _run(arguments: Sequence[str]) -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command scripts/check_equivalence.py.
+
+    Args:
+        arguments: The command-line flags. None: those of the process.
 
     Returns:
         The exit code: 1 if hf_ga fails with --assert, 2 for bad input, explained in one line.

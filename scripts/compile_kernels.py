@@ -1,7 +1,7 @@
 """Compile the attention kernels for A100 and H100 and print their registers and shared memory.
 
-Needs no GPU. Fails if a kernel spills registers, or needs more shared memory than a program may
-have.
+Needs no GPU. Fails if a kernel spills registers, or needs more shared memory than a Triton program
+(a CUDA thread block) may have.
 
     python scripts/compile_kernels.py
     python scripts/compile_kernels.py --sizes 64 128 --dtypes bf16 fp32 --capabilities 80 90
@@ -24,28 +24,29 @@ from hf_ga.speed import attention_kernel
 from hf_ga.speed.attention_kernel import Launch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-# Bytes of shared memory that one program may have, by compute capability.
-MOST_SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
+# Maximum bytes of shared memory of one program, by compute capability times 10.
+MAX_SHARED_MEMORY = {80: 163 * 1024, 86: 99 * 1024, 90: 227 * 1024}
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-SWITCHES = {
+# Compile-time constants of the kernels.
+KERNEL_OPTIONS = {
     "HEADS_PER_KV_HEAD": 2,
     "IS_CAUSAL": True,
     "HAS_SLIDING_WINDOW": False,
     "HAS_SOFTCAP": False,
     "HAS_DROPOUT": True,
 }
-FLOATS = ("scale", "product_scale", "tanh_scale", "dropout_scale")
+FLOAT_ARGUMENTS = ("scale", "product_scale", "tanh_scale", "dropout_scale")
 
 
 @dataclass(frozen=True)
-class Compiled:
-    """What the compiler made of one kernel.
+class KernelResources:
+    """The GPU resources that one compiled attention kernel uses.
 
     Attributes:
         name: The name of the kernel.
-        registers: Registers of a thread.
-        spilled_bytes: Bytes of a thread that are kept in memory for want of registers.
-        shared_bytes: Shared memory of a program.
+        registers: Registers per thread.
+        spilled_bytes: Bytes per thread that are spilled from registers to local memory.
+        shared_bytes: Bytes of shared memory per program (thread block).
     """
 
     name: str
@@ -55,9 +56,14 @@ class Compiled:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Compile all kernels, and print a table."""
+    """Compile the attention kernels for all combinations of the command-line flags, and print a
+    table; exit with an error at the first kernel that is over a limit.
+
+    Args:
+        arguments: The command-line flags. None: those of the process.
+    """
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="head sizes")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="head dims")
     parser.add_argument("--dtypes", nargs="+", default=["bf16"], choices=DTYPES)
     parser.add_argument("--capabilities", type=int, nargs="+", default=[80, 90])
     options = parser.parse_args(arguments)
@@ -66,24 +72,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     for capability in options.capabilities:
         for dtype in options.dtypes:
-            for size in options.sizes:
-                for kernel, launch in kernels(size, DTYPES[dtype], capability):
-                    compiled = compile_kernel(kernel, launch, size, dtype, capability)
-                    print_row(compiled, launch, size, dtype, capability)
-                    check(compiled, capability)
+            for head_dim in options.sizes:
+                for kernel, launch in attention_kernels(head_dim, DTYPES[dtype], capability):
+                    resources = compile_kernel(kernel, launch, head_dim, dtype, capability)
+                    print_row(resources, launch, head_dim, dtype, capability)
+                    check_limits(resources, capability)
 
 
-def kernels(
-    size: int, dtype: torch.dtype, capability: int
+def attention_kernels(
+    head_dim: int, dtype: torch.dtype, capability: int
 ) -> list[tuple[triton.JITFunction, Launch]]:
-    """List the attention kernels, each with its blocks, warps and stages.
+    """List hf_ga's Triton kernels for attention, forward and backward, each with the block sizes,
+    warps and stages that it is launched with.
 
     Args:
-        size: Size of a head.
+        head_dim: Elements of one attention head.
         dtype: The dtype of queries, keys and values.
-        capability: Compute capability of the GPU times 10.
+        capability: Compute capability of the GPU times 10, such as 90.
     """
-    launches = attention_kernel.launch_settings(size, dtype, capability)
+    launches = attention_kernel.launch_settings(head_dim, dtype, capability)
     delta_launch = Launch(attention_kernel.DELTA_ROWS, 0, num_warps=4, num_stages=2)
     return [
         (attention_kernel.forward_kernel, launches.forward),
@@ -94,13 +101,24 @@ def kernels(
 
 
 def compile_kernel(
-    kernel: triton.JITFunction, launch: Launch, size: int, dtype: str, capability: int
-) -> Compiled:
-    """Compile one kernel, causal and with dropout, with aligned pointers and strides as in use."""
+    kernel: triton.JITFunction, launch: Launch, head_dim: int, dtype: str, capability: int
+) -> KernelResources:
+    """Compile one attention kernel without running it, and return the resources that it uses.
+
+    It is compiled for causal attention with dropout, and for pointers and strides that are
+    multiples of 16, as in training.
+
+    Args:
+        kernel: The Triton kernel.
+        launch: Its block sizes, warps and stages.
+        head_dim: Elements of one attention head.
+        dtype: A key of `DTYPES`.
+        capability: Compute capability of the GPU times 10.
+    """
     constants = {
-        **SWITCHES,
-        "HEAD_DIM": size,
-        "PADDED_HEAD_DIM": attention_kernel.padded_head_dim(size),
+        **KERNEL_OPTIONS,
+        "HEAD_DIM": head_dim,
+        "PADDED_HEAD_DIM": attention_kernel.padded_head_dim(head_dim),
         "BLOCK_ROWS": launch.rows,
         "BLOCK_COLUMNS": launch.columns,
     }
@@ -112,9 +130,10 @@ def compile_kernel(
             signature[name] = "constexpr"
             constexprs[(index,)] = constants[name]
         else:
-            signature[name] = type_of(name, dtype)
+            signature[name] = argument_type(name, dtype)
+            is_pointer = name.isupper()
             is_stride = name.endswith("_stride")
-            if name.isupper() or is_stride:
+            if is_pointer or is_stride:
                 attributes[(index,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
     options = {
@@ -123,12 +142,20 @@ def compile_kernel(
         "enable_fp_fusion": True,
     }
     compiled = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-    registers, spilled_bytes = resources_of(compiled.asm["cubin"])
-    return Compiled(kernel.__name__, registers, spilled_bytes, compiled.metadata.shared)
+    registers, spilled_bytes = read_registers(compiled.asm["cubin"])
+    return KernelResources(kernel.__name__, registers, spilled_bytes, compiled.metadata.shared)
 
 
-def type_of(name: str, dtype: str) -> str:
-    """Return the Triton type of a kernel's argument, by its name."""
+def argument_type(name: str, dtype: str) -> str:
+    """Return the Triton type of an attention kernel's argument.
+
+    Args:
+        name: Name of the argument: pointers to tensors are in upper case.
+        dtype: Type of the tensors without a type of their own, a key of `DTYPES`.
+
+    Returns:
+        Such as "*bf16" for a pointer, "fp32" for a factor, "i32" for a stride or size.
+    """
     types = {
         "LSE": "*fp32",
         "DELTA": "*fp32",
@@ -138,13 +165,18 @@ def type_of(name: str, dtype: str) -> str:
     }
     if name in types:
         return types[name]
-    if name in FLOATS:
+    if name in FLOAT_ARGUMENTS:
         return "fp32"
     return f"*{dtype}" if name.isupper() else "i32"
 
 
-def resources_of(cubin: bytes) -> tuple[int, int]:
-    """Read the registers of a thread and the bytes of its stack, where spilled registers go."""
+def read_registers(cubin: bytes) -> tuple[int, int]:
+    """Run cuobjdump on a compiled kernel.
+
+    Returns:
+        The registers per thread, and the bytes of each thread's stack, which holds its spilled
+        registers.
+    """
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "kernel.cubin"
         path.write_bytes(cubin)
@@ -155,29 +187,41 @@ def resources_of(cubin: bytes) -> tuple[int, int]:
     return int(usage[1]), int(usage[2])
 
 
-def print_row(compiled: Compiled, launch: Launch, size: int, dtype: str, capability: int) -> None:
-    """Print one line of the table."""
+def print_row(
+    resources: KernelResources, launch: Launch, head_dim: int, dtype: str, capability: int
+) -> None:
+    """Print the resources of one compiled attention kernel as a line of the table.
+
+    Args:
+        resources: The resources that the kernel uses.
+        launch: Its block sizes, warps and stages.
+        head_dim: Elements of one attention head.
+        dtype: A key of `DTYPES`.
+        capability: Compute capability of the GPU times 10.
+    """
     blocks = f"{launch.rows}x{launch.columns}"
-    shared = compiled.shared_bytes / 1024
-    spills = f"  {compiled.spilled_bytes} bytes spilled" if compiled.spilled_bytes else ""
+    shared_kib = resources.shared_bytes / 1024
+    spills = f"  {resources.spilled_bytes} bytes spilled" if resources.spilled_bytes else ""
     print(
-        f"{capability / 10:10}  {dtype}  {size:4}  {compiled.name:25}  {blocks:7}  "
-        f"{launch.num_warps:5}  {compiled.registers:9}  {shared:10.1f}{spills}",
+        f"{capability / 10:10}  {dtype}  {head_dim:4}  {resources.name:25}  {blocks:7}  "
+        f"{launch.num_warps:5}  {resources.registers:9}  {shared_kib:10.1f}{spills}",
         flush=True,
     )
 
 
-def check(compiled: Compiled, capability: int) -> None:
-    """Exit with an error if a kernel spills registers or needs too much shared memory."""
-    limit = MOST_SHARED_MEMORY[capability]
-    if compiled.shared_bytes > limit:
+def check_limits(resources: KernelResources, capability: int) -> None:
+    """Exit with an error if a compiled kernel spills registers or needs more shared memory than a
+    GPU of this compute capability (times 10) has for one program.
+    """
+    limit = MAX_SHARED_MEMORY[capability]
+    if resources.shared_bytes > limit:
         raise SystemExit(
-            f"{compiled.name} needs {compiled.shared_bytes} bytes of shared memory, limit {limit}: "
-            "use smaller blocks or fewer stages."
+            f"{resources.name} needs {resources.shared_bytes} bytes of shared memory, limit "
+            f"{limit}: use smaller blocks or fewer stages."
         )
-    if compiled.spilled_bytes:
+    if resources.spilled_bytes:
         raise SystemExit(
-            f"{compiled.name} spills {compiled.spilled_bytes} bytes of registers: use smaller "
+            f"{resources.name} spills {resources.spilled_bytes} bytes of registers: use smaller "
             "blocks or more warps."
         )
 

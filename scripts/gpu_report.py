@@ -1,8 +1,8 @@
-"""Measure on a GPU, unattended and in less than ten minutes, what should be known there: `python
-scripts/gpu_report.py --help`.
+"""Run the GPU tests and benchmarks unattended, in less than ten minutes, and write one report:
+`python scripts/gpu_report.py --help`.
 
-Each part is a command with a time limit; the report is written after each. Without CUDA sizes are
-small, and some parts skipped.
+Each part is a command with a time limit; the report is written after each. Without CUDA the models
+are small, and some parts are skipped.
 """
 
 import argparse
@@ -21,31 +21,33 @@ import torch
 from matplotlib.figure import Figure
 
 ROOT = Path(__file__).parents[1]
-MOST_SECONDS = 530  # of all parts together
-LARGE = (
+TIME_LIMIT = 530  # seconds for all parts together
+# Flags of scripts/benchmark.py, on a GPU and without one.
+GPU_FLAGS = (
     "--size base --mixed_precision bf16 --max_length 512 --num_samples 1024 --window 512 "
     "--micro_batch 32 --epochs 1"
 )
-SMALL = (
+CPU_FLAGS = (
     "--model gpt --size tiny --num_threads 1 --max_length 64 --num_samples 32 --window 16 "
     "--micro_batch 4 --epochs 1"
 )
 BENCHMARK = (
-    f"scripts/benchmark.py {LARGE if torch.cuda.is_available() else SMALL} --output_dir OUT "
-    "--sections"
+    f"scripts/benchmark.py {GPU_FLAGS if torch.cuda.is_available() else CPU_FLAGS} "
+    "--output_dir OUT --sections"
 )
 PYTEST = "-m pytest -n 0 -q -s --tb=short -p no:cacheprovider"
 LARGE_MODELS = f"{PYTEST} -m report tests/promises/test_large_models.py -k"
 
 
 class Part(NamedTuple):
-    """One part of the report: a command.
+    """One part of the GPU report: a Python command, such as a benchmark or some tests.
 
     Attributes:
-        title: Its title in the report.
-        arguments: The arguments of Python; OUT stands for the part's folder.
-        seconds: Its time limit.
-        needs_cuda: Why it is skipped without CUDA; empty if it is not.
+        title: Title of the part in the report.
+        arguments: Command-line arguments of Python, separated by spaces; "OUT" is replaced by the
+            part's output folder.
+        seconds: Time limit.
+        needs_cuda: The reason why the part is skipped without CUDA; "" if it also runs on a CPU.
     """
 
     title: str
@@ -58,7 +60,8 @@ PARTS = {
     "environment": Part("Environment", "-W ignore -m torch.utils.collect_env", 40),
     "kernels": Part(
         "Kernels for dropout and attention",
-        # Several processes, because compiling takes the time; pytest-benchmark would warn of them.
+        # Several processes, because most of the time is compilation; pytest-benchmark is off,
+        # because it warns if there are several.
         "-m pytest -n 4 --dist load -q --tb=short -p no:cacheprovider -p no:benchmark "
         "tests/exact/test_mask_kernel.py tests/speed/test_attention_kernel.py "
         "tests/speed/test_packed_attention.py",
@@ -98,10 +101,13 @@ PARTS = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the parts, and write the report after each.
+    """Run the parts of the GPU report one after the other, and write the report after each.
+
+    Args:
+        arguments: The command-line flags. None: those of the process.
 
     Returns:
-        The exit code: 1 if a part failed or ran out of time.
+        The exit code: 1 if a part failed or timed out.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
@@ -119,9 +125,10 @@ def main(arguments: list[str] | None = None) -> int:
     )
     flags = parser.parse_args(arguments)
     folder: Path = flags.output_dir.resolve()
+    # On SIGTERM exit by an exception, so that the part's processes end and the report is written.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     results = {name: {"title": PARTS[name].title, "status": "not run"} for name in flags.parts}
-    deadline = time.monotonic() + MOST_SECONDS
+    deadline = time.monotonic() + TIME_LIMIT
     for name in flags.parts:
         part = PARTS[name]
         (folder / name).mkdir(parents=True, exist_ok=True)
@@ -131,60 +138,73 @@ def main(arguments: list[str] | None = None) -> int:
         finally:
             write_report(folder, results)
         print(f"{part.title}: {results[name]['status']}", flush=True)
-    return int(
-        any(result["status"].startswith(("failed", "timed out")) for result in results.values())
-    )
+    statuses = [result["status"] for result in results.values()]
+    return int(any(status.startswith(("failed", "timed out")) for status in statuses))
 
 
 def run_part(part: Part, folder: Path, limit: float, result: dict[str, Any]) -> None:
-    """Run a command.
+    """Run the command of one part of the GPU report, and write the outcome into `result`, in place.
 
     Args:
-        part: The command.
-        folder: The part's folder.
-        limit: Seconds after which it is killed.
-        result: Gets the outcome, the output and the figures.
+        part: The part.
+        folder: The part's output folder, where output.txt is written.
+        limit: Seconds after which the command and all processes that it started are killed.
+        result: Gets "status", "seconds", "output" (what was printed) and "sections" (the tables of
+            benchmark.json, if the command wrote it); only "status" if the part is skipped.
     """
     if part.needs_cuda and not torch.cuda.is_available():
         result["status"] = f"skipped: needs CUDA, as {part.needs_cuda}"
         return
-    figures = folder / "benchmark.json"
-    figures.unlink(missing_ok=True)
-    began = time.monotonic()
+    benchmark_file = folder / "benchmark.json"
+    benchmark_file.unlink(missing_ok=True)
+    output_file = folder / "output.txt"
+    start = time.monotonic()
     result["status"] = "interrupted"
-    words = [str(folder) if word == "OUT" else word for word in part.arguments.split()]
-    command = [sys.executable, *words]
-    with (folder / "output.txt").open("w") as output:
-        # Python 3.11's forkserver preloads from PYTHONPATH only.
-        env = os.environ | {
+    arguments = [str(folder) if word == "OUT" else word for word in part.arguments.split()]
+    with output_file.open("w") as output:
+        environment = os.environ | {
             "TQDM_DISABLE": "1",
+            # Python 3.11's forkserver preloads from PYTHONPATH only.
             "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "scripts"), *sys.path]),
         }
-        options = {"cwd": ROOT, "env": env, "stdout": output, "stderr": subprocess.STDOUT}
-        process = subprocess.Popen(command, start_new_session=True, **options)
+        process = subprocess.Popen(
+            [sys.executable, *arguments],
+            cwd=ROOT,
+            env=environment,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
         try:
             code = process.wait(max(0.0, limit))
             result["status"] = "done"
             if code:
-                printed = (folder / "output.txt").read_text(errors="replace").strip()
+                printed = output_file.read_text(errors="replace").strip()
                 last_line = printed.rpartition("\n")[2]
                 result["status"] = f"failed with exit code {code}: {last_line}"
         except subprocess.TimeoutExpired:
             result["status"] = f"timed out after {limit:.0f} s"
         finally:
-            # With all processes that it started.
+            # The command runs in its own process group: kill all processes that it started, too.
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            result["seconds"] = time.monotonic() - began
-            result["output"] = (folder / "output.txt").read_text(errors="replace")
+            result["seconds"] = time.monotonic() - start
+            result["output"] = output_file.read_text(errors="replace")
             result["sections"] = []
-            if figures.exists():
-                result["sections"] = json.loads(figures.read_text())["sections"]
+            if benchmark_file.exists():
+                result["sections"] = json.loads(benchmark_file.read_text())["sections"]
 
 
 def write_report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
-    """Write report.json, report.md and the plot."""
+    """Write the GPU report into a folder: report.json; report.md with the status and output of each
+    part, and all lines about targets and defaults at the top; and peers.png, a bar chart of tokens
+    per second.
+
+    Args:
+        folder: The folder of the report.
+        results: Name of the part -> the result of `run_part`.
+    """
     (folder / "report.json").write_text(json.dumps(results, indent=1))
     outputs = "\n".join(result.get("output", "") for result in results.values())
     lines = [
@@ -197,8 +217,9 @@ def write_report(folder: Path, results: dict[str, dict[str, Any]]) -> None:
     if not torch.cuda.is_available():
         title = "## Targets and defaults of a GPU (this is a CPU)"
     lines += [title, ""]
-    targets = r"^[.sF]*(?:- )?((?:passed|FAILED|default|waits).*)"
-    lines += [f"- {line}" for line in re.findall(targets, outputs, re.MULTILINE)]
+    # pytest may have printed the dots of its progress in front of a line.
+    target_lines = r"^[.sF]*(?:- )?((?:passed|FAILED|default|waits).*)"
+    lines += [f"- {line}" for line in re.findall(target_lines, outputs, re.MULTILINE)]
     for result in results.values():
         lines += ["", f"## {result['title']}", "", result["status"]]
         text = result.get("output", "").strip()

@@ -1,15 +1,16 @@
-"""Kill runs at random instants, resume them, and compare the result with an uninterrupted run:
-`python scripts/kill_test.py`.
+"""Kill training runs at random moments, resume them, and compare the result with an uninterrupted
+run: `python scripts/kill_test.py`.
 
 A small GPT-2 with dropout trains 12 optimizer steps (3 epochs) on generated rows, with a checkpoint
 every 2 steps (2 are kept) and an evaluation every 3. Each kill is a SIGKILL, followed by
 `--resume_from_checkpoint auto` to the end and a comparison: weights, metrics.jsonl (except
 tokens_per_second), the best and the last model, the losses of summary.json, the names of all files.
-Half of the instants are drawn uniformly over the duration of a run, start-up included; half are
-file operations in output_dir, drawn from all that Python audits in a run: the process kills itself
-right before. Every second pair of killed runs resumes from the files of the previous kill, so there
-are chains of kills without a finished run between them. With 2 processes (DDP on CPUs) one is
-killed; the other one receives SIGTERM and later SIGKILL, as from a launcher, if it does not exit.
+Half of the kills happen after a time drawn uniformly from the duration of a run, start-up included;
+half happen right before a file operation in output_dir, drawn from all that Python audits in a run:
+the process kills itself. Every second pair of killed runs resumes from the files of the previous
+kill, so there are chains of kills without a finished run between them. With 2 processes (DDP on
+CPUs) one is killed; the other one receives SIGTERM and later SIGKILL, as from a launcher, if it
+does not exit.
 Exits with code 1 if any result differs.
 """
 
@@ -36,8 +37,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hf_ga
 from hf_ga.finetuning.data.corpus import train_tokenizer
 
-# Audited operation -> index of the argument that is a folder's descriptor. None: it has none.
-DESCRIPTOR = {
+# Python's audit events of file operations that may change a folder -> index of the event's argument
+# that is the file descriptor of a folder, to which the path is relative; None if it has none.
+DESCRIPTOR_INDEX = {
     "os.rename": 2,
     "os.remove": 1,
     "os.rmdir": 1,
@@ -49,7 +51,7 @@ TEXT = (
     "the window of samples is one step and every split gives same update while dropout stays "
     "keyed by position"
 )
-# Imports once; each run is still a separate process.
+# The server process imports the modules of `PRELOAD` once; each run is still a process of its own.
 SERVER = multiprocessing.get_context("forkserver")
 PRELOAD = [
     "hf_ga.finetuning.run.finetune",
@@ -63,9 +65,10 @@ ENVIRONMENT = OFFLINE | {
     "OMP_NUM_THREADS": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-# It cleans up the semaphores of killed processes.
+# Python's resource tracker would warn that it cleans up the semaphores of killed processes.
 ENVIRONMENT["PYTHONWARNINGS"] = "ignore:resource_tracker"
-SUMMARY = (
+# Keys of summary.json that must be equal.
+COMPARED_KEYS = (
     "weights_sha256",
     "train_loss",
     "eval_loss",
@@ -73,17 +76,18 @@ SUMMARY = (
     "steps",
     "skipped_windows",
 )
-# Seconds for a process to exit after the other one was killed, and again after a SIGTERM.
-SURVIVES = 10.0
-# Seconds for a run; a normal one takes a few.
+# Seconds to wait for a process to exit after the other one was killed, and again after a SIGTERM.
+EXIT_SECONDS = 10.0
+# Seconds after which a run is killed; a normal one takes a few.
 TIME_LIMIT = 300.0
 
 
 def main() -> int:
-    """Kill, resume, compare, report.
+    """Run the kill test with the flags of the command line: kill runs, resume them, compare them
+    with an uninterrupted run, and print the differences.
 
     Returns:
-        The exit code.
+        The exit code: 1 if any result differs.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
@@ -99,7 +103,9 @@ def main() -> int:
         choices=(1, 2),
         help="ranks of each run; one is killed (default: 1)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of the instants (default: 0)")
+    parser.add_argument(
+        "--seed", type=int, default=0, help="seed of the kills' random moments (default: 0)"
+    )
     parser.add_argument(
         "--output_dir",
         type=Path,
@@ -124,14 +130,18 @@ def main() -> int:
         f"uninterrupted: {runs.seconds:.1f} s, {sum(runs.operations)} file operations; a second "
         "run is bit-identical"
     )
-    numbers = tqdm(range(flags.kills), desc="kills", unit="kill", dynamic_ncols=True)
-    different = sum(kill_and_compare(runs, random, number) for number in numbers)
-    print(f"{different} of {flags.kills} differ")
-    return int(different > 0)
+    num_different = 0
+    for index in tqdm(range(flags.kills), desc="kills", unit="kill", dynamic_ncols=True):
+        if kill_and_compare(runs, random, index):
+            num_different += 1
+    print(f"{num_different} of {flags.kills} differ")
+    return int(num_different > 0)
 
 
 def write_inputs(folder: Path) -> None:
-    """Write rows and a small model with its tokenizer."""
+    """Write the inputs of a training run into a folder: train.jsonl and validation.jsonl with
+    random short texts, and a small GPT-2 with its tokenizer.
+    """
     random = np.random.default_rng(0)
     words = TEXT.split()
     for name, count in {"train": 60, "validation": 13}.items():
@@ -156,31 +166,45 @@ def write_inputs(folder: Path) -> None:
 
 
 def settings(folder: Path, output: Path) -> dict[str, Any]:
-    """Return the flags of a run; the model has dropout 0.1."""
-    files = {"dataset_name": folder / "train.jsonl", "validation_file": folder / "validation.jsonl"}
-    paths = {"model_name_or_path": folder / "model", "output_dir": output, **files}
-    often = {
+    """Return the arguments of `hf_ga.FinetuneConfig` for every run of the kill test.
+
+    Args:
+        folder: The folder of the inputs (`write_inputs`).
+        output: The run's output folder.
+    """
+    return {
+        "model_name_or_path": folder / "model",
+        "dataset_name": folder / "train.jsonl",
+        "validation_file": folder / "validation.jsonl",
+        "output_dir": output,
         "max_steps": 12,
         "eval_steps": 3,
         "save_steps": 2,
         "save_total_limit": 2,
         "warmup_steps": 2,
+        "max_length": 24,
+        "per_device_train_batch_size": 4,
+        "global_batch_size": 16,
+        "learning_rate": 1e-3,
+        "resume_from_checkpoint": "auto",
     }
-    sizes = {"max_length": 24, "per_device_train_batch_size": 4, "global_batch_size": 16}
-    return {**paths, **often, **sizes, "learning_rate": 1e-3, "resume_from_checkpoint": "auto"}
 
 
-def train(folder: Path, output: Path, rank: dict[str, Any], count: Any, die_at: int) -> None:
-    """Run one process, which prints to a log file next to its output folder.
+def train(
+    folder: Path, output: Path, rank_variables: dict[str, Any], count: Any, die_at: int
+) -> None:
+    """Fine-tune in this process, as one rank of a run; print to a log file next to the output
+    folder.
 
     Args:
         folder: The folder of the inputs.
-        output: The output folder.
-        rank: The environment variables of the rank.
-        count: Counts file operations, see `count_operation`.
-        die_at: See `count_operation`.
+        output: The run's output folder.
+        rank_variables: The environment variables of the rank, such as RANK; empty for one process.
+        count: Integer in shared memory that counts the file operations in the output folder.
+        die_at: Number of the file operation, from 1, before which the process kills itself. 0:
+            never.
     """
-    os.environ.update({name: str(value) for name, value in rank.items()})
+    os.environ.update({name: str(value) for name, value in rank_variables.items()})
     with output.with_name(f"{output.name}.log").open("a") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
@@ -194,25 +218,27 @@ def train(folder: Path, output: Path, rank: dict[str, Any], count: Any, die_at: 
 def count_operation(
     event: str, values: tuple[Any, ...], output: str, count: Any, die_at: int
 ) -> None:
-    """Count operations that change a folder, and kill the process right before one of them: an
-    audit hook.
+    """Audit hook (`sys.addaudithook`) that counts the file operations that change a folder, and
+    kills this process right before one of them.
 
     Args:
-        event: The name of the audited operation.
-        values: Its arguments.
-        output: The folder.
-        count: An integer in shared memory.
-        die_at: The number of the operation, from 1. 0: never.
+        event: The name of the audit event, such as "os.rename".
+        values: The arguments of the event; the first one is a path or a file descriptor.
+        output: The folder; operations on other paths, and on open files, are not counted.
+        count: Integer in shared memory that is increased by one for each operation.
+        die_at: Number of the operation, from 1, before which the process kills itself. 0: never.
     """
-    if event not in DESCRIPTOR or isinstance(values[0], int):
+    if event not in DESCRIPTOR_INDEX or isinstance(values[0], int):
         return
-    if event == "open" and not (values[2] or 0) & (os.O_WRONLY | os.O_RDWR):
-        return
+    if event == "open":
+        open_flags = values[2] or 0
+        if not open_flags & (os.O_WRONLY | os.O_RDWR):
+            return
     path = os.fsdecode(values[0])
-    descriptor = DESCRIPTOR[event]
-    if descriptor is not None and values[descriptor] >= 0:
-        # Relative to an open folder, as in `shutil.rmtree`.
-        open_folder = os.readlink(f"/proc/self/fd/{values[descriptor]}")
+    descriptor_index = DESCRIPTOR_INDEX[event]
+    if descriptor_index is not None and values[descriptor_index] >= 0:
+        # The path is relative to an open folder, as in `shutil.rmtree`.
+        open_folder = os.readlink(f"/proc/self/fd/{values[descriptor_index]}")
         path = os.path.join(open_folder, path)
     if not path.startswith(output + os.sep):
         return
@@ -222,94 +248,113 @@ def count_operation(
 
 
 class Runs:
-    """Runs with the same settings in one folder, each in new processes.
+    """Starts, kills and resumes training runs with the same settings, each in new processes.
 
     Args:
-        folder: The folder of inputs and outputs.
-        processes: Number of ranks of each run.
+        folder: The folder of inputs and outputs; the inputs are written into it.
+        num_processes: Number of ranks of each run.
 
     Attributes:
-        seconds: Duration of an uninterrupted run, once measured.
-        operations: Number of file operations of each rank in it.
-        counts: The same of the last run, in shared memory.
+        seconds: Duration of an uninterrupted run; 0 before `measure`.
+        operations: For each rank, the number of file operations of an uninterrupted run; 0 before
+            `measure`.
+        counts: For each rank, the number of file operations of the run started last, as integers in
+            shared memory.
     """
 
-    def __init__(self, folder: Path, processes: int) -> None:
+    def __init__(self, folder: Path, num_processes: int) -> None:
         self.folder = folder
-        self.processes = processes
+        self.num_processes = num_processes
         self.seconds = 0.0
-        self.operations = np.zeros(processes)
+        self.operations = np.zeros(num_processes)
         self.counts: list[Any] = []
-        joined([started(write_inputs, folder)])
+        join_or_kill([start_process(write_inputs, folder)])
 
     def start(self, output: Path, victim: int = 0, die_at: int = 0) -> list[Any]:
-        """Start a run, which resumes from the folder's checkpoint, if any.
+        """Start the processes of a training run, which resumes from the output folder's checkpoint,
+        if there is one.
 
         Args:
-            output: The output folder.
+            output: The run's output folder.
             victim: The rank that kills itself.
-            die_at: The file operation right before which it does, from 1. 0: never.
+            die_at: Number of the file operation, from 1, before which it does. 0: never.
 
         Returns:
-            The processes.
+            The processes, one for each rank.
         """
-        sizes = {"WORLD_SIZE": self.processes, "LOCAL_WORLD_SIZE": self.processes}
-        sizes |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port()}
-        self.counts = [SERVER.RawValue("i") for _ in range(self.processes)]
+        world_variables = {
+            "WORLD_SIZE": self.num_processes,
+            "LOCAL_WORLD_SIZE": self.num_processes,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": free_port(),
+        }
+        self.counts = [SERVER.RawValue("i") for _ in range(self.num_processes)]
         processes = []
         for rank, count in enumerate(self.counts):
             variables = {}
-            if self.processes > 1:
-                variables = {**sizes, "RANK": rank, "LOCAL_RANK": rank}
-            own_die_at = die_at if rank == victim else 0
-            processes.append(started(train, self.folder, output, variables, count, own_die_at))
+            if self.num_processes > 1:
+                variables = {**world_variables, "RANK": rank, "LOCAL_RANK": rank}
+            rank_dies_at = die_at if rank == victim else 0
+            processes.append(
+                start_process(train, self.folder, output, variables, count, rank_dies_at)
+            )
         return processes
 
     def finish(self, output: Path) -> list[str]:
-        """Run to the end.
+        """Start or resume a training run without killing it, and wait for its end.
 
         Returns:
-            The failures, as texts.
+            An error message if the run failed; an empty list if it succeeded.
         """
-        codes = joined(self.start(output))
+        codes = join_or_kill(self.start(output))
         if not any(codes):
             return []
         return [f"exit codes {codes}: {last_line(output)}"]
 
     def measure(self) -> None:
-        """Run twice without interruption: the first run fills caches; the second is timed and must
-        be identical.
+        """Train twice without interruption, and exit with an error if the results differ. The first
+        run fills caches and is the reference of all comparisons; the second sets `seconds` and
+        `operations`.
         """
         first = self.folder / "undisturbed"
         second = self.folder / "again"
-        wrong = self.finish(first)
-        began = time.monotonic()
-        wrong = wrong or self.finish(second)
-        self.seconds = time.monotonic() - began
+        problems = self.finish(first)
+        start = time.monotonic()
+        problems = problems or self.finish(second)
+        self.seconds = time.monotonic() - start
         self.operations = np.array([count.value for count in self.counts])
-        wrong = wrong or differences(first, second)
-        if wrong:
-            raise SystemExit(f"two uninterrupted runs differ: {'; '.join(wrong)}")
+        problems = problems or differences(first, second)
+        if problems:
+            raise SystemExit(f"two uninterrupted runs differ: {'; '.join(problems)}")
 
-    def kill(self, output: Path, victim: int, instant: float, die_at: int) -> bool:
-        """Run, and kill a process after `instant` seconds, or before its file operation `die_at`.
+    def kill(self, output: Path, victim: int, seconds: float, die_at: int) -> bool:
+        """Start or resume a training run, and kill one of its processes by SIGKILL; then end the
+        other one as a launcher does.
+
+        Args:
+            output: The run's output folder.
+            victim: The rank to kill.
+            seconds: Time after which it is killed.
+            die_at: Number of the file operation, from 1, before which it kills itself. 0: never.
 
         Returns:
-            False, if the run had ended before.
+            Whether the process was killed; False if it had ended successfully before.
         """
         processes = self.start(output, victim, die_at)
         killed = processes.pop(victim)
-        joined([killed], instant)
+        join_or_kill([killed], seconds)
         for process in processes:
-            end_as_a_launcher_would(process)
+            end_like_launcher(process)
         if killed.exitcode not in (0, -signal.SIGKILL):
             raise SystemExit(f"{output} failed before it was killed: {last_line(output)}")
         return killed.exitcode != 0
 
 
 def free_port() -> int:
-    """Find a free port below the ephemeral ones, where a process that waits for a listener may
-    connect to itself.
+    """Return a random free TCP port between 10,000 and 29,999.
+
+    Ephemeral ports are above: there a process that waits for the listener may be given the same
+    port, and connect to itself.
     """
     ports = np.random.default_rng().permutation(np.arange(10_000, 30_000))
     for port in ports.tolist():
@@ -319,96 +364,122 @@ def free_port() -> int:
     raise SystemExit("none of the ports 10,000 to 29,999 is free")
 
 
-def started(function: Callable[..., None], *arguments: Any) -> Any:
-    """Start a process that calls a function."""
+def start_process(function: Callable[..., None], *arguments: Any) -> Any:
+    """Start a new process that calls `function(*arguments)`, and return it."""
     process = SERVER.Process(target=function, args=arguments)
     process.start()
     return process
 
 
-def joined(processes: list[Any], seconds: float = TIME_LIMIT) -> list[int]:
-    """Wait for processes, and kill those that still run after `seconds`.
+def join_or_kill(processes: list[Any], seconds: float = TIME_LIMIT) -> list[int]:
+    """Wait until processes exit, and kill those that still run after `seconds`.
 
     Returns:
-        Their exit codes.
+        The exit code of each process.
     """
     deadline = time.monotonic() + seconds
     for process in processes:
         seconds_left = max(0.0, deadline - time.monotonic())
         process.join(seconds_left)
-        # Without effect if it has exited.
+        # A no-op if it has exited.
         process.kill()
         process.join()
     return [process.exitcode for process in processes]
 
 
-def end_as_a_launcher_would(process: Any) -> None:
-    """Wait, then send SIGTERM, finally SIGKILL."""
-    process.join(SURVIVES)
-    # Without effect if it has exited.
+def end_like_launcher(process: Any) -> None:
+    """End a process as a launcher does after another rank failed: wait, then send SIGTERM, wait
+    again, and finally send SIGKILL.
+    """
+    process.join(EXIT_SECONDS)
+    # A no-op if it has exited.
     process.terminate()
-    joined([process], SURVIVES)
+    join_or_kill([process], EXIT_SECONDS)
 
 
-def kill_and_compare(runs: Runs, random: np.random.Generator, number: int) -> bool:
-    """Kill a run, resume it, and compare the result. If the run ends before the kill, draw an
-    earlier instant.
+def kill_and_compare(runs: Runs, random: np.random.Generator, index: int) -> bool:
+    """Kill a training run, resume it to its end, and compare the result with the uninterrupted run;
+    print the differences, if any. If the run ends before the kill, try again with an earlier kill.
+
+    Odd kills happen right before a file operation, even ones after a random time. In every second
+    pair the run first resumes from the files that the previous kill left.
 
     Args:
-        runs: The runs, measured.
-        random: Draws the instant and the process.
-        number: The number of the kill, which decides its kind and whether it resumes from the files
-            of the previous kill.
+        runs: The runs, after `measure`.
+        random: Draws the time or file operation of the kill, and the rank.
+        index: Number of the kill, from 0.
 
     Returns:
-        Whether the result differs.
+        Whether the result differs. Then the files that the kill left are kept in left-`index`.
     """
-    output = runs.folder / f"killed-{number}"
-    left = runs.folder / "left"
-    at_operation = number % 2 == 1
-    resumes = number % 4 >= 2 and left.exists()
-    # The part of a run in which the instant is drawn.
-    reach = 1.0
+    output = runs.folder / f"killed-{index}"
+    left_files = runs.folder / "left"
+    at_operation = index % 2 == 1
+    resumes_previous = index % 4 >= 2 and left_files.exists()
+    # The kill is drawn from this share of a run, from its start.
+    share = 1.0
     while True:
-        if resumes:
-            shutil.copytree(left, output)
-        victim = int(random.integers(runs.processes))
-        instant = TIME_LIMIT
-        die_at = 0
-        if at_operation:
-            victim = int(random.choice(runs.processes, p=runs.operations / runs.operations.sum()))
-            num_operations = max(1, int(reach * runs.operations[victim]))
-            die_at = 1 + int(random.integers(num_operations))
-        else:
-            instant = float(random.uniform(0, reach * runs.seconds))
-        if runs.kill(output, victim, instant, die_at):
+        if resumes_previous:
+            shutil.copytree(left_files, output)
+        victim, seconds, die_at = draw_kill(runs, random, at_operation, share)
+        if runs.kill(output, victim, seconds, die_at):
             break
         shutil.rmtree(output)
-        reach /= 2
-    shutil.rmtree(left, ignore_errors=True)
+        share /= 2
+    shutil.rmtree(left_files, ignore_errors=True)
     if output.exists():
-        shutil.copytree(output, left)
-    found = lost_or_different(runs, output)
+        shutil.copytree(output, left_files)
+    found = resume_and_compare(runs, output)
     if not found:
         shutil.rmtree(output)
         return False
-    where = f"before file operation {die_at}" if at_operation else f"after {instant:.3f} s"
-    tqdm.write(f"kill {number} of process {victim} {where}: {'; '.join(found)}")
-    if left.exists():
+    moment = f"before file operation {die_at}" if at_operation else f"after {seconds:.3f} s"
+    tqdm.write(f"kill {index} of process {victim} {moment}: {'; '.join(found)}")
+    if left_files.exists():
         # Kept for inspection.
-        shutil.copytree(left, left.with_name(f"left-{number}"))
+        shutil.copytree(left_files, left_files.with_name(f"left-{index}"))
     return True
 
 
-def lost_or_different(runs: Runs, output: Path) -> list[str]:
-    """Resume a killed run to its end.
+def draw_kill(
+    runs: Runs, random: np.random.Generator, at_operation: bool, share: float
+) -> tuple[int, float, int]:
+    """Draw the rank to kill, and when, in the first part of a training run.
+
+    Args:
+        runs: The runs, after `measure`.
+        random: The random generator.
+        at_operation: Whether to kill before a file operation; False kills after a time.
+        share: The part of a run to draw from, 0 to 1.
 
     Returns:
-        The differences from the uninterrupted run, as texts.
+        The rank; the seconds after which to kill it (`TIME_LIMIT` if `at_operation`); and the
+        number of the file operation, from 1, before which it kills itself (0 if not
+        `at_operation`).
+    """
+    victim = int(random.integers(runs.num_processes))
+    if not at_operation:
+        return victim, float(random.uniform(0, share * runs.seconds)), 0
+    probabilities = runs.operations / runs.operations.sum()
+    victim = int(random.choice(runs.num_processes, p=probabilities))
+    num_operations = max(1, int(share * runs.operations[victim]))
+    return victim, TIME_LIMIT, 1 + int(random.integers(num_operations))
+
+
+def resume_and_compare(runs: Runs, output: Path) -> list[str]:
+    """Resume a killed training run to its end, and compare it with the uninterrupted run.
+
+    Args:
+        runs: The runs, after `measure`.
+        output: The output folder of the killed run.
+
+    Returns:
+        One line for each difference, also if the run failed, or started from step 0 although there
+        was a checkpoint.
     """
     has_checkpoint = (output / "latest").exists()
     log = output.with_name(f"{output.name}.log")
-    # The killed run's log.
+    # Delete the killed run's log, so that the log is that of the resumed run.
     log.unlink(missing_ok=True)
     found = runs.finish(output) or differences(runs.folder / "undisturbed", output)
     if has_checkpoint and "starts from step 0" in log.read_text(errors="replace"):
@@ -417,16 +488,21 @@ def lost_or_different(runs: Runs, output: Path) -> list[str]:
 
 
 def differences(reference: Path, output: Path) -> list[str]:
-    """List the differences between two finished runs, as texts."""
-    right = json.loads((reference / "summary.json").read_text())
+    """Compare the output folders of two finished training runs: summary.json, metrics.jsonl, the
+    last and the best weights, and the names of all files.
+
+    Returns:
+        One line for each difference; an empty list if the runs are identical.
+    """
+    expected_summary = json.loads((reference / "summary.json").read_text())
     summary = json.loads((output / "summary.json").read_text())
     found = [
-        f"{name} {summary.get(name)} instead of {right[name]}"
-        for name in SUMMARY
-        if summary.get(name) != right[name]
+        f"{key} {summary.get(key)} instead of {expected_summary[key]}"
+        for key in COMPARED_KEYS
+        if summary.get(key) != expected_summary[key]
     ]
-    expected = metrics_of(reference)
-    lines = metrics_of(output)
+    expected = read_metrics(reference)
+    lines = read_metrics(output)
     if lines != expected:
         steps = [line["step"] for line in lines]
         changed = sorted({line["step"] for line in lines if line not in expected})
@@ -437,19 +513,21 @@ def differences(reference: Path, output: Path) -> list[str]:
     for file in ("model.safetensors", "best/model.safetensors"):
         if not filecmp.cmp(reference / file, output / file, shallow=False):
             found.append(f"{file} differs")
-    in_one_only = names_in(reference) ^ names_in(output)
+    in_one_only = list_paths(reference) ^ list_paths(output)
     if in_one_only:
         found.append(f"files in only one of the folders: {', '.join(sorted(in_one_only))}")
     return found
 
 
-def names_in(folder: Path) -> set[str]:
-    """Return the names of all files and folders below a folder."""
+def list_paths(folder: Path) -> set[str]:
+    """Return the relative paths of all files and folders in a folder and its subfolders."""
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
-def metrics_of(folder: Path) -> list[dict[str, Any]]:
-    """Read the lines of metrics.jsonl without the speed."""
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """Read a run's metrics.jsonl, one dict for each line, without tokens_per_second, which differs
+    from run to run.
+    """
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [
         {name: value for name, value in line.items() if name != "tokens_per_second"}
@@ -458,7 +536,11 @@ def metrics_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def last_line(output: Path) -> str:
-    """Return a sentence with the last line that a run printed."""
+    """Return a phrase that quotes the last line of a run's log, for an error message.
+
+    Args:
+        output: The run's output folder; the log file is next to it.
+    """
     log = output.with_name(f"{output.name}.log")
     lines = log.read_text(errors="replace").strip().splitlines()
     return f"{log.name} ends with {lines[-1:]}"

@@ -1,11 +1,12 @@
-"""Mutants: faults as an engineer makes them, each of which the tests of its room must find.
+"""Mutation testing: insert faults as an engineer makes them, one at a time, each of which the tests
+of its room (subpackage) must find.
 
     python scripts/mutants.py  # all of tests/mutants.yaml: half an hour on one core
     python scripts/mutants.py --only exact 17 --jobs 2
 
 Each fault is put into a copy of the repository, whose tests must fail. The exit code is 1 if some
-survived, if the text that they change no longer occurs exactly once, or if pytest gave no verdict
-(no test was run, or it took too long).
+survived, if the text that they change does not occur exactly once, or if pytest gave no verdict (no
+test was run, or it took too long).
 """
 
 import argparse
@@ -33,16 +34,16 @@ NO_VERDICT = "NO VERDICT"
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault, which tests must find.
+    """One fault for mutation testing: a replacement in a source file of hf_ga. Tests must find it.
 
     Attributes:
-        number: Its number in tests/mutants.yaml, from 1.
-        room: The part of the package whose tests find it.
-        reason: What is wrong.
-        file: The changed file, below hf_ga/.
-        old: The text that is replaced.
-        new: What takes its place.
-        tests: The tests that must fail, below tests/, separated by spaces.
+        number: Position in tests/mutants.yaml, from 1.
+        room: The subpackage of hf_ga whose tests find the fault.
+        reason: What the fault does wrong.
+        file: The changed file, relative to hf_ga/.
+        old: The text that is replaced; it must occur once in the file.
+        new: The faulty text.
+        tests: The tests that must fail, relative to tests/, separated by spaces.
     """
 
     number: int
@@ -55,17 +56,21 @@ class Mutant:
 
 
 def all_mutants() -> list[Mutant]:
-    """Read the mutants of tests/mutants.yaml."""
+    """Read all faults from tests/mutants.yaml, in the order of the file."""
     rooms = yaml.safe_load((ROOT / "tests" / "mutants.yaml").read_text(encoding="utf-8"))
-    entries = [(room, entry) for room, of_room in rooms.items() for entry in of_room]
-    return [Mutant(number, room, **entry) for number, (room, entry) in enumerate(entries, start=1)]
+    mutants: list[Mutant] = []
+    for room, entries in rooms.items():
+        for entry in entries:
+            mutants.append(Mutant(number=len(mutants) + 1, room=room, **entry))
+    return mutants
 
 
 def judge(mutant: Mutant) -> tuple[str, str]:
-    """Run the tests of a mutant in a copy of the repository.
+    """Insert a fault into a temporary copy of the repository, and run the tests that must find it.
 
     Returns:
-        The verdict, and what it rests on: the test that failed, or why there is none.
+        The verdict (`KILLED`, `SURVIVED`, `DOES_NOT_APPLY` or `NO_VERDICT`), and the reason: the
+        first test that failed, the tests that passed, or why there is no verdict.
     """
     with tempfile.TemporaryDirectory(prefix="mutant-") as folder:
         for name in COPIED:
@@ -90,7 +95,7 @@ def judge(mutant: Mutant) -> tuple[str, str]:
             "no:cacheprovider",
             *tests,
         ]
-        # A cache of its own, because the common one would hide the fault.
+        # The tests use an empty cache, because the user's cache may have results without the fault.
         variables = os.environ | {"PYTHONPATH": folder, "HF_HOME": str(Path(folder, "cache"))}
         try:
             done = subprocess.run(
@@ -112,10 +117,10 @@ def judge(mutant: Mutant) -> tuple[str, str]:
 
 
 def main() -> int:
-    """Judge the chosen mutants, and print a line for each.
+    """Test the faults that the command-line flags choose, and print one line for each.
 
     Returns:
-        The exit code.
+        The exit code: 0 if tests found all of them, otherwise 1.
     """
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
@@ -124,22 +129,25 @@ def main() -> int:
         metavar="ROOM_OR_NUMBER",
         help="rooms and numbers of mutants; default: all",
     )
-    parser.add_argument("--jobs", type=int, default=1, help="mutants at once")
+    parser.add_argument("--jobs", type=int, default=1, help="mutants tested at the same time")
     arguments = parser.parse_args()
     chosen = all_mutants()
     if arguments.only:
         chosen = [m for m in chosen if {m.room, str(m.number)} & set(arguments.only)]
 
-    def timed(mutant: Mutant) -> tuple[str, str, float]:
-        began = time.monotonic()
-        return *judge(mutant), time.monotonic() - began
+    def judge_timed(mutant: Mutant) -> tuple[str, str, float]:
+        """Return the verdict on a fault, its reason, and the seconds that its tests took."""
+        start = time.monotonic()
+        verdict, reason = judge(mutant)
+        return verdict, reason, time.monotonic() - start
 
     verdicts = []
     with ThreadPoolExecutor(arguments.jobs) as pool:
-        for mutant, (verdict, why, seconds) in zip(chosen, pool.map(timed, chosen), strict=True):
+        results = pool.map(judge_timed, chosen)
+        for mutant, (verdict, reason, seconds) in zip(chosen, results, strict=True):
             print(
                 f"{mutant.number:3}  {mutant.room:8}  {mutant.reason:70}  {verdict:14}  "
-                f"{seconds:3.0f} s  {why}",
+                f"{seconds:3.0f} s  {reason}",
                 flush=True,
             )
             verdicts.append(verdict)

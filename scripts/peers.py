@@ -1,4 +1,4 @@
-"""Check the accumulation of other libraries with hf_ga's checker, and write docs/peers.md.
+"""Check the gradient accumulation of other libraries with hf_ga's checker, and write docs/peers.md.
 
     pip install -e ".[finetune,peers]"
     python scripts/peers.py                      # two minutes on two cores
@@ -38,14 +38,22 @@ TEMPERATURE = 0.05
 DROPOUT = 0.1
 
 Batch = dict[str, Tensor]
-Step = Callable[..., Any]  # of `hf_ga.check_equivalence`
+Step = Callable[..., Any]  # step(model, micro_batches, accumulation_steps) of the checker
 
 
-# Steps: each leaves the gradient of the window, or returns it.
+# Training steps for `hf_ga.check_equivalence`: each leaves the window's gradient in `.grad`, or
+# returns it.
 
 
 def plain_step(model: nn.Module, micro_batches: list[Batch], accumulation_steps: int) -> None:
-    """Run the loop of most tutorials: the mean of each micro-batch over their number."""
+    """Accumulate gradients as most PyTorch tutorials do: divide each micro-batch's mean loss by the
+    accumulation steps. Leaves the window's gradient in `.grad`.
+
+    Args:
+        model: The model.
+        micro_batches: The collated micro-batches of the window.
+        accumulation_steps: Micro-batches of a full window.
+    """
     for batch in micro_batches:
         loss = model(**batch).loss / accumulation_steps
         loss.backward()
@@ -54,15 +62,25 @@ def plain_step(model: nn.Module, micro_batches: list[Batch], accumulation_steps:
 def counting_step(
     model: nn.Module, micro_batches: list[Batch], accumulation_steps: int
 ) -> tuple[None, Gradients]:
-    """Run the loop of Accelerate's guide for texts of different lengths: the sum of each
-    micro-batch's losses over the targets of the window, times the accumulation steps that
-    Accelerate divides by.
+    """Accumulate gradients as Accelerate's guide does for samples of different lengths: divide the
+    sum of each micro-batch's losses by the window's targets, and multiply by the accumulation
+    steps, because Accelerate divides by them.
+
+    Args:
+        model: The model.
+        micro_batches: The collated micro-batches of the window.
+        accumulation_steps: Micro-batches of a full window.
+
+    Returns:
+        None in place of the loss, and the gradients.
     """
     accelerator = Accelerator(cpu=True, gradient_accumulation_steps=accumulation_steps)
     loader = DataLoader(micro_batches, batch_size=1, collate_fn=lambda items: items[0])
     prepared, loader = accelerator.prepare(model, loader)
-    labels = [batch["labels"][:, 1:] for batch in micro_batches]
-    num_targets = sum(int((of_batch != -100).sum()) for of_batch in labels)
+    num_targets = 0
+    for batch in micro_batches:
+        shifted_labels = batch["labels"][:, 1:]
+        num_targets += int((shifted_labels != -100).sum())
     for batch in loader:
         with accelerator.accumulate(prepared):
             loss = prepared(**batch, num_items_in_batch=num_targets).loss
@@ -73,24 +91,38 @@ def counting_step(
 def lightning_step(
     model: nn.Module, micro_batches: list[Batch], accumulation_steps: int
 ) -> tuple[None, Gradients]:
-    """Lightning's Trainer with `accumulate_grad_batches`."""
+    """Accumulate gradients with Lightning's Trainer and its `accumulate_grad_batches`.
+
+    Args:
+        model: The model.
+        micro_batches: The collated micro-batches of the window.
+        accumulation_steps: Micro-batches of a full window.
+
+    Returns:
+        None in place of the loss, and the gradients.
+    """
     from lightning.pytorch import LightningModule, Trainer
 
     getLogger("lightning.pytorch").setLevel(ERROR)
 
     class Module(LightningModule):
+        """Wraps the model for Lightning, and takes its gradients before the optimizer step."""
+
         def __init__(self) -> None:
             super().__init__()
             self.model = model
             self.gradients: Gradients = {}
 
         def training_step(self, batch: Batch, index: int) -> Tensor:
+            """Return the model's own loss of one micro-batch."""
             return self.model(**batch).loss
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
+            """Return an optimizer that changes nothing: SGD with learning rate 0."""
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
         def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+            """Move the accumulated gradients into `self.gradients`."""
             self.gradients = take_gradients(self.model)
 
     module = Module()
@@ -105,33 +137,46 @@ def lightning_step(
 
 
 def sft_step() -> Step:
-    """TRL's SFTTrainer with its default loss. Its dataset has the numbers of the micro-batches."""
+    """Make a training step that accumulates gradients with TRL's SFTTrainer and its default loss.
+
+    SFTTrainer prepares its dataset itself, so it gets placeholder rows, one for each micro-batch;
+    the collator replaces them by the micro-batches.
+    """
     from datasets import Dataset
     from trl import SFTTrainer
 
-    class OnMicroBatches(SFTTrainer):
+    class MicroBatchSFTTrainer(SFTTrainer):
+        """SFTTrainer whose `train_dataset` is a list of collated micro-batches."""
+
         def __init__(self, train_dataset: list[Batch], **arguments: Any) -> None:
-            numbers = range(len(train_dataset))
-            rows = Dataset.from_dict(
-                {"input_ids": [[1, 2]] * len(numbers), "number": list(numbers)}
-            )
-            arguments["data_collator"] = lambda items: dict(train_dataset[items[0]["number"]])
+            indices = list(range(len(train_dataset)))
+            rows = Dataset.from_dict({"input_ids": [[1, 2]] * len(indices), "index": indices})
+            arguments["data_collator"] = lambda items: dict(train_dataset[items[0]["index"]])
             tokenizer = corpus.load_stdlib_tokenizer()
             super().__init__(train_dataset=rows, processing_class=tokenizer, **arguments)
 
-    return trainer_arm(OnMicroBatches)
+    return trainer_arm(MicroBatchSFTTrainer)
 
 
 def cached_step(model: EmbeddingModel, micro_batches: list[Batch], accumulation_steps: int) -> None:
-    """sentence-transformers' cached loss of each micro-batch, as its trainer accumulates it."""
+    """Accumulate gradients as the trainer of sentence-transformers does: compute its cached
+    contrastive loss of each micro-batch, and divide it by the accumulation steps. Leaves the
+    window's gradient in `.grad`.
+
+    Args:
+        model: The model.
+        micro_batches: The collated micro-batches of the window.
+        accumulation_steps: Micro-batches of a full window.
+    """
     from sentence_transformers.sentence_transformer.losses import (
         CachedMultipleNegativesRankingLoss,
     )
 
     class Encoder(nn.Sequential):
-        """As much of a SentenceTransformer as the loss uses."""
+        """The part of a SentenceTransformer that the loss uses."""
 
         def forward(self, features: Batch) -> Batch:
+            """Add the text's vectors to the features, as "sentence_embedding"."""
             return features | {"sentence_embedding": self[0].encode(**features)}
 
     loss_fn = CachedMultipleNegativesRankingLoss(
@@ -149,11 +194,15 @@ def cached_step(model: EmbeddingModel, micro_batches: list[Batch], accumulation_
         loss.backward()
 
 
-# What is checked.
+# The models and data with which the libraries are checked.
 
 
 def language_model(dropout: float) -> tuple[nn.Module, list[dict[str, Any]], Callable]:
-    """Build a small GPT-2, and take one window of documentation strings."""
+    """Build a small GPT-2, and load one window of docstrings from Python's standard library.
+
+    Returns:
+        The model, its tokenized samples, and the function that collates them.
+    """
     tokenizer = corpus.load_stdlib_tokenizer()
     texts = [row["text"] for row in corpus.stdlib_splits()["train"][:NUM_SAMPLES]]
     ids = tokenizer(texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]
@@ -170,24 +219,30 @@ def language_model(dropout: float) -> tuple[nn.Module, list[dict[str, Any]], Cal
         bos_token_id=None,
         eos_token_id=None,
     )
-    return GPT2LMHeadModel(config), samples, partial(collate_texts, pad=tokenizer.pad_token_id)
+    collate = partial(collate_texts, pad_token_id=tokenizer.pad_token_id)
+    return GPT2LMHeadModel(config), samples, collate
 
 
-def collate_texts(samples: list[dict[str, Any]], pad: int) -> Batch:
-    """Pad on the right; padding is no target."""
+def collate_texts(samples: list[dict[str, Any]], pad_token_id: int) -> Batch:
+    """Collate token ids into a right-padded batch for a causal language model; labels are the
+    token ids, -100 at padding.
+    """
     rows = [torch.tensor(sample["input_ids"]) for sample in samples]
     masks = [torch.ones_like(row) for row in rows]
     padded = partial(nn.utils.rnn.pad_sequence, batch_first=True)
     return {
-        "input_ids": padded(rows, padding_value=pad),
+        "input_ids": padded(rows, padding_value=pad_token_id),
         "attention_mask": padded(masks),
         "labels": padded(rows, padding_value=-100),
     }
 
 
 def embedding_model() -> tuple[nn.Module, list[dict[str, Any]], Callable]:
-    """Build a small BERT with mean pooling, and take pairs of the first and second half of a
-    text.
+    """Build a small BERT with mean pooling, and load one window of text pairs, the first and second
+    half of a docstring.
+
+    Returns:
+        The model, its tokenized pairs, and the function that collates them.
     """
     tokenizer = corpus.load_stdlib_tokenizer()
     words_of_rows = [row["text"].split() for row in corpus.stdlib_splits()["train"]]
@@ -198,8 +253,8 @@ def embedding_model() -> tuple[nn.Module, list[dict[str, Any]], Callable]:
     }
     encoded = tokenize_pairs(halves, tokenizer, MAX_LENGTH)
     samples = [
-        {"input_ids": ids, "text_ids": of_texts}
-        for ids, of_texts in zip(encoded["input_ids"], encoded["text_ids"], strict=True)
+        {"input_ids": input_ids, "text_ids": text_ids}
+        for input_ids, text_ids in zip(encoded["input_ids"], encoded["text_ids"], strict=True)
     ]
     config = BertConfig(
         vocab_size=len(tokenizer),
@@ -214,6 +269,7 @@ def embedding_model() -> tuple[nn.Module, list[dict[str, Any]], Callable]:
     return model, samples, partial(collate_pairs, pad_token_id=tokenizer.pad_token_id)
 
 
+# Title in the page -> (package, function that makes the training step).
 LANGUAGE_MODEL_PEERS: dict[str, tuple[str, Callable[[], Step]]] = {
     "transformers.Trainer": ("transformers", trainer_arm),
     "TRL SFTTrainer": ("trl", sft_step),
@@ -227,28 +283,40 @@ EMBEDDING_PEERS: dict[str, tuple[str, Callable[[], Step]]] = {
 }
 
 
-def installed(peers: dict[str, tuple[str, Callable[[], Step]]]) -> dict[str, Step]:
-    """Return the steps of the peers whose packages are installed."""
-    return {name: make() for name, (package, make) in peers.items() if find_spec(package)}
+def installed_steps(peers: dict[str, tuple[str, Callable[[], Step]]]) -> dict[str, Step]:
+    """Make the training steps of the libraries that are installed; the others are omitted.
+
+    Args:
+        peers: Title -> (package, function that makes the training step).
+
+    Returns:
+        Title -> training step.
+    """
+    return {title: make() for title, (package, make) in peers.items() if find_spec(package)}
 
 
 def check_all() -> list[tuple[str, hf_ga.EquivalenceReport]]:
-    """Check all peers, and return the reports, each with its title."""
+    """Check the gradient accumulation of all installed libraries: on a language model without and
+    with dropout, and on an embedding model.
+
+    Returns:
+        A title and the report of each check.
+    """
     torch.manual_seed(0)
     reports = []
     for dropout in (0.0, DROPOUT):
         model, samples, collate = language_model(dropout)
-        steps = installed(LANGUAGE_MODEL_PEERS)
+        steps = installed_steps(LANGUAGE_MODEL_PEERS)
         report = hf_ga.check_equivalence(model, samples, collate, steps=steps)
         reports.append((f"A language model (GPT-2), dropout {dropout:g}", report))
     model, samples, collate = embedding_model()
     loss = InfoNCE(TEMPERATURE)
-    steps = installed(EMBEDDING_PEERS)
+    steps = installed_steps(EMBEDDING_PEERS)
     report = hf_ga.check_equivalence(model, samples, collate, steps=steps, whole_batch=loss)
     return [*reports, (f"Embeddings (BERT, InfoNCE over the window), dropout {DROPOUT:g}", report)]
 
 
-# The page.
+# The page docs/peers.md.
 
 INTRODUCTION = f"""# How other libraries accumulate
 
@@ -263,21 +331,23 @@ one with many. Counting the targets of the whole window mends that. No other lib
 that is independent of the split."""
 
 
-def page(reports: list[tuple[str, hf_ga.EquivalenceReport]]) -> str:
-    """Return the text of docs/peers.md."""
+def format_page(reports: list[tuple[str, hf_ga.EquivalenceReport]]) -> str:
+    """Format the page docs/peers.md from the titles and reports of the checks, with the versions of
+    the libraries and the names of those that are not installed.
+    """
     parts = [INTRODUCTION]
     for title, report in reports:
-        parts.append(f"## {title}\n\n{table(report)}\n\n{causes(report)}")
-    parts.append(f"Versions: {versions()}.")
+        parts.append(f"## {title}\n\n{format_table(report)}\n\n{format_causes(report)}")
+    parts.append(f"Versions: {format_versions()}.")
     missing = [name for name, (package, _) in all_peers().items() if not find_spec(package)]
     if missing:
         parts.append(f"Not checked, as the package is not installed: {', '.join(missing)}.")
     return "\n\n".join(parts) + "\n"
 
 
-def table(report: hf_ga.EquivalenceReport) -> str:
-    """Return a table in Markdown: for each library its relative error in each layout, and how many
-    passed.
+def format_table(report: hf_ga.EquivalenceReport) -> str:
+    """Format a Markdown table with one row for each library: the relative error of its gradient in
+    each layout, and in how many layouts it passed.
     """
     layouts = [row.layout for row in report.arm("hf_ga").rows]
     lines = [
@@ -292,8 +362,10 @@ def table(report: hf_ga.EquivalenceReport) -> str:
     return "\n".join(lines)
 
 
-def causes(report: hf_ga.EquivalenceReport) -> str:
-    """Return a list in Markdown of why each library differs."""
+def format_causes(report: hf_ga.EquivalenceReport) -> str:
+    """Format a Markdown list of the reasons why each library's gradient differs from the full
+    batch's, or why the library raised.
+    """
     lines = []
     for arm in report.arms:
         for reason in report.reasons(arm):
@@ -304,19 +376,19 @@ def causes(report: hf_ga.EquivalenceReport) -> str:
 
 
 def all_peers() -> dict[str, tuple[str, Callable[[], Step]]]:
-    """Return title -> package and maker of the step, of all peers."""
+    """Return all libraries to check: title -> (package, function that makes the training step)."""
     return LANGUAGE_MODEL_PEERS | EMBEDDING_PEERS
 
 
-def versions() -> str:
-    """Return the versions of the packages that were checked."""
+def format_versions() -> str:
+    """List the installed packages of the checked libraries with their versions, in one line."""
     packages = dict.fromkeys(package for package, _ in all_peers().values())
     is_installed = [name for name in packages if find_spec(name)]
     return ", ".join(f"{name.replace('_', '-')} {version(name)}" for name in is_installed)
 
 
 def main() -> None:
-    """Check, print the verdicts, write the page."""
+    """Check all installed libraries, print the reports, and write the page docs/peers.md."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument(
         "--output", type=Path, default=PAGE, help="the page (default: docs/peers.md)"
@@ -326,7 +398,7 @@ def main() -> None:
     reports = check_all()
     for _, report in reports:
         print(report, end="\n\n")
-    output.write_text(page(reports), encoding="utf-8")
+    output.write_text(format_page(reports), encoding="utf-8")
     print(f"written: {output}")
 
 

@@ -15,16 +15,23 @@ from hf_ga.finetuning.run.cli import guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the command scripts/plan_batch.py.
+
+    Args:
+        arguments: The command-line flags. None: those of the process.
 
     Returns:
         The exit code: 2 for invalid sizes, explained in one line.
     """
-    return guarded(_plan, sys.argv[1:] if arguments is None else arguments)
+    if arguments is None:
+        arguments = sys.argv[1:]
+    return guarded(_print_plan, arguments)
 
 
-def _plan(arguments: Sequence[str]) -> None:
-    """Print the plan for the flags of the command line."""
+def _print_plan(arguments: Sequence[str]) -> None:
+    """Print how the global batch in these command-line flags is split over processes, and the
+    command that trains with it.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
         "--global_batch_size", type=int, required=True, help="samples in one optimizer step"

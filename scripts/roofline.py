@@ -1,9 +1,10 @@
-"""Predict the time of a window on one GPU, without a GPU: a roofline. Computed, not measured.
+"""Predict the time of one optimizer step on a GPU with a roofline model, without a GPU: the times
+are computed, not measured.
 
-For each mode of training, the script counts what a window of documentation strings takes: floating
-point operations, bytes that pass through the GPU's memory, and kernels. Each of them, divided by
-what the device can do in a second, is a lower bound of the time; the largest bound is the
-prediction.
+For each way of training, the script counts what one window (the samples of one optimizer step) of
+docstrings needs: floating point operations, bytes that pass through the GPU's memory, and kernel
+launches. Each of them, divided by what the device can do in a second, is a lower bound of the time;
+the largest bound is the prediction.
 
     python scripts/roofline.py
     python scripts/roofline.py --models gpt --devices h100 h200
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.nn.functional as F
-from benchmark.setting import MODELS, documentation_strings
+from benchmark.setting import MODELS, docstring_samples
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,19 +42,26 @@ LAUNCH_SECONDS = (2e-6, 5e-6)
 # gradient twice and writes it once. All in float32.
 OPTIMIZER_BYTES = 4 * (4 + 3 + 3)  # for each weight
 # Operators that launch no kernel.
-FREE = ("detach", "empty", "empty_like", "empty_strided", "_unsafe_view", "lift_fresh")
+OPERATORS_WITHOUT_KERNEL = (
+    "detach",
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "_unsafe_view",
+    "lift_fresh",
+)
 # Operators that read only some rows of their first input: about as many bytes as they write.
-GATHERS = ("embedding", "index", "gather", "nll_loss_forward")
+GATHER_OPERATORS = ("embedding", "index", "gather", "nll_loss_forward")
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a GPU can do at most.
+    """The peak performance of a GPU, for the roofline model.
 
     Attributes:
         name: The name of the GPU.
-        flops: Dense bf16 operations of its matrix units in a second.
-        bandwidth: Bytes a second between the GPU and its memory.
+        flops: Dense bf16 floating point operations per second of its tensor cores.
+        bandwidth: Memory bandwidth in bytes per second.
     """
 
     name: str
@@ -71,14 +79,14 @@ DEVICES = {
 
 @dataclass(frozen=True)
 class Shape:
-    """The shape of a model.
+    """The sizes of a transformer for which the roofline model predicts times.
 
     Attributes:
-        kind: One of `MODELS`, a causal language model or a classifier.
+        kind: "gpt" (GPT-2, a causal language model) or "bert" (BERT, a sequence classifier).
         layers: Number of layers.
         width: Hidden size.
         heads: Number of attention heads.
-        words: Size of the vocabulary.
+        words: Vocabulary size.
     """
 
     kind: str
@@ -89,21 +97,24 @@ class Shape:
 
 
 SHAPES = {"gpt": Shape("gpt"), "bert": Shape("bert", words=30522)}
-NAMES = {"gpt": "GPT-2-small", "bert": "BERT-base"}
+MODEL_NAMES = {"gpt": "GPT-2-small", "bert": "BERT-base"}
 
 
 @dataclass(frozen=True)
 class Mode:
-    """A way of training.
+    """A way of training whose time the roofline model predicts, such as Trainer with
+    group_by_length, or hf_ga with packing.
 
     Attributes:
-        name: Its name in the table.
-        batches: A function (lengths of an epoch, window, micro-batch) -> the samples of each
-            micro-batch.
-        keeps_scores: Whether attention stores scores, weights and masks, of length x length.
-        is_packed: Whether layers compute real tokens only; else samples are padded to the longest
-            of the micro-batch.
-        is_lean: Whether GPT-2's activation is one kernel, and logits are computed chunk by chunk.
+        name: Name of the row in the table.
+        batches: Function that splits an epoch into micro-batches: (tokens of each sample, samples
+            of a window, samples of a micro-batch) -> the sample indices of each micro-batch.
+        keeps_scores: Whether attention stores its scores, weights and dropout mask in memory, each
+            of shape (heads, tokens, tokens); False for a fused attention kernel.
+        is_packed: Whether layers only compute real tokens; otherwise samples are padded to the
+            longest of the micro-batch.
+        is_lean: Whether GPT-2's activation is one kernel, and the logits are computed in chunks, of
+            target tokens only.
     """
 
     name: str
@@ -115,14 +126,14 @@ class Mode:
 
 @dataclass(frozen=True)
 class Work:
-    """What some micro-batches take.
+    """The work of some micro-batches on a GPU, counted for the roofline model.
 
     Attributes:
-        flops: Operations of matrix products.
-        num_bytes: Bytes read and written.
+        flops: Floating point operations of matrix products.
+        num_bytes: Bytes of memory read and written.
         kernels: Number of launched kernels.
-        tokens: Number of tokens, padding included.
-        micro_batches: Their number.
+        tokens: Number of computed tokens, padding included.
+        micro_batches: Number of micro-batches.
     """
 
     flops: float = 0.0
@@ -132,40 +143,79 @@ class Work:
     micro_batches: float = 0.0
 
     def __add__(self, other: "Work") -> "Work":
+        """Return the total work of two: each count is added."""
         return Work(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
 
     def __truediv__(self, number: float) -> "Work":
+        """Return the average work: each count is divided by `number`."""
         return Work(*(value / number for value in vars(self).values()))
 
 
 def random_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
-    """Make micro-batches as Trainer does by default: in any order."""
+    """Split an epoch into micro-batches as Trainer does by default, in random order.
+
+    Args:
+        lengths: Tokens of each sample of the epoch, shape (samples,).
+        window: Samples of an optimizer step.
+        micro_batch: Maximum samples of a micro-batch.
+
+    Returns:
+        The sample indices of each micro-batch.
+    """
     order = np.random.default_rng(0).permutation(len(lengths))
     return np.array_split(order, -(-len(order) // micro_batch))
 
 
 def grouped_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
-    """Make micro-batches as Trainer's group_by_length does."""
+    """Split an epoch into micro-batches as Trainer's sampling strategy group_by_length does.
+
+    Args:
+        lengths: Tokens of each sample of the epoch, shape (samples,).
+        window: Samples of an optimizer step.
+        micro_batch: Maximum samples of a micro-batch.
+
+    Returns:
+        The sample indices of each micro-batch.
+    """
     generator = torch.Generator().manual_seed(0)
     sampler = LengthGroupedSampler(window, lengths=lengths.tolist(), generator=generator)
     return np.array_split(np.array([*sampler]), -(-len(lengths) // micro_batch))
 
 
 def rebalanced_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
-    """Make micro-batches as Trainer's batch_rebalance does."""
+    """Split an epoch into micro-batches as Trainer's sampling strategy batch_rebalance does.
+
+    Args:
+        lengths: Tokens of each sample of the epoch, shape (samples,).
+        window: Samples of an optimizer step.
+        micro_batch: Maximum samples of a micro-batch.
+
+    Returns:
+        The sample indices of each micro-batch.
+    """
     sampler = BatchRebalanceSampler(lengths.tolist(), window, 1, window // micro_batch)
     return [np.array(batch) for batch in sampler]
 
 
 def planned_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
-    """Make micro-batches by hf_ga's plan for a GPU, of windows in any order."""
+    """Split an epoch into windows in random order, and each into micro-batches by hf_ga's plan by
+    length for a GPU.
+
+    Args:
+        lengths: Tokens of each sample of the epoch, shape (samples,).
+        window: Samples of an optimizer step.
+        micro_batch: Samples of a micro-batch of the longest samples; shorter ones are more.
+
+    Returns:
+        The sample indices of each micro-batch.
+    """
     order = np.random.default_rng(0).permutation(len(lengths))
     plan = ByLength(micro_batch, None, GPU_OVERHEAD, in_step=False)
     batches = []
     for start in range(0, len(order), window):
         samples = order[start : start + window]
-        (of_process,) = plan(lengths[samples], 1)
-        batches += [samples[offsets] for offsets in of_process]
+        (micro_batches,) = plan(lengths[samples], 1)  # the plan of the only process
+        batches += [samples[offsets] for offsets in micro_batches]
     return batches
 
 
@@ -183,7 +233,13 @@ MODES = (
 
 
 class CountKernels(TorchDispatchMode):
-    """Count the operators that launch a kernel, and the bytes that they read and write."""
+    """Context manager that counts the operators that launch a GPU kernel within the block, and the
+    bytes that they read and write.
+
+    Attributes:
+        kernels: Number of operators that launch a kernel.
+        num_bytes: Bytes that they read and write.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,20 +249,24 @@ class CountKernels(TorchDispatchMode):
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        outputs = function(*args, **(kwargs or {}))
+        """Call an operator and count it, unless it is a view or launches no kernel."""
+        kwargs = kwargs or {}
+        outputs = function(*args, **kwargs)
         name = function.overloadpacket.__name__
-        if function.namespace != "aten" or function.is_view or name in FREE:
+        if function.namespace != "aten" or function.is_view or name in OPERATORS_WITHOUT_KERNEL:
             return outputs
         self.kernels += 1
-        written = sum(map(bytes_of, tensors_in(outputs)))
-        is_gather = name in GATHERS
-        read = written if is_gather else sum(map(bytes_of, tensors_in([args, kwargs or {}])))
+        written = sum(map(bytes_in_memory, tensors_in(outputs)))
+        if name in GATHER_OPERATORS:
+            read = written
+        else:
+            read = sum(map(bytes_in_memory, tensors_in([args, kwargs])))
         self.num_bytes += read + written
         return outputs
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of nested lists, tuples and dictionaries."""
+    """Yield all tensors in nested lists, tuples and dictionaries."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -216,18 +276,26 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(part)
 
 
-def bytes_of(tensor: Tensor) -> int:
-    """Count the bytes of a tensor in memory: an expanded one is not larger than its storage."""
-    shown = tensor.numel() * tensor.element_size()
-    stored = tensor.untyped_storage().nbytes()
-    return min(shown, stored)
+def bytes_in_memory(tensor: Tensor) -> int:
+    """Return the bytes that a kernel reads or writes for a tensor: those of its elements, but at
+    most those of its storage, which is smaller for an expanded tensor.
+    """
+    bytes_of_elements = tensor.numel() * tensor.element_size()
+    bytes_of_storage = tensor.untyped_storage().nbytes()
+    return min(bytes_of_elements, bytes_of_storage)
 
 
 def build(shape: Shape, mode: Mode) -> nn.Module:
-    """Build the model in training mode, for fake tensors. Attention drops in its own kernel, if
-    fused.
+    """Build a GPT-2 or BERT in training mode, to be counted with fake tensors.
+
+    With a fused attention kernel the model has no attention dropout, because the kernel does it
+    without more work.
+
+    Args:
+        shape: The sizes of the model.
+        mode: The way of training, which chooses the attention and the activation.
     """
-    dropped = 0.1 if mode.keeps_scores else 0.0
+    attention_dropout = 0.1 if mode.keeps_scores else 0.0
     attention = "eager" if mode.keeps_scores else "sdpa"
     if shape.kind == "gpt":
         config = GPT2Config(
@@ -236,13 +304,13 @@ def build(shape: Shape, mode: Mode) -> nn.Module:
             n_embd=shape.width,
             n_head=shape.heads,
             n_positions=MAX_LENGTH,
-            attn_pdrop=dropped,
+            attn_pdrop=attention_dropout,
             activation_function="gelu_pytorch_tanh" if mode.is_lean else "gelu_new",
             use_cache=False,
             attn_implementation=attention,
         )
         model = GPT2LMHeadModel(config)
-        # transformers does not find it by GPT-2's class name.
+        # transformers finds the loss by the class name, but not for GPT-2, and would warn.
         model.loss_type = "ForCausalLM"
         return model.train()
     config = BertConfig(
@@ -251,46 +319,62 @@ def build(shape: Shape, mode: Mode) -> nn.Module:
         hidden_size=shape.width,
         num_attention_heads=shape.heads,
         intermediate_size=4 * shape.width,
-        attention_probs_dropout_prob=dropped,
+        attention_probs_dropout_prob=attention_dropout,
         attn_implementation=attention,
     )
     return BertForSequenceClassification(config).train()
 
 
 def count(model: nn.Module, shape: Shape, mode: Mode, lengths: np.ndarray) -> CountKernels:
-    """Count a forward and backward in bf16, which adds to gradients that exist, on fake tensors.
+    """Count the kernels and bytes of one micro-batch's forward and backward in bf16, on fake
+    tensors; the backward adds to existing gradients.
 
-    The operators are those of a CPU; where a GPU has fewer kernels (dropout), so has the count.
+    The operators are those of a CPU, except that dropout counts as one kernel, as on a GPU.
+
+    Args:
+        model: The model, of fake tensors.
+        shape: The sizes of the model.
+        mode: The way of training.
+        lengths: Tokens of each sample, shape (samples,).
     """
     if mode.is_packed:
-        rows = 1
-        width = int(lengths.sum())
+        num_rows = 1
+        num_columns = int(lengths.sum())
     else:
-        rows = len(lengths)
-        width = int(lengths.max())
-    ids = torch.ones(rows, width, dtype=torch.long)
+        num_rows = len(lengths)
+        num_columns = int(lengths.max())
+    ids = torch.ones(num_rows, num_columns, dtype=torch.long)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if mode.is_packed:
-        # transformers takes a mask of four axes as it is, and makes none of T x T.
+        # transformers uses a mask of four dims as it is, and builds none of tokens x tokens.
         inputs["attention_mask"] = torch.ones(1, 1, 1, ids.shape[1], dtype=torch.bool)
     if mode.is_packed and shape.kind == "bert":
-        # It has no positions for all tokens of a micro-batch.
+        # BERT's position embeddings are for one sample, so pass positions that exist.
         inputs |= {"position_ids": torch.zeros_like(ids), "token_type_ids": torch.zeros_like(ids)}
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with ExitStack() as stack:
         stack.enter_context(override(F, dropout=_fused_dropout))
-        counted = stack.enter_context(CountKernels())
+        counter = stack.enter_context(CountKernels())
         with torch.autocast("cpu", torch.bfloat16):
             loss = _loss(model, shape, mode, inputs, num_targets=int((lengths - 1).sum()))
         loss.backward()
-    return counted
+    return counter
 
 
 def _loss(
     model: nn.Module, shape: Shape, mode: Mode, inputs: dict[str, Tensor], num_targets: int
 ) -> Tensor:
-    """Compute a loss by the operators of a mode; its value does not matter."""
+    """Compute the model's loss with the operators that a way of training uses; only the operators
+    are counted, the value does not matter.
+
+    Args:
+        model: The model, of fake tensors.
+        shape: The sizes of the model.
+        mode: The way of training.
+        inputs: The model's arguments, without labels.
+        num_targets: Number of target tokens, whose logits are computed if `mode.is_lean`.
+    """
     ids = inputs["input_ids"]
     if shape.kind == "bert":
         return model(**inputs, labels=torch.zeros(len(ids), dtype=torch.long)).loss
@@ -307,7 +391,9 @@ def _loss(
 def _fused_dropout(
     input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
 ) -> Tensor:
-    """Drop as on a GPU: by one kernel forward and one backward, like torch's and hf_ga's."""
+    """Replacement for `F.dropout` with one kernel in the forward and one in the backward, as
+    torch's and hf_ga's dropout have on a GPU.
+    """
     if not training or p == 0:
         return input
     output, _ = torch.native_dropout(input, p, training)
@@ -315,50 +401,81 @@ def _fused_dropout(
 
 
 def flops(shape: Shape, mode: Mode, lengths: np.ndarray) -> float:
-    """Count the operations of the matrix products of one forward and backward.
+    """Count the floating point operations of all matrix products of one micro-batch's forward and
+    backward.
 
-    6 for each weight of a layer and token (12 x width^2 weights); 12 x width for each layer and
-    pair of tokens that attend; 6 x words x width for each token whose logits are computed. A
-    padded batch computes all pairs; without padding a causal model computes half of them. What a
-    fused backward computes again is left out.
+    A layer has 12 x width^2 weights, each with 6 operations for each token. Attention has 12 x
+    width operations for each layer and pair of tokens: a padded batch computes all pairs, a packed
+    causal model half of each sample's. A language model's output projection has 6 x words x width
+    operations for each token whose logits are computed. Operations that a fused backward
+    recomputes are not counted.
+
+    Args:
+        shape: The sizes of the model.
+        mode: The way of training.
+        lengths: Tokens of each sample, shape (samples,).
     """
     is_causal = shape.kind == "gpt"
-    padded = len(lengths) * int(lengths.max())
-    tokens = int(lengths.sum()) if mode.is_packed else padded
-    pairs = padded * int(lengths.max())
+    longest = int(lengths.max())
+    num_padded = len(lengths) * longest
     if mode.is_packed:
-        pairs = (lengths.astype(float) ** 2).sum() / (1 + is_causal)
-    logits = int((lengths - 1).sum()) if mode.is_lean else padded
-    in_layers = shape.layers * (72 * shape.width**2 * tokens + 12 * shape.width * pairs)
-    return in_layers + is_causal * 6 * shape.words * shape.width * logits
+        num_tokens = int(lengths.sum())
+        num_pairs = (lengths.astype(float) ** 2).sum() / (1 + is_causal)
+    else:
+        num_tokens = num_padded
+        num_pairs = num_padded * longest
+    layer_flops = 72 * shape.width**2 * num_tokens + 12 * shape.width * num_pairs
+    total = shape.layers * layer_flops
+    if is_causal:
+        num_logits = int((lengths - 1).sum()) if mode.is_lean else num_padded
+        total += 6 * shape.words * shape.width * num_logits
+    return total
 
 
 def work_of_window(
     shape: Shape, mode: Mode, lengths: np.ndarray, window: int, micro_batch: int
 ) -> Work:
-    """Compute the mean work of a window of an epoch, the optimizer's bytes included."""
+    """Count the work of one optimizer step, on average over the windows of an epoch, with the bytes
+    that the optimizer reads and writes.
+
+    Args:
+        shape: The sizes of the model.
+        mode: The way of training.
+        lengths: Tokens of each sample of the epoch, shape (samples,).
+        window: Samples of an optimizer step.
+        micro_batch: Samples of a micro-batch.
+    """
     total = Work()
     batches = mode.batches(lengths, window, micro_batch)
     with FakeTensorMode():
         model = build(shape, mode)
         num_weights = sum(parameter.numel() for parameter in model.parameters())
         for batch in batches:
-            of_batch = lengths[batch]
-            counted = count(model, shape, mode, of_batch)
-            padded = len(of_batch) * int(of_batch.max())
+            batch_lengths = lengths[batch]
+            counter = count(model, shape, mode, batch_lengths)
+            num_padded = len(batch_lengths) * int(batch_lengths.max())
             total += Work(
-                flops=flops(shape, mode, of_batch),
-                num_bytes=counted.num_bytes,
-                kernels=counted.kernels,
-                tokens=int(of_batch.sum()) if mode.is_packed else padded,
+                flops=flops(shape, mode, batch_lengths),
+                num_bytes=counter.num_bytes,
+                kernels=counter.kernels,
+                tokens=int(batch_lengths.sum()) if mode.is_packed else num_padded,
                 micro_batches=1,
             )
-    return total / (len(lengths) / window) + Work(num_bytes=OPTIMIZER_BYTES * num_weights)
+    num_windows = len(lengths) / window
+    return total / num_windows + Work(num_bytes=OPTIMIZER_BYTES * num_weights)
 
 
 def bounds(work: Work, device: Device, launch_seconds: float) -> tuple[float, float, float]:
-    """Return the seconds of computing, of memory traffic and of launches. The largest is the
-    prediction.
+    """Compute the three lower bounds of the roofline model for the time of some work.
+
+    Args:
+        work: The counted work.
+        device: The GPU.
+        launch_seconds: Seconds that the host needs to launch one kernel.
+
+    Returns:
+        The seconds of floating point operations, of memory traffic and of kernel launches. The
+        largest is the predicted time.
 
     >>> bounds(Work(flops=2e12, num_bytes=3e9, kernels=1000), Device("any", 1e12, 1e9), 5e-6)
     (2.0, 3.0, 0.005)
@@ -371,12 +488,14 @@ def bounds(work: Work, device: Device, launch_seconds: float) -> tuple[float, fl
 
 
 def table(works: dict[str, Work], device: Device, real_tokens: float) -> str:
-    """Return a table in Markdown with a row for each mode.
+    """Format the predicted times of one optimizer step as a Markdown table with a row for each way
+    of training.
 
     Args:
-        works: Name of a mode -> mean work of a window.
+        works: Name of the way of training -> work of one optimizer step. The first one is the
+            baseline of the speed-ups.
         device: The GPU.
-        real_tokens: Tokens of a window without padding.
+        real_tokens: Tokens of one optimizer step without padding.
     """
     header = (
         "mode",
@@ -392,13 +511,15 @@ def table(works: dict[str, Work], device: Device, real_tokens: float) -> str:
         "times Trainer",
     )
     lines = [f"| {' | '.join(header)} |", f"| --- |{' ---: |' * (len(header) - 1)}"]
-    first = next(iter(works.values()))
+    baseline = next(iter(works.values()))
+    baseline_times = [max(bounds(baseline, device, seconds)) for seconds in LAUNCH_SECONDS]
     for name, work in works.items():
         computing, memory, _ = bounds(work, device, 0.0)
         launches = [work.kernels * seconds for seconds in LAUNCH_SECONDS]
         times = [max(bounds(work, device, seconds)) for seconds in LAUNCH_SECONDS]
-        of_first = [max(bounds(first, device, seconds)) for seconds in LAUNCH_SECONDS]
-        ratios = [one / other for one, other in zip(of_first, times, strict=True)]
+        speed_ups = [
+            baseline_time / time for baseline_time, time in zip(baseline_times, times, strict=True)
+        ]
         cells = (
             name,
             f"{work.tokens / real_tokens:.2f}",
@@ -408,33 +529,45 @@ def table(works: dict[str, Work], device: Device, real_tokens: float) -> str:
             f"{work.kernels:,.0f}",
             f"{computing * 1e3:.0f}",
             f"{memory * 1e3:.0f}",
-            _range(launches, 1e3, ".0f"),
-            _range(times, 1e3, ".0f"),
-            _range(ratios, 1, ".2f"),
+            _format_range(launches, 1e3, ".0f"),
+            _format_range(times, 1e3, ".0f"),
+            _format_range(speed_ups, 1, ".2f"),
         )
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _range(values: Sequence[float], factor: float, digits: str) -> str:
+def _format_range(values: Sequence[float], factor: float, digits: str) -> str:
+    """Format two numbers as "low to high", or as one number if they look the same.
+
+    Args:
+        values: The two numbers.
+        factor: Multiplies both, such as 1e3 for seconds as milliseconds.
+        digits: Format of a number, such as ".0f".
+    """
     low, high = (f"{value * factor:{digits}}" for value in values)
     return low if low == high else f"{low} to {high}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command scripts/roofline.py: print a table of predicted times for each model and GPU.
+
+    Args:
+        arguments: The command-line flags. None: those of the process.
+    """
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=[*MODELS])
     add("--devices", nargs="+", choices=DEVICES, default=["h100"])
-    add("--num_samples", type=int, default=1024, help="of an epoch (default: 1024)")
+    add("--num_samples", type=int, default=1024, help="samples of an epoch (default: 1024)")
     add("--window", type=int, default=512, help="samples of a window (default: 512)")
     add("--micro_batch", type=int, default=32, help="samples of a micro-batch (default: 32)")
-    add("--layers", type=int, default=12, help="of the models (default: 12)")
+    add("--layers", type=int, default=12, help="layers of the models (default: 12)")
     flags = parser.parse_args(arguments)
     for kind in flags.models:
-        samples = documentation_strings(kind, MAX_LENGTH, flags.num_samples)["samples"]
+        samples = docstring_samples(kind, MAX_LENGTH, flags.num_samples)["samples"]
         lengths = np.array([len(sample["input_ids"]) for sample in samples])
         shape = replace(SHAPES[kind], layers=flags.layers)
         works = {
@@ -444,8 +577,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         real_tokens = lengths.sum() / (len(lengths) / flags.window)
         for device in map(DEVICES.get, flags.devices):
             print(
-                f"{NAMES[kind]} on one {device.name}, bf16, {real_tokens:,.0f} real tokens in a "
-                f"window of {flags.window} (computed, not measured)\n"
+                f"{MODEL_NAMES[kind]} on one {device.name}, bf16, {real_tokens:,.0f} real tokens "
+                f"in a window of {flags.window} (computed, not measured)\n"
             )
             print(table(works, device, real_tokens), end="\n\n")
 

@@ -1,8 +1,8 @@
-"""Train the same 100 optimizer steps in several layouts and compare: `accelerate launch
-scripts/run_ga_experiment.py`.
+"""Train the same 100 optimizer steps in several layouts (micro-batch size x accumulation steps) and
+compare losses and weights: `accelerate launch scripts/run_ga_experiment.py`.
 
-Every arm starts from the same weights. Layouts use `train_step`; the usual mistakes, one at a time,
-use `mistaken_step`, written with plain torch, which differs from the correct step in one thing.
+Every run (arm) starts from the same weights. Layouts use `train_step`; the usual mistakes, one at a
+time, use `mistaken_step`, written in plain torch, which differs from the correct step in one thing.
 Prints a table, writes it as experiment.md with experiment.png to --output_dir, and exits with code
 1 if a layout differs from 64 x 1 by more than the limits.
 """
@@ -63,18 +63,21 @@ COLUMNS = [
 
 @dataclass(frozen=True)
 class Arm:
-    """One run.
+    """The settings of one training run of the experiment: a layout, or a usual mistake.
 
     Attributes:
-        name: Its name in the table.
+        name: Name of the run in the table.
         micro_batch_size: Samples in a micro-batch.
-        dropout: Probability at all sites.
-        planner: Plans the micro-batches of a window. None: by number of samples.
-        weights: A function (targets of each micro-batch, micro-batches of a full window) -> factor
-            of each micro-batch's mean loss. None: the correct step.
-        keyed: Whether dropout is keyed.
-        same_window: Whether micro-batches hold the samples of the window, or others.
-        token_weighted_validation: Whether the validation loss is the mean over tokens.
+        dropout: Dropout probability at all sites.
+        planner: Splits a window into micro-batches. None: evenly by number of samples.
+        weights: For a mistake, the function (targets of each micro-batch, micro-batches of a full
+            window) -> the factor of each micro-batch's mean loss; the run uses `mistaken_step`.
+            None: the run uses hf_ga's `train_step`.
+        keyed: Whether dropout is keyed by sample; False keeps torch's own dropout.
+        same_window: Whether micro-batches have the samples of the window; False draws samples
+            independently for every micro-batch.
+        token_weighted_validation: Whether the validation loss is the mean over all tokens; False
+            averages the mean losses of the batches.
     """
 
     name: str
@@ -89,13 +92,13 @@ class Arm:
 
 @dataclass
 class ArmResult:
-    """The results of an arm.
+    """The results of one training run of the experiment.
 
     Attributes:
-        arm: The arm.
-        train_losses: The loss of each step.
-        validation_loss: The validation loss at the end.
-        final_weights: All weights, float64 of shape (parameters,).
+        arm: The settings of the run.
+        train_losses: Training loss of each optimizer step.
+        validation_loss: Validation loss after the last step.
+        final_weights: All weights after the last step, as one float64 vector.
         steps_per_second: Optimizer steps per second.
     """
 
@@ -107,22 +110,58 @@ class ArmResult:
 
 
 def correct_weights(counts: np.ndarray, full: int) -> np.ndarray:
-    """Weight each micro-batch by its share of the window's targets, as `backward_window` does."""
+    """Weight each micro-batch's mean loss by its share of the window's targets, as hf_ga does.
+
+    Args:
+        counts: Targets of each micro-batch, shape (micro-batches,).
+        full: Micro-batches of a full window; not used.
+
+    Returns:
+        The weight of each micro-batch, shape (micro-batches,).
+    """
     return counts / counts.sum()
 
 
 def mean_of_means(counts: np.ndarray, full: int) -> np.ndarray:
-    """Weight all micro-batches equally."""
+    """Weight all micro-batches equally, although they have different numbers of targets: a usual
+    mistake of training loops.
+
+    Args:
+        counts: Targets of each micro-batch, shape (micro-batches,).
+        full: Micro-batches of a full window.
+
+    Returns:
+        The factor of each micro-batch's mean loss, shape (micro-batches,).
+    """
     return np.full(len(counts), 1 / len(counts))
 
 
 def divided_by_full(counts: np.ndarray, full: int) -> np.ndarray:
-    """Divide by the micro-batches of a full window, in the short last window too."""
+    """Weight micro-batches correctly, but divide by the number of micro-batches of a full window in
+    the short last window of an epoch too, whose gradient is then too small: a usual mistake of
+    training loops.
+
+    Args:
+        counts: Targets of each micro-batch, shape (micro-batches,).
+        full: Micro-batches of a full window.
+
+    Returns:
+        The factor of each micro-batch's mean loss, shape (micro-batches,).
+    """
     return counts / counts.sum() * len(counts) / full
 
 
 def not_divided(counts: np.ndarray, full: int) -> np.ndarray:
-    """Sum the micro-batches' gradients instead of averaging them."""
+    """Sum the micro-batches' gradients instead of averaging them: a usual mistake of training
+    loops.
+
+    Args:
+        counts: Targets of each micro-batch, shape (micro-batches,).
+        full: Micro-batches of a full window.
+
+    Returns:
+        The factor of each micro-batch's mean loss, shape (micro-batches,).
+    """
     return counts / counts.sum() * len(counts)
 
 
@@ -152,13 +191,16 @@ MISTAKES = [
 
 
 class Experiment:
-    """Data, initial weights and settings of all arms.
+    """Runs the same training with different layouts and mistakes, on the same data and from the
+    same initial weights.
 
     Args:
-        steps: Optimizer steps of each arm.
-        num_samples: Training rows; the default makes the last window of an epoch a short one.
-        max_length: Largest number of tokens of a sample.
-        same_bits: Samples in one chunk. None: windows are not cut into chunks.
+        steps: Optimizer steps of each run.
+        num_samples: Number of training samples. With the default the last window of an epoch has
+            fewer samples than the others.
+        max_length: Maximum number of tokens of a sample.
+        same_bits: Samples in one chunk: gradients have the same bits in every layout. None: windows
+            are not split into chunks.
 
     Raises:
         ConfigError: If it runs on several processes.
@@ -167,22 +209,21 @@ class Experiment:
     def __init__(
         self, steps: int, num_samples: int = 600, max_length: int = 48, same_bits: int | None = None
     ) -> None:
-        count = PartialState().num_processes
-        if count > 1:
+        num_processes = PartialState().num_processes
+        if num_processes > 1:
             raise ConfigError(
-                f"the experiment compares layouts of one process, but runs on {count}: start it "
-                "without a launcher."
+                f"the experiment compares layouts of one process, but runs on {num_processes}: "
+                "start it without a launcher."
             )
         config = FinetuneConfig(max_length=max_length)
         self.data: PreparedData = prepare_data(config, load_tokenizer(config))
         train = self.data.splits["train"]
-        first = range(min(num_samples, len(train)))
-        self.train = train.select(first).with_format(None)
+        first_rows = range(min(num_samples, len(train)))
+        self.train = train.select(first_rows).with_format(None)
         self.steps = steps
         self.same_bits = same_bits
         torch.manual_seed(SEED)
         tokenizer = self.data.tokenizer
-        special = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id}
         self.model = GPT2LMHeadModel(
             GPT2Config(
                 vocab_size=len(tokenizer),
@@ -190,16 +231,17 @@ class Experiment:
                 n_embd=64,
                 n_layer=2,
                 n_head=4,
-                **special,
+                bos_token_id=tokenizer.bos_token_id,
+                eos_token_id=tokenizer.eos_token_id,
             )
         )
 
     def run(self, arm: Arm, on_step: Callable[[], Any] = lambda: None) -> ArmResult:
-        """Train one arm from the initial weights, and evaluate it.
+        """Train a copy of the initial model with the settings of one run, and evaluate it.
 
         Args:
-            arm: The arm.
-            on_step: Called after each step.
+            arm: The settings of the run.
+            on_step: Called after each optimizer step, to update a progress bar.
         """
         accelerator = Accelerator()
         model = copy.deepcopy(self.model).to(accelerator.device).train()
@@ -210,10 +252,10 @@ class Experiment:
         samples = [self.train[i] for i in range(32)]
         rule = prove_targets(model, samples, self.data.collate)
         model, optimizer = prepare(accelerator, model, optimizer, rule=rule)
-        # For native dropout.
+        # torch's own dropout draws from the global generator.
         torch.manual_seed(SEED)
         losses = []
-        began = time.perf_counter()
+        start = time.perf_counter()
         for window in self._windows(arm, accelerator):
             if arm.weights is None:
                 result = train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
@@ -221,14 +263,21 @@ class Experiment:
             else:
                 losses.append(mistaken_step(model, optimizer, window, rule, arm))
             on_step()
-        rate = self.steps / (time.perf_counter() - began)
-        flat = [p.detach().double().flatten().cpu() for p in model.parameters()]
-        validation_loss = self._validate(arm, accelerator, model, rule)
-        return ArmResult(arm, losses, validation_loss, torch.cat(flat), rate)
+        steps_per_second = self.steps / (time.perf_counter() - start)
+        weights = [p.detach().double().flatten().cpu() for p in model.parameters()]
+        return ArmResult(
+            arm=arm,
+            train_losses=losses,
+            validation_loss=self._validate(arm, accelerator, model, rule),
+            final_weights=torch.cat(weights),
+            steps_per_second=steps_per_second,
+        )
 
     def _windows(self, arm: Arm, accelerator: Accelerator) -> Iterator[Window]:
-        """Yield the windows of an arm, epoch after epoch."""
-        # Without lengths, windows are split by number of samples, as in the arms' names.
+        """Yield one window (the samples of an optimizer step) for each step of a training run,
+        epoch after epoch; for the mistake `same_window=False`, with other samples.
+        """
+        # Without lengths, windows are split by number of samples, as the runs' names say.
         lengths = None if arm.planner is None else self.train["length"]
         loader = WindowLoader(
             self.train,
@@ -242,12 +291,17 @@ class Experiment:
             canonical_micro_batch=self.same_bits,
         )
         generator = np.random.default_rng(SEED)
-        epochs = repeat(loader)
-        for window in islice(chain.from_iterable(epochs), self.steps):
-            yield window if arm.same_window else _resampled(window, generator, len(self.train))
+        endless = chain.from_iterable(repeat(loader))
+        for window in islice(endless, self.steps):
+            if arm.same_window:
+                yield window
+            else:
+                yield _draw_other_samples(window, generator, len(self.train))
 
     def _validate(self, arm: Arm, accelerator: Accelerator, model: nn.Module, rule: Rule) -> float:
-        """Compute the validation loss, by the arm's mistake if that is one of validation."""
+        """Compute the validation loss of a trained model: the mean over all tokens or, if that is
+        the run's mistake, the mean of the batches' mean losses.
+        """
         rows = self.data.splits["validation"]
         windows = evaluation_windows(
             rows,
@@ -272,7 +326,14 @@ class Experiment:
 def mistaken_step(
     model: nn.Module, optimizer: torch.optim.Optimizer, window: Window, rule: Rule, arm: Arm
 ) -> float:
-    """Make one optimizer step with the arm's mistake.
+    """Make one optimizer step in plain torch, with the mistake of a run.
+
+    Args:
+        model: The model in training mode.
+        optimizer: The optimizer of its parameters.
+        window: The samples of the step.
+        rule: The result of the proof, which counts targets and knows the dropout sites.
+        arm: The settings of the run, with its mistake.
 
     Returns:
         The loss that such a loop would log: the weighted sum of the micro-batches' losses.
@@ -281,31 +342,31 @@ def mistaken_step(
     counts = np.array([sum(rule.loss.count(m.batch, len(m))) for m in micro_batches])
     weights = arm.weights(counts, WINDOW_SIZE // arm.micro_batch_size)
     seed = window.request.seed
-    for_window = window_key(seed, window.epoch, window.index)
-    reported = 0.0
+    key_of_window = window_key(seed, window.epoch, window.index)
+    logged_loss = 0.0
     optimizer.zero_grad()
     with rule.dropout.scope(model) if arm.keyed else nullcontext():
         for micro_batch, weight in zip(micro_batches, weights, strict=True):
-            for_samples = sample_keys(seed, window.epoch, micro_batch.positions)
-            rule.dropout.set_keys(for_samples, for_window)
+            keys_of_samples = sample_keys(seed, window.epoch, micro_batch.positions)
+            rule.dropout.set_keys(keys_of_samples, key_of_window)
             loss = model(**micro_batch.batch).loss * float(weight)
             loss.backward()
-            reported += loss.item()
+            logged_loss += loss.item()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    return reported
+    return logged_loss
 
 
 def differences(result: ArmResult, reference: ArmResult) -> dict[str, float]:
-    """Compute relative differences to the reference arm.
+    """Compute the relative differences of a training run from the reference run.
 
     Returns:
-        `train loss`, the largest difference over all steps; `validation loss`; `final weights`, by
-        their L2 norm.
+        "train loss": the largest relative difference over all steps; "validation loss"; "final
+        weights": the L2 norm of the difference over that of the reference's weights.
     """
     losses = np.array(result.train_losses)
-    right = np.array(reference.train_losses)
-    step_errors = np.abs(losses - right) / right
+    reference_losses = np.array(reference.train_losses)
+    step_errors = np.abs(losses - reference_losses) / reference_losses
     validation_error = abs(result.validation_loss - reference.validation_loss)
     weight_error = (result.final_weights - reference.final_weights).norm()
     return {
@@ -315,18 +376,26 @@ def differences(result: ArmResult, reference: ArmResult) -> dict[str, float]:
     }
 
 
-def _resampled(window: Window, generator: np.random.Generator, num_samples: int) -> Window:
-    """Fill micro-batches of the same sizes with independently drawn samples."""
+def _draw_other_samples(window: Window, generator: np.random.Generator, num_samples: int) -> Window:
+    """Return a window with micro-batches of the same sizes, but of samples that are drawn
+    independently, with replacement.
+
+    Args:
+        window: The window.
+        generator: Draws the samples.
+        num_samples: Number of samples in the dataset.
+    """
     sample_ids = generator.integers(num_samples, size=window.num_samples)
     request = replace(window.request, sample_ids=sample_ids)
     return replace(window, request=request, batches=window.fetcher[request])
 
 
 def main() -> int:
-    """Parse flags, run all arms, report.
+    """Run the experiment with the flags of the command line: train all runs, print and write the
+    table, and plot it.
 
     Returns:
-        The exit code.
+        The exit code: 1 if a layout differs from the full batch by more than the limits.
     """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument(
@@ -378,24 +447,37 @@ def main() -> int:
 
 
 def reference_of(results: dict[str, list[ArmResult]], group: str) -> ArmResult:
-    """Return the run to compare with: 64 x 1, with the same dropout."""
-    of_reference = "dropout 0" if group == "dropout 0" else "layouts"
-    return results[of_reference][0]
+    """Return the run with which the runs of a group are compared: micro-batches of 64, which is the
+    full batch, with the same dropout.
+
+    Args:
+        results: Name of the group -> results of its runs.
+        group: "layouts", "dropout 0" or "mistakes".
+    """
+    reference_group = "dropout 0" if group == "dropout 0" else "layouts"
+    return results[reference_group][0]
 
 
 def make_table(results: dict[str, list[ArmResult]]) -> str:
-    """Make a Markdown table, one row per run; differences are relative to the first row (for
-    dropout 0, to its first row).
+    """Format the results as a Markdown table with one row per run: losses, relative differences
+    from the reference run (`reference_of`), and speed.
+
+    Args:
+        results: Name of the group -> results of its runs.
     """
     rows = [COLUMNS, ["---"] + ["---:"] * (len(COLUMNS) - 1)]
-    for group, members in results.items():
-        for result in members:
+    for group, group_results in results.items():
+        prefix = "**mistake:** " if group == "mistakes" else ""
+        for result in group_results:
             errors = differences(result, reference_of(results, group)).values()
-            shown = ["0" if value == 0 else f"{value:.1e}" for value in errors]
-            losses = [f"{result.train_losses[-1]:.12f}", f"{result.validation_loss:.12f}"]
-            prefix = "**mistake:** " if group == "mistakes" else ""
             rows.append(
-                [prefix + result.arm.name, *losses, *shown, f"{result.steps_per_second:.1f}"]
+                [
+                    prefix + result.arm.name,
+                    f"{result.train_losses[-1]:.12f}",
+                    f"{result.validation_loss:.12f}",
+                    *("0" if error == 0 else f"{error:.1e}" for error in errors),
+                    f"{result.steps_per_second:.1f}",
+                ]
             )
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
@@ -403,7 +485,13 @@ def make_table(results: dict[str, list[ArmResult]]) -> str:
 def broken_limits(
     results: dict[str, list[ArmResult]], limits: dict[str, float] = LIMITS
 ) -> list[str]:
-    """List the limits that are exceeded, one line for each."""
+    """Compare all layouts, with and without dropout, with their reference runs, and return one line
+    for each difference that exceeds its limit; mistakes are not compared.
+
+    Args:
+        results: Name of the group -> results of its runs.
+        limits: Name of the difference -> its largest accepted value.
+    """
     lines = []
     for group in ("layouts", "dropout 0"):
         for result in results.get(group, []):
@@ -421,25 +509,32 @@ def broken_limits(
 
 
 def plot(results: dict[str, list[ArmResult]], path: Path) -> None:
-    """Plot the relative difference of the training loss over the steps, logarithmic: layouts below,
-    mistakes above.
+    """Plot, for each run, the relative difference of the training loss from the reference run over
+    the optimizer steps, on a logarithmic axis, and save the plot.
+
+    Args:
+        results: Name of the group -> results of its runs; layouts and mistakes are plotted.
+        path: The PNG file to write.
     """
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
     for group, style in (("layouts", "-"), ("mistakes", "--")):
         reference = reference_of(results, group)
         for result in results.get(group, []):
-            # An arm with the mistake in validation trains like a layout.
-            if result is not reference and result.arm.token_weighted_validation:
-                pairs = zip(result.train_losses, reference.train_losses, strict=True)
-                errors = [max(abs(a - b) / b, 1e-9) for a, b in pairs]
-                axes.semilogy(
-                    range(1, len(errors) + 1),
-                    errors,
-                    style,
-                    linewidth=1.2,
-                    label=f"{group[:-1]}: {result.arm.name}",
-                )
+            # A run whose mistake is in the validation only trains like a layout.
+            trains_like_a_layout = not result.arm.token_weighted_validation
+            if result is reference or trains_like_a_layout:
+                continue
+            pairs = zip(result.train_losses, reference.train_losses, strict=True)
+            # A logarithmic axis cannot show 0.
+            errors = [max(abs(loss - expected) / expected, 1e-9) for loss, expected in pairs]
+            axes.semilogy(
+                range(1, len(errors) + 1),
+                errors,
+                style,
+                linewidth=1.2,
+                label=f"{group.removesuffix('s')}: {result.arm.name}",
+            )
     axes.axhline(LIMITS["train loss"], color="black", linewidth=0.8, linestyle=":")
     axes.set(
         xlabel="optimizer step",

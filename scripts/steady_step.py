@@ -1,4 +1,5 @@
-"""Count the functions and files of hf_ga that one optimizer step passes in the steady state.
+"""Count the functions and files of hf_ga that one optimizer step runs in the steady state, after
+the proof and other work of the first windows.
 
 python scripts/steady_step.py
 """
@@ -18,7 +19,9 @@ PACKAGE = str(Path(hf_ga.__file__).parent)
 
 
 def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Pad to the longest sample."""
+    """Collate token ids into a right-padded batch for a causal language model; labels are the
+    token ids, -100 at padding.
+    """
     ids = [torch.tensor(sample["input_ids"]) for sample in samples]
     padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
     mask = (padded > 0).long()
@@ -27,12 +30,13 @@ def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
 
 
 class Profile:
-    """The functions of hf_ga that are called, and how deep the model's forward is in them: a
-    function for `sys.setprofile`.
+    """Profiler for `sys.setprofile` that records which functions of hf_ga are called, and how many
+    of its frames are on the call stack when the model's forward starts.
 
     Attributes:
-        functions: (file, name) of each function of hf_ga.
-        depth: Frames of hf_ga between `train_step` and the model's forward, both not counted.
+        functions: (file, qualified name) of each function of hf_ga that was called.
+        depth: Number of hf_ga's frames between `train_step` and the model's forward, both excluded.
+            0 before the first forward.
     """
 
     def __init__(self) -> None:
@@ -40,18 +44,20 @@ class Profile:
         self.depth = 0
 
     def __call__(self, frame: FrameType, event: str, argument: Any) -> None:
-        """Note the call of a function."""
+        """Record a function of hf_ga when it is called; the arguments are those of a profiler."""
         if event != "call":
             return
         code = frame.f_code
         if code.co_filename.startswith(PACKAGE):
             self.functions.add((code.co_filename, code.co_qualname))
         if code.co_qualname == "GPT2LMHeadModel.forward" and not self.depth:
-            self.depth = _frames_of_ours(frame)
+            self.depth = _count_package_frames(frame)
 
 
-def _frames_of_ours(frame: FrameType | None) -> int:
-    """Count the frames of hf_ga from a frame up to that of `train_step`, which does not count."""
+def _count_package_frames(frame: FrameType | None) -> int:
+    """Count the frames of hf_ga on the call stack above `frame`, up to that of `train_step`, which
+    is not counted.
+    """
     count = 0
     while frame is not None and frame.f_code.co_name != "train_step":
         count += frame.f_code.co_filename.startswith(PACKAGE)
@@ -60,7 +66,9 @@ def _frames_of_ours(frame: FrameType | None) -> int:
 
 
 def main() -> None:
-    """Train a small GPT-2 on three windows, and count in the third."""
+    """Train a small GPT-2 on three windows, count the functions of hf_ga in the third, and print
+    the counts.
+    """
     accelerator = Accelerator(cpu=True)
     samples = [{"input_ids": list(range(1, 5 + i % 20))} for i in range(96)]
     config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2)
@@ -80,7 +88,7 @@ def main() -> None:
     sys.setprofile(None)
     files = {file for file, _ in profile.functions}
     print(
-        f"a steady step passes {len(profile.functions)} functions in {len(files)} files of hf_ga; "
+        f"a steady step runs {len(profile.functions)} functions in {len(files)} files of hf_ga; "
         f"{profile.depth} frames of hf_ga from train_step to the model's forward"
     )
 

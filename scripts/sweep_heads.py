@@ -1,5 +1,5 @@
-"""Build every head of the installed transformers small, and check the gradients of hf_ga and
-Trainer, without and with dropout.
+"""Check the gradients of hf_ga and Trainer, without and with dropout, on a small random model of
+every class with a loss (head) in the installed transformers.
 
     python scripts/sweep_heads.py                  # about 40 heads, evenly spread
     python scripts/sweep_heads.py --full           # all of them
@@ -28,7 +28,7 @@ from heads.one_head import Head, Verdict, all_heads, examine
 from heads.report import line, summary, write_report
 from tqdm import tqdm
 
-# Imports once; each head still has a process of its own.
+# The server process imports the modules of `PRELOAD` once; each head has a process of its own.
 SERVER = multiprocessing.get_context("forkserver")
 PRELOAD = ["hf_ga", "hf_ga.check.arms", "transformers.models.auto.modeling_auto"]
 TIME_LIMIT = 60.0  # seconds per head
@@ -41,33 +41,41 @@ def sweep(
     time_limit: float = TIME_LIMIT,
     send: Callable[[Connection, Head], None] | None = None,
 ) -> Iterator[Verdict]:
-    """Yield verdicts in the order of the heads, each from a separate process: one that dies or
-    hangs costs its own head only.
+    """Examine heads (model classes of transformers with a loss), each in a separate process, so
+    that a crash or hang only affects one head; yield their verdicts in order.
 
     Args:
         heads: The heads to examine.
-        jobs: Number of processes at once.
+        jobs: Number of processes at the same time.
         time_limit: Seconds per head.
-        send: What a process runs. Default: `send_verdict`.
+        send: Function that a process runs: it sends the head's verdict through the connection.
+            None: `send_verdict`.
     """
-    examine_one = partial(examine_apart, time_limit=time_limit, send=send or send_verdict)
+    examine_one = partial(examine_in_process, time_limit=time_limit, send=send or send_verdict)
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(examine_one, heads)
 
 
-def examine_apart(
+def examine_in_process(
     head: Head, time_limit: float, send: Callable[[Connection, Head], None]
 ) -> Verdict:
-    """Examine a head in a new process.
+    """Examine a head (a model class of transformers with a loss) in a new process, which is killed
+    at the end.
+
+    Args:
+        head: The head.
+        time_limit: Seconds to wait for the verdict.
+        send: Function that the process runs: it sends the verdict through the connection.
 
     Returns:
-        Its verdict; "not built" with the reason if the process dies or takes too long.
+        The verdict with the seconds it took; "not built" with the reason if the process dies or
+        takes too long.
     """
     receiver, sender = SERVER.Pipe(duplex=False)
     process = SERVER.Process(target=send, args=(sender, head), daemon=True)
     process.start()
     sender.close()
-    begin = time.perf_counter()
+    start = time.perf_counter()
     try:
         if receiver.poll(time_limit):
             verdict = receiver.recv()
@@ -78,38 +86,45 @@ def examine_apart(
         verdict = Verdict(head, reason=f"the process died ({process.exitcode})")
     process.kill()
     process.join()
-    verdict.seconds = time.perf_counter() - begin
+    verdict.seconds = time.perf_counter() - start
     return verdict
 
 
 def send_verdict(sender: Connection, head: Head) -> None:
-    """Examine a head: quiet, on one thread."""
+    """Examine a head (a model class of transformers with a loss) in this process, without warnings
+    and on one thread, and send the verdict to the parent process.
+    """
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)
     torch.set_num_threads(1)
-    # Imports the architecture.
+    # transformers imports lazily: import the model's module before `gc.freeze`.
     getattr(transformers, head.class_name, None)
     gc.collect()
-    # Excludes imports from the garbage collection after every run of Trainer.
+    # Exclude imported modules from the garbage collection after every run of Trainer.
     gc.freeze()
     sender.send(examine(head))
 
 
 def evenly_spread(heads: list[Head], count: int) -> list[Head]:
-    """Choose about `count` heads, of all kinds and evenly spread over their names."""
+    """Choose at most `count` heads, evenly spread over all heads sorted by kind and class name, the
+    same on every call.
+    """
     ordered = sorted(heads, key=lambda head: (head.kind, head.class_name))
     step = max(len(ordered) / max(count, 1), 1.0)
-    places = [int(i * step + step / 2) for i in range(min(count, len(ordered)))]
-    return [ordered[place] for place in places]
+    indices = [int(i * step + step / 2) for i in range(min(count, len(ordered)))]
+    return [ordered[index] for index in indices]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line.
+    """Run the command scripts/sweep_heads.py.
+
+    Args:
+        arguments: The command-line flags. None: those of the process.
 
     Returns:
-        The exit code: 1 if hf_ga is wrong for a head, 2 for a bad flag, else 0.
+        The exit code: 1 if hf_ga is wrong for a head, 2 if no head matches --only, otherwise 0.
     """
-    options = _options(arguments)
+    options = _parse_options(arguments)
     heads = all_heads()
     if options.only:
         heads = [
@@ -124,7 +139,7 @@ def main(arguments: list[str] | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    # For the processes.
+    # The processes inherit it.
     os.environ["HF_HUB_OFFLINE"] = "1"
     SERVER.set_forkserver_preload(PRELOAD)
     verdicts = _examine_all(heads, options)
@@ -133,10 +148,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _examine_all(heads: list[Head], options: argparse.Namespace) -> list[Verdict]:
-    """Examine heads, print one line each, and write the report every `WRITE_EVERY` heads and at the
-    end.
+    """Examine heads, print one line for each, and write the report every `WRITE_EVERY` heads and at
+    the end.
+
+    Args:
+        heads: The heads to examine.
+        options: The command-line flags.
+
+    Returns:
+        The verdicts in the order of the heads.
     """
-    begin = time.perf_counter()
+    start = time.perf_counter()
     verdicts: list[Verdict] = []
     bar = tqdm(
         sweep(heads, options.jobs, options.time_limit),
@@ -149,13 +171,13 @@ def _examine_all(heads: list[Head], options: argparse.Namespace) -> list[Verdict
         bar.write(line(verdict), file=sys.stdout)
         sys.stdout.flush()
         if len(verdicts) % WRITE_EVERY == 0 or len(verdicts) == len(heads):
-            minutes = (time.perf_counter() - begin) / 60
+            minutes = (time.perf_counter() - start) / 60
             write_report(verdicts, len(heads), Path(options.output_dir), minutes)
     return verdicts
 
 
-def _options(arguments: list[str] | None) -> argparse.Namespace:
-    """Parse and check the flags."""
+def _parse_options(arguments: list[str] | None) -> argparse.Namespace:
+    """Parse and validate the command-line flags; exit with an error if one is invalid."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--full", action="store_true", help="all heads")
     parser.add_argument(

@@ -1,5 +1,5 @@
-"""Ready-made steps for `check_equivalence`: transformers' Trainer, a raw Accelerate loop, and
-`hf_ga.backward`.
+"""Ready-made arms (training steps under test) for `check_equivalence`: transformers' Trainer, a raw
+Accelerate loop, and `hf_ga.backward`.
 
 The first two run the library's own code on the micro-batches of the window, on several processes
 too, under DDP or FSDP; this file reimplements none of it. They run bf16 natively; under fp16 they
@@ -22,7 +22,7 @@ from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArgu
 
 from hf_ga.batch.call import backward
 from hf_ga.check.gradients import Gradients, take_gradients
-from hf_ga.check.subjects import StepFunction, device_of
+from hf_ga.check.steps import StepFunction, device_of
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import keep_process_group_alive
 from hf_ga.exact.forward import head_loss
@@ -44,71 +44,92 @@ TRAINING_ARGUMENTS = {
 
 
 def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> StepFunction:
-    """Make a step that runs `transformers.Trainer`'s own training loop on the window and takes the
-    gradients before its optimizer step.
+    """Make a step function for `check_equivalence` that runs `transformers.Trainer`'s own training
+    loop on the window and takes the gradients before its optimizer step.
 
     Args:
         trainer_class: Trainer, or a subclass that leaves micro-batches unchanged (a dataset item is
             a whole micro-batch here, which excludes trainers that plan their own windows, such as
             `ExactTrainer`).
-        arguments: for `TrainingArguments`, such as `label_smoothing_factor=0.1`; precision and
-            accumulation come from the check, and clipping is off unless `max_grad_norm` is given.
+        arguments: Passed to `TrainingArguments`, such as `label_smoothing_factor=0.1`; precision
+            and accumulation come from the check, and clipping is off unless `max_grad_norm` is
+            given.
+
+    Returns:
+        The step function, which returns Trainer's training loss and the gradients.
     """
 
     def step(
         model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str
     ) -> tuple[float, Gradients]:
+        """Train one window with Trainer at learning rate 0; return its loss and gradients."""
         on_cpu = device_of(model).type == "cpu"
-        own = {
+        check_arguments = {
             "gradient_accumulation_steps": accumulation_steps,
             "bf16": precision == "bf16",
             "use_cpu": on_cpu,
             "ddp_backend": "gloo" if on_cpu and dist.is_initialized() else None,
         }
         with tempfile.TemporaryDirectory() as folder:
-            settings = TrainingArguments(folder, **(TRAINING_ARGUMENTS | own | arguments))
-            settings._n_gpu = 1  # with several GPUs Trainer would wrap the model in DataParallel
-            if on_cpu:  # Trainer's accelerator takes over this one's state
-                enable_fsdp_on_cpu(Accelerator(cpu=True, mixed_precision=settings.mixed_precision))
+            training_arguments = TrainingArguments(
+                folder, **(TRAINING_ARGUMENTS | check_arguments | arguments)
+            )
+            # With several GPUs Trainer would wrap the model in DataParallel.
+            training_arguments._n_gpu = 1
+            if on_cpu:
+                # Trainer's accelerator shares its state with this one, so FSDP on CPUs is enabled
+                # for both.
+                enable_fsdp_on_cpu(
+                    Accelerator(cpu=True, mixed_precision=training_arguments.mixed_precision)
+                )
             trainer = trainer_class(
                 model=model,
-                args=settings,
+                args=training_arguments,
                 train_dataset=micro_batches,
                 data_collator=lambda items: dict(items[0]),
                 optimizer_cls_and_kwargs=(torch.optim.SGD, {"lr": 0.0}),
             )
-            taken = _Taken(trainer)
-            trainer.add_callback(taken)
+            gradient_taker = _GradientTaker(trainer)
+            trainer.add_callback(gradient_taker)
             trainer.remove_callback(PrinterCallback)
             loss = trainer.train().training_loss
-        return loss, taken.gradients
+        return loss, gradient_taker.gradients
 
     return step
 
 
-class _Taken(TrainerCallback):
-    """Takes a trainer's gradients before its optimizer step."""
+class _GradientTaker(TrainerCallback):
+    """Trainer callback that takes the model's gradients right before the optimizer step.
+
+    Attributes:
+        gradients: The gradients of the last optimizer step, by parameter name.
+    """
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer = trainer
         self.gradients: Gradients = {}
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        self.gradients = _take(self.trainer.model_wrapped)
+        """Move the gradients of the trainer's model from `.grad` into `self.gradients`."""
+        self.gradients = _take_from_prepared(self.trainer.model_wrapped)
 
 
 def accelerate_arm(**arguments: Any) -> StepFunction:
-    """Make a step that runs the loop of Accelerate's documentation: `with
-    accelerator.accumulate(model): accelerator.backward(loss)`.
+    """Make a step function for `check_equivalence` that runs the loop of Accelerate's
+    documentation: `with accelerator.accumulate(model): accelerator.backward(loss)`.
 
     Args:
-        arguments: for `Accelerator`, such as `kwargs_handlers`; precision and accumulation come
-            from the check.
+        arguments: Passed to `Accelerator`, such as `kwargs_handlers`; precision and accumulation
+            come from the check.
+
+    Returns:
+        The step function, which returns no loss, and the gradients.
     """
 
     def step(
         model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str
     ) -> tuple[None, Gradients]:
+        """Run Accelerate's loop over one window without an optimizer step; return gradients."""
         accelerator = Accelerator(
             cpu=device_of(model).type == "cpu",
             mixed_precision="bf16" if precision == "bf16" else "no",
@@ -122,18 +143,21 @@ def accelerate_arm(**arguments: Any) -> StepFunction:
         for batch in loader:
             with accelerator.accumulate(prepared):
                 accelerator.backward(head_loss(prepared(**batch)))
-        return None, _take(prepared)
+        return None, _take_from_prepared(prepared)
 
     return step
 
 
 def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
-    """Make a step that calls `hf_ga.backward` once for the window, which must be one collated
-    batch.
+    """Make a step function for `check_equivalence` that calls `hf_ga.backward` once for the window,
+    which must be one collated batch.
 
     Args:
         micro_batch_size: Samples in one forward.
-        arguments: For `hf_ga.backward`, such as `loss_fn`.
+        arguments: Passed to `hf_ga.backward`, such as `loss_fn`.
+
+    Returns:
+        The step function, which returns the window's mean loss and leaves the gradient in `.grad`.
 
     Raises:
         ConfigError: In the check, if a layout has more than one micro-batch, or under fp16, which
@@ -145,6 +169,7 @@ def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
     """
 
     def step(model: nn.Module, micro_batches: MicroBatches, precision: str) -> Tensor:
+        """Call `hf_ga.backward` on the only batch of the window, under autocast for bf16."""
         if len(micro_batches) > 1 or precision == "fp16":
             raise ConfigError(
                 "hf_ga.backward takes one batch, in fp32 or bf16: check it with "
@@ -159,7 +184,12 @@ def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
     return step
 
 
-def _take(prepared: nn.Module) -> Gradients:
+def _take_from_prepared(prepared: nn.Module) -> Gradients:
+    """Take the gradients of a model that Accelerate or Trainer prepared (`take_gradients`).
+
+    Under DDP also keep the process group alive until the wrapper is destroyed, which may hang
+    otherwise.
+    """
     if isinstance(prepared, nn.parallel.DistributedDataParallel):
         keep_process_group_alive(prepared)
     return take_gradients(prepared)

@@ -8,21 +8,22 @@ from typing import Any
 
 import numpy as np
 import torch
+from accelerate import Accelerator
 from torch import nn
 from tqdm.auto import tqdm
 
 from hf_ga.check.diagnosis import explain
-from hf_ga.check.judging import Reference, compute_reference, judge
+from hf_ga.check.judging import Reference, compute_reference, write_verdict
 from hf_ga.check.layouts import CheckedLayout, choose_layouts
 from hf_ga.check.pipeline import pipeline_row
 from hf_ga.check.reference import find_dropout
 from hf_ga.check.report import EquivalenceReport
-from hf_ga.check.rows import OURS, Row
-from hf_ga.check.same_bits import bits_row
-from hf_ga.check.subjects import (
+from hf_ga.check.rows import OURS, ReportRow
+from hf_ga.check.same_bits import same_bits_row
+from hf_ga.check.steps import (
     DTYPES,
+    CheckContext,
     StepFunction,
-    Subject,
     make_accelerator,
     own_accelerate_state,
     working_copy,
@@ -62,8 +63,8 @@ def check_equivalence(
     same_bits: int | None = None,
     pipeline_stages: int | None = None,
 ) -> EquivalenceReport:
-    """Compare the gradient of every layout of one window with that of the full batch in float64
-    (promise 1).
+    """Check whether every way to split one window into micro-batches (a layout) has the gradient of
+    the full batch in float64 (promise 1), for hf_ga's training step and for yours.
 
     Works on a copy of the model and restores all other state. On several processes all must call it
     with the same arguments: each computes the reference, and process r takes micro-batches r, r +
@@ -72,30 +73,34 @@ def check_equivalence(
     Args:
         model: Not wrapped, on any device; if it is in evaluation mode, the copy is put into
             training mode.
-        samples: One window of at least 8, ideally of very different lengths.
+        samples: The samples of one window: at least 8, ideally of very different lengths.
         collate_fn: List of samples -> model arguments.
         layouts: "auto" (even, uneven, one by one, sorted by length, short last window), some of
             these names, or {name: sizes of the micro-batches}.
-        steps: name -> another `step(model, micro_batches)`: it receives a copy of the model and the
-            window's collated micro-batches (dicts on the model's device), and leaves the window's
-            gradient in `.grad`. It may return the window's mean loss. If it declares the arguments
-            `accumulation_steps` (micro-batches of a full window on one process) or `precision`, it
-            receives them too. On several processes it takes its own part of the micro-batches, as
-            the loader that Accelerate prepares does, and may return (loss or None,
-            `take_gradients(prepared)`). See `hf_ga.check.arms`.
+        steps: name -> another training step to check, `step(model, micro_batches)`: it receives a
+            copy of the model and the window's collated micro-batches (dicts on the model's device),
+            and leaves the window's gradient in `.grad`. It may return the window's mean loss. If it
+            declares the arguments `accumulation_steps` (micro-batches of a full window on one
+            process) or `precision`, it receives them too. On several processes it selects its own
+            micro-batches, as the loader that Accelerate prepares does, and may return (loss or
+            None, `take_gradients(prepared)`). See `hf_ga.check.arms`.
         loss_fn: (outputs, batch) -> (sum of the loss, number of targets); overrides the head's own
             loss.
         whole_batch: (outputs, batch) -> the loss of all samples together, a scalar; see
             `hf_ga.prepare`. If it is a module, a copy of it is used.
         precision: "fp32", "bf16" or "fp16", by autocast.
-        seed: of dropout masks and of a step's own random draws.
-        max_grad_norm: the reference, and hf_ga, clip the window's gradient once to this L2 norm.
-        allow_split_dependent_randomness: accept random draws that cannot be tied to a sample; the
+        seed: Seed of dropout masks and of a step's own random draws.
+        max_grad_norm: L2 norm to which the reference and hf_ga clip the window's gradient once.
+            None: no clipping.
+        allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample; the
             check switches them off.
-        same_bits: also compare the bits of gradients that are computed in chunks of so many
+        same_bits: Also compare the bits of gradients that are computed in chunks of this many
             samples.
-        pipeline_stages: on several processes, also compare the gradient that so many pipeline
+        pipeline_stages: On several processes, also compare the gradient that this many pipeline
             stages compute together (`hf_ga.prepare_pipeline`).
+
+    Returns:
+        The report: verdicts, relative errors and causes for each training step and layout.
 
     Raises:
         ConfigError: If an argument is bad, or the full batch cannot be computed in float64.
@@ -110,159 +115,200 @@ def check_equivalence(
     with preserved_random_states(), own_accelerate_state(), torch.enable_grad():
         accelerator = make_accelerator(model, precision)
         check_supported(accelerator)
+        # Called for its errors: it raises if same_bits is unsupported by this wrapper.
         backend_for(accelerator, same_bits=same_bits is not None)
-        with raise_on_all_ranks(accelerator):
-            if any(parameter.is_meta for parameter in model.parameters()):
-                raise ConfigError(
-                    "check_equivalence computes a reference on every process, but process "
-                    f"{accelerator.process_index} has no weights (they are on the meta device): "
-                    "load them on all processes."
-                )
-        checked = choose_layouts(layouts, lengths, accelerator.num_processes)
-        copied, whole_batch = working_copy(unwrapped(model), whole_batch)
+        _check_has_weights(model, accelerator)
+        checked_layouts = choose_layouts(layouts, lengths, accelerator.num_processes)
+        model_copy, whole_batch = working_copy(unwrapped(model), whole_batch)
         if accelerator.num_processes > 1:
-            weights = state_sha256(copied.state_dict())[:12]
+            weights = state_sha256(model_copy.state_dict())[:12]
             check_agreement(
                 accelerator,
                 "samples and weights",
                 f"{len(lengths)} samples of length {lengths.sum()}, {weights}",
             )
-        proof = {
-            "loss_fn": loss_fn,
-            "whole_batch": whole_batch,
-            "allow_split_dependent_randomness": allow_split_dependent_randomness,
-        }
-        subject = Subject(
-            copied, list(samples), collate_fn, accelerator, precision, seed, max_grad_norm, proof
+        context = CheckContext(
+            model=model_copy,
+            samples=list(samples),
+            collate_fn=collate_fn,
+            accelerator=accelerator,
+            precision=precision,
+            seed=seed,
+            max_grad_norm=max_grad_norm,
+            proof_arguments={
+                "loss_fn": loss_fn,
+                "whole_batch": whole_batch,
+                "allow_split_dependent_randomness": allow_split_dependent_randomness,
+            },
         )
-        _prove(subject)
-        rows = _rows(subject, checked, steps or {})
-        facts = _facts(subject)
-        if same_bits is not None and not subject.refused:
-            rows.insert(len(checked), bits_row(subject, same_bits))
-        if pipeline_stages is not None and not subject.refused:
-            rows.append(pipeline_row(subject, pipeline_stages))
-    shown = {
+        _prove_model(context)
+        rows = _run_and_explain_all(context, checked_layouts, steps or {})
+        facts = _describe_check(context)
+        if same_bits is not None and not context.refused:
+            # Behind hf_ga's own rows, one for each layout.
+            rows.insert(len(checked_layouts), same_bits_row(context, same_bits))
+        if pipeline_stages is not None and not context.refused:
+            rows.append(pipeline_row(context, pipeline_stages))
+    settings = {
         "precision": precision,
         "seed": seed,
         "max_grad_norm": max_grad_norm,
         "num_samples": len(samples),
     }
-    return EquivalenceReport(type(copied).__name__, rows, facts, shown, versions())
+    return EquivalenceReport(type(model_copy).__name__, rows, facts, settings, versions())
 
 
-def _rows(
-    subject: Subject, layouts: list[CheckedLayout], steps: Mapping[str, StepFunction]
-) -> list[Row]:
-    """Run all arms in all layouts, window by window, to keep only one reference in memory."""
-    found: dict[tuple[str, str], Row] = {}
+def _check_has_weights(model: nn.Module, accelerator: Accelerator) -> None:
+    """Raise ConfigError on all processes if one of them has parameters on the meta device, because
+    each process computes the reference gradient itself.
+    """
+    with raise_on_all_ranks(accelerator):
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise ConfigError(
+                "check_equivalence computes a reference on every process, but process "
+                f"{accelerator.process_index} has no weights (they are on the meta device): "
+                "load them on all processes."
+            )
+
+
+def _run_and_explain_all(
+    context: CheckContext, layouts: list[CheckedLayout], steps: Mapping[str, StepFunction]
+) -> list[ReportRow]:
+    """Run hf_ga's own training step and the user's in all layouts, compare their gradients with the
+    full batch's, and find the causes of failures.
+
+    Args:
+        context: The model and the settings of the check.
+        layouts: The layouts to run.
+        steps: The user's training steps by name.
+
+    Returns:
+        One report row for each step and layout, ordered by step, hf_ga's own first; the same on all
+        processes.
+    """
+    row_of: dict[tuple[str, str], ReportRow] = {}  # (name of the step, name of the layout) -> row
     arms: dict[str, StepFunction | None] = {OURS: None, **steps}
-    hidden = not subject.accelerator.is_main_process
     with tqdm(
         total=len(layouts) * len(arms),
         unit="layout",
         delay=5,
         leave=False,
         dynamic_ncols=True,
-        disable=hidden,
+        disable=not context.accelerator.is_main_process,
     ) as bar:
-        for num_samples in dict.fromkeys(sum(layout.sizes) for layout in layouts):
-            members = [layout for layout in layouts if sum(layout.sizes) == num_samples]
-            reference = compute_reference(subject, members[0].window(subject))
+        # Layouts with the same samples share a reference. One is in memory at a time.
+        for num_samples in dict.fromkeys(layout.num_samples for layout in layouts):
+            same_window = [layout for layout in layouts if layout.num_samples == num_samples]
+            reference = compute_reference(context, same_window[0].collate_window(context))
             for arm, step in arms.items():
-                for layout in members:
+                for layout in same_window:
                     bar.set_postfix_str(f"{arm}, {layout.name}", refresh=False)
-                    row = _row(subject, arm, step, layout, reference)
-                    found[arm, layout.name] = broadcast_from_main(
-                        subject.accelerator, row
-                    )  # all processes explain the same rows
+                    row = _run_in_layout(context, arm, step, layout, reference)
+                    # All processes must diagnose the same rows: use the main process's verdict.
+                    row_of[arm, layout.name] = broadcast_from_main(context.accelerator, row)
                     bar.update()
-    rows = [found[arm, layout.name] for arm in arms for layout in layouts]
+    rows = [row_of[arm, layout.name] for arm in arms for layout in layouts]
+    layouts_by_name = {layout.name: layout for layout in layouts}
     for arm, step in arms.items():
-        explain(
-            subject,
-            [row for row in rows if row.arm == arm],
-            {layout.name: layout for layout in layouts},
-            step,
-        )
+        rows_of_arm = [row for row in rows if row.arm == arm]
+        explain(context, rows_of_arm, layouts_by_name, step)
     return rows
 
 
-def _row(
-    subject: Subject,
+def _run_in_layout(
+    context: CheckContext,
     arm: str,
     step: StepFunction | None,
     layout: CheckedLayout,
     reference: Reference,
-) -> Row:
-    """Run one arm in one layout, and judge it."""
-    row = Row(arm, layout.name, layout.sizes, layout.accumulation_steps)
-    if step is None and subject.refused:
-        row.refused = subject.refused
+) -> ReportRow:
+    """Run one training step in one layout and compare its gradient with the reference.
+
+    Args:
+        context: The model and the settings of the check.
+        arm: Name of the training step in the report.
+        step: The step function. None: hf_ga's own step.
+        layout: The layout.
+        reference: The correct result of the layout's window.
+
+    Returns:
+        The row of the report. It is refused if hf_ga does not support the model, or if the user's
+        step raises.
+    """
+    row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
+    if step is None and context.refused:
+        row.refused = context.refused
         return row
     try:
-        outcome = layout.run(subject, step, layout.window(subject))
+        loss, gradients = layout.run(context, step, layout.collate_window(context))
     except (LossNotAdditive, UnkeyedRandomness) as error:
         row.refused = str(error)
     except Exception as error:
         if step is None:
             raise
-        row.refused = f"raised {type(error).__name__}: {error}"  # keep the other arms' results
+        # An error in one of the user's steps must not lose the results of the others.
+        row.refused = f"raised {type(error).__name__}: {error}"
     else:
-        judge(row, *outcome, reference)
+        write_verdict(row, loss, gradients, reference)
     return row
 
 
-def _prove(subject: Subject) -> None:
-    """Find the dropout sites and prove the loss; if the model is unsupported, store the reason in
-    the subject.
+def _prove_model(context: CheckContext) -> None:
+    """Find the checked model's dropout sites, prove its loss, and prepare it for hf_ga's own
+    training step. The results are stored in `context`, in place: `dropout`, `rule` and `prepared`,
+    or `refused` with the reason if hf_ga does not support the model.
 
-    Random draws that depend on the split cannot be compared: put their modules into evaluation
-    mode.
+    Modules whose random draws depend on the split are put into evaluation mode if the user allows
+    them or the model is unsupported, because such draws cannot be compared.
     """
-    subject.dropout = find_dropout(subject)
-    if subject.proof_arguments["allow_split_dependent_randomness"]:
-        _set_evaluation_mode(subject.dropout.unkeyed)
-    several = subject.accelerator.num_processes > 1
-    trained = copy.deepcopy(subject.model) if several else subject.model
+    context.dropout = find_dropout(context)
+    if context.proof_arguments["allow_split_dependent_randomness"]:
+        _set_evaluation_mode(context.dropout.unkeyed)
+    on_several_processes = context.accelerator.num_processes > 1
+    # The reference needs the unwrapped model, so DDP or FSDP wraps a copy.
+    trained = copy.deepcopy(context.model) if on_several_processes else context.model
     try:
-        subject.rule = prove_targets(
-            trained, subject.samples, subject.collate_fn, **subject.proof_arguments
+        context.rule = prove_targets(
+            trained, context.samples, context.collate_fn, **context.proof_arguments
         )
     except (LossNotAdditive, UnkeyedRandomness) as error:
-        subject.refused = str(error)
-        _set_evaluation_mode(subject.dropout.unkeyed)
-    else:
+        context.refused = str(error)
+        _set_evaluation_mode(context.dropout.unkeyed)
+        return
+    context.prepared = trained
+    if on_several_processes:
         optimizer = torch.optim.SGD(trained.parameters())  # FSDP2 needs one
-        subject.prepared = (
-            prepare(subject.accelerator, trained, optimizer)[0] if several else trained
-        )
+        context.prepared, _ = prepare(context.accelerator, trained, optimizer)
 
 
 def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
+    """Put modules into evaluation mode, but not their submodules (unlike `Module.eval`)."""
     for module in modules:
         module.training = False
 
 
-def _facts(subject: Subject) -> list[str]:
-    """Describe how the check was run."""
-    sizes = [p.numel() for p in subject.model.parameters() if p.requires_grad]
-    counted = str(subject.rule) if subject.rule else "hf_ga found no counting rule for the targets"
-    num_sites = len(subject.dropout.sites)
-    accelerator = subject.accelerator
-    wrapper = (
-        f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}" if is_sharded(accelerator) else "DDP"
-    )
-    processes = (
-        f"{accelerator.num_processes} processes under {wrapper}: micro-batches are dealt out to "
-        "them in turn"
-    )
-    return [
-        f"window of {len(subject.samples)} samples, {len(sizes)} trainable tensors with "
-        f"{sum(sizes):,} weights",
+def _describe_check(context: CheckContext) -> list[str]:
+    """Describe for the report how the check was run: one line for each of the window, the
+    reference, the limits, the proof and, on several processes, DDP or FSDP.
+    """
+    num_weights = [p.numel() for p in context.model.parameters() if p.requires_grad]
+    proof = str(context.rule) if context.rule else "hf_ga found no counting rule for the targets"
+    num_sites = len(context.dropout.sites)
+    facts = [
+        f"window of {len(context.samples)} samples, {len(num_weights)} trainable tensors with "
+        f"{sum(num_weights):,} weights",
         "reference: one forward and backward of all samples at once, in float64",
         "limit: twice the relative error of the full batch in the same precision, plus 1e-6; the "
         "same for each parameter",
-        f"{counted}; keyed dropout at {num_sites} sites",
-        *([processes] if accelerator.num_processes > 1 else []),
+        f"{proof}; keyed dropout at {num_sites} sites",
     ]
+    accelerator = context.accelerator
+    if accelerator.num_processes > 1:
+        wrapper = "DDP"
+        if is_sharded(accelerator):
+            wrapper = f"FSDP{accelerator.state.fsdp_plugin.fsdp_version}"
+        facts.append(
+            f"{accelerator.num_processes} processes under {wrapper}: micro-batches are assigned "
+            "to them round-robin"
+        )
+    return facts

@@ -1,5 +1,5 @@
-"""Why an arm differs: switch all suspects off, then on one at a time; match the remaining error
-against known mistakes.
+"""Why a training step under test differs from the full batch: switch all suspects off, then on one
+at a time; match the remaining error against known mistakes.
 """
 
 from collections.abc import Mapping
@@ -10,131 +10,156 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_ga.check.gradients import Gradients, norms, relative_error, total
+from hf_ga.check.gradients import Gradients, gradient_norms, relative_error, total_norm
 from hf_ga.check.hypotheses import (
     Hypothesis,
     best_match,
-    fitted_weights,
+    fit_micro_batch_weights,
     half_precision,
-    hypotheses,
+    list_hypotheses,
 )
 from hf_ga.check.layouts import CheckedLayout
 from hf_ga.check.reference import plain_backward
-from hf_ga.check.rows import Cause, Row
-from hf_ga.check.subjects import StepFunction, Subject
-from hf_ga.check.switches import SWITCHES, Switch
+from hf_ga.check.rows import Cause, ReportRow
+from hf_ga.check.steps import CheckContext, StepFunction
+from hf_ga.check.switches import SUSPECTS, Suspect
 from hf_ga.exact.loss import COUNTING_RULES, WithRouter
 from hf_ga.exact.window import Window
 from hf_ga.proof.probes import applicable_rules
 
-MOST_ELEMENTS = 16_000_000  # compared over all micro-batches' gradients; larger ones are strided
+# Maximum number of gradient elements, over all micro-batches, that a trial keeps in memory; of
+# larger models every `stride`-th element is compared.
+MAX_ELEMENTS = 16_000_000
 # A hypothesis explains a gradient up to this relative error.
 MATCH = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}
-# A switch with a smaller effect is not a cause.
+# A suspect whose effect on the relative error is smaller is not a cause.
 EFFECT = {"fp32": 5e-6, "bf16": 2e-2, "fp16": 3e-3}
 
 
 @dataclass
 class Trial:
-    """An arm in one window with some suspects on; gradients as flat vectors.
+    """One run of the training step under test with some suspects switched off, and the correct
+    gradients to compare it with. All gradients are flat float32 vectors of the same elements.
 
     Attributes:
         reference: Gradient of the full batch.
-        arm: The arm's gradient.
-        parts: Gradients of the micro-batches' own mean losses.
-        counts: For each counting rule, the targets of each micro-batch.
-        frozen: Parameters that should have a gradient but have none. The gradients above are
-            without them.
+        step_gradient: Gradient that the training step left.
+        micro_batch_gradients: For each micro-batch, the gradient of its own mean loss.
+        counts: For each counting rule, the number of targets of each micro-batch.
+        missing_parameters: Names of the parameters that should have a gradient but have a zero
+            one. The vectors above do not contain them.
     """
 
     reference: Tensor
-    arm: Tensor
-    parts: list[Tensor]
+    step_gradient: Tensor
+    micro_batch_gradients: list[Tensor]
     counts: dict[str, np.ndarray]
-    frozen: list[str]
+    missing_parameters: list[str]
 
-    def additivity(self, rule: str) -> float:
-        """Compute the relative error of the correctly weighted sum of the parts."""
+    def additivity_error(self, rule: str) -> float:
+        """Compute the relative error of the sum of the micro-batches' gradients, each weighted by
+        its share of the window's targets, compared with the full batch's gradient.
+
+        Args:
+            rule: The counting rule of the targets, a key of `counts`.
+        """
         n = self.counts[rule]
-        return relative_error(Hypothesis(n / n.sum()).gradient(self.parts), self.reference)
+        correct = Hypothesis(n / n.sum())
+        return relative_error(correct.gradient(self.micro_batch_gradients), self.reference)
+
+    def match_error(self, hypothesis: Hypothesis) -> float:
+        """Compute the relative error with which a hypothesis explains the step's gradient."""
+        return relative_error(hypothesis.gradient(self.micro_batch_gradients), self.step_gradient)
 
 
 def explain(
-    subject: Subject,
-    rows: list[Row],
+    context: CheckContext,
+    rows: list[ReportRow],
     layouts: Mapping[str, CheckedLayout],
     step: StepFunction | None,
 ) -> None:
-    """Write the causes of differences into some failed rows of an arm.
+    """Diagnose why a training step failed the equivalence check, and write the causes into `rows`,
+    in place. Of the failed rows only a few, which show different mistakes, are diagnosed.
 
     Args:
-        subject: The model and the settings of the check.
-        rows: Those of the arm.
-        layouts: By name.
-        step: The arm's step. None: hf_ga.
+        context: The model and the settings of the check.
+        rows: The report rows of this step. Passed rows stay unchanged, and so do the rows of a
+            user's step that raised.
+        layouts: The layouts of the check by name.
+        step: The step function. None: hf_ga's own step.
     """
     failed = [row for row in rows if not row.passed and (row.refused is None or step is None)]
-    for row in _telling_rows(failed, subject.accelerator.num_processes):
+    for row in _rows_to_diagnose(failed, context.accelerator.num_processes):
         if row.refused is None and row.share <= 1:
             text = (
                 "the gradient is correct, but the number that the step returns is not the mean loss"
             )
             row.causes = [Cause("reported loss", text)]
         else:
-            row.causes = Diagnosis(subject, layouts[row.layout], step, row.refused).causes()
+            row.causes = Diagnosis(context, layouts[row.layout], step, row.refused).causes()
 
 
-def _telling_rows(failed: list[Row], num_processes: int) -> list[Row]:
-    """Choose the rows that show different mistakes: the one with the fewest micro-batches, the most
-    uneven, a short window, one whose micro-batches cannot be dealt out evenly.
+def _rows_to_diagnose(failed: list[ReportRow], num_processes: int) -> list[ReportRow]:
+    """Choose, from the failed rows of a training step, at most four that show different mistakes:
+    the one with the fewest micro-batches, the most uneven one, a short last window, and one whose
+    number of micro-batches is no multiple of the processes.
     """
     full = [row for row in failed if len(row.micro_batches) == row.accumulation_steps]
     short = [row for row in failed if len(row.micro_batches) < row.accumulation_steps]
-    simple = sorted(full, key=lambda row: (len(row.micro_batches), _unevenness(row)))[:1]
-    uneven = [row for row in full if _unevenness(row) > 1 and row not in simple]
+    simplest = sorted(full, key=lambda row: (len(row.micro_batches), _unevenness(row)))[:1]
+    uneven = [row for row in full if _unevenness(row) > 1 and row not in simplest]
+    most_uneven = sorted(uneven, key=_unevenness)[-1:]
     indivisible = [row for row in full if len(row.micro_batches) % num_processes]
-    chosen = [*simple, *sorted(uneven, key=_unevenness)[-1:], *short[:1], *indivisible[:1]]
-    return list({row.layout: row for row in chosen}.values())  # each once
+    chosen = [*simplest, *most_uneven, *short[:1], *indivisible[:1]]
+    # A row may be chosen for several reasons; diagnose it once.
+    return list({row.layout: row for row in chosen}.values())
 
 
 class Diagnosis:
-    """One arm in one layout.
+    """Finds out why the gradient of one training step differs from the full batch's in one layout
+    of the equivalence check.
 
     Args:
-        subject: The model and the settings of the check.
-        layout: The layout.
-        step: The arm's step. None: hf_ga.
-        refused: The error message if hf_ga does not support the model. Then the correctly weighted
-            sum of the micro-batches replaces its gradient.
+        context: The model and the settings of the check.
+        layout: The layout in which the step failed.
+        step: The step function. None: hf_ga's own step.
+        refused: The error message if hf_ga's own step does not support the model; its gradient is
+            then replaced by the full batch's, so that only the model itself is diagnosed. None:
+            the step ran.
     """
 
     def __init__(
         self,
-        subject: Subject,
+        context: CheckContext,
         layout: CheckedLayout,
         step: StepFunction | None,
         refused: str | None,
     ) -> None:
-        self.subject = subject
+        self.context = context
         self.layout = layout
         self.step = step
         self.refused = refused
-        self.window = layout.window(subject)
-        innocent = {"clipping"} if step is None else set()
+        self.window = layout.collate_window(context)
+        excluded = {"clipping"} if step is None else set()
         if step is None and not refused:
-            innocent |= {"padding width", "dropout"}  # proven, and keyed
+            # hf_ga has proven that padding changes nothing, and its dropout is keyed by sample.
+            excluded |= {"padding width", "dropout"}
         self.suspects = [
-            s for s in SWITCHES if s.applies(subject, self.window) and s.name not in innocent
+            suspect
+            for suspect in SUSPECTS
+            if suspect.applies(context, self.window) and suspect.name not in excluded
         ]
-        self.match = MATCH[subject.precision]
-        self.effect = EFFECT[subject.precision]
+        self.match_limit = MATCH[context.precision]
+        self.min_effect = EFFECT[context.precision]
 
     def causes(self) -> list[Cause]:
-        """Find all causes, or return one named "unknown"."""
-        if self.refused and self.subject.dropout.unkeyed:
+        """Find all causes why the training step's gradient differs from the full batch's; if none
+        is found, return one cause named "unknown".
+        """
+        if self.refused and self.context.dropout.unkeyed:
             return [Cause("randomness", self.refused)]
-        quiet = self._trial()
-        if not quiet.arm.any():
+        baseline = self._run_trial()
+        if not baseline.step_gradient.any():
             return [
                 Cause(
                     "no gradients",
@@ -142,189 +167,302 @@ class Diagnosis:
                     "updating",
                 )
             ]
-        if not quiet.arm.isfinite().all():
+        if not baseline.step_gradient.isfinite().all():
             return [Cause("not finite", "the step left a gradient that is NaN or infinite")]
-        rule = min(quiet.counts, key=quiet.additivity)
-        residual = quiet.additivity(rule)
-        match, error = self._weights(quiet, rule)
-        found = [*self._not_additive(residual), *match.causes, *self._reduced_in(quiet, error)]
-        if quiet.frozen:
-            found.append(
-                Cause("frozen parameter", f"no gradient reaches {', '.join(quiet.frozen[:4])}")
-            )
+        rule = min(baseline.counts, key=baseline.additivity_error)
+        residual = baseline.additivity_error(rule)
+        match, error = self._match_weights(baseline, rule)
+        found = [
+            *self._additivity_causes(residual),
+            *match.causes,
+            *self._reduction_causes(baseline, error),
+        ]
+        if baseline.missing_parameters:
+            names = ", ".join(baseline.missing_parameters[:4])
+            found.append(Cause("frozen parameter", f"no gradient reaches {names}"))
         for suspect in self.suspects:
-            found += self._with_one(suspect, rule, match, max(error, residual))
-        return found or [Cause("unknown", _unknown(quiet))]
+            found += self._causes_of_suspect(suspect, rule, match, max(error, residual))
+        return found or [Cause("unknown", _describe_unexplained(baseline))]
 
-    def _with_one(
-        self, suspect: Switch, rule: str, match: Hypothesis, before: float
+    def _causes_of_suspect(
+        self, suspect: Suspect, rule: str, match: Hypothesis, error_without: float
     ) -> list[Cause]:
-        """Return the suspect, if the arm or the model itself fails with this suspect alone switched
-        on.
+        """Run the training step with one suspected cause switched on, and return it as a cause if
+        the relative error of the step, or of the model itself, grows; otherwise an empty list.
+
+        Args:
+            suspect: The suspect; all others are switched off.
+            rule: The counting rule of the loss.
+            match: The micro-batch weights that explain the step with all suspects off.
+            error_without: The relative error that is left with all suspects off.
         """
         try:
-            trial = self._trial(suspect.name)
+            trial = self._run_trial(suspect.name)
         except ValueError as failure:
-            if suspect.name != "BatchNorm":  # which has no statistics of a single sample
+            # BatchNorm raises for a micro-batch of one sample, which has no statistics.
+            if suspect.name != "BatchNorm":
                 raise
             return [Cause(suspect.name, suspect.text, f"a micro-batch fails with it: {failure}")]
-        error = max(relative_error(match.gradient(trial.parts), trial.arm), trial.additivity(rule))
-        if not error > max(self.effect, 5 * before):
+        error = max(trial.match_error(match), trial.additivity_error(rule))
+        has_effect = error > max(self.min_effect, 5 * error_without)
+        if not has_effect:
             return []
         if suspect.name == "clipping":
-            clipped = Hypothesis(match.weights).clipped(float(trial.arm.double().norm()))
-            if relative_error(clipped.gradient(trial.parts), trial.arm) <= self.match:
+            norm = float(trial.step_gradient.double().norm())
+            clipped = Hypothesis(match.weights).clipped(norm)
+            if trial.match_error(clipped) <= self.match_limit:
                 return list(clipped.causes)
-            if self.subject.max_grad_norm:
+            if self.context.max_grad_norm:
                 return []
-        return [
-            Cause(
-                suspect.name,
-                suspect.text,
-                f"relative error with it {error:.1e}, without {before:.1e}",
-            )
-        ]
+        evidence = f"relative error with it {error:.1e}, without {error_without:.1e}"
+        return [Cause(suspect.name, suspect.text, evidence)]
 
-    def _weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float]:
-        """Find the weights that the arm gave its micro-batches, with the causes, and the relative
-        error that they leave.
+    def _match_weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float]:
+        """Find the weights with which the training step summed its micro-batches' gradients.
+
+        Tries known mistakes first, then the same with clipping after every micro-batch, then any
+        weights (least squares). If none explains the gradient, it takes the closest known mistake,
+        and low precision where that can be the reason.
+
+        Args:
+            trial: The step with all suspects off.
+            rule: The counting rule of the loss.
+
+        Returns:
+            The weights with the mistakes that explain them, and the relative error that is left.
         """
-        candidates = hypotheses(
+        known = list_hypotheses(
             trial.counts,
             rule,
             self.layout.accumulation_steps,
-            self.subject.accelerator.num_processes,
+            self.context.accelerator.num_processes,
         )
-        match, error = best_match(trial.arm, trial.parts, candidates)
-        if error <= self.match:
+        match, error = best_match(trial.step_gradient, trial.micro_batch_gradients, known)
+        if error <= self.match_limit:
             return match, error
-        norm = float(trial.arm.double().norm())
-        clipped, left = best_match(
-            trial.arm, trial.parts, [candidate.clipped(norm) for candidate in candidates]
+        norm = float(trial.step_gradient.double().norm())
+        clipped, clipped_error = best_match(
+            trial.step_gradient,
+            trial.micro_batch_gradients,
+            [hypothesis.clipped(norm) for hypothesis in known],
         )
-        if left <= self.match:
-            return clipped, left
-        weights, left = fitted_weights(trial.arm, trial.parts)
-        if left <= self.match:
-            n = trial.counts[rule]
-            factors = weights * n.sum() / np.maximum(n, 1)
-            shown = ", ".join(f"{factor:.3g}" for factor in factors[:8])
-            text = f"micro-batches are weighted by x({shown}) of n_k / N"
-            return Hypothesis(weights, (Cause("normalisation", text),)), left
-        # Low precision is no explanation where the parts do not add up in any precision.
-        if error > MATCH["bf16"] or self.subject.whole_batch is not None:
-            return replace(match, causes=()), error
-        if self._reduced_in(trial, error):
-            return match, error
+        if clipped_error <= self.match_limit:
+            return clipped, clipped_error
+        fitted, fit_error = _fit_hypothesis(trial, rule)
+        if fit_error <= self.match_limit:
+            return fitted, fit_error
+        return self._without_exact_match(trial, match, error), error
+
+    def _without_exact_match(self, trial: Trial, closest: Hypothesis, error: float) -> Hypothesis:
+        """Choose the causes of a training step that no micro-batch weights explain exactly.
+
+        Args:
+            trial: The step with all suspects off.
+            closest: The known mistake that is closest to the step's gradient.
+            error: The relative error that it leaves.
+
+        Returns:
+            The weights of `closest`: without causes if the error is too large for low precision;
+            otherwise with its causes, and "precision" unless a reduction in half precision
+            explains the error.
+        """
+        # Low precision is no explanation where the micro-batches' gradients do not add up to the
+        # window's in any precision.
+        if error > MATCH["bf16"] or self.context.whole_batch is not None:
+            return replace(closest, causes=())
+        if self._reduction_causes(trial, error):
+            return closest
         text = (
             f"the sum of the micro-batches' gradients has a relative error of {error:.1e}: "
             "computed in low precision"
         )
-        return replace(match, causes=(*match.causes, Cause("precision", text))), error
+        return replace(closest, causes=(*closest.causes, Cause("precision", text)))
 
-    def _reduced_in(self, trial: Trial, error: float) -> list[Cause]:
-        """Find out whether the processes added up their gradients in half precision: then it can
-        hold every element of the sum.
+    def _reduction_causes(self, trial: Trial, error: float) -> list[Cause]:
+        """Return the cause that several processes all-reduced their gradients in half precision, if
+        bf16 or fp16 represents every element of the gradient exactly; otherwise an empty list.
+
+        Args:
+            trial: The step with all suspects off.
+            error: The relative error to report.
         """
-        name = half_precision(trial.arm)
-        if self.subject.accelerator.num_processes == 1 or name is None:
+        name = half_precision(trial.step_gradient)
+        if self.context.accelerator.num_processes == 1 or name is None:
             return []
         text = (
             f"the processes add up their gradients in {name} (FSDP's reduce_dtype, or a "
             "communication hook of DDP)"
         )
-        seen = f"every element is a {name} number, relative error {error:.1e}"
-        return [Cause(f"{name} reduction", text, seen)]
+        evidence = f"every element is a {name} number, relative error {error:.1e}"
+        return [Cause(f"{name} reduction", text, evidence)]
 
-    def _not_additive(self, residual: float) -> list[Cause]:
-        """Why no weights of the micro-batches' gradients give that of the window."""
-        if residual <= self.match:
+    def _additivity_causes(self, residual: float) -> list[Cause]:
+        """Return why no weighted sum of the micro-batches' gradients is the full batch's gradient;
+        an empty list if the correctly weighted sum is.
+
+        Args:
+            residual: The relative error of the correctly weighted sum (`Trial.additivity_error`).
+        """
+        if residual <= self.match_limit:
             return []
         text = "the loss of the window is not a weighted mean of its micro-batches' losses"
-        seen = f"residual {residual:.1e}"
-        rule = self.subject.rule
+        evidence = f"residual {residual:.1e}"
+        rule = self.context.rule
         if rule is None:
             pairs = "it depends on pairs of samples (in-batch negatives)"
-            return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", seen)]
-        if self.subject.whole_batch is not None:
-            own = "each micro-batch compares its own samples only (in-batch negatives)"
-            return [Cause("cross-batch loss", f"{text}: {own}", seen)]
+            return [
+                Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", evidence)
+            ]
+        if self.context.whole_batch is not None:
+            negatives = "each micro-batch compares its own samples only (in-batch negatives)"
+            return [Cause("cross-batch loss", f"{text}: {negatives}", evidence)]
         if isinstance(rule.loss, WithRouter):
             balancing = "the router's auxiliary loss is a product of means over the micro-batch"
-            return [Cause("auxiliary loss", balancing, seen)]
+            return [Cause("auxiliary loss", balancing, evidence)]
         means = "it is a sum of several means, each over its own targets"
-        return [Cause("several means", f"{text}: {means}", seen)]
+        return [Cause("several means", f"{text}: {means}", evidence)]
 
-    def _trial(self, on: str | None = None) -> Trial:
-        """Run the arm and its parts with all suspects except `on` switched off."""
-        subject = self.subject
-        off = {s.name: s for s in self.suspects if s.name != on}
+    def _run_trial(self, switched_on: str | None = None) -> Trial:
+        """Compute the gradients of the diagnosed training step, of the full batch and of each
+        micro-batch, with all suspected causes switched off but one.
+
+        Args:
+            switched_on: Name of the suspect that stays on. None: all are off.
+        """
+        switched_off = [suspect for suspect in self.suspects if suspect.name != switched_on]
+        off_names = {suspect.name for suspect in switched_off}
+        keyed = "dropout" not in off_names
         with ExitStack() as stack:
-            for switch in off.values():
-                stack.enter_context(switch.off())
-            window = self.window.padded_to_window() if "padding width" in off else self.window
-            keyed = "dropout" not in off
+            for suspect in switched_off:
+                stack.enter_context(suspect.switched_off())
+            window = self.window
+            if "padding width" in off_names:
+                window = window.padded_to_window()
             whole = window.split([np.arange(window.num_samples)])
-            _, reference, _ = plain_backward(subject, whole, whole.micro_batches[0], keyed=keyed)
-            arm = reference
+            full_batch = whole.micro_batches[0]
+            _, reference, _ = plain_backward(self.context, whole, full_batch, keyed=keyed)
+            step_gradients = reference
             if not self.refused:
-                _, arm = self.layout.run(subject, self.step, window)
-            frozen = _frozen(arm, reference)
-            names = [name for name in reference if name not in frozen]
-            num_elements = sum(reference[name].numel() for name in names)
-            stride = -(-len(self.layout.offsets) * num_elements // MOST_ELEMENTS) or 1
-            parts = []
-            counted = []
-            for micro_batch in window.micro_batches:
-                _, gradients, count = plain_backward(subject, window, micro_batch, keyed=keyed)
-                parts.append(_flat(gradients, names, stride))
-                counted.append(count)
+                _, step_gradients = self.layout.run(self.context, self.step, window)
+            missing = _parameters_without_gradient(step_gradients, reference)
+            names = [name for name in reference if name not in missing]
+            stride = _element_stride(reference, names, len(self.layout.offsets))
+            micro_batch_gradients, counts = self._run_micro_batches(window, names, stride, keyed)
         return Trial(
-            reference=_flat(reference, names, stride),
-            arm=_flat(arm, names, stride),
-            parts=parts,
-            counts=_counts(window) if counted[0] is None else {"loss_fn": np.array(counted)},
-            frozen=frozen,
+            reference=_flatten(reference, names, stride),
+            step_gradient=_flatten(step_gradients, names, stride),
+            micro_batch_gradients=micro_batch_gradients,
+            counts=counts,
+            missing_parameters=missing,
         )
 
+    def _run_micro_batches(
+        self, window: Window, names: list[str], stride: int, keyed: bool
+    ) -> tuple[list[Tensor], dict[str, np.ndarray]]:
+        """Compute the gradient of each micro-batch's own mean loss, and count its targets.
 
-def _frozen(arm: Gradients, reference: Gradients) -> list[str]:
-    """Return the names of the parameters for which an arm has no gradient, although they should
-    have one.
+        Args:
+            window: The window in the diagnosed layout.
+            names: Names of the parameters to compare.
+            stride: Every `stride`-th element of a gradient is kept.
+            keyed: Whether hf_ga's keyed dropout is on.
+
+        Returns:
+            A flat gradient for each micro-batch; and for each counting rule ("loss_fn" only, if the
+            user has one) the number of targets of each micro-batch.
+        """
+        micro_batch_gradients = []
+        loss_fn_counts = []
+        for micro_batch in window.micro_batches:
+            _, gradients, count = plain_backward(self.context, window, micro_batch, keyed=keyed)
+            micro_batch_gradients.append(_flatten(gradients, names, stride))
+            loss_fn_counts.append(count)
+        if loss_fn_counts[0] is None:
+            return micro_batch_gradients, _count_targets(window)
+        return micro_batch_gradients, {"loss_fn": np.array(loss_fn_counts)}
+
+
+def _fit_hypothesis(trial: Trial, rule: str) -> tuple[Hypothesis, float]:
+    """Fit micro-batch weights to a training step's gradient by least squares, and describe them as
+    factors of the correct weights.
+
+    Args:
+        trial: The step with all suspects off.
+        rule: The counting rule of the loss.
+
+    Returns:
+        The fitted weights with a cause that shows them, and their relative error.
     """
-    sizes = norms(reference)
-    least = 1e-6 * total(sizes)
-    return [name for name, size in sizes.items() if size > least and not arm[name].any()]
+    weights, error = fit_micro_batch_weights(trial.step_gradient, trial.micro_batch_gradients)
+    n = trial.counts[rule]
+    factors = weights * n.sum() / np.maximum(n, 1)
+    shown = ", ".join(f"{factor:.3g}" for factor in factors[:8])
+    text = f"micro-batches are weighted by x({shown}) of n_k / N"
+    return Hypothesis(weights, (Cause("normalisation", text),)), error
 
 
-def _unevenness(row: Row) -> int:
+def _parameters_without_gradient(gradients: Gradients, reference: Gradients) -> list[str]:
+    """Return the names of the parameters for which a training step left a zero gradient, although
+    the norm of their reference gradient is above 1e-6 of the norm over all parameters.
+    """
+    reference_norms = gradient_norms(reference)
+    threshold = 1e-6 * total_norm(reference_norms)
+    return [
+        name
+        for name, norm in reference_norms.items()
+        if norm > threshold and not gradients[name].any()
+    ]
+
+
+def _unevenness(row: ReportRow) -> int:
+    """Return how many samples the largest micro-batch of a row has more than the smallest."""
     return max(row.micro_batches) - min(row.micro_batches)
 
 
-def _counts(window: Window) -> dict[str, np.ndarray]:
-    """Count the targets of each micro-batch by every rule that applies."""
-    first = window.micro_batches[0].batch
-    rules = {name: COUNTING_RULES[name] for name in applicable_rules(first)}
-    if isinstance(first.get("input_ids"), Tensor):
+def _count_targets(window: Window) -> dict[str, np.ndarray]:
+    """Count the targets of each micro-batch by every counting rule that applies to the batches, and
+    by their tokens with padding, a usual mistake.
+
+    Returns:
+        Name of the rule -> targets of each micro-batch, float64 of shape (micro-batches,); without
+        rules that count no targets in the whole window.
+    """
+    first_batch = window.micro_batches[0].batch
+    rules = {name: COUNTING_RULES[name] for name in applicable_rules(first_batch)}
+    if isinstance(first_batch.get("input_ids"), Tensor):
         rules["tokens with padding"] = lambda batch, num_samples: batch["input_ids"].numel()
-    found = {
-        name: np.array([rule(m.batch, len(m)) for m in window.micro_batches], dtype=float)
-        for name, rule in rules.items()
-    }
-    return {name: counts for name, counts in found.items() if counts.sum()}
+    counts = {}
+    for name, rule in rules.items():
+        targets = [rule(micro.batch, len(micro)) for micro in window.micro_batches]
+        if any(targets):
+            counts[name] = np.array(targets, dtype=float)
+    return counts
 
 
-def _unknown(trial: Trial) -> str:
-    scale = float(trial.arm.double().norm() / trial.reference.double().norm())
+def _describe_unexplained(trial: Trial) -> str:
+    """Describe a gradient that no known mistake explains: its relative error, and its norm as a
+    multiple of the reference's.
+    """
+    scale = float(trial.step_gradient.double().norm() / trial.reference.double().norm())
     return (
         "no known cause: with all suspects switched off, the gradient has a relative error of "
-        f"{relative_error(trial.arm, trial.reference):.1e}, its norm is x{scale:.3g} of the "
-        "reference's"
+        f"{relative_error(trial.step_gradient, trial.reference):.1e}, its norm is x{scale:.3g} of "
+        "the reference's"
     )
 
 
-def _flat(gradients: Gradients, names: list[str], stride: int) -> Tensor:
-    """Join every `stride`-th element of each of these gradients, one after the other."""
+def _element_stride(gradients: Gradients, names: list[str], num_copies: int) -> int:
+    """Return the stride (keep every `stride`-th element) with which the named gradients of
+    `num_copies` micro-batches have at most about `MAX_ELEMENTS` elements together; at least 1.
+    """
+    num_elements = sum(gradients[name].numel() for name in names)
+    return -(-num_copies * num_elements // MAX_ELEMENTS) or 1
+
+
+def _flatten(gradients: Gradients, names: list[str], stride: int) -> Tensor:
+    """Concatenate every `stride`-th element of the named gradients into one float32 vector, in the
+    order of `names`.
+    """
     if not names:
         return torch.empty(0)
     return torch.cat([gradients[name].flatten()[::stride].float() for name in names])

@@ -14,41 +14,47 @@ from hf_ga.parallel.fsdp import own_name
 Gradients = dict[str, Tensor]
 
 
-def norms(gradients: Gradients) -> dict[str, float]:
-    """Compute the L2 norm of each gradient."""
+def gradient_norms(gradients: Gradients) -> dict[str, float]:
+    """Return the L2 norm of each gradient by parameter name, computed in float64."""
     return {
-        name: float(torch.linalg.vector_norm(value, dtype=torch.float64))
-        for name, value in gradients.items()
+        name: float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+        for name, gradient in gradients.items()
     }
 
 
-def total(parts: dict[str, float]) -> float:
-    """Compute the L2 norm over all parameters, from the norm of each."""
-    return float(torch.tensor(list(parts.values()), dtype=torch.float64).norm())
+def total_norm(parameter_norms: dict[str, float]) -> float:
+    """Return the L2 norm over all parameters together: the root of the sum of squared norms.
+
+    Args:
+        parameter_norms: The L2 norm of each parameter's gradient, or of its difference from the
+            reference, by parameter name.
+    """
+    return float(torch.tensor(list(parameter_norms.values()), dtype=torch.float64).norm())
 
 
-def ratio(value: float, of: float) -> float:
-    """Divide two numbers: 0 / 0 is 0, and any other number / 0 is infinite."""
-    if of:
-        return value / of
-    return 0.0 if value == 0 else float("inf")
+def ratio(numerator: float, denominator: float) -> float:
+    """Divide two numbers; 0 / 0 is 0, and any other number divided by 0 is infinity."""
+    if denominator:
+        return numerator / denominator
+    return 0.0 if numerator == 0 else float("inf")
 
 
 def relative_errors(gradients: Gradients, reference: Gradients) -> dict[str, float]:
-    """Compute the L2 norm of each difference, relative to the norm of the whole reference.
+    """For each parameter, compute ||gradient - reference|| / ||all reference gradients together||.
 
-    Their `total` is the relative error over all parameters. Differences are taken in the
-    reference's type, one tensor at a time.
+    `total_norm` of the result is the relative error over all parameters. Differences are computed
+    in the reference's dtype, one tensor at a time.
     """
-    whole = total(norms(reference))
-    return {
-        name: ratio(float((gradients[name].to(right.dtype) - right).norm()), whole)
-        for name, right in reference.items()
-    }
+    reference_norm = total_norm(gradient_norms(reference))
+    errors = {}
+    for name, reference_gradient in reference.items():
+        difference = gradients[name].to(reference_gradient.dtype) - reference_gradient
+        errors[name] = ratio(float(difference.norm()), reference_norm)
+    return errors
 
 
 def relative_error(vector: Tensor, reference: Tensor) -> float:
-    """Compute ||vector - reference|| / ||reference||; a NaN counts as infinite."""
+    """Compute ||vector - reference|| / ||reference|| in float64; infinity if the result is NaN."""
     reference = reference.double()
     difference = (vector.double() - reference).norm()
     error = float(difference / reference.norm().clamp(min=1e-300))
@@ -56,22 +62,24 @@ def relative_error(vector: Tensor, reference: Tensor) -> float:
 
 
 def clip(gradients: Gradients, max_grad_norm: float | None) -> None:
-    """Clip all gradients to the given global L2 norm, in place; None: no clipping."""
+    """Clip all gradients together to the L2 norm `max_grad_norm`, in place, as
+    `torch.nn.utils.clip_grad_norm_` does; None or 0 leaves them unchanged.
+    """
     if max_grad_norm:
-        factor = min(1.0, max_grad_norm / (total(norms(gradients)) + 1e-6))
+        factor = min(1.0, max_grad_norm / (total_norm(gradient_norms(gradients)) + 1e-6))
         torch._foreach_mul_(list(gradients.values()), factor)
 
 
 def take_gradients(model: nn.Module) -> Gradients:
-    """Remove `.grad` from the trainable parameters and return it.
+    """Return the gradients of the trainable parameters, and set every `.grad` to None.
 
     Args:
         model: Prepared or not. Under FSDP all processes must call this, as they gather the
             gradients from their shards.
 
     Returns:
-        The gradients by the names of the parameters in the unwrapped model; zeros where there is
-        none.
+        Unsharded gradients by the names of the parameters in the unwrapped model; zeros for
+        trainable parameters without a gradient.
     """
     taken = {}
     is_fsdp1 = isinstance(model, FullyShardedDataParallel)
@@ -86,7 +94,7 @@ def take_gradients(model: nn.Module) -> Gradients:
             gradient = gradient.detach()
             if isinstance(gradient, DTensor):
                 gradient = gradient.full_tensor()
-            # FSDP1 frees what it has gathered.
+            # FSDP1 frees the gathered gradients at the end of the block.
             taken[own_name(name)] = gradient.clone() if is_fsdp1 else gradient
     model.zero_grad()
     return taken

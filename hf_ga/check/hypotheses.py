@@ -1,10 +1,10 @@
-"""Which wrong weights explain an arm's gradient: match it against weighted sums of the
-micro-batches' correct gradients.
+"""Which wrong weights of the micro-batches explain the gradient of an arm (a training step under
+test): match it against weighted sums of the micro-batches' correct gradients.
 
 The gradient of a window is the sum over its micro-batches of u_k g_k, with g_k the gradient of
 micro-batch k's own mean loss. Correct is u_k = n_k / N (targets of the micro-batch / targets of the
-window). The usual mistakes are other u, or clipping. On several processes micro-batch k belongs to
-process k mod processes; DDP and FSDP average the processes' gradients.
+window). The usual mistakes are other weights u_k, or clipping. On several processes micro-batch k
+belongs to process k mod num_processes; DDP and FSDP average the processes' gradients.
 """
 
 from collections.abc import Sequence
@@ -22,233 +22,308 @@ _UNDIVIDED = "the loss is divided by the micro-batch's own count and not by the 
 
 @dataclass(frozen=True)
 class Hypothesis:
-    """Weights of the micro-batches' mean gradients, and the mistakes that lead to them.
+    """One possible explanation of a training step's gradient: the weights with which it sums the
+    micro-batches' gradients, and the mistakes that lead to these weights.
 
     Attributes:
-        weights: Of each micro-batch.
+        weights: Weight of each micro-batch's gradient, shape (micro-batches,). Correct is the
+            micro-batch's share of the window's targets.
         causes: The mistakes; none for the correct weights.
-        max_norm: `.grad` is clipped to this norm after each micro-batch. inf: no clipping.
+        max_norm: L2 norm to which `.grad` is clipped after each micro-batch. inf: no clipping.
     """
 
     weights: np.ndarray
     causes: tuple[Cause, ...] = ()
     max_norm: float = float("inf")
 
-    def gradient(self, parts: Sequence[Tensor]) -> Tensor:
-        """Compute the gradient that an arm with these weights would leave, in float64.
+    def gradient(self, micro_batch_gradients: Sequence[Tensor]) -> Tensor:
+        """Compute the gradient that a training step with these weights would leave.
 
         Args:
-            parts: The gradients of the micro-batches' own mean losses.
+            micro_batch_gradients: For each micro-batch, the gradient of its own mean loss as one
+                flat vector.
+
+        Returns:
+            The weighted sum in float64; with a `max_norm`, clipped after each micro-batch.
         """
-        result = torch.zeros_like(parts[0], dtype=torch.float64)
-        for part, weight in zip(parts, self.weights, strict=True):
+        result = torch.zeros_like(micro_batch_gradients[0], dtype=torch.float64)
+        for gradient, weight in zip(micro_batch_gradients, self.weights, strict=True):
             if weight:  # the mean over no targets is NaN, with weight 0
-                result += part.double() * float(weight)
+                result += gradient.double() * float(weight)
             if self.max_norm < float("inf"):
                 result *= min(1.0, self.max_norm / (float(result.norm()) + 1e-6))
         return result
 
-    def clipped(self, norm: float) -> "Hypothesis":
-        """Return the same weights, with the gradient clipped after every micro-batch."""
+    def clipped(self, max_norm: float) -> "Hypothesis":
+        """Return a hypothesis with the same weights in which the gradient is also clipped to this
+        L2 norm after every micro-batch, which is added to the causes.
+        """
         cause = Cause(
             "clipping per micro-batch",
-            f"the gradient is clipped to a norm of {norm:.3g} after every micro-batch",
+            f"the gradient is clipped to a norm of {max_norm:.3g} after every micro-batch",
         )
-        return Hypothesis(self.weights, (*self.causes, cause), norm)
+        return Hypothesis(self.weights, (*self.causes, cause), max_norm)
 
 
-def hypotheses(
-    counts: dict[str, np.ndarray], right: str, accumulation_steps: int, num_processes: int = 1
+def list_hypotheses(
+    counts: dict[str, np.ndarray],
+    loss_rule: str,
+    accumulation_steps: int,
+    num_processes: int = 1,
 ) -> list[Hypothesis]:
-    """List the weights that an arm may have: the correct ones first, then single mistakes, then
-    pairs of them.
+    """List the micro-batch weights that a training step may have used: the correct ones first, then
+    single mistakes, then pairs of them.
 
     Args:
-        counts: For each counting rule, the targets of each micro-batch.
-        right: The rule of the loss.
-        accumulation_steps: Micro-batches of a full window (GA x processes).
+        counts: For each counting rule, the number of targets of each micro-batch, shape
+            (micro-batches,).
+        loss_rule: The counting rule that is correct for the loss.
+        accumulation_steps: Micro-batches of a full window over all processes.
         num_processes: Micro-batch k belongs to process k mod num_processes.
     """
-    found = _of_each_once(counts, right, accumulation_steps, num_processes)
-    num = len(counts[right])
+    found = _hypotheses_without_repeats(counts, loss_rule, accumulation_steps, num_processes)
+    num = len(counts[loss_rule])
     num_repeated = -num % num_processes
     if not num_repeated:
         return found
+    # Accelerate's loader repeats the first micro-batches until all processes have the same number.
     order = np.arange(num + num_repeated) % num
-    even = Cause(
+    even_batches = Cause(
         "even_batches",
         f"Accelerate repeats the first {num_repeated} of {num} micro-batches, so that all "
         "processes have as many",
     )
-    repeated = {name: count[order] for name, count in counts.items()}
-    for each in _of_each_once(repeated, right, accumulation_steps, num_processes):
-        weights = np.bincount(order, each.weights)  # a repeated micro-batch counts twice
-        found.append(Hypothesis(weights, (*each.causes, even)))
+    counts_with_repeats = {name: count[order] for name, count in counts.items()}
+    for hypothesis in _hypotheses_without_repeats(
+        counts_with_repeats, loss_rule, accumulation_steps, num_processes
+    ):
+        # The weight of a repeated micro-batch is the sum of both its weights.
+        weights = np.bincount(order, hypothesis.weights)
+        found.append(Hypothesis(weights, (*hypothesis.causes, even_batches)))
     return found
 
 
-def _of_each_once(
-    counts: dict[str, np.ndarray], right: str, accumulation_steps: int, num_processes: int
+def _hypotheses_without_repeats(
+    counts: dict[str, np.ndarray], loss_rule: str, accumulation_steps: int, num_processes: int
 ) -> list[Hypothesis]:
-    """List the weights where each micro-batch is computed once; see `hypotheses`."""
-    n = counts[right]
-    wrong_counts = _wrong_counts(counts, right)
+    """List the micro-batch weights that a training step may have used if it computes each
+    micro-batch once.
+
+    Args:
+        counts: For each counting rule, the number of targets of each micro-batch, shape
+            (micro-batches,).
+        loss_rule: The counting rule that is correct for the loss.
+        accumulation_steps: Micro-batches of a full window over all processes.
+        num_processes: Micro-batch k belongs to process k mod num_processes.
+    """
+    n = counts[loss_rule]  # targets of each micro-batch
     correct = Hypothesis(n / n.sum())
-    undivided = _undivided(n, num_processes)
-    the_sum = _wrong(
+    equal_weights = _equal_weight_hypotheses(n, num_processes)
+    summed_loss = _mistake(
         n / num_processes,
         f"x{n.sum() / num_processes:.4g}: the loss is a sum, not divided by a count",
     )
-    process = np.arange(len(n)) % num_processes
-    of_processes = np.bincount(process, n, num_processes)
-    if len(set(of_processes)) == 1:
-        found = [correct, *undivided, the_sum, *wrong_counts]
-    else:
-        text = (
-            "the processes' mean losses count the same, although the processes have different "
-            "numbers of targets"
-        )
-        averaged = Cause("average of local means", text, _listed(of_processes))
-        local = {
-            name: np.maximum(np.bincount(process, count), 1)[process] * num_processes
-            for name, count in counts.items()
-        }
-        others = [name for name in counts if name != right]
-        found = [
-            correct,
-            Hypothesis(n / local[right], (averaged,)),
-            *(Hypothesis(each.weights, (*each.causes, averaged)) for each in undivided),
-            the_sum,
-            *wrong_counts,
-        ]
-        for name, wrong in zip(others, wrong_counts[::2], strict=True):
-            found.append(Hypothesis(n / local[name], (*wrong.causes, averaged)))
-    return [*found, *_of_short_window(found, len(n), accumulation_steps, num_processes)]
+    wrong_counts = _wrong_count_hypotheses(counts, loss_rule)
+
+    process = np.arange(len(n)) % num_processes  # the process of each micro-batch
+    targets_of_process = np.bincount(process, n, num_processes)
+    if len(set(targets_of_process)) == 1:
+        found = [correct, *equal_weights, summed_loss, *wrong_counts]
+        return found + _short_window_hypotheses(found, len(n), accumulation_steps, num_processes)
+
+    # The processes have different numbers of targets: averaging their mean losses is a mistake.
+    averaged = Cause(
+        "average of local means",
+        "the processes' mean losses count the same, although the processes have different "
+        "numbers of targets",
+        _format_target_counts(targets_of_process),
+    )
+    # For each micro-batch, what its loss is divided by: its process's count x num_processes.
+    divisors = {
+        name: np.maximum(np.bincount(process, count), 1)[process] * num_processes
+        for name, count in counts.items()
+    }
+    found = [
+        correct,
+        Hypothesis(n / divisors[loss_rule], (averaged,)),
+        *(
+            Hypothesis(hypothesis.weights, (*hypothesis.causes, averaged))
+            for hypothesis in equal_weights
+        ),
+        summed_loss,
+        *wrong_counts,
+    ]
+    other_rules = [name for name in counts if name != loss_rule]
+    divided_by_wrong_count = wrong_counts[::2]  # the first of the two hypotheses for each rule
+    for name, hypothesis in zip(other_rules, divided_by_wrong_count, strict=True):
+        found.append(Hypothesis(n / divisors[name], (*hypothesis.causes, averaged)))
+    return found + _short_window_hypotheses(found, len(n), accumulation_steps, num_processes)
 
 
-def _undivided(n: np.ndarray, num_processes: int) -> list[Hypothesis]:
-    """List the weights of means that are averaged equally, or summed.
+def _equal_weight_hypotheses(n: np.ndarray, num_processes: int) -> list[Hypothesis]:
+    """List the weights of a training step that gives all micro-batches of a process the same
+    weight: the mean of means, means that are summed, and means that are summed over the processes
+    too.
 
     Args:
-        n: Targets of each micro-batch.
+        n: Number of targets of each micro-batch, shape (micro-batches,).
         num_processes: Micro-batch k belongs to process k mod num_processes.
     """
-    process = np.arange(len(n)) % num_processes
-    num_of_process = np.bincount(process)  # micro-batches
-    equal = 1 / num_of_process[process] / num_processes
-    text = "mean of means: equal weights of micro-batches with different numbers of targets"
-    differ = [len(set(n[rank::num_processes])) > 1 for rank in range(num_processes)]
+    process = np.arange(len(n)) % num_processes  # the process of each micro-batch
+    micro_batches_of_process = np.bincount(process)
+    equal = 1 / micro_batches_of_process[process] / num_processes
     mean_of_means = Hypothesis(equal)
-    if num_processes == 1 or any(differ):
-        mean_of_means = _wrong(equal, text, seen=_listed(n))
-    return [
-        mean_of_means,
-        _wrong(np.full(len(n), 1 / num_processes), f"x{num_of_process[0]:.2f}: {_UNDIVIDED}"),
-        _wrong(
-            np.ones(len(n)),
-            f"x{len(n):.2f}: {_UNDIVIDED}, and summed over the processes instead of averaged",
-        ),
-    ]
+    has_unequal_counts = [len(set(n[rank::num_processes])) > 1 for rank in range(num_processes)]
+    # With equal counts on each of several processes it is no mistake of its own.
+    if num_processes == 1 or any(has_unequal_counts):
+        text = "mean of means: equal weights of micro-batches with different numbers of targets"
+        mean_of_means = _mistake(equal, text, evidence=_format_target_counts(n))
+    summed_means = _mistake(
+        np.full(len(n), 1 / num_processes), f"x{micro_batches_of_process[0]:.2f}: {_UNDIVIDED}"
+    )
+    summed_over_processes = _mistake(
+        np.ones(len(n)),
+        f"x{len(n):.2f}: {_UNDIVIDED}, and summed over the processes instead of averaged",
+    )
+    return [mean_of_means, summed_means, summed_over_processes]
 
 
-def _of_short_window(
-    found: list[Hypothesis], num_micro_batches: int, accumulation_steps: int, num_processes: int
+def _short_window_hypotheses(
+    hypotheses: list[Hypothesis],
+    num_micro_batches: int,
+    accumulation_steps: int,
+    num_processes: int,
 ) -> list[Hypothesis]:
-    """List the same weights where a short last window is divided by the full accumulation steps."""
+    """For a short last window, list the same weights multiplied by the factor of a training step
+    that divides by the accumulation steps of a full window; an empty list for a full window.
+
+    Args:
+        hypotheses: Weights without this mistake.
+        num_micro_batches: Micro-batches of this window over all processes.
+        accumulation_steps: Micro-batches of a full window over all processes.
+        num_processes: Number of processes.
+    """
     steps = -(-num_micro_batches // num_processes)
     full = -(-accumulation_steps // num_processes)
     if steps >= full:
         return []
     factor = steps / full
-    text = (
+    cause = Cause(
+        "last window",
         f"x{factor:.3g}: the last window has {steps} of {full} micro-batches, but is divided by "
-        "the full GA"
+        "the full GA",
     )
-    short = Cause("last window", text)
-    return [Hypothesis(base.weights * factor, (*base.causes, short)) for base in found]
+    return [
+        Hypothesis(hypothesis.weights * factor, (*hypothesis.causes, cause))
+        for hypothesis in hypotheses
+    ]
 
 
 def best_match(
-    vector: Tensor, parts: Sequence[Tensor], candidates: Sequence[Hypothesis]
+    gradient: Tensor, micro_batch_gradients: Sequence[Tensor], hypotheses: Sequence[Hypothesis]
 ) -> tuple[Hypothesis, float]:
-    """Find the hypothesis with the smallest relative error; if several are about as close, the
-    first.
+    """Find the hypothesis about a training step's micro-batch weights that explains its gradient
+    best.
 
     Args:
-        vector: The arm's gradient.
-        parts: The gradients of the micro-batches' own mean losses.
-        candidates: The hypotheses.
+        gradient: The gradient that the training step left, as a flat vector.
+        micro_batch_gradients: For each micro-batch, the gradient of its own mean loss.
+        hypotheses: The hypotheses, the most plausible first.
 
     Returns:
-        The hypothesis, and its relative error.
+        The first hypothesis whose relative error is at most three times the smallest one plus 1e-7,
+        and its relative error.
     """
-    errors = [relative_error(candidate.gradient(parts), vector) for candidate in candidates]
+    errors = [
+        relative_error(hypothesis.gradient(micro_batch_gradients), gradient)
+        for hypothesis in hypotheses
+    ]
     close = 3 * min(errors) + 1e-7
     first = next(i for i, error in enumerate(errors) if error <= close)
-    return candidates[first], errors[first]
+    return hypotheses[first], errors[first]
 
 
-def fitted_weights(vector: Tensor, parts: Sequence[Tensor]) -> tuple[np.ndarray, float]:
-    """Fit weights to a gradient by least squares.
+def fit_micro_batch_weights(
+    gradient: Tensor, micro_batch_gradients: Sequence[Tensor]
+) -> tuple[np.ndarray, float]:
+    """Find, by least squares, the micro-batch weights whose weighted sum of gradients is closest to
+    a training step's gradient. Used where no known mistake explains the gradient.
+
+    Args:
+        gradient: The gradient that the training step left, shape (elements,).
+        micro_batch_gradients: For each micro-batch, the gradient of its own mean loss, shape
+            (elements,).
 
     Returns:
-        The weights, and the relative error that they leave.
+        The weights, float64 of shape (micro-batches,), and the relative error of their weighted
+        sum.
     """
-    matrix = torch.stack(list(parts)).double()
+    matrix = torch.stack(list(micro_batch_gradients)).double()
+    # Normal equations: (G G^T) weights = G gradient, with the micro-batch gradients as rows of G.
     gram = (matrix @ matrix.T).cpu()
-    right = (matrix @ vector.double()).cpu()
-    weights = torch.linalg.lstsq(gram, right, driver="gelsd").solution.numpy()
-    return weights, relative_error(Hypothesis(weights).gradient(parts), vector)
+    projections = (matrix @ gradient.double()).cpu()
+    weights = torch.linalg.lstsq(gram, projections, driver="gelsd").solution.numpy()
+    return weights, relative_error(Hypothesis(weights).gradient(micro_batch_gradients), gradient)
 
 
-def half_precision(vector: Tensor) -> str | None:
-    """Return the half-precision type that can hold every element, so that the vector was probably
-    summed in it; None if neither can.
+def half_precision(gradient: Tensor) -> str | None:
+    """Return "bf16" or "fp16" if that dtype represents every element of a float32 gradient exactly,
+    which suggests that the gradient was summed in it; None if neither does.
     """
-    types = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    for name, dtype in types.items():
-        if torch.equal(vector, vector.to(dtype).to(vector.dtype)):
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    for name, dtype in dtypes.items():
+        if torch.equal(gradient, gradient.to(dtype).to(gradient.dtype)):
             return name
     return None
 
 
-def _listed(numbers: np.ndarray) -> str:
-    """Format numbers, `8, 3, 5 targets`; of more than six the first."""
-    shown = [f"{number:g}" for number in numbers[:6]]
-    if len(numbers) > 6:
+def _format_target_counts(counts: np.ndarray) -> str:
+    """Format numbers of targets for a report as `8, 3, 5 targets`, with at most six numbers."""
+    shown = [f"{count:g}" for count in counts[:6]]
+    if len(counts) > 6:
         shown.append("...")
     return f"{', '.join(shown)} targets"
 
 
-def _wrong(
-    weights: np.ndarray, text: str, name: str = "normalisation", seen: str = ""
+def _mistake(
+    weights: np.ndarray, text: str, cause_name: str = "normalisation", evidence: str = ""
 ) -> Hypothesis:
-    return Hypothesis(weights, (Cause(name, text, seen),))
+    """Build the hypothesis that a training step used `weights` because of one mistake.
 
-
-def _wrong_counts(counts: dict[str, np.ndarray], right: str) -> list[Hypothesis]:
-    """List two mistakes for each count that is not the loss's own: the loss is divided by it, or
-    the micro-batches are weighted by it.
+    Args:
+        weights: Weight of each micro-batch's gradient, shape (micro-batches,).
+        text: What the training step does wrong.
+        cause_name: Short name of the mistake.
+        evidence: The measured values that show the mistake, or "".
     """
-    n = counts[right]
+    return Hypothesis(weights, (Cause(cause_name, text, evidence),))
+
+
+def _wrong_count_hypotheses(counts: dict[str, np.ndarray], loss_rule: str) -> list[Hypothesis]:
+    """For each counting rule other than the loss's own, list two mistakes: the loss is divided by
+    the targets that this rule counts, or the micro-batches are weighted by them.
+
+    Args:
+        counts: For each counting rule, the number of targets of each micro-batch, shape
+            (micro-batches,).
+        loss_rule: The counting rule that is correct for the loss.
+    """
+    n = counts[loss_rule]
     found = []
-    for name, other in counts.items():
-        if name == right:
+    for rule, wrong_n in counts.items():
+        if rule == loss_rule:
             continue
-        is_unshifted = (right, name) == ("shifted labels", "labels")
-        label = "labels counted unshifted" if is_unshifted else "normalisation"
-        column = "; column 0 is never predicted" * is_unshifted
-        ratio = f"x{n.sum() / other.sum():.4g}"
-        seen = (
-            f"the window has {n.sum():g} targets ({right}), but {other.sum():g} are counted "
-            f"({name})"
+        cause_name = "normalisation"
+        explanation = ""
+        if loss_rule == "shifted labels" and rule == "labels":
+            cause_name = "labels counted unshifted"
+            explanation = "; column 0 is never predicted"
+        ratio = n.sum() / wrong_n.sum()
+        divided = (
+            f"x{ratio:.4g}: the window has {n.sum():g} targets ({loss_rule}), but "
+            f"{wrong_n.sum():g} are counted ({rule}){explanation}"
         )
-        found.append(_wrong(n / other.sum(), f"{ratio}: {seen}{column}", label))
-        found.append(
-            _wrong(
-                other / other.sum(),
-                f"micro-batches are weighted by {name} instead of {right}{column}",
-                label,
-            )
-        )
+        weighted = f"micro-batches are weighted by {rule} instead of {loss_rule}{explanation}"
+        found.append(_mistake(n / wrong_n.sum(), divided, cause_name))
+        found.append(_mistake(wrong_n / wrong_n.sum(), weighted, cause_name))
     return found

@@ -1,4 +1,5 @@
-"""Promise 1: the reference of one window, and the verdict on an arm's gradient.
+"""Promise 1: the reference of one window, and the verdict on the gradient of an arm (a training
+step under test).
 
 The relative error of an arm's gradient, ||g - g64|| / ||g64|| over all parameters together, is at
 most twice that of the full batch in the same precision, plus 1e-6; the same for each parameter,
@@ -9,10 +10,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_ga.check.gradients import Gradients, clip, norms, ratio, relative_errors, total
+from hf_ga.check.gradients import (
+    Gradients,
+    clip,
+    gradient_norms,
+    ratio,
+    relative_errors,
+    total_norm,
+)
 from hf_ga.check.reference import plain_backward
-from hf_ga.check.rows import Row
-from hf_ga.check.subjects import Subject
+from hf_ga.check.rows import ReportRow
+from hf_ga.check.steps import CheckContext
 from hf_ga.errors import ConfigError
 from hf_ga.exact.window import Window
 
@@ -25,15 +33,17 @@ PARAMETER_FLOORS = {"fp32": FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}
 
 @dataclass(frozen=True)
 class Reference:
-    """The correct result of one window, and the relative errors that an arm may have.
+    """The correct loss and gradient of one window, and the largest relative errors with which an
+    arm (training step under test) passes.
 
     Attributes:
-        loss: Of the full batch in float64.
-        gradients: Of the full batch in float64.
+        loss: Mean loss of the full batch in float64.
+        gradients: Gradients of the full batch in float64.
         own_error: Relative error of the full batch in the checked precision, over all parameters
             together.
-        limits: Of the relative error of each parameter, relative to the norm over all.
-        loss_limit: Of the relative error of the loss.
+        limits: For each parameter, the largest norm of its difference that passes, divided by the
+            norm of the gradient over all parameters.
+        loss_limit: The largest relative error of the loss that passes.
     """
 
     loss: float
@@ -43,16 +53,22 @@ class Reference:
     loss_limit: float
 
 
-def compute_reference(subject: Subject, window: Window) -> Reference:
-    """Compute the full batch in the checked precision and in float64.
+def compute_reference(context: CheckContext, window: Window) -> Reference:
+    """Compute the correct loss and gradient of a window for the equivalence check: one forward and
+    backward of the full batch in float64. Also compute it in the checked precision, whose error
+    sets the limits.
+
+    Args:
+        context: The model and the settings of the check.
+        window: The window, in any layout.
 
     Raises:
         ConfigError: If the model cannot run in float64, or memory runs out.
     """
     whole = window.split([np.arange(window.num_samples)])
-    loss, gradients, _ = plain_backward(subject, whole, whole.micro_batches[0])
+    loss, gradients, _ = plain_backward(context, whole, whole.micro_batches[0])
     try:
-        right_loss, right, _ = plain_backward(subject, whole, whole.micro_batches[0], "float64")
+        loss64, gradients64, _ = plain_backward(context, whole, whole.micro_batches[0], "float64")
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
             "the reference needs one forward and backward of all samples in float64, but this "
@@ -60,22 +76,38 @@ def compute_reference(subject: Subject, window: Window) -> Reference:
             "convert a loss_fn's float32 tensors (.to(logits)); check on a CPU "
             "(ACCELERATE_USE_CPU=true) if the device has no float64."
         ) from error
-    for values in (gradients, right):
-        clip(values, subject.max_grad_norm)
-    errors = relative_errors(gradients, right)
-    floor = PARAMETER_FLOORS[subject.precision]
+    for values in (gradients, gradients64):
+        clip(values, context.max_grad_norm)
+    errors = relative_errors(gradients, gradients64)
+    floor = PARAMETER_FLOORS[context.precision]
     limits = {name: TIMES_OWN_ERROR * error + floor for name, error in errors.items()}
-    loss_limit = TIMES_OWN_ERROR * ratio(abs(loss - right_loss), abs(right_loss)) + floor
-    return Reference(right_loss, right, total(errors), limits, loss_limit)
+    loss_limit = TIMES_OWN_ERROR * ratio(abs(loss - loss64), abs(loss64)) + floor
+    return Reference(
+        loss=loss64,
+        gradients=gradients64,
+        own_error=total_norm(errors),
+        limits=limits,
+        loss_limit=loss_limit,
+    )
 
 
-def judge(row: Row, loss: float | None, gradients: Gradients, reference: Reference) -> None:
-    """Write an arm's relative errors and its verdict into its row."""
+def write_verdict(
+    row: ReportRow, loss: float | None, gradients: Gradients, reference: Reference
+) -> None:
+    """Compare a training step's loss and gradients with the reference, and write the relative
+    errors, the limits and the verdict into `row`, in place.
+
+    Args:
+        row: The report row of this step and layout.
+        loss: The window's mean loss as the step returned it. None: the loss is not compared.
+        gradients: The gradients that the step left.
+        reference: The correct result of the same window.
+    """
     if loss is not None:
         row.loss = loss
         row.loss_error = ratio(abs(loss - reference.loss), abs(reference.loss))
     row.parameter_errors = relative_errors(gradients, reference.gradients)
-    row.error = total(row.parameter_errors)
+    row.error = total_norm(row.parameter_errors)
     row.own_error = reference.own_error
     row.limit = TIMES_OWN_ERROR * row.own_error + FLOOR
     shares = {
@@ -83,7 +115,9 @@ def judge(row: Row, loss: float | None, gradients: Gradients, reference: Referen
     }
     row.worst_parameter = max(shares, key=lambda name: np.nan_to_num(shares[name], nan=np.inf))
     row.worst_share = shares[row.worst_parameter]
-    row.norm_ratio = ratio(total(norms(gradients)), total(norms(reference.gradients)))
+    row.norm_ratio = ratio(
+        total_norm(gradient_norms(gradients)), total_norm(gradient_norms(reference.gradients))
+    )
     # A NaN fails each of these comparisons.
-    right_loss = row.loss_error is None or row.loss_error <= reference.loss_limit
-    row.passed = row.error <= row.limit and row.worst_share <= 1.0 and right_loss
+    loss_passed = row.loss_error is None or row.loss_error <= reference.loss_limit
+    row.passed = row.error <= row.limit and row.worst_share <= 1.0 and loss_passed

@@ -7,25 +7,29 @@ import numpy as np
 from accelerate import Accelerator
 
 from hf_ga.check.gradients import Gradients
-from hf_ga.check.subjects import StepFunction, Subject, run_ours, run_step
+from hf_ga.check.steps import CheckContext, StepFunction, run_hf_ga_step, run_user_step
 from hf_ga.errors import ConfigError
 from hf_ga.exact.window import Window
 
 AUTO = ("even", "uneven", "one by one", "sorted by length", "short last window")
-INDIVISIBLE = "indivisible"  # micro-batches that cannot be dealt out evenly to several processes
+INDIVISIBLE = "indivisible"  # the number of micro-batches is no multiple of the processes
 NAMES = (*AUTO, INDIVISIBLE)
-UNEVEN = (0.40, 0.05, 0.35, 0.20)  # shares of the window, repeated for more than four micro-batches
+# Shares of the window in the layout "uneven", repeated for more than four micro-batches.
+UNEVEN_SHARES = (0.40, 0.05, 0.35, 0.20)
 
 
 @dataclass(frozen=True)
 class CheckedLayout:
-    """One window and its split.
+    """One way to split a window into micro-batches, in which the equivalence check runs every arm
+    (training step under test).
 
     Attributes:
-        name: How reports call it.
-        offsets: Positions in the window of each micro-batch's samples; the window consists of the
-            first samples.
-        accumulation_steps: Micro-batches of a full window; a short last window has fewer.
+        name: Name of the layout in the report.
+        offsets: For each micro-batch, the positions of its samples in the window, int64 of shape
+            (samples of the micro-batch,). Together they are the first samples of the check; only
+            the layout "short last window" does not use all of them.
+        accumulation_steps: Micro-batches of a full window over all processes; a short last window
+            has fewer.
     """
 
     name: str
@@ -34,52 +38,65 @@ class CheckedLayout:
 
     @property
     def sizes(self) -> list[int]:
-        """Samples of each micro-batch."""
-        return [len(part) for part in self.offsets]
+        """Number of samples in each micro-batch."""
+        return [len(micro_batch) for micro_batch in self.offsets]
 
-    def window(self, subject: Subject) -> Window:
-        """Collate all micro-batches of the window, on every process."""
-        return subject.window(sum(self.sizes)).split(self.offsets)
+    @property
+    def num_samples(self) -> int:
+        """Number of samples in the window, over all micro-batches."""
+        return sum(self.sizes)
+
+    def collate_window(self, context: CheckContext) -> Window:
+        """Build the window of this layout: take the check's first samples, split them into the
+        layout's micro-batches, and collate all of them, on every process.
+        """
+        return context.first_samples_window(self.num_samples).split(self.offsets)
 
     def run(
-        self, subject: Subject, step: StepFunction | None, window: Window
+        self, context: CheckContext, step: StepFunction | None, window: Window
     ) -> tuple[float | None, Gradients]:
-        """Run an arm on a window.
+        """Run a training step on a window that is split as this layout says.
 
         Args:
-            subject: The model and what its windows are built from.
-            step: The arm's step, which gets all of the window. None: hf_ga, on this process's
-                share.
-            window: The window.
+            context: The model and the settings of the check.
+            step: The step function, which receives all micro-batches of the window. None: hf_ga's
+                own step, which receives the micro-batches of this process.
+            window: A window of `collate_window`, perhaps with other padding.
 
         Returns:
-            Mean loss, if the arm reports one, and gradients.
+            The window's mean loss, or None if the step returns no loss; and the gradients.
         """
         if step is None:
-            return run_ours(subject, own_share(window, subject.accelerator))
-        return run_step(step, subject, window, self.accumulation_steps)
+            return run_hf_ga_step(context, local_micro_batches(window, context.accelerator))
+        return run_user_step(step, context, window, self.accumulation_steps)
 
 
-def own_share(window: Window, accelerator: Accelerator) -> Window:
-    """Take this process's micro-batches of a window, which are dealt out in turn, as Accelerate's
-    loaders do.
+def local_micro_batches(window: Window, accelerator: Accelerator) -> Window:
+    """Return a copy of a window with this process's micro-batches only: process r keeps the
+    micro-batches r, r + num_processes, ..., as in the loaders that Accelerate prepares.
     """
-    own = slice(accelerator.process_index, None, accelerator.num_processes)
-    most = -(-len(window.batches) // accelerator.num_processes)
+    local = slice(accelerator.process_index, None, accelerator.num_processes)
+    max_per_process = -(-len(window.batches) // accelerator.num_processes)
     request = replace(
-        window.request, micro_batches=window.request.micro_batches[own], most_micro_batches=most
+        window.request,
+        micro_batches=window.request.micro_batches[local],
+        most_micro_batches=max_per_process,
     )
-    return replace(window, request=request, batches=window.batches[own])
+    return replace(window, request=request, batches=window.batches[local])
 
 
-def full_accumulation(num_processes: int) -> int:
-    """Return the micro-batches of a full window: at least four, and two for each process."""
+def full_window_micro_batches(num_processes: int) -> int:
+    """Return the number of micro-batches of a full window over all processes in the equivalence
+    check's layouts: two for each process, and at least four.
+    """
     return max(4, 2 * num_processes)
 
 
-def least_samples(num_processes: int) -> int:
-    """Return the samples of the smallest window: two in each micro-batch, on average."""
-    return 2 * full_accumulation(num_processes)
+def min_samples(num_processes: int) -> int:
+    """Return the smallest number of samples that an equivalence check accepts: on average two for
+    each micro-batch of a full window.
+    """
+    return 2 * full_window_micro_batches(num_processes)
 
 
 def choose_layouts(
@@ -87,29 +104,32 @@ def choose_layouts(
     lengths: np.ndarray,
     num_processes: int = 1,
 ) -> list[CheckedLayout]:
-    """Make the layouts of a check.
+    """Build the layouts of an equivalence check from the `layouts` argument of
+    `check_equivalence`.
 
     Args:
-        layouts: Names; "auto" for all of `AUTO` (on several processes also `INDIVISIBLE`); or sizes
-            of micro-batches by name.
-        lengths: Tokens of each sample.
+        layouts: Names of layouts; "auto" for all of `AUTO` (on several processes also
+            `INDIVISIBLE`); or a dict from any name to the numbers of samples of its micro-batches.
+        lengths: Tokens of each sample, shape (samples,).
         num_processes: Processes of the check.
 
     Raises:
-        ConfigError: If a name is unknown, sizes do not add up to the samples, or there are too few
-            samples (8 on one process or two).
+        ConfigError: If a name is unknown, sizes do not add up to the number of samples, or there
+            are fewer samples than `min_samples` (8 on one process or two).
 
     >>> [layout.sizes for layout in choose_layouts(["even", "short last window"], np.ones(16))]
     [[4, 4, 4, 4], [2, 1]]
     """
-    least = least_samples(num_processes)
-    if len(lengths) < least:
+    num_required = min_samples(num_processes)
+    if len(lengths) < num_required:
         raise ConfigError(
-            f"a check needs at least {least} samples, got {len(lengths)}: a window of several "
-            "micro-batches."
+            f"a check needs at least {num_required} samples, got {len(lengths)}: a window of "
+            "several micro-batches."
         )
     if isinstance(layouts, Mapping):
-        return [_of_sizes(name, list(sizes), len(lengths)) for name, sizes in layouts.items()]
+        return [
+            _layout_of_sizes(name, list(sizes), len(lengths)) for name, sizes in layouts.items()
+        ]
     known = AUTO if num_processes == 1 else NAMES
     if layouts == "auto":
         names = known
@@ -122,32 +142,56 @@ def choose_layouts(
             f"layouts must be auto, some of {', '.join(known)}, or a dict of sizes, got "
             f"{layouts!r}."
         )
-    return [_named(name, lengths, num_processes) for name in names]
+    return [_built_in_layout(name, lengths, num_processes) for name in names]
 
 
-def _named(name: str, lengths: np.ndarray, num_processes: int) -> CheckedLayout:
-    """Make one of the layouts in `NAMES`."""
-    n = len(lengths)
-    steps = full_accumulation(num_processes)
+def _built_in_layout(name: str, lengths: np.ndarray, num_processes: int) -> CheckedLayout:
+    """Build one of the equivalence check's own layouts.
+
+    Args:
+        name: One of `NAMES`.
+        lengths: Tokens of each sample, shape (samples,).
+        num_processes: Processes of the check.
+    """
+    num_samples = len(lengths)
+    num_micro_batches = full_window_micro_batches(num_processes)
     if name == "short last window":
-        size = max(1, n // (2 * steps))
-        sizes = np.resize([size, max(1, size // 2)], steps // 2).tolist()
-        return replace(_of_sizes(name, sizes, sum(sizes)), accumulation_steps=steps)
+        size = max(1, num_samples // (2 * num_micro_batches))
+        alternating = [size, max(1, size // 2)]
+        sizes = np.resize(alternating, num_micro_batches // 2).tolist()
+        layout = _layout_of_sizes(name, sizes, sum(sizes))
+        return replace(layout, accumulation_steps=num_micro_batches)
     if name == "one by one":
-        return _of_sizes(name, [1] * n, n)
+        return _layout_of_sizes(name, [1] * num_samples, num_samples)
     if name == "uneven":
-        shares = np.resize(UNEVEN, steps)
-        sizes = [max(1, int(share * n / shares.sum())) for share in shares]
-        return _of_sizes(name, [n - sum(sizes[1:]), *sizes[1:]], n)
-    num = 2 * num_processes - 1 if name == INDIVISIBLE else steps
-    sizes = [len(part) for part in np.array_split(np.arange(n), num)]
+        shares = np.resize(UNEVEN_SHARES, num_micro_batches)
+        sizes = [max(1, int(share * num_samples / shares.sum())) for share in shares]
+        # The first micro-batch gets what rounding left over.
+        sizes[0] = num_samples - sum(sizes[1:])
+        return _layout_of_sizes(name, sizes, num_samples)
+    if name == INDIVISIBLE:
+        num_micro_batches = 2 * num_processes - 1
+    sizes = [len(part) for part in np.array_split(np.arange(num_samples), num_micro_batches)]
     order = np.argsort(lengths, kind="stable") if name == "sorted by length" else None
-    return _of_sizes(name, sizes, n, order)
+    return _layout_of_sizes(name, sizes, num_samples, order)
 
 
-def _of_sizes(
+def _layout_of_sizes(
     name: str, sizes: list[int], num_samples: int, order: np.ndarray | None = None
 ) -> CheckedLayout:
+    """Build a layout whose micro-batches have `sizes` samples each, consecutive ones of `order`.
+
+    Args:
+        name: Name of the layout.
+        sizes: Number of samples in each micro-batch.
+        num_samples: Number of samples in the window.
+        order: Permutation of the window's samples, shape (num_samples,). None: the samples' own
+            order.
+
+    Raises:
+        ConfigError: If there is no micro-batch, one is empty, or the sizes do not add up to
+            `num_samples`.
+    """
     if min(sizes, default=0) < 1 or sum(sizes) != num_samples:
         raise ConfigError(
             f"the micro-batches of layout {name!r} have {sizes} samples, but must add up to "

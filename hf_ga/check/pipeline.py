@@ -1,4 +1,6 @@
-"""A row for pipeline stages: the gradient of a window that several stages compute together."""
+"""The report row for pipeline stages: the gradient of a window that several stages compute
+together.
+"""
 
 import copy
 
@@ -7,69 +9,115 @@ from accelerate.utils import gather_object
 from torch import Tensor
 
 from hf_ga.check.gradients import Gradients
-from hf_ga.check.judging import compute_reference, judge
-from hf_ga.check.rows import Row
-from hf_ga.check.subjects import Subject
+from hf_ga.check.judging import compute_reference, write_verdict
+from hf_ga.check.rows import ReportRow
+from hf_ga.check.steps import CheckContext
 from hf_ga.errors import ConfigError
+from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.pipeline import Pipeline, prepare_pipeline
 from hf_ga.parallel.processes import broadcast_from_main
 from hf_ga.training import prove_targets
 
-ARM = "hf_ga, pipeline"
-MICRO_BATCHES = 4  # of each replica
+ARM = "hf_ga, pipeline"  # name of this training step in the report
+MICRO_BATCHES_PER_REPLICA = 4
 
 
-def pipeline_row(subject: Subject, num_stages: int) -> Row:
-    """Compare the gradient of all samples, computed in stages, with that of the full batch.
+def pipeline_row(context: CheckContext, num_stages: int) -> ReportRow:
+    """Check pipeline parallelism: let `num_stages` stages compute the gradient of all samples, and
+    compare it with that of the full batch in float64.
 
-    All processes must call it.
+    All processes must call it. Each replica (copy of the model, split into stages) has about four
+    micro-batches.
 
     Args:
-        subject: The model, which is cut as a copy.
-        num_stages: The number of processes is a multiple of it.
+        context: The model and the settings of the check. A copy of the model is split into stages.
+        num_stages: Stages of the pipeline; the number of processes must be a multiple of it.
+
+    Returns:
+        The row of the report, the same on all processes; refused if the model or a setting is
+        unsupported in a pipeline.
     """
-    num_samples = len(subject.samples)
-    num_replicas = subject.accelerator.num_processes // num_stages
-    size = max(1, num_samples // (MICRO_BATCHES * max(1, num_replicas)))
-    sizes = [size] * (num_samples // size)
-    row = Row(ARM, f"{num_stages} stages", sizes, len(sizes))
-    reference = compute_reference(subject, subject.window(num_samples))
+    num_samples = len(context.samples)
+    num_replicas = max(1, context.accelerator.num_processes // num_stages)
+    batch_size = max(1, num_samples // (MICRO_BATCHES_PER_REPLICA * num_replicas))
+    row = ReportRow(ARM, f"{num_stages} stages", micro_batches=[], accumulation_steps=0)
+    reference = compute_reference(context, context.first_samples_window(num_samples))
     try:
-        loss, gradients = _of_stages(subject, num_stages, size)
-    except ConfigError as error:  # the same on all processes
+        pipeline, window = _prepare_stages(context, num_stages, batch_size)
+        loss = pipeline.backward_window(window).loss
+    except ConfigError as error:  # raised on all processes
         row.refused = str(error)
     else:
-        judge(row, loss, gradients, reference)
-    return broadcast_from_main(subject.accelerator, row)
+        row.micro_batches = _gather_micro_batch_sizes(pipeline, window)
+        row.accumulation_steps = len(row.micro_batches)
+        write_verdict(row, loss, _gather_gradients(pipeline, context), reference)
+    return broadcast_from_main(context.accelerator, row)
 
 
-def _of_stages(subject: Subject, num_stages: int, size: int) -> tuple[float, Gradients]:
-    """Compute loss and gradients of all samples in stages, in micro-batches of `size`."""
-    model = copy.deepcopy(subject.model)
-    rule = prove_targets(model, subject.samples, subject.collate_fn, **subject.proof_arguments)
+def _prepare_stages(
+    context: CheckContext, num_stages: int, batch_size: int
+) -> tuple[Pipeline, Window]:
+    """Split a copy of the checked model into pipeline stages.
+
+    Args:
+        context: The model and the settings of the check.
+        num_stages: Stages of the pipeline.
+        batch_size: Per-device batch size of the window.
+
+    Returns:
+        The pipeline with this process's stage, and one window of all samples.
+    """
+    model = copy.deepcopy(context.model)
+    rule = prove_targets(model, context.samples, context.collate_fn, **context.proof_arguments)
     windows = WindowLoader(
-        subject.samples,
-        subject.collate_fn,
-        accelerator=subject.accelerator,
-        per_device_batch_size=size,
-        global_batch_size=len(subject.samples),
-        seed=subject.seed,
+        context.samples,
+        context.collate_fn,
+        accelerator=context.accelerator,
+        per_device_batch_size=batch_size,
+        global_batch_size=len(context.samples),
+        seed=context.seed,
         shuffle=False,
     )
-    pipeline = prepare_pipeline(subject.accelerator, model, windows, rule, num_stages=num_stages)
+    pipeline = prepare_pipeline(context.accelerator, model, windows, rule, num_stages=num_stages)
     (window,) = windows
-    loss = pipeline.backward_window(window).loss
+    return pipeline, window
+
+
+def _gather_micro_batch_sizes(pipeline: Pipeline, window: Window) -> list[int]:
+    """Return the number of samples in each micro-batch of the window, over all replicas of the
+    pipeline. All processes must call it.
+    """
+    local_sizes = [len(micro_batch) for micro_batch in window.micro_batches]
+    # All stages of a replica compute the same micro-batches, so only first stages count them.
+    counted_here = local_sizes if pipeline.stage == 0 else []
+    return gather_object(counted_here)
+
+
+def _gather_gradients(pipeline: Pipeline, context: CheckContext) -> Gradients:
+    """Return the gradients of the parameters of all pipeline stages, by name, on the accelerator's
+    device. All processes must call it.
+    """
     gradients: Gradients = {}
-    for of_stage in gather_object([_own_gradients(pipeline)]):
-        gradients |= {name: gradient.to(subject.accelerator.device) for name, gradient in of_stage}
-    return loss, gradients
+    for stage_gradients in gather_object([_stage_gradients(pipeline)]):
+        for name, gradient in stage_gradients:
+            gradients[name] = gradient.to(context.accelerator.device)
+    return gradients
 
 
-def _own_gradients(pipeline: Pipeline) -> list[tuple[str, Tensor]]:
-    """Take the gradients of this stage's parameters, on the host."""
-    return [
-        (name, torch.zeros_like(p, device="cpu") if p.grad is None else p.grad.cpu())
-        for name, p in pipeline.model.named_parameters()
-        if p.requires_grad
-    ]
+def _stage_gradients(pipeline: Pipeline) -> list[tuple[str, Tensor]]:
+    """Copy the gradients of this stage's trainable parameters to the CPU; zeros if there is none.
+
+    Returns:
+        Pairs of a parameter's name in the whole model and its gradient.
+    """
+    gradients = []
+    for name, parameter in pipeline.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if parameter.grad is None:
+            gradient = torch.zeros_like(parameter, device="cpu")
+        else:
+            gradient = parameter.grad.cpu()
+        gradients.append((name, gradient))
+    return gradients

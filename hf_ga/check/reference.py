@@ -1,5 +1,5 @@
-"""The slow, obviously correct gradient: one forward and one backward of the given samples, in
-float64 or as trained.
+"""The slow, obviously correct gradient that the equivalence check compares with: one forward and
+one backward of the given samples, in float64 or in the checked precision.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from hf_ga.check.gradients import Gradients, take_gradients
-from hf_ga.check.subjects import DTYPES, FP16_SCALE, Subject, device_of
+from hf_ga.check.steps import DTYPES, FP16_SCALE, CheckContext, device_of
 from hf_ga.exact.batches import Batch, MicroBatch, as_batch, sample_length
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.forward import argument_filter, restored_buffers, run_forward
@@ -26,119 +26,146 @@ from hf_ga.proof.sites import find_dropout_sites
 
 
 def plain_backward(
-    subject: Subject,
+    context: CheckContext,
     window: Window,
     micro_batch: MicroBatch,
     precision: str | None = None,
     keyed: bool = True,
 ) -> tuple[float, Gradients, float | None]:
-    """Compute the mean loss of one batch and its gradient: `model(**batch).loss.backward()`.
+    """Compute the mean loss of one batch and its gradient in the simplest way, as the reference of
+    the equivalence check: `model(**batch).loss.backward()`. Afterwards `.grad` is None and the
+    buffers are as before.
 
     Args:
-        subject: The model and the settings of the check.
-        window: The window.
-        micro_batch: Some samples of it.
-        precision: "float64". None: the check's.
-        keyed: Whether dropout is keyed; False keeps torch's own.
+        context: The model and the settings of the check.
+        window: The window; its seed, epoch and index set the keys of dropout.
+        micro_batch: The batch: some samples of the window, or all.
+        precision: "float64". None: the precision of the check.
+        keyed: Whether hf_ga's keyed dropout is on; False keeps torch's own dropout.
 
     Returns:
-        Mean loss, gradients, and the number of targets as `loss_fn` counts them.
+        The mean loss, the gradients by parameter name, and the number of targets that `loss_fn`
+        counted (None for the loss of the model's head or a loss of whole batches).
     """
-    model = subject.model
-    precision = precision or subject.precision
-    dtype = DTYPES.get(precision)
-    scale = FP16_SCALE if precision == "fp16" else 1.0
+    model = context.model
+    precision = precision or context.precision
+    autocast_dtype = DTYPES.get(precision)
+    loss_scale = FP16_SCALE if precision == "fp16" else 1.0
     device = device_of(model)
     batch = send_to_device(micro_batch.batch, device)
     if precision == "float64":
-        batch = {name: _in_float64(value) for name, value in batch.items()}
+        batch = {name: _to_float64(value) for name, value in batch.items()}
     with (
-        in_float64(model) if precision == "float64" else nullcontext(),
-        subject.dropout.scope(model) if keyed else nullcontext(),
+        running_in_float64(model) if precision == "float64" else nullcontext(),
+        context.dropout.scope(model) if keyed else nullcontext(),
         restored_buffers(model),
     ):
         seed = window.request.seed
-        keys = sample_keys(seed, window.epoch, micro_batch.positions).to(device)
+        keys_of_samples = sample_keys(seed, window.epoch, micro_batch.positions).to(device)
         key_of_window = window_key(seed, window.epoch, window.index).to(device)
-        subject.dropout.set_keys(keys, key_of_window)
-        with torch.autocast(device.type, dtype=dtype, enabled=dtype is not None):
-            loss, count = _loss_of(subject, batch)
+        context.dropout.set_keys(keys_of_samples, key_of_window)
+        with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
+            loss, count = _compute_loss(context, batch)
         mean = loss if count is None else loss / count
-        (mean * scale).backward()
+        (mean * loss_scale).backward()
     gradients = take_gradients(model)
-    if scale != 1.0:
-        torch._foreach_div_(list(gradients.values()), scale)
-    return float(mean.detach()), gradients, None if count is None else float(count)
+    if loss_scale != 1.0:
+        torch._foreach_div_(list(gradients.values()), loss_scale)
+    num_targets = None if count is None else float(count)
+    return float(mean.detach()), gradients, num_targets
 
 
-def find_dropout(subject: Subject) -> KeyedDropout:
-    """Find the model's dropout sites, even if some draws cannot be tied to a sample."""
-    longest = max(subject.samples, key=sample_length)
+def find_dropout(context: CheckContext) -> KeyedDropout:
+    """Find the dropout sites of the checked model by forwards of its longest sample.
 
-    def forward(count: int) -> None:
-        batch = as_batch(subject.collate_fn([longest] * count))
+    Modules whose random draws cannot be tied to a sample do not raise; they are listed in the
+    result's `unkeyed`.
+    """
+    longest = max(context.samples, key=sample_length)
+
+    def forward(num_samples: int) -> None:
+        """Run the model and its loss on a batch of copies of the longest sample."""
+        batch = as_batch(context.collate_fn([longest] * num_samples))
         with torch.enable_grad():  # a loss of whole batches is checked to have a gradient
-            _loss_of(subject, send_to_device(batch, device_of(subject.model)))
+            _compute_loss(context, send_to_device(batch, device_of(context.model)))
 
-    return find_dropout_sites(subject.model, forward, allow_split_dependent_randomness=True)
+    return find_dropout_sites(context.model, forward, allow_split_dependent_randomness=True)
 
 
-def _loss_of(subject: Subject, batch: Batch) -> tuple[Tensor, float | None]:
-    """Compute the loss of a batch, or its sum and its number of targets."""
-    model = subject.model
-    if subject.whole_batch is None:
-        return run_forward(model, batch, subject.loss_fn)
+def _compute_loss(context: CheckContext, batch: Batch) -> tuple[Tensor, float | None]:
+    """Run the checked model on a batch and compute its loss.
+
+    Returns:
+        The sum of the loss and the number of targets for a `loss_fn`; otherwise the loss itself and
+        None.
+    """
+    model = context.model
+    if context.whole_batch is None:
+        return run_forward(model, batch, context.loss_fn)
     outputs = model(**argument_filter(model)(batch))
     tensors = {name: at_least_float32(value) for name, value in named_tensors(outputs).items()}
     outputs = with_tensors(outputs, tensors)
-    return loss_of_all(subject.whole_batch, outputs, batch, device_of(model)), None
+    return loss_of_all(context.whole_batch, outputs, batch, device_of(model)), None
 
 
-class _InFloat64(TorchFunctionMode):
-    """Replaces float32 by float64 in a model's own casts: many upcast logits, norms or softmax from
-    half precision.
+class _Float64Casts(TorchFunctionMode):
+    """Turns a model's own casts to float32 into casts to float64: many models upcast logits, norms
+    or softmax from half precision, which would round the float64 reference.
     """
 
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
+        """Call a torch function with float64 in place of every argument that is `torch.float32`."""
         kwargs = kwargs or {}
         if function is Tensor.float:
             function = Tensor.double
         elif getattr(function, "__name__", None) == "_grouped_mm" and args[1].dim() == 3:
-            # torch has no float64 kernel.
+            # torch has no float64 kernel for it.
             rows, matrices, *_ = args
-            return _grouped_product(rows, matrices, kwargs["offs"])
+            return _grouped_matmul(rows, matrices, kwargs["offs"])
         args = tuple(map(_float64_dtype, args))
         kwargs = {name: _float64_dtype(value) for name, value in kwargs.items()}
         return function(*args, **kwargs)
 
 
-def _grouped_product(rows: Tensor, matrices: Tensor, ends: Tensor) -> Tensor:
-    """Multiply each group of consecutive rows by its own matrix; group i ends at row `ends[i]`."""
-    groups = torch.tensor_split(rows, ends.cpu().long())  # and the rows behind the last group
+def _grouped_matmul(rows: Tensor, matrices: Tensor, group_ends: Tensor) -> Tensor:
+    """Multiply each group of consecutive rows by the matrix of its group, as `torch._grouped_mm`
+    does for a mixture of experts, but in any dtype.
+
+    Args:
+        rows: Shape (rows, in_features).
+        matrices: Shape (groups, in_features, out_features).
+        group_ends: Shape (groups,): group i ends before row `group_ends[i]`.
+
+    Returns:
+        Shape (rows, out_features); zeros for rows behind the last group.
+    """
+    groups = torch.tensor_split(rows, group_ends.cpu().long())
+    # tensor_split also returns the rows behind the last group: multiply them by zeros.
     factors = [*matrices, 0 * matrices[0]]
     products = [group @ matrix for group, matrix in zip(groups, factors, strict=True)]
     return torch.cat(products)
 
 
 def _float64_dtype(argument: Any) -> Any:
-    """Return float64 in place of the dtype float32; other arguments unchanged."""
+    """Return `torch.float64` for the dtype `torch.float32`; any other argument unchanged."""
     return torch.float64 if argument is torch.float32 else argument
 
 
-def _in_float64(value: Any) -> Any:
-    """Convert a floating-point tensor to float64; other values are unchanged."""
+def _to_float64(value: Any) -> Any:
+    """Convert a floating-point tensor to float64; return any other value unchanged."""
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     return value
 
 
 @contextmanager
-def in_float64(model: nn.Module) -> Iterator[None]:
-    """Run the block with parameters, buffers and the model's own casts in float64; then restore the
-    tensors.
+def running_in_float64(model: nn.Module) -> Iterator[None]:
+    """Run the block with the model's parameters and buffers in float64, and with its own casts to
+    float32 as casts to float64; afterwards restore the tensors.
     """
-    tensors = [t for t in (*model.parameters(), *model.buffers()) if t.is_floating_point()]
-    with temporary_dtype(tensors, torch.float64), _InFloat64():
+    tensors = [*model.parameters(), *model.buffers()]
+    floating_point = [tensor for tensor in tensors if tensor.is_floating_point()]
+    with temporary_dtype(floating_point, torch.float64), _Float64Casts():
         yield

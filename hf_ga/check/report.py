@@ -11,30 +11,31 @@ from typing import Any
 
 import numpy as np
 
-from hf_ga.check.rows import OURS, Cause, Row
+from hf_ga.check.rows import OURS, Cause, ReportRow
 from hf_ga.errors import MissingPackage
 from hf_ga.recovery.files import write_json, write_text
 
-HEAD = (
+HTML_HEAD = (
     '<meta charset="utf-8"><meta name="color-scheme" content="light"><title>Equivalence '
     "report</title>"
 )
 COLORS = ("#1a7f4b", "#c0392b", "#d98200", "#6a4fb3", "#2471a3", "#7f8c8d")  # of the arms, in order
-# The range of the plot.
-SMALLEST = 1e-9
-LARGEST = 1e3
+# Relative errors outside this range are drawn at its ends.
+PLOT_MIN_ERROR = 1e-9
+PLOT_MAX_ERROR = 1e3
 
 
 @dataclass(repr=False)
 class EquivalenceReport:
-    """The result of `check_equivalence`.
+    """The result of `check_equivalence`: whether the gradient of each arm (training step under
+    test) equals the full batch's in each layout, and why not.
 
     Attributes:
         model: Name of the model's class.
-        rows: Arm by arm, layout by layout.
-        facts: Sentences on how the check was run.
-        settings: Precision, seed and the like.
-        versions: Of the libraries.
+        rows: One row for each arm and layout, ordered by arm.
+        facts: Sentences that describe how the check was run.
+        settings: The check's precision, seed, max_grad_norm and num_samples.
+        versions: Versions of the libraries by name.
 
     Example:
         report = check_equivalence(model, samples, collate_fn)
@@ -43,74 +44,90 @@ class EquivalenceReport:
     """
 
     model: str
-    rows: list[Row]
+    rows: list[ReportRow]
     facts: list[str]
     settings: dict[str, Any]
     versions: dict[str, str]
 
     @property
     def passed(self) -> bool:
-        """Whether every arm passed in every layout."""
+        """Whether every arm (training step under test) passed in every layout."""
         return all(row.passed for row in self.rows)
 
     @property
     def arms(self) -> list[str]:
-        """Names of the arms, in the order of the rows."""
+        """Names of the arms (training steps under test), in the order of the rows."""
         return list(dict.fromkeys(row.arm for row in self.rows))
 
     @property
     def max_error(self) -> float:
-        """The largest relative error of a gradient over all parameters together; inf if an arm is
-        unsupported.
+        """The largest relative error of a gradient, over all parameters together; inf if an arm
+        (training step under test) was refused.
         """
         return max(row.error for row in self.rows)
 
     @property
-    def worst(self) -> Row:
-        """The row that is farthest above its limit, or nearest to it."""
+    def worst(self) -> ReportRow:
+        """The failed row with the largest quotient of error and limit; if all passed, the row with
+        the largest quotient.
+        """
         return max(self.rows, key=lambda row: (not row.passed, row.share))
 
     def arm(self, name: str) -> "EquivalenceReport":
-        """Return the report of one arm."""
+        """Return a report with the rows of one arm (training step under test) only."""
         return replace(self, rows=[row for row in self.rows if row.arm == name])
 
     def causes(self, arm: str = OURS) -> dict[Cause, list[str]]:
-        """Return why an arm differs -> the layouts with this cause; empty if it passed."""
-        found: dict[Cause, list[str]] = {}
+        """Return why an arm's gradient differs from the full batch's, with the layouts in which
+        each cause was found.
+
+        Args:
+            arm: Name of the training step under test.
+
+        Returns:
+            Cause -> names of the layouts; empty if the arm passed everywhere.
+        """
+        layouts_of: dict[Cause, list[str]] = {}
         for row in self.arm(arm).rows:
             for cause in row.causes:
-                found.setdefault(cause, []).append(row.layout)
-        return found
+                layouts_of.setdefault(cause, []).append(row.layout)
+        return layouts_of
 
     def verdict(self, arm: str) -> str:
-        """Describe an arm's result in one sentence."""
-        part = self.arm(arm)
-        failed = [row for row in part.rows if not row.passed]
+        """Describe in one sentence whether an arm (training step under test) passed, was refused or
+        failed, with its largest error.
+        """
+        report = self.arm(arm)
+        failed = [row for row in report.rows if not row.passed]
         if not failed:
-            error = f"largest relative error {part.max_error:.1e}"
             return (
-                f"passed, same gradient as the full batch in all {len(part.rows)} layouts ({error})"
+                f"passed, same gradient as the full batch in all {len(report.rows)} layouts "
+                f"(largest relative error {report.max_error:.1e})"
             )
         for row in failed:
             if row.refused:
                 return f"refused: {row.refused}"
-        worst = part.worst
+        worst = report.worst
         return (
-            f"FAILED in {len(failed)} of {len(part.rows)} layouts: {worst.layout} has a relative "
+            f"FAILED in {len(failed)} of {len(report.rows)} layouts: {worst.layout} has a relative "
             f"error of {worst.error:.1e}, the limit is {worst.limit:.1e}"
         )
 
     def reasons(self, arm: str) -> list[str]:
-        """Describe why an arm differs, one line per cause, with its layouts."""
+        """Describe why an arm (training step under test) differs, one line per cause, with the
+        layouts and the measured values that show it.
+        """
         lines = []
         for cause, layouts in self.causes(arm).items():
-            where = ", ".join(layouts)
+            layout_names = ", ".join(layouts)
             seen = f"; {cause.seen}" if cause.seen else ""
-            lines.append(f"{cause.name}: {cause.text} ({where}{seen})")
+            lines.append(f"{cause.name}: {cause.text} ({layout_names}{seen})")
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all figures, ready for JSON: numbers that are not finite are None."""
+        """Return the whole report as a dict that JSON can hold: NaN and infinite numbers become
+        None.
+        """
         values = {
             "passed": self.passed,
             "max_error": self.max_error,
@@ -120,20 +137,24 @@ class EquivalenceReport:
             **asdict(self),
             "rows": [asdict(row) | {"share_of_limit": row.share} for row in self.rows],
         }
-        return json.loads(json.dumps(values), parse_constant=lambda name: None)
+        # json.dumps writes NaN and Infinity, which are no JSON: read them back as None.
+        return json.loads(json.dumps(values), parse_constant=lambda constant: None)
 
     def save(self, folder: str | Path) -> None:
-        """Write report.json and report.html."""
+        """Write report.json and report.html (text and plot in one file) into a folder, which is
+        created if it does not exist.
+        """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         write_json(folder / "report.json", self.to_dict())
         page = (
             "<!DOCTYPE html><html "
-            f'lang="en"><head>{HEAD}</head><body>{self._repr_html_()}</body></html>\n'
+            f'lang="en"><head>{HTML_HEAD}</head><body>{self._repr_html_()}</body></html>\n'
         )
         write_text(folder / "report.html", page)
 
     def __repr__(self) -> str:
+        """Return the report as text: verdicts and causes, the table, how the check was run."""
         lines = [self.model]
         for arm in self.arms:
             lines += [
@@ -143,11 +164,14 @@ class EquivalenceReport:
         return "\n".join([*lines, "", *table_lines(self.rows), "", *self.facts])
 
     def _repr_html_(self) -> str:
+        """Return the text and a plot as HTML, which notebooks display; without the plot if no arm
+        ran or matplotlib is missing.
+        """
         plot = ""
         if any(row.refused is None for row in self.rows):
             try:
                 plot = f'<img alt="relative error by layout" src="{_plot(self.rows)}">'
-            except MissingPackage as error:  # the figures are worth reading without it
+            except MissingPackage as error:  # the text is useful without the plot
                 plot = f"<p>{escape(str(error))}</p>"
         return (
             '<div style="color: black; background: white; overflow-x: '
@@ -155,24 +179,32 @@ class EquivalenceReport:
         )
 
 
-def table_lines(rows: Sequence[Row]) -> list[str]:
-    """Align the rows in a table for a terminal."""
-    table = [list(rows[0].cells()), *(list(row.cells().values()) for row in rows)]
+def table_lines(rows: Sequence[ReportRow]) -> list[str]:
+    """Format report rows as the lines of a text table with aligned columns: the headers, a rule of
+    dashes, one line for each row.
+    """
+    headers = list(rows[0].cells())
+    table = [headers, *(list(row.cells().values()) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     lines = [
-        "  ".join(text.ljust(width) for text, width in zip(line, widths, strict=True)).rstrip()
-        for line in table
+        "  ".join(text.ljust(width) for text, width in zip(cells, widths, strict=True)).rstrip()
+        for cells in table
     ]
-    return [lines[0], "  ".join("-" * width for width in widths), *lines[1:]]
+    rule = "  ".join("-" * width for width in widths)
+    return [lines[0], rule, *lines[1:]]
 
 
-def _plot(rows: Sequence[Row]) -> str:
-    """Plot of the relative error of every arm in every layout, with the limits, as a data URL.
+def _plot(rows: Sequence[ReportRow]) -> str:
+    """Plot the relative error of every arm (training step under test) in every layout, with the
+    limits.
+
+    Returns:
+        The plot as a data URL of a PNG image, for the `src` of an HTML image.
 
     Raises:
-        MissingPackage: matplotlib is not installed.
+        MissingPackage: If matplotlib is not installed.
     """
-    # Imported late: it takes 0.7 s, and most processes draw nothing.
+    # Imported lazily: it takes 0.7 s, and most processes plot nothing.
     try:
         from matplotlib.figure import Figure
     except ModuleNotFoundError as error:
@@ -185,11 +217,14 @@ def _plot(rows: Sequence[Row]) -> str:
     figure = Figure(figsize=(9.2, 1.1 + 0.52 * len(layouts)), layout="constrained")
     axes = figure.subplots()
     for index, arm in enumerate(arms):
-        own = [row for row in rows if row.arm == arm and row.refused is None]
-        heights = [layouts.index(row.layout) + 0.16 * (index - (len(arms) - 1) / 2) for row in own]
+        arm_rows = [row for row in rows if row.arm == arm and row.refused is None]
+        # Points of the same layout are drawn side by side.
+        offset = 0.16 * (index - (len(arms) - 1) / 2)
+        heights = [layouts.index(row.layout) + offset for row in arm_rows]
         # A logarithmic axis cannot show 0 and non-finite values.
-        errors = np.clip(np.nan_to_num([row.error for row in own], nan=LARGEST), SMALLEST, LARGEST)
-        label = arm if own else f"{arm} (refused)"
+        errors = np.nan_to_num([row.error for row in arm_rows], nan=PLOT_MAX_ERROR)
+        errors = np.clip(errors, PLOT_MIN_ERROR, PLOT_MAX_ERROR)
+        label = arm if arm_rows else f"{arm} (refused)"
         axes.scatter(
             errors, heights, s=58, color=COLORS[index % len(COLORS)], label=label, zorder=3
         )

@@ -1,4 +1,6 @@
-"""The rows of a report: one arm in one layout each, with the causes of differences."""
+"""The rows of a report: the result of one arm (training step under test) in one layout, with the
+causes of differences.
+"""
 
 import math
 from collections.abc import Sequence
@@ -6,17 +8,19 @@ from dataclasses import dataclass, field
 
 from hf_ga.check.gradients import ratio
 
-OURS = "hf_ga"  # the arm in every check
+OURS = "hf_ga"  # name of the arm that every check has: hf_ga's own training step
 
 
 @dataclass(frozen=True)
 class Cause:
-    """Why an arm differs.
+    """One reason why a training step's gradient differs from the full batch's.
+
+    Two causes are equal if name and text are; `seen` is not compared.
 
     Attributes:
-        name: A short name of the mistake.
-        text: What is wrong.
-        seen: The figures that show it.
+        name: A short name of the mistake, such as "dropout".
+        text: What the training step does wrong.
+        seen: The measured values that show it, or "".
     """
 
     name: str
@@ -25,28 +29,31 @@ class Cause:
 
 
 @dataclass
-class Row:
-    """One arm in one layout, compared with the reference of its window.
+class ReportRow:
+    """One row of an equivalence report: one arm (training step under test) ran the window in one
+    layout, and its gradient g is compared with the reference gradient g64, the full batch's in
+    float64.
 
-    All errors and limits are relative to the reference's norm.
+    All errors and limits are relative to the L2 norm of the reference.
 
     Attributes:
         arm: Name of the arm.
         layout: Name of the layout.
-        micro_batches: Their sizes in samples.
-        accumulation_steps: Micro-batches of a full window.
-        passed: All errors are below their limits.
-        refused: The message of the error that the arm raised. None: it ran.
-        error: Of the gradient over all parameters together: ||g - g64|| / ||g64||.
-        limit: Of `error`.
-        own_error: The error of the full batch in the same precision.
+        micro_batches: Number of samples in each micro-batch; empty if none was run.
+        accumulation_steps: Micro-batches of a full window, over all processes.
+        passed: Whether all errors are at most their limits.
+        refused: Why there is no gradient to compare: the message of the error that the arm raised.
+            None: the arm ran.
+        error: ||g - g64|| / ||g64|| over all parameters together.
+        limit: Largest `error` that passes.
+        own_error: The `error` of the full batch, computed in the checked precision.
         norm_ratio: ||g|| / ||g64||.
-        worst_parameter: The parameter with the largest error / limit.
-        worst_share: This ratio.
-        loss: As the arm reports it. None: it reports none.
-        loss_error: Relative error of that loss.
-        parameter_errors: L2 norm of each parameter's difference, relative to the norm over all.
-        causes: Why the arm differs.
+        worst_parameter: Name of the parameter with the largest quotient of error and limit.
+        worst_share: This quotient; above 1 the row fails.
+        loss: The window's mean loss as the arm returned it. None: it returned no loss.
+        loss_error: Relative error of `loss`. None: the arm returned no loss.
+        parameter_errors: For each parameter, ||its difference|| / ||g64 over all parameters||.
+        causes: Why the arm differs, where the row was diagnosed.
     """
 
     arm: str
@@ -68,15 +75,19 @@ class Row:
 
     @property
     def share(self) -> float:
-        """The error as a share of its limit: above 1 the row fails."""
+        """The gradient's error divided by its limit: the larger of the quotient over all parameters
+        together and that of the worst parameter. Above 1 the row fails.
+        """
         return max(ratio(self.error, self.limit), self.worst_share)
 
     def cells(self) -> dict[str, str]:
-        """Format a row of the table: header -> text."""
+        """Format the row for the report's table: column header -> text, "-" where the arm has no
+        value.
+        """
         cells = {
             "arm": self.arm,
             "layout": self.layout,
-            "micro-batches": sizes_text(self.micro_batches),
+            "micro-batches": format_sizes(self.micro_batches) or "-",
             "loss": "-",
             "relative error": "-",
             "limit": "-",
@@ -97,10 +108,11 @@ class Row:
         return cells
 
 
-def sizes_text(sizes: Sequence[int]) -> str:
-    """Format sizes of micro-batches, equal ones together: `4 x 16`, `12 + 4`.
+def format_sizes(sizes: Sequence[int]) -> str:
+    """Format the sizes of micro-batches: equal ones as a product, different ones as a sum, of which
+    at most six terms are shown.
 
-    >>> sizes_text([1, 1, 1]), sizes_text([12, 4])
+    >>> format_sizes([1, 1, 1]), format_sizes([12, 4])
     ('3 x 1', '12 + 4')
     """
     if len(sizes) > 1 and len(set(sizes)) == 1:

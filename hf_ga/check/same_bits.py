@@ -1,35 +1,45 @@
-"""Promise of `same_bits`: the gradient of a window has the same bits for every per-device batch
-size.
+"""The report row for `same_bits`: the gradient of a window must have the same bits for every
+per-device batch size.
 """
 
-from hf_ga.check.rows import OURS, Cause, Row
-from hf_ga.check.subjects import Subject, run_ours
+from hf_ga.check.rows import OURS, Cause, ReportRow
+from hf_ga.check.steps import CheckContext, run_hf_ga_step
 from hf_ga.recovery.checkpoint import state_sha256
 
-MULTIPLES = (1, 2, 4)  # of the chunk's size
+MULTIPLES = (1, 2, 4)  # per-device batch sizes, in chunks
 
 
-def bits_row(subject: Subject, chunk_size: int) -> Row:
-    """Compute the window with several per-device batch sizes, each in chunks of that many samples,
-    and compare hashes.
+def same_bits_row(context: CheckContext, chunk_size: int) -> ReportRow:
+    """Check the promise of `same_bits`: compute the window's gradient with several per-device batch
+    sizes, each in chunks of `chunk_size` samples, and compare losses and hashes of the gradients.
+
+    Args:
+        context: The model and the settings of the check.
+        chunk_size: Samples in one chunk. The per-device batch sizes are 1, 2 and 4 chunks.
+
+    Returns:
+        The row "bits" of the report, which passes if all hashes and losses are equal; otherwise it
+        has the cause "not deterministic" with the hashes.
     """
-    found: dict[int, tuple[str, float]] = {}  # batch size -> hash of the gradients, loss
+    results: dict[int, tuple[str, float]] = {}  # batch size -> hash of the gradients, loss
     for batch_size in [chunk_size * multiple for multiple in MULTIPLES]:
-        window = subject.window(
-            len(subject.samples), per_device_batch_size=batch_size, canonical_micro_batch=chunk_size
+        window = context.first_samples_window(
+            len(context.samples),
+            per_device_batch_size=batch_size,
+            canonical_micro_batch=chunk_size,
         )
-        loss, gradients = run_ours(subject, window)
-        found[batch_size] = (state_sha256(gradients), loss)
+        loss, gradients = run_hf_ga_step(context, window)
+        results[batch_size] = (state_sha256(gradients), loss)
     sizes = [len(micro_batch) for micro_batch in window.micro_batches]
-    (_, loss), *_ = found.values()
-    row = Row(OURS, "bits", sizes, len(sizes), loss=loss)
-    row.passed = len(set(found.values())) == 1
+    _, first_loss = results[chunk_size]
+    row = ReportRow(OURS, "bits", sizes, len(sizes), loss=first_loss)
+    row.passed = len(set(results.values())) == 1
     row.error = 0.0 if row.passed else float("inf")
     row.worst_share = row.error
     if not row.passed:
         hashes = [
             f"per-device batch size {batch_size}: {sha256[:12]}"
-            for batch_size, (sha256, _) in found.items()
+            for batch_size, (sha256, _) in results.items()
         ]
         text = (
             "a kernel of the model gives other bits when it runs again: call "

@@ -1,4 +1,6 @@
-"""Suspected causes that can be switched off, one at a time."""
+"""Suspected causes of a wrong gradient that can be switched off, one at a time: dropout, BatchNorm,
+padding, clipping.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from hf_ga.check.subjects import Subject
+from hf_ga.check.steps import CheckContext
 from hf_ga.exact.override import override
 from hf_ga.exact.window import Window
 from hf_ga.proof.probes import same_shapes
@@ -27,105 +29,139 @@ _DROPOUT_FUNCTIONS = (
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Disable torch's dropout functions."""
-    attention = F.scaled_dot_product_attention
+    """Run the block with torch's dropout functions as no-ops, and attention without dropout."""
+    original_attention = F.scaled_dot_product_attention
 
-    def attend(
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
+    def attention_without_dropout(
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         attn_mask: Any = None,
         dropout_p: float = 0.0,
         *args: Any,
-        **kw: Any,
+        **kwargs: Any,
     ) -> Tensor:
-        return attention(q, k, v, attn_mask, 0.0, *args, **kw)
+        """Call `scaled_dot_product_attention` with a dropout probability of 0."""
+        return original_attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
-    def keep(x: Tensor, *args: Any, **kw: Any) -> Tensor:
+    def identity(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return the first argument unchanged, in place of a dropout function."""
         return x
 
-    functions = dict.fromkeys(_DROPOUT_FUNCTIONS, keep) | {"scaled_dot_product_attention": attend}
-    with override(F, **functions), override(torch, dropout=keep):
+    functions = dict.fromkeys(_DROPOUT_FUNCTIONS, identity)
+    functions["scaled_dot_product_attention"] = attention_without_dropout
+    with override(F, **functions), override(torch, dropout=identity):
         yield
 
 
 def without_batch_statistics() -> AbstractContextManager:
-    """Let BatchNorm normalise by its running statistics without updating them."""
-    return override(F, batch_norm=partial(_frozen_batch_norm, F.batch_norm))
+    """Within the block, BatchNorm normalises by its running statistics and does not update them, as
+    in evaluation mode.
+    """
+    return override(F, batch_norm=partial(_eval_mode_batch_norm, F.batch_norm))
 
 
 def without_clipping() -> AbstractContextManager:
-    """Make torch's clipping by norm, which Accelerate and Trainer also call, return the norm
-    without clipping.
+    """Within the block, torch's `clip_grad_norm_`, which Accelerate and Trainer also call, only
+    returns the norm and does not clip.
     """
     original = nn.utils.clip_grad_norm_
 
-    def only_norm(parameters: Any, max_norm: float, *args: Any, **kwargs: Any) -> Tensor:
+    def norm_without_clipping(
+        parameters: Any, max_norm: float, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Return the L2 norm of the gradients, which are left unchanged."""
         return original(parameters, math.inf)
 
-    return override(nn.utils, clip_grad_norm_=only_norm)
+    return override(nn.utils, clip_grad_norm_=norm_without_clipping)
 
 
-class Switch(NamedTuple):
-    """A suspected cause.
+class Suspect(NamedTuple):
+    """A suspected cause of a gradient that differs from the full batch's, and how to switch it off
+    during a trial of the diagnosis.
 
     Attributes:
-        name: Of the cause.
-        text: What is wrong.
-        applies: Whether it can affect a window.
-        off: Context manager that switches it off.
+        name: Name of the cause in the report.
+        text: What the training step does wrong if this is the cause.
+        applies: Returns whether the suspect can affect this model and window.
+        switched_off: Returns a context manager that switches the suspect off.
     """
 
     name: str
     text: str
-    applies: Callable[[Subject, Window], bool]
-    off: Callable[[], AbstractContextManager]
+    applies: Callable[[CheckContext, Window], bool]
+    switched_off: Callable[[], AbstractContextManager]
 
 
-def _has_unequal_widths(window: Window) -> bool:
-    """Whether the rows of samples have other shapes in some micro-batches than in others."""
-    first_rows = []
+def _has_dropout(context: CheckContext, window: Window) -> bool:
+    """Whether the checked model has dropout, or other modules that draw random numbers."""
+    return bool(context.dropout.sites or context.dropout.unkeyed)
+
+
+def _has_batch_norm(context: CheckContext, window: Window) -> bool:
+    """Whether the checked model has a BatchNorm layer.
+
+    Layers in evaluation mode count too, as a step may put them into training mode.
+    """
+    return any(
+        isinstance(module, nn.modules.batchnorm._BatchNorm) for module in context.model.modules()
+    )
+
+
+def _has_unequal_padding(context: CheckContext, window: Window) -> bool:
+    """Whether the window's micro-batches are padded to different lengths, so that one sample's
+    tensors do not have the same shapes in all of them.
+    """
+    first_samples = []
     for micro_batch in window.micro_batches:
-        batch = micro_batch.batch
-        first_rows.append(
-            {name: v[:1] for name, v in batch.items() if isinstance(v, Tensor) and v.dim()}
+        first_samples.append(
+            {
+                name: value[:1]
+                for name, value in micro_batch.batch.items()
+                if isinstance(value, Tensor) and value.dim()
+            }
         )
-    return not all(same_shapes(first_rows[0], other) for other in first_rows)
+    return not all(same_shapes(first_samples[0], other) for other in first_samples)
 
 
-SWITCHES = [
-    Switch(
+def _always_applies(context: CheckContext, window: Window) -> bool:
+    """Return True: a step may clip for any model and window."""
+    return True
+
+
+SUSPECTS = [
+    Suspect(
         "dropout",
         "dropout masks are not those of the full batch: they depend on the split",
-        lambda subject, window: bool(subject.dropout.sites or subject.dropout.unkeyed),
-        without_dropout,
+        applies=_has_dropout,
+        switched_off=without_dropout,
     ),
-    Switch(
+    Suspect(
         "BatchNorm",
         "BatchNorm normalises by the statistics of the micro-batch, not of the window",
-        # Including those in evaluation mode: a step may put them into training mode.
-        lambda subject, window: any(
-            isinstance(m, nn.modules.batchnorm._BatchNorm) for m in subject.model.modules()
-        ),
-        without_batch_statistics,
+        applies=_has_batch_norm,
+        switched_off=without_batch_statistics,
     ),
-    Switch(  # switched off by the window: all its micro-batches are padded to one width
+    # The diagnosis switches this one off itself: it pads all micro-batches of the window to the
+    # same length.
+    Suspect(
         "padding width",
         "the loss of a sample depends on the width to which its micro-batch is padded",
-        lambda subject, window: _has_unequal_widths(window),
-        nullcontext,
+        applies=_has_unequal_padding,
+        switched_off=nullcontext,
     ),
-    Switch(  # the trial finds out whether it is the step or the reference that is wrong
+    # The trial finds out whether the step is wrong, or the reference, which does not clip.
+    Suspect(
         "clipping",
         "the step correctly clips once per window, but the reference is not clipped: pass "
         "max_grad_norm",
-        lambda subject, window: True,
-        without_clipping,
+        applies=_always_applies,
+        switched_off=without_clipping,
     ),
 ]
 
 
-def _frozen_batch_norm(
+def _eval_mode_batch_norm(
     original: Callable,
     x: Tensor,
     mean: Any,
@@ -135,8 +171,20 @@ def _frozen_batch_norm(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Replace `F.batch_norm`: normalise by the running statistics, as in evaluation mode."""
-    if mean is None:  # a layer without running statistics
+    """Replacement for `F.batch_norm` that normalises by the running statistics, as in evaluation
+    mode.
+
+    Args:
+        original: `F.batch_norm` itself.
+        x: Shape (batch, channels, ...).
+        mean: Running mean, shape (channels,). None (a layer without running statistics): 0.
+        variance: Running variance, shape (channels,), as `mean`; 1 instead of 0.
+        weight: As for `F.batch_norm`.
+        bias: As for `F.batch_norm`.
+        args: `training`, `momentum` and `eps` of `F.batch_norm`; only `eps` is used.
+        kwargs: The same by name.
+    """
+    if mean is None:
         mean = torch.zeros(x.shape[1]).to(x)
         variance = torch.ones(x.shape[1]).to(x)
     default_eps = args[2] if len(args) > 2 else 1e-5

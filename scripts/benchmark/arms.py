@@ -1,5 +1,5 @@
-"""All arms by name. In the benchmark, only this file uses internals of hf_ga, to disable
-speed-ups.
+"""All arms of the benchmark by name: ways of training with hf_ga and Trainer. In the benchmark,
+only this file uses internals of hf_ga, to disable speed-ups.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -13,10 +13,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hf_ga
-from benchmark.lap import Lap
-from benchmark.trainers import train
+from benchmark.measuring import BenchmarkRun
+from benchmark.trainers import train_with_trainer
 from hf_ga.exact.dropout import KeyedDropout
-from hf_ga.exact.plan import plan_window
+from hf_ga.exact.plan import Plan, plan_window
 from hf_ga.training import Given, default_speed_ups, remember
 
 DEFAULT = "hf_ga"
@@ -33,41 +33,48 @@ ANY_ORDER = "any order of sums, in place of one (same_bits)"
 SPEED_UPS = (PLAN, CHUNKED, "lean forward", "packing", "fused attention")
 
 
-def default(lap: Lap, left_out: str = "") -> None:
-    """Train like `finetune`.
+def train_like_finetune(run: BenchmarkRun, disabled: str = "") -> None:
+    """Train as `hf_ga.finetune` does, for the benchmark; with one feature disabled for the
+    ablation.
 
     Args:
-        lap: The arm's turn.
-        left_out: One of `SPEED_UPS` that is not used; `NATIVE` for torch's dropout instead of keyed
-            dropout; `ANY_ORDER` for the same bits.
+        run: The measured run of the benchmark.
+        disabled: The feature to disable: one of `SPEED_UPS`; `NATIVE` trains with torch's own
+            dropout instead of keyed dropout; `ANY_ORDER` sums gradients in one fixed order
+            (`same_bits`) instead of any order. "": nothing is disabled.
     """
-    setting = lap.setting
-    loading: dict[str, Any] = {"lengths": [len(sample["input_ids"]) for sample in setting.samples]}
-    if left_out == PLAN:
-        loading = {"planner": partial(_planned_by_number, size=setting.micro_batch_size)}
-    speed_ups = [speed_up for speed_up in default_speed_ups(lap.model) if speed_up.name != left_out]
-    loss = hf_ga.prove_targets(
-        lap.model, setting.samples[:64], setting.collate, speed_ups=speed_ups
+    setting = run.setting
+    loader_arguments: dict[str, Any] = {
+        "lengths": [len(sample["input_ids"]) for sample in setting.samples]
+    }
+    if disabled == PLAN:
+        planner = partial(_plan_by_number, micro_batch_size=setting.micro_batch_size)
+        loader_arguments = {"planner": planner}
+    speed_ups = [speed_up for speed_up in default_speed_ups(run.model) if speed_up.name != disabled]
+    rule = hf_ga.prove_targets(
+        run.model, setting.samples[:64], setting.collate, speed_ups=speed_ups
     )
-    if left_out == NATIVE:
-        loss = replace(loss, dropout=_NativeDropout(lap.model))
-    if left_out == ANY_ORDER:
-        loading["canonical_micro_batch"] = setting.micro_batch_size
-    given = Given(allow_split_dependent_randomness=left_out == NATIVE, rule=loss)
-    own_loop(lap, loading, given)
+    if disabled == NATIVE:
+        rule = replace(rule, dropout=_NativeDropout(run.model))
+    if disabled == ANY_ORDER:
+        loader_arguments["canonical_micro_batch"] = setting.micro_batch_size
+    given = Given(allow_split_dependent_randomness=disabled == NATIVE, rule=rule)
+    own_loop(run, loader_arguments, given)
 
 
-def _planned_by_number(lengths: Sequence[int], processes: int, size: int) -> Any:
-    """Plan a window by the number of samples, without their lengths."""
-    return plan_window(len(lengths), processes, size)
+def _plan_by_number(lengths: Sequence[int], num_processes: int, micro_batch_size: int) -> Plan:
+    """Split a window into micro-batches evenly by the number of samples, and ignore their lengths:
+    a planner for `hf_ga.WindowLoader`.
+    """
+    return plan_window(len(lengths), num_processes, micro_batch_size)
 
 
 class _NativeDropout(KeyedDropout):
-    """A stand-in for keyed dropout that keeps torch's own."""
+    """Replaces hf_ga's keyed dropout in the benchmark, and leaves torch's own dropout in place."""
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
-        """Change nothing."""
+        """Run the block without replacing any dropout."""
         yield
 
     def is_keyed(self, *_: Any) -> bool:
@@ -75,48 +82,55 @@ class _NativeDropout(KeyedDropout):
         return False
 
 
-def own_loop(lap: Lap, loading: dict[str, Any] | None = None, given: Given | None = None) -> None:
-    """Train by the README's loop: dataset, collate function and batch size only.
+def own_loop(
+    run: BenchmarkRun,
+    loader_arguments: dict[str, Any] | None = None,
+    given: Given | None = None,
+) -> None:
+    """Train with a loop over `hf_ga.train_step`, as in the README, until the benchmark is over.
 
     Args:
-        lap: The arm's turn.
-        loading: More arguments of the loader.
-        given: What `prepare` is given about the model.
+        run: The measured run of the benchmark.
+        loader_arguments: More arguments for `WindowLoader`. None: none, as in the README.
+        given: What is known about the model, such as a proven rule. None: the first window proves
+            it.
     """
-    setting = lap.setting
+    setting = run.setting
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
     windows = hf_ga.WindowLoader(
         setting.samples,
-        lap.collate,
+        run.collate,
         accelerator=accelerator,
         per_device_batch_size=setting.micro_batch_size,
         global_batch_size=setting.window_size,
         seed=setting.seed,
-        **(loading or {}),
+        **(loader_arguments or {}),
     )
-    model, optimizer = accelerator.prepare(lap.model, lap.optimizer())
+    model, optimizer = accelerator.prepare(run.model, run.optimizer())
     if given is not None:
         remember(accelerator, model, given)
-    while True:  # until the lap ends
+    while True:  # until `step_done` raises
         for window in windows:
             result = hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
             result.loss  # noqa: B018 - synchronizes with the device
-            lap.step_done()
+            run.step_done()
 
 
-def accelerate_loop(lap: Lap) -> None:
-    """Train by the loop of Accelerate's documentation, with hf_ga's Accelerator."""
-    setting = lap.setting
+def accelerate_loop(run: BenchmarkRun) -> None:
+    """Train with the loop of Accelerate's documentation, but with `hf_ga.Accelerator`, until the
+    benchmark is over.
+    """
+    setting = run.setting
     accelerator = hf_ga.Accelerator(
         cpu=setting.device == "cpu",
         mixed_precision=setting.mixed_precision,
         gradient_accumulation_steps=setting.window_size // setting.micro_batch_size,
     )
     loader = DataLoader(
-        setting.samples, setting.micro_batch_size, shuffle=True, collate_fn=lap.collate
+        setting.samples, setting.micro_batch_size, shuffle=True, collate_fn=run.collate
     )
-    model, optimizer, loader = accelerator.prepare(lap.model.train(), lap.optimizer(), loader)
-    while True:  # until the lap ends
+    model, optimizer, loader = accelerator.prepare(run.model.train(), run.optimizer(), loader)
+    while True:  # until `step_done` raises
         for batch in loader:
             with accelerator.accumulate(model):
                 accelerator.backward(model(**batch).loss)
@@ -125,18 +139,23 @@ def accelerate_loop(lap: Lap) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
-                lap.step_done()
+                run.step_done()
 
 
-SPEED: dict[str, Callable[[Lap], None]] = {
-    TRAINER: train,
-    GROUPED: partial(train, strategy="group_by_length"),
-    REBALANCED: partial(train, strategy="batch_rebalance"),
-    EXACT_TRAINER: partial(train, trainer_class=hf_ga.ExactTrainer),
+# Name of the arm -> training loop.
+SPEED: dict[str, Callable[[BenchmarkRun], None]] = {
+    TRAINER: train_with_trainer,
+    GROUPED: partial(train_with_trainer, strategy="group_by_length"),
+    REBALANCED: partial(train_with_trainer, strategy="batch_rebalance"),
+    EXACT_TRAINER: partial(train_with_trainer, trainer_class=hf_ga.ExactTrainer),
     ACCELERATE_LOOP: accelerate_loop,
     OWN_LOOP: own_loop,
-    DEFAULT: default,
+    DEFAULT: train_like_finetune,
 }
-ABLATION = {DEFAULT: default} | {
-    name: partial(default, left_out=name) for name in (*SPEED_UPS, NATIVE, ANY_ORDER)
+ABLATION: dict[str, Callable[[BenchmarkRun], None]] = {
+    DEFAULT: train_like_finetune,
+    **{
+        name: partial(train_like_finetune, disabled=name)
+        for name in (*SPEED_UPS, NATIVE, ANY_ORDER)
+    },
 }

@@ -1,4 +1,6 @@
-"""The flags of `scripts/benchmark.py`, its sections, and its output files."""
+"""The command line of `scripts/benchmark.py`: its flags, its sections (one table each), and its
+output files.
+"""
 
 import argparse
 import json
@@ -17,7 +19,7 @@ from accelerate import Accelerator
 import hf_ga
 from benchmark import gpu
 from benchmark.arms import ABLATION, DEFAULT, REBALANCED, SPEED
-from benchmark.lap import measure_apart, measure_in_turn
+from benchmark.measuring import measure_interleaved, measure_one_by_one
 from benchmark.ranks import busy_core, measure_two_ranks
 from benchmark.report import (
     TWO_RANKS,
@@ -27,80 +29,98 @@ from benchmark.report import (
     ranks_section,
     speed_section,
 )
-from benchmark.setting import MODELS, SIZES, Setting, documentation_strings
+from benchmark.setting import MODELS, SIZES, Setting, docstring_samples
 
 METHOD = """Every arm runs in a separate process with the same environment, forked from one with all imports. They take turns
 window by window: one process runs at a time. A first epoch is not measured. Real tokens per second: those of an epoch over the
 median of the epochs' seconds, from the end of one optimizer step to the end of the next, data loading included. All arms have the
-same samples (documentation strings of the standard library), model (new weights), window, micro-batch, precision,
+same samples (docstrings of the standard library), model (new weights), window, micro-batch, precision,
 AdamW (fused) without weight decay, constant learning rate and clipping to 1.0; each has its own order of samples. Memory is the
 peak of the process (resident set size, or allocated GPU memory) minus the memory after imports and construction of samples and
 model. No allocator options are set."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Measure, print and write the selected sections.
+    """Run the command scripts/benchmark.py: measure the sections in --sections, print each, and
+    write all so far to --output_dir.
+
+    Args:
+        arguments: The command-line flags. None: those of the process.
 
     Returns:
-        The exit code: 1 if a bound fails with --assert.
+        The exit code: 1 if a bound fails and --assert is set.
     """
-    flags = _flags(arguments)
+    flags = _parse_flags(arguments)
     sections: list[Section] = []
-    print(f"{_machine(flags)}\n", flush=True)
+    print(f"{_describe_machine(flags)}\n", flush=True)
     for name in flags.sections:
-        for section in _measured(name, flags):
+        for section in _measure_section(name, flags):
             print(section, flush=True)
             sections.append(section)
             if flags.output_dir:
-                _write(flags, sections)
+                _write_files(flags, sections)
     failed = [bound for section in sections for bound in section.bounds if not bound.holds]
     if flags.assert_bounds:
         print(*failed, sep="\n", file=sys.stderr)
     return 1 if failed and flags.assert_bounds else 0
 
 
-def _measured(name: str, flags: argparse.Namespace) -> Iterator[Section]:
-    """Measure a section, and yield its table for each model."""
+def _measure_section(name: str, flags: argparse.Namespace) -> Iterator[Section]:
+    """Measure one section of the benchmark, and yield a table for each model; the section "plan"
+    has one table.
+
+    Args:
+        name: A key of `SECTIONS`, or "plan".
+        flags: The command-line flags.
+    """
     if name == "plan":
-        yield _plan(flags.most_samples)
+        yield _measure_planning(flags.most_samples)
         return
     measure = SECTIONS[name]
-    for setting in _settings(flags):
+    for setting in _make_settings(flags):
         yield measure(setting)
 
 
-def _speed(setting: Setting) -> Section:
-    """Measure all arms in turn."""
-    measured = measure_in_turn(setting, SPEED, f"{setting.model}, speed")
+def _measure_speed(setting: Setting) -> Section:
+    """Measure all ways of training with hf_ga and Trainer, window by window in turns."""
+    measured = measure_interleaved(setting, SPEED, f"{setting.model}, speed")
     return speed_section(setting, measured)
 
 
-def _ablation(setting: Setting) -> Section:
-    """Measure the default arm, and that without each speed-up."""
-    measure = measure_in_turn if setting.device == "cpu" else measure_apart
+def _measure_ablation(setting: Setting) -> Section:
+    """Measure hf_ga's default training, and the same with each speed-up disabled."""
+    measure = measure_interleaved if setting.device == "cpu" else measure_one_by_one
     measured = measure(setting, ABLATION, f"{setting.model}, ablation")
     return ablation_section(setting, measured)
 
 
-def _ranks(setting: Setting) -> Section:
-    """Measure one process and two ranks, idle and beside a busy loop."""
+def _measure_ranks(setting: Setting) -> Section:
+    """Compare one process with two CPU ranks, on an idle machine and while another process keeps
+    one core busy.
+    """
     measured = {}
     arms = {name: SPEED[name] for name in (REBALANCED, DEFAULT)}
-    for when, load in (("idle", nullcontext()), ("busy", busy_core())):
+    for load_name, load in (("idle", nullcontext()), ("busy", busy_core())):
         with load:
-            measured[when] = measure_in_turn(setting, arms, f"{setting.model}, one process, {when}")
-            measured[when][TWO_RANKS] = measure_two_ranks(setting)
+            title = f"{setting.model}, one process, {load_name}"
+            measured[load_name] = measure_interleaved(setting, arms, title)
+            measured[load_name][TWO_RANKS] = measure_two_ranks(setting)
     return ranks_section(setting, measured)
 
 
 def seconds_to_first_window(num_samples: int) -> float:
-    """Measure the seconds from a dataset with known lengths to its first window of 64 samples."""
+    """Measure the seconds that `WindowLoader` needs to shuffle a dataset with known lengths, and to
+    plan and collate its first window of 64 samples.
+
+    Args:
+        num_samples: Number of samples in the dataset; their lengths are random, 2 to 256 tokens.
+    """
     drawn = np.random.default_rng(0).lognormal(3.5, 1.0, num_samples)
     lengths = np.clip(drawn, 2, 256).astype(np.int64)
     accelerator = Accelerator(cpu=True)
-    began = time.perf_counter()
+    start = time.perf_counter()
     windows = hf_ga.WindowLoader(
-        # Samples whose content does not matter.
+        # The content of the samples does not matter.
         range(num_samples),
         lambda samples: {"input_ids": torch.tensor(samples)[:, None]},
         accelerator=accelerator,
@@ -109,21 +129,29 @@ def seconds_to_first_window(num_samples: int) -> float:
         lengths=lengths,
     )
     next(iter(windows))
-    return time.perf_counter() - began
+    return time.perf_counter() - start
 
 
-def _plan(most_samples: int) -> Section:
-    """Measure the time to the first window of datasets with at most `most_samples` samples."""
-    sizes = [size for size in (10**4, 10**5, 10**6, 10**7) if size <= most_samples]
+def _measure_planning(max_samples: int) -> Section:
+    """Measure how long `WindowLoader` needs until its first window, for datasets of 10,000 to
+    10,000,000 samples, but at most `max_samples`.
+    """
+    sizes = [size for size in (10**4, 10**5, 10**6, 10**7) if size <= max_samples]
     return planning_section({size: seconds_to_first_window(size) for size in sizes})
 
 
-SECTIONS = {"speed": _speed, "ablation": _ablation, "ranks": _ranks, **gpu.SECTIONS}
+# Name of the section -> function that measures it for the setting of one model.
+SECTIONS = {
+    "speed": _measure_speed,
+    "ablation": _measure_ablation,
+    "ranks": _measure_ranks,
+    **gpu.SECTIONS,
+}
 DEFAULT_SECTIONS = ["speed", "ablation", "ranks", "plan"]
 
 
-def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parse and check the flags."""
+def _parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse and validate the command-line flags; exit with an error if sizes do not fit."""
     parser = argparse.ArgumentParser(
         description="Speed and memory of hf_ga and of Trainer, arms in turn.", allow_abbrev=False
     )
@@ -197,10 +225,11 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add("--output_dir", type=Path, help="folder for benchmark.md and benchmark.json")
     flags = parser.parse_args(arguments)
-    is_multiple = not (
-        flags.window_size % flags.micro_batch_size or flags.num_samples % flags.window_size
+    has_partial_batches = (
+        flags.window_size % flags.micro_batch_size != 0
+        or flags.num_samples % flags.window_size != 0
     )
-    if not is_multiple or flags.epochs < 1:
+    if has_partial_batches or flags.epochs < 1:
         parser.error(
             f"num_samples ({flags.num_samples}) must be a multiple of window "
             f"({flags.window_size}), and window of micro_batch "
@@ -210,20 +239,22 @@ def _flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     return flags
 
 
-def _settings(flags: argparse.Namespace) -> list[Setting]:
-    """Return the setting of each model."""
+def _make_settings(flags: argparse.Namespace) -> list[Setting]:
+    """Build the benchmark's setting for each model in the command-line flags, with its tokenized
+    samples.
+    """
     common = {
         name: value for name, value in vars(flags).items() if name in Setting.__dataclass_fields__
     }
     settings = []
     for model in flags.models:
-        samples = documentation_strings(model, flags.max_length, flags.num_samples)
-        settings.append(Setting(model, **common, **samples))
+        data_attributes = docstring_samples(model, flags.max_length, flags.num_samples)
+        settings.append(Setting(model, **common, **data_attributes))
     return settings
 
 
-def _machine(flags: argparse.Namespace) -> str:
-    """Return a line with the machine, the versions and the setting."""
+def _describe_machine(flags: argparse.Namespace) -> str:
+    """Describe the machine, the library versions and the benchmark's flags in one line."""
     device = f"{platform.machine()} CPU"
     if flags.device == "cuda":
         device = torch.cuda.get_device_name()
@@ -239,12 +270,16 @@ def _machine(flags: argparse.Namespace) -> str:
     )
 
 
-def _write(flags: argparse.Namespace, sections: Sequence[Section]) -> None:
-    """Write benchmark.md and benchmark.json with the sections so far."""
+def _write_files(flags: argparse.Namespace, sections: Sequence[Section]) -> None:
+    """Write benchmark.md and benchmark.json to the output folder, with the sections measured so far;
+    existing files are replaced.
+    """
     flags.output_dir.mkdir(parents=True, exist_ok=True)
-    machine = _machine(flags)
+    machine = _describe_machine(flags)
     lines = ["# Benchmark", "", machine, "", METHOD, "", *map(str, sections)]
     (flags.output_dir / "benchmark.md").write_text("\n".join(lines))
-    figures = [vars(section) | {"bounds": list(map(str, section.bounds))} for section in sections]
-    content = {"machine": machine, "sections": figures}
+    section_dicts = [
+        vars(section) | {"bounds": list(map(str, section.bounds))} for section in sections
+    ]
+    content = {"machine": machine, "sections": section_dicts}
     (flags.output_dir / "benchmark.json").write_text(json.dumps(content, indent=1))

@@ -1,5 +1,5 @@
-"""hf_ga beside CachedMultipleNegativesRankingLoss of sentence-transformers: InfoNCE over a window
-of pairs in micro-batches, with the same model, pairs and temperature.
+"""Compare hf_ga with CachedMultipleNegativesRankingLoss of sentence-transformers: both compute
+InfoNCE over a window of text pairs in micro-batches, with the same model, pairs and temperature.
 
     cd scripts && python -m benchmark.embeddings --model_name_or_path FOLDER --pairs pairs.jsonl
 
@@ -8,20 +8,20 @@ prints:
 - with dropout 0.1: how much the gradient changes with the size of the micro-batches;
 - the memory of hf_ga with a large window and with one micro-batch.
 
-Times are medians over windows that the two compute in turn in one process. Memory is the peak of a
-process of its own, minus the memory after building model and pairs.
+Times are medians over windows that both compute in turns in one process. Memory is the peak of a
+separate process, minus its memory after building model and pairs.
 """
 
 import argparse
+import itertools
 import json
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import hf_ga
-from benchmark.lap import memory_now, peak_memory
+from benchmark.measuring import memory_now, peak_memory
 from hf_ga.embedding.layout import saved_pooling
 from hf_ga.embedding.losses import InfoNCE
 from hf_ga.embedding.model import EmbeddingModel
@@ -47,19 +47,19 @@ DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 MIB = 2**20
 
 Gradients = dict[str, Tensor]
-Step = Callable[[], float]  # computes the gradient of the next window; returns its loss
+Step = Callable[[], float]  # computes the gradient of the next window, and returns its loss
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What both arms have in common.
+    """The setting of the embedding benchmark that both libraries share.
 
     Attributes:
-        folder: Of the model.
-        pairs: Anchors and positives.
-        window_size: Pairs in one gradient.
-        micro_batch_size: Pairs in one forward.
-        dropout: Probability at all sites.
+        folder: Folder of the pretrained encoder and tokenizer.
+        pairs: Anchor and positive text of each pair.
+        window_size: Pairs of one gradient.
+        micro_batch_size: Pairs of one forward.
+        dropout: Dropout probability at all sites.
     """
 
     folder: str
@@ -69,8 +69,8 @@ class Setting:
     dropout: float = 0.0
 
 
-def ours(setting: Setting) -> tuple[nn.Module, Step]:
-    """Prepare the arm of hf_ga.
+def prepare_hf_ga(setting: Setting) -> tuple[nn.Module, Step]:
+    """Prepare the model, data and loss of the embedding benchmark with hf_ga.
 
     Returns:
         The encoder, and a function that computes the gradient of the next window and returns its
@@ -82,8 +82,8 @@ def ours(setting: Setting) -> tuple[nn.Module, Step]:
     anchors, positives = map(list, zip(*setting.pairs, strict=True))
     rows = tokenize_pairs({"anchor": anchors, "positive": positives}, tokenizer, MAX_LENGTH)
     samples = [
-        {"input_ids": ids, "text_ids": of_texts}
-        for ids, of_texts in zip(rows["input_ids"], rows["text_ids"], strict=True)
+        {"input_ids": input_ids, "text_ids": text_ids}
+        for input_ids, text_ids in zip(rows["input_ids"], rows["text_ids"], strict=True)
     ]
     accelerator = Accelerator()
     windows = hf_ga.WindowLoader(
@@ -106,14 +106,15 @@ def ours(setting: Setting) -> tuple[nn.Module, Step]:
     )
     model.train()
 
-    def forever() -> Any:
+    def endless_windows() -> Iterator[hf_ga.Window]:
+        """Yield the windows of one epoch after the other."""
         while True:
             yield from windows
 
-    iterator = forever()
+    iterator = endless_windows()
 
     def step() -> float:
-        """Compute the gradient of the next window."""
+        """Compute the gradient of the next window, and return its loss."""
         model.zero_grad()
         result = hf_ga.backward_window(accelerator, model, next(iterator))
         return float(result.loss)
@@ -121,8 +122,8 @@ def ours(setting: Setting) -> tuple[nn.Module, Step]:
     return unwrapped(model).encoder, step
 
 
-def theirs(setting: Setting) -> tuple[nn.Module, Step]:
-    """Prepare the arm of sentence-transformers.
+def prepare_sentence_transformers(setting: Setting) -> tuple[nn.Module, Step]:
+    """Prepare the model, data and loss of the embedding benchmark with sentence-transformers.
 
     Returns:
         The encoder, and a function that computes the gradient of the next window and returns its
@@ -139,13 +140,11 @@ def theirs(setting: Setting) -> tuple[nn.Module, Step]:
     starts = range(0, len(setting.pairs), setting.window_size)
     windows = [setting.pairs[start : start + setting.window_size] for start in starts]
     torch.manual_seed(SEED)
-    position = 0
+    endless_windows = itertools.cycle(windows)
 
     def step() -> float:
-        """Compute the gradient of the next window."""
-        nonlocal position
-        window = windows[position % len(windows)]
-        position += 1
+        """Compute the gradient of the next window, and return its loss."""
+        window = next(endless_windows)
         model.zero_grad()
         features = [model.preprocess(list(texts)) for texts in zip(*window, strict=True)]
         loss = loss_fn(send_to_device(features, model.device), None)
@@ -155,43 +154,59 @@ def theirs(setting: Setting) -> tuple[nn.Module, Step]:
     return model[0].auto_model, step
 
 
-ARMS = {"hf_ga": ours, "sentence-transformers": theirs}
+# Name of the library -> function that prepares it.
+ARMS = {"hf_ga": prepare_hf_ga, "sentence-transformers": prepare_sentence_transformers}
 
 
 def gradients(encoder: nn.Module) -> Gradients:
-    """Copy the gradients of an encoder, by name, of the parameters that have one."""
-    return {n: p.grad.clone() for n, p in encoder.named_parameters() if p.grad is not None}
+    """Copy the encoder's gradients by parameter name; parameters without a gradient are omitted."""
+    return {
+        name: parameter.grad.clone()
+        for name, parameter in encoder.named_parameters()
+        if parameter.grad is not None
+    }
 
 
-def relative_error(found: Gradients, expected: Gradients) -> float:
-    """Compute the L2 norm of the difference over that of `expected`, of all parameters together.
+def relative_error(gradients: Gradients, expected: Gradients) -> float:
+    """Compute ||gradients - expected|| / ||expected|| over all parameters together.
 
     Raises:
-        ValueError: If they are of other parameters.
+        ValueError: If the two have gradients for different parameters.
     """
-    if found.keys() != expected.keys():
-        raise ValueError(f"other parameters: {found.keys() ^ expected.keys()}")
-    difference = sum(_sum_of_squares(found[name] - expected[name]) for name in found)
+    if gradients.keys() != expected.keys():
+        raise ValueError(
+            f"gradients of different parameters: {gradients.keys() ^ expected.keys()} have only one"
+        )
+    difference = sum(_sum_of_squares(gradients[name] - expected[name]) for name in gradients)
     size = sum(_sum_of_squares(gradient) for gradient in expected.values())
     return (difference / size) ** 0.5
 
 
 def _sum_of_squares(tensor: Tensor) -> float:
-    """Add the squares of all numbers, in float64."""
+    """Return the sum of the squares of all elements, computed in float64."""
     return float(tensor.double().square().sum())
 
 
 def without_dropout(setting: Setting, num_windows: int) -> None:
-    """Compare losses and gradients of the first window, then measure windows in turn."""
-    made = {name: make(setting) for name, make in ARMS.items()}
-    losses = {name: step() for name, (_, step) in made.items()}
-    found = {name: gradients(encoder) for name, (encoder, _) in made.items()}
-    error = relative_error(*found.values())
+    """Compare the losses and gradients of both libraries on the first window, without dropout, then
+    their times of a window; print the results.
+
+    Args:
+        setting: The setting of the embedding benchmark.
+        num_windows: Number of windows to time; both libraries compute each in turns.
+    """
+    encoders = {}
+    steps = {}
+    for name, prepare in ARMS.items():
+        encoders[name], steps[name] = prepare(setting)
+    losses = {name: step() for name, step in steps.items()}
+    first_window = [gradients(encoder) for encoder in encoders.values()]
+    error = relative_error(*first_window)
     shown = ", ".join(f"{name} {loss:.7f}" for name, loss in losses.items())
     print(f"dropout 0: loss {shown}; relative difference of the gradients {error:.1e}")
-    seconds: dict[str, list[float]] = {name: [] for name in made}
+    seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     for _ in range(num_windows):
-        for name, (_, step) in made.items():
+        for name, step in steps.items():
             start = time.perf_counter()
             step()
             seconds[name].append(time.perf_counter() - start)
@@ -201,22 +216,28 @@ def without_dropout(setting: Setting, num_windows: int) -> None:
     print(f"time of a window: {shown}; ratio {ratio:.2f}", flush=True)
 
 
-def with_dropout(setting: Setting, sizes: tuple[int, int]) -> None:
-    """Measure how much the gradient of the first window changes with the size of micro-batches."""
-    for name, make in ARMS.items():
+def with_dropout(setting: Setting, micro_batch_sizes: tuple[int, int]) -> None:
+    """For each library, print the relative difference between the gradients of the first window
+    with two micro-batch sizes, with dropout 0.1.
+    """
+    for name, prepare in ARMS.items():
         found = []
-        for size in sizes:
-            encoder, step = make(
-                Setting(setting.folder, setting.pairs, setting.window_size, size, dropout=0.1)
-            )
+        for size in micro_batch_sizes:
+            encoder, step = prepare(replace(setting, micro_batch_size=size, dropout=0.1))
             step()
             found.append(gradients(encoder))
         error = relative_error(*found)
-        print(f"dropout 0.1, micro-batches of {sizes[0]} and {sizes[1]}: {name} {error:.1e}")
+        first, second = micro_batch_sizes
+        print(f"dropout 0.1, micro-batches of {first} and {second}: {name} {error:.1e}")
 
 
 def memory_of_window(arm: str, setting: Setting) -> int:
-    """Measure the bytes that a window adds to this process's memory."""
+    """Measure how many bytes the gradient of one window adds to this process's peak memory.
+
+    Args:
+        arm: Name of the library, a key of `ARMS`.
+        setting: The setting of the embedding benchmark.
+    """
     _, step = ARMS[arm](setting)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     before = memory_now(device)
@@ -226,8 +247,15 @@ def memory_of_window(arm: str, setting: Setting) -> int:
     return peak_memory(device) - before
 
 
-def measured_apart(flags: argparse.Namespace, arm: str, window_size: int) -> int:
-    """Call `memory_of_window` in a new process."""
+def memory_in_new_process(flags: argparse.Namespace, arm: str, window_size: int) -> int:
+    """Call `memory_of_window` in a new process, whose peak memory is that of this window, and
+    return the bytes.
+
+    Args:
+        flags: The command-line flags of this script.
+        arm: Name of the library, a key of `ARMS`.
+        window_size: Pairs of the window.
+    """
     command = [sys.executable, "-m", "benchmark.embeddings", "--memory_of", arm]
     command += ["--model_name_or_path", flags.model_name_or_path, "--pairs", flags.pairs]
     command += ["--window_size", str(window_size)]
@@ -236,46 +264,62 @@ def measured_apart(flags: argparse.Namespace, arm: str, window_size: int) -> int
     return int(done.stdout.splitlines()[-1])
 
 
-def memory(flags: argparse.Namespace) -> None:
-    """Print the memory of both arms for a window, and of hf_ga for a single micro-batch."""
-    found = {arm: measured_apart(flags, arm, flags.window_size) for arm in ARMS}
-    shown = ", ".join(f"{arm} {value / MIB:.0f} MiB" for arm, value in found.items())
-    ratio = found["hf_ga"] / found["sentence-transformers"]
+def print_memory(flags: argparse.Namespace) -> None:
+    """Measure and print the memory that one window needs with each library, and that hf_ga needs
+    for a window of a single micro-batch.
+
+    Args:
+        flags: The command-line flags of this script.
+    """
+    memory = {arm: memory_in_new_process(flags, arm, flags.window_size) for arm in ARMS}
+    shown = ", ".join(f"{arm} {num_bytes / MIB:.0f} MiB" for arm, num_bytes in memory.items())
+    ratio = memory["hf_ga"] / memory["sentence-transformers"]
     print(f"memory of a window of {flags.window_size}: {shown}; ratio {ratio:.2f}")
-    small = measured_apart(flags, "hf_ga", flags.micro_batch_size)
+    large = memory["hf_ga"]
+    small = memory_in_new_process(flags, "hf_ga", flags.micro_batch_size)
     print(
         f"memory of hf_ga, windows of {flags.window_size} and {flags.micro_batch_size}: "
-        f"{found['hf_ga'] / MIB:.0f} and {small / MIB:.0f} MiB; ratio {found['hf_ga'] / small:.2f}",
+        f"{large / MIB:.0f} and {small / MIB:.0f} MiB; ratio {large / small:.2f}",
         flush=True,
     )
 
 
+def read_pairs(path: str) -> list[tuple[str, str]]:
+    """Read (anchor, positive) text pairs from a jsonl file, without repeated texts: of pairs with
+    the same anchor, and then with the same positive, only the last one is kept.
+    """
+    with open(path, encoding="utf-8") as file:
+        rows = [json.loads(line) for line in file]
+    by_anchor = {row["anchor"]: (row["anchor"], row["positive"]) for row in rows}
+    by_positive = {positive: (anchor, positive) for anchor, positive in by_anchor.values()}
+    return list(by_positive.values())
+
+
 def main() -> None:
-    """Compare memory, losses, gradients and times of both arms, and print them."""
+    """Run the embedding benchmark: compare memory, losses, gradients and times of hf_ga and
+    sentence-transformers, and print them.
+    """
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model_name_or_path", required=True, help="A BERT of sentence vectors.")
+    parser.add_argument(
+        "--model_name_or_path", required=True, help="Folder of an embedding model (BERT)."
+    )
     parser.add_argument("--pairs", required=True, help="jsonl with anchor and positive.")
     parser.add_argument("--window_size", type=int, default=512, help="Pairs.")
     parser.add_argument("--micro_batch_size", type=int, default=32, help="Pairs.")
-    parser.add_argument("--num_windows", type=int, default=3, help="To take the time of.")
+    parser.add_argument("--num_windows", type=int, default=3, help="Windows to time.")
     parser.add_argument("--memory_of", choices=ARMS, help=argparse.SUPPRESS)
     flags = parser.parse_args()
-    with open(flags.pairs, encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file]
-    pairs = [(row["anchor"], row["positive"]) for row in rows]
-    pairs = list({anchor: (anchor, positive) for anchor, positive in pairs}.values())
-    pairs = list({positive: (anchor, positive) for anchor, positive in pairs}.values())
     setting = Setting(
-        flags.model_name_or_path,
-        pairs[: NUM_WINDOWS * flags.window_size],
-        flags.window_size,
-        flags.micro_batch_size,
+        folder=flags.model_name_or_path,
+        pairs=read_pairs(flags.pairs)[: NUM_WINDOWS * flags.window_size],
+        window_size=flags.window_size,
+        micro_batch_size=flags.micro_batch_size,
     )
     if flags.memory_of:
         print(memory_of_window(flags.memory_of, setting))
         return
     # First, because a process inherits the peak of the one that starts it.
-    memory(flags)
+    print_memory(flags)
     without_dropout(setting, flags.num_windows)
     with_dropout(setting, (flags.micro_batch_size, flags.micro_batch_size // 2))
 

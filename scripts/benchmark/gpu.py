@@ -1,5 +1,5 @@
-"""What `scripts/gpu_report.py` adds to the benchmark: a model's setting -> a table with its
-targets.
+"""Sections of the benchmark for `scripts/gpu_report.py`: each is a function that measures one
+model's setting and returns a table with its targets.
 """
 
 import math
@@ -25,149 +25,171 @@ from benchmark.arms import (
     REBALANCED,
     SPEED,
     TRAINER,
-    default,
 )
-from benchmark.lap import Measured, measure_apart
+from benchmark.measuring import Measurements, measure_one_by_one
 from benchmark.report import Bound, Section, ablation_section, speed_section
 from benchmark.setting import SIZES, Setting, build_model
 from benchmark.trainers import PADDING_FREE, PEERS, PLAIN
 from hf_ga.exact.length_plan import ATTENTION_WIDTH, CPU_OVERHEAD, GPU_OVERHEAD
 from hf_ga.training import Given, remember
 
-# The number of kernels that are shown.
+# Number of kernels in the table of the profile.
 NUM_KERNELS = 25
-# The arms that fit into the report's time: each starts a process, and waits for a GPU's libraries.
+# The arms that the GPU report has time for: each starts a process, which loads the GPU libraries.
 GPU_ARMS = (TRAINER, REBALANCED, PADDING_FREE, ACCELERATE_LOOP, DEFAULT, NATIVE)
 
 
 def peers(setting: Setting) -> Section:
-    """Measure hf_ga, all modes of Trainer, TRL and a plain loop, and useful FLOPs over the measured
-    peak of a matrix product.
+    """Benchmark the training speed of hf_ga, all modes of Trainer, TRL and a plain PyTorch loop,
+    and the share of the device's peak that useful FLOPs reach; the peak is that of a measured
+    matrix product.
+
+    Arms that are not measured (`setting.arms`; by default all on a CPU, some on a GPU) have NaN.
     """
     name = setting.model
     arms = SPEED | {NATIVE: ABLATION[NATIVE]}
-    arms |= {arm: run for arm, run in PEERS.items() if name == "gpt" or arm == PLAIN}
-    names = setting.arms or (GPU_ARMS if setting.device == "cuda" else tuple(arms))
-    chosen = {arm: run for arm, run in arms.items() if arm in names}
-    left_out = Measured([math.nan] * setting.epochs * setting.windows_per_epoch)
-    measured = dict.fromkeys(arms, left_out) | measure_apart(setting, chosen, f"{name}, peers")
+    arms |= {arm: loop for arm, loop in PEERS.items() if name == "gpt" or arm == PLAIN}
+    chosen_names = setting.arms or (GPU_ARMS if setting.device == "cuda" else tuple(arms))
+    chosen = {arm: loop for arm, loop in arms.items() if arm in chosen_names}
+    not_measured = Measurements([math.nan] * setting.epochs * setting.windows_per_epoch)
+    measured = dict.fromkeys(arms, not_measured)
+    measured |= measure_one_by_one(setting, chosen, f"{name}, peers")
     section = speed_section(setting, measured)
-    dtype, size = (torch.bfloat16, 8192) if setting.device == "cuda" else (torch.float32, 512)
-    x = torch.randn(size, size, dtype=dtype, device=setting.device)
-    share = flops_per_token(setting) * seconds(lambda: x @ x, setting) / (2 * size**3)
+
+    if setting.device == "cuda":
+        matrix_size = 8192
+        dtype = torch.bfloat16
+    else:
+        matrix_size = 512
+        dtype = torch.float32
+    matrix = torch.randn(matrix_size, matrix_size, dtype=dtype, device=setting.device)
+    peak_flops = 2 * matrix_size**3 / median_seconds(lambda: matrix @ matrix, setting)
+    # Times tokens per second, it is the share of the peak.
+    share_per_rate = flops_per_token(setting) / peak_flops
+
     rates = {arm: rate for arm, rate, *_ in section.rows}
     best = np.nanmax([rate for arm, rate in rates.items() if arm.startswith(TRAINER)])
+    share = rates[DEFAULT] * share_per_rate
     section.bounds = [
         Bound(f"{name}: tokens/s over Trainer's default", rates[DEFAULT] / rates[TRAINER], 2.0),
         Bound(f"{name}: tokens/s over Trainer's best mode", rates[DEFAULT] / best, 1.2),
-        Bound(f"{name}: useful FLOPs over the peak", rates[DEFAULT] * share, 0.45),
+        Bound(f"{name}: useful FLOPs over the peak", share, 0.45),
     ]
     return replace(
         section,
         header=[*section.header, "of peak"],
-        rows=[[*row, row[1] * share] for row in section.rows],
+        rows=[[*row, row[1] * share_per_rate] for row in section.rows],
     )
 
 
 def flops_per_token(setting: Setting) -> float:
-    """Count the useful FLOPs of a token, without padding: 6 for each weight and token, 12 x width
-    for each layer and pair of tokens that attend.
+    """Count the FLOPs of forward and backward for each token of the benchmark's samples, on
+    average, without padding and recomputation: 6 for each weight of a matrix product, and 12 x
+    hidden size for each layer and token that it attends to.
     """
-    layers, width, _, words = SIZES[setting.size]
+    num_layers, hidden_size, _, vocab_size = SIZES[setting.size]
+    num_pairs = sum(len(sample["input_ids"]) ** 2 for sample in setting.samples)
+    num_weights = 12 * num_layers * hidden_size**2
     is_causal = setting.model == "gpt"
-    pairs = sum(len(sample["input_ids"]) ** 2 for sample in setting.samples)
-    num_weights = 12 * layers * width**2
     if is_causal:
-        pairs /= 2
-        num_weights += words * width
-    return 6 * num_weights + 12 * layers * width * pairs / setting.real_tokens
+        num_pairs /= 2
+        num_weights += vocab_size * hidden_size
+    attention_flops = 12 * num_layers * hidden_size * num_pairs / setting.real_tokens
+    return 6 * num_weights + attention_flops
 
 
 def dropout(setting: Setting) -> Section:
-    """Measure torch's dropout in place of keyed dropout."""
-    arms = {DEFAULT: default, NATIVE: ABLATION[NATIVE]}
-    section = ablation_section(setting, measure_apart(setting, arms, "dropout"))
-    _, row_of_native = section.rows
-    share = 1 / row_of_native[1]
+    """Benchmark how much longer training takes with hf_ga's keyed dropout than with torch's own."""
+    arms = {name: ABLATION[name] for name in (DEFAULT, NATIVE)}
+    section = ablation_section(setting, measure_one_by_one(setting, arms, "dropout"))
+    _, native_row = section.rows
+    native_over_keyed = native_row[1]
     title = f"{setting.model}: time of keyed over native dropout"
-    return replace(section, bounds=[Bound(title, share, 1.02, at_most=True)])
+    bound = Bound(title, 1 / native_over_keyed, 1.02, at_most=True)
+    return replace(section, bounds=[bound])
 
 
 def cost(setting: Setting) -> Section:
-    """Fit the constants of the cost model by least squares of relative errors: seconds of a
-    micro-batch = a + b x tokens + c x samples x width^2.
+    """Measure the constants of the cost model by which hf_ga plans micro-batches, and compare them
+    with the defaults in use.
+
+    The model is: seconds of a micro-batch = a + b x samples x length + c x samples x length^2, with
+    the padded length. It is fitted by least squares of relative errors.
     """
     name = f"{setting.model}, width {SIZES[setting.size][1]}"
     if setting.device == "cuda":
-        widths = (32, 128, 512)
-        tokens = (512, 2048, 8192, 32768)
+        lengths = (32, 128, 512)
+        token_counts = (512, 2048, 8192, 32768)
         overhead = GPU_OVERHEAD
     else:
-        widths = (8, 32, 64)
-        tokens = (64, 128, 256)
+        lengths = (8, 32, 64)
+        token_counts = (64, 128, 256)
         overhead = CPU_OVERHEAD
-    shapes = [(count // width, width) for count in tokens for width in widths]
-    terms = np.array([(1, n * width, n * width**2) for n, width in shapes], float)
-    times = seconds_of(setting, shapes)
-    # Divided by the times, so that residuals are relative errors.
-    relative_terms = terms / times[:, None]
+    shapes = [(num_tokens // length, length) for num_tokens in token_counts for length in lengths]
+    terms = np.array([(1, n * length, n * length**2) for n, length in shapes], float)
+    seconds = micro_batch_seconds(setting, shapes)
+    # Divide by the measured times, so that residuals are relative errors.
+    relative_terms = terms / seconds[:, None]
     constants, *_ = np.linalg.lstsq(relative_terms, np.ones(len(shapes)), rcond=None)
     a, b, c = constants
     rows = [
         ["overhead in tokens", a / b, overhead],
         ["attention width", b / c, ATTENTION_WIDTH],
     ]
-    # NaN if the fit is negative.
-    factors = {what: np.exp(abs(np.log(fitted / used))) for what, fitted, used in rows}
-    bounds = [
-        Bound(f"{name}: default {what} stays within a factor", factor, 2, at_most=True)
-        for what, factor in factors.items()
-    ]
-    errors = np.abs(terms @ (a, b, c) / times - 1)
+    bounds = []
+    for constant, fitted, in_use in rows:
+        # fitted / in_use or its inverse, whichever is larger; NaN if the fit is negative.
+        factor = np.exp(abs(np.log(fitted / in_use)))
+        title = f"{name}: default {constant} stays within a factor"
+        bounds.append(Bound(title, factor, 2, at_most=True))
+    errors = np.abs(terms @ (a, b, c) / seconds - 1)
     rows.append(["largest relative error", float(errors.max()), ""])
     return Section(
         f"{name}: time of a micro-batch", ("constant", "measured", "in use"), rows, bounds
     )
 
 
-def seconds_of(setting: Setting, shapes: list[tuple[int, int]]) -> np.ndarray:
-    """Measure the seconds of micro-batches, each as half of a window of two.
+def micro_batch_seconds(setting: Setting, shapes: list[tuple[int, int]]) -> np.ndarray:
+    """Measure the seconds that hf_ga needs for forward and backward of micro-batches of given
+    shapes; each is timed as half of a window of two equal ones.
 
     Args:
-        setting: Model and precision.
-        shapes: Samples and width of each micro-batch.
+        setting: The setting of the benchmark: model, device and precision.
+        shapes: For each micro-batch, the number of samples and their length in tokens.
 
     Returns:
-        Seconds, shape (micro-batches,).
+        Seconds of each micro-batch, shape (micro-batches,).
     """
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
     model = accelerator.prepare(build_model(setting))
     rule = hf_ga.prove_targets(model, setting.samples[:64], setting.collate)
     remember(accelerator, model, Given(rule=rule))
-    times = []
-    for n, width in shapes:
-        sample = setting.samples[0] | {"input_ids": [5] * width}
+    seconds = []
+    for num_samples, length in shapes:
+        sample = setting.samples[0] | {"input_ids": [5] * length}
         (window,) = hf_ga.WindowLoader(
-            [sample] * 2 * n,
+            [sample] * 2 * num_samples,
             setting.collate,
             accelerator=accelerator,
-            per_device_batch_size=n,
-            global_batch_size=2 * n,
+            per_device_batch_size=num_samples,
+            global_batch_size=2 * num_samples,
         )
         step = partial(hf_ga.backward_window, accelerator, model, window)
-        times.append(seconds(step, setting) / 2)
-    return np.array(times)
+        seconds.append(median_seconds(step, setting) / 2)
+    return np.array(seconds)
 
 
-def seconds(run: Callable[[], object], setting: Setting) -> float:
-    """Measure the seconds of one call and its work on the device, after two that do not count."""
-    timer = Timer("run()", globals={"run": run}, num_threads=setting.num_threads)
+def median_seconds(function: Callable[[], object], setting: Setting) -> float:
+    """Measure the seconds of calling a function, its work on the device included, with torch's
+    benchmark timer after warm-up calls.
+    """
+    timer = Timer("function()", globals={"function": function}, num_threads=setting.num_threads)
     return timer.timeit(3).median
 
 
 def profile(setting: Setting) -> Section:
-    """Profile one step of the default arm: how much of it the device computes, and which kernels
-    take most of that time.
+    """Profile one optimizer step of hf_ga with torch's profiler: list the kernels that take most
+    time on the device, their total, and the duration of the step.
     """
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
     model = build_model(setting)
@@ -187,21 +209,24 @@ def profile(setting: Setting) -> Section:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     first, second, *_ = windows
 
-    def step(window: hf_ga.Window) -> float:
-        began = time.perf_counter()
+    def timed_step(window: hf_ga.Window) -> float:
+        """Train on one window, wait for the device, and return the seconds."""
+        start = time.perf_counter()
         hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
         if on_gpu:
             torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return time.perf_counter() - start
 
-    step(first)
-    step(second)
-    unprofiled = step(second)
+    # The first steps warm up.
+    timed_step(first)
+    timed_step(second)
+    unprofiled = timed_step(second)
     with torch.profiler.profile(activities=activities) as profiler:
-        profiled = step(second)
+        profiled = timed_step(second)
     events = profiler.key_averages()
 
     def microseconds(event: Any) -> float:
+        """Return the time of a kernel itself, without operators that it calls."""
         return event.self_device_time_total if on_gpu else event.self_cpu_time_total
 
     busy = sum(map(microseconds, events)) / 1e6
@@ -215,77 +240,85 @@ def profile(setting: Setting) -> Section:
 
 
 def attention(setting: Setting) -> Section:
-    """Measure causal attention alone, forward and backward: the kernels on packed tokens beside
-    torch's on padded ones with its native dropout, in the heads of `setting`.
+    """Benchmark causal attention alone, forward and backward, on a GPU: hf_ga's kernels on packed
+    samples with keyed dropout, and torch's `scaled_dot_product_attention` on padded samples with
+    its own dropout. The heads are those of the setting's model.
     """
     if setting.device == "cpu":
         return Section("Attention alone: needs a GPU", ("attention",), [], [])
-    _, width, heads, _ = SIZES[setting.size]
-    size = width // heads
+    _, hidden_size, num_heads, _ = SIZES[setting.size]
+    head_dim = hidden_size // num_heads
     rows = []
-    for longest in (128, 512, 1024):
-        number = 2**15 // longest
-        lengths = np.random.default_rng(0).integers(longest // 4, longest + 1, number)
-        kind = {"device": "cuda", "dtype": torch.bfloat16}
-        packed = torch.randn(int(lengths.sum()), 3, heads, size, **kind).requires_grad_()
-        padded = torch.randn(3, number, heads, longest, size, **kind).requires_grad_()
-        # Two products forward and five backward, of 2 x size operations for each pair of tokens.
-        operations = 14 * size * heads * float((lengths**2).sum()) / 2
-        for p in (0.0, 0.1):
-            for name, run in {
-                "packed, keyed": partial(_packed_attention, packed, lengths, p),
-                "padded, torch": partial(_padded_attention, padded, p),
+    for max_length in (128, 512, 1024):
+        num_samples = 2**15 // max_length
+        generator = np.random.default_rng(0)
+        lengths = generator.integers(max_length // 4, max_length + 1, num_samples)
+        packed_shape = (int(lengths.sum()), 3, num_heads, head_dim)
+        padded_shape = (3, num_samples, num_heads, max_length, head_dim)
+        packed = torch.randn(packed_shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        padded = torch.randn(padded_shape, device="cuda", dtype=torch.bfloat16).requires_grad_()
+        # Two matrix products in the forward and five in the backward, each with 2 x head_dim
+        # operations for each pair of tokens; causal attention needs half of the pairs.
+        operations = 14 * head_dim * num_heads * float((lengths**2).sum()) / 2
+        for dropout_p in (0.0, 0.1):
+            for name, function in {
+                "packed, keyed": partial(_packed_attention, packed, lengths, dropout_p),
+                "padded, torch": partial(_padded_attention, padded, dropout_p),
             }.items():
-                run()
+                function()
                 torch.cuda.reset_peak_memory_stats()
                 before = torch.cuda.memory_allocated()
-                taken = seconds(run, setting)
-                mebibytes = (torch.cuda.max_memory_allocated() - before) / 2**20
-                rows.append([longest, p, name, 1e3 * taken, operations / taken / 1e12, mebibytes])
+                seconds = median_seconds(function, setting)
+                memory = (torch.cuda.max_memory_allocated() - before) / 2**20
+                tflops = operations / seconds / 1e12
+                rows.append([max_length, dropout_p, name, 1e3 * seconds, tflops, memory])
     header = ("longest", "dropout", "attention", "ms", "TFLOP/s on real tokens", "memory, MiB")
-    return Section(f"Attention alone, {heads} heads of {size}, bf16", header, rows, [])
+    return Section(f"Attention alone, {num_heads} heads of {head_dim}, bf16", header, rows, [])
 
 
-def _packed_attention(packed: Tensor, lengths: np.ndarray, p: float) -> None:
-    """Run forward and backward of the kernels with keyed dropout.
+def _packed_attention(packed: Tensor, lengths: np.ndarray, dropout_p: float) -> None:
+    """Run forward and backward of hf_ga's attention kernels on packed samples, with keyed dropout.
 
     Args:
-        packed: Queries, keys and values, shape (tokens, 3, heads, size).
-        lengths: Tokens of each sample.
-        p: Dropout probability.
+        packed: Queries, keys and values, shape (tokens, 3, heads, head_dim).
+        lengths: Tokens of each sample, shape (samples,).
+        dropout_p: Dropout probability.
     """
-    # It needs Triton.
+    # Imported lazily, because it needs Triton.
     from hf_ga.speed.attention_kernel import attention
 
     ends = np.cumsum(lengths)
-    starts = torch.tensor([0, *ends], dtype=torch.int32).to("cuda")
+    offsets = torch.tensor([0, *ends], dtype=torch.int32).to("cuda")
     query, key, value = packed.unbind(1)
-    out = attention(
+    output = attention(
         query,
         key,
         value,
-        starts,
+        offsets,
         int(lengths.max()),
-        seeds=torch.arange(len(lengths), device="cuda") if p else None,
-        drop_probability=p,
+        seeds=torch.arange(len(lengths), device="cuda") if dropout_p else None,
+        drop_probability=dropout_p,
         scale=query.shape[-1] ** -0.5,
         is_causal=True,
     )
-    out.backward(query)
+    # Any gradient of the output's shape will do.
+    output.backward(query)
 
 
-def _padded_attention(padded: Tensor, p: float) -> None:
-    """Run forward and backward of torch's attention with its native dropout.
+def _padded_attention(padded: Tensor, dropout_p: float) -> None:
+    """Run forward and backward of torch's attention on padded samples, with its own dropout.
 
     Args:
-        padded: Queries, keys and values, shape (3, samples, heads, tokens, size).
-        p: Dropout probability.
+        padded: Queries, keys and values, shape (3, samples, heads, tokens, head_dim).
+        dropout_p: Dropout probability.
     """
     query, key, value = padded
-    out = scaled_dot_product_attention(query, key, value, dropout_p=p, is_causal=True)
-    out.backward(query)
+    output = scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True)
+    # Any gradient of the output's shape will do.
+    output.backward(query)
 
 
+# Name of the section -> function that measures it for the setting of one model.
 SECTIONS = {
     "peers": peers,
     "dropout": dropout,

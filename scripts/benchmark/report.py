@@ -1,4 +1,4 @@
-"""The tables and bounds of the measurements."""
+"""The benchmark's tables, and the bounds (targets of --assert) that are computed from them."""
 
 import math
 import statistics
@@ -9,27 +9,39 @@ from typing import Any
 import numpy as np
 
 from benchmark.arms import DEFAULT, EXACT_TRAINER, GROUPED, OWN_LOOP, REBALANCED, TRAINER
-from benchmark.lap import Measured
+from benchmark.measuring import Measurements
 from benchmark.setting import Setting
 
 TWO_RANKS = "hf_ga, two ranks"
-# Minimum ratio to the tokens/s of the better of Trainer's two strategies by length.
-TIMES_BETTER = {"gpt": 1.30, "bert": 1.18}
-TIMES_BUSY = 1.20
-TIMES_EXACT_TRAINER = 1.15
-SHARE_OF_OWN_LOOP = 0.97
-# Maximum ratio to the memory of these two.
-MOST_MEMORY = 1.05
-# Maximum.
-FIRST_WINDOW_SECONDS = 3.0
-# A speed-up must reach at least one of these ratios.
-WORTH_TIME = 1.05
-WORTH_MEMORY = 1.10
+# Minimum ratios of tokens per second:
+# hf_ga / the faster of Trainer's group_by_length and batch_rebalance, by model.
+MIN_SPEED_RATIO = {"gpt": 1.30, "bert": 1.18}
+# hf_ga / batch_rebalance while another process keeps a core busy.
+MIN_BUSY_SPEED_RATIO = 1.20
+# ExactTrainer / batch_rebalance.
+MIN_EXACT_TRAINER_RATIO = 1.15
+# The README's loop / hf_ga's default.
+MIN_OWN_LOOP_RATIO = 0.97
+# Maximum ratio of memory: hf_ga / the lower of group_by_length and batch_rebalance.
+MAX_MEMORY_RATIO = 1.05
+# Maximum time to the first window.
+MAX_FIRST_WINDOW_SECONDS = 3.0
+# Without a speed-up, time or memory must be larger by at least one of these factors.
+MIN_TIME_GAIN = 1.05
+MIN_MEMORY_GAIN = 1.10
 
 
 @dataclass(frozen=True)
 class Bound:
-    """A bound of `--assert`: `value` is at least `limit` or, if `at_most`, at most."""
+    """A target of the benchmark, which `--assert` checks: a measured value must be at least a limit
+    or, with `at_most`, at most.
+
+    Attributes:
+        what: Description of the value.
+        value: The measured value.
+        limit: The limit.
+        at_most: Whether the limit is a maximum.
+    """
 
     what: str
     value: float
@@ -38,31 +50,30 @@ class Bound:
 
     @property
     def holds(self) -> bool:
-        """Whether the bound is met; False for NaN."""
+        """Whether the target is met; False if the value is NaN."""
         return self.value <= self.limit if self.at_most else self.value >= self.limit
 
     def __str__(self) -> str:
-        """
+        """Format the verdict, the value and the target in one line.
+
         >>> print(Bound("speed", 2.5, 3.0))
         FAILED: speed: 2.5, target >= 3
         """
+        verdict = "passed" if self.holds else "FAILED"
         sign = "<=" if self.at_most else ">="
-        return (
-            f"{'passed' if self.holds else 'FAILED'}: {self.what}: {self.value:.3g}, target "
-            f"{sign} {self.limit:.3g}"
-        )
+        return f"{verdict}: {self.what}: {self.value:.3g}, target {sign} {self.limit:.3g}"
 
 
 @dataclass
 class Section:
-    """A table with its bounds.
+    """One section of the benchmark's report: a table and its targets.
 
     Attributes:
-        title: Its title.
-        header: The titles of the columns.
+        title: Title of the section.
+        header: Titles of the columns.
         rows: The cells of each row.
-        bounds: The bounds of `--assert`.
-        figures: All measurements, for JSON.
+        bounds: The targets that `--assert` checks.
+        figures: All measurements, for benchmark.json.
     """
 
     title: str
@@ -72,51 +83,58 @@ class Section:
     figures: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """The section in Markdown."""
+        """Format the section as Markdown: title, table, list of targets."""
         alignment = ["---"] + ["---:"] * (len(self.header) - 1)
-        rows = [[_shown(cell) for cell in row] for row in self.rows]
+        rows = [[_format_cell(cell) for cell in row] for row in self.rows]
         table = [f"| {' | '.join(line)} |" for line in (self.header, alignment, *rows)]
         bounds = [f"- {bound}" for bound in self.bounds]
         return "\n".join([f"## {self.title}", "", *table, "", *bounds, ""])
 
 
-def speed_section(setting: Setting, measured: dict[str, Measured]) -> Section:
-    """Return the section of all arms on ragged samples."""
-    rates = {arm: tokens_per_second(setting, of) for arm, of in measured.items()}
-    memory = {arm: added_memory(of) for arm, of in measured.items()}
-    # Of those that were measured.
-    better = np.nanmax([rates[GROUPED], rates[REBALANCED]])
+def speed_section(setting: Setting, measured: dict[str, Measurements]) -> Section:
+    """Build the report section that compares the speed and memory of all ways of training, on
+    samples of different lengths.
+
+    Args:
+        setting: The setting of the benchmark.
+        measured: Name of the arm -> its measurements.
+    """
+    rates = {arm: tokens_per_second(setting, result) for arm, result in measured.items()}
+    memory = {arm: added_memory(result) for arm, result in measured.items()}
+    # NaN: not measured.
+    faster = np.nanmax([rates[GROUPED], rates[REBALANCED]])
+    less_memory = np.nanmin([memory[GROUPED], memory[REBALANCED]])
     rows = []
-    for arm, of in measured.items():
+    for arm, result in measured.items():
         rate = rates[arm]
-        rows.append([arm, rate, rate / rates[TRAINER], rate / better, of.padding, memory[arm]])
-    lowest = np.nanmin([memory[GROUPED], memory[REBALANCED]])
+        rows.append([arm, rate, rate / rates[TRAINER], rate / faster, result.padding, memory[arm]])
+    num_each_once = sum(result.each_once for result in measured.values())
     name = setting.model
     bounds = [
         Bound(
             f"{name}: tokens/s over the better of Trainer's two by length",
-            rates[DEFAULT] / better,
-            TIMES_BETTER[name],
+            rates[DEFAULT] / faster,
+            MIN_SPEED_RATIO[name],
         ),
         Bound(
             f"{name}: memory over the lesser of these two",
-            memory[DEFAULT] / lowest,
-            MOST_MEMORY,
+            memory[DEFAULT] / less_memory,
+            MAX_MEMORY_RATIO,
             at_most=True,
         ),
         Bound(
             f"{name}: own loop over the default",
             rates[OWN_LOOP] / rates[DEFAULT],
-            SHARE_OF_OWN_LOOP,
+            MIN_OWN_LOOP_RATIO,
         ),
         Bound(
             f"{name}: ExactTrainer over batch_rebalance",
             rates[EXACT_TRAINER] / rates[REBALANCED],
-            TIMES_EXACT_TRAINER,
+            MIN_EXACT_TRAINER_RATIO,
         ),
         Bound(
             f"{name}: arms with each sample once per epoch",
-            sum(of.each_once for of in measured.values()),
+            num_each_once,
             len(measured),
         ),
     ]
@@ -128,29 +146,30 @@ def speed_section(setting: Setting, measured: dict[str, Measured]) -> Section:
         "padded / real",
         "memory that training adds, MiB",
     )
-    return Section(
-        f"{name}: {len(setting.samples)} ragged samples", header, rows, bounds, _figures(measured)
-    )
+    title = f"{name}: {len(setting.samples)} ragged samples"
+    return Section(title, header, rows, bounds, _to_dicts(measured))
 
 
-def ablation_section(setting: Setting, measured: dict[str, Measured]) -> Section:
-    """Return the section of each speed-up left out in turn: how many times longer a window takes
-    without it, by the median over windows, and how many times more memory training adds.
+def ablation_section(setting: Setting, measured: dict[str, Measurements]) -> Section:
+    """Build the report section of the ablation: for each speed-up of hf_ga, how many times longer a
+    window takes without it (median over windows), how many times more memory training adds, and
+    whether the speed-up is worth it.
 
     Args:
-        setting: The setting of all arms.
-        measured: The default arm first, then those without a speed-up.
+        setting: The setting of the benchmark.
+        measured: Name of the arm -> its measurements: hf_ga's default first, then the arms with one
+            speed-up disabled.
     """
-    whole = measured[DEFAULT]
+    default = measured[DEFAULT]
     rows = []
-    for arm, of in measured.items():
-        seconds = zip(of.seconds, whole.seconds, strict=True)
-        time_ratio = statistics.median(without / with_all for without, with_all in seconds)
-        memory = added_memory(of)
-        memory_ratio = memory / added_memory(whole)
-        is_worth = time_ratio >= WORTH_TIME or memory_ratio >= WORTH_MEMORY
-        rows.append([arm, time_ratio, memory, memory_ratio, "yes" if is_worth else "no"])
-    # The default arm comes first.
+    for arm, result in measured.items():
+        pairs = zip(result.seconds, default.seconds, strict=True)
+        time_ratio = statistics.median(without / with_all for without, with_all in pairs)
+        memory = added_memory(result)
+        memory_ratio = memory / added_memory(default)
+        is_worth_it = time_ratio >= MIN_TIME_GAIN or memory_ratio >= MIN_MEMORY_GAIN
+        rows.append([arm, time_ratio, memory, memory_ratio, "yes" if is_worth_it else "no"])
+    # The first row is the default itself.
     rows[0][0] = "nothing"
     rows[0][-1] = ""
     header = (
@@ -160,25 +179,32 @@ def ablation_section(setting: Setting, measured: dict[str, Measured]) -> Section
         "memory",
         "worth 5 % of time or 10 % of memory",
     )
-    return Section(f"{setting.model}: each speed-up left out", header, rows, [], _figures(measured))
+    title = f"{setting.model}: each speed-up left out"
+    return Section(title, header, rows, [], _to_dicts(measured))
 
 
-def ranks_section(setting: Setting, measured: dict[str, dict[str, Measured]]) -> Section:
-    """Return the section of one process and two ranks, idle and beside a busy loop.
+def ranks_section(setting: Setting, measured: dict[str, dict[str, Measurements]]) -> Section:
+    """Build the report section that compares one process with two CPU ranks, on an idle machine and
+    while another process keeps one core busy.
 
     Args:
-        setting: The setting of all arms.
-        measured: "idle" and "busy" -> arm -> measurements.
+        setting: The setting of the benchmark.
+        measured: "idle" or "busy" -> name of the arm -> its measurements.
     """
-    rates = {
-        when: {arm: tokens_per_second(setting, of) for arm, of in arms.items()}
-        for when, arms in measured.items()
-    }
-    rows = [
-        [f"{arm}, {when}", rate, rate / of[REBALANCED], rate / of[DEFAULT]]
-        for when, of in rates.items()
-        for arm, rate in of.items()
-    ]
+    rates: dict[str, dict[str, float]] = {}
+    rows = []
+    for load_name, results in measured.items():
+        arm_rates = {arm: tokens_per_second(setting, result) for arm, result in results.items()}
+        rates[load_name] = arm_rates
+        for arm, rate in arm_rates.items():
+            rows.append(
+                [
+                    f"{arm}, {load_name}",
+                    rate,
+                    rate / arm_rates[REBALANCED],
+                    rate / arm_rates[DEFAULT],
+                ]
+            )
     name = setting.model
     busy = rates["busy"]
     idle = rates["idle"]
@@ -186,7 +212,7 @@ def ranks_section(setting: Setting, measured: dict[str, dict[str, Measured]]) ->
         Bound(
             f"{name}, busy loop on a core: one process over batch_rebalance",
             busy[DEFAULT] / busy[REBALANCED],
-            TIMES_BUSY,
+            MIN_BUSY_SPEED_RATIO,
         ),
         Bound(f"{name}, idle: two ranks over one process", idle[TWO_RANKS] / idle[DEFAULT], 1.0),
         Bound(
@@ -196,20 +222,24 @@ def ranks_section(setting: Setting, measured: dict[str, dict[str, Measured]]) ->
         ),
     ]
     header = ("arm", "real tokens/s", "x batch_rebalance", "x one process")
-    figures = {when: _figures(arms) for when, arms in measured.items()}
+    figures = {load_name: _to_dicts(results) for load_name, results in measured.items()}
     return Section(f"{name}: two ranks (cpu_2.yaml) and one process", header, rows, bounds, figures)
 
 
 def planning_section(seconds: dict[int, float]) -> Section:
-    """Return the section of the seconds to the first window by number of samples."""
-    most = max(seconds)
+    """Build the report section of the time that a loader needs until its first window.
+
+    Args:
+        seconds: Number of samples of the dataset -> seconds to the first window.
+    """
+    largest = max(seconds)
     bound = Bound(
-        f"{most:,} samples: seconds to the first window",
-        seconds[most],
-        FIRST_WINDOW_SECONDS,
+        f"{largest:,} samples: seconds to the first window",
+        seconds[largest],
+        MAX_FIRST_WINDOW_SECONDS,
         at_most=True,
     )
-    rows = [[f"{size:,}", value] for size, value in seconds.items()]
+    rows = [[f"{num_samples:,}", value] for num_samples, value in seconds.items()]
     return Section(
         "Order and plan",
         ("samples", "seconds to the first window"),
@@ -219,30 +249,32 @@ def planning_section(seconds: dict[int, float]) -> Section:
     )
 
 
-def tokens_per_second(setting: Setting, measured: Measured) -> float:
-    """Compute the real tokens of an epoch over the median of the epochs' seconds."""
-    size = setting.windows_per_epoch
-    starts = range(0, len(measured.seconds), size)
-    epochs = [sum(measured.seconds[start : start + size]) for start in starts]
-    return setting.real_tokens / statistics.median(epochs)
-
-
-def added_memory(measured: Measured) -> float:
-    """Compute the MiB of peak memory above that before training; NaN for an arm that was not
-    measured.
+def tokens_per_second(setting: Setting, measurements: Measurements) -> float:
+    """Compute the training speed of an arm: the tokens of an epoch without padding, divided by the
+    median over the epochs of their seconds.
     """
-    if not measured.peak_memory:
+    size = setting.windows_per_epoch
+    starts = range(0, len(measurements.seconds), size)
+    seconds_of_epochs = [sum(measurements.seconds[start : start + size]) for start in starts]
+    return setting.real_tokens / statistics.median(seconds_of_epochs)
+
+
+def added_memory(measurements: Measurements) -> float:
+    """Compute the memory that training adds, in MiB: peak memory minus the memory before training;
+    NaN for an arm that was not measured.
+    """
+    if not measurements.peak_memory:
         return math.nan
-    return (measured.peak_memory - measured.memory_before) / 2**20
+    return (measurements.peak_memory - measurements.memory_before) / 2**20
 
 
-def _figures(measured: dict[str, Measured]) -> dict[str, Any]:
-    """Return the measurements of each arm for JSON."""
-    return {arm: vars(of) for arm, of in measured.items()}
+def _to_dicts(measured: dict[str, Measurements]) -> dict[str, Any]:
+    """Convert the measurements of each arm to a dict, for JSON."""
+    return {arm: vars(measurements) for arm, measurements in measured.items()}
 
 
-def _shown(cell: Any) -> str:
-    """Return the text of a cell."""
+def _format_cell(cell: Any) -> str:
+    """Format a table cell: a float of 100 or more without decimals, a smaller one with three."""
     if not isinstance(cell, float):
         return str(cell)
     return f"{cell:,.0f}" if abs(cell) >= 100 else f"{cell:.3f}"

@@ -1,5 +1,5 @@
-"""The setting of a benchmark: model, samples, batch and precision, as plain values for other
-processes.
+"""The setting of a benchmark: model, samples, batch sizes and precision, as plain values that can
+be sent to other processes.
 """
 
 from collections import Counter
@@ -23,30 +23,31 @@ from hf_ga.finetuning.data import corpus
 
 Sample = dict[str, Any]
 MODELS = ("gpt", "bert")  # a causal language model, and a classifier
-# Layers, width, heads, words. `base` is GPT-2-small and, except for its vocabulary, BERT-base.
+# Layers, hidden size, attention heads, vocabulary size. `base` is GPT-2-small and, except for its
+# vocabulary, BERT-base.
 SIZES = {"tiny": (2, 32, 2, 4000), "small": (4, 256, 4, 4000), "base": (12, 768, 12, 50257)}
 
 
 @dataclass(frozen=True)
 class Setting:
-    """The setting of all arms.
+    """The setting that all arms (ways of training) of a benchmark share: model, data, batch sizes.
 
     Attributes:
-        model: One of `MODELS`.
+        model: "gpt" (a causal language model) or "bert" (a classifier).
         size: A key of `SIZES`.
         device: "cpu" or "cuda".
-        num_threads: torch's threads.
+        num_threads: Number of torch's threads.
         mixed_precision: "no" or "bf16".
-        dropout: Probability at all sites.
-        max_length: Largest number of tokens of a sample.
-        window_size: Samples in an optimizer step.
-        micro_batch_size: Samples in a micro-batch.
-        epochs: Measured epochs, after one that is not measured.
-        seed: The seed of weights, order and dropout.
+        dropout: Dropout probability at all sites.
+        max_length: Maximum number of tokens of a sample.
+        window_size: Samples of an optimizer step.
+        micro_batch_size: Samples of a micro-batch.
+        epochs: Number of measured epochs, after one that is not measured.
+        seed: Seed of weights, order of samples and dropout.
         arms: Names of the arms to measure; empty: all.
-        samples: The tokenized samples of an epoch, see `documentation_strings`.
-        num_labels: Number of classes of the task.
-        pad_token_id: The id of the padding token.
+        samples: The tokenized samples of an epoch, see `docstring_samples`.
+        num_labels: Number of classes of the classifier.
+        pad_token_id: Id of the padding token.
     """
 
     model: str = "gpt"
@@ -67,35 +68,45 @@ class Setting:
 
     @property
     def accumulation_steps(self) -> int:
-        """Micro-batches of a window."""
+        """Number of micro-batches of an optimizer step."""
         return self.window_size // self.micro_batch_size
 
     @property
     def windows_per_epoch(self) -> int:
-        """Windows of an epoch."""
+        """Number of optimizer steps of an epoch."""
         return len(self.samples) // self.window_size
 
     @property
     def real_tokens(self) -> int:
-        """Tokens of an epoch without padding."""
+        """Number of tokens of an epoch, without padding."""
         return sum(len(sample["input_ids"]) for sample in self.samples)
 
     @property
     def collate(self) -> Callable[[Sequence[Sample]], dict[str, Tensor]]:
-        """The collate function: samples -> keyword arguments of the model."""
+        """The function that collates samples into the keyword arguments of the model."""
         return partial(_collate, pad_token_id=self.pad_token_id)
 
 
-def documentation_strings(model: str, max_length: int, count: int) -> dict[str, Any]:
-    """Return the first `count` training samples of the embedded corpus, as the attributes of a
-    `Setting` that depend on them.
+def docstring_samples(model: str, max_length: int, count: int) -> dict[str, Any]:
+    """Tokenize the first docstrings of hf_ga's corpus (Python's standard library) for a model.
+
+    Args:
+        model: "gpt": the token ids end with the end-of-text token. "bert": they begin with the
+            classification token, and the label is the package that the docstring is from.
+        max_length: Maximum number of tokens of a sample; longer ones are truncated.
+        count: Maximum number of samples.
+
+    Returns:
+        The attributes `samples`, `num_labels` and `pad_token_id` of a `Setting`.
     """
     rows = corpus.stdlib_splits()["train"]
     tokenizer = corpus.load_stdlib_tokenizer()
     packages: list[str] = []
     if model == "bert":
-        in_package = Counter(row["package"] for row in rows)
-        packages = sorted(name for name, n in in_package.items() if n >= corpus.FEWEST_ROWS)
+        rows_of_package = Counter(row["package"] for row in rows)
+        packages = sorted(
+            name for name, num_rows in rows_of_package.items() if num_rows >= corpus.FEWEST_ROWS
+        )
         rows = [row for row in rows if row["package"] in packages]
     samples = []
     for i, row in enumerate(rows[:count]):
@@ -113,11 +124,13 @@ def documentation_strings(model: str, max_length: int, count: int) -> dict[str, 
 
 
 def _collate(samples: Sequence[Sample], pad_token_id: int) -> dict[str, Tensor]:
-    """Pad the ids of samples, and add the labels of their task."""
+    """Collate samples into a right-padded batch with labels: the class of each sample for a
+    classifier, otherwise the token ids, -100 at padding.
+    """
     ids = [torch.tensor(sample["input_ids"]) for sample in samples]
     batch = {
         "input_ids": pad_sequence(ids, batch_first=True, padding_value=pad_token_id),
-        "attention_mask": pad_sequence([torch.ones_like(one) for one in ids], batch_first=True),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
     }
     if "label" in samples[0]:
         return batch | {"labels": torch.tensor([sample["label"] for sample in samples])}
@@ -125,36 +138,40 @@ def _collate(samples: Sequence[Sample], pad_token_id: int) -> dict[str, Tensor]:
 
 
 def build_model(setting: Setting) -> PreTrainedModel:
-    """Build the model in training mode on its device, with new weights that are the same in every
-    process.
+    """Build the model of a benchmark's setting, in training mode on its device, with random weights
+    that are the same in every process. Seeds torch's global generator.
     """
     torch.manual_seed(setting.seed)
-    layers, width, heads, words = SIZES[setting.size]
+    num_layers, hidden_size, num_heads, vocab_size = SIZES[setting.size]
     if setting.model == "gpt":
-        drops = dict.fromkeys(("embd_pdrop", "resid_pdrop", "attn_pdrop"), setting.dropout)
-        sizes = {
-            "n_layer": layers,
-            "n_embd": width,
-            "n_head": heads,
-            "n_positions": setting.max_length,
-        }
-        special = {"bos_token_id": 1, "eos_token_id": 1, "pad_token_id": setting.pad_token_id}
-        model = GPT2LMHeadModel(GPT2Config(vocab_size=words, **sizes, **drops, **special))
-        # transformers does not find it by GPT-2's class name, and warns.
+        config = GPT2Config(
+            vocab_size=vocab_size,
+            n_layer=num_layers,
+            n_embd=hidden_size,
+            n_head=num_heads,
+            n_positions=setting.max_length,
+            embd_pdrop=setting.dropout,
+            resid_pdrop=setting.dropout,
+            attn_pdrop=setting.dropout,
+            bos_token_id=1,
+            eos_token_id=1,
+            pad_token_id=setting.pad_token_id,
+        )
+        model = GPT2LMHeadModel(config)
+        # transformers finds the loss by the class name, but not for GPT-2, and would warn.
         model.loss_type = "ForCausalLM"
     else:
-        drops = dict.fromkeys(
-            ("hidden_dropout_prob", "attention_probs_dropout_prob"), setting.dropout
-        )
-        sizes = {
-            "num_hidden_layers": layers,
-            "hidden_size": width,
-            "num_attention_heads": heads,
-            "intermediate_size": 4 * width,
-        }
-        labels = {"num_labels": setting.num_labels, "pad_token_id": setting.pad_token_id}
         config = BertConfig(
-            vocab_size=words, max_position_embeddings=setting.max_length, **sizes, **drops, **labels
+            vocab_size=vocab_size,
+            max_position_embeddings=setting.max_length,
+            num_hidden_layers=num_layers,
+            hidden_size=hidden_size,
+            num_attention_heads=num_heads,
+            intermediate_size=4 * hidden_size,
+            hidden_dropout_prob=setting.dropout,
+            attention_probs_dropout_prob=setting.dropout,
+            num_labels=setting.num_labels,
+            pad_token_id=setting.pad_token_id,
         )
         model = BertForSequenceClassification(config)
     return model.to(setting.device).train()

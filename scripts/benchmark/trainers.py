@@ -1,5 +1,5 @@
-"""The arms of transformers' Trainer, TRL's and ExactTrainer: their own loops, timed by a callback;
-and a plain loop.
+"""Arms of the benchmark that train with transformers' Trainer, TRL's SFTTrainer or ExactTrainer,
+whose own loops are timed by a callback; and a plain PyTorch loop.
 """
 
 import tempfile
@@ -18,40 +18,40 @@ from transformers import (
 )
 from transformers.utils import is_flash_attn_2_available
 
-from benchmark.lap import Lap
+from benchmark.measuring import BenchmarkRun
 from hf_ga.finetuning.data.corpus import load_stdlib_tokenizer
 
 
-class _Clock(TrainerCallback):
-    """The callback that tells the lap of each optimizer step."""
+class _StepTimer(TrainerCallback):
+    """Trainer callback that tells a run of the benchmark when an optimizer step has ended."""
 
-    def __init__(self, lap: Lap) -> None:
-        self.lap = lap
+    def __init__(self, run: BenchmarkRun) -> None:
+        self.run = run
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Record the end of a step."""
-        self.lap.step_done()
+        """Record the end of an optimizer step, and wait until the next window may begin."""
+        self.run.step_done()
 
 
-def train(
-    lap: Lap,
+def train_with_trainer(
+    run: BenchmarkRun,
     strategy: str = "random",
     trainer_class: Any = Trainer,
-    settings: Any = TrainingArguments,
-    **more: Any,
+    arguments_class: Any = TrainingArguments,
+    **trainer_arguments: Any,
 ) -> None:
-    """Train with Trainer, or with another trainer.
+    """Train with transformers' Trainer, or a subclass, until the benchmark is over.
 
     Args:
-        lap: The arm's turn.
-        strategy: One of Trainer's sampling strategies.
-        trainer_class: The class of the trainer.
-        settings: The class of its arguments.
-        more: More arguments of the trainer.
+        run: The measured run of the benchmark.
+        strategy: Trainer's `train_sampling_strategy`.
+        trainer_class: Trainer or a subclass.
+        arguments_class: TrainingArguments or a subclass.
+        trainer_arguments: More arguments for the trainer.
     """
-    setting = lap.setting
+    setting = run.setting
     with tempfile.TemporaryDirectory() as folder:
-        arguments = settings(
+        training_arguments = arguments_class(
             output_dir=folder,
             train_sampling_strategy=strategy,
             per_device_train_batch_size=setting.micro_batch_size,
@@ -72,72 +72,80 @@ def train(
             disable_tqdm=True,
         )
         # With several GPUs Trainer would wrap the model in DataParallel.
-        arguments._n_gpu = 1
-        more = {"train_dataset": setting.samples} | more
+        training_arguments._n_gpu = 1
+        trainer_arguments.setdefault("train_dataset", setting.samples)
         trainer = trainer_class(
-            model=lap.model,
-            args=arguments,
-            data_collator=lap.collate,
-            callbacks=[_Clock(lap)],
-            **more,
+            model=run.model,
+            args=training_arguments,
+            data_collator=run.collate,
+            callbacks=[_StepTimer(run)],
+            **trainer_arguments,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
 
 
-def padding_free(lap: Lap) -> None:
-    """Train with Trainer, and the samples of a micro-batch in one row. Without FlashAttention a
-    mask keeps them apart.
+def train_padding_free(run: BenchmarkRun) -> None:
+    """Train with Trainer and transformers' padding-free batches: the samples of a micro-batch are
+    concatenated into one row. FlashAttention keeps them apart if it is installed, otherwise an
+    attention mask does.
     """
-    lap.collator = DataCollatorWithFlattening()
+    run.collator = DataCollatorWithFlattening()
     implementation = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
-    lap.model.set_attn_implementation(implementation)
-    train(lap)
+    run.model.set_attn_implementation(implementation)
+    train_with_trainer(run)
 
 
-def with_trl(lap: Lap) -> None:
-    """Train with TRL's SFTTrainer, without its default of checkpointing activations."""
-    # Both are optional.
+def train_with_trl(run: BenchmarkRun) -> None:
+    """Train with TRL's SFTTrainer on the tokenized samples of the benchmark, without its default of
+    gradient checkpointing.
+    """
+    # Imported lazily, because both packages are optional.
     from datasets import Dataset
     from trl import SFTConfig, SFTTrainer
 
-    own = partial(
+    arguments_class = partial(
         SFTConfig,
         gradient_checkpointing=False,
         max_length=None,
         dataset_kwargs={"skip_prepare_dataset": True},
     )
-    given = {
-        "train_dataset": Dataset.from_list(lap.setting.samples),
-        "processing_class": load_stdlib_tokenizer(),
-    }
-    train(lap, trainer_class=SFTTrainer, settings=own, **given)
+    train_with_trainer(
+        run,
+        trainer_class=SFTTrainer,
+        arguments_class=arguments_class,
+        train_dataset=Dataset.from_list(run.setting.samples),
+        processing_class=load_stdlib_tokenizer(),
+    )
 
 
-def plain_loop(lap: Lap) -> None:
-    """Train by a plain loop: mean losses over accumulation steps, random order, native dropout."""
-    setting = lap.setting
-    optimizer = lap.optimizer()
+def plain_loop(run: BenchmarkRun) -> None:
+    """Train with a plain PyTorch loop until the benchmark is over: shuffled batches, each mean loss
+    divided by the accumulation steps, torch's own dropout.
+    """
+    setting = run.setting
+    optimizer = run.optimizer()
     loader = DataLoader(
-        setting.samples, setting.micro_batch_size, shuffle=True, collate_fn=lap.collate
+        setting.samples, setting.micro_batch_size, shuffle=True, collate_fn=run.collate
     )
     is_bf16 = setting.mixed_precision == "bf16"
-    while True:  # until the lap ends
-        for number, batch in enumerate(loader, start=1):
+    while True:  # until `step_done` raises
+        for num_batches, batch in enumerate(loader, start=1):
             on_device = {name: values.to(setting.device) for name, values in batch.items()}
             with torch.autocast(setting.device, torch.bfloat16, enabled=is_bf16):
-                loss = lap.model(**on_device).loss
+                loss = run.model(**on_device).loss
             (loss / setting.accumulation_steps).backward()
-            if number % setting.accumulation_steps == 0:
-                torch.nn.utils.clip_grad_norm_(lap.model.parameters(), 1.0)
+            if num_batches % setting.accumulation_steps == 0:
+                torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
-                lap.step_done()
+                run.step_done()
 
 
 PLAIN = "plain loop"
 PADDING_FREE = "Trainer, padding-free"
 TRL = "TRL"
-PEERS = {PLAIN: plain_loop, PADDING_FREE: padding_free}
+# Name of the arm -> training loop.
+PEERS = {PLAIN: plain_loop, PADDING_FREE: train_padding_free}
 if find_spec("trl") and find_spec("datasets"):
-    PEERS[TRL] = with_trl
+    PEERS[TRL] = train_with_trl

@@ -1,5 +1,6 @@
-"""The examination of one head: gradients of hf_ga and of Trainer against plain PyTorch on the full
-batch (the truth), and dropout.
+"""Examine one head (a model class of transformers with a loss): compare the gradients of hf_ga and
+Trainer with that of plain PyTorch on the full batch, and hf_ga's gradients with dropout in several
+layouts with one another.
 
 `scripts/sweep_heads.py` runs this for every architecture of transformers.
 """
@@ -20,23 +21,24 @@ from transformers.models.auto import modeling_auto
 
 import hf_ga
 from heads.small_models import build_small, small_config, switch_off_dropout
-from heads.small_samples import KINDS, WIDTHS, PaddingCollator, Sample, make_samples
+from heads.small_samples import KINDS, PADDED_LENGTHS, PaddingCollator, Sample, make_samples
 from hf_ga.check.arms import trainer_arm
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.training import Given, remember
 
-# Of the norm of the true gradient, over all parameters together.
+# Largest relative error of a right gradient, over all parameters together.
 TOLERANCE = 1e-5
 DROPOUT = 0.1
 MICRO_BATCH = 2
 ACCUMULATION = 4
+# Name of a layout -> arguments of `WindowLoader`.
 LAYOUTS: dict[str, dict[str, Any]] = {
     "8x1": {"per_device_batch_size": 8},
     "2x4": {"per_device_batch_size": 2},
     "1x8": {"per_device_batch_size": 1},
     "uneven": {"planner": partial(plan_by_sizes, sizes=[3, 1, 4])},
 }
-# auto class mapping -> kinds of its heads
+# Auto class mapping of transformers -> kinds of heads that its classes are examined as.
 MAPPINGS: dict[str, tuple[str, ...]] = {
     "CAUSAL_LM": ("causal LM", "causal LM with router loss"),
     "MASKED_LM": ("masked LM",),
@@ -50,19 +52,25 @@ MAPPINGS: dict[str, tuple[str, ...]] = {
     "IMAGE_CLASSIFICATION": ("image classification",),
 }
 ROUTER = "causal LM with router loss"
-Gradient = list[Tensor]
-Refusals = (hf_ga.LossNotAdditive, hf_ga.UnkeyedRandomness, hf_ga.ConfigError)
+Gradient = list[Tensor]  # of each trainable parameter
+REFUSALS = (hf_ga.LossNotAdditive, hf_ga.UnkeyedRandomness, hf_ga.ConfigError)
 
 
 class OutOfScope(Exception):
-    """A class of the mappings that is neither a text head nor an image classifier with
-    attention.
+    """Raised for a model class that the sweep of heads does not cover, because it is neither a text
+    head nor an image classifier with attention.
     """
 
 
 @dataclass(frozen=True)
 class Head:
-    """A model class and its kind of problem."""
+    """A head of the sweep: a model class of transformers, and the kind of its loss.
+
+    Attributes:
+        model_type: The architecture, such as "bert".
+        class_name: Name of the model class.
+        kind: The kind of loss, a key of `small_samples.KINDS`.
+    """
 
     model_type: str
     class_name: str
@@ -70,28 +78,31 @@ class Head:
 
     @property
     def name(self) -> str:
-        """Class and kind, for tables."""
+        """The class with the kind of loss, for tables, such as "BertForMaskedLM (masked LM)"."""
         return f"{self.class_name} ({self.kind})"
 
 
 @dataclass
 class Verdict:
-    """The measurements of one head. Errors are relative to the norm of the truth, over all
-    parameters together.
+    """The result of examining one head. Relative errors are over all parameters together, compared
+    with the true gradient: that of plain PyTorch on the full batch.
 
     Attributes:
         head: The head.
-        status: "right", "refused", "wrong", "not built" or "out of scope".
-        reason: The relative error, or the message of an exception.
-        error: Relative error of hf_ga's gradient.
-        rule: Name of what was proven about the head.
-        trainer_error: Relative error of Trainer's gradient.
-        trainer_ratio: Norm of Trainer's gradient / norm of the truth.
-        trainer_reason: The exception that Trainer raised.
-        dropout: "none drawn", "agree", "differ", "refused", "error" or "" (not examined).
+        status: hf_ga's result: "right", "refused" (hf_ga raised that it does not support the
+            model), "wrong", "not built" or "out of scope".
+        reason: Why it is not "right": the relative error, or the message of an exception.
+        error: Relative error of hf_ga's gradient. None: there is none.
+        rule: Name of the rule that hf_ga proved for the model's loss.
+        trainer_error: Relative error of Trainer's gradient. None: Trainer raised.
+        trainer_ratio: Norm of Trainer's gradient divided by that of the true gradient.
+        trainer_reason: Message of the exception that Trainer raised.
+        dropout: Whether hf_ga's gradients with dropout agree between the layouts: "agree",
+            "differ", "none drawn" (the model has no dropout), "refused", "error", or "" (not
+            examined).
         dropout_reason: Why the layouts do not agree.
         dropout_error: Largest relative error between two layouts.
-        dropout_effect: Smallest relative error between a layout and no dropout.
+        dropout_effect: Smallest relative error between a layout and the gradient without dropout.
         seconds: Duration of the examination.
     """
 
@@ -111,29 +122,34 @@ class Verdict:
 
     @property
     def trainer_right(self) -> bool:
-        """Whether Trainer's gradient is the truth."""
+        """Whether Trainer's gradient equals the true gradient, up to `TOLERANCE`."""
         return self.trainer_error is not None and self.trainer_error <= TOLERANCE
 
 
 def all_heads() -> list[Head]:
-    """List every class of the mappings, once per kind of its first mapping; with router losses if
-    the config supports them.
+    """List the heads of all model classes in transformers' auto mappings (`MAPPINGS`).
+
+    A class has one head for each kind of loss of the first mapping that contains it; the kind with
+    router loss only if its config supports that.
     """
-    heads: dict[str, list[Head]] = {}
+    heads_of_class: dict[str, list[Head]] = {}
     for mapping, kinds in MAPPINGS.items():
         names = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
         for model_type, classes in names.items():
-            own_kinds = [kind for kind in kinds if kind != ROUTER or _routes(model_type)]
+            applicable = [kind for kind in kinds if kind != ROUTER or _has_router(model_type)]
             class_names = [classes] if isinstance(classes, str) else classes
             for class_name in class_names:
-                of_class = [Head(model_type, class_name, kind) for kind in own_kinds]
-                heads.setdefault(class_name, of_class)
-    return [head for of_class in heads.values() for head in of_class]
+                if class_name not in heads_of_class:
+                    heads_of_class[class_name] = [
+                        Head(model_type, class_name, kind) for kind in applicable
+                    ]
+    return [head for heads in heads_of_class.values() for head in heads]
 
 
 def examine(head: Head) -> Verdict:
-    """Build the head and compare all gradients. An error of the model becomes a verdict, not an
-    exception.
+    """Examine one head of transformers: build a small model, compare the gradients of hf_ga and
+    Trainer with the true one and, if hf_ga's is right, examine dropout. Exceptions become part of
+    the verdict.
     """
     verdict = Verdict(head)
     try:
@@ -147,7 +163,7 @@ def examine(head: Head) -> Verdict:
         verdict.reason = str(error)
         return verdict
     except Exception as error:
-        verdict.reason = described(error)
+        verdict.reason = describe_error(error)
         return verdict
     _examine_hf_ga(verdict, model, samples, collate, truth)
     _examine_trainer(verdict, model, samples, collate, truth)
@@ -157,11 +173,11 @@ def examine(head: Head) -> Verdict:
 
 
 def build_head(head: Head, dropout: float) -> tuple[PreTrainedModel, list[Sample], PaddingCollator]:
-    """Build the small model of a head with its samples and collate function.
+    """Build a small random model of a head, its samples and their collate function.
 
     Args:
         head: The head.
-        dropout: Probability at all sites.
+        dropout: Dropout probability at all sites.
 
     Raises:
         OutOfScope: If the sweep does not cover the head.
@@ -180,12 +196,12 @@ def build_head(head: Head, dropout: float) -> tuple[PreTrainedModel, list[Sample
         switch_off_dropout(model)
         _check_router(head, model, pad_id)
     samples = make_samples(head.kind, head.class_name, config)
-    return model, samples, PaddingCollator(pad_id, WIDTHS.get(head.model_type, 0))
+    return model, samples, PaddingCollator(pad_id, PADDED_LENGTHS.get(head.model_type, 0))
 
 
 def true_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
-    """Run one forward and backward of the head's own loss over all samples at once, with torch and
-    transformers only.
+    """Compute the correct gradient with plain torch and transformers: one forward and backward of
+    the head's own loss over all samples in one batch.
     """
     model.zero_grad(set_to_none=True)
     loss = model(**collate(samples)).loss
@@ -200,17 +216,18 @@ def hf_ga_gradient(
     rule: hf_ga.Rule | None = None,
     **layout: Any,
 ) -> tuple[Gradient, hf_ga.Rule]:
-    """Compute hf_ga's gradient of the same samples in a layout.
+    """Compute the gradient of the samples with hf_ga, as one window (the samples of one optimizer
+    step) split into micro-batches.
 
     Args:
         model: The model.
-        samples: The samples of one window.
-        collate: Its collate function.
-        rule: What was proven about the model. None: it is proven.
-        layout: Arguments of the loader.
+        samples: The samples of the window.
+        collate: The collate function.
+        rule: The rule that was proven for the model's loss. None: prove it now.
+        layout: Arguments of `WindowLoader` that split the window into micro-batches.
 
     Returns:
-        The gradient, and what was proven.
+        The gradient, and the proven rule.
     """
     accelerator = Accelerator(cpu=True)
     windows = hf_ga.WindowLoader(
@@ -231,19 +248,21 @@ def hf_ga_gradient(
 
 
 def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
-    """Return the gradient that `transformers.Trainer` passes to its optimizer, for the same samples
-    in the same order.
+    """Return the gradient of the samples that `transformers.Trainer` passes to its optimizer, in
+    micro-batches of `MICRO_BATCH` samples in their order.
     """
     micro_batches = [
         collate(samples[start : start + MICRO_BATCH])
         for start in range(0, len(samples), MICRO_BATCH)
     ]
     _, gradients = trainer_arm()(model, micro_batches, ACCUMULATION, "fp32")
-    return [*gradients.values()]
+    return list(gradients.values())
 
 
 def draws_randomness(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> bool:
-    """Whether a training forward draws from torch's generator."""
+    """Whether a training forward draws random numbers from torch's global generator, as dropout
+    does. Runs the forward, which advances the generator.
+    """
     before = torch.get_rng_state()
     with torch.no_grad():
         model(**collate(samples))
@@ -251,8 +270,8 @@ def draws_randomness(model: nn.Module, samples: list[Sample], collate: PaddingCo
 
 
 def take_gradient(model: nn.Module) -> Gradient:
-    """Copy the gradients, zeros if a trainable parameter has none, and remove them from the
-    model.
+    """Copy the gradients of all trainable parameters, zeros where there is none, and set `.grad` to
+    None.
     """
     taken = []
     for parameter in model.parameters():
@@ -267,20 +286,24 @@ def take_gradient(model: nn.Module) -> Gradient:
 
 
 def norm(gradient: Gradient) -> float:
-    """Compute the L2 norm over all parameters, in float64."""
+    """Compute the L2 norm of a gradient over all parameters together, in float64."""
     norms = [part.double().norm() for part in gradient]
     return float(torch.stack(norms).norm())
 
 
 def relative_error(gradient: Gradient, reference: Gradient) -> float:
-    """Compute ||gradient - reference|| / ||reference||; infinity instead of NaN."""
+    """Compute ||gradient - reference|| / ||reference|| over all parameters together; infinity
+    instead of NaN.
+    """
     difference = [g.double() - r.double() for g, r in zip(gradient, reference, strict=True)]
     value = norm(difference) / norm(reference)
     return float("inf") if math.isnan(value) else value
 
 
-def described(error: Exception) -> str:
-    """Return type, message and last line of the source, short enough for a table."""
+def describe_error(error: Exception) -> str:
+    """Describe an exception for a table: its type, the first 400 characters of its message, and the
+    file and line that raised it.
+    """
     message = " ".join(str(error).split())[:400]
     frames = traceback.extract_tb(error.__traceback__)
     place = ""
@@ -297,12 +320,21 @@ def _examine_hf_ga(
     collate: PaddingCollator,
     truth: Gradient,
 ) -> None:
-    """Compare hf_ga's gradient with the truth, and note the result in the verdict."""
+    """Compute hf_ga's gradient of a head (a model class of transformers with a loss), compare it
+    with the true gradient, and write status, error and reason into the verdict, in place.
+
+    Args:
+        verdict: The verdict of the head.
+        model: The small model of the head.
+        samples: Its samples.
+        collate: The collate function.
+        truth: The true gradient, of plain PyTorch on the full batch.
+    """
     try:
         gradient, rule = hf_ga_gradient(model, samples, collate, per_device_batch_size=MICRO_BATCH)
     except Exception as error:
-        verdict.status = "refused" if isinstance(error, Refusals) else "wrong"
-        verdict.reason = described(error)
+        verdict.status = "refused" if isinstance(error, REFUSALS) else "wrong"
+        verdict.reason = describe_error(error)
         return
     verdict.error = relative_error(gradient, truth)
     verdict.rule = rule.name
@@ -318,34 +350,49 @@ def _examine_trainer(
     collate: PaddingCollator,
     truth: Gradient,
 ) -> None:
-    """Compare Trainer's gradient with the truth, and note the result in the verdict."""
+    """Compute Trainer's gradient of a head (a model class of transformers with a loss), compare it
+    with the true gradient, and write the error, or Trainer's exception, into the verdict, in place.
+
+    Args:
+        verdict: The verdict of the head.
+        model: The small model of the head.
+        samples: Its samples.
+        collate: The collate function.
+        truth: The true gradient, of plain PyTorch on the full batch.
+    """
     try:
         gradient = trainer_gradient(model, samples, collate)
     except Exception as error:
-        verdict.trainer_reason = described(error)
+        verdict.trainer_reason = describe_error(error)
         return
     verdict.trainer_error = relative_error(gradient, truth)
     verdict.trainer_ratio = norm(gradient) / norm(truth)
 
 
 def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
-    """Compare hf_ga's gradients with dropout in several layouts, and note the result in the
-    verdict.
+    """Build the model of a head again with dropout, compute hf_ga's gradients in several layouts
+    (micro-batch sizes), and compare them with each other and with the gradient without dropout.
+    Write the result into the verdict, in place.
+
+    Args:
+        verdict: The verdict of the head.
+        head: The head.
+        truth: The true gradient without dropout.
     """
     try:
         model, samples, collate = build_head(head, DROPOUT)
         if not draws_randomness(model, samples, collate):
             verdict.dropout = "none drawn"
             return
-        # Once for all layouts.
+        # Prove once for all layouts.
         rule = hf_ga.prove_targets(model, samples, collate)
         gradients = []
         for layout in LAYOUTS.values():
             gradient, _ = hf_ga_gradient(model, samples, collate, rule, **layout)
             gradients.append(gradient)
     except Exception as error:
-        verdict.dropout = "refused" if isinstance(error, Refusals) else "error"
-        verdict.dropout_reason = described(error)
+        verdict.dropout = "refused" if isinstance(error, REFUSALS) else "error"
+        verdict.dropout_reason = describe_error(error)
         return
     verdict.dropout_error = max(
         relative_error(a, b) for a in gradients for b in gradients if a is not b
@@ -360,13 +407,15 @@ def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
         )
 
 
-def _routes(model_type: str) -> bool:
-    """Whether the losses of an architecture can have a part for the router."""
+def _has_router(model_type: str) -> bool:
+    """Whether an architecture is a mixture of experts whose loss can include a router loss."""
     return hasattr(transformers.CONFIG_MAPPING[model_type], "output_router_logits")
 
 
 def _check_router(head: Head, model: PreTrainedModel, pad_id: int) -> None:
-    """Raise OutOfScope if the model's loss has no router term."""
+    """Raise OutOfScope if a head with router loss has the same loss without it; do nothing for
+    heads of other kinds.
+    """
     if head.kind != ROUTER:
         return
     batch = PaddingCollator(pad_id)(make_samples(head.kind, head.class_name, model.config))
@@ -378,13 +427,15 @@ def _check_router(head: Head, model: PreTrainedModel, pad_id: int) -> None:
 
 
 def _check_attention(model: PreTrainedModel) -> None:
-    """Raise OutOfScope if no module of an image classifier is called attention."""
+    """Raise OutOfScope if an image classifier has no module with "Attention" in its class name."""
     if not any("Attention" in type(module).__name__ for module in model.modules()):
         raise OutOfScope("an image classifier without attention layers")
 
 
 def _check_text(head: Head, model_class: type[PreTrainedModel]) -> None:
-    """Raise OutOfScope for pre-training classes without a loss of text labels."""
+    """Raise OutOfScope for a pre-training class whose forward does not take `input_ids` and labels
+    of text; do nothing for heads of other kinds.
+    """
     if head.kind != "pre-training":
         return
     names = inspect.signature(model_class.forward).parameters
@@ -394,28 +445,31 @@ def _check_text(head: Head, model_class: type[PreTrainedModel]) -> None:
 
 
 def _config_class(head: Head, model_class: type[PreTrainedModel]) -> type:
-    """Return the config class: a text model of a multimodal family is listed under the family's
-    config, but has its own.
+    """Return the config class that a model class declares, or that of its architecture if it
+    declares none.
+
+    The two differ for the text model of a multimodal architecture.
     """
-    own = getattr(model_class, "config_class", None)
-    if isinstance(own, type):
-        return own
+    declared = getattr(model_class, "config_class", None)
+    if isinstance(declared, type):
+        return declared
     return transformers.CONFIG_MAPPING[head.model_type]
 
 
 def _set_special_tokens(config: transformers.PreTrainedConfig) -> int:
-    """Set the special token ids that a config leaves to the tokenizer.
+    """Set the padding id, and the id that a decoder starts with, where a config has none because
+    it leaves them to the tokenizer. Changes the config and its text config, in place.
 
     Returns:
         The padding id.
     """
-    text = config.get_text_config()
-    chosen = 0
+    text_config = config.get_text_config()
+    default = 0
     for name in ("pad_token_id", "decoder_start_token_id"):
-        for part in (text, config):
+        for part in (text_config, config):
             token_id = getattr(part, name, None)
             if not isinstance(token_id, int) or token_id < 0:
-                setattr(part, name, chosen)
-        # A decoder starts with the padding token.
-        chosen = text.pad_token_id
-    return text.pad_token_id
+                setattr(part, name, default)
+        # By default a decoder starts with the padding token.
+        default = text_config.pad_token_id
+    return text_config.pad_token_id

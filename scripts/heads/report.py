@@ -1,4 +1,6 @@
-"""The report of a sweep: one line per head, a summary, Markdown and JSON."""
+"""The report of a sweep over heads (model classes of transformers with a loss): one line per head, a
+summary, heads.md and heads.json.
+"""
 
 import json
 from collections import Counter
@@ -12,8 +14,9 @@ import transformers
 
 from heads.one_head import ACCUMULATION, DROPOUT, LAYOUTS, MICRO_BATCH, TOLERANCE, Verdict
 
+# Values of `Verdict.status` for heads that were built.
 BUILT = ("right", "refused", "wrong")
-# What `Verdict.dropout` is for heads that draw dropout.
+# Values of `Verdict.dropout` for heads that draw dropout.
 DRAWING = ("agree", "differ", "refused", "error")
 
 METHOD = f"""The sweep takes every class of ten auto mappings of transformers (causal LM, masked LM, sequence and token
@@ -40,49 +43,59 @@ it. Heads that are out of scope or could not be built are listed at the end and 
 
 
 def line(verdict: Verdict) -> str:
-    """Describe a head in one line: its row of the table, and the reason."""
+    """Describe the verdict on a head in one line for the terminal: the cells of its table row, and
+    the reason if something is wrong.
+    """
     cells = [verdict.head.name, verdict.status]
     if verdict.status in BUILT:
-        cells = _row(verdict)
+        cells = _table_row(verdict)
     reason = verdict.reason or verdict.dropout_reason
     return " | ".join(filter(None, [*cells, reason[:160]]))
 
 
 def summary(verdicts: list[Verdict]) -> list[str]:
-    """Return the counts as sentences."""
-    built = [v for v in verdicts if v.status in BUILT]
-    status = Counter(v.status for v in verdicts)
-    dropout = Counter(v.dropout for v in built)
-    drawing = sum(dropout[name] for name in DRAWING)
-    ratios = Counter(
-        round(v.trainer_ratio) for v in built if v.trainer_ratio is not None and not v.trainer_right
+    """Summarize a sweep in four sentences: how many heads were built, how many gradients of hf_ga
+    and of Trainer are right, and for how many heads the layouts agree with dropout.
+    """
+    built = [verdict for verdict in verdicts if verdict.status in BUILT]
+    num_classes = len({verdict.head.class_name for verdict in built})
+    num_architectures = len({verdict.head.model_type for verdict in built})
+    status = Counter(verdict.status for verdict in verdicts)
+    refused_share = _percent(status["refused"], len(built))
+
+    trainer_right = sum(verdict.trainer_right for verdict in built)
+    # The gradient is too large by the accumulation steps where Trainer does not divide by them.
+    trainer_times_4 = sum(
+        round(verdict.trainer_ratio) == 4
+        for verdict in built
+        if verdict.trainer_ratio is not None and not verdict.trainer_right
     )
+
+    dropout = Counter(verdict.dropout for verdict in built)
+    num_drawing = sum(dropout[name] for name in DRAWING)
+    agree_share = _percent(dropout["agree"], num_drawing)
     return [
-        f"{len(built)} heads built, of {len({v.head.class_name for v in built})} classes and "
-        f"{len({v.head.model_type for v in built})} architectures; {status['not built']} could "
-        "not be built, "
-        f"{status['out of scope']} are out of scope.",
-        f"hf_ga: {status['right']} right, {status['refused']} refused "
-        f"({_percent(status['refused'], len(built))}), "
+        f"{len(built)} heads built, of {num_classes} classes and {num_architectures} "
+        f"architectures; {status['not built']} could not be built, {status['out of scope']} are "
+        "out of scope.",
+        f"hf_ga: {status['right']} right, {status['refused']} refused ({refused_share}), "
         f"{status['wrong']} wrong.",
-        f"transformers.Trainer: {sum(v.trainer_right for v in built)} right, "
-        f"{sum(not v.trainer_right for v in built)} not "
-        f"(gradient about 4 times too large for {ratios[4]}).",
-        f"Dropout {DROPOUT}: {drawing} heads draw it; hf_ga's layouts agree for {dropout['agree']} "
-        f"({_percent(dropout['agree'], drawing)}), differ for {dropout['differ']}, refused for "
-        f"{dropout['refused']}, error for "
-        f"{dropout['error']}. {dropout['none drawn']} draw none.",
+        f"transformers.Trainer: {trainer_right} right, {len(built) - trainer_right} not "
+        f"(gradient about 4 times too large for {trainer_times_4}).",
+        f"Dropout {DROPOUT}: {num_drawing} heads draw it; hf_ga's layouts agree for "
+        f"{dropout['agree']} ({agree_share}), differ for {dropout['differ']}, refused for "
+        f"{dropout['refused']}, error for {dropout['error']}. {dropout['none drawn']} draw none.",
     ]
 
 
 def write_report(verdicts: list[Verdict], num_heads: int, folder: Path, minutes: float) -> None:
-    """Write heads.md and heads.json with the verdicts so far.
+    """Write the report of a sweep, heads.md and heads.json, with the verdicts so far.
 
     Args:
         verdicts: The verdicts so far.
-        num_heads: Number of heads to examine.
-        folder: The folder of the two files.
-        minutes: Duration so far.
+        num_heads: Number of heads that the sweep examines.
+        folder: The folder of the two files; created if it does not exist.
+        minutes: Duration of the sweep so far.
     """
     folder.mkdir(parents=True, exist_ok=True)
     versions = {
@@ -90,23 +103,32 @@ def write_report(verdicts: list[Verdict], num_heads: int, folder: Path, minutes:
         "transformers": transformers.__version__,
         "accelerate": accelerate.__version__,
     }
-    about = {
+    metadata = {
         "versions": versions,
         "minutes": round(minutes, 1),
         "tolerance": TOLERANCE,
         "summary": summary(verdicts),
+        "examined": len(verdicts),
+        "listed": num_heads,
     }
-    about |= {"examined": len(verdicts), "listed": num_heads}
-    heads = ",\n".join(json.dumps(_entry(verdict)) for verdict in verdicts)
-    head_of_file = json.dumps(about, indent=1).removesuffix("\n}")
-    (folder / "heads.json").write_text(f'{head_of_file},\n "heads": [\n{heads}\n]\n}}\n')
-    where = ", ".join(f"{name} {version}" for name, version in versions.items())
-    where = f"{where}; {len(verdicts)} of {num_heads} heads in {minutes:.0f} minutes."
-    (folder / "heads.md").write_text(_markdown(verdicts, where))
+    # One line for each head, so that diffs of the file are readable.
+    heads = ",\n".join(json.dumps(_json_entry(verdict)) for verdict in verdicts)
+    opened_object = json.dumps(metadata, indent=1).removesuffix("\n}")
+    (folder / "heads.json").write_text(f'{opened_object},\n "heads": [\n{heads}\n]\n}}\n')
+    shown_versions = ", ".join(f"{name} {version}" for name, version in versions.items())
+    origin = f"{shown_versions}; {len(verdicts)} of {num_heads} heads in {minutes:.0f} minutes."
+    (folder / "heads.md").write_text(_format_page(verdicts, origin))
 
 
-def _markdown(verdicts: list[Verdict], where: str) -> str:
-    """Return the text of heads.md; `where` names versions and duration."""
+def _format_page(verdicts: list[Verdict], origin: str) -> str:
+    """Format the page heads.md of a sweep over heads (model classes of transformers with a loss):
+    summary, counts by kind of head, heads that are wrong or refused, the method, and a table of all
+    heads.
+
+    Args:
+        verdicts: The verdicts of the sweep.
+        origin: A line with the versions of the libraries and the duration of the sweep.
+    """
     built = [v for v in verdicts if v.status in BUILT]
     parts = [
         "# Every head",
@@ -114,13 +136,15 @@ def _markdown(verdicts: list[Verdict], where: str) -> str:
         "`transformers.Trainer`? Search for its class.",
         "`OMP_NUM_THREADS=1 python scripts/sweep_heads.py --full --output_dir docs` writes the "
         "page and heads.json.",
-        where,
+        origin,
         "\n".join(f"- {sentence}" for sentence in summary(verdicts)),
         "## By kind",
-        _by_kind(built),
-        *_listed("## Wrong", {v.head.name: v.reason for v in built if v.status == "wrong"}),
-        *_listed("## Refused", {v.head.name: v.reason for v in built if v.status == "refused"}),
-        *_listed(
+        _table_by_kind(built),
+        *_reason_list("## Wrong", {v.head.name: v.reason for v in built if v.status == "wrong"}),
+        *_reason_list(
+            "## Refused", {v.head.name: v.reason for v in built if v.status == "refused"}
+        ),
+        *_reason_list(
             "## Dropout: drawn, but the layouts do not agree",
             {v.head.name: v.dropout_reason for v in built if v.dropout in DRAWING[1:]},
         ),
@@ -138,12 +162,12 @@ def _markdown(verdicts: list[Verdict], where: str) -> str:
                 "ratio",
                 f"dropout {DROPOUT}",
             ],
-            (_row(v) for v in built),
+            (_table_row(v) for v in built),
         ),
-        *_listed(
+        *_reason_list(
             "## Not built", {v.head.name: v.reason for v in verdicts if v.status == "not built"}
         ),
-        *_listed(
+        *_reason_list(
             "## Out of scope",
             {v.head.name: v.reason for v in verdicts if v.status == "out of scope"},
         ),
@@ -151,53 +175,64 @@ def _markdown(verdicts: list[Verdict], where: str) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-def _by_kind(built: list[Verdict]) -> str:
-    """Return the table of counts, one row per kind of head."""
+def _table_by_kind(built: list[Verdict]) -> str:
+    """Format a Markdown table that counts the heads by kind of loss (one row each): how many are
+    right, refused and wrong, Trainer's right ones, and those whose layouts agree with dropout.
+    """
     rows = []
-    for kind in dict.fromkeys(v.head.kind for v in built):
-        of_kind = [v for v in built if v.head.kind == kind]
-        status = Counter(v.status for v in of_kind)
-        dropout = Counter(v.dropout for v in of_kind)
-        trainer = sum(v.trainer_right for v in of_kind)
-        drawing = sum(dropout[name] for name in DRAWING)
+    for kind in dict.fromkeys(verdict.head.kind for verdict in built):
+        verdicts = [verdict for verdict in built if verdict.head.kind == kind]
+        status = Counter(verdict.status for verdict in verdicts)
+        dropout = Counter(verdict.dropout for verdict in verdicts)
+        num_drawing = sum(dropout[name] for name in DRAWING)
         rows.append(
             [
                 kind,
-                len(of_kind),
-                *(status[s] for s in BUILT),
-                trainer,
-                f"{dropout['agree']} of {drawing}",
+                len(verdicts),
+                *(status[name] for name in BUILT),
+                sum(verdict.trainer_right for verdict in verdicts),
+                f"{dropout['agree']} of {num_drawing}",
             ]
         )
     return _table(["kind", "heads", *BUILT, "Trainer right", "dropout layouts agree"], rows)
 
 
-def _listed(title: str, reasons: dict[str, str]) -> list[str]:
-    """Return a title and a list of heads with their reasons; nothing if there are none."""
+def _reason_list(title: str, reasons: dict[str, str]) -> list[str]:
+    """Format a part of the page: a title, and a Markdown list of heads with their reasons.
+
+    Args:
+        title: The title in Markdown.
+        reasons: Name of the head -> reason.
+
+    Returns:
+        Title and list; an empty list if there are no heads.
+    """
     if not reasons:
         return []
     return [title, "\n".join(f"- {name}: {reason}" for name, reason in reasons.items())]
 
 
-def _row(verdict: Verdict) -> list[str]:
-    """Return a head's row of the table of all heads."""
+def _table_row(verdict: Verdict) -> list[str]:
+    """Format the cells of one head (a model class with its loss) in the report's table of all heads:
+    hf_ga's result, Trainer's, and dropout.
+    """
     ratio = ""
     if verdict.trainer_ratio is not None:
         ratio = f"{verdict.trainer_ratio:.2f}"
     return [
         verdict.head.name,
         verdict.status,
-        _short(verdict.error),
+        _format_error(verdict.error),
         verdict.rule,
-        _status_of_trainer(verdict),
-        _short(verdict.trainer_error),
+        _trainer_status(verdict),
+        _format_error(verdict.trainer_error),
         ratio,
-        _dropout(verdict),
+        _format_dropout(verdict),
     ]
 
 
-def _status_of_trainer(verdict: Verdict) -> str:
-    """Return "right", "wrong", or "fails" if Trainer raises an exception."""
+def _trainer_status(verdict: Verdict) -> str:
+    """Return whether Trainer's gradient is "right" or "wrong"; "fails" if Trainer raised."""
     if verdict.trainer_right:
         return "right"
     if verdict.trainer_error is not None:
@@ -206,7 +241,7 @@ def _status_of_trainer(verdict: Verdict) -> str:
 
 
 def _table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Return a table in Markdown."""
+    """Format a Markdown table; "|" in cells is escaped."""
     lines = []
     for cells in (header, ["---"] * len(header), *rows):
         escaped = [str(cell).replace("|", "\\|") for cell in cells]
@@ -214,25 +249,29 @@ def _table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
     return "\n".join(lines)
 
 
-def _dropout(verdict: Verdict) -> str:
-    """Return the cell of dropout: the verdict, and the largest error between two layouts."""
+def _format_dropout(verdict: Verdict) -> str:
+    """Format the table cell on dropout: whether the layouts agree, with the largest relative error
+    between two of them; "-" if dropout was not examined.
+    """
     if verdict.dropout_error is None:
         return verdict.dropout or "-"
     return f"{verdict.dropout} {verdict.dropout_error:.0e}"
 
 
-def _short(value: float | None) -> str:
-    """Return a number with two digits, "" for None."""
+def _format_error(value: float | None) -> str:
+    """Format a relative error with two digits; return "" for None."""
     return "" if value is None else f"{value:.1e}"
 
 
-def _percent(part: int, whole: int) -> str:
-    """Return a share in percent."""
-    return f"{100 * part / max(whole, 1):.1f} %"
+def _percent(count: int, total: int) -> str:
+    """Format a count as a percentage of a total; "0.0 %" if both are 0."""
+    return f"{100 * count / max(total, 1):.1f} %"
 
 
-def _entry(verdict: Verdict) -> dict[str, Any]:
-    """Return a head's entry in heads.json, numbers with three digits."""
+def _json_entry(verdict: Verdict) -> dict[str, Any]:
+    """Return the entry of a head in heads.json: the attributes of head and verdict, without empty
+    ones, and floats rounded to three digits.
+    """
     values = vars(verdict.head) | vars(verdict) | {"trainer_right": verdict.trainer_right}
     entry = {}
     for name, value in values.items():

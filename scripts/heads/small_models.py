@@ -1,8 +1,8 @@
-"""Small models of any architecture of transformers, with seeded random weights: one shrinking rule
-over config attributes.
+"""Build small models of any architecture of transformers, with seeded random weights, by one
+shrinking rule over config attributes.
 
-Nothing is downloaded and no full-size model is built: the rule finds sizes by the names of a config
-class's attributes. `EXCEPTIONS` lists what it cannot derive, with reasons.
+Nothing is downloaded and no full-size model is built: the rule recognises sizes by the names of a
+config class's attributes. `EXCEPTIONS` lists the arguments that it cannot derive, with reasons.
 """
 
 import re
@@ -18,12 +18,13 @@ from heads.exceptions import EXCEPTIONS
 VOCABULARY = 96
 # Ids below are for special tokens, samples use the others.
 NUM_RESERVED = 32
-MOST_PARAMETERS = 6_000_000
-LEAST_LAYERS = 2
-# A longer list has one entry per layer.
-MOST_STAGES = 8
-# Required sizes without a default in the class (real checkpoints set them).
-NOT_OPEN = {
+MAX_PARAMETERS = 6_000_000
+MIN_LAYERS = 2
+# A list with more entries has one entry per layer, not per stage.
+MAX_STAGES = 8
+# Values of required attributes whose default in the config class is None (real checkpoints set
+# them).
+REQUIRED_SIZES = {
     "head_dim": 8,
     "num_key_value_heads": 4,
     "vocab_size": VOCABULARY,
@@ -34,7 +35,7 @@ NOT_OPEN = {
 # Standard deviation of the noise added to every initial weight.
 NOISE = 0.05
 
-# (pattern of the attribute's name, largest value of a number, divisor of the numbers in a list).
+# (pattern of the attribute's name, maximum of a number, divisor of the numbers in a list).
 # The first match applies.
 SIZES: list[tuple[str, int, int]] = [
     (r"kernel|stride", 1 << 60, 1),  # unchanged: they must fit the paddings
@@ -81,21 +82,21 @@ SIZES: list[tuple[str, int, int]] = [
 def small_config(
     config_class: type[PreTrainedConfig], dropout: float = 0.0, **overrides: Any
 ) -> PreTrainedConfig:
-    """Make a config of the class with small sizes. The config class raises its own errors for
-    incompatible values.
+    """Build a config of a transformers architecture with small sizes, for the sweep over all
+    architectures. The config class raises its own errors for incompatible values.
 
     Args:
-        config_class: The class.
-        dropout: The value of every attribute that is a dropout probability. Layer dropout and
-            routing noise, which belong to no sample, are always 0.
-        overrides: Attributes set last (num_labels, problem_type, ...).
+        config_class: The config class.
+        dropout: Value of all dropout probabilities. Layer dropout and routing noise, which cannot
+            be tied to a sample, are always 0.
+        overrides: Config arguments that replace those of the rule (num_labels, ...).
 
     Example:
         small_config(BertConfig).hidden_size   # 32
     """
     arguments = small_arguments(config_class(), dropout, {})
     if hasattr(config_class, "use_cache"):
-        # A cache is for generation.
+        # The key-value cache is for generation only.
         arguments["use_cache"] = False
     return config_class(**{**arguments, **overrides})
 
@@ -103,33 +104,35 @@ def small_config(
 def small_arguments(
     config: PreTrainedConfig, dropout: float, token_ids: dict[int, int]
 ) -> dict[str, Any]:
-    """Return the arguments for a small version of a config.
+    """Return the arguments with which a config class of transformers builds a small version of a
+    config, for the sweep over all architectures.
 
     Args:
-        config: The config.
-        dropout: See `small_config`.
-        token_ids: Collects the new ids of special tokens.
+        config: The config of full size.
+        dropout: Value of all dropout probabilities.
+        token_ids: Maps ids of special tokens to their new ids; new ones are added, in place.
     """
-    layers = _kept_layers(config)
+    layers = _representative_layers(config)
     defaults = {field.name: field.default for field in fields(config)}
-    whole_numbers = {field.name for field in fields(config) if field.type is int}
+    integer_names = {field.name for field in fields(config) if field.type is int}
     arguments: dict[str, Any] = {}
-    for name, value in _attributes(config).items():
-        own_dropout = 0 if name in whole_numbers else dropout
-        small = _small_value(name, value, own_dropout, layers, token_ids)
+    for name, value in _size_attributes(config).items():
+        # An integer attribute cannot hold the probability.
+        attribute_dropout = 0 if name in integer_names else dropout
+        small = _small_value(name, value, attribute_dropout, layers, token_ids)
         if small is None:
             continue
-        # Only what differs from the default has to be passed.
+        # Values that stay at the default need not be passed.
         is_default = small is value and value == defaults.get(name, value)
         if not is_default:
             arguments[name] = small
     if layers is not None:
         arguments["num_hidden_layers"] = len(layers)
-    key_value_heads = _value(config, "num_key_value_heads")
-    if key_value_heads == _value(config, "num_attention_heads"):
+    num_kv_heads = _get_attribute(config, "num_key_value_heads")
+    if num_kv_heads == _get_attribute(config, "num_attention_heads"):
         # Without grouped-query attention the two numbers of heads stay equal.
         arguments.pop("num_key_value_heads", None)
-        if "num_attention_heads" in arguments and key_value_heads is not None:
+        if "num_attention_heads" in arguments and num_kv_heads is not None:
             arguments["num_key_value_heads"] = arguments["num_attention_heads"]
     exceptions = EXCEPTIONS.get(type(config).__name__, {})
     return arguments | exceptions
@@ -138,16 +141,18 @@ def small_arguments(
 def build_small(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, seed: int = 0
 ) -> PreTrainedModel:
-    """Build a model in float32 and training mode, without zero weights: its own initialisation plus
-    seeded noise.
+    """Build a small model for the sweep over transformers' architectures, in float32 and training
+    mode. Its weights are its own initialisation plus noise, so that none is zero. torch's global
+    generator is not changed.
 
     Args:
-        model_class: The class of the model.
-        config: A small config.
-        seed: The seed of weights and noise.
+        model_class: The model class of transformers.
+        config: A small config (`small_config`).
+        seed: Seed of weights and noise.
 
     Raises:
-        ValueError: If it has more than `MOST_PARAMETERS` parameters: the rule missed a size.
+        ValueError: If the model has more than `MAX_PARAMETERS` parameters, because the shrinking
+            rule missed a size.
     """
     _check_size(model_class, config)
     with torch.random.fork_rng():
@@ -155,35 +160,40 @@ def build_small(
         model = model_class(config).float()
         with torch.no_grad():
             for parameter in model.parameters():
-                _make_generic(parameter)
+                _add_noise_(parameter)
     return model.train()
 
 
 def switch_off_dropout(model: nn.Module) -> None:
-    """Set all dropout probabilities to 0, including those without a config attribute."""
+    """Set the probability of all dropout modules to 0, in place, including those without a config
+    attribute.
+    """
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
 
 
 def is_dropout(name: str) -> bool:
-    """Whether an attribute is a probability to drop elements of a sample, or a whole branch for a
-    sample (drop path).
+    """Whether a config attribute is a dropout probability, of elements or of a residual branch of a
+    single sample (drop path), by its name.
     """
     return "drop" in name and not is_shared_noise(name)
 
 
 def is_shared_noise(name: str) -> bool:
-    """Whether an attribute is the probability of noise that belongs to no single sample: layer
-    dropout skips a layer for a whole batch; routing noise and token dropout belong to the routers.
+    """Whether a config attribute is the probability of noise that cannot be tied to a sample, by
+    its name: dropout of whole layers, routing noise, token dropout of routers, masking of input
+    features.
     """
     return bool(re.search(r"layerdrop|jitter|token_dropout|mask_(time|feature)_prob", name))
 
 
-def _attributes(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the declared attributes, and derived lists with one entry per layer."""
+def _size_attributes(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return the attributes of a config that a small version may change, by name: the arguments of
+    its class, and all other public lists, which have one entry per layer.
+    """
     names = sorted(field.name for field in fields(config) if field.init)
-    attributes = {name: _value(config, name) for name in names}
+    attributes = {name: _get_attribute(config, name) for name in names}
     for name, value in vars(config).items():
         is_public = not name.startswith("_")
         if name not in names and is_public and isinstance(value, list):
@@ -191,8 +201,10 @@ def _attributes(config: PreTrainedConfig) -> dict[str, Any]:
     return attributes
 
 
-def _value(config: PreTrainedConfig, name: str) -> Any:
-    """Return an attribute; None if it differs between layers."""
+def _get_attribute(config: PreTrainedConfig, name: str) -> Any:
+    """Return an attribute of a config, or None if it has none with this name, or raises because the
+    value differs between layers.
+    """
     try:
         return getattr(config, name, None)
     except (ValueError, RuntimeError):
@@ -202,19 +214,20 @@ def _value(config: PreTrainedConfig, name: str) -> Any:
 def _small_value(
     name: str, value: Any, dropout: float, layers: list[int] | None, token_ids: dict[int, int]
 ) -> Any:
-    """Return the small value of an attribute.
+    """Return the value of a config attribute for a small version of the config, chosen by the
+    attribute's name and type; the value itself if the rule does not change it.
 
     Args:
-        name: The attribute.
-        value: Its value.
-        dropout: See `small_config`.
-        layers: The layers that are kept. None: the first ones.
-        token_ids: Collects the new ids of special tokens.
+        name: Name of the attribute.
+        value: Its value in the config of full size.
+        dropout: Value of dropout probabilities.
+        layers: Indices of the layers to keep. None: the first ones.
+        token_ids: Maps ids of special tokens to their new ids; new ones are added, in place.
     """
     if isinstance(value, PreTrainedConfig):
         return {**small_arguments(value, dropout, token_ids), "model_type": value.model_type}
     if value is None:
-        return NOT_OPEN.get(name)
+        return REQUIRED_SIZES.get(name)
     if isinstance(value, bool | str) or name in ("id2label", "label2id"):
         return value
     if is_shared_noise(name) and isinstance(value, int | float):
@@ -222,29 +235,35 @@ def _small_value(
     if is_dropout(name) and isinstance(value, int | float):
         return dropout
     if re.search(r"token_id$|token_index$|_token_ids?$", name):
-        return _token_ids(value, token_ids)
+        return _small_token_ids(value, token_ids)
     if isinstance(value, int):
-        return _limited(name, value)
+        return _limit_size(name, value)
     if isinstance(value, list | tuple):
         return _small_list(name, value, dropout, layers)
     if isinstance(value, dict) and "rope" in name:
-        return _small_rotation(value)
+        return _small_rope_parameters(value)
     return value
 
 
-def _small_rotation(value: dict[str, Any]) -> dict[str, Any]:
-    """Shrink the sections of a three-axis rotary embedding, possibly nested by kind of layer, to
-    fit half a head of size 8.
+def _small_rope_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
+    """Return a config's rotary parameters for a head dim of 8: the sections of a multimodal rotary
+    embedding with three position dims become 2, 1 and 1. The parameters may be nested by kind of
+    layer.
     """
-    small = {k: _small_rotation(v) if isinstance(v, dict) else v for k, v in value.items()}
-    if len(value.get("mrope_section", ())) == 3:
+    small = {}
+    for name, value in parameters.items():
+        small[name] = _small_rope_parameters(value) if isinstance(value, dict) else value
+    if len(parameters.get("mrope_section", ())) == 3:
         small["mrope_section"] = [2, 1, 1]
     return small
 
 
 def _size_rule(name: str) -> tuple[int | None, int]:
-    """Return limit and divisor of the first pattern of `SIZES` that matches an attribute's name;
-    None and 1, if none matches.
+    """Look up how a config attribute is shrunk, by the first pattern of `SIZES` that matches its
+    name.
+
+    Returns:
+        The maximum of a number (None: it is not a size) and the divisor of numbers in a list.
     """
     for pattern, limit, divisor in SIZES:
         if re.search(pattern, name):
@@ -252,95 +271,115 @@ def _size_rule(name: str) -> tuple[int | None, int]:
     return None, 1
 
 
-def _limited(name: str, value: int) -> int:
-    """Return a number, at most the limit for an attribute's name."""
+def _limit_size(name: str, value: int) -> int:
+    """Return the value of an integer config attribute, but at most the maximum that `SIZES` has for
+    its name.
+    """
     limit, _ = _size_rule(name)
     return value if limit is None else min(value, limit)
 
 
 def _small_list(name: str, value: Any, dropout: float, layers: list[int] | None) -> Any:
-    """Shrink a list: select the kept layers if it has one entry per layer, else divide its numbers.
+    """Return the value of a list attribute for a small version of a config.
+
+    A list with one entry per layer is reduced to the layers to keep. In a list with one entry per
+    stage, dropout probabilities are replaced, numbers of layers are limited to `MIN_LAYERS`, and
+    other sizes are divided.
 
     Args:
-        name: The attribute.
-        value: A list or a tuple.
-        dropout: See `small_config`.
-        layers: The layers that are kept. None: the config lists no kinds of layers.
+        name: Name of the attribute.
+        value: A list or a tuple, whose type is kept.
+        dropout: Value of dropout probabilities.
+        layers: Indices of the layers to keep. None: the config does not list kinds of layers.
     """
-    kind = type(value)
-    is_per_layer = _is_per_layer(name) or len(value) > MOST_STAGES
+    sequence_type = type(value)
+    is_per_layer = _is_per_layer(name) or len(value) > MAX_STAGES
     if layers is not None and is_per_layer and len(value) > max(layers):
         kept = [value[layer] for layer in layers]
-        return kind(_limited(name, v) if type(v) is int else v for v in kept)
+        return sequence_type(
+            _limit_size(name, entry) if type(entry) is int else entry for entry in kept
+        )
     if is_dropout(name):
-        return kind(dropout for _ in value)
-    if not all(type(v) is int for v in value):
+        return sequence_type(dropout for _ in value)
+    if not all(type(entry) is int for entry in value):
         return value
     limit, divisor = _size_rule(name)
     if divisor == 1:
         return value
-    if limit == LEAST_LAYERS:
-        # Numbers of layers, one for each stage.
-        return kind(min(v, limit) for v in value)
-    return kind(max(v // divisor, 1) for v in value)
+    counts_layers = limit == MIN_LAYERS
+    if counts_layers:
+        return sequence_type(min(entry, limit) for entry in value)
+    return sequence_type(max(entry // divisor, 1) for entry in value)
 
 
 def _is_per_layer(name: str) -> bool:
-    """Whether an attribute is a list with one entry per layer."""
+    """Whether a config attribute is a list with one entry per layer, by its name."""
     return bool(re.search(r"layer|block_type|indexer_types|_per_layer|attn_types", name))
 
 
-def _kept_layers(config: PreTrainedConfig) -> list[int] | None:
-    """Choose the first layer of every kind, at least two layers; None if the config lists no
-    kinds.
+def _representative_layers(config: PreTrainedConfig) -> list[int] | None:
+    """Choose the layers that a small version of a config keeps: the first layer of each kind, at
+    most four, or the first two layers if all have the same kind.
+
+    Returns:
+        Indices of the layers. None: the config does not list kinds of layers.
     """
-    count = getattr(config, "num_hidden_layers", None)
+    num_layers = getattr(config, "num_hidden_layers", None)
     lists = []
-    for name, value in _attributes(config).items():
-        if not isinstance(value, list | tuple) or len(value) != count:
+    for name, value in _size_attributes(config).items():
+        if not isinstance(value, list | tuple) or len(value) != num_layers:
             continue
         if _is_per_layer(name) and all(isinstance(entry, str | int) for entry in value):
             lists.append(value)
-    if not lists or not count:
+    if not lists or not num_layers:
         return None
+    # Layers are of the same kind if all lists have the same entries for them.
     kinds = list(zip(*lists, strict=True))
-    firsts = [layer for layer in range(count) if kinds.index(kinds[layer]) == layer][:4]
-    if len(firsts) < LEAST_LAYERS:
-        return list(range(LEAST_LAYERS))
-    return firsts
+    first_of_kind = [layer for layer in range(num_layers) if kinds.index(kinds[layer]) == layer]
+    chosen = first_of_kind[:4]
+    if len(chosen) < MIN_LAYERS:
+        return list(range(MIN_LAYERS))
+    return chosen
 
 
-def _token_ids(value: Any, token_ids: dict[int, int]) -> Any:
-    """Choose ids of special tokens: small ids stay, others become the last reserved ones, and equal
-    ids stay equal.
+def _small_token_ids(value: Any, token_ids: dict[int, int]) -> Any:
+    """Return new ids for special tokens, below `NUM_RESERVED`: small ids stay, large ones get the
+    last reserved ids, and equal ids stay equal.
+
+    Args:
+        value: An id, or a list or tuple of ids; other values are returned unchanged.
+        token_ids: Maps ids of special tokens to their new ids; new ones are added, in place.
     """
     if isinstance(value, list | tuple):
-        return type(value)(_token_ids(v, token_ids) for v in value)
+        return type(value)(_small_token_ids(token_id, token_ids) for token_id in value)
     if not isinstance(value, int) or value < NUM_RESERVED // 2:
         return value
     return token_ids.setdefault(value, NUM_RESERVED - 1 - len(token_ids))
 
 
 def _check_size(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> None:
-    """Raise ValueError if a model has more than `MOST_PARAMETERS` parameters."""
+    """Raise ValueError if a model has more than `MAX_PARAMETERS` parameters; it is built on the
+    meta device. Do nothing if it cannot be built there.
+    """
     try:
         with torch.device("meta"):
             model = model_class(config)
-            size = sum(p.numel() for p in model.parameters())
+            num_parameters = sum(p.numel() for p in model.parameters())
     except Exception:
-        # It reads its weights in its constructor: rely on the time limit.
+        # The constructor reads values of weights. The sweep's time limit ends a model that is too
+        # large.
         return
-    if size > MOST_PARAMETERS:
+    if num_parameters > MAX_PARAMETERS:
         raise ValueError(
-            f"{model_class.__name__} has {size} parameters after shrinking, more than "
-            f"{MOST_PARAMETERS}"
+            f"{model_class.__name__} has {num_parameters} parameters after shrinking, more than "
+            f"{MAX_PARAMETERS}"
         )
 
 
-def _make_generic(parameter: nn.Parameter) -> None:
-    """Add noise, so that no weight is zero or degenerate; uninitialised weights become noise
-    only.
+def _add_noise_(parameter: nn.Parameter) -> None:
+    """Add normal noise to a parameter, in place, so that no weight is zero and all are different;
+    uninitialised elements (not finite, or above 1e4) become noise only.
     """
     if parameter.is_floating_point():
-        wild = ~parameter.isfinite() | (parameter.abs() > 1e4)
-        parameter.masked_fill_(wild, 0.0).add_(torch.randn_like(parameter), alpha=NOISE)
+        uninitialised = ~parameter.isfinite() | (parameter.abs() > 1e4)
+        parameter.masked_fill_(uninitialised, 0.0).add_(torch.randn_like(parameter), alpha=NOISE)

@@ -1,5 +1,5 @@
-"""Ragged samples for every kind of head, and a plain padding collate function. Independent of
-hf_ga.
+"""Samples of different lengths for every kind of head (a model class of transformers with a loss),
+and a plain collate function that pads. Independent of hf_ga.
 
 The 8 samples of a window have 4 to 21 tokens, and their numbers of targets differ by more than a
 factor of 3 if the head has targets per token.
@@ -15,20 +15,21 @@ from transformers import PreTrainedConfig
 NUM_CLASSES = 3
 NUM_CHOICES = 3
 IGNORED = -100
-# Ids of plain tokens.
+# Ordinary tokens have ids from FIRST_ID to END_ID - 1; lower ids are special tokens.
 FIRST_ID = 32
-LAST_ID = 96
+END_ID = 96
 LENGTHS = (5, 21, 12, 4, 17, 9, 20, 6)
 IMAGE_SIZE = 32
-# Samples with a truncated answer (start or end); question answering ignores these targets.
-CUT_STARTS = (1, 6)
-CUT_ENDS = (1, 2, 6)
+# Question answering: indices of the samples whose answer starts or ends behind the truncated text.
+# Their position is `BEYOND`, and the head ignores these targets.
+TRUNCATED_STARTS = (1, 6)
+TRUNCATED_ENDS = (1, 2, 6)
 BEYOND = 1000
-# Architectures with one batch width only: the longest sample, rounded up to the size of their
+# Architectures that need a fixed padded length: the longest sample, rounded up to the size of their
 # chunks or tables.
-WIDTHS = {"reformer": 24, "nystromformer": 24, "perceiver": 64}
+PADDED_LENGTHS = {"reformer": 24, "nystromformer": 24, "perceiver": 64}
 
-# kind of head -> attributes of its config
+# Kind of head -> config arguments.
 KINDS: dict[str, dict[str, Any]] = {
     "causal LM": {},
     "causal LM with router loss": {"output_router_logits": True},
@@ -50,17 +51,20 @@ Sample = dict[str, Any]
 def make_samples(
     kind: str, class_name: str, config: PreTrainedConfig, seed: int = 0
 ) -> list[Sample]:
-    """Make 8 samples for a head, as lists of numbers.
+    """Draw 8 random samples with labels for a head (a model class of transformers with a loss).
 
     Args:
-        kind: A key of `KINDS`.
-        class_name: The class of the model, on which the names of pre-training labels depend.
-        config: The config of the model.
-        seed: The seed of the samples.
+        kind: The kind of loss, a key of `KINDS`.
+        class_name: Name of the model class; some have more labels or inputs.
+        config: The config of the small model.
+        seed: Seed of the samples.
+
+    Returns:
+        The samples, dicts of lists and numbers, before padding.
     """
     rng = np.random.default_rng(seed)
     if kind == "image classification" and class_name.startswith("ImageGPT"):
-        # Its pixels are tokens.
+        # ImageGPT's pixels are tokens.
         return [
             {"input_ids": rng.integers(0, FIRST_ID, 16).tolist(), "labels": i % NUM_CLASSES}
             for i in range(len(LENGTHS))
@@ -68,148 +72,179 @@ def make_samples(
     if kind == "image classification":
         return [_image_sample(rng, config, i) for i in range(len(LENGTHS))]
     if kind == "seq2seq" and not config.is_encoder_decoder:
-        # A decoder that continues after its audio or image input.
+        # The class is a decoder that continues after its audio or image input.
         kind = "causal LM"
-    vocab_size = getattr(config.get_text_config(), "vocab_size", None) or LAST_ID
-    last = min(LAST_ID, vocab_size)
-    end = end_token(config)
-    texts = [_tokens(rng, length, last, end) for length in LENGTHS]
-    targets = reversed(texts)
+    vocab_size = getattr(config.get_text_config(), "vocab_size", None) or END_ID
+    end_id = min(END_ID, vocab_size)
+    eos_token_id = end_token(config)
+    texts = [_draw_tokens(rng, length, end_id, eos_token_id) for length in LENGTHS]
+    # In sequence-to-sequence models each text generates another one.
+    target_texts = reversed(texts)
     samples = [
-        _with_labels(kind, ids, target, rng, i)
-        for i, (ids, target) in enumerate(zip(texts, targets, strict=True))
+        _make_sample(kind, input_ids, target_ids, rng, index)
+        for index, (input_ids, target_ids) in enumerate(zip(texts, target_texts, strict=True))
     ]
     return [
-        {**s, **_more_labels(class_name, s, rng), **_more_inputs(class_name, s, config, rng)}
-        for s in samples
+        {
+            **sample,
+            **_pretraining_labels(class_name, sample, rng),
+            **_architecture_inputs(class_name, sample, config, rng),
+        }
+        for sample in samples
     ]
 
 
 def end_token(config: PreTrainedConfig) -> int | None:
-    """Return the id that ends every sample (BART's classifier reads it there), if it is not the
-    padding id.
+    """Return the config's end-of-sequence id, with which samples end (BART's classifier looks for
+    it); None if there is none, or it is also the padding id.
     """
-    text = config.get_text_config()
-    end = getattr(text, "eos_token_id", None)
-    if isinstance(end, list | tuple):
-        end = end[0]
-    if not isinstance(end, int) or end < 0:
+    text_config = config.get_text_config()
+    eos_token_id = getattr(text_config, "eos_token_id", None)
+    if isinstance(eos_token_id, list | tuple):
+        eos_token_id = eos_token_id[0]
+    if not isinstance(eos_token_id, int) or eos_token_id < 0:
         return None
-    if end == getattr(text, "pad_token_id", None):
+    if eos_token_id == getattr(text_config, "pad_token_id", None):
         return None
-    return end
+    return eos_token_id
 
 
 class PaddingCollator:
-    """A collate function that pads every list to the longest of the batch: token ids with the
-    padding id, labels with -100, the rest with 0.
+    """Collate function that right-pads each list of the samples to the longest one in the batch:
+    token ids with the padding id, labels with -100, other inputs with 0.
 
     Args:
         pad_id: The padding id.
-        width: Pad to this many tokens instead, if no sample is longer.
+        min_length: Pad token lists to at least this many tokens.
     """
 
-    def __init__(self, pad_id: int, width: int = 0) -> None:
+    def __init__(self, pad_id: int, min_length: int = 0) -> None:
         self.pad_id = pad_id
-        self.width = width
+        self.min_length = min_length
 
     def __call__(self, samples: list[Sample]) -> dict[str, Tensor]:
-        """Collate samples."""
+        """Collate samples into a batch of tensors: float32, or int64 for integers."""
         return {
-            name: self._padded([sample[name] for sample in samples], self._filler(name))
+            name: self._pad_and_stack([sample[name] for sample in samples], self._pad_value(name))
             for name in samples[0]
         }
 
-    def _filler(self, name: str) -> int:
-        """Return the number with which an entry is padded."""
+    def _pad_value(self, name: str) -> int:
+        """Return the number with which a model input of this name is padded."""
         if "labels" in name:
             return IGNORED
         if name.endswith("input_ids"):
             return self.pad_id
         return 0
 
-    def _padded(self, values: list[Any], filler: int) -> Tensor:
-        """Pad the values of an entry on all axes, and stack them."""
+    def _pad_and_stack(self, values: list[Any], pad_value: int) -> Tensor:
+        """Pad arrays in all dims to their largest sizes, and stack them.
+
+        Args:
+            values: One number, list or array for each sample, all with the same number of dims.
+            pad_value: The number to pad with.
+        """
         arrays = [np.asarray(value) for value in values]
         dtype = arrays[0].dtype
         shape = np.max([array.shape for array in arrays], axis=0).astype(int)
         are_tokens = len(shape) > 0 and dtype.kind == "i"
-        if self.width and are_tokens:
-            shape[-1] = max(self.width, shape[-1])
-        padded = np.full((len(arrays), *shape), filler, dtype=dtype)
+        if self.min_length and are_tokens:
+            shape[-1] = max(self.min_length, shape[-1])
+        padded = np.full((len(arrays), *shape), pad_value, dtype=dtype)
         for row, array in enumerate(arrays):
-            own_part = tuple(slice(size) for size in array.shape)
-            padded[(row, *own_part)] = array
+            unpadded = tuple(slice(size) for size in array.shape)
+            padded[(row, *unpadded)] = array
         tensor = torch.from_numpy(padded)
         return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
-def _tokens(rng: np.random.Generator, length: int, last: int, end: int | None) -> list[int]:
-    """Draw the token ids of a text, below `last`, with `end` as the last one if there is one."""
-    ids = rng.integers(FIRST_ID, last, length).tolist()
-    if end is not None:
-        ids[-1] = end
-    return ids
-
-
-def _with_labels(
-    kind: str, ids: list[int], target: list[int], rng: np.random.Generator, index: int
-) -> Sample:
-    """Make the sample of a text.
+def _draw_tokens(
+    rng: np.random.Generator, length: int, end_id: int, eos_token_id: int | None
+) -> list[int]:
+    """Draw the token ids of a random text.
 
     Args:
-        kind: A key of `KINDS`.
-        ids: The token ids of the text.
-        target: Those of the text to generate from it.
-        rng: Draws labels.
-        index: The number of the sample.
+        rng: The random generator.
+        length: Number of tokens.
+        end_id: All drawn ids are below.
+        eos_token_id: Replaces the last id. None: it does not.
     """
-    sample: Sample = {"input_ids": ids, "attention_mask": [1] * len(ids)}
+    input_ids = rng.integers(FIRST_ID, end_id, length).tolist()
+    if eos_token_id is not None:
+        input_ids[-1] = eos_token_id
+    return input_ids
+
+
+def _make_sample(
+    kind: str, input_ids: list[int], target_ids: list[int], rng: np.random.Generator, index: int
+) -> Sample:
+    """Make a sample of a text with the labels of a kind of head.
+
+    Args:
+        kind: The kind of loss, a key of `KINDS`.
+        input_ids: The token ids of the text.
+        target_ids: The token ids of the text that a sequence-to-sequence model generates.
+        rng: Draws labels.
+        index: Index of the sample in the window.
+
+    Returns:
+        The model's arguments before padding, as lists and numbers.
+    """
+    sample: Sample = {"input_ids": input_ids, "attention_mask": [1] * len(input_ids)}
     if kind.startswith("causal LM"):
         num_ignored = 2 if index % 2 else 0
-        return {**sample, "labels": [IGNORED] * num_ignored + ids[num_ignored:]}
+        return {**sample, "labels": [IGNORED] * num_ignored + input_ids[num_ignored:]}
     if kind in ("masked LM", "pre-training"):
-        return {**sample, "labels": _masked(ids, rng)}
+        return {**sample, "labels": _ignore_some(input_ids, rng)}
     if kind == "token classification":
-        return {**sample, "labels": _masked([i % NUM_CLASSES for i in ids], rng)}
+        classes = [token_id % NUM_CLASSES for token_id in input_ids]
+        return {**sample, "labels": _ignore_some(classes, rng)}
     if kind == "seq2seq":
-        return {**sample, "labels": target}
+        return {**sample, "labels": target_ids}
     if kind == "question answering":
-        start, end = sorted(rng.integers(0, len(ids), 2).tolist())
-        if index in CUT_STARTS:
+        start, end = sorted(rng.integers(0, len(input_ids), 2).tolist())
+        if index in TRUNCATED_STARTS:
             start = BEYOND
-        if index in CUT_ENDS:
+        if index in TRUNCATED_ENDS:
             end = BEYOND
         return {**sample, "start_positions": start, "end_positions": end}
     if kind == "multiple choice":
-        choices = [ids]
+        choices = [input_ids]
         for _ in range(NUM_CHOICES - 1):
-            others = rng.integers(FIRST_ID, max(ids) + 1, len(ids) - 1)
-            choices.append([*others.tolist(), ids[-1]])
+            other_ids = rng.integers(FIRST_ID, max(input_ids) + 1, len(input_ids) - 1)
+            choices.append([*other_ids.tolist(), input_ids[-1]])
         return {
             "input_ids": choices,
-            "attention_mask": [[1] * len(ids)] * NUM_CHOICES,
+            "attention_mask": [[1] * len(input_ids)] * NUM_CHOICES,
             "labels": index % NUM_CHOICES,
         }
     return {**sample, "labels": _sample_label(kind, rng, index)}
 
 
-def _masked(labels: list[int], rng: np.random.Generator) -> list[int]:
-    """Replace labels by -100, so that the numbers of targets of samples differ much: about half of
-    the labels of short samples, and 70 % or none of those of long ones. Never the second label.
+def _ignore_some(labels: list[int], rng: np.random.Generator) -> list[int]:
+    """Replace a random part of the labels by -100, so that samples have very different numbers of
+    targets: about half of the labels of a short sample, and 70 % or none of those of a long one.
+    The second label always stays, so that each sample has a target.
     """
-    share = 0.5
+    ignored_share = 0.5
     if len(labels) > LENGTHS[0]:
-        share = 0.7 if rng.integers(2) else 0.0
-    masked = []
-    for i, label in enumerate(labels):
-        is_kept = i == 1 or rng.random() >= share
-        masked.append(label if is_kept else IGNORED)
-    return masked
+        ignored_share = 0.7 if rng.integers(2) else 0.0
+    result = []
+    for position, label in enumerate(labels):
+        is_kept = position == 1 or rng.random() >= ignored_share
+        result.append(label if is_kept else IGNORED)
+    return result
 
 
 def _sample_label(kind: str, rng: np.random.Generator, index: int) -> Any:
-    """Return the label of a head with one label per sample."""
+    """Return the label of a head that has one label for each sample: a number for "regression", a
+    0/1 vector for "multi-label", otherwise a class.
+
+    Args:
+        kind: The kind of loss, a key of `KINDS`.
+        rng: Draws the label, if it is no class.
+        index: Index of the sample in the window, which sets the class.
+    """
     if kind == "regression":
         return float(rng.normal())
     if kind == "multi-label":
@@ -218,19 +253,28 @@ def _sample_label(kind: str, rng: np.random.Generator, index: int) -> Any:
 
 
 def _image_sample(rng: np.random.Generator, config: PreTrainedConfig, index: int) -> Sample:
-    """Make a sample of random pixels, as large as the config asks for."""
-    vision = getattr(config, "vision_config", config)
-    size = getattr(vision, "image_size", IMAGE_SIZE)
+    """Make a sample of random pixels, float32 of shape (channels, height, width) as in the config,
+    with a class as its label.
+    """
+    vision_config = getattr(config, "vision_config", config)
+    size = getattr(vision_config, "image_size", IMAGE_SIZE)
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    pixels = rng.normal(size=(getattr(vision, "num_channels", 3), height, width))
+    pixels = rng.normal(size=(getattr(vision_config, "num_channels", 3), height, width))
     return {"pixel_values": pixels.astype(np.float32), "labels": index % NUM_CLASSES}
 
 
-def _more_labels(class_name: str, sample: Sample, rng: np.random.Generator) -> Sample:
-    """Return the other labels of pre-training heads."""
+def _pretraining_labels(class_name: str, sample: Sample, rng: np.random.Generator) -> Sample:
+    """Return the additional or different labels that some pre-training classes need; an empty dict
+    for other classes.
+
+    Args:
+        class_name: Name of the model class.
+        sample: The sample.
+        rng: Draws the labels.
+    """
     family = class_name.removesuffix("ForPreTraining")
     if family in ("Electra", "Funnel"):
-        # Was this token replaced?
+        # Whether each token was replaced.
         return {"labels": rng.integers(0, 2, len(sample["input_ids"])).tolist()}
     if family == "Albert":
         return {"sentence_order_label": int(rng.integers(2))}
@@ -239,32 +283,40 @@ def _more_labels(class_name: str, sample: Sample, rng: np.random.Generator) -> S
     return {}
 
 
-def _more_inputs(
+def _architecture_inputs(
     class_name: str, sample: Sample, config: PreTrainedConfig, rng: np.random.Generator
 ) -> Sample:
-    """Return additional inputs of single architectures."""
+    """Return the additional model arguments that single architectures need; an empty dict for
+    others.
+
+    Args:
+        class_name: Name of the model class.
+        sample: The sample with its labels.
+        config: The config of the small model.
+        rng: Draws the inputs.
+    """
     per_token = sample["labels"] if isinstance(sample.get("labels"), list) else sample["input_ids"]
-    size = len(per_token)
+    num_tokens = len(per_token)
     if class_name.startswith("Bros"):
-        # A box for every token, as its corners.
-        return {"bbox": rng.random((size, 8)).astype(np.float32)}
+        # The bounding box of each token, as the coordinates of its four corners.
+        return {"bbox": rng.random((num_tokens, 8)).astype(np.float32)}
     if class_name.startswith("Longformer"):
-        # Without it, its question answering looks for three separators.
+        # Without this mask, its question answering raises unless a text has three separators.
         mask = np.zeros_like(sample["input_ids"])
         mask[..., 0] = 1
         return {"global_attention_mask": mask}
     if class_name == "SplinterForPreTraining":
-        # Some questions per sample; 0 pads.
+        # Several questions for each sample; 0 is padding.
         names = ("question_positions", "start_positions", "end_positions")
-        places = rng.integers(1, len(sample["input_ids"]), (len(names), size // 4))
-        return dict(zip(names, places.tolist(), strict=True))
+        positions = rng.integers(1, len(sample["input_ids"]), (len(names), num_tokens // 4))
+        return dict(zip(names, positions.tolist(), strict=True))
     if class_name.startswith("PaliGemma"):
-        # Marks prefix and suffix; without it only padded batches are causal.
+        # Marks prefix (0) and suffix (1); without it only padded batches are causal.
         return {"token_type_ids": [int(label != IGNORED) for label in sample["labels"]]}
     if class_name.startswith("FSMT"):
-        # Without decoder inputs it shifts the source.
+        # Without decoder inputs FSMT would shift the source text.
         return {"decoder_input_ids": [end_token(config), *sample["labels"][:-1]]}
     if class_name.startswith("Git"):
-        # Its loss starts after the image tokens.
+        # GIT's loss starts after the image tokens, so it needs an image.
         return _image_sample(rng, config, 0) | {"labels": sample["labels"]}
     return {}

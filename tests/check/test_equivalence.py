@@ -14,9 +14,9 @@ from accelerate import Accelerator
 from torch import nn
 
 import hf_ga
-from hf_ga.check.layouts import AUTO, choose_layouts, own_share
+from hf_ga.check.layouts import AUTO, choose_layouts, local_micro_batches
 from hf_ga.check.rows import OURS
-from hf_ga.check.subjects import make_accelerator, own_accelerate_state
+from hf_ga.check.steps import make_accelerator, own_accelerate_state
 from hf_ga.errors import ConfigError
 
 MODELS = {
@@ -318,7 +318,8 @@ def test_micro_batches_are_dealt_out_in_turn():
     )
     whole = next(iter(loader)).split([np.array(part) for part in ([0, 3], [1], [4, 2])])
     shares = [
-        own_share(whole, SimpleNamespace(process_index=rank, num_processes=2)) for rank in (0, 1)
+        local_micro_batches(whole, SimpleNamespace(process_index=rank, num_processes=2))
+        for rank in (0, 1)
     ]
     assert [[m.positions.tolist() for m in share.micro_batches] for share in shares] == [
         [[0, 3], [4, 2]],

@@ -129,11 +129,14 @@ def test_processes_with_different_models_are_refused():
 
 def test_pipeline_stages_have_a_row():
     """The stages pass; a model that cannot be cut, and stages without a process each, are refused."""
-    layouts = {"equal": [6, 6]}
+    layouts = {"equal": [7, 7]}
     more = {"layouts": layouts, "pipeline_stages": 2}
-    report = report_of("ddp", lambda: helpers.gpt2(0.1), helpers.token_samples(12), **more)
+    samples = helpers.token_samples(14)  # 14 is no multiple of the four micro-batches
+    report = report_of("ddp", lambda: helpers.gpt2(0.1), samples, **more)
     (row,) = report.arm(ARM).rows
     assert row.passed and row.error < 1e-6, report
+    assert sum(row.micro_batches) == 14, row.micro_batches
+    more["layouts"] = {"equal": [6, 6]}
     report = report_of("ddp", lambda: helpers.t5(0.1), helpers.token_samples(12), **more)
     assert "pipeline" in report.arm(ARM).rows[0].refused
     more["pipeline_stages"] = 3

@@ -12,7 +12,7 @@ from runs import filled_place
 
 import hf_ga
 from hf_ga.check.report import EquivalenceReport
-from hf_ga.check.rows import OURS, Cause, Row
+from hf_ga.check.rows import OURS, Cause, ReportRow
 
 
 def mean_of_means(model, micro_batches):
@@ -91,7 +91,7 @@ def test_the_page_stands_alone_and_the_notebooks_fragment_is_no_page(report, sav
 
 def test_a_refusal_is_the_verdict():
     rows = [
-        Row(
+        ReportRow(
             OURS,
             "even",
             [2, 2],

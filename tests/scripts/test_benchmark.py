@@ -27,7 +27,7 @@ from benchmark.arms import (
     TRAINER,
 )
 from benchmark.gpu import flops_per_token
-from benchmark.lap import Lap, Measured, measure_in_turn
+from benchmark.measuring import BenchmarkRun, Measurements, measure_interleaved
 from benchmark.ranks import busy_core, measure_two_ranks
 from benchmark.report import Bound
 from benchmark.setting import Setting, build_model
@@ -87,7 +87,7 @@ def test_every_arm_sees_each_sample_once_an_epoch_and_waits_for_its_turn(model, 
 
     thread = threading.Thread(target=take_turns)
     thread.start()
-    measured = Lap(setting, turn).run(arm)
+    measured = BenchmarkRun(setting, turn).measure(arm)
     turn.close()
     thread.join()
     assert len(waits) == 2 * setting.windows_per_epoch == 4
@@ -105,46 +105,46 @@ def test_what_is_left_out_is_left_out(arm, moved, tensors):
     """Native dropout moves torch's generator; without the chunked loss the training forwards return
     logits.
     """
-    lap, made = Lap(setting_of()), []
-    lap.model.register_forward_hook(
+    run, made = BenchmarkRun(setting_of()), []
+    run.model.register_forward_hook(
         lambda model, inputs, outputs: made.append(type(outputs.logits) is torch.Tensor)
     )
     before = torch.get_rng_state()
-    lap.run(ABLATION[arm])
+    run.measure(ABLATION[arm])
     assert torch.equal(torch.get_rng_state(), before) != moved and made[-1] == tensors
 
 
 def test_a_sample_that_is_lost_or_comes_twice_is_seen():
     setting = setting_of()
 
-    def loses_one(lap):
+    def loses_one(run):
         while True:
-            lap.collate(setting.samples[1:])
-            lap.step_done()
+            run.collate(setting.samples[1:])
+            run.step_done()
 
-    assert not Lap(setting).run(loses_one).each_once
+    assert not BenchmarkRun(setting).measure(loses_one).each_once
 
 
-def writes(lap: Lap, name: str, log: Path) -> None:
+def writes(run: BenchmarkRun, name: str, log: Path) -> None:
     """An arm that only notes its turns."""
     for number in range(100):
         with log.open("a") as file:
             file.write(f"{name}{number} ")
         if name == "dies":
             os._exit(1)
-        lap.step_done()
+        run.step_done()
 
 
 @pytest.mark.slow("starts processes")
 def test_processes_take_turns_and_one_that_dies_is_an_error(tmp_path):
     arms = {name: partial(writes, name=name, log=tmp_path / "log") for name in ("lives", "dies")}
     with pytest.raises(RuntimeError, match="'dies' exited without a result"):
-        measure_in_turn(setting_of(), arms, "")
+        measure_interleaved(setting_of(), arms, "")
     assert (tmp_path / "log").read_text() == "lives0 dies0 "
 
 
-def one(seconds: float, added: int = 100, **more) -> Measured:
-    return Measured(
+def one(seconds: float, added: int = 100, **more) -> Measurements:
+    return Measurements(
         [seconds / 2, seconds / 2],
         1.2,
         peak_memory=(200 + added) * 2**20,
@@ -164,7 +164,7 @@ GOOD = {
 
 
 def test_rates_are_medians_over_epochs():
-    measured = Measured([0.5, 0.5, 50.0, 50.0, 0.4, 0.4])
+    measured = Measurements([0.5, 0.5, 50.0, 50.0, 0.4, 0.4])
     assert report.tokens_per_second(setting_of(), measured) == sum(LENGTHS)
     section = report.speed_section(setting_of(), GOOD)
     assert section.rows[-1][1:] == [sum(LENGTHS), 4.0, pytest.approx(1.4), 1.2, 100.0]
@@ -193,7 +193,9 @@ def test_each_bound_of_the_speed_can_fail():
 
 @pytest.mark.parametrize(("flags", "code"), [(["--assert"], 1), ([], 0)])
 def test_assert_prints_the_bounds_that_fail(tmp_path, monkeypatch, capsys, flags, code):
-    monkeypatch.setattr(cli, "_plan", lambda most_samples: report.planning_section({1000: 4.0}))
+    monkeypatch.setattr(
+        cli, "_measure_planning", lambda max_samples: report.planning_section({1000: 4.0})
+    )
     assert cli.main(["--sections", "plan", "--output_dir", str(tmp_path / "out"), *flags]) == code
     printed = capsys.readouterr()
     assert printed.err.count("FAILED: ") == code and "| 1,000 | 4.000 |" in printed.out

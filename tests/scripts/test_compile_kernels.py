@@ -32,11 +32,11 @@ def test_kernels_spill_no_registers_and_fit_into_shared_memory():
 @pytest.mark.parametrize(
     ("compiled", "why"),
     [
-        (compile_kernels.Compiled("kernel", 255, 8, 1024), "spills 8 bytes"),
-        (compile_kernels.Compiled("kernel", 200, 0, 164 * 1024), "shared memory"),
+        (compile_kernels.KernelResources("kernel", 255, 8, 1024), "spills 8 bytes"),
+        (compile_kernels.KernelResources("kernel", 200, 0, 164 * 1024), "shared memory"),
     ],
 )
 def test_a_kernel_that_does_not_fit_is_an_error(compiled, why):
     with pytest.raises(SystemExit, match=why):
-        compile_kernels.check(compiled, 80)
-    compile_kernels.check(compile_kernels.Compiled("kernel", 255, 0, 163 * 1024), 80)
+        compile_kernels.check_limits(compiled, 80)
+    compile_kernels.check_limits(compile_kernels.KernelResources("kernel", 255, 0, 163 * 1024), 80)

@@ -71,5 +71,5 @@ def test_cached_losses_see_the_negatives_of_a_micro_batch_only(reports):
 @pytest.mark.slow("checks six libraries in five layouts")
 def test_a_library_that_is_not_installed_is_named(reports, monkeypatch):
     monkeypatch.setitem(peers.LANGUAGE_MODEL_PEERS, "A library", ("not_installed_anywhere", None))
-    assert "Not checked, as the package is not installed: " in peers.page(reports)
-    assert "A library" in peers.page(reports)
+    assert "Not checked, as the package is not installed: " in peers.format_page(reports)
+    assert "A library" in peers.format_page(reports)

@@ -103,7 +103,7 @@ def test_the_largest_bound_is_the_prediction():
 
 def test_the_command(capsys, monkeypatch):
     samples = [{"input_ids": [5] * length} for length in range(4, 8)]
-    monkeypatch.setattr(roofline, "documentation_strings", lambda *_: {"samples": samples})
+    monkeypatch.setattr(roofline, "docstring_samples", lambda *_: {"samples": samples})
     sizes = ["--num_samples", "4", "--window", "4", "--micro_batch", "2", "--layers", "1"]
     roofline.main(["--models", "bert", "--devices", "h200", *sizes])
     printed = capsys.readouterr().out

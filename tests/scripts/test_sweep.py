@@ -90,7 +90,7 @@ def test_the_collate_function_pads_each_entry_with_its_own_filler():
         [1, 0],
         [[[1, 0], [2, 0]], [[3, 4], [5, 6]]],
     )
-    assert PaddingCollator(9, width=4)(samples)["input_ids"].tolist() == [
+    assert PaddingCollator(9, min_length=4)(samples)["input_ids"].tolist() == [
         [5, 6, 9, 9],
         [7, 9, 9, 9],
     ]

@@ -1,0 +1,236 @@
+"""Run the training steps under test on one window: hf_ga's own `backward_window`, and any
+`step(model, micro_batches)`. Also the copy of the model and the Accelerator that they run with.
+"""
+
+import copy
+import inspect
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState, GradientState
+from accelerate.utils import GradScalerKwargs, send_to_device
+from torch import nn
+
+from hf_ga.check.gradients import Gradients, clip, take_gradients
+from hf_ga.exact.backend import sum_over_ranks
+from hf_ga.exact.dropout import KeyedDropout
+from hf_ga.exact.fetch import Collate
+from hf_ga.exact.forward import LossFunction, argument_filter, restored_buffers
+from hf_ga.exact.generators import seed_generators
+from hf_ga.exact.override import restored
+from hf_ga.exact.rule import Rule
+from hf_ga.exact.whole_window import WholeBatchLoss
+from hf_ga.exact.window import Window
+from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
+from hf_ga.training import Given, backward_window, remember
+
+StepFunction = Callable[..., Any]  # step(model, micro_batches), see `check_equivalence`
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+FP16_SCALE = 1024.0  # loss scale that keeps small gradients above fp16's smallest number
+
+
+@dataclass
+class CheckContext:
+    """What all arms (training steps under test) of one `check_equivalence` call share: the working
+    copy of the model, the samples and the settings, and the result of the proof.
+
+    Attributes:
+        model: The working copy of the user's model.
+        samples: The samples of the full window.
+        collate_fn: List of samples -> model arguments.
+        accelerator: The check's own, for all launched processes, in the checked precision.
+        precision: "fp32", "bf16" or "fp16".
+        seed: Seed of dropout masks and of the random draws of the user's steps.
+        max_grad_norm: L2 norm that the window's gradient is clipped to. None: no clipping.
+        proof_arguments: Keyword arguments of `prove_targets`.
+        rule: The result of the proof. None: hf_ga does not support the model.
+        refused: Why hf_ga does not support the model. None: it does.
+        dropout: The model's dropout sites, found whether or not hf_ga supports the model.
+        prepared: The model that hf_ga's own step trains: `model` itself on one process, a copy
+            under DDP or FSDP on several. Set only if hf_ga supports the model.
+    """
+
+    model: nn.Module
+    samples: list[Any]
+    collate_fn: Collate
+    accelerator: Accelerator
+    precision: str
+    seed: int
+    max_grad_norm: float | None
+    proof_arguments: dict[str, Any]
+    rule: Rule | None = None
+    refused: str | None = None
+    dropout: KeyedDropout = field(init=False)
+    prepared: nn.Module = field(init=False)
+
+    @property
+    def loss_fn(self) -> LossFunction | None:
+        """The `loss_fn` argument of the check: the user's loss function, or None for the loss of
+        the model's head.
+        """
+        return self.proof_arguments["loss_fn"]
+
+    @property
+    def whole_batch(self) -> WholeBatchLoss | None:
+        """The `whole_batch` argument of the check: the user's loss of all samples of a window
+        together, or None.
+        """
+        return self.proof_arguments["whole_batch"]
+
+    def first_samples_window(self, num_samples: int, **loader_arguments: Any) -> Window:
+        """Build a window (the samples of one optimizer step) of the check's first `num_samples`
+        samples, in their order.
+
+        Args:
+            num_samples: Number of samples in the window.
+            loader_arguments: Passed to `WindowLoader`, such as `per_device_batch_size`.
+        """
+        loader = WindowLoader(
+            self.samples[:num_samples],
+            self.collate_fn,
+            accelerator=self.accelerator,
+            global_batch_size=num_samples,
+            seed=self.seed,
+            shuffle=False,
+            **loader_arguments,
+        )
+        return next(iter(loader))
+
+
+def run_hf_ga_step(context: CheckContext, window: Window) -> tuple[float, Gradients]:
+    """Run hf_ga's own training step in the equivalence check: `backward_window`, then clip once if
+    `max_grad_norm` is set.
+
+    Args:
+        context: The model and the settings of the check.
+        window: The window with this process's micro-batches only.
+
+    Returns:
+        The mean loss of the whole window, and its unscaled gradients.
+    """
+    model = context.prepared
+    remember(context.accelerator, model, Given(rule=context.rule, **context.proof_arguments))
+    with restored_buffers(model):
+        result = backward_window(context.accelerator, model, window)
+    gradients = take_gradients(model)
+    if context.accelerator.scaler is not None:
+        torch._foreach_div_(list(gradients.values()), context.accelerator.scaler.get_scale())
+    clip(gradients, context.max_grad_norm)
+    return result.loss, gradients
+
+
+def run_user_step(
+    step: StepFunction, context: CheckContext, window: Window, accumulation_steps: int
+) -> tuple[float | None, Gradients]:
+    """Run a step function of the user, of Trainer or of Accelerate on a copy of the model.
+
+    Args:
+        step: The step function; see `check_equivalence` for what it receives and returns.
+        context: The model and the settings of the check.
+        window: The window; all of its micro-batches are passed to the step.
+        accumulation_steps: Micro-batches of a full window over all processes.
+
+    Returns:
+        The loss that the step returned, averaged over the processes, or None; and the gradients by
+        parameter name, zeros where the step left none.
+    """
+    model = copy.deepcopy(context.model)
+    device = device_of(model)
+    batches = [send_to_device(micro.batch, device) for micro in window.micro_batches]
+    if context.loss_fn is None and context.whole_batch is None:
+        batches = [argument_filter(model)(batch) for batch in batches]
+    num_processes = context.accelerator.num_processes
+    optional_arguments = {
+        "accumulation_steps": -(-accumulation_steps // num_processes),
+        "precision": context.precision,
+    }
+    declared = inspect.signature(step).parameters
+    arguments = {name: value for name, value in optional_arguments.items() if name in declared}
+    # The random draws of the step must be the same whenever the check runs it.
+    seed_generators(context.seed)
+    with own_accelerate_state(), torch.enable_grad():
+        returned = step(model, batches, **arguments)
+    if isinstance(returned, tuple):
+        loss, returned_gradients = returned
+    else:
+        loss = returned
+        returned_gradients = take_gradients(model)
+    if loss is not None:
+        local_loss = float(torch.as_tensor(loss).detach())
+        loss = sum_over_ranks(context.accelerator, [local_loss])[0] / num_processes
+    gradients = {}
+    for name, parameter in context.model.named_parameters():
+        if not parameter.requires_grad:
+            continue
+        if name in returned_gradients:
+            gradients[name] = returned_gradients[name]
+        else:
+            gradients[name] = torch.zeros_like(parameter)
+    return loss, gradients
+
+
+def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
+    """Make the Accelerator of an equivalence check, for the model's device and all launched
+    processes. Under fp16 its loss scale starts at `FP16_SCALE`; FSDP and fp16 also work on CPUs.
+
+    Args:
+        model: The model under check, on its device.
+        precision: "fp32", "bf16" or "fp16".
+    """
+    accelerator = Accelerator(
+        cpu=device_of(model).type == "cpu",
+        mixed_precision="no" if precision == "fp32" else precision,
+        kwargs_handlers=[GradScalerKwargs(init_scale=FP16_SCALE)] if precision == "fp16" else None,
+    )
+    enable_fsdp_on_cpu(accelerator)
+    enable_fp16_on_cpu(accelerator)
+    return accelerator
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Return the device of the model's first parameter."""
+    return next(model.parameters()).device
+
+
+@contextmanager
+def own_accelerate_state() -> Iterator[None]:
+    """Run the block with an empty Accelerate state, so that it can build an Accelerator with other
+    settings; then restore the caller's state and environment variables.
+    """
+    with restored(os.environ), ExitStack() as stack:
+        for state_class in (AcceleratorState, PartialState, GradientState):
+            stack.enter_context(restored(state_class._shared_state))
+            state_class._shared_state.clear()
+        yield
+
+
+def working_copy(
+    model: nn.Module, whole_batch: WholeBatchLoss | None
+) -> tuple[nn.Module, WholeBatchLoss | None]:
+    """Copy the user's model for the equivalence check, and `whole_batch` too if it is a module.
+
+    Args:
+        model: The user's model, unwrapped.
+        whole_batch: The loss of all samples of a window together. None: the model has another loss.
+
+    Returns:
+        The copy of the model in training mode, without gradients and without Accelerate's autocast;
+        and the copy of the loss, or the loss itself if it is a function.
+    """
+    # One deepcopy for both, as they may share parameters. deepcopy returns functions as they are.
+    model, whole_batch = copy.deepcopy((model, whole_batch))
+    if "_original_forward" in vars(model):
+        # Accelerate prepared the model under mixed precision: its wrapped `forward` would still
+        # call the caller's model, not the copy.
+        model.forward = vars(model).pop("_original_forward")
+    if not model.training:
+        # A model in training mode may keep some modules in evaluation mode on purpose.
+        model.train()
+    model.zero_grad()
+    return model, whole_batch
