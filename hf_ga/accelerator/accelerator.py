@@ -7,6 +7,7 @@ from typing import Any
 
 import accelerate
 import torch
+from accelerate.logging import get_logger
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ from hf_ga.accelerator.state import (
 )
 from hf_ga.accelerator.training_loop import TrainingLoop
 from hf_ga.errors import ConfigError
-from hf_ga.exact.backend import keep_process_group_alive
+from hf_ga.exact.backend import check_supported, keep_process_group_alive
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.precision import check_step
@@ -34,6 +35,8 @@ from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, exact_sharding
 from hf_ga.training import Given
+
+logger = get_logger(__name__)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -103,6 +106,7 @@ class Accelerator(accelerate.Accelerator):
             allow_split_dependent_randomness=allow_split_dependent_randomness,
             audit=audit,
         )
+        check_supported(self)
         enable_fsdp_on_cpu(self)
         enable_fp16_on_cpu(self)
         self._forget_prepared_objects()
@@ -184,7 +188,24 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_scheduler(scheduler)
         if is_new and isinstance(prepared, AcceleratedScheduler):
             self._initial_scheduler_states.append(InitialSchedulerState(prepared))
+            self._log_steps_of_scheduler(prepared)
         return prepared
+
+    def _log_steps_of_scheduler(self, scheduler: AcceleratedScheduler) -> None:
+        """Log that a prepared scheduler steps once for each process, as it does in Accelerate.
+
+        A schedule that was not built for this has another learning rate for each number of
+        processes.
+        """
+        steps_once = scheduler.split_batches or not scheduler.step_with_optimizer
+        if self.num_processes > 1 and not steps_once:
+            logger.warning(
+                f"hf_ga: as in Accelerate, a prepared scheduler steps {self.num_processes} times "
+                f"at every update, once for each process. If it was not built for "
+                f"{self.num_processes} times as many steps (num_training_steps * "
+                "accelerator.num_processes, and warmup likewise), the learning rates depend on the "
+                "number of processes."
+            )
 
     def free_memory(self, *objects: Any) -> Any:
         """Release everything that was prepared, as `accelerate.Accelerator.free_memory` does."""
@@ -251,6 +272,20 @@ class Accelerator(accelerate.Accelerator):
                 "num_targets, as each micro-batch has a single backward. Leave it out."
             )
         return self.training_loop.backward(loss, num_targets)
+
+    @property
+    def window_loss(self) -> Tensor | None:
+        """The mean loss over all targets of the last complete window, a scalar without gradient.
+
+        It is the same on all processes and for every split of the window, unlike the losses of
+        micro-batches, so it is the number to log. None before the first window is complete.
+
+        Example:
+            if accelerator.sync_gradients:  # after `backward` of the window's last micro-batch
+                print(f"loss {accelerator.window_loss.item():.4f}")
+        """
+        result = self.training_loop.last_result
+        return None if result is None else result.loss_tensor
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather values from all processes as `accelerate.Accelerator.gather_for_metrics` does.

@@ -26,6 +26,7 @@ from hf_ga.errors import ConfigError, DataError, HfGaError, LossNotAdditive, Unk
 from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.generators import moved_generators, random_states
+from hf_ga.exact.update import StepResult
 from hf_ga.exact.whole_window import WholeWindow, parameters_of
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import is_sharded
@@ -53,6 +54,7 @@ class TrainingLoop:
         self.call_order = CallOrder()
         self.loss_terms = LossTerms(LossChecks(can_differentiate=not is_sharded(accelerator)))
         self.engine: Engine | None = None
+        self.last_result: StepResult | None = None  # of the last complete window
         self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
         self._recorders: dict[nn.Module, ForwardRecorder] = {}  # of prepared models
         self._criteria = CriteriaRecorder()
@@ -175,7 +177,7 @@ class TrainingLoop:
         is_last_micro_batch = call_order.index == len(engine.calls) - 1
         if is_last_micro_batch:
             self._window_contexts.close()
-            engine.end()
+            self.last_result = engine.end()
             call_order.is_complete = True
         else:
             call_order.note_gradients(engine.parameters)

@@ -201,3 +201,23 @@ def test_a_parameter_of_the_loss_is_trained():
     whole = learned_scale(16)
     assert abs(whole - 3.0) > 1e-3
     assert learned_scale(4) == pytest.approx(whole, abs=1e-6)
+
+
+@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
+def test_window_loss_is_the_loss_of_the_window(layout):
+    accelerator = layout.make(exact)
+    model = pairs.embedder(dropout=0.0, returns_scale=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    samples = pairs.pair_samples(16)
+    size = layout.per_device_batch_size
+    loader = torch.utils.data.DataLoader(samples, size, collate_fn=pairs.collate_pairs)
+    with torch.no_grad():
+        expected = loss_of_micro_batch(model, pairs.collate_pairs(samples))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(outputs_of(model, batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    assert accelerator.window_loss.item() == pytest.approx(expected.item(), rel=1e-5)
