@@ -95,7 +95,7 @@ def documentation_strings(model: str, max_length: int, count: int) -> dict[str, 
     packages: list[str] = []
     if model == "bert":
         in_package = Counter(row["package"] for row in rows)
-        packages = sorted(name for name, n in in_package.items() if n >= corpus.FEWEST_ROWS)
+        packages = sorted(name for name, n in in_package.items() if n >= corpus.MIN_ROWS_PER_LABEL)
         rows = [row for row in rows if row["package"] in packages]
     samples = []
     for i, row in enumerate(rows[:count]):

@@ -173,11 +173,11 @@ def _load_splits_of(
     if name == EMBEDDED_CORPUS:
         return corpus.load(options.task)
     if is_file(name):
-        return load_splits(names, field=options.field, streaming=options.streaming, facts=notes)
+        return load_splits(names, field=options.field, streaming=options.streaming, notes=notes)
     if _is_saved_by_datasets(path):
         return _load_saved(name, path, options.streaming)
     if path.is_dir() and config_name is None:
-        splits = load_folder(path, streaming=options.streaming, facts=notes)
+        splits = load_folder(path, streaming=options.streaming, notes=notes)
         if splits is not None:
             return splits
     with reading(name):

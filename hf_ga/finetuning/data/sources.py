@@ -15,7 +15,7 @@ from hf_ga.finetuning.data import corpus
 from hf_ga.finetuning.data.files import load_files, reading
 from hf_ga.finetuning.data.named_datasets import EMBEDDED_CORPUS, load_named_datasets
 from hf_ga.finetuning.data.options import DataOptions, as_list
-from hf_ga.finetuning.data.squad import questions_of
+from hf_ga.finetuning.data.squad import flatten_articles
 
 # Rows of a stream that are read at the start: to choose columns, to collect class names, and to
 # test the model on.
@@ -59,7 +59,7 @@ def load_rows(
         from_names = _first_rows_of_streams(from_names, from_files, options)
     loaded = {**from_names, **from_files}
     if options.task == "question-answering":
-        loaded = questions_of(DatasetDict(loaded))
+        loaded = flatten_articles(DatasetDict(loaded))
     rows = _without_empty_splits(loaded)
     _check_splits(rows, stream, options)
     if "train" in rows and "validation" not in rows:
@@ -88,7 +88,7 @@ def _rows_of_split_files(options: DataOptions, notes: list[str] | None) -> dict[
     """Load `validation_file` and `test_file`: split name -> rows, of those that are set."""
     files = {"validation": options.validation_file, "test": options.test_file}
     return {
-        split: load_files(as_list(file), split, field=options.field, facts=notes)
+        split: load_files(as_list(file), split, field=options.field, notes=notes)
         for split, file in files.items()
         if file
     }

@@ -12,11 +12,11 @@ from hf_ga.finetuning.data.checks import (
     FIX_WEIGHTS,
     WEIGHT_RULE,
     check_values,
-    is_given,
+    is_not_none,
     is_weight,
 )
 from hf_ga.finetuning.data.files import unreadable
-from hf_ga.finetuning.data.labels import CLASS_RULE, label_ids
+from hf_ga.finetuning.data.labels import CLASS_RULE, labels_to_ids
 
 BATCH_SIZE = 100  # rows that are tokenized together
 
@@ -92,9 +92,9 @@ def _encode(
         DataError: If a label or a weight is missing or invalid.
     """
     if labels:
-        check_values("streamed", rows["label"], is_given, CLASS_RULE, FIX_LABELS)
+        check_values("streamed", rows["label"], is_not_none, CLASS_RULE, FIX_LABELS)
         one_label_each = [[value] for value in rows["label"]]
-        ids = label_ids(one_label_each, class_label, labels, "the stream")
+        ids = labels_to_ids(one_label_each, class_label, labels, "the stream")
         rows = {**rows, "label": [row_ids[0] for row_ids in ids]}
     if "weight" in rows:
         check_values("streamed", rows["weight"], is_weight, WEIGHT_RULE, FIX_WEIGHTS)

@@ -141,7 +141,7 @@ def _finetune(
         if resume_from is not None
         else None
     )
-    print_fact(accelerator, "data", setup.data.description, *setup.data.facts)
+    print_fact(accelerator, "data", setup.data.description, *setup.data.notes)
     for lines in sample_lines(setup.data, config.show_samples):
         print_fact(accelerator, "sample", *lines)
     if setup.class_weights:
@@ -304,7 +304,7 @@ def _summary(
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
         "targets": str(run.rule),
         "data": run.data.description,
-        "data_facts": run.data.facts,
+        "data_facts": run.data.notes,
         "labels": run.data.labels,
         "class_weights": run.class_weights or None,
         "temperature": learned_temperature(weights),
