@@ -17,7 +17,12 @@ FIX_LABELS = "Choose the column with --label_column, or fix these rows."
 
 
 def check_values(
-    split: str, values: Collection[Any], is_valid: Callable[[Any], bool], rule: str, remedy: str
+    split: str,
+    values: Collection[Any],
+    is_valid: Callable[[Any], bool],
+    *,
+    rule: str,
+    remedy: str,
 ) -> None:
     """Check one value of each row in a split.
 
@@ -32,8 +37,8 @@ def check_values(
         DataError: If any value is invalid. The message has the rule, the number of rows that
             break it, their first values, and the remedy.
 
-    >>> is_number = lambda value: value != "x"
-    >>> check_values("train", [1, "x"], is_number, "labels must be numbers", "Fix these rows.")
+    >>> rule = "labels must be numbers"
+    >>> check_values("train", [1, "x"], is_number, rule=rule, remedy="Fix these rows.")
     Traceback (most recent call last):
     hf_ga.errors.DataError: labels must be numbers, but 1 of 2 train rows have 'x'. Fix these rows.
     """
@@ -74,7 +79,7 @@ def check_weights(split: str, weights: Sequence[Any]) -> None:
     first_invalid = next((row for row, weight in enumerate(weights) if not is_weight(weight)), None)
     if first_invalid is not None:
         remedy = f"The first of them is {split} row {first_invalid}, counted from 0. {FIX_WEIGHTS}"
-        check_values(split, weights, is_weight, WEIGHT_RULE, remedy)
+        check_values(split, weights, is_weight, rule=WEIGHT_RULE, remedy=remedy)
     if not any(weights):
         raise DataError(
             f"weight_column is 0 in all {len(weights)} {split} rows, so there is no mean: "

@@ -60,7 +60,11 @@ def _encode_split(dataset: Dataset, split: str) -> Dataset:
         choices = [[row[name] for name in choice_columns] for row in rows]
     rule = "choices must be lists of strings"
     check_values(
-        split, choices, _is_list_of_texts, rule, "Choose the column with --choices_column."
+        split,
+        choices,
+        _is_list_of_texts,
+        rule=rule,
+        remedy="Choose the column with --choices_column.",
     )
     texts = [
         _prepend_text_pair(row, row_choices) for row, row_choices in zip(rows, choices, strict=True)
@@ -97,7 +101,7 @@ def _checked_labels(split: str, rows: list[dict[str, Any]], choices: list[list])
         for row, row_choices in zip(rows, choices, strict=True)
     ]
     rule = "a label must be the 0-based index of a choice"
-    check_values(split, labels, _is_index_of_choice, rule, FIX_LABELS)
+    check_values(split, labels, _is_index_of_choice, rule=rule, remedy=FIX_LABELS)
     return [int(row["label"]) for row in rows]
 
 

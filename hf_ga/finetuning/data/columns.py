@@ -160,12 +160,12 @@ def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None
     has_texts = role in TEXT_ROLES or TEXT_ROLE.fullmatch(role)
     if has_texts and not _has_only_strings(feature):
         rule = f"{FLAGS.get(role, role)} must name a column of strings"
-        check_values(split, dataset[role][:], _is_text_or_none, rule, remedy)
+        check_values(split, dataset[role][:], _is_text_or_none, rule=rule, remedy=remedy)
     if role == "weight":
         check_weights(split, dataset[role][:])
     if role == "tokens":
         rule = f"{FLAGS[role]} must name a column of lists of strings"
-        check_values(split, dataset[role][:], _is_word_list_or_none, rule, remedy)
+        check_values(split, dataset[role][:], _is_word_list_or_none, rule=rule, remedy=remedy)
     # Check the encoding of the whole column here, before rows are read one by one.
     try:
         dataset.data.column(role).validate(full=True)
@@ -203,23 +203,23 @@ def _input_columns(dataset: Dataset, options: DataOptions, task: Task) -> dict[s
     Returns:
         Role -> column, see `choose_columns`.
     """
-    if task.labels == "tags":
+    if task.labels == "tags":  # token classification
         text = options.text_column or _first_existing_column(dataset, ("tokens", "words"))
         return {"tokens": text}
-    if task.labels == "answers":
+    if task.labels == "answers":  # question answering
         return {
             "question": options.text_column or "question",
             "context": options.text_pair_column or "context",
         }
-    if task.labels == "choice":
+    if task.labels == "choice":  # multiple choice
         return _question_and_choices(dataset, options)
-    if task.labels == "target":
+    if task.labels == "target":  # seq2seq
         return _source_and_target(dataset, options)
-    if task.labels == "pairs":
+    if task.labels == "pairs":  # embeddings
         return pair_columns(
             dataset, options.text_column, options.text_pair_column, options.label_column
         )
-    if task.labels in ("class", "number", "classes"):
+    if task.labels in ("class", "number", "classes"):  # sequence classification and regression
         return _text_and_pair(dataset, options)
     if task.pipeline == "text-generation" and options.text_column is None:
         conversation_columns = _conversation_columns(dataset, options)

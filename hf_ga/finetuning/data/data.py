@@ -19,12 +19,12 @@ from hf_ga.finetuning.data.chat.columns import chat_columns
 from hf_ga.finetuning.data.choices import encode_choices
 from hf_ga.finetuning.data.columns import FLAGS, choose_columns, rename_columns
 from hf_ga.finetuning.data.corpus import SPLITS
-from hf_ga.finetuning.data.files import load_files, reading
+from hf_ga.finetuning.data.files import load_files, wrap_read_errors
 from hf_ga.finetuning.data.labels import (
     encode_labels,
+    multi_hot_to_ids,
     notes_on_float_classes,
     notes_on_similar_names,
-    one_hot_to_ids,
 )
 from hf_ga.finetuning.data.masking import KeyedMasks
 from hf_ga.finetuning.data.numeric import convert_to_numbers
@@ -252,7 +252,7 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
         word_indices = [list(range(len(words or []))) for words in rows_by_role["tokens"]]
         inputs = rows_by_role.add_column("label", word_indices)
     tokenize = _tokenize_function(rows_by_role.column_names, options, data)
-    with reading(", ".join(as_list(files))):
+    with wrap_read_errors(", ".join(as_list(files))):
         samples = inputs.map(
             tokenize, batched=True, remove_columns=inputs.column_names, load_from_cache_file=False
         )
@@ -329,7 +329,7 @@ def _encode_targets(
     if label_type == "choice":
         return encode_choices(rows)
     if label_type == "classes":
-        rows, num_classes = one_hot_to_ids(rows)
+        rows, num_classes = multi_hot_to_ids(rows)
         if num_classes:
             data.notes.append(
                 f"labels: a 0 or 1 for each of {num_classes} classes (one-hot); if they are lists "
@@ -481,7 +481,7 @@ def _map_tokenization(
         output_settings(data.tokenizer),
         _CACHE_VERSION,
     ]
-    with reading(f"the {split} rows"):
+    with wrap_read_errors(f"the {split} rows"):
         return rows.map(
             tokenize,
             batched=True,

@@ -357,7 +357,7 @@ def _lists_of_objects(
 
 
 def _is_list_of(item_type: type, value: Any) -> bool:
-    """Return whether a value is a non-empty list whose items are all of a type."""
+    """Return whether a JSON value is a non-empty list whose items all have the given type."""
     return (
         isinstance(value, list)
         and bool(value)

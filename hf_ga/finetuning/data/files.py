@@ -174,7 +174,7 @@ def load_folder(
             _check_no_lfs_pointer(path)
     if (folder / "README.md").exists():
         return None
-    with reading(str(folder)):
+    with wrap_read_errors(str(folder)):
         files_by_split = load_dataset_builder(str(folder)).config.data_files or {}
     file_types = {_file_type(Path(path)) for paths in files_by_split.values() for path in paths}
     if not file_types or not file_types <= {"csv", "json", "text"}:
@@ -212,7 +212,7 @@ def _find_parts(
     for path in paths:
         note = None
         path_by_split: dict[str | None, str] = {None: path}
-        with reading(path):
+        with wrap_read_errors(path):
             if file_type == "csv":
                 note = _note_on_separator(path)
             if file_type == "json":
@@ -273,7 +273,7 @@ def _load_parts(file_type: str, parts: Sequence[_Part], streaming: bool) -> Any:
         check_same_columns([(part.name, _columns_of_part(file_type, part)) for part in parts])
     paths = [part.path for part in parts]
     distinct_names = dict.fromkeys(part.name for part in parts)
-    with reading(", ".join(distinct_names)):
+    with wrap_read_errors(", ".join(distinct_names)):
         if file_type == "csv":
             return load_delimited(paths, streaming=streaming)
         rows = load_dataset(
@@ -387,7 +387,7 @@ def check_same_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> None:
 
 
 @contextmanager
-def reading(name: str) -> Iterator[None]:
+def wrap_read_errors(name: str) -> Iterator[None]:
     """Turn any error of `datasets` while it reads a dataset into a one-line DataError, and silence
     its log; errors of hf_ga pass unchanged.
 
@@ -401,12 +401,12 @@ def reading(name: str) -> Iterator[None]:
     except HfGaError:
         raise
     except Exception as error:
-        raise unreadable(name, error) from error
+        raise read_error(name, error) from error
     finally:
         logging.set_verbosity(verbosity)
 
 
-def unreadable(name: str, error: BaseException) -> DataError:
+def read_error(name: str, error: BaseException) -> DataError:
     """Build the one-line DataError for an error of `datasets` while it read a dataset.
 
     Args:
@@ -442,7 +442,7 @@ def _columns_of_part(file_type: str, part: _Part) -> list[str]:
         file_type: A value of `FILE_TYPES`.
         part: The file.
     """
-    with reading(part.name):
+    with wrap_read_errors(part.name):
         if file_type == "csv":
             return column_names(part.path, detect_separator(part.path))
         rows = load_dataset(

@@ -58,7 +58,7 @@ def encode_labels(
     return _replace_labels(rows, encoded), names
 
 
-def one_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
+def multi_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
     """Replace multi-hot labels, a 0 or 1 for each class, by the ids of the classes that apply.
 
     Labels are multi-hot if every row of the first split is a list of the same length, at least 2,
@@ -72,12 +72,12 @@ def one_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
         DataError: If only some rows, or only some splits, have multi-hot labels.
 
     Example:
-        rows, num_classes = one_hot_to_ids(rows)  # [0, 1], [1, 1] -> [1], [0, 1]; num_classes 2
+        rows, num_classes = multi_hot_to_ids(rows)  # [0, 1], [1, 1] -> [1], [0, 1]; num_classes 2
     """
     first_split = next(iter(rows.values()))
     if _class_label_feature(first_split) is not None:
         return rows, 0
-    num_classes = _num_one_hot_classes(first_split["label"][:])
+    num_classes = _num_multi_hot_classes(first_split["label"][:])
     if not num_classes:
         return rows, 0
     rule = f"the labels are a 0 or 1 for each of {num_classes} classes"
@@ -85,7 +85,13 @@ def one_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
     encoded = {}
     for split, dataset in rows.items():
         values = dataset["label"][:]
-        check_values(split, values, partial(_is_one_hot, num_classes=num_classes), rule, FIX_LABELS)
+        check_values(
+            split,
+            values,
+            partial(_is_multi_hot, num_classes=num_classes),
+            rule=rule,
+            remedy=FIX_LABELS,
+        )
         ids = [[i for i, applies in enumerate(row) if applies] for row in values]
         encoded[split] = dataset.remove_columns("label").add_column("label", ids, feature=feature)
     return DatasetDict(encoded), num_classes
@@ -167,19 +173,19 @@ def _label_lists(dataset: Dataset, split: str, label_type: str) -> list[list[Any
     """
     values = dataset["label"][:]
     if label_type == "class":
-        check_values(split, values, is_not_none, CLASS_RULE, FIX_LABELS)
-        check_values(split, values, _is_class, CLASS_RULE, FIX_LABELS)
+        check_values(split, values, is_not_none, rule=CLASS_RULE, remedy=FIX_LABELS)
+        check_values(split, values, _is_class, rule=CLASS_RULE, remedy=FIX_LABELS)
         return [[value] for value in values]
     rule = "labels must be lists of names or whole numbers"
-    check_values(split, values, _is_class_list_or_none, rule, FIX_LABELS)
+    check_values(split, values, _is_class_list_or_none, rule=rule, remedy=FIX_LABELS)
     lists = [row or [] for row in values]
     if label_type == "tags":
         words_and_tags = list(zip(dataset["tokens"][:], lists, strict=True))
         rule = "every word needs one tag"
-        check_values(split, words_and_tags, _have_same_length, rule, FIX_LABELS)
+        check_values(split, words_and_tags, _have_same_length, rule=rule, remedy=FIX_LABELS)
     elif _class_label_feature(dataset) is None:
         rule = "a list must contain each label that applies once, or every list a 0 or 1 per class"
-        check_values(split, lists, _has_names_or_distinct_numbers, rule, FIX_LABELS)
+        check_values(split, lists, _has_names_or_distinct_numbers, rule=rule, remedy=FIX_LABELS)
     return lists
 
 
@@ -215,14 +221,16 @@ def _is_whole_float(value: Any) -> bool:
     return is_float and abs(value) < MAX_WHOLE_FLOAT and value == int(value)
 
 
-def _num_one_hot_classes(values: Sequence[Any]) -> int:
-    """Return the number of classes if every row has a 0 or 1 for each class, and 0 otherwise."""
-    lengths = {len(row) if _is_one_hot(row) else 0 for row in values}
+def _num_multi_hot_classes(values: Sequence[Any]) -> int:
+    """Return the number of classes if every row's label is multi-hot (a 0 or 1 for each class), and
+    0 otherwise.
+    """
+    lengths = {len(row) if _is_multi_hot(row) else 0 for row in values}
     return lengths.pop() if len(lengths) == 1 else 0
 
 
-def _is_one_hot(row: Any, num_classes: int | None = None) -> bool:
-    """Return whether a row is a list of 0 and 1, one for each class.
+def _is_multi_hot(row: Any, num_classes: int | None = None) -> bool:
+    """Return whether a label is multi-hot: a list with a 0 or 1 for each class.
 
     Args:
         row: The label of a row.
@@ -301,7 +309,7 @@ def _checked_floats(dataset: Dataset, split: str) -> list[float]:
     """
     values = dataset["label"][:]
     rule = "labels of a regression must be finite float32 numbers"
-    check_values(split, values, is_number, rule, FIX_LABELS)
+    check_values(split, values, is_number, rule=rule, remedy=FIX_LABELS)
     return [float(value) for value in values]
 
 

@@ -69,11 +69,11 @@ def _convert_column(
     texts = dataset[column][:]
     rule = f"{flag} must name a column of numbers"
     remedy = _REMEDY.format(flag=flag)
-    check_values(split, texts, _is_number_or_none, rule, remedy)
+    check_values(split, texts, _is_number_or_none, rule=rule, remedy=remedy)
     with_comma = [text for text in texts if text is not None and "," in text]
     if not with_comma:
         return dataset
-    check_values(split, texts, _has_no_point, f"{rule} with a decimal comma", remedy)
+    check_values(split, texts, _has_no_point, rule=f"{rule} with a decimal comma", remedy=remedy)
     if all(map(_MAY_BE_THOUSANDS.fullmatch, with_comma)):
         example = with_comma[0]
         as_decimal = example.replace(",", ".")

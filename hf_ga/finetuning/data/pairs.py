@@ -112,7 +112,7 @@ def check_scores(rows: DatasetDict) -> None:
     rule = "the score of a pair must be a finite number, the higher the more alike"
     for split, dataset in rows.items():
         if "label" in dataset.column_names:
-            check_values(split, dataset["label"][:], _is_score, rule, FIX_LABELS)
+            check_values(split, dataset["label"][:], _is_score, rule=rule, remedy=FIX_LABELS)
 
 
 def _is_score(value: Any) -> bool:

@@ -40,13 +40,13 @@ def encode_answers(dataset: Dataset, split: str) -> Dataset:
     rows = list(dataset)
     values = [row["answers"] for row in rows]
     rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
-    check_values(split, values, _has_answer_format, rule, FIX_LABELS)
+    check_values(split, values, _has_answer_format, rule=rule, remedy=FIX_LABELS)
     answers_by_row = [_non_empty_answers(value) for value in values]
     contexts_and_answers = [
         (row["context"] or "", answers) for row, answers in zip(rows, answers_by_row, strict=True)
     ]
     rule = "answers must be in their contexts at the 0-based character answer_start"
-    check_values(split, contexts_and_answers, _are_in_context, rule, "Fix these rows.")
+    check_values(split, contexts_and_answers, _are_in_context, rule=rule, remedy="Fix these rows.")
     texts = [[text for text, _ in answers] for answers in answers_by_row]
     starts = [[start for _, start in answers] for answers in answers_by_row]
     dataset = dataset.remove_columns("answers")
@@ -160,22 +160,9 @@ def tokenize_questions(
             answer_tokens = _tokens_of_answer(answer, starts, ends, lacks_context[i])
         if answer is None or answer_tokens is not None:
             is_complete[row] = True
-        no_answer = 0
-        if tokenizer.cls_token_id in ids:
-            no_answer = ids.index(tokenizer.cls_token_id)
-        first_token, last_token = answer_tokens or (no_answer, no_answer)
-        sample = {
-            "input_ids": ids,
-            "starts": starts[: len(ids)],
-            "ends": ends[: len(ids)],
-            "start_positions": first_token,
-            "end_positions": last_token,
-            "no_answer": no_answer,
-            "was_truncated": bool(ids) and was_truncated[i],
-            "length": len(ids),
-            "num_targets": int(bool(ids)),
-            "context": rows["context"][row] or "",
-        }
+        sample = _make_sample(ids, starts, ends, answer_tokens, tokenizer.cls_token_id)
+        sample["was_truncated"] = bool(ids) and was_truncated[i]
+        sample["context"] = rows["context"][row] or ""
         if "token_type_ids" in encoded:
             sample["token_type_ids"] = encoded["token_type_ids"][i][: len(ids)]
         if "answer_texts" in rows:
@@ -185,6 +172,38 @@ def tokenize_questions(
     columns["window_index"] = windows.tolist()
     columns["answer_is_lost"] = ((windows == 0) & ~is_complete[row_of_sample]).tolist()
     return columns
+
+
+def _make_sample(
+    ids: list[int],
+    starts: np.ndarray,
+    ends: np.ndarray,
+    answer_tokens: tuple[int, int] | None,
+    cls_token_id: int | None,
+) -> dict[str, Any]:
+    """Make a question answering sample of its tokens and the tokens of its answer; see the columns
+    in `tokenize_questions`.
+
+    Args:
+        ids: The token ids; empty for a row with an empty question or context.
+        starts: The first character of each token in the context, see `_context_characters`.
+        ends: The character after the last of each token, see `_context_characters`.
+        answer_tokens: The first and the last token of the answer. None: the sample does not contain
+            the answer, or there is none.
+        cls_token_id: The id of the <cls> token, if the tokenizer has one.
+    """
+    no_answer = ids.index(cls_token_id) if cls_token_id in ids else 0
+    first_token, last_token = answer_tokens or (no_answer, no_answer)
+    return {
+        "input_ids": ids,
+        "starts": starts[: len(ids)],
+        "ends": ends[: len(ids)],
+        "start_positions": first_token,
+        "end_positions": last_token,
+        "no_answer": no_answer,
+        "length": len(ids),
+        "num_targets": int(bool(ids)),
+    }
 
 
 def _encode(

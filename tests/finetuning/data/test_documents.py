@@ -202,7 +202,7 @@ def test_a_key_that_does_not_fit(tmp_path):
             load_splits([written(tmp_path / name, content)], field="data")
     with pytest.raises(DataError, match=r"applies to JSON files, not to .*d\.csv: omit it"):
         load_splits([written(tmp_path / "d.csv", "text\na\n")], field="data")
-    with pytest.raises(ConfigError, match="stdlib is no file: omit it"):
+    with pytest.raises(ConfigError, match="stdlib is not a file: omit it"):
         load_rows(FinetuneConfig(field="data"))
 
 
