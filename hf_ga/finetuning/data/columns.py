@@ -176,7 +176,7 @@ def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None
 
 
 def _is_text_or_none(value: Any) -> bool:
-    """Return whether a value is a string or None."""
+    """Return whether a value of a text column is a string or None."""
     return value is None or isinstance(value, str)
 
 

@@ -64,7 +64,7 @@ class Task:
 
 def small_gpt(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
     """Return the configuration of a GPT-2 of about 1.3 million parameters, the default model of
-    language modeling.
+    causal language modeling.
 
     Args:
         tokenizer: Its vocabulary size and special tokens are used.
