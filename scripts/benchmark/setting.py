@@ -105,7 +105,9 @@ def docstring_samples(model: str, max_length: int, count: int) -> dict[str, Any]
     if model == "bert":
         rows_of_package = Counter(row["package"] for row in rows)
         packages = sorted(
-            name for name, num_rows in rows_of_package.items() if num_rows >= corpus.FEWEST_ROWS
+            name
+            for name, num_rows in rows_of_package.items()
+            if num_rows >= corpus.MIN_ROWS_PER_LABEL
         )
         rows = [row for row in rows if row["package"] in packages]
     samples = []

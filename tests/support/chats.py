@@ -3,7 +3,7 @@ with them.
 """
 
 from hf_ga.finetuning.data import corpus
-from hf_ga.finetuning.data.chat.rendering import rendered
+from hf_ga.finetuning.data.chat.rendering import render_rows
 from hf_ga.finetuning.data.tokenization import tokenize_completions
 
 IGNORED = -100
@@ -88,13 +88,13 @@ def turns(*contents: str) -> list[dict]:
 
 def targets_of(row: dict, template: str | None) -> list[str]:
     """The parts of a row's text that are targets, each turn's apart."""
-    (found,) = rendered({name: [value] for name, value in row.items()}, tokenizer_with(template))
+    (found,) = render_rows({name: [value] for name, value in row.items()}, tokenizer_with(template))
     return [found.text[start:end] for start, end in found.targets]
 
 
 def text_of(row: dict, template: str | None) -> str:
     """A row as the template renders it."""
-    (found,) = rendered({name: [value] for name, value in row.items()}, tokenizer_with(template))
+    (found,) = render_rows({name: [value] for name, value in row.items()}, tokenizer_with(template))
     return found.text
 
 

@@ -1,5 +1,5 @@
-"""Checks of values in rows: one error with the rule, the values and the remedy, before any work
-starts.
+"""Checks of the values in a dataset's rows: one error with the rule, the values and the remedy,
+before any work starts.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -9,60 +9,77 @@ import numpy as np
 
 from hf_ga.errors import DataError
 
-NUM_SHOWN = 3
-LARGEST = float(np.finfo(np.float32).max)
+NUM_SHOWN = 3  # maximum number of values that an error lists
+MAX_FLOAT32 = float(np.finfo(np.float32).max)
 WEIGHT_RULE = "weight_column must have a finite number of at least 0 in every row"
 FIX_WEIGHTS = "Choose the column with --weight_column, or fix these rows (0 leaves a row out)."
-FIX_LABELS = "Choose the column with --label_column, or fix these rows."  # a remedy
+FIX_LABELS = "Choose the column with --label_column, or fix these rows."
 
 
 def check_values(
-    split: str, values: Collection[Any], is_valid: Callable[[Any], bool], rule: str, remedy: str
+    split: str,
+    values: Collection[Any],
+    is_valid: Callable[[Any], bool],
+    *,
+    rule: str,
+    remedy: str,
 ) -> None:
-    """Check one value per row.
+    """Check one value of each row in a split.
+
+    Args:
+        split: Name of the split, for the error.
+        values: One value per row.
+        is_valid: Returns whether a value is valid.
+        rule: What values must be, the beginning of the error.
+        remedy: What to do, the end of the error.
 
     Raises:
-        DataError: the rule, the number of rows that break it, their first values, and the remedy.
+        DataError: If any value is invalid. The message has the rule, the number of rows that
+            break it, their first values, and the remedy.
 
-    >>> is_number = lambda value: value != "x"
-    >>> check_values("train", [1, "x"], is_number, "labels must be numbers", "Fix these rows.")
+    >>> rule = "labels must be numbers"
+    >>> check_values("train", [1, "x"], is_number, rule=rule, remedy="Fix these rows.")
     Traceback (most recent call last):
     hf_ga.errors.DataError: labels must be numbers, but 1 of 2 train rows have 'x'. Fix these rows.
     """
-    wrong = [value for value in values if not is_valid(value)]
-    if wrong:
-        shown = ", ".join(f"{value!r:.80}" for value in wrong[:NUM_SHOWN])
+    invalid = [value for value in values if not is_valid(value)]
+    if invalid:
+        examples = ", ".join(f"{value!r:.80}" for value in invalid[:NUM_SHOWN])
         raise DataError(
-            f"{rule}, but {len(wrong)} of {len(values)} {split} rows have {shown}. {remedy}"
+            f"{rule}, but {len(invalid)} of {len(values)} {split} rows have {examples}. {remedy}"
         )
 
 
-def is_given(value: Any) -> bool:
-    """Whether a value is not None."""
+def is_not_none(value: Any) -> bool:
+    """Return whether a value is not None."""
     return value is not None
 
 
 def is_number(value: Any) -> bool:
-    """Whether a value is a number that is finite in float32, and no truth value."""
+    """Return whether a value is an int or float that is finite in float32; a bool is not."""
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
-    return is_real and abs(value) <= LARGEST
+    return is_real and abs(value) <= MAX_FLOAT32
 
 
 def is_weight(value: Any) -> bool:
-    """Whether a value is a number of at least 0, finite in float32."""
+    """Return whether a value can weight a row in the loss: a number >= 0, finite in float32."""
     return is_number(value) and value >= 0
 
 
 def check_weights(split: str, weights: Sequence[Any]) -> None:
-    """Check the weights of the rows of a split.
+    """Check the weights that the rows of a split have in the loss.
+
+    Args:
+        split: Name of the split, for the error.
+        weights: The value of the weight column in each row.
 
     Raises:
-        DataError: One is not a number of at least 0, or all are 0.
+        DataError: If a weight is not a finite number of at least 0, or all weights are 0.
     """
-    first = next((row for row, weight in enumerate(weights) if not is_weight(weight)), None)
-    if first is not None:
-        remedy = f"The first of them is {split} row {first}, counted from 0. {FIX_WEIGHTS}"
-        check_values(split, weights, is_weight, WEIGHT_RULE, remedy)
+    first_invalid = next((row for row, weight in enumerate(weights) if not is_weight(weight)), None)
+    if first_invalid is not None:
+        remedy = f"The first of them is {split} row {first_invalid}, counted from 0. {FIX_WEIGHTS}"
+        check_values(split, weights, is_weight, rule=WEIGHT_RULE, remedy=remedy)
     if not any(weights):
         raise DataError(
             f"weight_column is 0 in all {len(weights)} {split} rows, so there is no mean: "

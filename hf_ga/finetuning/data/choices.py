@@ -13,27 +13,28 @@ from transformers import PreTrainedTokenizerBase
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.checks import FIX_LABELS, check_values
 from hf_ga.finetuning.data.collation import collate_ids
-from hf_ga.finetuning.data.tokenization import Rows, encode, without_empty
+from hf_ga.finetuning.data.tokenization import Rows, clear_rows_without_content, encode
 
 
 def encode_choices(rows: DatasetDict) -> DatasetDict:
-    """Replace the columns of the choices by `choices`, lists of strings; check `label`, the 0-based
-    index of the correct one.
+    """Convert multiple-choice rows to one format: a column `choices` with a list of strings per
+    row, and integer labels.
 
-    Choices are a column `choices` of lists, or the columns `choice0`, `choice1`, ...; a column
-    `text_pair` is prepended to each.
+    The given choices are a column `choices` of lists, or the columns `choice0`, `choice1`, ...; a
+    column `text_pair` (the beginning of each choice) is prepended to each choice and removed.
 
     Args:
         rows: The rows of all splits.
 
     Returns:
-        The same rows with `choices` and, if they had labels, `label` as int64.
+        The same rows with `choices` and, if they had labels, `label` as int64: the 0-based index of
+        the correct choice.
 
     Raises:
         DataError: If rows have different numbers of choices, fewer than two, or a label that is not
             the index of a choice.
     """
-    encoded = DatasetDict({split: _encoded(dataset, split) for split, dataset in rows.items()})
+    encoded = DatasetDict({split: _encode_split(dataset, split) for split, dataset in rows.items()})
     counts = {len(choices) for dataset in encoded.values() for choices in dataset["choices"]}
     if len(counts) != 1 or min(counts) < 2:
         listed = " and ".join(map(str, sorted(counts)))
@@ -44,100 +45,124 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
     return encoded
 
 
-def _encoded(dataset: Dataset, split: str) -> Dataset:
-    """Encode the rows of one split, see `encode_choices`."""
-    columns = [name for name in dataset.column_names if name.startswith("choice")]
+def _encode_split(dataset: Dataset, split: str) -> Dataset:
+    """Convert the multiple-choice rows of one split to one format, see `encode_choices`.
+
+    Args:
+        dataset: The rows.
+        split: Name of the split, for errors.
+    """
+    choice_columns = [name for name in dataset.column_names if name.startswith("choice")]
     rows = list(dataset)
-    if "choices" in columns:
+    if "choices" in choice_columns:
         choices = [row["choices"] for row in rows]
     else:
-        choices = [[row[name] for name in columns] for row in rows]
+        choices = [[row[name] for name in choice_columns] for row in rows]
     rule = "choices must be lists of strings"
-    check_values(split, choices, _are_texts, rule, "Choose the column with --choices_column.")
-    texts = [_with_pair(row, of_row) for row, of_row in zip(rows, choices, strict=True)]
+    check_values(
+        split,
+        choices,
+        _is_list_of_texts,
+        rule=rule,
+        remedy="Choose the column with --choices_column.",
+    )
+    texts = [
+        _prepend_text_pair(row, row_choices) for row, row_choices in zip(rows, choices, strict=True)
+    ]
     if "label" in dataset.column_names:
         labels = _checked_labels(split, rows, choices)
         dataset = dataset.remove_columns("label").add_column("label", labels)
+    replaced_columns = list(choice_columns)
     if "text_pair" in dataset.column_names:
-        columns.append("text_pair")
-    dataset = dataset.remove_columns(columns)
+        replaced_columns.append("text_pair")
+    dataset = dataset.remove_columns(replaced_columns)
     return dataset.add_column("choices", texts, feature=List(Value("string")))
 
 
-def _with_pair(row: dict[str, Any], choices: list[str | None]) -> list[str]:
-    """Prepend the row's `text_pair`, if it has one, to each of its choices."""
-    pair = row.get("text_pair") or ""
-    return [f"{pair} {text or ''}".removeprefix(" ") for text in choices]
+def _prepend_text_pair(row: dict[str, Any], choices: list[str | None]) -> list[str]:
+    """Prepend the `text_pair` of a multiple-choice row, if it has one, to each of its choices."""
+    text_pair = row.get("text_pair") or ""
+    return [f"{text_pair} {choice or ''}".removeprefix(" ") for choice in choices]
 
 
 def _checked_labels(split: str, rows: list[dict[str, Any]], choices: list[list]) -> list[int]:
-    """Return the labels of the rows as integers.
+    """Return the labels of multiple-choice rows as integers.
+
+    Args:
+        split: Name of the split, for the error.
+        rows: Rows with a `label`: an int, or a string of digits.
+        choices: The choices of each row.
 
     Raises:
         DataError: If a label is not the 0-based index of one of the row's choices.
     """
     labels = [
-        {"label": row["label"], "choices": len(of_row)}
-        for row, of_row in zip(rows, choices, strict=True)
+        {"label": row["label"], "choices": len(row_choices)}
+        for row, row_choices in zip(rows, choices, strict=True)
     ]
     rule = "a label must be the 0-based index of a choice"
-    check_values(split, labels, _is_index, rule, FIX_LABELS)
-    return [int(one["label"]) for one in labels]
+    check_values(split, labels, _is_index_of_choice, rule=rule, remedy=FIX_LABELS)
+    return [int(row["label"]) for row in rows]
 
 
-def _is_index(row: dict[str, Any]) -> bool:
-    """Whether `label` is the 0-based index of one of `choices` choices."""
-    return str(row["label"]).isdecimal() and int(row["label"]) < row["choices"]
+def _is_index_of_choice(label_and_count: dict[str, Any]) -> bool:
+    """Return whether `label` (an int, or a string of digits) is the 0-based index of one of
+    `choices` choices.
+    """
+    label = str(label_and_count["label"])
+    return label.isdecimal() and int(label) < label_and_count["choices"]
 
 
-def _are_texts(value: Any) -> bool:
-    """Whether a value is a list of strings; None is an empty string."""
+def _is_list_of_texts(value: Any) -> bool:
+    """Return whether a value is a list of strings, some of which may be None (an empty choice)."""
     return isinstance(value, list) and all(text is None or isinstance(text, str) for text in value)
 
 
 def tokenize_choices(
     rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None
 ) -> Rows:
-    """Tokenize the text of each row paired with each of its choices, with special tokens. A sample
-    has one target.
+    """Tokenize the text of each multiple-choice row paired with each of its choices, with special
+    tokens. A sample has one target.
 
     Args:
-        rows: `text`, `choices` and optionally `label`.
+        rows: A batch of rows by column: `text`, `choices` and optionally `label`.
         tokenizer: The tokenizer of the model.
-        max_length: Largest number of tokens of a text with a choice. None: the tokenizer's limit.
+        max_length: Maximum number of tokens of a text with a choice. None: no truncation.
 
     Returns:
-        `input_ids` and optionally `token_type_ids`, one list per choice; `length`, that of the
-        longest; `num_targets`, 0 for an empty row; `was_cut`; `label`, if the rows have it.
+        `input_ids` and optionally `token_type_ids`, one list per choice; `length`, the number of
+        tokens of the longest; `num_targets`, 0 for a row without text or choices, which has no
+        tokens either; `was_truncated`; `label`, if the rows have it.
     """
     # The same in all rows, see `encode_choices`.
     num_choices = len(rows["choices"][0])
 
-    def by_row(values: list) -> list[list]:
+    def group_by_row(values: list) -> list[list]:
+        """Group the values of consecutive choices by row."""
         return [values[i : i + num_choices] for i in range(0, len(values), num_choices)]
 
     texts = [text or "" for text in rows["text"] for _ in range(num_choices)]
-    choices = [choice for of_row in rows["choices"] for choice in of_row]
-    encoded, was_cut = encode(tokenizer, max_length, texts, choices)
-    is_filled = [
-        bool(text) and any(of_row)
-        for text, of_row in zip(rows["text"], rows["choices"], strict=True)
+    choices = [choice for row_choices in rows["choices"] for choice in row_choices]
+    encoded, was_truncated = encode(tokenizer, max_length, texts, choices)
+    has_content = [
+        bool(text) and any(row_choices)
+        for text, row_choices in zip(rows["text"], rows["choices"], strict=True)
     ]
     samples: Rows = {}
     for name in ("input_ids", "token_type_ids"):
         if name in encoded:
-            samples[name] = without_empty(by_row(encoded[name]), is_filled)
+            samples[name] = clear_rows_without_content(group_by_row(encoded[name]), has_content)
     samples["length"] = [max(map(len, ids), default=0) for ids in samples["input_ids"]]
-    samples["num_targets"] = list(map(int, is_filled))
-    was_cut_by_row = without_empty(by_row(was_cut), is_filled)
-    samples["was_cut"] = [any(of_row) for of_row in was_cut_by_row]
+    samples["num_targets"] = list(map(int, has_content))
+    truncated_choices = clear_rows_without_content(group_by_row(was_truncated), has_content)
+    samples["was_truncated"] = [any(row) for row in truncated_choices]
     if "label" in rows:
         samples["label"] = rows["label"]
     return samples
 
 
 def collate_choices(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """Collate samples of `tokenize_choices`.
+    """Collate multiple-choice samples of `tokenize_choices` to a batch.
 
     Args:
         samples: The samples of the batch.
@@ -152,8 +177,8 @@ def collate_choices(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dic
     for sample in samples:
         for index in range(len(sample["input_ids"])):
             choices.append({name: sample[name][index] for name in names})
-    flat = collate_ids(choices, pad_token_id)
-    batch = {name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in flat.items()}
+    flat_batch = collate_ids(choices, pad_token_id)
+    batch = {name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in flat_batch.items()}
     if "label" in samples[0]:
         batch["labels"] = torch.tensor([sample["label"] for sample in samples])
     return batch

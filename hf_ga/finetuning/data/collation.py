@@ -1,4 +1,4 @@
-"""Samples -> arguments of the model: right-padded int64 tensors, samples on the first axis. Padding
+"""Samples -> arguments of the model: right-padded int64 tensors, whose dim 0 is the sample. Padding
 is never a target.
 """
 
@@ -14,26 +14,26 @@ from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.finetuning.data.masking import mask_tokens
 
 Samples = Sequence[dict[str, Any]]
-# The entry of a batch.
+# The entry of a batch that has the weight of each sample in the loss.
 ROW_WEIGHTS = "row_weights"
 
 
-def pad(rows: Sequence[Sequence[int]], value: int) -> Tensor:
-    """Right-pad lists of integers.
+def pad(rows: Sequence[Sequence[int]], padding_value: int) -> Tensor:
+    """Right-pad lists of integers to the longest and stack them.
 
     Args:
         rows: Lists of any lengths.
-        value: The number to pad with.
+        padding_value: The number to pad with.
 
     Returns:
         int64, shape (rows, longest).
     """
     tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
-    return pad_sequence(tensors, batch_first=True, padding_value=value)
+    return pad_sequence(tensors, batch_first=True, padding_value=padding_value)
 
 
 def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Collate what a model needs besides targets.
+    """Collate the inputs of a model, without its targets.
 
     Args:
         samples: Samples with `input_ids` and optionally `token_type_ids` and `weight`.
@@ -55,17 +55,18 @@ def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
 
 
 def collate_samples(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Collate ids and, if the samples have them, targets: `labels` (of a column `label` or
-    `labels`), `start_positions`, `end_positions`.
+    """Collate token ids and, if the samples have them, targets: `labels` (from the column `label`
+    or `labels`), `start_positions`, `end_positions`.
 
     Args:
         samples: The samples of the batch.
         pad_token_id: The id of the padding token.
 
     Returns:
-        The entries of `collate_ids`, and the targets. Numbers have the shape (samples,). Lists, a
-        target per token, are padded with -100 to (samples, longest); to one position if no sample
-        has a target, which a decoder needs (it derives its inputs from the labels).
+        The entries of `collate_ids`, and the targets. Targets that are a number per sample have
+        shape (samples,). Those that are a list per sample, with a label per token, are padded with
+        -100 to (samples, longest). An empty list becomes one -100, because a decoder derives its
+        inputs from the labels and needs at least one position.
     """
     batch = collate_ids(samples, pad_token_id)
     for column in ("label", "labels", "start_positions", "end_positions"):
@@ -73,25 +74,26 @@ def collate_samples(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
             continue
         values = [sample[column] for sample in samples]
         if isinstance(values[0], list):
-            not_empty = [row or [IGNORED_LABEL] for row in values]
-            targets = pad(not_empty, IGNORED_LABEL)
+            non_empty_lists = [labels or [IGNORED_LABEL] for labels in values]
+            targets = pad(non_empty_lists, IGNORED_LABEL)
         else:
             targets = torch.tensor(values)
-        entry = "labels" if column == "label" else column
-        batch[entry] = targets
+        model_argument = "labels" if column == "label" else column
+        batch[model_argument] = targets
     return batch
 
 
 def collate_causal(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Collate ids and the labels of a causal head.
+    """Collate token ids and the labels of a causal language model.
 
     Args:
         samples: The samples of the batch.
         pad_token_id: The id of the padding token.
 
     Returns:
-        The entries of `collate_ids`, and int64 `labels` of shape (samples, longest): the samples'
-        labels (completions) or, without them, the ids.
+        The entries of `collate_ids`, and int64 `labels` of shape (samples, longest), not shifted,
+        and -100 at padding: the samples' own labels (of completions) or, without them, the token
+        ids.
     """
     batch = collate_ids(samples, pad_token_id)
     if "labels" in samples[0]:
@@ -110,15 +112,16 @@ def collate_masked(
     vocab_size: int,
     probability: float,
 ) -> dict[str, Tensor]:
-    """Collate ids, and mask some of them by `masking.mask_tokens`.
+    """Collate token ids for a masked language model, and mask some of them by
+    `masking.mask_tokens`.
 
     Args:
-        samples: The samples of the batch, with `mask_key`.
+        samples: The samples of the batch, with `mask_key` (see `masking.KeyedMasks`).
         pad_token_id: The id of the padding token.
-        special_ids: Ids that are never a target.
+        special_ids: Token ids that are never a target.
         mask_token_id: The id of the mask token.
         vocab_size: Exclusive upper bound of random ids.
-        probability: The probability that another token is a target.
+        probability: The probability that a token that is not special is a target.
 
     Returns:
         The entries of `collate_ids` with masked ids, and int64 `labels` of shape (samples,
@@ -128,8 +131,7 @@ def collate_masked(
     inputs, labels = mask_tokens(
         batch["input_ids"].numpy(),
         np.array([sample["mask_key"] for sample in samples]),
-        # So padding is never a target.
-        special_ids=[*special_ids, pad_token_id],
+        special_ids=[*special_ids, pad_token_id],  # so padding is never a target
         mask_token_id=mask_token_id,
         vocab_size=vocab_size,
         probability=probability,
@@ -138,7 +140,7 @@ def collate_masked(
 
 
 def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> dict[str, Tensor]:
-    """Collate ids and sets of labels.
+    """Collate token ids and multi-hot labels for multi-label classification.
 
     Args:
         samples: The samples of the batch. Their `label`, if they have it, is a list of class ids.
@@ -147,7 +149,7 @@ def collate_label_sets(samples: Samples, pad_token_id: int, num_labels: int) -> 
 
     Returns:
         The entries of `collate_ids`, and, if the samples have labels, float32 `labels` of shape
-        (samples, num_labels): 0 or 1.
+        (samples, num_labels): 1 for each class of the sample, 0 for the others.
     """
     batch = collate_ids(samples, pad_token_id)
     if "label" in samples[0]:

@@ -1,8 +1,9 @@
-"""Which column of a dataset has which role, by flag or by the names common on the hub, and checks
-of the columns' types.
+"""Which column of a dataset has which role in a task, by flag or by the names common on the hub,
+and checks of the columns' types.
 """
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -12,18 +13,19 @@ from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.columns import chat_columns, check_learnable
 from hf_ga.finetuning.data.checks import check_values, check_weights
 from hf_ga.finetuning.data.options import DataOptions
-from hf_ga.finetuning.data.pairs import ROLE, pair_columns
+from hf_ga.finetuning.data.pairs import TEXT_ROLE, pair_columns
 from hf_ga.finetuning.data.tasks import Task
 
-# Columns of well-known text pairs (GLUE, SNLI, ...): first and second texts.
-PAIRS = {
+# Columns of well-known text pairs (GLUE, SNLI, ...): column of the first text -> of the second.
+TEXT_PAIRS = {
     "sentence1": "sentence2",
     "premise": "hypothesis",
     "question1": "question2",
     "question": "sentence",
     "text1": "text2",
 }
-LABELS = {
+# `Task.labels` -> common names of the label column; the first that a dataset has is used.
+LABEL_COLUMNS = {
     "class": ("label", "labels"),
     "number": ("label", "labels", "score"),
     "classes": ("labels", "label"),
@@ -31,8 +33,8 @@ LABELS = {
     "answers": ("answers",),
     "choice": ("label", "answer", "answerKey", "labels"),
 }
-# Multiple choice: columns of questions, and of the texts that begin each choice (SWAG, RACE).
-QUESTIONS = {
+# Multiple choice: column of the question -> column of a text that begins each choice (SWAG, RACE).
+QUESTION_COLUMNS = {
     "sent1": "sent2",
     "article": "question",
     "ctx": None,
@@ -41,16 +43,20 @@ QUESTIONS = {
     "premise": None,
     "goal": None,
 }
-CHOICES = ("choices", "endings", "options")
-NUMBERED = re.compile(r"(ending|choice|option|sol|answer)_?\d")  # ending0, ending1, ...
-SOURCES = {
+# Multiple choice: common names of a column that has the list of choices.
+CHOICES_COLUMNS = ("choices", "endings", "options")
+# Multiple choice: columns with one choice each, such as ending0, ending1, ...
+NUMBERED_CHOICE = re.compile(r"(ending|choice|option|sol|answer)_?\d")
+# seq2seq: common names of the source column -> of its target column.
+SOURCE_COLUMNS = {
     "source": "target",
     "document": "summary",
     "article": "highlights",
     "dialogue": "summary",
     "text": "summary",
 }
-TEXTS = {"text", "text_pair", "question", "context", "target"}
+TEXT_ROLES = {"text", "text_pair", "question", "context", "target"}  # roles of string columns
+# Role -> the flag that names its column.
 FLAGS = {
     "text": "text_column",
     "anchor": "text_column",
@@ -68,46 +74,47 @@ FLAGS = {
 
 
 def choose_columns(rows: DatasetDict, options: DataOptions, task: Task) -> dict[str, str]:
-    """Role -> column, as the flags say or as the first split suggests; `rename_columns` checks
-    them.
+    """Choose which column of a dataset has which role in a task: as flags say, or else by the
+    names of the columns of the first split.
 
-    Roles are `text`, `text_pair`, `tokens`, `label`, `question`, `context`, `answers`, `choices`
-    (or `choice0`, `choice1`, ...), `target`, `weight`, `anchor`, `positive`, `negative` (and
-    `negative_1`, ...), or the names of conversation columns.
+    The columns that flags name need not exist: `rename_columns` checks them.
+
+    Returns:
+        Role -> column. Roles are `text`, `text_pair`, `tokens`, `label`, `question`, `context`,
+        `answers`, `choices` (or `choice0`, `choice1`, ...), `target`, `weight`, `anchor`,
+        `positive`, `negative` (and `negative_1`, ...), or the names of conversation columns.
 
     Raises:
-        DataError: conversations that would be cut into blocks.
+        DataError: If the rows are conversations and `block_size` is set, or if a language model
+            cannot learn from the columns (see `check_learnable`), or if columns of pairs
+            contradict each other (see `pair_columns`).
     """
-    first = next(iter(rows.values()))
-    chosen = _inputs(first, options, task)
-    if task.labels in LABELS:
+    first_split = next(iter(rows.values()))
+    roles = _input_columns(first_split, options, task)
+    if task.labels in LABEL_COLUMNS:
         role = "answers" if task.labels == "answers" else "label"
-        chosen[role] = options.label_column or _first(first, LABELS[task.labels])
+        common_names = LABEL_COLUMNS[task.labels]
+        roles[role] = options.label_column or _first_existing_column(first_split, common_names)
     if options.weight_column is not None:
-        chosen["weight"] = options.weight_column
-    return chosen
+        roles["weight"] = options.weight_column
+    return roles
 
 
 def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
-    """Select the chosen columns and rename them to their roles.
+    """Select the columns that have a role, rename them to their roles, and check their types.
+
+    Args:
+        rows: The rows of all splits.
+        roles: Role -> column, see `choose_columns`.
 
     Raises:
-        DataError: a column is missing in a split; one column for two roles; texts that are not
-            strings, or not valid UTF-8; weights that are none.
+        DataError: If a column is missing in a split, one column has two roles, texts are not
+            strings or not valid UTF-8, or weights are not numbers of at least 0.
     """
     for split, dataset in rows.items():
         for role, column in roles.items():
             if column not in dataset.column_names:
-                has = ", ".join(dataset.column_names)
-                remedy = (
-                    f"Name it with --{FLAGS[role]}."
-                    if role in FLAGS
-                    else "Add it, or rename a column."
-                )
-                raise DataError(
-                    f"{FLAGS.get(role, 'column')} {column!r} is not in the {split} rows, which "
-                    f"have: {has}. {remedy}"
-                )
+                raise _missing_column(dataset, split, role, column)
     if len(set(roles.values())) < len(roles):
         listed = " and ".join(FLAGS.get(role, role) for role in roles)
         raise DataError(
@@ -122,136 +129,215 @@ def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
     return rows
 
 
+def _missing_column(dataset: Dataset, split: str, role: str, column: str) -> DataError:
+    """Return the error for a column that a task needs, but a split lacks."""
+    existing = ", ".join(dataset.column_names)
+    remedy = "Add it, or rename a column."
+    if role in FLAGS:
+        remedy = f"Name it with --{FLAGS[role]}."
+    return DataError(
+        f"{FLAGS.get(role, 'column')} {column!r} is not in the {split} rows, which have: "
+        f"{existing}. {remedy}"
+    )
+
+
 def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None:
+    """Check the values of one column, which is named by its role in the task.
+
+    Args:
+        dataset: The rows of a split.
+        split: Name of the split, for errors.
+        role: The column, see `choose_columns`.
+        feature: Its type in `datasets`.
+
+    Raises:
+        DataError: If texts are not strings or not valid UTF-8, words are not lists of strings, or
+            weights are not numbers of at least 0.
+    """
     remedy = "Fix these rows, or rename the column."
     if role in FLAGS:
         remedy = f"Choose another with --{FLAGS[role]}, or fix these rows."
-    if (role in TEXTS or ROLE.fullmatch(role)) and not _is_text(feature):
+    has_texts = role in TEXT_ROLES or TEXT_ROLE.fullmatch(role)
+    if has_texts and not _has_only_strings(feature):
         rule = f"{FLAGS.get(role, role)} must name a column of strings"
-        check_values(
-            split,
-            dataset[role][:],
-            lambda value: value is None or isinstance(value, str),
-            rule,
-            remedy,
-        )
+        check_values(split, dataset[role][:], _is_text_or_none, rule=rule, remedy=remedy)
     if role == "weight":
         check_weights(split, dataset[role][:])
     if role == "tokens":
-        check_values(
-            split,
-            dataset[role][:],
-            _is_words,
-            f"{FLAGS[role]} must name a column of lists of strings",
-            remedy,
-        )
+        rule = f"{FLAGS[role]} must name a column of lists of strings"
+        check_values(split, dataset[role][:], _is_word_list_or_none, rule=rule, remedy=remedy)
+    # Check the encoding of the whole column here, before rows are read one by one.
     try:
         dataset.data.column(role).validate(full=True)
-    except pa.ArrowInvalid as error:  # checked here, before rows are read one by one
+    except pa.ArrowInvalid as error:
         raise DataError(
             f"the {role} column of the {split} rows is not valid UTF-8: convert the file to UTF-8."
         ) from error
 
 
-def _is_words(value: Any) -> bool:
-    return value is None or (
-        isinstance(value, list) and all(isinstance(word, str) for word in value)
-    )
+def _is_text_or_none(value: Any) -> bool:
+    """Return whether a value of a text column is a string or None."""
+    return value is None or isinstance(value, str)
 
 
-def _is_text(feature: Any) -> bool:
-    """Whether a column contains strings or only nulls."""
+def _is_word_list_or_none(value: Any) -> bool:
+    """Return whether a value is a list of strings (the words of a row) or None."""
+    if value is None:
+        return True
+    return isinstance(value, list) and all(isinstance(word, str) for word in value)
+
+
+def _has_only_strings(feature: Any) -> bool:
+    """Return whether a column of this type (of `datasets`) has only strings, or only nulls."""
     return isinstance(feature, Value) and ("string" in feature.dtype or feature.dtype == "null")
 
 
-def _inputs(dataset: Dataset, options: DataOptions, task: Task) -> dict[str, str]:
-    if task.labels == "tags":
-        return {"tokens": options.text_column or _first(dataset, ("tokens", "words"))}
-    if task.labels == "answers":
+def _input_columns(dataset: Dataset, options: DataOptions, task: Task) -> dict[str, str]:
+    """Choose the columns of a task's inputs (and of its target texts), without labels and weights.
+
+    Args:
+        dataset: The rows of one split.
+        options: The flags that name columns.
+        task: The task.
+
+    Returns:
+        Role -> column, see `choose_columns`.
+    """
+    if task.labels == "tags":  # token classification
+        text = options.text_column or _first_existing_column(dataset, ("tokens", "words"))
+        return {"tokens": text}
+    if task.labels == "answers":  # question answering
         return {
             "question": options.text_column or "question",
             "context": options.text_pair_column or "context",
         }
-    if task.labels == "choice":
+    if task.labels == "choice":  # multiple choice
         return _question_and_choices(dataset, options)
-    if task.labels == "target":
+    if task.labels == "target":  # seq2seq
         return _source_and_target(dataset, options)
-    if task.labels == "pairs":
+    if task.labels == "pairs":  # embeddings
         return pair_columns(
             dataset, options.text_column, options.text_pair_column, options.label_column
         )
-    chat = chat_columns(dataset.column_names)
-    reads_chat = task.pipeline == "text-generation" and options.text_column is None
-    if reads_chat:
-        check_learnable(dataset.column_names)
-    if reads_chat and chat:
-        if options.block_size:
-            raise DataError(
-                f"block_size concatenates plain texts, but the columns {', '.join(chat)} are "
-                "prompts with completions: omit "
-                "block_size, or name a column of plain text with --text_column."
-            )
-        return {column: column for column in chat}
-    if task.labels in ("class", "number", "classes"):
-        known = {
-            first: second
-            for first, second in PAIRS.items()
-            if {first, second} <= set(dataset.column_names)
-        }
-        text = options.text_column or next(iter(known), None) or _default_text(dataset, options)
-        pair = options.text_pair_column or (
-            known.get(text) if options.text_column is None else None
+    if task.labels in ("class", "number", "classes"):  # sequence classification and regression
+        return _text_and_pair(dataset, options)
+    if task.pipeline == "text-generation" and options.text_column is None:
+        conversation_columns = _conversation_columns(dataset, options)
+        if conversation_columns:
+            return {column: column for column in conversation_columns}
+    return {"text": options.text_column or _default_text_column(dataset, options)}
+
+
+def _conversation_columns(dataset: Dataset, options: DataOptions) -> list[str]:
+    """Return the columns from which a causal language model learns conversations, or prompts with
+    completions; empty for plain text.
+
+    Raises:
+        DataError: If it cannot learn from the columns (see `check_learnable`), or `block_size` is
+            set, which concatenates plain texts.
+    """
+    check_learnable(dataset.column_names)
+    columns = chat_columns(dataset.column_names)
+    if columns and options.block_size:
+        raise DataError(
+            f"block_size concatenates plain texts, but the columns {', '.join(columns)} are "
+            "prompts with completions: omit "
+            "block_size, or name a column of plain text with --text_column."
         )
-        return {"text": text, "text_pair": pair} if pair else {"text": text}
-    return {"text": options.text_column or _default_text(dataset, options)}
+    return columns
+
+
+def _text_and_pair(dataset: Dataset, options: DataOptions) -> dict[str, str]:
+    """Choose the columns `text` and, if there is one, `text_pair` of a sequence classifier.
+
+    If no flag names the text, a well-known pair of columns is used, or else the only text column.
+    """
+    existing = set(dataset.column_names)
+    known_pairs = {
+        first: second for first, second in TEXT_PAIRS.items() if {first, second} <= existing
+    }
+    text = options.text_column
+    text_pair = options.text_pair_column
+    if not text:
+        text = next(iter(known_pairs), None) or _default_text_column(dataset, options)
+        text_pair = text_pair or known_pairs.get(text)
+    return {"text": text, "text_pair": text_pair} if text_pair else {"text": text}
 
 
 def _question_and_choices(dataset: Dataset, options: DataOptions) -> dict[str, str]:
-    """Columns of the text, of the beginning of each choice, and of the choices: one of lists, or
-    one per choice.
+    """Choose the columns of multiple choice: the question (`text`), a text that begins each choice
+    (`text_pair`, optional), and `choices`, one column of lists, or `choice0`, `choice1`, ..., one
+    column per choice.
     """
-    names = dataset.column_names
-    usual = (*(name for name, begin in QUESTIONS.items() if begin in names), *QUESTIONS, "text")
-    text = options.text_column or _first(dataset, usual)
-    begin = options.text_pair_column or (
-        QUESTIONS.get(text) if options.text_column is None else None
-    )
-    roles = {"text": text} | (
-        {"text_pair": begin} if begin in names or options.text_pair_column else {}
-    )
-    numbered = sorted(
-        (name for name in names if NUMBERED.fullmatch(name)),
-        key=lambda name: int(re.sub(r"\D", "", name)),
-    )
-    if options.choices_column or not numbered or any(name in names for name in CHOICES):
-        return {**roles, "choices": options.choices_column or _first(dataset, CHOICES)}
-    return {**roles, **{f"choice{i}": name for i, name in enumerate(numbered)}}
+    existing = dataset.column_names
+    text = options.text_column
+    text_pair = options.text_pair_column
+    if not text:
+        with_beginning = [
+            question for question, beginning in QUESTION_COLUMNS.items() if beginning in existing
+        ]
+        text = _first_existing_column(dataset, (*with_beginning, *QUESTION_COLUMNS, "text"))
+        beginning = QUESTION_COLUMNS.get(text)
+        if not text_pair and beginning in existing:
+            text_pair = beginning
+    roles = {"text": text}
+    if text_pair:
+        roles["text_pair"] = text_pair
+    numbered_choices = sorted(filter(NUMBERED_CHOICE.fullmatch, existing), key=_digits_of)
+    has_list_column = any(name in existing for name in CHOICES_COLUMNS)
+    if options.choices_column or not numbered_choices or has_list_column:
+        choices = options.choices_column or _first_existing_column(dataset, CHOICES_COLUMNS)
+        return {**roles, "choices": choices}
+    return {**roles, **{f"choice{i}": name for i, name in enumerate(numbered_choices)}}
+
+
+def _digits_of(name: str) -> int:
+    """Return the number that the digits of a column name form, such as 2 for ending_2."""
+    return int(re.sub(r"\D", "", name))
 
 
 def _source_and_target(dataset: Dataset, options: DataOptions) -> dict[str, str]:
-    """The texts of a well-known pair, or the first two languages of (flattened) translations."""
-    names = dataset.column_names
-    languages = [name for name in names if name.startswith("translation.")]
-    pairs = [source for source, target in SOURCES.items() if {source, target} <= set(names)]
-    source = (
-        options.text_column
-        or [*pairs, *languages, *(name for name in SOURCES if name in names), "source"][0]
-    )
-    partner = [SOURCES[source]] if SOURCES.get(source) in names else []
-    others = [name for name in (*languages, *SOURCES.values()) if name in names and name != source]
-    return {"text": source, "target": options.target_column or [*partner, *others, "target"][0]}
+    """Choose the columns of a seq2seq task, the source (`text`) and its `target`: as flags say, or
+    else a well-known pair of columns, or the first two languages of translations.
+
+    Translations are flattened: {"translation": {"en": ..., "de": ...}} has become the columns
+    translation.en and translation.de.
+    """
+    existing = dataset.column_names
+    languages = [name for name in existing if name.startswith("translation.")]
+    source = options.text_column
+    if not source:
+        complete_pairs = [
+            source for source, target in SOURCE_COLUMNS.items() if {source, target} <= set(existing)
+        ]
+        common_sources = [name for name in SOURCE_COLUMNS if name in existing]
+        source = [*complete_pairs, *languages, *common_sources, "source"][0]
+    target = options.target_column
+    if not target:
+        usual_target = SOURCE_COLUMNS.get(source)
+        candidates = (usual_target, *languages, *SOURCE_COLUMNS.values())
+        targets = [name for name in candidates if name in existing and name != source]
+        target = [*targets, "target"][0]
+    return {"text": source, "target": target}
 
 
-def _default_text(dataset: Dataset, options: DataOptions) -> str:
-    """`text`, or the only column of strings without another role."""
-    taken = {"label", "labels", options.label_column, options.text_pair_column}
-    free = [
+def _default_text_column(dataset: Dataset, options: DataOptions) -> str:
+    """Return the text column if no flag names it: `text`, or else the only column of strings that
+    has no other role.
+
+    If there is no such column, `text` is returned, although it does not exist.
+    """
+    if "text" in dataset.column_names:
+        return "text"
+    other_roles = {"label", "labels", options.label_column, options.text_pair_column}
+    candidates = [
         name
         for name, feature in dataset.features.items()
-        if name not in taken and _is_text(feature)
+        if name not in other_roles and _has_only_strings(feature)
     ]
-    return free[0] if len(free) == 1 and "text" not in dataset.column_names else "text"
+    return candidates[0] if len(candidates) == 1 else "text"
 
 
-def _first(dataset: Dataset, names: tuple[str, ...]) -> str:
+def _first_existing_column(dataset: Dataset, names: Sequence[str]) -> str:
+    """Return the first of `names` that is a column of the dataset, or `names[0]` if none is."""
     return next((name for name in names if name in dataset.column_names), names[0])

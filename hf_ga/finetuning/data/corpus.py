@@ -1,4 +1,4 @@
-"""The embedded corpus: the documentation strings of the running interpreter's standard library.
+"""The embedded corpus: the docstrings of the running interpreter's standard library.
 
 Real text of very different lengths, available without network. It depends on the Python version, so
 runs log that version. Reading the sources takes about four seconds, once per process.
@@ -26,18 +26,20 @@ if TYPE_CHECKING:
     from datasets import DatasetDict
 
 SPLITS = ("train", "validation", "test")
-# Their ids are 0 to 5.
+# Special tokens of the corpus's tokenizer, with the ids 0 to 5.
 SPECIAL_TOKENS = ("<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>")
-# Installed packages, generated files, and tests of the library.
-_LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
-# A package with fewer training rows is no label of text-classification.
-FEWEST_ROWS = 100
-_DEFINITION = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+# Folders without rows: installed packages, generated files, and tests of the library.
+_EXCLUDED_FOLDERS = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+# Minimum number of training rows for a package to be a label of text-classification.
+MIN_ROWS_PER_LABEL = 100
+_Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
-    """Yield one row per documentation string below `folder` (default: the standard library), always
-    in the same order.
+    """Yield one row per docstring of the Python files below `folder`, always in the same order.
+
+    Args:
+        folder: A folder of packages. None: the standard library of the running interpreter.
 
     Sources are parsed, never imported; files that do not parse are skipped. A row is
 
@@ -48,7 +50,7 @@ def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
     property's getter and setter): the split follows the name, so such rows stay together.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
-    seen = set()
+    seen_texts = set()
     for path in _source_files(folder):
         tree = _parse(path)
         if tree is None:
@@ -56,33 +58,34 @@ def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
         parts = path.relative_to(folder).with_suffix("").parts
         module = ".".join(parts).removesuffix(".__init__")
         package = module.partition(".")[0]
-        for name, text in _documented(tree, module):
-            if text not in seen:
-                seen.add(text)
+        for name, text in _docstrings(tree, module):
+            if text not in seen_texts:
+                seen_texts.add(text)
                 yield {"name": name, "package": package, "text": text}
 
 
 def split_of(name: str) -> str:
-    """Return the split of a dotted name: 80 % "train", 10 % "validation", 10 % "test", the same on
-    every platform.
+    """Assign a row of the corpus to a split by its dotted name: 80 % of the names to "train", 10 %
+    to "validation" and 10 % to "test", the same on every platform.
 
-    The 8-byte BLAKE2b hash of the UTF-8 name, read as a big-endian integer, modulo 10: 0 to 7, 8,
-    9.
+    The last decimal digit of the name's hash (8-byte BLAKE2b of its UTF-8, a big-endian integer)
+    decides: 0 to 7 is "train", 8 "validation", 9 "test".
 
     >>> split_of("asyncio.queues.Queue.get")
     'train'
     """
     digest = blake2b(name.encode(), digest_size=8).digest()
-    digit = int.from_bytes(digest, "big") % 10
-    return SPLITS[max(0, digit - 7)]
+    last_digit = int.from_bytes(digest, "big") % 10
+    return SPLITS[max(0, last_digit - 7)]
 
 
 @cache
 def stdlib_splits() -> dict[str, list[dict[str, str]]]:
-    """Return the rows of the splits train, validation and test. A row is one of `stdlib_rows`.
+    """Return the docstrings of the standard library as the splits train, validation and test; see
+    `stdlib_rows` for a row.
 
     Raises:
-        DataError: If the library has no documentation strings (a Python without library sources).
+        DataError: If a split would have no rows, as with a Python without library sources.
 
     >>> [*stdlib_splits()]
     ['train', 'validation', 'test']
@@ -91,7 +94,7 @@ def stdlib_splits() -> dict[str, list[dict[str, str]]]:
     splits = {split: [row for row in rows if split_of(row["name"]) == split] for split in SPLITS}
     if not all(splits.values()):
         raise DataError(
-            f"too few documentation strings in {sysconfig.get_path('stdlib')} for three splits: "
+            f"too few docstrings in {sysconfig.get_path('stdlib')} for three splits: "
             "this Python seems to lack the sources of its library. Use a Python with them, or "
             "another dataset."
         )
@@ -100,8 +103,8 @@ def stdlib_splits() -> dict[str, list[dict[str, str]]]:
 
 @cache
 def load_stdlib() -> "DatasetDict":
-    """Return the corpus as splits train, validation and test with the columns name, package and
-    text.
+    """Return the embedded corpus as a `DatasetDict`: the splits train, validation and test with
+    the columns name, package and text.
 
     Raises:
         DataError: See `stdlib_splits`.
@@ -116,7 +119,7 @@ def load_stdlib() -> "DatasetDict":
 
 
 def load(task: str) -> "DatasetDict":
-    """Return the rows of `load_stdlib` with the columns for a task.
+    """Return the rows of the embedded corpus (`load_stdlib`) with the columns for a task.
 
     - causal-lm, masked-lm: `text`.
     - text-classification: `text` and `label`, the package; packages with few rows are omitted.
@@ -132,7 +135,9 @@ def load(task: str) -> "DatasetDict":
     rows = load_stdlib()
     if task == "text-classification":
         counts = Counter(rows["train"]["package"])
-        rows = rows.filter(lambda package: counts[package] >= FEWEST_ROWS, input_columns="package")
+        rows = rows.filter(
+            lambda package: counts[package] >= MIN_ROWS_PER_LABEL, input_columns="package"
+        )
         return rows.rename_column("package", "label").select_columns(["text", "label"])
     if task == "token-classification":
         return rows.map(truecasing_row, remove_columns=rows["train"].column_names)
@@ -144,8 +149,10 @@ def load(task: str) -> "DatasetDict":
 
 
 def truecasing_row(row: dict[str, str]) -> dict[str, list[str]]:
-    """Return the first 64 words of a text in lower case as `tokens`, and the case of each in the
-    text as `tags`: lower, Title, UPPER, Mixed or none.
+    """Make a row of token classification from a text, to restore upper and lower case: the first
+    64 words in lower case as `tokens`, and the case that each has in the text as `tags`.
+
+    Tags are lower, Title, UPPER, Mixed or none. The other columns of the row are not returned.
 
     >>> truecasing_row({"text": "Return a TarFile."})
     {'tokens': ['return', 'a', 'tarfile', '.'], 'tags': ['Title', 'lower', 'Mixed', 'none']}
@@ -156,7 +163,9 @@ def truecasing_row(row: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _case_of(word: str) -> str:
-    """Return lower, Title, UPPER, Mixed, or none for a word without letters that have a case."""
+    """Return the case of a word as a tag: lower, Title, UPPER, Mixed, or "none" if it has no
+    letters with a case.
+    """
     if word.lower() == word.upper():
         return "none"
     if word.islower():
@@ -178,7 +187,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedT
 
     Args:
         texts: The texts to train on.
-        vocab_size: Largest number of tokens.
+        vocab_size: Maximum number of tokens in the vocabulary.
     """
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer = Tokenizer(models.BPE())
@@ -209,7 +218,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedT
 
 
 def load_stdlib_tokenizer() -> PreTrainedTokenizerFast:
-    """Return the tokenizer trained on the corpus's train split.
+    """Train and return the tokenizer of the embedded corpus, on its train split.
 
     >>> load_stdlib_tokenizer().decode(load_stdlib_tokenizer()("Return the queue.")["input_ids"])
     'Return the queue.'
@@ -218,17 +227,20 @@ def load_stdlib_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _source_files(folder: Path) -> list[Path]:
-    """List the library's .py files, in the same order on every file system and platform."""
+    """List the .py files below a folder, in the same order on every file system and platform.
+
+    `_EXCLUDED_FOLDERS`, such as site-packages and tests, are skipped.
+    """
     paths = []
     for parent, folders, files in os.walk(folder):
         # In place, so that os.walk skips them: site-packages may be far larger than the library.
-        folders[:] = [name for name in folders if name not in _LEFT_OUT]
+        folders[:] = [name for name in folders if name not in _EXCLUDED_FOLDERS]
         paths += [Path(parent, name) for name in files if name.endswith(".py")]
     return sorted(paths, key=Path.as_posix)
 
 
 def _parse(path: Path) -> ast.Module | None:
-    """Parse a source file. None: it is no valid Python."""
+    """Parse a Python source file; return None if it is not valid Python."""
     # Bytes, because the parser reads the encoding declaration.
     source = path.read_bytes()
     try:
@@ -241,19 +253,23 @@ def _parse(path: Path) -> ast.Module | None:
         return None
 
 
-def _documented(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
-    """Yield dotted name and cleaned documentation string of a definition and of nested ones, in
-    source order.
+def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted name, docstring without indentation) of a module, class or function and of all
+    definitions inside it, in source order.
+
+    Args:
+        node: A node of a syntax tree.
+        name: Its dotted name, such as asyncio.queues.Queue.
     """
-    if isinstance(node, ast.Module | _DEFINITION):
+    if isinstance(node, ast.Module | _Definition):
         text = ast.get_docstring(node) or ""
         # A lone surrogate (an escape such as \ud800) has no UTF-8 form and could not be stored.
         text = text.encode("utf-8", "replace").decode()
         if text:
             yield name, text
     for child in ast.iter_child_nodes(node):
-        if isinstance(child, _DEFINITION):
-            yield from _documented(child, f"{name}.{child.name}")
+        if isinstance(child, _Definition):
+            yield from _docstrings(child, f"{name}.{child.name}")
         # Definitions can be nested in if, try, with, ..., but not in an expression.
         elif not isinstance(child, ast.expr):
-            yield from _documented(child, name)
+            yield from _docstrings(child, name)

@@ -19,35 +19,34 @@ from hf_ga.finetuning.data.chat.columns import chat_columns
 from hf_ga.finetuning.data.choices import encode_choices
 from hf_ga.finetuning.data.columns import FLAGS, choose_columns, rename_columns
 from hf_ga.finetuning.data.corpus import SPLITS
-from hf_ga.finetuning.data.files import load_files, reading
+from hf_ga.finetuning.data.files import load_files, wrap_read_errors
 from hf_ga.finetuning.data.labels import (
     encode_labels,
-    facts_of_whole_numbers,
-    one_hot_as_ids,
-    similar_names,
+    multi_hot_to_ids,
+    notes_on_float_classes,
+    notes_on_similar_names,
 )
 from hf_ga.finetuning.data.masking import KeyedMasks
-from hf_ga.finetuning.data.numeric import as_numbers
+from hf_ga.finetuning.data.numeric import convert_to_numbers
 from hf_ga.finetuning.data.options import DataOptions, Several, as_list
 from hf_ga.finetuning.data.pairs import check_scores
 from hf_ga.finetuning.data.sources import first_rows, load_rows
 from hf_ga.finetuning.data.spans import encode_answers
-from hf_ga.finetuning.data.squad import questions_of
+from hf_ga.finetuning.data.squad import flatten_articles
 from hf_ga.finetuning.data.streamed import StreamedSamples
 from hf_ga.finetuning.data.tasks import TASKS, Task
 from hf_ga.finetuning.data.tokenization import (
     complete_tokenizer,
-    contents_of,
-    cut_into_blocks,
-    encoding_of,
+    encoding_settings,
+    output_settings,
+    split_into_blocks,
     tokenize_completions,
 )
 
-# Roles of columns that rows to predict do not need.
-LEARNED = {"label", "answers", "target", "weight"}
-# Numeric columns of a sample that determine what a model learns; the others are for metrics,
-# predictions and the log.
-_LEARNED_FROM = (
+# Roles of columns that only training and evaluation need: rows to predict may lack them.
+TRAINING_ROLES = {"label", "answers", "target", "weight"}
+# Columns of a sample that the loss depends on; the others are for metrics, predictions and the log.
+_LOSS_COLUMNS = (
     "input_ids",
     "length",
     "token_type_ids",
@@ -58,29 +57,34 @@ _LEARNED_FROM = (
     "end_positions",
     "weight",
 )
-_FORMAT = 6  # part of the cache key: increment when tokenization changes
-# Rows to predict: original, with columns named by role, tokenized; see `prepare_unlabelled`.
+# Part of the cache key of tokenized rows: increment when the columns of samples change.
+_CACHE_VERSION = 7
+# Part of `PreparedData.identity`: increment when the same rows are tokenized differently.
+_TOKENIZATION_VERSION = 6
+# (original rows, rows with columns named by role, tokenized samples); see `prepare_unlabelled`.
 Unlabelled = tuple[Dataset, Dataset, Dataset]
 
 
 @dataclass
 class PreparedData:
-    """Tokenized splits, and facts about them.
+    """The tokenized splits of a run, and what is known about them.
 
     Attributes:
-        splits: `train`, `validation` and optionally `test`, with the columns of the task's
-            tokenization.
-        columns: role -> column of the rows.
-        labels: names of the labels, in the order of their ids; empty for language models and
-            regression.
-        description: one line on the source of the rows. facts: lines on rows that were truncated,
-            skipped or have no target.
-        content_hash: of the training samples, independent of their source.
-        identity: hashes of what the training samples are made of, by name: the rows, the tokenizer,
-            and the chat template where the rows are conversations. They do not depend on what the
+        task: The task.
+        splits: Split name (`train`, `validation`, `test`, as far as they exist) -> samples, with
+            the columns of the task's tokenization.
+        tokenizer: The tokenizer of the model.
+        columns: Role -> column of the rows, see `choose_columns`.
+        mlm_probability: Masked LM: the probability that a token is a target.
+        description: One line on the source of the rows, for the log.
+        labels: Class names in the order of their ids; empty if the task has no classes.
+        notes: Lines for the log, such as how many rows were truncated or skipped.
+        content_hash: Hash of the training samples, independent of their source; "" without them.
+        identity: Hashes of what the training samples are made of, by name: the rows, the tokenizer,
+            and the chat template if the rows are conversations. They do not depend on what the
             template renders, which may be today's date.
-        stream: all training samples if they are read while training; then `train` contains the
-            first ones.
+        stream: With `streaming`, all training samples, which are read while training; `splits`
+            contains only the first ones.
     """
 
     task: Task
@@ -90,17 +94,18 @@ class PreparedData:
     mlm_probability: float
     description: str
     labels: list[str] = field(default_factory=list)
-    facts: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     content_hash: str = ""
     identity: dict[str, str | None] = field(default_factory=dict)
     stream: StreamedSamples | None = None
 
     @property
     def collate(self) -> partial:
-        """Samples -> keyword arguments of the model.
+        """The collate function of the task with all its settings: samples -> keyword arguments of
+        the model.
 
         Raises:
-            ConfigError: a masked LM whose tokenizer has no mask token.
+            ConfigError: If the task is masked-lm and the tokenizer has no mask token.
         """
         settings: dict[str, Any] = {"pad_token_id": self.tokenizer.pad_token_id}
         if self.task.labels == "classes":
@@ -111,67 +116,97 @@ class PreparedData:
                     "masked-lm needs a tokenizer with a mask token, but this one has none: use a "
                     "BERT-like model."
                 )
-            settings |= {
-                "special_ids": tuple(self.tokenizer.all_special_ids),
-                "mask_token_id": self.tokenizer.mask_token_id,
-            }
-            settings |= {"vocab_size": len(self.tokenizer), "probability": self.mlm_probability}
+            settings["special_ids"] = tuple(self.tokenizer.all_special_ids)
+            settings["mask_token_id"] = self.tokenizer.mask_token_id
+            settings["vocab_size"] = len(self.tokenizer)
+            settings["probability"] = self.mlm_probability
         return partial(self.task.collate, **settings)
 
     def samples(self, split: str) -> Any:
-        """A split as a dataset for a window loader: only what a model learns from, and for a masked
-        LM with mask keys.
+        """Return the samples of a split for a `WindowLoader`: only the columns that the loss
+        depends on, and for a masked LM with a `mask_key` for each sample.
         """
-        dataset = _learned_from(self.splits[split])
+        dataset = _select_loss_columns(self.splits[split])
         return KeyedMasks(dataset) if self.task.pipeline == "fill-mask" else dataset
 
 
 def prepare_data(
-    options: DataOptions, tokenizer: PreTrainedTokenizerBase, known: Sequence[str] | None = None
+    options: DataOptions,
+    tokenizer: PreTrainedTokenizerBase,
+    model_labels: Sequence[str] | None = None,
 ) -> PreparedData:
-    """Load, check and tokenize. Rows that are truncated, empty or without target are counted and
-    logged.
+    """Load the rows of all splits, choose and check their columns, encode labels, and tokenize.
+
+    Rows that are truncated, empty or without target are counted in `PreparedData.notes`.
 
     Args:
-        known: label names of the model's trained head, in its order.
+        options: The options of the run's data.
+        tokenizer: The tokenizer of the model. It is changed: a missing padding token and special
+            tokens are set (see `complete_tokenizer`), and the truncation side.
+        model_labels: Class names of a model whose head is trained already, in the order of its
+            outputs.
 
     Raises:
-        DataError: missing columns, rows of a wrong type, unknown labels, nothing left to train on.
-        ConfigError: options or a tokenizer that do not fit the data or the task.
+        DataError: If columns are missing, rows have a wrong type, labels are unknown, or nothing is
+            left to train on.
+        ConfigError: If options or the tokenizer do not fit the data or the task.
     """
     task = TASKS[options.task]
-    facts: list[str] = []
-    rows, stream = load_rows(options, facts)
-    complete_tokenizer(tokenizer, task.labels, is_decoder=task.pipeline == "text-generation")
-    _set_truncation(tokenizer, options)
-    data = PreparedData(task, {}, tokenizer, {}, options.mlm_probability, _describe(rows, options))
-    data.facts += facts
-    data.labels = list(known or []) if task.labels in ("class", "classes", "tags") else []
+    notes: list[str] = []
+    rows, stream = load_rows(options, notes)
+    complete_tokenizer(tokenizer, _architecture_of(task))
+    _set_truncation_side(tokenizer, options)
+    data = PreparedData(
+        task=task,
+        splits={},
+        tokenizer=tokenizer,
+        columns={},
+        mlm_probability=options.mlm_probability,
+        description=_describe(rows, options),
+        notes=notes,
+    )
+    if task.labels in ("class", "classes", "tags"):
+        data.labels = list(model_labels or [])
     if rows:
         data.columns = choose_columns(rows, options, task)
-        data.facts += _unused_columns(rows, data.columns)
-        if stream is None:  # the rows of a stream are not converted
-            rows = as_numbers(rows, _columns_of_numbers(data), data.facts)
-        rows = _labelled(rename_columns(rows, data.columns), data, known)
-        data.facts += _facts_of_template(data)
+        data.notes += _notes_on_unused_columns(rows, data.columns)
+        if stream is None:  # the rows of a stream are not converted, so the first ones are not
+            rows = convert_to_numbers(rows, _number_columns(data), data.notes)
+        rows = rename_columns(rows, data.columns)
+        rows = _encode_targets(rows, data, model_labels)
+        data.notes += _notes_on_template(data)
     for split in SPLITS:
-        if split in rows and not (options.eval_only and split == "train"):
-            data.splits[split] = _tokenized(rows[split], split, options, data)
+        is_used = not (options.eval_only and split == "train")
+        if split in rows and is_used:
+            data.splits[split] = _tokenize_split(rows[split], split, options, data)
     if "train" in data.splits:
         data.content_hash = _content_hash(data.splits["train"], data.labels)
         data.identity = _identity_of(rows["train"], data)
         if "validation" in rows:
-            data.identity["validation"] = _hash_of_rows(rows["validation"], data)
+            data.identity["validation"] = _hash_rows(rows["validation"], data)
     if stream is not None:
-        tokenize = _tokenizing(data.columns, options, data)
+        tokenize = _tokenize_function(data.columns, options, data)
         data.stream = StreamedSamples(
-            stream, _name_of(options), data.columns, data.labels, tokenize
+            stream, _dataset_names(options), data.columns, data.labels, tokenize
         )
     return data
 
 
-def _set_truncation(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
-    """Let the tokenizer truncate the side that is asked for; it is saved with the model."""
+def _architecture_of(task: Task) -> str:
+    """Return the architecture of a task's models: "encoder", "decoder" or "encoder-decoder"."""
+    if task.pipeline == "text-generation":
+        return "decoder"
+    return "encoder-decoder" if task.labels == "target" else "encoder"
+
+
+def _set_truncation_side(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
+    """Set the side from which the tokenizer truncates, if the option `truncation_side` is given.
+
+    It is also set in `init_kwargs`, so that it is saved with the tokenizer.
+
+    Raises:
+        ConfigError: If truncation from the left would remove the option `source_prefix`.
+    """
     if options.truncation_side is not None:
         tokenizer.truncation_side = options.truncation_side
         tokenizer.init_kwargs["truncation_side"] = options.truncation_side
@@ -183,271 +218,379 @@ def _set_truncation(tokenizer: PreTrainedTokenizerBase, options: DataOptions) ->
 
 
 def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several) -> Unlabelled:
-    """Rows of files to predict, and their samples: one per row, empty for an empty row. For token
-    classification a sample's `label` is the index of the word, at its first token.
+    """Load and tokenize the rows of `predict_file`, which need no labels.
+
+    Args:
+        options: The options of the run's data.
+        data: The prepared data of the run. Lines for the log are appended to its `notes`, and its
+            `columns` are chosen if the run has no other rows.
+        files: Names and patterns of files.
+
+    Returns:
+        (original rows; the same rows with columns named by role; their samples). There is at least
+        one sample per row, and an empty row has an empty sample. For token classification, the
+        `label` of a sample has the index of each word at the word's first token.
 
     Raises:
-        DataError: a file cannot be read, or lacks a column.
+        DataError: If a file cannot be read, or lacks a column.
     """
-    rows = load_files(as_list(files), "predict", field=options.field, facts=data.facts)
+    rows = load_files(as_list(files), "predict", field=options.field, notes=data.notes)
     if options.task == "question-answering":
-        rows = questions_of(DatasetDict(predict=rows))["predict"]
+        rows = flatten_articles(DatasetDict(predict=rows))["predict"]
     rows = first_rows(rows, options.max_predict_samples)
-    splits = DatasetDict(
-        predict=rows.flatten() if options.task == "seq2seq" else rows
-    )  # same as in `load_rows`
-    if not data.columns:  # no other rows were read
+    # Nested columns of seq2seq are flattened, as in `load_rows`.
+    splits = DatasetDict(predict=rows.flatten() if options.task == "seq2seq" else rows)
+    if not data.columns:
         data.columns = choose_columns(splits, options, data.task)
-    roles = {role: column for role, column in data.columns.items() if role not in LEARNED}
+    roles = {role: column for role, column in data.columns.items() if role not in TRAINING_ROLES}
     splits = rename_columns(splits, roles)
-    named = inputs = splits["predict"]
+    rows_by_role = splits["predict"]
+    inputs = rows_by_role
     if data.task.labels == "choice":
         inputs = encode_choices(splits)["predict"]
     if data.task.labels == "tags":
-        inputs = named.add_column(
-            "label", [list(range(len(words or []))) for words in named["tokens"]]
-        )
-    tokenize = _tokenizing(named.column_names, options, data)
-    with reading(", ".join(as_list(files))):
+        word_indices = [list(range(len(words or []))) for words in rows_by_role["tokens"]]
+        inputs = rows_by_role.add_column("label", word_indices)
+    tokenize = _tokenize_function(rows_by_role.column_names, options, data)
+    with wrap_read_errors(", ".join(as_list(files))):
         samples = inputs.map(
             tokenize, batched=True, remove_columns=inputs.column_names, load_from_cache_file=False
         )
-    return rows, named, samples
+    return rows, rows_by_role, samples
 
 
-def _name_of(options: DataOptions) -> str:
+def _dataset_names(options: DataOptions) -> str:
+    """Return the names of a run's datasets, separated by commas, for the log and for errors."""
     return ", ".join(as_list(options.dataset_name))
 
 
 def _describe(rows: DatasetDict, options: DataOptions) -> str:
-    name = _name_of(options)
+    """Describe the source of the rows and their number per split in one line, for the log.
+
+    Args:
+        rows: The rows of all splits; of a stream, those that were read ahead.
+        options: The options of the run's data.
+    """
+    name = _dataset_names(options)
     if options.streaming:
-        numbers = (
-            f"{len(rows['train'])} rows of it read ahead; {len(rows['validation'])} validation rows"
+        num_train = len(rows["train"])
+        num_validation = len(rows["validation"])
+        return (
+            f"{name}: a stream, {num_train} rows of it read ahead; {num_validation} validation rows"
         )
-        return f"{name}: a stream, {numbers}"
     if not rows:
         return "no rows to evaluate"
-    if name == "stdlib":
-        files = as_list(options.validation_file) + as_list(options.test_file)
-        name = (
-            f"standard library of Python {platform.python_version()}"
-            if "train" in rows
-            else ", ".join(files)
-        )
-    return (
-        f"{name}: {', '.join(f'{count:,} {split}' for split, count in rows.num_rows.items())} rows"
-    )
+    if name == "stdlib" and "train" in rows:
+        name = f"standard library of Python {platform.python_version()}"
+    elif name == "stdlib":
+        # Only files are evaluated, and the embedded corpus, the default name, is not read.
+        name = ", ".join(as_list(options.validation_file) + as_list(options.test_file))
+    counts = ", ".join(f"{count:,} {split}" for split, count in rows.num_rows.items())
+    return f"{name}: {counts} rows"
 
 
-def _unused_columns(rows: DatasetDict, roles: dict[str, str]) -> list[str]:
-    """A line that names the columns without a role, if there are any."""
+def _notes_on_unused_columns(rows: DatasetDict, roles: dict[str, str]) -> list[str]:
+    """Return a line for the log with the columns that have no role, or an empty list if there are
+    none.
+
+    Args:
+        rows: The rows of all splits.
+        roles: Role -> column, see `choose_columns`.
+    """
     names = dict.fromkeys(name for dataset in rows.values() for name in dataset.column_names)
     unused = [name for name in names if name not in roles.values()]
     return [f"unused columns: {', '.join(unused)}"] if unused else []
 
 
-def _labelled(rows: DatasetDict, data: PreparedData, known: Sequence[str] | None) -> DatasetDict:
-    kind = data.task.labels
-    if kind == "pairs":
+def _encode_targets(
+    rows: DatasetDict, data: PreparedData, model_labels: Sequence[str] | None
+) -> DatasetDict:
+    """Check the labels, answers, choices or scores of all splits, and convert them to what the
+    task's tokenization reads.
+
+    Test rows whose labels all mean "unlabelled" are dropped.
+
+    Args:
+        rows: The rows, with columns named by role.
+        data: Its `labels` are set to the class names, and lines for the log are appended to its
+            `notes`.
+        model_labels: Class names of a trained head, see `prepare_data`.
+    """
+    label_type = data.task.labels
+    if label_type == "pairs":
         check_scores(rows)
-    if kind in ("none", "target", "pairs"):
+    if label_type in ("none", "target", "pairs"):
         return rows
-    if kind == "answers":
+    if label_type == "answers":
         return DatasetDict(
             {split: encode_answers(dataset, split) for split, dataset in rows.items()}
         )
-    unlabelled = (-1, "", None) if kind == "choice" else (-1,)
-    if (
-        "test" in rows
-        and kind in ("class", "number", "choice")
-        and all(value in unlabelled for value in rows["test"]["label"])
-    ):
-        rows = DatasetDict({split: rows[split] for split in rows if split != "test"})
-        data.facts.append("skipped the test rows: all their labels are -1, which means unlabelled")
-        if not rows:
-            raise DataError(
-                "all labels of the test rows are -1, which means unlabelled: there is nothing to "
-                "evaluate."
-            )
-    if kind == "choice":
+    rows = _drop_unlabelled_test_rows(rows, data)
+    if label_type == "choice":
         return encode_choices(rows)
-    if kind == "classes":
-        rows, num_classes = one_hot_as_ids(rows)
+    if label_type == "classes":
+        rows, num_classes = multi_hot_to_ids(rows)
         if num_classes:
-            data.facts.append(
+            data.notes.append(
                 f"labels: a 0 or 1 for each of {num_classes} classes (one-hot); if they are lists "
                 "of the classes that apply, write names instead of numbers"
             )
-    if kind == "class":
-        data.facts += facts_of_whole_numbers(rows)
-    rows, data.labels = encode_labels(rows, kind, known)
-    data.facts += similar_names(data.labels)
+    if label_type == "class":
+        data.notes += notes_on_float_classes(rows)
+    rows, data.labels = encode_labels(rows, label_type, model_labels)
+    data.notes += notes_on_similar_names(data.labels)
     return rows
 
 
-def _facts_of_template(data: PreparedData) -> list[str]:
-    if not chat_columns(data.columns) or "strftime_now" not in str(data.tokenizer.chat_template):
+def _drop_unlabelled_test_rows(rows: DatasetDict, data: PreparedData) -> DatasetDict:
+    """Drop the split `test` if all its labels are -1, which means unlabelled on the hub; for
+    multiple choice also if they are empty or None.
+
+    Args:
+        rows: The rows, with columns named by role.
+        data: A line for the log is appended to its `notes` if the split is dropped.
+
+    Raises:
+        DataError: If there are no other rows.
+    """
+    label_type = data.task.labels
+    if "test" not in rows or label_type not in ("class", "number", "choice"):
+        return rows
+    unlabelled_values = (-1, "", None) if label_type == "choice" else (-1,)
+    if not all(value in unlabelled_values for value in rows["test"]["label"]):
+        return rows
+    rows = DatasetDict({split: rows[split] for split in rows if split != "test"})
+    data.notes.append("skipped the test rows: all their labels are -1, which means unlabelled")
+    if not rows:
+        raise DataError(
+            "all labels of the test rows are -1, which means unlabelled: there is nothing to "
+            "evaluate."
+        )
+    return rows
+
+
+def _notes_on_template(data: PreparedData) -> list[str]:
+    """Return a line for the log if the rows are conversations and the chat template renders the
+    current date, and an empty list otherwise.
+    """
+    renders_date = "strftime_now" in str(data.tokenizer.chat_template)
+    if not chat_columns(data.columns) or not renders_date:
         return []
     return ["the chat template renders the current date: samples depend on when they are tokenized"]
 
 
-def _columns_of_numbers(data: PreparedData) -> dict[str, str]:
-    """Flags that name a column of numbers -> the column."""
-    roles = ("label", "weight") if data.task.labels in ("number", "pairs") else ("weight",)
+def _number_columns(data: PreparedData) -> dict[str, str]:
+    """Return the columns that must contain numbers for the task: flag that names it -> column."""
+    roles = ["weight"]
+    if data.task.labels in ("number", "pairs"):
+        roles = ["label", "weight"]
     return {FLAGS[role]: data.columns[role] for role in roles if role in data.columns}
 
 
-def _tokenizing(roles: Iterable[str], options: DataOptions, data: PreparedData) -> partial:
-    """The function from rows by role to columns of samples."""
-    tokenize = tokenize_completions if chat_columns(list(roles)) else data.task.tokenize
-    of_tasks = {
+def _tokenize_function(roles: Iterable[str], options: DataOptions, data: PreparedData) -> partial:
+    """Return the tokenization of the task with all its settings: a function from a batch of rows
+    (a list per role) to samples (a list per column).
+
+    Args:
+        roles: The columns of the rows, named by role.
+        options: Maximum lengths, `doc_stride` and `source_prefix`.
+        data: The task and the tokenizer.
+    """
+    has_conversations = bool(chat_columns(list(roles)))
+    tokenize = tokenize_completions if has_conversations else data.task.tokenize
+    # Only some tasks have these options: other tokenizations have no such argument.
+    task_options = {
         "prefix": options.source_prefix,
         "max_target_length": options.max_target_length,
         "doc_stride": options.doc_stride,
     }
-    given = {name: value for name, value in of_tasks.items() if value is not None}
+    settings = {name: value for name, value in task_options.items() if value is not None}
     return partial(
         tokenize,
         tokenizer=data.tokenizer,
+        # Texts that become blocks are not truncated.
         max_length=None if options.block_size else options.max_length,
-        **given,
+        **settings,
     )
 
 
-def _tokenized(rows: Dataset, split: str, options: DataOptions, data: PreparedData) -> Dataset:
-    tokenize = _tokenizing(rows.column_names, options, data)
-    # An explicit fingerprint: the pickled state of a tokenizer changes when it is used, and the
-    # cache would miss.
+def _tokenize_split(rows: Dataset, split: str, options: DataOptions, data: PreparedData) -> Dataset:
+    """Tokenize the rows of one split, drop empty samples, and split them into blocks if
+    `block_size` is set.
+
+    Args:
+        rows: The rows, with columns named by role.
+        split: Name of the split, for the log and for errors.
+        options: The options of the run's data.
+        data: The task and the tokenizer. Lines for the log are appended to its `notes`.
+
+    Raises:
+        DataError: If all rows are empty, or no row has a target.
+    """
+    samples = _map_tokenization(rows, split, options, data)
+    side = data.tokenizer.truncation_side
+    name = "train, read ahead" if options.streaming and split == "train" else split
+    data.notes += _notes_on_samples(samples, name, options, side)
+    if "weight" in samples.column_names:
+        data.notes.append(f"{split}: {_note_on_weights(samples, options)}")
+    # The whole column at once: numpy would index a column of `datasets` row by row.
+    is_empty = np.asarray(samples["length"][:]) == 0
+    if is_empty.all():
+        raise DataError(f"all {len(samples)} {split} rows are empty or null: give rows with text.")
+    if is_empty.any():
+        samples = samples.select(np.flatnonzero(~is_empty))
+    if not any(samples["num_targets"][:]):
+        raise DataError(
+            f"none of the {len(samples)} {split} rows has a target: a language model needs at "
+            "least 2 tokens in a row, the end-of-text token included, and a completion within "
+            "max_length."
+        )
+    if options.block_size:
+        num_rows = len(samples)
+        num_tokens = sum(samples["length"][:])
+        samples = split_into_blocks(samples, options.block_size)
+        blocks = (
+            f"{len(samples)} blocks of {options.block_size} tokens (the last has "
+            f"{samples['length'][-1]})"
+        )
+        data.notes.append(
+            f"{split}: {num_rows} rows, {num_tokens} tokens, concatenated and split into {blocks}"
+        )
+    return samples
+
+
+def _map_tokenization(
+    rows: Dataset, split: str, options: DataOptions, data: PreparedData
+) -> Dataset:
+    """Tokenize all rows of a split with `Dataset.map`, or load them from the cache of `datasets`.
+
+    Args:
+        rows: The rows, with columns named by role. Only the column `weight` is kept.
+        split: Name of the split, for the progress bar and for errors.
+        options: The options of the run's data.
+        data: The task and the tokenizer.
+    """
+    tokenize = _tokenize_function(rows.column_names, options, data)
+    # The cache needs an explicit key: that of `datasets` is made of the pickled tokenizer, which
+    # changes when the tokenizer is used.
     settings = [value for name, value in tokenize.keywords.items() if name != "tokenizer"]
-    key = [
+    cache_key = [
         rows._fingerprint,
         tokenize.func.__name__,
         settings,
-        contents_of(data.tokenizer),
-        _FORMAT,
+        output_settings(data.tokenizer),
+        _CACHE_VERSION,
     ]
-    with reading(f"the {split} rows"):
-        dataset = rows.map(
+    with wrap_read_errors(f"the {split} rows"):
+        return rows.map(
             tokenize,
             batched=True,
             remove_columns=[name for name in rows.column_names if name != "weight"],
-            new_fingerprint=Hasher.hash(key),
+            new_fingerprint=Hasher.hash(cache_key),
             desc=f"tokenizing {split}",
         )
-    is_empty = (
-        np.asarray(dataset["length"][:]) == 0
-    )  # at once: numpy would index a column row by row
-    data.facts += _facts(
-        dataset,
-        "train, read ahead" if options.streaming and split == "train" else split,
-        options,
-        data.tokenizer.truncation_side,
-    )
-    if "weight" in dataset.column_names:
-        data.facts.append(f"{split}: {_fact_of_weights(dataset, options)}")
-    if is_empty.all():
-        raise DataError(f"all {len(dataset)} {split} rows are empty or null: give rows with text.")
-    if is_empty.any():
-        dataset = dataset.select(np.flatnonzero(~is_empty))
-    if not any(dataset["num_targets"][:]):
-        raise DataError(
-            f"none of the {len(dataset)} {split} rows has a target: a language model needs at "
-            "least 2 tokens in a row, the "
-            "end-of-text token included, and a completion within max_length."
-        )
-    if options.block_size:
-        num_rows = len(dataset)
-        num_tokens = sum(dataset["length"][:])
-        dataset = cut_into_blocks(dataset, options.block_size)
-        sizes = (
-            f"{len(dataset)} blocks of {options.block_size} tokens (the last has "
-            f"{dataset['length'][-1]})"
-        )
-        data.facts.append(
-            f"{split}: {num_rows} rows, {num_tokens} tokens, concatenated and cut into {sizes}"
-        )
-    return dataset
 
 
-def _facts(dataset: Dataset, split: str, options: DataOptions, side: str) -> list[str]:
-    """How many rows are changed or skipped."""
-    lengths = np.asarray(dataset["length"][:])
-    targets = np.asarray(dataset["num_targets"][:])
-    num_rows = len(dataset)
-    if "window" in dataset.column_names:
-        num_rows = sum(number == 0 for number in dataset["window"][:])
-    from_left = " from the left" if side == "left" else ""
+def _notes_on_samples(
+    samples: Dataset, name: str, options: DataOptions, truncation_side: str
+) -> list[str]:
+    """Return lines for the log on how many rows of a split are truncated, skipped, without a
+    target, without an answer, or rendered incompletely by a chat template; only counts above 0.
+
+    Args:
+        samples: The tokenized rows.
+        name: Name of the split.
+        options: The options of the run's data.
+        truncation_side: "left" or "right".
+    """
+    lengths = np.asarray(samples["length"][:])
+    num_targets = np.asarray(samples["num_targets"][:])
+    num_rows = len(samples)
+    # A row of question answering may have several samples: windows of its context.
+    if "window_index" in samples.column_names:
+        num_rows = sum(index == 0 for index in samples["window_index"][:])
+    from_left = " from the left" if truncation_side == "left" else ""
+    lacks_target = (num_targets == 0) & (lengths > 0)
     counts = {
-        f"truncated to {options.max_length} tokens{from_left}": sum(dataset["was_cut"][:]),
+        f"truncated to {options.max_length} tokens{from_left}": sum(samples["was_truncated"][:]),
         "skipped because they are empty or null": (lengths == 0).sum(),
-        "without a target (they do not contribute to the loss)": (
-            (targets == 0) & (lengths > 0)
-        ).sum(),
+        "without a target (they do not contribute to the loss)": lacks_target.sum(),
     }
-    if "answer_is_lost" in dataset.column_names:
+    if "answer_is_lost" in samples.column_names:
         reason = "max_length truncates their answer"
         if options.doc_stride is not None:
             reason = "no window contains their whole answer"
-        counts[f"trained as unanswerable, as {reason}"] = sum(dataset["answer_is_lost"][:])
-    if {"answers", "window"} <= set(dataset.column_names):
-        first_windows = np.asarray(dataset["window"][:]) == 0
-        has_answer = np.array([bool(texts) for texts in dataset["answers"][:]], bool)
-        without = (first_windows & ~has_answer).sum()
-        counts["without an answer, so trained as unanswerable"] = without
-    if "notes" in dataset.column_names:
-        counts |= Counter(note for notes in dataset["notes"][:] for note in notes.splitlines())
-    facts = [
-        f"{split}: {count:,} of {num_rows:,} rows {what}" for what, count in counts.items() if count
+        counts[f"trained as unanswerable, as {reason}"] = sum(samples["answer_is_lost"][:])
+    if {"answers", "window_index"} <= set(samples.column_names):
+        is_first_window = np.asarray(samples["window_index"][:]) == 0
+        has_answer = np.array([bool(texts) for texts in samples["answers"][:]], bool)
+        num_unanswered = (is_first_window & ~has_answer).sum()
+        counts["without an answer, so trained as unanswerable"] = num_unanswered
+    if "notes" in samples.column_names:  # what the chat template omits from each row
+        counts |= Counter(note for notes in samples["notes"][:] for note in notes.splitlines())
+    lines = [
+        f"{name}: {count:,} of {num_rows:,} rows {what}" for what, count in counts.items() if count
     ]
-    if len(dataset) > num_rows:
-        facts.append(
-            f"{split}: {len(dataset):,} windows of at most {options.max_length} tokens for "
+    if len(samples) > num_rows:
+        lines.append(
+            f"{name}: {len(samples):,} windows of at most {options.max_length} tokens for "
             f"{num_rows:,} questions; a window without the answer is trained as unanswerable"
         )
-    return facts
+    return lines
 
 
-def _fact_of_weights(dataset: Dataset, options: DataOptions) -> str:
-    weights = np.asarray(dataset["weight"][:])
+def _note_on_weights(samples: Dataset, options: DataOptions) -> str:
+    """Return a line for the log on the weights of rows in the loss: their range, and how many
+    are 0.
+    """
+    weights = np.asarray(samples["weight"][:])
     return (
         f"rows weighted by {options.weight_column} ({weights.min():g} to {weights.max():g}; "
         f"{(weights == 0).sum():,} of {len(weights):,} rows have weight 0)"
     )
 
 
-def _learned_from(samples: Dataset) -> Dataset:
-    return samples.select_columns([name for name in _LEARNED_FROM if name in samples.column_names])
+def _select_loss_columns(samples: Dataset) -> Dataset:
+    """Select the columns of tokenized samples that the loss depends on (`_LOSS_COLUMNS`)."""
+    return samples.select_columns([name for name in _LOSS_COLUMNS if name in samples.column_names])
 
 
 def _content_hash(train: Dataset, labels: Sequence[str]) -> str:
-    """Hash of what a model learns from: numeric columns of the training samples and label names,
-    independent of the source.
+    """Hash what a model learns from: the columns of the training samples that the loss depends on,
+    and the class names. The hash does not depend on where the samples were loaded from.
     """
     digest = hashlib.sha256(json.dumps(labels).encode())
-    for rows in _learned_from(train).iter(batch_size=1000):
+    for rows in _select_loss_columns(train).iter(batch_size=1000):
         digest.update(json.dumps(rows).encode())
     return digest.hexdigest()[:16]
 
 
 def _identity_of(train: Dataset, data: PreparedData) -> dict[str, str | None]:
-    """Hashes of what the training samples are made of, see `PreparedData`.
+    """Hash what the training samples are made of: rows, tokenizer and chat template. A run resumes
+    from a checkpoint only if these hashes are the same.
 
     Args:
-        train: The rows by role, with labels as ids. Of a stream, those that were read ahead.
-        data: With the tokenizer and the names of the labels.
+        train: The training rows, with columns named by role and labels as ids. Of a stream, those
+            that were read ahead.
+        data: The tokenizer and the class names.
+
+    Returns:
+        Name -> hash; None for `chat_template` if the rows are not conversations, or the tokenizer
+        has no template.
     """
     is_templated = bool(chat_columns(train.column_names))
     template = data.tokenizer.chat_template if is_templated else None
     return {
-        "data": _hash_of_rows(train, data),
-        "tokenizer": _short_hash([encoding_of(data.tokenizer), _FORMAT]),
+        "data": _hash_rows(train, data),
+        "tokenizer": _short_hash([encoding_settings(data.tokenizer), _TOKENIZATION_VERSION]),
         "chat_template": None if template is None else _short_hash(template),
     }
 
 
-def _hash_of_rows(dataset: Dataset, data: PreparedData) -> str:
-    """Hash rows by role, and the names of the labels that their ids stand for."""
+def _hash_rows(dataset: Dataset, data: PreparedData) -> str:
+    """Hash the rows of a split, with columns named by role, and the class names, because the rows
+    contain only class ids.
+    """
     digest = hashlib.sha256(json.dumps(data.labels).encode())
     for rows in dataset.iter(batch_size=1000):
         digest.update(json.dumps(rows, default=str).encode())
@@ -455,4 +598,5 @@ def _hash_of_rows(dataset: Dataset, data: PreparedData) -> str:
 
 
 def _short_hash(value: Any) -> str:
+    """Return the first 16 hex digits of the SHA-256 hash of a value that JSON can represent."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -68,7 +68,7 @@ def rows_of_files(paths: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _has_timestamps(pa_type: pa.DataType) -> bool:
-    """Return whether a type of pyarrow is a timestamp, or has one inside a list or struct."""
+    """Return whether the type of a pyarrow column is a timestamp, or a list or struct with one."""
     if pa.types.is_timestamp(pa_type):
         return True
     children = [pa_type.field(i).type for i in range(pa_type.num_fields)]
@@ -76,14 +76,15 @@ def _has_timestamps(pa_type: pa.DataType) -> bool:
 
 
 def _may_be_converted(values: pa.Array) -> bool:
-    """Return whether an array has timestamps, or strings as pyarrow writes timestamps, also inside
-    of lists and structs.
+    """Return whether pyarrow may have converted dates in a column of a JSON file: whether the array
+    has timestamps, or strings in the format in which pyarrow writes timestamps, also inside lists
+    and structs.
     """
     if pa.types.is_timestamp(values.type):
         return True
     if pa.types.is_string(values.type) or pa.types.is_large_string(values.type):
-        is_written = pc.match_substring_regex(values, _WRITTEN_TIMESTAMP)
-        return bool(pc.any(is_written).as_py())
+        looks_like_timestamp = pc.match_substring_regex(values, _WRITTEN_TIMESTAMP)
+        return bool(pc.any(looks_like_timestamp).as_py())
     if pa.types.is_struct(values.type):
         return any(_may_be_converted(child) for child in values.flatten())
     if pa.types.is_list(values.type) or pa.types.is_large_list(values.type):
@@ -92,7 +93,9 @@ def _may_be_converted(values: pa.Array) -> bool:
 
 
 def _with_strings(feature: Any) -> Any:
-    """Replace timestamps in a feature of `datasets` (or a dict of features) by strings."""
+    """Return a feature of `datasets` (or a dict of features) with string types in place of
+    timestamps, also in nested features.
+    """
     if isinstance(feature, dict):
         return {name: _with_strings(child) for name, child in feature.items()}
     if isinstance(feature, List):

@@ -1,7 +1,8 @@
-"""CSV and TSV files: the separator of their columns, and which columns are numbers.
+"""Loads CSV and TSV files: detects the separator, and which columns are numbers or booleans.
 
-All cells are read as texts first. A column becomes numbers only if all its cells are, so the words
-NA, null, None and nan stay texts, and a type never depends on the part of a file that was read.
+All cells are read as strings first. A column is converted to numbers only if all its cells are
+numbers, so the words NA, null, None and nan stay strings, and the type does not depend on which
+part of the file was read (except of a stream).
 """
 
 import re
@@ -20,55 +21,67 @@ from datasets import Dataset, Features, IterableDataset, Value, concatenate_data
 
 from hf_ga.errors import DataError
 
+# Separator -> its name in the log.
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
-NUM_LOOKED_AT = 1000  # first rows, the only ones of a stream that tell the types of its columns
+# The types of a stream's columns are inferred from this many rows.
+NUM_INFERENCE_ROWS = 1000
 # Codes: 007, and numbers with more digits than an int64 or a float holds.
 _CODE = r"^[+-]?(0\d|\d{19})"
 _NUMBER = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?")
 _BOOLS = {"true": True, "false": False}
-_NAMES = {"int64": "whole numbers", "float64": "numbers", "bool": "true or false"}
+_TYPE_NAMES = {"int64": "whole numbers", "float64": "numbers", "bool": "true or false"}
 
 
-def separator_of(path: str) -> str:
-    """Return the separator that divides the header into the most columns.
+def detect_separator(path: str) -> str:
+    """Detect the separator of a CSV or TSV file: the one that splits the header into the most
+    columns.
 
-    Ties go to the usual separator of the extension: a tab for .tsv, a comma for .csv.
+    Ties go to the usual separator of the file's extension: a tab for .tsv, a comma for others.
     """
-    usual = "\t" if ".tsv" in Path(path).suffixes else ","
-    num_columns = {separator: len(header(path, separator)) for separator in (usual, *SEPARATORS)}
+    usual_separator = "\t" if ".tsv" in Path(path).suffixes else ","
+    # The first one of equals wins.
+    candidates = (usual_separator, *SEPARATORS)
+    num_columns = {separator: len(column_names(path, separator)) for separator in candidates}
     return max(num_columns, key=num_columns.__getitem__)
 
 
-def header(path: str, separator: str) -> list[str]:
-    """Return the names of the columns of a file."""
+def column_names(path: str, separator: str) -> list[str]:
+    """Return the column names in the header of a CSV or TSV file."""
     return list(pd.read_csv(path, sep=separator, nrows=0).columns)
 
 
 def load_delimited(paths: Sequence[str], *, streaming: bool) -> Dataset | IterableDataset:
-    """Load the rows of files with the same columns; their separators may differ.
+    """Load the rows of CSV or TSV files with the same columns, and convert columns of numbers and
+    of booleans; the separators of the files may differ.
 
     Args:
         paths: The files, in the order of their rows.
-        streaming: Read rows as they are needed. Columns are numbers if they are in the first
-            1,000 rows.
+        streaming: Read rows lazily. The types of columns are then inferred from the first 1,000
+            rows.
 
     Raises:
-        DataError: A file has no rows, or rows with more fields than its header.
+        DataError: If a file has no rows, rows with more fields than its header, or texts that look
+            like several rows joined by an unclosed quote.
     """
-    parts = [_load_texts(path, streaming) for path in paths]
+    parts = [_load_as_strings(path, streaming) for path in paths]
     names = parts[0].column_names
     rows = concatenate_datasets([part.select_columns(names) for part in parts])
-    return _with_numbers(rows)
+    return _convert_columns(rows)
 
 
-def _load_texts(path: str, streaming: bool) -> Dataset | IterableDataset:
-    """The rows of one file with all cells as texts; an empty cell is None."""
-    separator = separator_of(path)
+def _load_as_strings(path: str, streaming: bool) -> Dataset | IterableDataset:
+    """Load the rows of one CSV or TSV file with all cells as strings; an empty cell is None.
+
+    Args:
+        path: The file.
+        streaming: Read rows lazily, without a check for unclosed quotes.
+    """
+    separator = detect_separator(path)
     _check_first_row(path, separator)
-    features = Features({name: Value("string") for name in header(path, separator)})
+    features = Features({name: Value("string") for name in column_names(path, separator)})
     rows = load_dataset(
         "csv",
-        data_files=escape(path),  # `datasets` takes a name for a pattern
+        data_files=escape(path),  # `datasets` would read wildcards in a name as a pattern
         split="train",
         streaming=streaming,
         features=features,
@@ -82,23 +95,32 @@ def _load_texts(path: str, streaming: bool) -> Dataset | IterableDataset:
 
 
 def _check_first_row(path: str, separator: str) -> None:
-    """Refuse a first row with more fields than the header: pandas would take its first field for
-    an index, which shifts all columns by one.
+    """Check that a CSV or TSV file has a first row, with no more fields than the header.
+
+    With more fields, pandas would use the first one as an index, which shifts all columns by one.
+
+    Raises:
+        DataError: If there are no rows, or the first row has more fields than the header.
     """
     try:
-        head = pd.read_csv(path, sep=separator, header=None, nrows=2, dtype=str)
+        header_and_first_row = pd.read_csv(path, sep=separator, header=None, nrows=2, dtype=str)
     except pd.errors.ParserError as error:
         raise DataError(
             f"the rows of {path} have more fields than its header "
-            f"({', '.join(header(path, separator))}), separated by {SEPARATORS[separator]}: put "
-            "texts that contain the separator in double quotes, or name all columns."
+            f"({', '.join(column_names(path, separator))}), separated by {SEPARATORS[separator]}: "
+            "put texts that contain the separator in double quotes, or name all columns."
         ) from error
-    if len(head) < 2:
+    if len(header_and_first_row) < 2:
         raise DataError(f"{path} has no rows.")
 
 
 def _check_quotes(path: str, rows: Dataset) -> None:
-    """Refuse texts that look like several rows, joined by a quote that was not closed."""
+    """Check that no cell of a TSV file looks like several rows joined by an unclosed quote: a text
+    with a tab and a line break.
+
+    Raises:
+        DataError: If one does.
+    """
     for name in rows.column_names:
         texts = rows.data.column(name)
         if pc.any(pc.match_substring_regex(texts, r"\t[^\n]*\n|\n[^\n]*\t")).as_py():
@@ -109,66 +131,99 @@ def _check_quotes(path: str, rows: Dataset) -> None:
             )
 
 
-def _with_numbers(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Convert the columns whose cells are all numbers, or all true or false."""
+def _convert_columns(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """Convert the string columns of a CSV file whose cells are all numbers, or all "true" or
+    "false", to int64, float64 or bool; other columns stay strings.
+
+    The types of a stream are inferred from its first `NUM_INFERENCE_ROWS` rows.
+    """
     if isinstance(rows, IterableDataset):
-        table = pa.Table.from_pylist(list(islice(rows, NUM_LOOKED_AT)))
+        table = pa.Table.from_pylist(list(islice(rows, NUM_INFERENCE_ROWS)))
     else:
         table = rows.data.table
-    types = {name: _type_of(table.column(name)) for name in table.column_names}
-    types = {name: dtype for name, dtype in types.items() if dtype is not None}
-    if not types:
+    dtypes = {}
+    for name in table.column_names:
+        dtype = _infer_column_type(table.column(name))
+        if dtype is not None:
+            dtypes[name] = dtype
+    if not dtypes:
         return rows
-    numbers = {name: Value(dtype) for name, dtype in types.items()}
-    features = Features({**rows.features, **numbers})
-    return rows.map(partial(_convert, types=types), batched=True, features=features)
+    converted_features = {name: Value(dtype) for name, dtype in dtypes.items()}
+    features = Features({**rows.features, **converted_features})
+    return rows.map(partial(_parse_columns, dtypes=dtypes), batched=True, features=features)
 
 
-def _type_of(cells: pa.ChunkedArray) -> str | None:
-    """The type of all cells of a column; None: they are texts."""
-    first = cells.slice(0, NUM_LOOKED_AT).drop_null()
-    if len(first) and _type_of_each(first) is None:  # spares a copy of long texts
+def _infer_column_type(cells: pa.ChunkedArray) -> str | None:
+    """Infer the type of a CSV column from its cells, strings or nulls.
+
+    Returns:
+        "int64", "float64" or "bool"; None if the column stays strings.
+    """
+    # Most columns of texts are recognized by their first rows, without a copy of all texts.
+    first_cells = cells.slice(0, NUM_INFERENCE_ROWS).drop_null()
+    if len(first_cells) and _infer_type(first_cells) is None:
         return None
-    return _type_of_each(cells.drop_null())
+    return _infer_type(cells.drop_null())
 
 
-def _type_of_each(cells: pa.ChunkedArray) -> str | None:
+def _infer_type(cells: pa.ChunkedArray) -> str | None:
+    """Infer the type that all of these CSV cells have.
+
+    Args:
+        cells: Strings, without nulls.
+
+    Returns:
+        "int64" or "float64" if all cells are finite numbers and none is a code such as 007; "bool"
+        if all are "true" or "false" in any case; None otherwise, or if there are no cells.
+    """
     texts = pc.utf8_trim_whitespace(cells.cast(pa.string()))
     is_code = pc.match_substring_regex(texts, _CODE)
     if not len(texts) or pc.any(is_code).as_py():
         return None
-    digits = pc.replace_substring_regex(texts, r"^\+", "")
+    without_plus = pc.replace_substring_regex(texts, r"^\+", "")
     for dtype in ("int64", "float64"):
         with suppress(pa.ArrowInvalid):
-            numbers = pc.cast(digits, dtype)
-            if pc.all(pc.is_finite(numbers)).as_py():  # `nan` is a text
+            numbers = pc.cast(without_plus, dtype)
+            if pc.all(pc.is_finite(numbers)).as_py():  # a column with `nan` stays strings
                 return dtype
-    is_truth = pc.is_in(pc.utf8_lower(texts), pa.array(["true", "false"]))
-    return "bool" if pc.all(is_truth).as_py() else None
+    is_bool = pc.is_in(pc.utf8_lower(texts), pa.array(["true", "false"]))
+    return "bool" if pc.all(is_bool).as_py() else None
 
 
-def _convert(rows: dict[str, list], types: dict[str, str]) -> dict[str, list[Any]]:
+def _parse_columns(rows: dict[str, list], dtypes: dict[str, str]) -> dict[str, list[Any]]:
+    """Parse the cells of the CSV columns that are numbers or booleans; None stays None.
+
+    Args:
+        rows: A batch of rows by column.
+        dtypes: Column -> "int64", "float64" or "bool". Other columns are not returned.
+    """
     return {
-        name: [None if text is None else _read(text, dtype) for text in rows[name]]
-        for name, dtype in types.items()
+        name: [None if text is None else _parse_cell(text, dtype) for text in rows[name]]
+        for name, dtype in dtypes.items()
     }
 
 
-def _read(text: str, dtype: str) -> bool | int | float:
-    """Return the value of a cell.
+def _parse_cell(text: str, dtype: str) -> bool | int | float:
+    """Parse a CSV cell as a number or a boolean.
+
+    Args:
+        text: The cell.
+        dtype: "int64", "float64" or "bool", inferred from all rows, or from the first of a stream.
 
     Raises:
-        DataError: If the text is none of this type: a later row of a stream may be of another one.
+        DataError: If the cell is not of this type, as may be a later row of a stream.
     """
     cell = text.strip().lower()
     if dtype == "bool" and cell in _BOOLS:
         return _BOOLS[cell]
-    # Python also reads 1_0, nan and inf, which are no numbers in the first rows.
+    # Python's int and float also accept 1_0, nan and inf, which are strings in the first rows.
     is_number = _NUMBER.fullmatch(cell) and not re.match(_CODE, cell)
     if dtype != "bool" and is_number:
+        parse = int if dtype == "int64" else float
         with suppress(ValueError):
-            return {"int64": int, "float64": float}[dtype](cell)
+            return parse(cell)
     raise DataError(
-        f"the first {NUM_LOOKED_AT:,} rows of a column are {_NAMES[dtype]}, but a later one is "
-        f"{text!r}: fix the row, or read the file without streaming, which looks at all rows."
+        f"the first {NUM_INFERENCE_ROWS:,} rows of a column are {_TYPE_NAMES[dtype]}, but a later "
+        f"one is {text!r}: fix the row, or read the file without streaming, which inspects all "
+        "rows."
     )

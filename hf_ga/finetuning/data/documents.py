@@ -1,5 +1,5 @@
 """JSON files that are one object instead of one row per line: rows under a key, splits as keys, and
-the forms that pandas' `to_json` writes.
+the formats that pandas' `to_json` writes.
 
 `datasets` would read such a file as a single row. Its rows are written again as JSON lines, into
 the cache of `datasets`, which then reads them as it reads any other file.
@@ -20,6 +20,7 @@ import datasets
 from hf_ga.errors import DataError
 
 Row = dict[str, Any]
+# Key in a JSON file -> the split that it names.
 SPLIT_NAMES = {
     "train": "train",
     "training": "train",
@@ -30,43 +31,47 @@ SPLIT_NAMES = {
     "test": "test",
     "testing": "test",
 }
-_OF_MESSAGES = ({"role", "content"}, {"from", "value"})  # keys of the messages of a conversation
+# Keys that every message of a conversation has: in OpenAI's format, and in ShareGPT's.
+_MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
 
 
 @dataclass(frozen=True)
-class Found:
-    """The rows of a JSON object.
+class FoundRows:
+    """The rows that were found in a JSON file that is one object.
 
     Attributes:
-        splits: Rows by split; None: the object names no splits.
-        form: How they were found, for the log.
+        splits: Split name -> rows. The name is None if the object does not name splits.
+        description: Where they were found, for the log.
     """
 
     splits: dict[str | None, list[Row]]
-    form: str
+    description: str
 
 
-def json_lines_of(path: str, field: str | None) -> tuple[dict[str | None, str], str | None]:
-    """Return a file of JSON lines for each split of a JSON file.
+def convert_to_json_lines(path: str, field: str | None) -> tuple[dict[str | None, str], str | None]:
+    """Write the rows of a JSON file that is one object as JSON lines, a file for each split, into
+    the cache of `datasets`. Files that `datasets` reads itself are not converted.
 
     Args:
-        path: The file, optionally compressed (.gz).
-        field: Key of the rows, with dots for keys in keys. None: find them.
+        path: The JSON file, optionally compressed (.gz).
+        field: Key of the rows, with dots for nested keys. None: search for the rows.
 
     Returns:
-        (files by split; the split None stands for a file without splits; line for the log). A file
-        that is a list or has one row per line is returned as it is, without a line for the log.
+        (split -> file of JSON lines; a line for the log, which says where the rows were found).
+        The split is None if the file does not name splits. For a file that is a list of rows, or
+        has one row per line: ({None: path}, None).
 
     Raises:
-        DataError: There are no rows under `field`, or under more than one key.
+        DataError: If there are no rows under `field`, or rows under more than one key.
 
     Example:
-        files, fact = json_lines_of("rows.json", None)  # {"data": [{"text": "a"}, ...]}
-        print(files[None], fact)  # a file of the cache; rows.json: rows under the key `data`
+        files, note = convert_to_json_lines("rows.json", None)  # {"data": [{"text": "a"}, ...]}
+        print(files[None], note)  # a file of the cache; rows.json: rows under the key `data`
     """
     file = Path(path)
-    line_is_row = field is None and ".json" not in file.suffixes  # .jsonl, .ndjson
-    document = _read_object(file, line_is_row)
+    # In .jsonl and .ndjson files, a single line is a row.
+    line_is_row = field is None and ".json" not in file.suffixes
+    document = _read_single_object(file, line_is_row)
     if document is None and field is not None:
         raise DataError(
             f"field {field} names a key of a JSON file that is one object, but {path} has one row "
@@ -74,78 +79,108 @@ def json_lines_of(path: str, field: str | None) -> tuple[dict[str | None, str], 
         )
     if document is None:
         return {None: path}, None
-    found = _rows_at(document, field, path) if field is not None else _find_rows(document, path)
+    if field is not None:
+        found = _rows_under_field(document, field, path)
+    else:
+        found = _find_rows(document, path)
     if found is None:
         return {None: path}, None
     files = {
-        split: _write_lines(rows, file.name.partition(".")[0])
+        split: _write_json_lines(rows, file.name.partition(".")[0])
         for split, rows in found.splits.items()
         if rows
     }
-    return files, f"{file.name}: {found.form}"
+    return files, f"{file.name}: {found.description}"
 
 
-def _read_object(path: Path, line_is_row: bool) -> dict[str, Any] | None:
-    """The content of a file that is one JSON object. None: a list, rows in lines, or malformed
-    (`datasets` says how).
+def _read_single_object(path: Path, line_is_row: bool) -> dict[str, Any] | None:
+    """Read a JSON file if its whole content is one object.
 
     Args:
-        path: The file.
-        line_is_row: Whether an object on a single line is a row.
+        path: The file, optionally compressed (.gz).
+        line_is_row: Whether an object on the only line of a file is a row, so not to be read.
+
+    Returns:
+        The object, or None if the file is a list, has several rows in lines, or is malformed
+        (`datasets` reports how when it reads the file).
     """
     try:
         with _open_text(path) as file:
-            first = _next_line(file)
-            if not first.startswith("{"):
+            first_line = _next_non_blank_line(file)
+            if not first_line.startswith("{"):
                 return None
             try:
-                row = json.loads(first)
-            except json.JSONDecodeError:  # an object of several lines
-                return json.loads(first + file.read())
-            return None if line_is_row or _next_line(file) else row
+                row = json.loads(first_line)
+            except json.JSONDecodeError:  # an object that spans several lines
+                return json.loads(first_line + file.read())
+            has_more_lines = bool(_next_non_blank_line(file))
+            return None if line_is_row or has_more_lines else row
     except (ValueError, OSError, EOFError, zlib.error):
         return None
 
 
 def _open_text(path: Path) -> TextIO:
+    """Open a UTF-8 file, with or without a byte order mark, and decompress it if it ends in .gz."""
     opener = gzip.open if path.suffix == ".gz" else open
     return opener(path, "rt", encoding="utf-8-sig")
 
 
-def _next_line(file: TextIO) -> str:
-    """The next line that is not blank, without spaces in front; empty at the end of the file."""
+def _next_non_blank_line(file: TextIO) -> str:
+    """Read up to and including the next line that is not blank, and return it without leading
+    spaces; return "" at the end of the file.
+    """
     return next((line.lstrip() for line in file if line.strip()), "")
 
 
-def _rows_at(document: Mapping[str, Any], field: str, path: str) -> Found:
+def _rows_under_field(document: Mapping[str, Any], field: str, path: str) -> FoundRows:
+    """Return the rows under the key that the option `field` names.
+
+    Args:
+        document: The content of a JSON file that is one object.
+        field: The key, with dots for nested keys, such as "data.rows".
+        path: The file, for the error.
+
+    Raises:
+        DataError: If there are no rows under the key.
+    """
     value: Any = document
     for key in field.split("."):
         value = value.get(key) if isinstance(value, dict) else None
-    rows = _rows_in(value)
+    rows = _to_rows(value)
     if rows is None:
         raise DataError(
             f"field {field}: there is no list of rows under this key of {path}, which has the keys "
             f"{', '.join(document)}."
         )
-    return Found({None: rows}, f"rows under the key `{field}`")
+    return FoundRows({None: rows}, f"rows under the key `{field}`")
 
 
-def _find_rows(document: Mapping[str, Any], path: str) -> Found | None:
-    """The rows of an object; None: it is itself a row.
+def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
+    """Find the rows in the content of a JSON file that is one object: in a format of pandas, by
+    keys that name splits, or under the only key with a list of objects.
+
+    Args:
+        document: The object.
+        path: The file, for errors.
+
+    Returns:
+        The rows, or None if the object is itself a row (such as a conversation).
 
     Raises:
-        DataError: Several keys may hold the rows.
+        DataError: If several keys may hold the rows, rows and columns cannot be told apart, or a
+            key that names a split has no rows.
     """
-    if any(_are_messages(value) for value in document.values()):
+    if any(_is_conversation(value) for value in document.values()):
         return None
-    if _is_split_form(document) or _is_table_form(document):
-        return Found({None: _pandas_rows(document)}, "the form of pandas' to_json")
-    splits = _splits_in(document, path)
-    if splits is not None:
-        return splits
-    rows = _pandas_rows(document)
+    if _has_split_format(document) or _has_table_format(document):
+        return FoundRows({None: _rows_of_pandas(document)}, "the form of pandas' to_json")
+    rows_by_split = _rows_by_split(document, path)
+    if rows_by_split is not None:
+        return rows_by_split
+    rows = _rows_of_pandas(document)
     if rows is not None:
-        return Found({None: rows}, "one list or object per column or index, as pandas writes them")
+        description = "one list or object per column or index, as pandas writes them"
+        return FoundRows({None: rows}, description)
     lists = dict(_lists_of_objects(document))
     if len(lists) > 1:
         raise DataError(
@@ -154,149 +189,210 @@ def _find_rows(document: Mapping[str, Any], path: str) -> Found | None:
         )
     if lists:
         ((key, rows),) = lists.items()
-        form = f"rows under the key `{key}`{_not_used(document, key)}"
-        return Found({None: rows}, form)
+        description = f"rows under the key `{key}`{_unused_keys(document, key)}"
+        return FoundRows({None: rows}, description)
     if _is_dict_of_dicts(document) and len(document) > 1:
+        first_keys = ", ".join(list(document)[:5])
         raise DataError(
-            f"{path} is one JSON object of objects, and neither its keys ({_some(document)}) nor "
+            f"{path} is one JSON object of objects, and neither its keys ({first_keys}) nor "
             "theirs are row numbers, so rows and columns cannot be told apart: write it with "
             "to_json(orient='records')."
         )
     return None
 
 
-def _splits_in(document: Mapping[str, Any], path: str) -> Found | None:
-    """Rows by split, if the keys are names of splits.
+def _rows_by_split(document: Mapping[str, Any], path: str) -> FoundRows | None:
+    """Return the rows of a JSON file by split if the keys of its object name splits.
+
+    Keys name splits if one of them names the training split, or if all keys with rows name splits.
+
+    Args:
+        document: The object.
+        path: The file, for errors.
+
+    Returns:
+        The rows, or None if the keys do not name splits.
 
     Raises:
-        DataError: Two keys name the same split, or a split has something else than rows.
+        DataError: If two keys name the same split, or a key of a split has something other than
+            rows.
     """
-    rows = {key: _rows_in(value) for key, value in document.items()}
-    has_splits = any(key in SPLIT_NAMES and of_key for key, of_key in rows.items())
-    for key, of_key in rows.items():
-        if has_splits and key in SPLIT_NAMES and of_key is None:
+    rows = {key: _to_rows(value) for key, value in document.items()}
+    has_splits = any(key in SPLIT_NAMES and key_rows for key, key_rows in rows.items())
+    for key, key_rows in rows.items():
+        if has_splits and key in SPLIT_NAMES and key_rows is None:
             raise DataError(
                 f"{path} has rows under the names of splits, but those under {key} are not a list "
                 "of objects: fix or remove them."
             )
-    rows = {key: of_key for key, of_key in rows.items() if of_key is not None}
-    keys = [key for key in rows if key in SPLIT_NAMES]
-    named = {SPLIT_NAMES[key]: rows[key] for key in keys}
-    if "train" not in named and len(keys) < max(1, len(rows)):
+    rows = {key: key_rows for key, key_rows in rows.items() if key_rows is not None}
+    split_keys = [key for key in rows if key in SPLIT_NAMES]
+    splits = {SPLIT_NAMES[key]: rows[key] for key in split_keys}
+    all_keys_name_splits = bool(rows) and len(split_keys) == len(rows)
+    if "train" not in splits and not all_keys_name_splits:
         return None
-    if len(named) < len(keys):
+    if len(splits) < len(split_keys):
         raise DataError(
-            f"{path} has rows under the keys {', '.join(keys)}, of which several name the same "
-            "split: rename or join them."
+            f"{path} has rows under the keys {', '.join(split_keys)}, of which several name the "
+            "same split: rename or join them."
         )
     unused = [key for key in rows if key not in SPLIT_NAMES]
-    form = f"splits under the keys {', '.join(keys)}"
+    description = f"splits under the keys {', '.join(split_keys)}"
     if unused:
-        form += f" (not used: {', '.join(unused)})"
-    return Found(dict(named), form)
+        description += f" (not used: {', '.join(unused)})"
+    return FoundRows(dict(splits), description)
 
 
-def _not_used(document: Mapping[str, Any], used: str) -> str:
-    """Name the other keys that hold more than one value, for the log."""
-    first = used.partition(".")[0]
-    others = [
-        key for key, value in document.items() if key != first and isinstance(value, list | dict)
+def _unused_keys(document: Mapping[str, Any], used_key: str) -> str:
+    """List the keys of a JSON object that hold lists or objects, but not the rows that are used,
+    as " (not used: a, b)" for the log; return "" if there are none.
+
+    Args:
+        document: The object.
+        used_key: The key of the rows, with dots for nested keys.
+    """
+    top_level_key = used_key.partition(".")[0]
+    unused = [
+        key
+        for key, value in document.items()
+        if key != top_level_key and isinstance(value, list | dict)
     ]
-    return f" (not used: {', '.join(others)})" if others else ""
+    return f" (not used: {', '.join(unused)})" if unused else ""
 
 
-def _rows_in(value: Any) -> list[Row] | None:
-    """The rows of a list of objects, or of a form of pandas; None if it is neither."""
+def _to_rows(value: Any) -> list[Row] | None:
+    """Return a JSON value as rows: a list of objects, or an object in a format of pandas. Return
+    None for any other value.
+    """
     if isinstance(value, list):
         return value if all(isinstance(row, dict) for row in value) else None
-    return _pandas_rows(value) if isinstance(value, dict) else None
+    return _rows_of_pandas(value) if isinstance(value, dict) else None
 
 
-def _pandas_rows(document: Mapping[str, Any]) -> list[Row] | None:
-    """The rows of a form that pandas' `to_json` writes, or of lists per column."""
-    if _is_split_form(document):
+def _rows_of_pandas(document: Mapping[str, Any]) -> list[Row] | None:
+    """Return the rows of a JSON object in one of the formats that pandas' `to_json` writes, or of
+    an object with a list per column. Return None for any other object.
+    """
+    if _has_split_format(document):
         return [dict(zip(document["columns"], row, strict=True)) for row in document["data"]]
-    if _is_table_form(document):
-        index = set(document["schema"].get("primaryKey", ())) & {"index"}
-        return [_without(row, index) for row in document["data"]]
+    if _has_table_format(document):
+        has_index = "index" in set(document["schema"].get("primaryKey", ()))
+        return [_without_index(row) if has_index else row for row in document["data"]]
     if _is_dict_of_dicts(document):
         return _rows_of_dicts(document)
     columns = list(document.values())
     if columns and all(isinstance(column, list) and column for column in columns):
-        is_plain = not any(isinstance(cell, dict) for column in columns for cell in column)
-        if is_plain and len(set(map(len, columns))) == 1:
+        has_objects = any(isinstance(cell, dict) for column in columns for cell in column)
+        have_same_length = len(set(map(len, columns))) == 1
+        if have_same_length and not has_objects:
             return [dict(zip(document, cells, strict=True)) for cells in zip(*columns, strict=True)]
     return None
 
 
+def _without_index(row: Row) -> Row:
+    """Return a row without the column `index`, which pandas writes for the index of a frame."""
+    return {name: value for name, value in row.items() if name != "index"}
+
+
 def _rows_of_dicts(document: Mapping[str, dict[str, Any]]) -> list[Row] | None:
-    """The rows of {column: {row number: cell}} or {row number: row}; None if none are numbers."""
-    numbers = list(next(iter(document.values())))
-    has_row_numbers_inside = all(map(str.isdecimal, numbers))
+    """Return the rows of pandas' formats {column: {row number: cell}} and {row number: row}.
+
+    Args:
+        document: An object of objects with the same keys.
+
+    Returns:
+        The rows, or None if either both or none of the inner and outer keys are numbers.
+    """
+    inner_keys = list(next(iter(document.values())))
+    has_row_numbers_inside = all(map(str.isdecimal, inner_keys))
     has_row_numbers_outside = all(map(str.isdecimal, document))
     if has_row_numbers_inside == has_row_numbers_outside:
         return None
     if has_row_numbers_outside:
         return list(document.values())
-    return [{name: column[i] for name, column in document.items()} for i in numbers]
+    return [{name: column[i] for name, column in document.items()} for i in inner_keys]
 
 
-def _is_split_form(document: Mapping[str, Any]) -> bool:
-    """Whether an object is {"columns": [...], "index": [...], "data": [[...], ...]}."""
-    columns, data = document.get("columns"), document.get("data")
-    return isinstance(columns, list) and _is_list_of(list, data)
+def _has_split_format(document: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object is in pandas' format "split": {"columns": [...], "index": [...],
+    "data": [[...], ...]}.
+    """
+    is_list_of_columns = isinstance(document.get("columns"), list)
+    return is_list_of_columns and _is_list_of(list, document.get("data"))
 
 
-def _is_table_form(document: Mapping[str, Any]) -> bool:
-    """Whether an object is {"schema": {"fields": [...]}, "data": [{...}, ...]}."""
+def _has_table_format(document: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object is in pandas' format "table": {"schema": {"fields": [...]},
+    "data": [{...}, ...]}.
+    """
     schema = document.get("schema")
-    return (
-        isinstance(schema, dict) and "fields" in schema and _is_list_of(dict, document.get("data"))
-    )
+    has_fields = isinstance(schema, dict) and "fields" in schema
+    return has_fields and _is_list_of(dict, document.get("data"))
 
 
 def _is_dict_of_dicts(document: Mapping[str, Any]) -> bool:
-    """Whether all values are objects with the same keys."""
+    """Return whether all values of a JSON object are non-empty objects with the same keys."""
     values = list(document.values())
     if not values or not all(isinstance(value, dict) and value for value in values):
         return False
     return all(value.keys() == values[0].keys() for value in values)
 
 
-def _lists_of_objects(document: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, list]]:
-    """Yield lists of objects with their keys, joined by dots."""
+def _lists_of_objects(
+    document: Mapping[str, Any], parent_key: str = ""
+) -> Iterator[tuple[str, list]]:
+    """Yield (key, list) for each list of objects in a JSON object, also in nested objects, whose
+    keys are joined by dots.
+
+    Args:
+        document: The object.
+        parent_key: The key of `document` in its parent with a dot at the end; "" for the whole
+            file.
+    """
     for key, value in document.items():
         if _is_list_of(dict, value):
-            yield above + key, value
+            yield parent_key + key, value
         elif isinstance(value, dict):
-            yield from _lists_of_objects(value, f"{above}{key}.")
+            yield from _lists_of_objects(value, f"{parent_key}{key}.")
 
 
-def _is_list_of(kind: type, value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(isinstance(one, kind) for one in value)
+def _is_list_of(item_type: type, value: Any) -> bool:
+    """Return whether a JSON value is a non-empty list whose items all have the given type."""
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(isinstance(item, item_type) for item in value)
+    )
 
 
-def _are_messages(value: Any) -> bool:
-    """Whether a value is a conversation, which makes the object that holds it a row."""
-    return _is_list_of(dict, value) and any(keys <= value[0].keys() for keys in _OF_MESSAGES)
+def _is_conversation(value: Any) -> bool:
+    """Return whether a JSON value is a list of messages, so that the object with this value is a
+    row, not a container of rows.
+    """
+    if not _is_list_of(dict, value):
+        return False
+    first_message = value[0]
+    return any(keys <= first_message.keys() for keys in _MESSAGE_KEYS)
 
 
-def _without(row: Row, names: set[str]) -> Row:
-    return {name: value for name, value in row.items() if name not in names}
+def _write_json_lines(rows: Sequence[Row], name: str) -> str:
+    """Write rows as JSON lines into the cache of `datasets`, unless a file with the same content is
+    there.
 
+    Args:
+        rows: The rows of a JSON file.
+        name: The beginning of the new file's name; a hash of its content follows.
 
-def _some(names: Mapping[str, Any]) -> str:
-    return ", ".join(list(names)[:5])
-
-
-def _write_lines(rows: Sequence[Row], name: str) -> str:
-    """Write rows as JSON lines into the cache of `datasets`, under a name made of their content."""
+    Returns:
+        The path of the file.
+    """
     content = "".join(json.dumps(row) + "\n" for row in rows).encode()
     folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_ga"
     file = folder / f"{name}-{sha256(content).hexdigest()[:16]}.jsonl"
     if not file.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}.partial")  # other processes write the same
+        # Other processes may write the same file, so each writes its own and renames it.
+        partial = file.with_suffix(f".{os.getpid()}.partial")
         partial.write_bytes(content)
         partial.replace(file)
     return str(file)

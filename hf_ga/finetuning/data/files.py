@@ -1,4 +1,6 @@
-"""Files of rows, given by names and patterns, and errors of `datasets` while it reads."""
+"""Loads rows from files that are named directly or by patterns, and turns errors of `datasets`
+while it reads into one-line errors.
+"""
 
 import codecs
 import gzip
@@ -16,10 +18,16 @@ from datasets.utils import logging
 
 from hf_ga.errors import DataError, HfGaError
 from hf_ga.finetuning.data.dates import with_dates_as_texts
-from hf_ga.finetuning.data.delimited import SEPARATORS, header, load_delimited, separator_of
-from hf_ga.finetuning.data.documents import json_lines_of
+from hf_ga.finetuning.data.delimited import (
+    SEPARATORS,
+    column_names,
+    detect_separator,
+    load_delimited,
+)
+from hf_ga.finetuning.data.documents import convert_to_json_lines
 
-FILE_KINDS = {
+# Extension -> type of a file, which is the name of its builder in `datasets`.
+FILE_TYPES = {
     ".json": "json",
     ".jsonl": "json",
     ".ndjson": "json",
@@ -30,24 +38,26 @@ FILE_KINDS = {
     ".parquet": "parquet",
 }
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"
-LARGEST_POINTER = 1024  # bytes, by the specification of git-lfs
-# Options of `datasets` for a type of file.
-READ_WITH: dict[str, dict[str, Any]] = {
-    "text": {"encoding": "utf-8-sig"},  # a byte order mark is no part of the first text
+MAX_POINTER_BYTES = 1024  # by the specification of git-lfs
+# Type of a file -> options of its builder in `datasets`.
+BUILDER_OPTIONS: dict[str, dict[str, Any]] = {
+    "text": {"encoding": "utf-8-sig"},  # a byte order mark is not part of the first text
     "json": {},
 }
-if hasattr(JsonConfig, "parse_agent_traces"):  # conversations with some columns are not logs
-    READ_WITH["json"]["parse_agent_traces"] = False
+if hasattr(JsonConfig, "parse_agent_traces"):
+    # Otherwise `datasets` would read conversations with certain columns as logs of agents.
+    BUILDER_OPTIONS["json"]["parse_agent_traces"] = False
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Rows of one split in a file.
+    """The rows of one split in a file.
 
     Attributes:
-        name: The file's name, for errors.
-        path: The file to read. Of a JSON object it is a file in the cache.
-        split: None if the file does not name splits.
+        name: The file as the user named it, for errors.
+        path: The file to read. For a JSON file that is one object, it is a converted file in the
+            cache of `datasets`.
+        split: Name of the split, or None if the file does not name splits.
     """
 
     name: str
@@ -56,14 +66,21 @@ class _Part:
 
 
 def is_file(name: str) -> bool:
-    """Whether a dataset's name is a file name, existing or not, or a pattern of them."""
+    """Return whether the name of a dataset is that of a file, or a pattern of files.
+
+    That is so if it has the extension of a known type (the file need not exist), is an existing
+    file, or has wildcards.
+    """
     path = Path(name).expanduser()
-    return _file_kind(path) is not None or path.is_file() or is_pattern(name)
+    return _file_type(path) is not None or path.is_file() or is_pattern(name)
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name has wildcards and is not itself a file or folder."""
-    return any(character in name for character in "*?[") and not Path(name).expanduser().exists()
+    """Return whether the name of a file has wildcards, and there is no file or folder of exactly
+    this name.
+    """
+    has_wildcard = any(character in name for character in "*?[")
+    return has_wildcard and not Path(name).expanduser().exists()
 
 
 def load_splits(
@@ -71,29 +88,33 @@ def load_splits(
     *,
     field: str | None = None,
     streaming: bool = False,
-    facts: list[str] | None = None,
+    notes: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Load the rows of files by split: `train`, unless the keys of a JSON file are splits.
+    """Load the rows of files by split. All rows are `train`, unless the keys of a JSON file name
+    splits.
 
     Args:
         files: Names and patterns of files. Rows are in the given order, those of a pattern in the
             order of their paths.
-        field: Key of the rows in JSON files that are one object. None: find it.
-        streaming: Read rows as they are needed.
-        facts: Lines on how the files were read are appended to it.
+        field: Key of the rows in JSON files that are one object. None: search for the rows.
+        streaming: Read rows lazily.
+        notes: Lines for the log, on how the files were read, are appended to it.
 
     Returns:
-        {split: dataset, or stream}
+        Split name -> dataset, or stream with `streaming`.
 
     Raises:
-        DataError: a file is missing, empty, of an unknown type or not readable; a pattern without a
-            match; files of different types or columns.
+        DataError: If a file is missing, empty, of an unknown type or not readable, a pattern has no
+            match, or files have different types or columns.
     """
-    kind, parts = _parts_of(files, field, facts if facts is not None else [])
-    by_split: dict[str, list[_Part]] = {}
+    file_type, parts = _find_parts(files, field, notes if notes is not None else [])
+    parts_by_split: dict[str, list[_Part]] = {}
     for part in parts:
-        by_split.setdefault(part.split or "train", []).append(part)
-    return {split: _load(kind, of_split, streaming) for split, of_split in by_split.items()}
+        parts_by_split.setdefault(part.split or "train", []).append(part)
+    return {
+        split: _load_parts(file_type, split_parts, streaming)
+        for split, split_parts in parts_by_split.items()
+    }
 
 
 def load_files(
@@ -102,116 +123,177 @@ def load_files(
     *,
     field: str | None = None,
     streaming: bool = False,
-    facts: list[str] | None = None,
+    notes: list[str] | None = None,
 ) -> Any:
-    """Load the rows of files for one split; of a JSON file whose keys are splits, only its rows.
+    """Load the rows of files for one split. From a JSON file whose keys name splits, only the rows
+    of this split are loaded, from other files all.
 
     Args:
         files: As for `load_splits`.
         split: `validation`, `test`, `predict`, or any other name.
         field: As for `load_splits`.
         streaming: As for `load_splits`.
-        facts: As for `load_splits`.
+        notes: As for `load_splits`.
+
+    Returns:
+        A dataset, or a stream with `streaming`.
 
     Raises:
-        DataError: as `load_splits`; or no rows of this split.
+        DataError: As `load_splits`, or if there are no rows of this split.
     """
-    kind, parts = _parts_of(files, field, facts if facts is not None else [])
-    chosen = [part for part in parts if part.split in (None, split)]
-    if not chosen:
+    file_type, parts = _find_parts(files, field, notes if notes is not None else [])
+    parts_of_split = [part for part in parts if part.split in (None, split)]
+    if not parts_of_split:
         raise DataError(
             f"{', '.join(files)} has rows for {', '.join(str(part.split) for part in parts)}, but "
             f"none for {split}: save these rows in a file of their own."
         )
-    return _load(kind, chosen, streaming)
+    return _load_parts(file_type, parts_of_split, streaming)
 
 
 def load_folder(
-    folder: Path, *, streaming: bool = False, facts: list[str] | None = None
+    folder: Path, *, streaming: bool = False, notes: list[str] | None = None
 ) -> dict[str, Any] | None:
-    """Load the rows of the files in a folder by split, to which `datasets` assigns them by name.
+    """Load the text, CSV or JSON files in a folder by split. `datasets` assigns files to splits by
+    their names; a JSON file may also contain all splits.
 
     Args:
-        folder: With files of one type, such as train.csv and test.csv.
+        folder: Contains files of one type, such as train.csv and test.csv.
         streaming: As for `load_splits`.
-        facts: As for `load_splits`.
+        notes: As for `load_splits`.
 
     Returns:
-        {split: dataset, or stream}. None if `datasets` must read the folder itself: one with a
-        README.md, which may say how, or with files of another type than text, CSV and JSON.
+        Split name -> dataset, or stream with `streaming`. None if `datasets` must read the folder
+        itself: if it has a README.md, which may configure how, or files of another type.
 
     Raises:
-        DataError: as `load_splits`; or a file is a pointer of git-lfs.
+        DataError: As `load_splits`, or if a file is a pointer of git-lfs.
     """
     for path in sorted(folder.rglob("*")):
         if path.is_file():
-            _check_no_pointer(path)
+            _check_no_lfs_pointer(path)
     if (folder / "README.md").exists():
         return None
-    with reading(str(folder)):
-        found = load_dataset_builder(str(folder)).config.data_files or {}
-    kinds = {_file_kind(Path(path)) for paths in found.values() for path in paths}
-    if not kinds or not kinds <= {"csv", "json", "text"}:
+    with wrap_read_errors(str(folder)):
+        files_by_split = load_dataset_builder(str(folder)).config.data_files or {}
+    file_types = {_file_type(Path(path)) for paths in files_by_split.values() for path in paths}
+    if not file_types or not file_types <= {"csv", "json", "text"}:
         return None
-    if set(map(str, found)) == {"train"}:  # a JSON file may have all splits
-        (paths,) = found.values()
-        return load_splits(paths, streaming=streaming, facts=facts)
+    if set(map(str, files_by_split)) == {"train"}:  # a JSON file may contain all splits
+        (paths,) = files_by_split.values()
+        return load_splits(paths, streaming=streaming, notes=notes)
     return {
-        str(split): load_files(paths, str(split), streaming=streaming, facts=facts)
-        for split, paths in found.items()
+        str(split): load_files(paths, str(split), streaming=streaming, notes=notes)
+        for split, paths in files_by_split.items()
     }
 
 
-def _parts_of(files: Sequence[str], field: str | None, facts: list[str]) -> tuple[str, list[_Part]]:
-    """The type of files, and what is read of them."""
-    paths = [path for file in files for path in _matches(file)]
-    kinds = {path: _checked_kind(path) for path in paths}
-    if len(set(kinds.values())) > 1:
-        first = {kind: path for path, kind in reversed(kinds.items())}
-        found = ", ".join(f"{Path(path).name} ({kind})" for kind, path in first.items())
+def _find_parts(
+    files: Sequence[str], field: str | None, notes: list[str]
+) -> tuple[str, list[_Part]]:
+    """Resolve patterns, check the files, and convert JSON files that are one object.
+
+    Args:
+        files: Names and patterns of files.
+        field: See `load_splits`.
+        notes: Lines for the log, on separators and on keys in JSON files, are appended to it.
+
+    Returns:
+        (the type of all files; the rows to read, per file and split)
+
+    Raises:
+        DataError: If a file cannot be read, or files have different types.
+    """
+    paths = [path for file in files for path in _matching_paths(file)]
+    file_type = _common_file_type(files, paths)
+    if field is not None and file_type != "json":
+        raise DataError(f"field {field} applies to JSON files, not to {paths[0]}: omit it.")
+    parts = []
+    for path in paths:
+        note = None
+        path_by_split: dict[str | None, str] = {None: path}
+        with wrap_read_errors(path):
+            if file_type == "csv":
+                note = _note_on_separator(path)
+            if file_type == "json":
+                path_by_split, note = convert_to_json_lines(path, field)
+        for split, split_path in path_by_split.items():
+            parts.append(_Part(path, split_path, split))
+        if note is not None and note not in notes:
+            notes.append(note)
+    return file_type, parts
+
+
+def _common_file_type(files: Sequence[str], paths: Sequence[str]) -> str:
+    """Check files, and return the type that all of them have.
+
+    Args:
+        files: Names and patterns as the user gave them, for the error.
+        paths: The files.
+
+    Raises:
+        DataError: If a file cannot be read, or files have different types.
+    """
+    type_of_path = {path: _checked_file_type(path) for path in paths}
+    first_path_of_type: dict[str, str] = {}
+    for path, file_type in type_of_path.items():
+        first_path_of_type.setdefault(file_type, path)
+    if len(first_path_of_type) > 1:
+        found = ", ".join(
+            f"{Path(path).name} ({file_type})" for file_type, path in first_path_of_type.items()
+        )
         raise DataError(
             f"the files of {', '.join(files)} are of different types: {found}. Give files of one "
             "type."
         )
-    kind = kinds[paths[0]]
-    if field is not None and kind != "json":
-        raise DataError(f"field {field} applies to JSON files, not to {paths[0]}: omit it.")
-    parts = []
-    for path in paths:
-        with reading(path):
-            fact = _fact_of_separator(path) if kind == "csv" else None
-            lines: dict[str | None, str] = {None: path}
-            if kind == "json":
-                lines, fact = json_lines_of(path, field)
-        parts += [_Part(path, of_split, split) for split, of_split in lines.items()]
-        if fact is not None and fact not in facts:
-            facts.append(fact)
-    return kind, parts
+    return type_of_path[paths[0]]
 
 
-def _fact_of_separator(path: str) -> str | None:
-    """A line on the separator of a CSV or TSV file; None if it is a comma."""
-    separator = separator_of(path)
+def _note_on_separator(path: str) -> str | None:
+    """Return a line for the log on the separator of a CSV or TSV file, or None if it is a comma."""
+    separator = detect_separator(path)
     if separator == ",":
         return None
     return f"{Path(path).name}: columns separated by {SEPARATORS[separator]}"
 
 
-def _load(kind: str, parts: Sequence[_Part], streaming: bool) -> Any:
+def _load_parts(file_type: str, parts: Sequence[_Part], streaming: bool) -> Any:
+    """Load files of one type and concatenate their rows, after a check that they have the same
+    columns.
+
+    Args:
+        file_type: A value of `FILE_TYPES`.
+        parts: The files, of one split.
+        streaming: Read rows lazily.
+
+    Returns:
+        A dataset, or a stream with `streaming`.
+    """
     if len(parts) > 1:
-        check_same_columns([(part.name, _columns(kind, part)) for part in parts])
+        check_same_columns([(part.name, _columns_of_part(file_type, part)) for part in parts])
     paths = [part.path for part in parts]
-    literal = [escape(path) for path in paths]  # `datasets` takes names for patterns
-    with reading(", ".join(dict.fromkeys(part.name for part in parts))):
-        if kind == "csv":
+    distinct_names = dict.fromkeys(part.name for part in parts)
+    with wrap_read_errors(", ".join(distinct_names)):
+        if file_type == "csv":
             return load_delimited(paths, streaming=streaming)
-        options = READ_WITH.get(kind, {})
-        rows = load_dataset(kind, data_files=literal, split="train", streaming=streaming, **options)
-        return with_dates_as_texts(rows, paths) if kind == "json" else rows
+        rows = load_dataset(
+            file_type,
+            # `datasets` would read wildcards in a name as a pattern.
+            data_files=[escape(path) for path in paths],
+            split="train",
+            streaming=streaming,
+            **BUILDER_OPTIONS.get(file_type, {}),
+        )
+        return with_dates_as_texts(rows, paths) if file_type == "json" else rows
 
 
-def _check_no_pointer(path: Path) -> None:
-    if path.stat().st_size > LARGEST_POINTER:
+def _check_no_lfs_pointer(path: Path) -> None:
+    """Check that a file is not a pointer of git-lfs, which stands for data that was not fetched.
+
+    Raises:
+        DataError: If it is.
+    """
+    if path.stat().st_size > MAX_POINTER_BYTES:
         return
     content = path.read_bytes()
     if content.startswith(LFS_POINTER):
@@ -223,42 +305,64 @@ def _check_no_pointer(path: Path) -> None:
 
 
 def _check_not_utf16(path: Path) -> None:
+    """Check that a file does not begin with the byte order mark of UTF-16.
+
+    Raises:
+        DataError: If it does.
+    """
     with path.open("rb") as file:
         if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             raise DataError(f"the file {path} is UTF-16: convert it to UTF-8.")
 
 
-def _checked_kind(file: str) -> str:
-    """Type of a file, checked before it is parsed."""
+def _check_no_leading_null(path: Path) -> None:
+    """Check that a JSON file does not begin with `null`, which would crash the process in pyarrow's
+    reader. Files that cannot be read pass: reading reports their error.
+
+    Raises:
+        DataError: If it does.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    with suppress(OSError, EOFError, zlib.error), opener(path, "rb") as file:
+        if file.read(64).lstrip().startswith(b"null"):
+            raise DataError(
+                f"the file {path} begins with `null` instead of a row: remove that line."
+            )
+
+
+def _checked_file_type(file: str) -> str:
+    """Return the type of a file by its extension, after checks of what can be wrong before it is
+    parsed.
+
+    Returns:
+        A value of `FILE_TYPES`.
+
+    Raises:
+        DataError: If the file is missing, a folder, empty, of an unknown type, a git-lfs pointer,
+            UTF-16, or JSON that begins with `null`.
+    """
     path = Path(file)
-    kind = _file_kind(path)
+    file_type = _file_type(path)
     if not path.is_file():
         raise DataError(f"the file {file} {'is a folder' if path.is_dir() else 'does not exist'}.")
-    if kind is None:
+    if file_type is None:
         raise DataError(
-            f"the file {file} has an unknown extension: use one of {', '.join(FILE_KINDS)} "
+            f"the file {file} has an unknown extension: use one of {', '.join(FILE_TYPES)} "
             "(optionally with .gz)."
         )
     if path.stat().st_size == 0:
         raise DataError(f"the file {file} is empty.")
-    _check_no_pointer(path)
+    _check_no_lfs_pointer(path)
     _check_not_utf16(path)
-    if kind == "json":
-        with (
-            suppress(OSError, EOFError, zlib.error),
-            (gzip.open if path.suffix == ".gz" else open)(path, "rb") as opened,
-        ):
-            if (
-                opened.read(64).lstrip().startswith(b"null")
-            ):  # pyarrow's reader would crash the process
-                raise DataError(
-                    f"the file {file} begins with `null` instead of a row: remove that line."
-                )
-    return kind
+    if file_type == "json":
+        _check_no_leading_null(path)
+    return file_type
 
 
 def columns_of(rows: Any) -> list[str]:
-    """Names of the columns of a dataset or a stream."""
+    """Return the column names of a dataset or a stream; of a stream without known columns, those of
+    its first row.
+    """
     return rows.column_names or list(next(iter(rows), ()))
 
 
@@ -266,23 +370,29 @@ def check_same_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> None:
     """Check that datasets or files have the same columns: `datasets` would fill missing ones with
     None.
 
+    Args:
+        columns: (name of the dataset or file, its columns) of each.
+
     Raises:
-        DataError: the first two that differ, with their columns.
+        DataError: If another one has other columns than the first.
     """
-    first, *others = columns
-    for other in others:
-        if set(first[1]) != set(other[1]):
-            has = [
-                f"{name} has {', '.join(sorted(names)) or 'no rows'}"
-                for name, names in (first, other)
-            ]
-            raise DataError(f"different columns: {'; '.join(has)}. Give all the same columns.")
+    first_name, first_columns = columns[0]
+    for name, other_columns in columns[1:]:
+        if set(first_columns) != set(other_columns):
+            both = ((first_name, first_columns), (name, other_columns))
+            listed = "; ".join(
+                f"{dataset} has {', '.join(sorted(names)) or 'no rows'}" for dataset, names in both
+            )
+            raise DataError(f"different columns: {listed}. Give all the same columns.")
 
 
 @contextmanager
-def reading(name: str) -> Iterator[None]:
-    """Turn any error of `datasets` while it reads `name` into a one-line DataError, without its log
-    message; pass our own on.
+def wrap_read_errors(name: str) -> Iterator[None]:
+    """Turn any error of `datasets` while it reads a dataset into a one-line DataError, and silence
+    its log; errors of hf_ga pass unchanged.
+
+    Args:
+        name: The dataset or file, for the error.
     """
     verbosity = logging.get_verbosity()
     logging.set_verbosity(logging.CRITICAL)
@@ -291,42 +401,61 @@ def reading(name: str) -> Iterator[None]:
     except HfGaError:
         raise
     except Exception as error:
-        raise unreadable(name, error) from error
+        raise read_error(name, error) from error
     finally:
         logging.set_verbosity(verbosity)
 
 
-def unreadable(name: str, error: BaseException) -> DataError:
-    """An error of `datasets` as a one-line DataError."""
+def read_error(name: str, error: BaseException) -> DataError:
+    """Build the one-line DataError for an error of `datasets` while it read a dataset.
+
+    Args:
+        name: The dataset or file.
+        error: The error of `datasets`; if it has a cause, the message is that of the cause.
+    """
     cause = error.__cause__ or error
     if "corresponds to no data" in str(cause):
         return DataError(f"{name} has no rows.")
-    return DataError(
-        f"cannot read {name}: {type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
-    )
+    one_line_message = " ".join(str(cause).split())[:300]
+    return DataError(f"cannot read {name}: {type(cause).__name__}: {one_line_message}")
 
 
-def _matches(file: str) -> list[str]:
+def _matching_paths(file: str) -> list[str]:
+    """Return the files that a name stands for: the file itself, or the sorted matches of a pattern.
+
+    Raises:
+        DataError: If no file matches a pattern. That a named file exists is not checked.
+    """
     path = Path(file).expanduser()
     if not is_pattern(file):
         return [str(path)]
-    paths = sorted(found for found in glob(str(path), recursive=True) if Path(found).is_file())
+    paths = sorted(match for match in glob(str(path), recursive=True) if Path(match).is_file())
     if not paths:
         raise DataError(f"no file matches the pattern {file}.")
     return paths
 
 
-def _columns(kind: str, part: _Part) -> list[str]:
-    """Columns of the first rows of a file."""
-    with reading(part.name):
-        if kind == "csv":
-            return header(part.path, separator_of(part.path))
-        options = READ_WITH.get(kind, {})
-        literal = escape(part.path)
-        rows = load_dataset(kind, data_files=literal, split="train", streaming=True, **options)
+def _columns_of_part(file_type: str, part: _Part) -> list[str]:
+    """Return the column names of one file, from its header or its first rows.
+
+    Args:
+        file_type: A value of `FILE_TYPES`.
+        part: The file.
+    """
+    with wrap_read_errors(part.name):
+        if file_type == "csv":
+            return column_names(part.path, detect_separator(part.path))
+        rows = load_dataset(
+            file_type,
+            data_files=escape(part.path),
+            split="train",
+            streaming=True,
+            **BUILDER_OPTIONS.get(file_type, {}),
+        )
         return columns_of(rows)
 
 
-def _file_kind(path: Path) -> str | None:
+def _file_type(path: Path) -> str | None:
+    """Return the type of a file by its extension, apart from .gz; None if the type is unknown."""
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
-    return FILE_KINDS.get(suffixes[-1]) if suffixes else None
+    return FILE_TYPES.get(suffixes[-1]) if suffixes else None

@@ -16,64 +16,68 @@ from hf_ga.finetuning.data.checks import (
     FIX_LABELS,
     NUM_SHOWN,
     check_values,
-    is_given,
+    is_not_none,
     is_number,
 )
 
 CLASS_RULE = "labels must be names or whole numbers"
-LARGEST_WHOLE = 2**53  # beyond it, not every whole number is a float
+MAX_WHOLE_FLOAT = 2**53  # beyond it, not every whole number is a float
 
 
 def encode_labels(
-    rows: DatasetDict, kind: str, known: Sequence[str] | None
+    rows: DatasetDict, label_type: str, model_labels: Sequence[str] | None
 ) -> tuple[DatasetDict, list[str]]:
-    """Replace the column `label` of all splits by ids (or numbers).
+    """Replace the column `label` of all splits by class ids (or, for regression, by floats).
 
     Args:
-        kind: "class", "classes", "tags" or "number"; see `tasks.Task`.
-        known: label names of a trained head, in its order. They are used if they include the
-            data's: the head's outputs are in that order.
+        rows: The rows of all splits. Class names are those of the first split.
+        label_type: "class", "classes", "tags" or "number"; see `tasks.Task`.
+        model_labels: Class names of a model whose head is trained already, in the order of its
+            outputs. If they include all names in the data, their order determines the ids. None:
+            the head is new.
 
     Returns:
-        (rows, names of the labels in the order of their ids; empty for numbers)
+        (rows, class names in the order of their ids; empty for numbers)
 
     Raises:
-        DataError: labels of a wrong type, labels that do not occur in the training rows, fewer than
-            two distinct labels.
+        DataError: If labels have a wrong type, labels do not occur in the training rows, or there
+            are fewer than two distinct labels.
     """
-    if kind == "number":
-        return _replaced(
-            rows, {split: _numbers(dataset, split) for split, dataset in rows.items()}
-        ), []
-    values = {split: _lists(dataset, split, kind) for split, dataset in rows.items()}
-    first = next(iter(rows))
-    names = _label_names(_class_label(rows[first]), values[first], known)
+    if label_type == "number":
+        numbers = {split: _checked_floats(dataset, split) for split, dataset in rows.items()}
+        return _replace_labels(rows, numbers), []
+    values = {split: _label_lists(dataset, split, label_type) for split, dataset in rows.items()}
+    first_split = next(iter(rows))
+    first_feature = _class_label_feature(rows[first_split])
+    names = _class_names(first_feature, values[first_split], model_labels)
     encoded: dict[str, list] = {}
     for split, dataset in rows.items():
-        feature = _class_label(dataset) or _class_label(rows[first])
-        ids = label_ids(values[split], feature, names, f"the {split} rows")
-        encoded[split] = [ids_of_row[0] for ids_of_row in ids] if kind == "class" else ids
-    return _replaced(rows, encoded), names
+        feature = _class_label_feature(dataset) or first_feature
+        ids = labels_to_ids(values[split], feature, names, f"the {split} rows")
+        encoded[split] = [row_ids[0] for row_ids in ids] if label_type == "class" else ids
+    return _replace_labels(rows, encoded), names
 
 
-def one_hot_as_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
-    """Replace labels that are a 0 or 1 for each class by the ids of the classes that apply.
+def multi_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
+    """Replace multi-hot labels, a 0 or 1 for each class, by the ids of the classes that apply.
 
-    Labels are read so if every row of the first split is a list of the same length, at least 2, of
-    nothing but 0 and 1 (or false and true). As ids, such lists would name the same two classes in
-    every row, or name a class twice.
+    Labels are multi-hot if every row of the first split is a list of the same length, at least 2,
+    of nothing but 0 and 1 (or false and true). As ids, such lists would name the same two classes
+    in every row, or name a class twice.
 
     Returns:
-        (rows, number of classes; 0 if the labels are of another form)
+        (rows, number of classes). If the labels are not multi-hot: (the given rows, 0).
 
     Raises:
-        DataError: The labels of another split, or of some rows, are of another form.
+        DataError: If only some rows, or only some splits, have multi-hot labels.
 
     Example:
-        rows, num_classes = one_hot_as_ids(rows)  # [0, 1], [1, 1] -> [1], [0, 1]; num_classes 2
+        rows, num_classes = multi_hot_to_ids(rows)  # [0, 1], [1, 1] -> [1], [0, 1]; num_classes 2
     """
-    first = next(iter(rows.values()))
-    num_classes = 0 if _class_label(first) is not None else _num_one_hot_classes(first["label"][:])
+    first_split = next(iter(rows.values()))
+    if _class_label_feature(first_split) is not None:
+        return rows, 0
+    num_classes = _num_multi_hot_classes(first_split["label"][:])
     if not num_classes:
         return rows, 0
     rule = f"the labels are a 0 or 1 for each of {num_classes} classes"
@@ -81,138 +85,191 @@ def one_hot_as_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
     encoded = {}
     for split, dataset in rows.items():
         values = dataset["label"][:]
-        check_values(split, values, partial(_is_one_hot, width=num_classes), rule, FIX_LABELS)
+        check_values(
+            split,
+            values,
+            partial(_is_multi_hot, num_classes=num_classes),
+            rule=rule,
+            remedy=FIX_LABELS,
+        )
         ids = [[i for i, applies in enumerate(row) if applies] for row in values]
         encoded[split] = dataset.remove_columns("label").add_column("label", ids, feature=feature)
     return DatasetDict(encoded), num_classes
 
 
-def facts_of_whole_numbers(rows: DatasetDict) -> list[str]:
-    """Return a line if the classes of the first split are whole numbers of another type, as 1.0."""
-    first = next(iter(rows.values()))
-    dtype = first.features.arrow_schema.field("label").type
+def notes_on_float_classes(rows: DatasetDict) -> list[str]:
+    """Return a line for the log if class labels of the first split are floats or Decimals, such as
+    1.0, and an empty list otherwise.
+    """
+    first_split = next(iter(rows.values()))
+    dtype = first_split.features.arrow_schema.field("label").type
     if pa.types.is_floating(dtype) or pa.types.is_decimal(dtype):
         return [f"labels: whole numbers of type {dtype} are classes, so 1.0 is the class 1"]
     return []
 
 
-def similar_names(names: Iterable[str]) -> list[str]:
-    """Return a line on each group of names that differ only in spaces or upper and lower case.
+def notes_on_similar_names(names: Iterable[str]) -> list[str]:
+    """Return a line for the log on each group of class names that differ only in spaces or in upper
+    and lower case, because they may be meant as one class.
 
     Example:
-        >>> similar_names(["neg", "pos", "pos "])
+        >>> notes_on_similar_names(["neg", "pos", "pos "])
         ["the labels 'pos' and 'pos ' differ in spaces only, and are separate classes"]
     """
     groups: dict[str, list[str]] = {}
     for name in names:
-        groups.setdefault("".join(name.split()).casefold(), []).append(name)
-    facts = []
-    for group in groups.values():
-        if len(group) > 1:
-            differs_in_case = len({"".join(name.split()) for name in group}) > 1
-            what = "in spaces or case" if differs_in_case else "in spaces"
-            listed = " and ".join(map(repr, group))
-            facts.append(f"the labels {listed} differ {what} only, and are separate classes")
-    return facts
+        normalized_name = "".join(name.split()).casefold()
+        groups.setdefault(normalized_name, []).append(name)
+    notes = []
+    for similar_names in groups.values():
+        if len(similar_names) > 1:
+            differ_in_case = len({"".join(name.split()) for name in similar_names}) > 1
+            difference = "in spaces or case" if differ_in_case else "in spaces"
+            listed = " and ".join(map(repr, similar_names))
+            notes.append(f"the labels {listed} differ {difference} only, and are separate classes")
+    return notes
 
 
-def label_ids(
+def labels_to_ids(
     values: Sequence[Sequence[Any]], feature: ClassLabel | None, names: Sequence[str], where: str
 ) -> list[list[int]]:
-    """Ids of the labels of each row. Integers of a ClassLabel are indices of its names.
+    """Convert the labels of each row to class ids.
+
+    Args:
+        values: A list of labels for each row: class names, or whole numbers.
+        feature: The type of the label column if `datasets` knows its class names: then integers are
+            indices of these names. None: a number is the name of a class.
+        names: Class names in the order of their ids.
+        where: The rows, for the error, such as "the test rows".
 
     Raises:
-        DataError: a label is not among the names.
+        DataError: If a label is not in `names`.
     """
-    ids = {name: index for index, name in enumerate(names)}
-    named = [[_name(value, feature) for value in row] for row in values]
-    if unknown := {name for row in named for name in row} - ids.keys():
-        listed = ", ".join(map(repr, sorted(unknown)[:NUM_SHOWN]))
+    id_of_name = {name: index for index, name in enumerate(names)}
+    names_by_row = [[_class_name(value, feature) for value in row] for row in values]
+    unknown_names = {name for row in names_by_row for name in row} - id_of_name.keys()
+    if unknown_names:
+        listed = ", ".join(map(repr, sorted(unknown_names)[:NUM_SHOWN]))
         raise DataError(
             f"unknown labels in {where}: {listed}. The training rows have {len(names)} labels, "
             f"such as {', '.join(names[:5])}. "
             "Remove the rows with other labels, or add training rows with them."
         )
-    return [[ids[name] for name in row] for row in named]
+    return [[id_of_name[name] for name in row] for row in names_by_row]
 
 
-def _lists(dataset: Dataset, split: str, kind: str) -> list[list[Any]]:
-    """The labels of each row as a list, with their types checked."""
+def _label_lists(dataset: Dataset, split: str, label_type: str) -> list[list[Any]]:
+    """Return the labels of each row of a split as a list (of one label for "class"), after checks
+    of their types.
+
+    Args:
+        dataset: The rows, with `label`, and for tags with `tokens`.
+        split: Name of the split, for errors.
+        label_type: "class", "classes" or "tags", see `tasks.Task`.
+
+    Raises:
+        DataError: If a label is not a name or whole number, a word has no tag, or a list of numbers
+            has a class twice.
+    """
     values = dataset["label"][:]
-    if kind == "class":
-        check_values(split, values, is_given, CLASS_RULE, FIX_LABELS)
-        check_values(split, values, _is_label, CLASS_RULE, FIX_LABELS)
+    if label_type == "class":
+        check_values(split, values, is_not_none, rule=CLASS_RULE, remedy=FIX_LABELS)
+        check_values(split, values, _is_class, rule=CLASS_RULE, remedy=FIX_LABELS)
         return [[value] for value in values]
     rule = "labels must be lists of names or whole numbers"
-    check_values(
-        split,
-        values,
-        lambda row: row is None or (isinstance(row, list) and all(map(_is_label, row))),
-        rule,
-        FIX_LABELS,
-    )
+    check_values(split, values, _is_class_list_or_none, rule=rule, remedy=FIX_LABELS)
     lists = [row or [] for row in values]
-    if kind == "tags":
-        pairs = list(zip(dataset["tokens"][:], lists, strict=True))
-        check_values(
-            split,
-            pairs,
-            lambda pair: len(pair[0] or []) == len(pair[1]),
-            "every word needs one tag",
-            FIX_LABELS,
-        )
-    elif _class_label(dataset) is None:
+    if label_type == "tags":
+        words_and_tags = list(zip(dataset["tokens"][:], lists, strict=True))
+        rule = "every word needs one tag"
+        check_values(split, words_and_tags, _have_same_length, rule=rule, remedy=FIX_LABELS)
+    elif _class_label_feature(dataset) is None:
         rule = "a list must contain each label that applies once, or every list a 0 or 1 per class"
-        check_values(
-            split,
-            lists,
-            lambda row: len(set(row)) == len(row) or isinstance(row[0], str),
-            rule,
-            FIX_LABELS,
-        )
+        check_values(split, lists, _has_names_or_distinct_numbers, rule=rule, remedy=FIX_LABELS)
     return lists
 
 
-def _is_label(value: Any) -> bool:
-    return isinstance(value, str | int) or is_whole(value)
+def _is_class_list_or_none(row: Any) -> bool:
+    """Return whether a value is None or a list of class names or whole numbers."""
+    return row is None or (isinstance(row, list) and all(map(_is_class, row)))
 
 
-def is_whole(value: Any) -> bool:
-    """Whether a value is a float or Decimal without a fraction, such as 1.0."""
-    is_fractional = isinstance(value, float | Decimal)
-    return is_fractional and abs(value) < LARGEST_WHOLE and value == int(value)
+def _have_same_length(words_and_tags: tuple[list[str] | None, list]) -> bool:
+    """Return whether a row has as many tags as words, given as (words, tags)."""
+    words, tags = words_and_tags
+    return len(words or []) == len(tags)
 
 
-def _num_one_hot_classes(values: Sequence[Any]) -> int:
-    """Number of classes if each row has a 0 or 1 for each of them; 0 for another form."""
-    widths = {len(row) if _is_one_hot(row) else 0 for row in values}
-    return widths.pop() if len(widths) == 1 else 0
+def _has_names_or_distinct_numbers(row: list) -> bool:
+    """Return whether a list of labels has no duplicates, or starts with a string (a class name).
+
+    A number twice, as in [0, 1, 0], shows that the list is not a list of ids.
+    """
+    return len(set(row)) == len(row) or isinstance(row[0], str)
 
 
-def _is_one_hot(row: Any, width: int | None = None) -> bool:
-    """Whether a row is a list of 0 and 1 for at least 2 classes, or for `width` classes."""
+def _is_class(value: Any) -> bool:
+    """Return whether a value can be the label of a class: a string, an int, or a float or Decimal
+    without a fraction.
+    """
+    return isinstance(value, str | int) or _is_whole_float(value)
+
+
+def _is_whole_float(value: Any) -> bool:
+    """Return whether a value is a float or Decimal without a fraction, such as 1.0."""
+    is_float = isinstance(value, float | Decimal)
+    return is_float and abs(value) < MAX_WHOLE_FLOAT and value == int(value)
+
+
+def _num_multi_hot_classes(values: Sequence[Any]) -> int:
+    """Return the number of classes if every row's label is multi-hot (a 0 or 1 for each class), and
+    0 otherwise.
+    """
+    lengths = {len(row) if _is_multi_hot(row) else 0 for row in values}
+    return lengths.pop() if len(lengths) == 1 else 0
+
+
+def _is_multi_hot(row: Any, num_classes: int | None = None) -> bool:
+    """Return whether a label is multi-hot: a list with a 0 or 1 for each class.
+
+    Args:
+        row: The label of a row.
+        num_classes: The number of classes. None: any, but at least 2.
+    """
     if not isinstance(row, list) or not all(value in (0, 1) for value in row):
         return False
-    return len(row) >= 2 if width is None else len(row) == width
+    return len(row) >= 2 if num_classes is None else len(row) == num_classes
 
 
-def _label_names(
-    feature: ClassLabel | None, values: Iterable[Sequence[Any]], known: Sequence[str] | None
+def _class_names(
+    feature: ClassLabel | None,
+    values: Iterable[Sequence[Any]],
+    model_labels: Sequence[str] | None,
 ) -> list[str]:
-    """Label names in the order of their ids."""
-    found = {value for row in values for value in row}
-    names = (
-        list(feature.names)
-        if feature
-        else [_name(value, None) for value in sorted(found, key=lambda v: (isinstance(v, str), v))]
-    )
+    """Return the class names in the order of their ids.
+
+    Args:
+        feature: The type of the label column if `datasets` knows its class names, else None: then
+            the names are the labels that occur, sorted, numbers before strings.
+        values: The labels of each training row.
+        model_labels: Class names of a trained head. They are returned if they include all others.
+
+    Raises:
+        DataError: If a name is "-100", or there are fewer than two names.
+    """
+    if feature is not None:
+        names = list(feature.names)
+    else:
+        distinct_labels = {value for row in values for value in row}
+        in_order = sorted(distinct_labels, key=lambda value: (isinstance(value, str), value))
+        names = [_class_name(value, None) for value in in_order]
     if str(IGNORED_LABEL) in names:
         raise DataError(
             f"the label {IGNORED_LABEL} marks targets that the loss ignores: remove it, or rename "
             "it."
         )
-    if known is not None and set(names) <= set(known):
-        return list(known)
+    if model_labels is not None and set(names) <= set(model_labels):
+        return list(model_labels)
     if len(names) < 2:
         raise DataError(
             f"all training rows have the label {(names or ['none'])[0]!r}: give rows with at "
@@ -221,37 +278,49 @@ def _label_names(
     return names
 
 
-def _class_label(dataset: Dataset) -> ClassLabel | None:
-    """The ClassLabel feature of the label column, if it has one."""
+def _class_label_feature(dataset: Dataset) -> ClassLabel | None:
+    """Return the ClassLabel type of the column `label`, or of the items of its lists; None if it
+    has another type.
+    """
     feature = dataset.features["label"]
     feature = getattr(feature, "feature", feature)
     return feature if isinstance(feature, ClassLabel) else None
 
 
-def _name(value: Any, feature: ClassLabel | None) -> str:
-    if is_whole(value):
+def _class_name(value: Any, feature: ClassLabel | None) -> str:
+    """Return the name of the class that a label stands for.
+
+    Args:
+        value: A string, an int, or a float or Decimal without a fraction (1.0 is 1).
+        feature: The type of the label column if `datasets` knows its class names; then a number is
+            the index of a name. None: the number itself is the name.
+    """
+    if _is_whole_float(value):
         value = int(value)
     is_index = feature is not None and isinstance(value, int) and 0 <= value < len(feature.names)
     return feature.names[value] if is_index else str(value)
 
 
-def _numbers(dataset: Dataset, split: str) -> list[float]:
-    """One number per row, finite in float32 (the dtype of the loss)."""
+def _checked_floats(dataset: Dataset, split: str) -> list[float]:
+    """Return the regression labels of a split as floats.
+
+    Raises:
+        DataError: If a label is not a number that is finite in float32 (the dtype of the loss).
+    """
     values = dataset["label"][:]
-    check_values(
-        split,
-        values,
-        is_number,
-        "labels of a regression must be finite float32 numbers",
-        FIX_LABELS,
-    )
+    rule = "labels of a regression must be finite float32 numbers"
+    check_values(split, values, is_number, rule=rule, remedy=FIX_LABELS)
     return [float(value) for value in values]
 
 
-def _replaced(rows: DatasetDict, columns: dict[str, list]) -> DatasetDict:
-    return DatasetDict(
-        {
-            s: dataset.remove_columns("label").add_column("label", columns[s])
-            for s, dataset in rows.items()
-        }
-    )
+def _replace_labels(rows: DatasetDict, labels: dict[str, list]) -> DatasetDict:
+    """Replace the column `label` of each split; it becomes the last column.
+
+    Args:
+        rows: The rows of all splits.
+        labels: Split name -> the new label of each row.
+    """
+    replaced = {}
+    for split, dataset in rows.items():
+        replaced[split] = dataset.remove_columns("label").add_column("label", labels[split])
+    return DatasetDict(replaced)

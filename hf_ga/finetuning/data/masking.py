@@ -1,5 +1,5 @@
-"""Masked-LM inputs as a pure function of (key of the sample, column): no generator, so no split can
-change a mask.
+"""Masked-LM inputs as a pure function of (key of the sample, position of the token): no random
+generator, so the mask of a sample does not depend on how a batch is split.
 
 The rule is BERT's (Devlin et al. 2019, section 3.1): a token is a target with probability p; 80 %
 of the targets become the mask token, 10 % a random token, 10 % are unchanged.
@@ -14,16 +14,18 @@ import torch
 from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.exact.hashing import mix_in_place, mixed
 
+# Shares of the targets.
 SHARE_MASKED = 0.8
 SHARE_RANDOM = 0.1
 
 
 class KeyedMasks:
-    """A dataset whose samples carry a key for their masks, as `mask_key`.
+    """A dataset for masked language models, which adds a random `mask_key` to each sample: the seed
+    of its mask.
 
-    The key is drawn from numpy's generator, which a `WindowLoader` seeds for every sample with
-    (seed, epoch, position): new masks in every epoch of training, the same for every split.
-    Evaluations always use (0, 0, position): fixed masks.
+    The key is drawn from numpy's global generator, which a `WindowLoader` seeds for every sample
+    with (seed, epoch, position). So the masks are new in every epoch of training, but do not depend
+    on the batches. Evaluations always use (0, 0, position), so their masks are fixed.
 
     Args:
         dataset: A dataset whose samples are dicts.
@@ -36,9 +38,11 @@ class KeyedMasks:
         self.dataset = dataset
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
+        """Return a sample with a `mask_key`, drawn from numpy's global generator."""
         key = np.random.randint(0, 2**63 - 1, dtype=np.int64)
         return {**self.dataset[index], "mask_key": int(key)}
 
@@ -52,25 +56,28 @@ def mask_tokens(
     vocab_size: int,
     probability: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Choose targets and mask most of them.
+    """Choose the targets of a masked language model, and mask or replace most of them (BERT: 80 %
+    become the mask token, 10 % a random token, 10 % are unchanged).
 
     Args:
-        input_ids: int64, shape (samples, width).
-        keys: The keys of the samples, integers of shape (samples,).
+        input_ids: int64, shape (samples, padded length).
+        keys: The `mask_key` of each sample, integers of shape (samples,).
         special_ids: Ids that are never a target (padding among them).
         mask_token_id: The id of the mask token.
         vocab_size: Exclusive upper bound of random ids.
-        probability: The probability that any other token is a target.
+        probability: The probability that a token that is not special is a target.
 
     Returns:
-        Inputs and labels, both int64 of shape (samples, width); labels of other tokens are -100.
+        Inputs and labels, both int64 of shape (samples, padded length); the labels are the original
+        ids of the targets, and -100 for other tokens.
     """
-    width = input_ids.shape[1]
-    choice = _uniform(_draws(keys, width, draw=0))
-    share = _uniform(_draws(keys, width, draw=1))
-    random_ids = _draws(keys, width, draw=2) % np.uint64(vocab_size)
+    padded_length = input_ids.shape[1]
+    # Three independent numbers per token: one chooses targets, one what becomes of them.
+    target_draw = _to_uniform(_random_bits(keys, padded_length, draw=0))
+    share = _to_uniform(_random_bits(keys, padded_length, draw=1))
+    random_ids = _random_bits(keys, padded_length, draw=2) % np.uint64(vocab_size)
     is_special = np.isin(input_ids, np.asarray(special_ids))
-    is_target = (choice < probability) & ~is_special
+    is_target = (target_draw < probability) & ~is_special
     is_masked = is_target & (share < SHARE_MASKED)
     is_random = is_target & (share >= SHARE_MASKED) & (share < SHARE_MASKED + SHARE_RANDOM)
     inputs = np.where(is_masked, mask_token_id, input_ids)
@@ -79,24 +86,25 @@ def mask_tokens(
     return inputs, labels
 
 
-def _draws(keys: np.ndarray, width: int, draw: int) -> np.ndarray:
-    """Draw 64 random bits for each sample and column, independent of the width.
+def _random_bits(keys: np.ndarray, padded_length: int, draw: int) -> np.ndarray:
+    """Hash (key of the sample, position of the token, draw) to 64 random bits for each token, to
+    mask tokens. The bits of a token do not depend on the padded length or on other samples.
 
     Args:
-        keys: The keys of the samples, integers of shape (samples,).
-        width: Number of columns.
-        draw: 0 to 3, which tells several draws for the same token apart.
+        keys: The `mask_key` of each sample, integers of shape (samples,).
+        padded_length: Number of token positions.
+        draw: 0 to 3: different draws for the same token are independent.
 
     Returns:
-        uint64, shape (samples, width).
+        uint64, shape (samples, padded length).
     """
-    rows = mixed(torch.from_numpy(np.asarray(keys, np.int64)))
-    column_numbers = torch.from_numpy(np.arange(width, dtype=np.int64))
-    columns = mix_in_place(column_numbers * 4 + draw)
-    bits = mix_in_place(rows.unsqueeze(1) + columns)
+    hashed_keys = mixed(torch.from_numpy(np.asarray(keys, np.int64)))
+    positions = torch.from_numpy(np.arange(padded_length, dtype=np.int64))
+    hashed_positions = mix_in_place(positions * 4 + draw)
+    bits = mix_in_place(hashed_keys.unsqueeze(1) + hashed_positions)
     return bits.numpy().view(np.uint64)
 
 
-def _uniform(bits: np.ndarray) -> np.ndarray:
-    """Turn random bits into uniform numbers in [0, 1), by the upper 53 bits."""
+def _to_uniform(bits: np.ndarray) -> np.ndarray:
+    """Convert random uint64 bits to uniform float64 numbers in [0, 1), from the upper 53 bits."""
     return (bits >> np.uint64(11)) * 2.0**-53

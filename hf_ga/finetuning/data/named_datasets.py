@@ -24,7 +24,7 @@ from hf_ga.finetuning.data.files import (
     is_file,
     load_folder,
     load_splits,
-    reading,
+    wrap_read_errors,
 )
 from hf_ga.finetuning.data.options import DataOptions, as_list
 
@@ -65,14 +65,18 @@ def load_named_datasets(options: DataOptions, notes: list[str] | None) -> dict[s
         parts = [(name, splits[split]) for name, splits in loaded if split in splits]
         weights = options.dataset_weights if split == "train" else None
         if parts:
-            joined[split] = _join(parts, weights)
+            joined[split] = _concatenate_or_mix(parts, weights)
     return joined
 
 
 def _named_datasets(options: DataOptions) -> list[tuple[list[str], str | None]]:
-    """Return the datasets of `dataset_name`, each as its names and its hub configuration.
+    """Pair each dataset of `dataset_name` with its hub configuration (`dataset_config_name`), and
+    check that both exist in matching numbers.
 
-    Several files without weights are one dataset of many names.
+    Returns:
+        (names, configuration) of each dataset. The names are one name, or, if there are only files
+        and no weights, all files, which are then one dataset. The configuration is None for
+        datasets that are not on the hub, and for a default configuration.
 
     Raises:
         ConfigError: If weights or configurations do not match the names.
@@ -115,7 +119,7 @@ def _check_configs(
     """Check that there is one hub configuration for each hub dataset, one for all, or none.
 
     Raises:
-        ConfigError: If their numbers differ, or there is no hub dataset.
+        ConfigError: If there are more or fewer, or there are configurations but no hub datasets.
     """
     if config_names and not hub_ids:
         raise ConfigError(
@@ -133,7 +137,8 @@ def _check_weights(weights: Sequence[float] | None, names: Sequence[str]) -> Non
     """Check that there is a positive and finite weight for each dataset, or no weight at all.
 
     Raises:
-        ConfigError: If not.
+        ConfigError: If a weight is not positive and finite, or there are more or fewer weights than
+            datasets.
     """
     if weights is None:
         return
@@ -168,19 +173,19 @@ def _load_splits_of(
     path = Path(name).expanduser()
     if options.field is not None and not is_file(name):
         raise ConfigError(
-            f"field {options.field} names a key of a JSON file, but {name} is no file: omit it."
+            f"field {options.field} names a key of a JSON file, but {name} is not a file: omit it."
         )
     if name == EMBEDDED_CORPUS:
         return corpus.load(options.task)
     if is_file(name):
-        return load_splits(names, field=options.field, streaming=options.streaming, facts=notes)
+        return load_splits(names, field=options.field, streaming=options.streaming, notes=notes)
     if _is_saved_by_datasets(path):
         return _load_saved(name, path, options.streaming)
     if path.is_dir() and config_name is None:
-        splits = load_folder(path, streaming=options.streaming, facts=notes)
+        splits = load_folder(path, streaming=options.streaming, notes=notes)
         if splits is not None:
             return splits
-    with reading(name):
+    with wrap_read_errors(name):
         return load_dataset(name, config_name, streaming=options.streaming)
 
 
@@ -190,28 +195,34 @@ def _is_saved_by_datasets(folder: Path) -> bool:
 
 
 def _load_saved(name: str, folder: Path, streaming: bool) -> Mapping[str, Any]:
-    """Load a folder that `save_to_disk` of `datasets` wrote; one without splits is `train`.
+    """Load a folder that `save_to_disk` of `datasets` wrote, by split; a folder without splits is
+    loaded as `train`.
+
+    Args:
+        name: Name of the dataset, for errors.
+        folder: The folder.
+        streaming: Whether the option `streaming` is set, which is refused.
 
     Raises:
-        DataError: With `streaming`, or if the folder cannot be read.
+        DataError: If `streaming` is set, or the folder cannot be read.
     """
     if streaming:
         raise DataError(
             f"dataset_name {name} was saved by `save_to_disk` and is memory-mapped anyway: omit "
             "streaming."
         )
-    with reading(name):
+    with wrap_read_errors(name):
         loaded = load_from_disk(folder)
     return loaded if isinstance(loaded, DatasetDict) else {"train": loaded}
 
 
-def _join(parts: Sequence[tuple[str, Any]], weights: Sequence[float] | None) -> Any:
-    """Concatenate or mix the rows of several datasets (or streams).
+def _concatenate_or_mix(parts: Sequence[tuple[str, Any]], weights: Sequence[float] | None) -> Any:
+    """Concatenate the rows of several datasets (or streams), or mix them at random by weights.
 
     Args:
-        parts: Name and rows of each.
-        weights: The share of each in the mixed rows, which end as soon as one dataset ends. None:
-            concatenate.
+        parts: (name, rows) of each dataset.
+        weights: The proportion of each in the mixed rows, which end as soon as one dataset is
+            exhausted. None: concatenate.
 
     Raises:
         DataError: If columns or their types differ.
@@ -220,9 +231,9 @@ def _join(parts: Sequence[tuple[str, Any]], weights: Sequence[float] | None) -> 
     all_rows = [rows for _, rows in parts]
     if len(parts) == 1:
         return all_rows[0]
-    with reading(", ".join(names)):
+    with wrap_read_errors(", ".join(names)):
         check_same_columns([(name, columns_of(rows)) for name, rows in parts])
-        all_rows = [_with_one_text_type(rows) for rows in all_rows]
+        all_rows = [_cast_large_strings(rows) for rows in all_rows]
         if weights is None:
             return concatenate_datasets(all_rows)
         shares = [weight / sum(weights) for weight in weights]
@@ -234,9 +245,9 @@ def _join(parts: Sequence[tuple[str, Any]], weights: Sequence[float] | None) -> 
         )
 
 
-def _with_one_text_type(rows: Any) -> Any:
-    """Cast `large_string` columns to `string`: `datasets` reads the texts of CSV files as the
-    former, and cannot concatenate the two types.
+def _cast_large_strings(rows: Any) -> Any:
+    """Cast `large_string` columns of a dataset or stream to `string`, so that it can be
+    concatenated with others: `datasets` reads the texts of CSV files as `large_string`.
     """
     for name, feature in (rows.features or {}).items():
         if feature == Value("large_string"):

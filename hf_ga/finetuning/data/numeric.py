@@ -1,4 +1,6 @@
-"""Columns of numbers that a file holds in another type: texts with a decimal comma, Decimals."""
+"""Columns of numbers that a file stores as another type (strings with a decimal comma, Decimals),
+converted to floats.
+"""
 
 import re
 from collections.abc import Mapping
@@ -13,75 +15,99 @@ from hf_ga.finetuning.data.checks import check_values
 _EXPONENT = r"([eE][+-]?\d+)?"
 _WITH_COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?" + _EXPONENT + r"\s*")
 _WITH_POINT = re.compile(r"\s*[+-]?(\d+\.?\d*|\.\d+)" + _EXPONENT + r"\s*")
-_IN_THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2},\d{3}\s*")
+_MAY_BE_THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2},\d{3}\s*")  # 1,234
 _REMEDY = "Choose another column with --{flag}, or fix these rows."
 
 
-def as_numbers(rows: DatasetDict, columns: Mapping[str, str], facts: list[str]) -> DatasetDict:
-    """Convert columns to float64 if they are Decimals or texts of which all have a decimal comma.
-
-    Texts with a decimal point are left as they are.
+def convert_to_numbers(
+    rows: DatasetDict, columns: Mapping[str, str], notes: list[str]
+) -> DatasetDict:
+    """Convert the columns that must be numbers to float64 if they are Decimals, or strings with a
+    decimal comma. Strings with a decimal point are checked, but stay strings.
 
     Args:
-        rows: Splits; they may lack the columns.
-        columns: Flag that names a column of numbers -> the column.
-        facts: A line on each column with decimal commas is appended to it.
+        rows: The rows of all splits, which may lack the columns.
+        columns: Flag -> the column of numbers that it names, such as {"weight_column": "stars"}.
+        notes: A line for the log on each column with decimal commas is appended to it.
 
     Returns:
-        The rows with the converted columns at the end.
+        The rows; converted columns are last.
 
     Raises:
-        DataError: Texts that are no numbers, some with a comma and some with a point, or that may
-            be thousands.
+        DataError: If a string is not a number, a column has decimal commas and decimal points, or
+            all its commas may separate thousands.
     """
     converted = dict(rows)
     for split, dataset in rows.items():
         for flag, column in columns.items():
             if column in dataset.column_names:
-                dataset = _with_numbers(dataset, split, flag, column, facts)
+                dataset = _convert_column(dataset, split, flag, column, notes)
         converted[split] = dataset
     return DatasetDict(converted)
 
 
-def _with_numbers(
-    dataset: Dataset, split: str, flag: str, column: str, facts: list[str]
+def _convert_column(
+    dataset: Dataset, split: str, flag: str, column: str, notes: list[str]
 ) -> Dataset:
+    """Convert one column of a split to float64 if it has Decimals or strings with a decimal comma.
+
+    Args:
+        dataset: The rows of the split.
+        split: Name of the split, for errors.
+        flag: The command-line flag that names the column, for errors.
+        column: The column, which must contain numbers.
+        notes: A line for the log on decimal commas is appended to it, once per column.
+
+    Raises:
+        DataError: See `convert_to_numbers`.
+    """
     dtype = dataset.features.arrow_schema.field(column).type
     if pa.types.is_decimal(dtype):
-        return _replaced(dataset, column, dataset[column][:])
+        return _replace_by_floats(dataset, column, dataset[column][:])
     if not (pa.types.is_string(dtype) or pa.types.is_large_string(dtype)):
         return dataset
     texts = dataset[column][:]
     rule = f"{flag} must name a column of numbers"
     remedy = _REMEDY.format(flag=flag)
-    check_values(split, texts, _is_number_or_none, rule, remedy)
+    check_values(split, texts, _is_number_or_none, rule=rule, remedy=remedy)
     with_comma = [text for text in texts if text is not None and "," in text]
     if not with_comma:
         return dataset
-    check_values(split, texts, _has_no_point, f"{rule} with a decimal comma", remedy)
-    if all(map(_IN_THOUSANDS.fullmatch, with_comma)):
-        point, joined = with_comma[0].replace(",", "."), with_comma[0].replace(",", "")
+    check_values(split, texts, _has_no_point, rule=f"{rule} with a decimal comma", remedy=remedy)
+    if all(map(_MAY_BE_THOUSANDS.fullmatch, with_comma)):
+        example = with_comma[0]
+        as_decimal = example.replace(",", ".")
+        as_thousands = example.replace(",", "")
         raise DataError(
-            f"{flag} {column!r} has texts such as {with_comma[0]!r} in the {split} rows, which may "
-            f"be {point} or {joined}: write them with a decimal point, without separators of "
-            "thousands."
+            f"{flag} {column!r} has texts such as {example!r} in the {split} rows, which may "
+            f"be {as_decimal} or {as_thousands}: write them with a decimal point, without "
+            "separators of thousands."
         )
-    fact = f"numbers of the column {column!r} have a decimal comma"
-    if fact not in facts:
-        facts.append(fact)
-    numbers = [None if text is None else text.replace(",", ".") for text in texts]
-    return _replaced(dataset, column, numbers)
+    note = f"numbers of the column {column!r} have a decimal comma"
+    if note not in notes:
+        notes.append(note)
+    with_point = [None if text is None else text.replace(",", ".") for text in texts]
+    return _replace_by_floats(dataset, column, with_point)
 
 
 def _is_number_or_none(text: str | None) -> bool:
+    """Return whether a string is a number, with a decimal comma or a decimal point; None passes."""
     return text is None or bool(_WITH_COMMA.fullmatch(text) or _WITH_POINT.fullmatch(text))
 
 
 def _has_no_point(text: str | None) -> bool:
+    """Return whether a number in a string is written without a decimal point; None passes."""
     return text is None or "." not in text
 
 
-def _replaced(dataset: Dataset, column: str, values: list[Any]) -> Dataset:
+def _replace_by_floats(dataset: Dataset, column: str, values: list[Any]) -> Dataset:
+    """Replace a column by its values as float64; it becomes the last column.
+
+    Args:
+        dataset: The rows.
+        column: The column to replace.
+        values: A value per row that `float` accepts (Decimal or string), or None, which stays None.
+    """
     numbers = [None if value is None else float(value) for value in values]
     dataset = dataset.remove_columns(column)
     return dataset.add_column(column, numbers, feature=Value("float64"))

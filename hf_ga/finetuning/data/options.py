@@ -1,4 +1,6 @@
-"""The data flags; `hf_ga.finetuning.run.config.FinetuneConfig` adds those of a run."""
+"""The command-line flags of the data; `hf_ga.finetuning.run.config.FinetuneConfig` adds those of a
+run.
+"""
 
 import os
 from dataclasses import dataclass, field
@@ -6,26 +8,35 @@ from typing import Any
 
 from hf_ga.finetuning.data.tasks import TASKS
 
-Several = (
-    list[str] | None | str
-)  # one or several values; HfArgumentParser reads a type before None as that of the flag
+# Type of an option that takes one or several values. The order matters: HfArgumentParser uses the
+# type before None as that of the flag.
+Several = list[str] | None | str
+# Names of the options that take one or several values.
 SEVERAL = ("dataset_name", "dataset_config_name", "validation_file", "test_file", "predict_file")
 
 
 def option(default: Any, help: str, *, repr: bool = True) -> Any:
-    """A dataclass field with a help text for the command line."""
-    # HfArgumentParser ignores a list's own default.
+    """Return a dataclass field for a command-line flag of the fine-tuning command.
+
+    Args:
+        default: The default of the field and the flag.
+        help: The flag's text for `--help`.
+        repr: Whether the field appears in the `repr` of the dataclass.
+    """
+    # In the metadata, too, because HfArgumentParser ignores the default of a list.
     return field(default=default, repr=repr, metadata={"help": help, "default": default})
 
 
 def as_list(value: Several) -> list[str]:
-    """The values of an option that takes one or several."""
-    return value if isinstance(value, list) else [] if value is None else [value]
+    """Return the values of an option that takes one or several as a list; None as an empty one."""
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 @dataclass
 class DataOptions:
-    """The options of `prepare_data`.
+    """Options of `prepare_data`: which rows to load, which columns to use, how to tokenize.
 
     Example:
         options = DataOptions(task="text-classification", dataset_name="reviews.jsonl")
@@ -35,9 +46,8 @@ class DataOptions:
     task: str = option("causal-lm", f"One of: {', '.join(TASKS)}.")
     dataset_name: list[str] | str = option(
         "stdlib",
-        "stdlib (embedded: documentation strings of Python), hub ids, files or patterns of files "
-        "(json, jsonl, csv, tsv, txt, parquet), "
-        "or folders.",
+        "stdlib (embedded: docstrings of Python's standard library), hub ids, files or patterns "
+        "of files (json, jsonl, csv, tsv, txt, parquet), or folders.",
     )
     field: str | None = option(
         None,
@@ -131,8 +141,7 @@ class DataOptions:
     block_size: int | None = option(
         None,
         "causal-lm, masked-lm: concatenate all texts and split them into blocks of this many "
-        "tokens, instead of one sample per "
-        "row.",
+        "tokens, instead of one sample per row.",
     )
     show_samples: int | None = option(
         None,
@@ -144,11 +153,17 @@ class DataOptions:
     )
 
     def __post_init__(self) -> None:
-        """Convert paths to strings, for JSON, and a list of one name to this name."""
+        """Convert `os.PathLike` values to strings, so that options can be saved as JSON, and lists
+        of a single string to that string.
+        """
         for name, value in list(vars(self).items()):
             if name in SEVERAL and isinstance(value, list):
-                value = [
-                    os.fspath(part) if isinstance(part, os.PathLike) else part for part in value
-                ]
-                value = value[0] if len(value) == 1 and isinstance(value[0], str) else value
-            setattr(self, name, os.fspath(value) if isinstance(value, os.PathLike) else value)
+                value = [_path_to_str(item) for item in value]
+                if len(value) == 1 and isinstance(value[0], str):
+                    value = value[0]
+            setattr(self, name, _path_to_str(value))
+
+
+def _path_to_str(value: Any) -> Any:
+    """Convert an `os.PathLike` option to a string; return any other value unchanged."""
+    return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.checks import FIX_LABELS, LARGEST, check_values
+from hf_ga.finetuning.data.checks import FIX_LABELS, MAX_FLOAT32, check_values
 from hf_ga.finetuning.data.collation import pad
-from hf_ga.finetuning.data.tokenization import Rows, encode, without_empty
+from hf_ga.finetuning.data.tokenization import Rows, clear_rows_without_content, encode
 
 # Columns of anchors -> columns of their positives, by the names common on the hub.
 PAIRS = {
@@ -26,42 +26,44 @@ PAIRS = {
     "sentence_A": ("sentence_B",),
     "text1": ("text2",),
 }
-# negative, negative_1, negative_2, ...
+# Columns of negatives: negative, negative_1, negative_2, ...
 NEGATIVE = re.compile(r"negative_?(\d*)")
+# Columns of scores, by the names common on the hub.
 SCORES = ("score", "similarity_score", "similarity", "label", "labels")
-# The role of a column of texts.
-ROLE = re.compile(r"anchor|positive|negative(_\d+)?")
-# The id of an empty text.
+# The roles of columns of texts.
+TEXT_ROLE = re.compile(r"anchor|positive|negative(_\d+)?")
+# The id of an empty text, see `text_id`.
 NO_TEXT = 0
 
 
 def pair_columns(
     dataset: Dataset, anchor: str | None, positive: str | None, score: str | None
 ) -> dict[str, str]:
-    """Find the columns of pairs.
+    """Choose the columns of a dataset of text pairs, to train embeddings.
 
     Args:
         dataset: The rows.
         anchor: The column of the anchors. None: the one with a common name.
         positive: The column of the positives. None: the one with a common name.
-        score: The column of the scores. None: the one with a common name, if there is one.
+        score: The column of the pairs' similarity scores. None: the one with a common name, if
+            there is one.
 
     Returns:
-        Role -> column. Roles are `anchor`, `positive`, and either `negative`, `negative_1`, ... or
-        `label`, the score of a pair, where the rows have them.
+        Role -> column. Roles are `anchor`, `positive`, and, if the rows have them, either
+        `negative`, `negative_1`, ... or `label`, the score of a pair.
 
     Raises:
-        DataError: If a score is a class, whose numbers have no order, or the rows have both a score
-            and negatives.
+        DataError: If a score is a class, whose ids have no order, or the rows have both a score and
+            negatives.
     """
     names = dataset.column_names
-    usual_anchor, usual_positive = _usual_pair(names)
-    roles = {"anchor": anchor or usual_anchor, "positive": positive or usual_positive}
+    common_anchor, common_positive = _common_pair(names)
+    roles = {"anchor": anchor or common_anchor, "positive": positive or common_positive}
     score = score or next((name for name in SCORES if name in names), None)
-    negatives = sorted(filter(NEGATIVE.fullmatch, names), key=_number)
+    negatives = sorted(filter(NEGATIVE.fullmatch, names), key=_negative_index)
     if score is None:
-        numbered = names_of_negatives(len(negatives))
-        return roles | dict(zip(numbered, negatives, strict=True))
+        negative_roles = names_of_negatives(len(negatives))
+        return roles | dict(zip(negative_roles, negatives, strict=True))
     if negatives:
         raise DataError(
             f"the rows have a score ({score!r}) and negatives ({', '.join(negatives)}), but pairs "
@@ -77,8 +79,15 @@ def pair_columns(
     return {**roles, "label": score}
 
 
-def _usual_pair(names: Sequence[str]) -> tuple[str, str]:
-    """Return the first pair of `PAIRS` whose columns both exist, or else anchor and positive."""
+def _common_pair(names: Sequence[str]) -> tuple[str, str]:
+    """Return the anchor and the positive column by the names common on the hub (`PAIRS`).
+
+    Args:
+        names: The columns of the dataset.
+
+    Returns:
+        The first pair whose columns both exist, or ("anchor", "positive") if there is none.
+    """
     for anchor, positives in PAIRS.items():
         for positive in positives:
             if anchor in names and positive in names:
@@ -86,13 +95,13 @@ def _usual_pair(names: Sequence[str]) -> tuple[str, str]:
     return "anchor", "positive"
 
 
-def _number(name: str) -> int:
-    """Return the number of a column of negatives, 0 for `negative`."""
+def _negative_index(name: str) -> int:
+    """Return the number of a column of negatives: 2 for `negative_2`, 0 for `negative`."""
     return int(NEGATIVE.fullmatch(name)[1] or 0)
 
 
 def check_scores(rows: DatasetDict) -> None:
-    """Check the column `label`, if there is one.
+    """Check the similarity scores of text pairs, in the column `label`, if there is one.
 
     Args:
         rows: The rows of all splits.
@@ -103,53 +112,57 @@ def check_scores(rows: DatasetDict) -> None:
     rule = "the score of a pair must be a finite number, the higher the more alike"
     for split, dataset in rows.items():
         if "label" in dataset.column_names:
-            check_values(split, dataset["label"][:], _is_finite, rule, FIX_LABELS)
+            check_values(split, dataset["label"][:], _is_score, rule=rule, remedy=FIX_LABELS)
 
 
-def _is_finite(value: Any) -> bool:
-    """Whether a value is a number that is finite in float32."""
-    return isinstance(value, int | float) and abs(value) <= LARGEST
+def _is_score(value: Any) -> bool:
+    """Return whether a value can be the score of a pair: a number (or bool) finite in float32."""
+    return isinstance(value, int | float) and abs(value) <= MAX_FLOAT32
 
 
 def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
-    """Tokenize each text of a row on its own, with special tokens. A sample has one target.
+    """Tokenize text pairs to train embeddings: each text of a row on its own, with special tokens.
+    A sample has one target.
 
     Args:
-        rows: `anchor`, `positive`, optionally `negative`, `negative_1`, ... and `label`.
+        rows: A batch of rows by column: `anchor`, `positive`, optionally `negative`, `negative_1`,
+            ... and `label`.
         tokenizer: The tokenizer of the model.
-        max_length: Largest number of tokens of a text. None: the tokenizer's limit.
+        max_length: Maximum number of tokens of a text. None: no truncation.
 
     Returns:
         `input_ids`, one list per text, in the order of the columns; `text_ids`, a number per text
-        that is equal for equal texts; `length`, that of the longest; `num_targets`, `was_cut` and
-        optionally `label`. A row without anchor or positive is empty. A missing negative consists
-        of special tokens, and its number is 0.
+        that is equal for equal texts; `length`, the number of tokens of the longest text;
+        `num_targets`, `was_truncated` and optionally `label`. For a row without anchor or positive,
+        `input_ids` and `text_ids` are empty, and `length` and `num_targets` are 0. A missing
+        negative consists of special tokens, and its text id is 0.
     """
-    columns = [name for name in rows if ROLE.fullmatch(name)]
+    columns = [name for name in rows if TEXT_ROLE.fullmatch(name)]
     texts = {name: [text or "" for text in rows[name]] for name in columns}
-    is_filled = [
+    has_pair = [
         bool(anchor.strip() and positive.strip())
         for anchor, positive in zip(texts["anchor"], texts["positive"], strict=True)
     ]
-    ids_of_columns = []
-    cut_of_columns = []
+    ids_by_column = []
+    was_truncated_by_column = []
     for name in columns:
-        encoded, was_cut = encode(tokenizer, max_length, texts[name])
-        ids_of_columns.append(encoded["input_ids"])
-        cut_of_columns.append(was_cut)
-    text_ids_of_columns = [[text_id(text) for text in texts[name]] for name in columns]
+        encoded, was_truncated = encode(tokenizer, max_length, texts[name])
+        ids_by_column.append(encoded["input_ids"])
+        was_truncated_by_column.append(was_truncated)
+    text_ids_by_column = [[text_id(text) for text in texts[name]] for name in columns]
 
-    def by_row(of_columns: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        of_rows = [list(of_row) for of_row in zip(*of_columns, strict=True)]
-        return without_empty(of_rows, is_filled)
+    def group_by_row(values_by_column: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """Transpose lists by column to lists by row, empty for rows without a pair."""
+        values_by_row = [list(row) for row in zip(*values_by_column, strict=True)]
+        return clear_rows_without_content(values_by_row, has_pair)
 
-    input_ids = by_row(ids_of_columns)
+    input_ids = group_by_row(ids_by_column)
     samples = {
         "input_ids": input_ids,
-        "text_ids": by_row(text_ids_of_columns),
+        "text_ids": group_by_row(text_ids_by_column),
         "length": [max(map(len, ids), default=0) for ids in input_ids],
-        "num_targets": list(map(int, is_filled)),
-        "was_cut": [any(of_row) for of_row in by_row(cut_of_columns)],
+        "num_targets": list(map(int, has_pair)),
+        "was_truncated": [any(row) for row in group_by_row(was_truncated_by_column)],
     }
     if "label" in rows:
         samples["label"] = rows["label"]
@@ -157,7 +170,8 @@ def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
 
 
 def text_id(text: str) -> int:
-    """Hash a text to 64 bits; an empty text to 0.
+    """Hash a text to a signed 64-bit integer, equal for equal texts; 0 for a text that is empty or
+    only spaces. Spaces around the text are ignored.
 
     >>> text_id("cat") == text_id("cat"), text_id("cat") == text_id("dog"), text_id(" ")
     (True, False, 0)
@@ -169,25 +183,24 @@ def text_id(text: str) -> int:
 
 
 def collate_pairs(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
-    """Collate samples of `tokenize_pairs`.
+    """Collate samples of text pairs (`tokenize_pairs`) to a batch for an embedding model.
 
     Args:
         samples: The samples of the batch.
         pad_token_id: The id of the padding token.
 
     Returns:
-        For each column of texts, `input_ids_anchor` and `attention_mask_anchor`, int64 of shape
-        (samples, longest of this column), and `text_id_anchor`, int64 of shape (samples,); the same
-        for `positive`, `negative`, `negative_1`, ... With scores also `score`, float32 of shape
-        (samples,).
+        For the anchors, `input_ids_anchor` and `attention_mask_anchor`, int64 of shape (samples,
+        longest anchor), and `text_id_anchor`, int64 of shape (samples,); the same for `positive`,
+        `negative`, `negative_1`, ... With scores also `score`, float32 of shape (samples,).
     """
     batch = {}
     num_texts = len(samples[0]["input_ids"])
     for index, column in enumerate(names_of_texts(num_texts)):
-        rows = [sample["input_ids"][index] for sample in samples]
-        ones = [[1] * len(row) for row in rows]
+        input_ids = [sample["input_ids"][index] for sample in samples]
+        ones = [[1] * len(ids) for ids in input_ids]
         text_ids = [sample["text_ids"][index] for sample in samples]
-        batch[f"input_ids_{column}"] = pad(rows, pad_token_id)
+        batch[f"input_ids_{column}"] = pad(input_ids, pad_token_id)
         batch[f"attention_mask_{column}"] = pad(ones, 0)
         batch[f"text_id_{column}"] = torch.tensor(text_ids)
     if "label" in samples[0]:
@@ -196,19 +209,19 @@ def collate_pairs(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[
     return batch
 
 
-def names_of_texts(number: int) -> list[str]:
-    """List the columns of a sample with this many texts.
+def names_of_texts(num_texts: int) -> list[str]:
+    """Return the names of the texts in a sample of pairs: an anchor, a positive, and negatives.
 
     >>> names_of_texts(4)
     ['anchor', 'positive', 'negative', 'negative_1']
     """
-    return ["anchor", "positive", *names_of_negatives(number - 2)]
+    return ["anchor", "positive", *names_of_negatives(num_texts - 2)]
 
 
-def names_of_negatives(number: int) -> list[str]:
-    """List the roles of this many negatives.
+def names_of_negatives(num_negatives: int) -> list[str]:
+    """Return the names of the negatives in a sample of pairs.
 
     >>> names_of_negatives(3)
     ['negative', 'negative_1', 'negative_2']
     """
-    return [f"negative_{i}" if i else "negative" for i in range(number)]
+    return [f"negative_{i}" if i else "negative" for i in range(num_negatives)]

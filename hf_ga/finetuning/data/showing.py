@@ -1,4 +1,4 @@
-"""Samples of a language model as lines of text that tell context and targets apart."""
+"""Training samples of a language model as lines for the log, with context and targets marked."""
 
 from itertools import groupby
 from typing import Any
@@ -10,67 +10,86 @@ from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.finetuning.data.data import PreparedData
 
 WIDTH = 80  # characters of a line
-NUM_PARTS = 4  # of a shortened sample
+NUM_PARTS = 4  # maximum number of parts that are shown of an abridged sample
 
 
 def sample_lines(data: PreparedData, count: int | None) -> list[list[str]]:
-    """The first training samples as lines.
+    """Format the first training samples of a language model as lines for the log.
 
     Args:
-        data: Of the task causal-lm; of others no lines are returned.
-        count: Number of samples, in full. None: one, shortened.
+        data: Prepared for the task causal-lm. For other tasks, or without training rows, no samples
+            are returned.
+        count: Number of samples, each shown in full. None: one sample, abridged.
 
     Returns:
-        For each sample the lines of its parts, such as `target   'hello<|im_end|>'`. What follows
-        the first token is a target of plain text, the completions of a conversation.
+        The lines of each sample: one or more for each part, such as `target   'hello<|im_end|>'`.
+        In a sample of plain text, the first token is context and all others are targets; in a
+        conversation, the completions are targets.
     """
     if data.task.pipeline != "text-generation" or "train" not in data.splits:
         return []
-    rows = data.splits["train"]
-    samples = [rows[i] for i in range(min(len(rows), 1 if count is None else count))]
-    parts = [split_at_targets(sample, data.tokenizer) for sample in samples]
-    return [_shortened(of_sample) if count is None else _whole(of_sample) for of_sample in parts]
+    train = data.splits["train"]
+    num_samples = min(len(train), 1 if count is None else count)
+    samples = [train[i] for i in range(num_samples)]
+    parts_of_samples = [split_at_targets(sample, data.tokenizer) for sample in samples]
+    to_lines = _abridged_lines if count is None else _full_lines
+    return [to_lines(parts) for parts in parts_of_samples]
 
 
 def split_at_targets(
     sample: dict[str, Any], tokenizer: PreTrainedTokenizerBase
 ) -> list[tuple[str, str]]:
-    """Cut a sample where targets begin and end.
+    """Decode a training sample of a language model in parts: runs of context and of targets.
 
     Args:
         sample: `input_ids`, and `labels` unless all tokens are targets.
-        tokenizer: Decodes them.
+        tokenizer: The tokenizer that decodes the parts.
 
     Returns:
-        ("context", text) and ("target", text) in turn. The first token is context: nothing
-        predicts it.
+        ("context", text) and ("target", text), alternating. The first token is context, because
+        nothing predicts it.
     """
     ids = np.asarray(sample["input_ids"])
     labels = np.array(sample.get("labels", ids))
     labels[:1] = IGNORED_LABEL
     parts = []
-    for is_target, numbers in groupby(range(len(ids)), lambda i: labels[i] != IGNORED_LABEL):
-        text = tokenizer.decode(ids[list(numbers)], clean_up_tokenization_spaces=False)
+    for is_target, positions in groupby(range(len(ids)), lambda i: labels[i] != IGNORED_LABEL):
+        text = tokenizer.decode(ids[list(positions)], clean_up_tokenization_spaces=False)
         parts.append(("target" if is_target else "context", text))
     return parts
 
 
-def _whole(parts: list[tuple[str, str]]) -> list[str]:
+def _full_lines(parts: list[tuple[str, str]]) -> list[str]:
+    """Format all parts of a sample as lines of `WIDTH` characters.
+
+    Args:
+        parts: See `split_at_targets`. Each name stands before the first line of its text.
+    """
     lines = []
     for name, text in parts:
-        written = repr(text)
-        for start in range(0, len(written), WIDTH):
-            lines.append(f"{name if start == 0 else '':<9}{written[start : start + WIDTH]}")
+        quoted = repr(text)
+        for start in range(0, len(quoted), WIDTH):
+            margin = name if start == 0 else ""
+            lines.append(f"{margin:<9}{quoted[start : start + WIDTH]}")
     return lines
 
 
-def _shortened(parts: list[tuple[str, str]]) -> list[str]:
-    lines = [f"{name:<9}{_middle_left_out(repr(text))}" for name, text in parts[:NUM_PARTS]]
+def _abridged_lines(parts: list[tuple[str, str]]) -> list[str]:
+    """Format the first `NUM_PARTS` parts of a sample, each as one abridged line, and add a line
+    with the number of the other parts.
+
+    Args:
+        parts: See `split_at_targets`.
+    """
+    lines = [f"{name:<9}{_abridge(repr(text))}" for name, text in parts[:NUM_PARTS]]
     if len(parts) > NUM_PARTS:
         lines.append(f"... {len(parts) - NUM_PARTS} more parts")
     return lines
 
 
-def _middle_left_out(text: str) -> str:
+def _abridge(text: str) -> str:
+    """Replace the middle of a text that is longer than a line (`WIDTH`) by dots."""
+    if len(text) <= WIDTH:
+        return text
     half = (WIDTH - len(" ... ")) // 2
-    return text if len(text) <= WIDTH else f"{text[:half]} ... {text[-half:]}"
+    return f"{text[:half]} ... {text[-half:]}"

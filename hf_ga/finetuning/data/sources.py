@@ -12,10 +12,10 @@ from datasets import Dataset, DatasetDict, IterableDataset, List
 from hf_ga.errors import DataError
 from hf_ga.exact.order import epoch_order
 from hf_ga.finetuning.data import corpus
-from hf_ga.finetuning.data.files import load_files, reading
+from hf_ga.finetuning.data.files import load_files, wrap_read_errors
 from hf_ga.finetuning.data.named_datasets import EMBEDDED_CORPUS, load_named_datasets
 from hf_ga.finetuning.data.options import DataOptions, as_list
-from hf_ga.finetuning.data.squad import questions_of
+from hf_ga.finetuning.data.squad import flatten_articles
 
 # Rows of a stream that are read at the start: to choose columns, to collect class names, and to
 # test the model on.
@@ -59,7 +59,7 @@ def load_rows(
         from_names = _first_rows_of_streams(from_names, from_files, options)
     loaded = {**from_names, **from_files}
     if options.task == "question-answering":
-        loaded = questions_of(DatasetDict(loaded))
+        loaded = flatten_articles(DatasetDict(loaded))
     rows = _without_empty_splits(loaded)
     _check_splits(rows, stream, options)
     if "train" in rows and "validation" not in rows:
@@ -88,16 +88,20 @@ def _rows_of_split_files(options: DataOptions, notes: list[str] | None) -> dict[
     """Load `validation_file` and `test_file`: split name -> rows, of those that are set."""
     files = {"validation": options.validation_file, "test": options.test_file}
     return {
-        split: load_files(as_list(file), split, field=options.field, facts=notes)
+        split: load_files(as_list(file), split, field=options.field, notes=notes)
         for split, file in files.items()
         if file
     }
 
 
 def _has_files_only(options: DataOptions, from_files: Mapping[str, Dataset]) -> bool:
-    """Return whether a run evaluates or predicts files only, and does not need `dataset_name`.
+    """Return whether a run only evaluates or predicts the rows of files, so that `dataset_name`,
+    which has its default, need not be loaded.
 
-    The rows of `predict_file` are loaded later (`data.prepare_unlabelled`).
+    Args:
+        options: The options of the run's data.
+        from_files: The rows of `validation_file` and `test_file`, by split. (Those of
+            `predict_file` are loaded later, by `data.prepare_unlabelled`.)
     """
     has_files = bool(from_files) or options.predict_file is not None
     return options.eval_only and has_files and options.dataset_name == EMBEDDED_CORPUS
@@ -127,13 +131,13 @@ def _first_rows_of_streams(
     counts = _limits_of_splits(options)
     counts["train"] = NUM_READ_AHEAD
     return {
-        split: _read(name, stream, counts[split])
+        split: _read_stream(name, stream, counts[split])
         for split, stream in streams.items()
         if split not in from_files
     }
 
 
-def _read(name: str, stream: IterableDataset, count: int | None) -> Dataset:
+def _read_stream(name: str, stream: IterableDataset, count: int | None) -> Dataset:
     """Read the first `count` rows of a stream into memory, or all if `count` is None.
 
     Args:
@@ -144,15 +148,16 @@ def _read(name: str, stream: IterableDataset, count: int | None) -> Dataset:
     Raises:
         DataError: If a row cannot be read.
     """
-    with reading(name):
+    with wrap_read_errors(name):
         rows = list(islice(stream, count))
         return Dataset.from_list(rows, features=stream.features)
 
 
 def _without_empty_splits(loaded: Mapping[str, Dataset]) -> DatasetDict:
-    """Return the splits in the order train, validation, test, without empty ones.
+    """Return the splits that have rows, in the order train, validation, test; other splits are
+    dropped.
 
-    An empty `train` stays, so that the error for it can list its number of rows.
+    An empty `train` is kept, so that the error for it can list its number of rows.
     """
     kept = {}
     for split in corpus.SPLITS:
@@ -165,7 +170,8 @@ def _check_splits(rows: DatasetDict, stream: IterableDataset | None, options: Da
     """Check that there are rows to train on, and that a stream has validation rows.
 
     Raises:
-        DataError: If not.
+        DataError: If there are no training rows (unless `eval_only` is set), or a stream has no
+            validation rows.
     """
     if not options.eval_only and not len(rows.get("train", ())):
         raise DataError(

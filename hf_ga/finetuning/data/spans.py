@@ -24,12 +24,13 @@ T = TypeVar("T")
 
 
 def encode_answers(dataset: Dataset, split: str) -> Dataset:
-    """Replace `answers` by `answer_texts` and `answer_starts`: lists, empty if there is no answer.
-
-    Answers are a pair of lists or, as in SQuAD's own files, a list of pairs.
+    """Check the answers of question answering, and replace the column `answers` by `answer_texts`
+    and `answer_starts`: two lists per row, empty if there is no answer.
 
     Args:
-        dataset: The rows of one split, with `answers` and `context`.
+        dataset: The rows of one split, with `answers` and `context`. Answers are a dict of two
+            lists, {"text": [...], "answer_start": [...]}, or, as in SQuAD's own files, a list of
+            dicts.
         split: The name of the split, for errors.
 
     Raises:
@@ -39,48 +40,58 @@ def encode_answers(dataset: Dataset, split: str) -> Dataset:
     rows = list(dataset)
     values = [row["answers"] for row in rows]
     rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
-    check_values(split, values, _has_format, rule, FIX_LABELS)
-    answers = [_answers(value) for value in values]
-    found = [(row["context"] or "", of_row) for row, of_row in zip(rows, answers, strict=True)]
+    check_values(split, values, _has_answer_format, rule=rule, remedy=FIX_LABELS)
+    answers_by_row = [_non_empty_answers(value) for value in values]
+    contexts_and_answers = [
+        (row["context"] or "", answers) for row, answers in zip(rows, answers_by_row, strict=True)
+    ]
     rule = "answers must be in their contexts at the 0-based character answer_start"
-    check_values(split, found, _are_in_context, rule, "Fix these rows.")
-    texts = [[text for text, _ in of_row] for of_row in answers]
-    starts = [[start for _, start in of_row] for of_row in answers]
+    check_values(split, contexts_and_answers, _are_in_context, rule=rule, remedy="Fix these rows.")
+    texts = [[text for text, _ in answers] for answers in answers_by_row]
+    starts = [[start for _, start in answers] for answers in answers_by_row]
     dataset = dataset.remove_columns("answers")
     dataset = dataset.add_column("answer_texts", texts, feature=List(Value("string")))
     return dataset.add_column("answer_starts", starts, feature=List(Value("int64")))
 
 
-def _are_in_context(pair: tuple[str, list[tuple[str, int]]]) -> bool:
-    """Whether all answers of a row, each a text and its start, are in the row's context."""
-    context, answers = pair
+def _are_in_context(context_and_answers: tuple[str, list[tuple[str, int]]]) -> bool:
+    """Return whether each answer of a question, (text, start character), is in its context at its
+    start.
+    """
+    context, answers = context_and_answers
     return all(start >= 0 and context.startswith(text, start) for text, start in answers)
 
 
-def _has_format(value: Any) -> bool:
-    """Whether the answers of a row are empty or have the format of SQuAD."""
+def _has_answer_format(value: Any) -> bool:
+    """Return whether the `answers` of a question are empty, or have one of SQuAD's two formats: a
+    dict of two lists (texts and starts), or a list of dicts.
+    """
     if not value:
         return True
-    are_pairs = isinstance(value, list) and all(isinstance(answer, dict) for answer in value)
-    if not isinstance(value, dict) and not are_pairs:
+    is_list_of_dicts = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    if not isinstance(value, dict) and not is_list_of_dicts:
         return False
-    texts, starts = _as_lists(value)
+    texts, starts = _texts_and_starts(value)
     if len(texts) != len(starts):
         return False
     has_texts = all(isinstance(text, str) for text in texts)
     return has_texts and all(isinstance(start, int) for start in starts)
 
 
-def _answers(value: dict[str, list] | list[dict[str, Any]] | None) -> list[tuple[str, int]]:
-    """Return the answers of a row, each a text and its start, without empty texts."""
+def _non_empty_answers(
+    value: dict[str, list] | list[dict[str, Any]] | None,
+) -> list[tuple[str, int]]:
+    """Return the answers of a question as (text, start character), without empty texts."""
     if not value:
         return []
-    texts, starts = _as_lists(value)
+    texts, starts = _texts_and_starts(value)
     return [(text, start) for text, start in zip(texts, starts, strict=True) if text]
 
 
-def _as_lists(value: dict[str, list] | list[dict[str, Any]]) -> tuple[list, list]:
-    """Return the texts and the starts of a row's answers, given as two lists or as pairs."""
+def _texts_and_starts(value: dict[str, list] | list[dict[str, Any]]) -> tuple[list, list]:
+    """Return the texts and the start characters of a question's answers, from either of SQuAD's
+    formats: a dict of two lists, or a list of dicts.
+    """
     if isinstance(value, dict):
         return value.get("text") or [], value.get("answer_start") or []
     texts = [answer.get("text") for answer in value]
@@ -94,26 +105,37 @@ def tokenize_questions(
     max_length: int | None,
     doc_stride: int | None = None,
 ) -> Rows:
-    """Tokenize question and context, with special tokens. A sample has one target, a span.
+    """Tokenize questions with their contexts, with special tokens. A sample has one target: the
+    span of the answer.
 
-    Without `doc_stride`, a context that is too long is truncated. With it, the context is split
-    into windows of at most `max_length` tokens, of which neighbors share `doc_stride` tokens of the
-    context, and each window is a sample; `window` is its number within its row, from 0.
-
-    `start_positions` and `end_positions` are the first and the last token of the first answer.
-    Without an answer, or if a part of it is not in the sample, both are the index of the <cls>
-    token (0 if the tokenizer has none), as is usual. `answer_is_lost` is true for the first sample
-    of a row if no sample has its answer. `starts` and `ends` are each token's characters
-    [start, end) in the context; -1: none.
+    Without `doc_stride`, a context that is too long is truncated, and each row is one sample. With
+    it, the context is split into overlapping windows, and each window, with the question, is a
+    sample of at most `max_length` tokens.
 
     Args:
-        rows: `question`, `context` and optionally `answer_texts` and `answer_starts`.
-        tokenizer: The tokenizer of the model.
-        max_length: Largest number of tokens of a sample. None: the tokenizer's limit.
-        doc_stride: Number of tokens that neighboring windows share. None: truncate the context.
+        rows: A batch of rows by column: `question`, `context` and optionally `answer_texts` and
+            `answer_starts`.
+        tokenizer: The tokenizer of the model, with offsets.
+        max_length: Maximum number of tokens of a sample. None: no truncation.
+        doc_stride: Number of context tokens that neighboring windows share. None: truncate.
+
+    Returns:
+        `input_ids`, `length`, `num_targets`, `was_truncated`, `token_type_ids` if the tokenizer
+        returns them, and:
+
+        - `start_positions` and `end_positions`: the first and the last token of the row's first
+          answer. Without an answer, or if a part of it is not in the sample, both are `no_answer`.
+        - `no_answer`: the index of the <cls> token, or 0 if there is none.
+        - `starts` and `ends`: the characters [start, end) of each token in the context; -1 for
+          tokens that are not of the context.
+        - `context`, and `answers`, the texts of all answers of the row, for metrics.
+        - `window_index`: the index of the window within its row.
+        - `answer_is_lost`: true for the first sample of a row whose answer is in no sample.
+
+        Rows with an empty question or context have one sample without tokens.
 
     Raises:
-        ConfigError: If the tokenizer has no offsets, or windows leave too little room beside a
+        ConfigError: If the tokenizer has no offsets, or windows have too little room beside a
             question. The tokenizer raises its own error if a question is longer than `max_length`.
     """
     check_fast(tokenizer)
@@ -121,47 +143,67 @@ def tokenize_questions(
         (question, context) if question and context else ("", "")
         for question, context in zip(rows["question"], rows["context"], strict=True)
     ]
-    encoded, row_of, was_cut = _encode(tokenizer, max_length, doc_stride, texts)
-    # The samples of a row follow each other, so the first one of each is where the row is inserted.
-    windows = np.arange(len(row_of)) - np.searchsorted(row_of, row_of)
-    is_part = np.array(was_cut) | (np.bincount(row_of)[row_of] > 1)
+    encoded, row_of_sample, was_truncated = _encode(tokenizer, max_length, doc_stride, texts)
+    # The samples of a row are consecutive, so a binary search finds the first one of each row.
+    windows = np.arange(len(row_of_sample)) - np.searchsorted(row_of_sample, row_of_sample)
+    has_several_windows = np.bincount(row_of_sample)[row_of_sample] > 1
+    lacks_context = np.array(was_truncated) | has_several_windows
     columns: Rows = {}
-    # Rows without an answer, or with one in a sample.
-    is_found = np.zeros(len(texts), bool)
-    for i, row in enumerate(row_of):
+    # Per row: whether it has no answer, or its whole answer is in one of its samples.
+    is_complete = np.zeros(len(texts), bool)
+    for i, row in enumerate(row_of_sample):
         ids = encoded["input_ids"][i] if any(texts[row]) else []
-        starts, ends = _characters(encoded, i)
-        no_answer = 0
-        if tokenizer.cls_token_id in ids:
-            no_answer = ids.index(tokenizer.cls_token_id)
+        starts, ends = _context_characters(encoded, i)
         answer = _first_answer(rows, row) if ids else None
-        tokens = None
+        answer_tokens = None
         if answer is not None:
-            tokens = _tokens_of(answer, starts, ends, is_part[i])
-        if answer is None or tokens is not None:
-            is_found[row] = True
-        first, last = tokens or (no_answer, no_answer)
-        sample = {
-            "input_ids": ids,
-            "starts": starts[: len(ids)],
-            "ends": ends[: len(ids)],
-            "start_positions": first,
-            "end_positions": last,
-            "no_answer": no_answer,
-            "was_cut": bool(ids) and was_cut[i],
-            "length": len(ids),
-            "num_targets": int(bool(ids)),
-            "context": rows["context"][row] or "",
-        }
+            answer_tokens = _tokens_of_answer(answer, starts, ends, lacks_context[i])
+        if answer is None or answer_tokens is not None:
+            is_complete[row] = True
+        sample = _make_sample(ids, starts, ends, answer_tokens, tokenizer.cls_token_id)
+        sample["was_truncated"] = bool(ids) and was_truncated[i]
+        sample["context"] = rows["context"][row] or ""
         if "token_type_ids" in encoded:
             sample["token_type_ids"] = encoded["token_type_ids"][i][: len(ids)]
         if "answer_texts" in rows:
             sample["answers"] = rows["answer_texts"][row]
         for name, value in sample.items():
             columns.setdefault(name, []).append(value)
-    columns["window"] = windows.tolist()
-    columns["answer_is_lost"] = ((windows == 0) & ~is_found[row_of]).tolist()
+    columns["window_index"] = windows.tolist()
+    columns["answer_is_lost"] = ((windows == 0) & ~is_complete[row_of_sample]).tolist()
     return columns
+
+
+def _make_sample(
+    ids: list[int],
+    starts: np.ndarray,
+    ends: np.ndarray,
+    answer_tokens: tuple[int, int] | None,
+    cls_token_id: int | None,
+) -> dict[str, Any]:
+    """Make a question answering sample of its tokens and the tokens of its answer; see the columns
+    in `tokenize_questions`.
+
+    Args:
+        ids: The token ids; empty for a row with an empty question or context.
+        starts: The first character of each token in the context, see `_context_characters`.
+        ends: The character after the last of each token, see `_context_characters`.
+        answer_tokens: The first and the last token of the answer. None: the sample does not contain
+            the answer, or there is none.
+        cls_token_id: The id of the <cls> token, if the tokenizer has one.
+    """
+    no_answer = ids.index(cls_token_id) if cls_token_id in ids else 0
+    first_token, last_token = answer_tokens or (no_answer, no_answer)
+    return {
+        "input_ids": ids,
+        "starts": starts[: len(ids)],
+        "ends": ends[: len(ids)],
+        "start_positions": first_token,
+        "end_positions": last_token,
+        "no_answer": no_answer,
+        "length": len(ids),
+        "num_targets": int(bool(ids)),
+    }
 
 
 def _encode(
@@ -170,23 +212,25 @@ def _encode(
     doc_stride: int | None,
     texts: Sequence[tuple[str, str]],
 ) -> tuple[BatchEncoding, list[int], list[bool]]:
-    """Tokenize questions with their contexts to samples.
+    """Run the tokenizer on questions with their contexts, which are truncated or split into
+    windows.
 
     Args:
         tokenizer: The tokenizer of the model.
         max_length: See `tokenize_questions`.
         doc_stride: See `tokenize_questions`.
-        texts: The question and the context of each row.
+        texts: (question, context) of each row.
 
     Returns:
-        The samples; the row of each sample, in order; whether its context was cut.
+        (the samples; the index of each sample's row, ascending; whether each sample's context was
+        truncated: never, if it was split)
     """
     questions = [question for question, _ in texts]
     contexts = [context for _, context in texts]
-    how: dict[str, Any] = {"truncation": "only_second", "return_offsets_mapping": True}
+    settings: dict[str, Any] = {"truncation": "only_second", "return_offsets_mapping": True}
     if doc_stride is None or max_length is None:
-        encoded, was_cut = encode(tokenizer, max_length, questions, contexts, **how)
-        return encoded, list(range(len(texts))), was_cut
+        encoded, was_truncated = encode(tokenizer, max_length, questions, contexts, **settings)
+        return encoded, list(range(len(texts))), was_truncated
     _check_windows(tokenizer, max_length, doc_stride, questions, contexts)
     encoded = tokenizer(
         questions,
@@ -195,10 +239,10 @@ def _encode(
         stride=doc_stride,
         return_overflowing_tokens=True,
         verbose=False,
-        **how,
+        **settings,
     )
-    row_of = list(encoded["overflow_to_sample_mapping"])
-    return encoded, row_of, [False] * len(row_of)
+    row_of_sample = list(encoded["overflow_to_sample_mapping"])
+    return encoded, row_of_sample, [False] * len(row_of_sample)
 
 
 def _check_windows(
@@ -208,7 +252,20 @@ def _check_windows(
     questions: list[str],
     contexts: list[str],
 ) -> None:
-    """Raise ConfigError if a window cannot be longer than what it shares with its neighbor."""
+    """Check that every window of a context has room for more than the `doc_stride` tokens that it
+    shares with its neighbor: otherwise windows would not advance.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        max_length: Maximum number of tokens of a window with its question and special tokens.
+        doc_stride: Number of context tokens that neighboring windows share.
+        questions: The question of each row.
+        contexts: The context of each row.
+
+    Raises:
+        ConfigError: If special tokens, or a question whose context must be split, leave too little
+            room.
+    """
     num_special = check_room(tokenizer, max_length, is_pair=True)
     if doc_stride >= max_length - num_special:
         raise ConfigError(
@@ -216,34 +273,43 @@ def _check_windows(
             f"max_length {max_length} leaves besides {num_special} special tokens: lower "
             "doc_stride, or raise max_length."
         )
-    whole = tokenizer(questions, contexts, verbose=False)["input_ids"]
-    alone = tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"]
-    for question, ids, of_question in zip(questions, whole, alone, strict=True):
-        room = max_length - num_special - len(of_question)
-        if len(ids) > max_length and room <= doc_stride:
+    full_ids = tokenizer(questions, contexts, verbose=False)["input_ids"]
+    question_ids = tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"]
+    for question, full, alone in zip(questions, full_ids, question_ids, strict=True):
+        room = max_length - num_special - len(alone)
+        must_be_split = len(full) > max_length
+        if must_be_split and room <= doc_stride:
             raise ConfigError(
                 f"doc_stride {doc_stride} is not below the {max(room, 0)} tokens that max_length "
                 f"{max_length} leaves for the context beside the question {question!r:.60} "
-                f"({len(of_question)} tokens): lower doc_stride, or raise max_length."
+                f"({len(alone)} tokens): lower doc_stride, or raise max_length."
             )
 
 
 def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:
     """Return the characters [start, end) of a row's first answer in its context, without
-    surrounding spaces. None: there is no answer.
+    surrounding spaces, or None if the row has no answer.
+
+    Args:
+        rows: A batch of rows by column, see `tokenize_questions`.
+        index: The row.
     """
     texts = rows["answer_texts"][index] if "answer_texts" in rows else []
     if not texts:
         return None
     text = texts[0]
-    num_spaces = len(text) - len(text.lstrip())
-    start = rows["answer_starts"][index][0] + num_spaces
+    num_leading_spaces = len(text) - len(text.lstrip())
+    start = rows["answer_starts"][index][0] + num_leading_spaces
     return start, start + len(text.strip())
 
 
-def _characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the characters [start, end) of each token of a sample in the context; -1 for tokens
-    outside of it.
+def _context_characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the characters [start, end) of each token of a sample in the context; -1 for tokens of
+    the question, special tokens and tokens without characters.
+
+    Args:
+        encoded: The tokenizer's output for questions with their contexts, with offsets.
+        index: The sample.
 
     Returns:
         Starts and ends, each int64 of shape (tokens,).
@@ -252,47 +318,45 @@ def _characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
     starts = offsets[:, 0]
     ends = offsets[:, 1]
     # Sequence 0 is the question, 1 the context, None a special token.
-    is_context = np.array([part == 1 for part in encoded.sequence_ids(index)], bool)
+    is_context = np.array([sequence == 1 for sequence in encoded.sequence_ids(index)], bool)
     is_context &= ends > starts
     return np.where(is_context, starts, -1), np.where(is_context, ends, -1)
 
 
-def _tokens_of(
-    answer: tuple[int, int], starts: np.ndarray, ends: np.ndarray, was_cut: bool
+def _tokens_of_answer(
+    answer: tuple[int, int], starts: np.ndarray, ends: np.ndarray, lacks_context: bool
 ) -> tuple[int, int] | None:
-    """Return the first and the last token that overlap the answer.
+    """Return the indices of the first and the last token that overlap the answer, or None if the
+    sample does not contain the whole answer.
 
     Args:
         answer: Characters [start, end) of the answer in the context.
-        starts: See `_characters`.
-        ends: See `_characters`.
-        was_cut: Whether the sample has a part of the context only.
-
-    Returns:
-        None, if a part of the answer is not in the sample.
+        starts: First character of each token in the context, see `_context_characters`.
+        ends: The character after the last of each token, see `_context_characters`.
+        lacks_context: Whether the sample has a part of the context only.
     """
     start, end = answer
     is_context = starts >= 0
     covered = np.flatnonzero(is_context & (starts < end) & (ends > start))
     if not len(covered):
         return None
-    if was_cut and (starts[is_context].min() > start or ends.max() < end):
+    if lacks_context and (starts[is_context].min() > start or ends.max() < end):
         return None
     return int(covered[0]), int(covered[-1])
 
 
 @dataclass(frozen=True)
 class Span:
-    """The best answer in one window.
+    """The best answer in one window of a context: a span of tokens with its score.
 
-    The score of a span of tokens is its start logit + its end logit; the empty answer is the span
-    of the `no_answer` token.
+    The score of a span is its start logit + its end logit; the empty answer is the span of the
+    `no_answer` token.
 
     Attributes:
-        answer: The text of the span with the largest score, of all that consist of context tokens.
+        answer: The text of the span of context tokens with the largest score.
         start: Its first character in the context.
         end: The character after its last one.
-        score: Its score; -inf without a context.
+        score: Its score; -inf if the window has no context tokens.
         empty_score: The score of the empty answer.
         log_total: The logarithm of the sum of exp(score) over all spans of context tokens.
     """
@@ -306,13 +370,14 @@ class Span:
 
 
 def best_span(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) -> Span:
-    """Find the best answer in a window.
+    """Find the best answer in one window of a context, from the logits of a question answering
+    head.
 
     Args:
-        start_logits: Shape (width,), on the CPU, right-padded.
-        end_logits: Shape (width,), on the CPU, right-padded.
-        sample: A sample of `tokenize_questions`, of which `starts`, `ends`, `context` and
-            `no_answer`, the token of an empty answer, are used.
+        start_logits: Shape (padded length,), on the CPU, right-padded.
+        end_logits: Shape (padded length,), on the CPU, right-padded.
+        sample: A sample of `tokenize_questions`; its columns `starts`, `ends`, `context` and
+            `no_answer` are used.
     """
     starts = np.asarray(sample["starts"])
     ends = np.asarray(sample["ends"])
@@ -320,17 +385,24 @@ def best_span(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) 
     end_scores = end_logits.double()
     no_answer = sample["no_answer"]
     empty_score = float(start_scores[no_answer] + end_scores[no_answer])
-    positions = torch.from_numpy(np.flatnonzero(starts >= 0))
-    num_tokens = len(positions)
+    context_tokens = torch.from_numpy(np.flatnonzero(starts >= 0))
+    num_tokens = len(context_tokens)
     if not num_tokens:
-        return Span("", 0, 0, -math.inf, empty_score, -math.inf)
+        return Span(
+            answer="",
+            start=0,
+            end=0,
+            score=-math.inf,
+            empty_score=empty_score,
+            log_total=-math.inf,
+        )
     # scores[i, j] is that of the span from the i-th to the j-th token of the context.
-    scores = start_scores[positions].unsqueeze(1) + end_scores[positions]
+    scores = start_scores[context_tokens].unsqueeze(1) + end_scores[context_tokens]
     ends_before_start = torch.ones(num_tokens, num_tokens).tril(-1).bool()
     scores = scores.masked_fill(ends_before_start, -torch.inf)
     i, j = divmod(int(scores.argmax()), num_tokens)
-    start = int(starts[positions[i]])
-    end = int(ends[positions[j]])
+    start = int(starts[context_tokens[i]])
+    end = int(ends[context_tokens[j]])
     text = sample["context"][start:end]
     # Byte-level tokens include the preceding space.
     start += len(text) - len(text.lstrip())
@@ -345,15 +417,15 @@ def best_span(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) 
 
 
 def best_answer(windows: Sequence[Span]) -> dict[str, Any]:
-    """Choose the best answer over the windows of a question: the span with the largest score, or
-    the empty answer if its score is larger.
+    """Choose the best answer to a question over the windows of its context: the span with the
+    largest score, or the empty answer if its score is larger.
 
-    As in transformers' example script for SQuAD 2.0, the score of the empty answer is the least
-    over the windows: a window without the answer says nothing about the others. Probabilities are
-    the softmax over all spans of all windows and the empty answer.
+    As in transformers' example script for SQuAD 2.0, the score of the empty answer is the minimum
+    over the windows: that one window lacks the answer says nothing about the others. Probabilities
+    are the softmax over all spans of all windows and the empty answer.
 
     Args:
-        windows: The best answer in each window.
+        windows: The best answer in each window of the context.
 
     Returns:
         `answer`, its text; `score`, its probability; `start` and `end`, its characters [start, end)
@@ -374,20 +446,30 @@ def best_answer(windows: Sequence[Span]) -> dict[str, Any]:
 
 
 def read_spans(outputs: Any, samples: Sequence[dict[str, Any]]) -> list[Span]:
-    """Find the best answer in each sample, from the outputs of a question answering head."""
+    """Find the best answer in each sample of a batch.
+
+    Args:
+        outputs: The outputs of a question answering head, with `start_logits` and `end_logits` of
+            shape (samples, padded length).
+        samples: The samples of the batch, see `tokenize_questions`.
+    """
     start_logits = outputs.start_logits.float().cpu()
     end_logits = outputs.end_logits.float().cpu()
     return [
-        best_span(starts, ends, sample)
-        for starts, ends, sample in zip(start_logits, end_logits, samples, strict=True)
+        best_span(row_start_logits, row_end_logits, sample)
+        for row_start_logits, row_end_logits, sample in zip(
+            start_logits, end_logits, samples, strict=True
+        )
     ]
 
 
 def by_question(windows: Iterable[int], values: Iterable[T]) -> list[list[T]]:
-    """Group the values of samples by question.
+    """Group the values of question answering samples by question, whose context may be split into
+    several samples (windows).
 
     Args:
-        windows: The column `window`: the samples of a question are consecutive and count from 0.
+        windows: The index of each sample's window within its context. The samples of a question are
+            consecutive, so a 0 begins the next question.
         values: One value of each sample.
 
     >>> by_question([0, 1, 0], ["a", "b", "c"])

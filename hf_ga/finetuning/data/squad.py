@@ -1,11 +1,11 @@
-"""SQuAD's own nested form of files -> one row per question."""
+"""SQuAD's own nested JSON (articles with paragraphs with questions) -> one row per question."""
 
 from collections.abc import Iterator
 from typing import Any
 
 from datasets import Dataset, DatasetDict, Features, List, Value
 
-ARTICLES = "paragraphs"  # the column of articles that holds their paragraphs
+PARAGRAPHS = "paragraphs"  # the column that has the paragraphs of an article
 ANSWERS = {"text": List(Value("string")), "answer_start": List(Value("int64"))}
 FEATURES = Features(
     {
@@ -18,8 +18,9 @@ FEATURES = Features(
 )
 
 
-def questions_of(rows: DatasetDict) -> DatasetDict:
-    """Replace articles by their questions; leave rows of another form unchanged.
+def flatten_articles(rows: DatasetDict) -> DatasetDict:
+    """Replace each article of SQuAD's nested format by a row per question; splits of another format
+    are returned unchanged.
 
     An article is {"title": ..., "paragraphs": [{"context": ..., "qas": [question, ...]}, ...]}, and
     a question {"id": ..., "question": ..., "answers": [{"text": ..., "answer_start": ...}, ...]}.
@@ -28,37 +29,48 @@ def questions_of(rows: DatasetDict) -> DatasetDict:
     """
     splits = {}
     for split, dataset in rows.items():
-        splits[split] = _questions_of(dataset) if _has_articles(dataset) else dataset
+        splits[split] = _question_rows(dataset) if _has_articles(dataset) else dataset
     return DatasetDict(splits)
 
 
 def _has_articles(dataset: Dataset) -> bool:
-    paragraph = getattr(dataset.features.get(ARTICLES), "feature", None)
+    """Return whether the rows of a dataset are articles in SQuAD's nested format."""
+    paragraph = getattr(dataset.features.get(PARAGRAPHS), "feature", None)
     return isinstance(paragraph, dict) and {"context", "qas"} <= paragraph.keys()
 
 
-def _questions_of(articles: Dataset) -> Dataset:
-    questions = [row for article in articles for row in _rows_of(article)]
+def _question_rows(articles: Dataset) -> Dataset:
+    """Convert articles of SQuAD's nested format to a dataset with one row per question.
+
+    The column `answers` is omitted if no question has answers.
+    """
+    questions = [row for article in articles for row in _questions_in(article)]
     columns = {name: [row[name] for row in questions] for name in FEATURES}
     dataset = Dataset.from_dict(columns, FEATURES)
     has_answers = any(answers is not None for answers in columns["answers"])
     return dataset if has_answers else dataset.remove_columns("answers")
 
 
-def _rows_of(article: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for paragraph in article[ARTICLES] or ():
+def _questions_in(article: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Yield a row for each question of a SQuAD article, with the columns of `FEATURES`."""
+    for paragraph in article[PARAGRAPHS] or ():
         for question in paragraph["qas"] or ():
             yield {
                 "id": str(question.get("id")),
                 "title": article.get("title"),
                 "question": question.get("question"),
                 "context": paragraph["context"],
-                "answers": _answers_of(question),
+                "answers": _answers_in(question),
             }
 
 
-def _answers_of(question: dict[str, Any]) -> dict[str, list] | None:
-    """The answers of a question as one row has them; None if they are not given."""
+def _answers_in(question: dict[str, Any]) -> dict[str, list] | None:
+    """Return the answers of a SQuAD question as {"text": [...], "answer_start": [...]}.
+
+    Returns:
+        Empty lists for a question that is marked as impossible to answer (`is_impossible`); None
+        if the question has no `answers`, as in files to predict.
+    """
     answers = question.get("answers")
     if answers is None:
         return {"text": [], "answer_start": []} if question.get("is_impossible") else None

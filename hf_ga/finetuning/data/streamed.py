@@ -12,17 +12,18 @@ from hf_ga.finetuning.data.checks import (
     FIX_WEIGHTS,
     WEIGHT_RULE,
     check_values,
-    is_given,
+    is_not_none,
     is_weight,
 )
-from hf_ga.finetuning.data.files import unreadable
-from hf_ga.finetuning.data.labels import CLASS_RULE, label_ids
+from hf_ga.finetuning.data.files import read_error
+from hf_ga.finetuning.data.labels import CLASS_RULE, labels_to_ids
 
 BATCH_SIZE = 100  # rows that are tokenized together
 
 
 class StreamedSamples:
-    """Iterates over the tokenized samples of a stream; rows without tokens are skipped.
+    """Iterates over the tokenized samples of a stream of training rows (`streaming`); rows without
+    tokens are skipped.
 
     Args:
         stream: The training rows.
@@ -46,7 +47,9 @@ class StreamedSamples:
         stream = stream.rename_columns(new_names)
         label_feature = (stream.features or {}).get("label")
         class_label = label_feature if isinstance(label_feature, ClassLabel) else None
-        encode = partial(_encode, class_label=class_label, labels=labels, tokenize=tokenize)
+        encode = partial(
+            _encode_and_tokenize, class_label=class_label, labels=labels, tokenize=tokenize
+        )
         samples = stream.map(
             encode,
             batched=True,
@@ -71,16 +74,17 @@ class StreamedSamples:
         except HfGaError:
             raise
         except Exception as error:
-            raise unreadable(self.name, error) from error
+            raise read_error(self.name, error) from error
 
 
-def _encode(
+def _encode_and_tokenize(
     rows: dict[str, list],
     class_label: ClassLabel | None,
     labels: Sequence[str],
     tokenize: partial,
 ) -> dict[str, list]:
-    """Replace the labels of a batch of rows by class ids, check its weights, and tokenize it.
+    """Replace the labels of a batch of streamed rows by class ids, check its weights, and tokenize
+    it.
 
     Args:
         rows: A list of values for each role.
@@ -92,10 +96,10 @@ def _encode(
         DataError: If a label or a weight is missing or invalid.
     """
     if labels:
-        check_values("streamed", rows["label"], is_given, CLASS_RULE, FIX_LABELS)
+        check_values("streamed", rows["label"], is_not_none, rule=CLASS_RULE, remedy=FIX_LABELS)
         one_label_each = [[value] for value in rows["label"]]
-        ids = label_ids(one_label_each, class_label, labels, "the stream")
+        ids = labels_to_ids(one_label_each, class_label, labels, "the stream")
         rows = {**rows, "label": [row_ids[0] for row_ids in ids]}
     if "weight" in rows:
-        check_values("streamed", rows["weight"], is_weight, WEIGHT_RULE, FIX_WEIGHTS)
+        check_values("streamed", rows["weight"], is_weight, rule=WEIGHT_RULE, remedy=FIX_WEIGHTS)
     return tokenize(rows)

@@ -1,4 +1,6 @@
-"""The tasks: for each kind of head its labels, tokenization, collation, default model, metrics."""
+"""The tasks of the fine-tuning command: for each kind of head its labels, tokenization, collation,
+default model and metrics.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +28,8 @@ from hf_ga.finetuning.data import choices, collation, pairs, spans, tokenization
 
 @dataclass(frozen=True)
 class Task:
-    """The properties of one kind of head.
+    """A task of the fine-tuning command, such as text-classification: the properties of one kind of
+    head.
 
     Attributes:
         auto_class: The transformers class that loads the model.
@@ -34,14 +37,17 @@ class Task:
             "tags" (a class for each word), "answers" (spans of a context), "choice" (the index of
             one of the row's texts), "target" (a text to generate), "pairs" (texts that belong
             together, or the score of two).
-        tokenize: A function of `tokenization`.
-        collate: A function of `collation`; `PreparedData.collate` gives it its settings.
-        small_config: A function (tokenizer, max_length) -> configuration of the default model.
-        problem_type: transformers' name of the loss of a sequence classifier.
+        tokenize: Function (batch of rows by column, tokenizer, max_length) -> samples by column,
+            such as `tokenization.tokenize_causal`.
+        collate: Function (samples, settings) -> batch, such as `collation.collate_causal`;
+            `PreparedData.collate` binds its settings.
+        small_config: Function (tokenizer, max_length) -> configuration of the default model.
+        problem_type: The `problem_type` of transformers for a sequence classifier, which selects
+            its loss.
         metrics: Names of the metrics besides the loss.
         generated_metrics: Names of the metrics of generated texts.
         pipeline: The pipeline tag of the model card.
-        lora_type: PEFT's task type. None: PEFT has none.
+        lora_type: PEFT's `task_type` for LoRA. None: PEFT has no type for this task.
     """
 
     auto_class: Any
@@ -57,18 +63,33 @@ class Task:
 
 
 def small_gpt(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """Return the configuration of a GPT-2 of about 1.3 million parameters."""
-    special = {
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    size = {"n_positions": max(256, max_length), "n_embd": 128, "n_layer": 4, "n_head": 4}
-    return GPT2Config(vocab_size=len(tokenizer), **size, **special)
+    """Return the configuration of a GPT-2 of about 1.3 million parameters, the default model of
+    causal language modeling.
+
+    Args:
+        tokenizer: Its vocabulary size and special tokens are used.
+        max_length: Maximum number of tokens of a sample; the model has at least 256 positions.
+    """
+    return GPT2Config(
+        vocab_size=len(tokenizer),
+        n_positions=max(256, max_length),
+        n_embd=128,
+        n_layer=4,
+        n_head=4,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
 
 
 def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """Return the configuration of a BERT of about 1.3 million parameters."""
+    """Return the configuration of a BERT of about 1.3 million parameters, the default model of
+    tasks with an encoder.
+
+    Args:
+        tokenizer: Its vocabulary size and padding token are used.
+        max_length: Maximum number of tokens of a sample; the model has at least 256 positions.
+    """
     return BertConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=max(256, max_length),
@@ -81,23 +102,24 @@ def small_bert(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
 
 
 def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
-    """Return the configuration of a BART of about 1.7 million parameters. (A T5 of this size, with
-    initial embeddings 50 times larger, learns more slowly.)
+    """Return the configuration of a BART of about 1.7 million parameters, the default model of
+    seq2seq. (A T5 of this size, with initial embeddings 50 times larger, learns more slowly.)
+
+    Args:
+        tokenizer: Its vocabulary size and special tokens are used.
+        max_length: Maximum number of tokens of a sample; the model has at least 256 positions.
     """
-    layers = {
-        "encoder_layers": 3,
-        "decoder_layers": 3,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-    }
     return BartConfig(
         vocab_size=len(tokenizer),
         max_position_embeddings=max(256, max_length),
         d_model=128,
+        encoder_layers=3,
+        decoder_layers=3,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
         encoder_ffn_dim=512,
         decoder_ffn_dim=512,
         attention_dropout=0.1,
-        **layers,
         pad_token_id=tokenizer.pad_token_id,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
@@ -107,8 +129,18 @@ def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
     )
 
 
-def _of_texts(labels: str, collate: Callable, problem_type: str, metrics: tuple[str, ...]) -> Task:
-    """Return the task of a head with one prediction per text or pair of texts."""
+def _sequence_classification(
+    labels: str, collate: Callable, problem_type: str, metrics: tuple[str, ...]
+) -> Task:
+    """Return a task whose head is a sequence classifier of transformers (classes, sets of classes
+    or a number): one prediction per text or pair of texts.
+
+    Args:
+        labels: See `Task`.
+        collate: See `Task`.
+        problem_type: See `Task`.
+        metrics: See `Task`.
+    """
     return Task(
         auto_class=AutoModelForSequenceClassification,
         labels=labels,
@@ -122,79 +154,87 @@ def _of_texts(labels: str, collate: Callable, problem_type: str, metrics: tuple[
 
 TASKS: dict[str, Task] = {
     "causal-lm": Task(
-        AutoModelForCausalLM,
-        "none",
-        tokenization.tokenize_causal,
-        collation.collate_causal,
-        small_gpt,
+        auto_class=AutoModelForCausalLM,
+        labels="none",
+        tokenize=tokenization.tokenize_causal,
+        collate=collation.collate_causal,
+        small_config=small_gpt,
         pipeline="text-generation",
         lora_type="CAUSAL_LM",
     ),
     "masked-lm": Task(
-        AutoModelForMaskedLM,
-        "none",
-        tokenization.tokenize_masked,
-        collation.collate_masked,
-        small_bert,
+        auto_class=AutoModelForMaskedLM,
+        labels="none",
+        tokenize=tokenization.tokenize_masked,
+        collate=collation.collate_masked,
+        small_config=small_bert,
         pipeline="fill-mask",
         lora_type=None,
     ),
-    "text-classification": _of_texts(
-        "class", collation.collate_samples, "single_label_classification", ("accuracy", "f1")
+    "text-classification": _sequence_classification(
+        labels="class",
+        collate=collation.collate_samples,
+        problem_type="single_label_classification",
+        metrics=("accuracy", "f1"),
     ),
-    "regression": _of_texts("number", collation.collate_samples, "regression", ("mae", "pearson")),
-    "multi-label": _of_texts(
-        "classes",
-        collation.collate_label_sets,
-        "multi_label_classification",
-        ("exact_match", "micro_f1"),
+    "regression": _sequence_classification(
+        labels="number",
+        collate=collation.collate_samples,
+        problem_type="regression",
+        metrics=("mae", "pearson"),
+    ),
+    "multi-label": _sequence_classification(
+        labels="classes",
+        collate=collation.collate_label_sets,
+        problem_type="multi_label_classification",
+        metrics=("exact_match", "micro_f1"),
     ),
     "token-classification": Task(
-        AutoModelForTokenClassification,
-        "tags",
-        tokenization.tokenize_words,
-        collation.collate_samples,
-        small_bert,
+        auto_class=AutoModelForTokenClassification,
+        labels="tags",
+        tokenize=tokenization.tokenize_words,
+        collate=collation.collate_samples,
+        small_config=small_bert,
         metrics=("accuracy", "f1"),
         pipeline="token-classification",
         lora_type="TOKEN_CLS",
     ),
     "question-answering": Task(
-        AutoModelForQuestionAnswering,
-        "answers",
-        spans.tokenize_questions,
-        collation.collate_samples,
-        small_bert,
+        auto_class=AutoModelForQuestionAnswering,
+        labels="answers",
+        tokenize=spans.tokenize_questions,
+        collate=collation.collate_samples,
+        small_config=small_bert,
         metrics=("exact_match", "f1"),
         pipeline="question-answering",
         lora_type="QUESTION_ANS",
     ),
     "multiple-choice": Task(
-        AutoModelForMultipleChoice,
-        "choice",
-        choices.tokenize_choices,
-        choices.collate_choices,
-        small_bert,
+        auto_class=AutoModelForMultipleChoice,
+        labels="choice",
+        tokenize=choices.tokenize_choices,
+        collate=choices.collate_choices,
+        small_config=small_bert,
         metrics=("accuracy",),
         pipeline="multiple-choice",
         lora_type=None,
     ),
     "seq2seq": Task(
-        AutoModelForSeq2SeqLM,
-        "target",
-        tokenization.tokenize_targets,
-        collation.collate_samples,
-        small_bart,
+        auto_class=AutoModelForSeq2SeqLM,
+        labels="target",
+        tokenize=tokenization.tokenize_targets,
+        collate=collation.collate_samples,
+        small_config=small_bart,
         generated_metrics=("exact_match", "rouge1", "rouge2", "rougeL"),
         pipeline="text2text-generation",
         lora_type="SEQ_2_SEQ_LM",
     ),
     "embedding": Task(
-        AutoModel,
-        "pairs",
-        pairs.tokenize_pairs,
-        pairs.collate_pairs,
-        small_bert,
+        auto_class=AutoModel,
+        labels="pairs",
+        tokenize=pairs.tokenize_pairs,
+        collate=pairs.collate_pairs,
+        small_config=small_bert,
         metrics=("recall_at_1", "recall_at_10", "mrr_at_10", "ndcg_at_10", "spearman"),
         pipeline="sentence-similarity",
         lora_type=None,

@@ -156,7 +156,7 @@ def _prepare_and_print(
         if config.predict_file is not None:
             setup.unlabelled = prepare_unlabelled(config, setup.data, config.predict_file)
     check_agreement(accelerator, "data", _hash_of_samples(setup.data))
-    print_fact(accelerator, "data", setup.data.description, *setup.data.facts)
+    print_fact(accelerator, "data", setup.data.description, *setup.data.notes)
     for lines in sample_lines(setup.data, config.show_samples):
         print_fact(accelerator, "sample", *lines)
     for line in _lines_on_classes(setup):
@@ -384,7 +384,7 @@ def _summary(
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
         "targets": str(run.rule),
         "data": run.data.description,
-        "data_facts": run.data.facts,
+        "data_facts": run.data.notes,
         "labels": run.data.labels,
         "class_weights": run.class_weights or None,
         "temperature": learned_temperature(weights),

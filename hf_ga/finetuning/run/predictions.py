@@ -48,8 +48,8 @@ def write_predictions(setup: Setup, model: nn.Module) -> None:
     accelerator = setup.accelerator
     rows, named, samples = setup.unlabelled
     windows = [0] * len(samples)
-    if "window" in samples.column_names:
-        windows = samples["window"][:]
+    if "window_index" in samples.column_names:
+        windows = samples["window_index"][:]
     samples_of_row = by_question(windows, range(len(samples)))
     row_of = [row for row, group in enumerate(samples_of_row) for _ in group]
     own = _batches_of_process(setup, np.asarray(samples["length"][:]))

@@ -74,7 +74,7 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
     if data.task.labels == "tags" and are_entities(data.labels):
         return Reader(partial(compute, ENTITY_METRICS), read_entities)
     if data.task.labels == "answers":
-        windows = data.splits[split]["window"][:]
+        windows = data.splits[split]["window_index"][:]
         return Reader(partial(answer_metrics, windows), read_answers)
     if setup.config.predict_with_generate:
         return Reader(partial(compute, TEXT_METRICS), generate, predicts_tokens=True)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
 
-from hf_ga.finetuning.data.tokenization import cut_into_blocks
+from hf_ga.finetuning.data.tokenization import split_into_blocks
 
 
 def make_rows():
@@ -29,15 +29,15 @@ def as_dataset(rows):
 
 
 def check(dataset, rows, block_size):
-    blocks = cut_into_blocks(dataset, block_size)
+    blocks = split_into_blocks(dataset, block_size)
     ids = [token for row in rows for token in row]
     expected = [ids[start : start + block_size] for start in range(0, len(ids), block_size)]
-    assert blocks.column_names == ["input_ids", "length", "num_targets", "was_cut"]
+    assert blocks.column_names == ["input_ids", "length", "num_targets", "was_truncated"]
     assert list(blocks["input_ids"]) == expected and len(blocks) == len(expected)
     assert [row["input_ids"] for row in blocks] == expected  # one by one, as a loader reads them
     assert list(blocks["length"]) == [len(block) for block in expected]
     assert list(blocks["num_targets"]) == [len(block) - 1 for block in expected]
-    assert list(blocks["was_cut"]) == [False] * len(expected)
+    assert list(blocks["was_truncated"]) == [False] * len(expected)
     return blocks
 
 

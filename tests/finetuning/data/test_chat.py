@@ -8,7 +8,7 @@ from tokenizers.processors import TemplateProcessing
 
 from hf_ga import DataError
 from hf_ga.finetuning.data import corpus
-from hf_ga.finetuning.data.chat.rendering import Rendered, rendered
+from hf_ga.finetuning.data.chat.rendering import RenderedRow, render_rows
 from hf_ga.finetuning.data.tokenization import tokenize_completions
 
 IGNORED = -100
@@ -55,7 +55,7 @@ def targets(rows, tokenizer):
     """Of each row the text, and the parts of it that are targets."""
     return [
         (row.text, [row.text[start:end] for start, end in row.targets])
-        for row in rendered(rows, tokenizer)
+        for row in render_rows(rows, tokenizer)
     ]
 
 
@@ -204,15 +204,15 @@ BROKEN = {
 def test_broken_rows_are_refused(case):
     rows, message = BROKEN[case]
     with pytest.raises(DataError, match=message):
-        list(rendered(rows, tokenizer_with(CHATML)))
+        list(render_rows(rows, tokenizer_with(CHATML)))
 
 
 def test_strings_without_a_template_stand_as_they_are():
     tokenizer = letter_tokenizer()
     rows = {"prompt": ["a b", ""], "completion": [" c", "d"]}
-    assert list(rendered(rows, tokenizer)) == [
-        Rendered("a b c", [(3, 5)], is_templated=False),
-        Rendered("d", [(0, 1)], is_templated=False),
+    assert list(render_rows(rows, tokenizer)) == [
+        RenderedRow("a b c", [(3, 5)], is_templated=False),
+        RenderedRow("d", [(0, 1)], is_templated=False),
     ]
     rows = {"instruction": ["a", "a", "a"], "input": ["b", "", None], "output": ["c"] * 3}
     assert targets(rows, tokenizer) == [
@@ -231,7 +231,7 @@ def test_strings_without_a_template_stand_as_they_are():
 )
 def test_messages_without_a_template_are_refused(rows):
     with pytest.raises(DataError, match="no chat template"):
-        list(rendered(rows, letter_tokenizer()))
+        list(render_rows(rows, letter_tokenizer()))
 
 
 def test_equal_turns_are_found_at_their_own_places():
@@ -240,7 +240,7 @@ def test_equal_turns_are_found_at_their_own_places():
     written = [
         header.format(role) + end for role in ("system", "user", "assistant", "user", "assistant")
     ]
-    (row,) = rendered({"messages": [turns(*["yes"] * 4, system="yes")]}, tokenizer_with(CHATML))
+    (row,) = render_rows({"messages": [turns(*["yes"] * 4, system="yes")]}, tokenizer_with(CHATML))
     ends = [len("".join(written[: i + 1])) for i in range(5)]
     assert row.text == "".join(written) and row.targets == [
         (ends[i] - len(end), ends[i]) for i in (2, 4)
@@ -287,4 +287,4 @@ TEMPLATES = {
 def test_templates_that_cannot_be_used_show_the_row(case):
     template, message = TEMPLATES[case]
     with pytest.raises(DataError, match=f"{message}.*the row {{'messages'"):
-        list(rendered({"messages": [turns("Hi", "Yes")]}, tokenizer_with(template)))
+        list(render_rows({"messages": [turns("Hi", "Yes")]}, tokenizer_with(template)))

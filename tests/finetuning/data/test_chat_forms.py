@@ -436,7 +436,7 @@ UNUSED = [
 def test_columns_that_are_not_used_are_named_once(row, line, tmp_path):
     (tmp_path / "d.jsonl").write_text("\n".join([json.dumps(row)] * 9))
     data = prepared(tmp_path / "d.jsonl", tokenizer_with(CHATML), max_length=512)
-    assert [fact for fact in data.facts if "unused" in fact] == ([line] if line else [])
+    assert [fact for fact in data.notes if "unused" in fact] == ([line] if line else [])
 
 
 def documented() -> list[tuple[str, dict, str]]:
@@ -461,7 +461,7 @@ def test_the_documented_forms(form, row, verdict, tmp_path):
         return
     data = prepared(file, tokenizer_with(WHOLE), max_length=512, validation_file=file)
     assert sum(data.splits["train"]["num_targets"]) > 0
-    assert not any("unused" in fact for fact in data.facts)
+    assert not any("unused" in fact for fact in data.notes)
 
 
 def test_the_table_has_forms_of_all_four():

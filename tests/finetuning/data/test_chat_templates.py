@@ -26,7 +26,7 @@ from test_data import prepared
 
 from hf_ga import DataError
 from hf_ga.finetuning.data.chat import usage
-from hf_ga.finetuning.data.chat.rendering import rendered
+from hf_ga.finetuning.data.chat.rendering import render_rows
 from hf_ga.finetuning.data.tokenization import tokenize_completions
 
 END = "<|im_end|>\n"
@@ -36,7 +36,7 @@ CALLED = '<call>weather {"city": "Oslo"}</call>'
 
 
 def notes_of(messages: list[dict], template: str) -> tuple[str, ...]:
-    (found,) = rendered({"messages": [messages]}, tokenizer_with(template))
+    (found,) = render_rows({"messages": [messages]}, tokenizer_with(template))
     return found.notes
 
 
@@ -117,7 +117,7 @@ def test_thoughts_are_learnt_where_the_conversation_shows_them(case):
 def test_each_target_stands_where_its_turn_is():
     """All turns say the same, so a search for the content would find the first. By hand."""
     messages = [said("user", "4"), THOUGHT, said("user", "4"), THOUGHT]
-    (found,) = rendered({"messages": [messages]}, tokenizer_with(THINKING))
+    (found,) = render_rows({"messages": [messages]}, tokenizer_with(THINKING))
     user = f"<|im_start|>user\n4{END}"
     first = f"{user}<|im_start|>assistant\n"
     second = f"{first}4{END}{first}"
@@ -156,7 +156,7 @@ def test_thoughts_that_are_left_out_are_counted(tmp_path):
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, rows)))
     file = str(tmp_path / "d.jsonl")
     data = prepared(file, tokenizer_with(THINKING), max_length=512, validation_file=file)
-    assert f"train: 8 of 12 rows {usage.NO_THOUGHTS}" in data.facts
+    assert f"train: 8 of 12 rows {usage.NO_THOUGHTS}" in data.notes
 
 
 def test_a_template_that_drops_the_last_thought_is_refused():

@@ -94,7 +94,7 @@ def test_samples_by_hand():
     assert columns["input_ids"][1:] == [[[13, 5, 14, 14], [13, 5, 14, 10, 14]], []]
     assert (
         columns["length"] == [6, 5, 0]
-        and columns["was_cut"] == [True, False, False]
+        and columns["was_truncated"] == [True, False, False]
         and columns["num_targets"] == [1, 1, 0]
     )
     batch = collate_choices(
@@ -109,5 +109,5 @@ def test_samples_by_hand():
     ].tolist() == [1, 0]
     uncut = tokenize_choices(ROWS, encoder_tokenizer(), None)
     assert [list(map(len, row)) for row in uncut["input_ids"]] == [[6, 8], [4, 5], []] and not any(
-        uncut["was_cut"]
+        uncut["was_truncated"]
     )

@@ -325,7 +325,7 @@ def test_rows_are_counted_and_said(tmp_path):
         [1],
     ]
     assert data.splits["train"]["num_targets"][:] == [2, 3, 3, 3, 0]
-    assert data.facts == [
+    assert data.notes == [
         "train: 2 of 7 rows truncated to 4 tokens",
         "train: 2 of 7 rows skipped because they are empty or null",
         "train: 1 of 7 rows without a target (they do not contribute to the loss)",
@@ -390,7 +390,7 @@ def test_regression(tmp_path):
     flags = {"task": "regression", "validation_file": numbers("v", 1.0, 7.0)}
     data = prepared(numbers("d", 1, 2, 3), **flags, test_file=numbers("t", -1.0, -1.0))
     assert data.splits["train"]["label"][:] == [1.0, 2.0, 3.0] and data.labels == []
-    assert data.facts == ["skipped the test rows: all their labels are -1, which means unlabelled"]
+    assert data.notes == ["skipped the test rows: all their labels are -1, which means unlabelled"]
     assert data.collate([data.splits["train"][1]])["labels"].tolist() == [2.0]
     assert prepared(numbers("d", 1, 2, 3), **flags, test_file=numbers("u", -1, 3)).splits["test"][
         "label"
@@ -408,7 +408,7 @@ def test_multi_label(tmp_path):
     assert data.splits["train"]["label"][:] == [[0, 1], [], [2]] and data.labels == ["x", "y", "z"]
     assert (
         data.splits["validation"]["label"][:] == data.splits["test"]["label"][:] == [[], []]
-        and data.facts == []
+        and data.notes == []
     )
     assert data.collate([data.splits["train"][i] for i in range(3)])["labels"].tolist() == [
         [1, 1, 0],
@@ -425,9 +425,9 @@ def test_blocks(tmp_path):
     file = write(tmp_path / "d.jsonl", [{"text": text} for text in texts])
     data = prepared(file, validation_file=file, block_size=4, max_length=2)
     assert data.splits["train"]["input_ids"][:] == [[3, 4, 1, 5], [1, 6, 7, 8], [1]]
-    assert [fact for fact in data.facts if fact.startswith("train")] == [
+    assert [fact for fact in data.notes if fact.startswith("train")] == [
         "train: 1 of 4 rows skipped because they are empty or null",
-        "train: 3 rows, 9 tokens, concatenated and cut into 3 blocks of 4 tokens (the last has 1)",
+        "train: 3 rows, 9 tokens, concatenated and split into 3 blocks of 4 tokens (the last has 1)",
     ]
     again = prepared(file, validation_file=file, block_size=4, max_length=99)
     assert (
@@ -541,18 +541,20 @@ def test_evaluation_of_given_files_reads_nothing_else(tmp_path, monkeypatch):
     config = FinetuneConfig(
         eval_only=True, model_name_or_path="m", task="text-classification", **more
     )
-    data = prepare_data(config, letter_tokenizer(), known=["pos", "neg"])
+    data = prepare_data(config, letter_tokenizer(), model_labels=["pos", "neg"])
     assert {split: dataset["label"][:] for split, dataset in data.splits.items()} == {
         "validation": [0],
         "test": [1],
     }
-    assert data.labels == ["pos", "neg"] and data.facts == [] and data.content_hash == ""
+    assert data.labels == ["pos", "neg"] and data.notes == [] and data.content_hash == ""
     assert data.description == f"{other}, {test}: 1 validation, 1 test rows"
     config.validation_file = None
-    assert set(prepare_data(config, letter_tokenizer(), known=["pos", "neg"]).splits) == {"test"}
+    assert set(prepare_data(config, letter_tokenizer(), model_labels=["pos", "neg"]).splits) == {
+        "test"
+    }
     config.test_file = write(tmp_path / "u.jsonl", [{"text": "d", "label": -1}])
     with pytest.raises(DataError, match="all labels of the test rows are -1"):
-        prepare_data(config, letter_tokenizer(), known=["pos", "neg"])
+        prepare_data(config, letter_tokenizer(), model_labels=["pos", "neg"])
 
 
 def test_evaluation_of_a_dataset_takes_its_own_splits(tmp_path):
@@ -718,7 +720,7 @@ def test_facts_of_answers(tmp_path):
     file = write(tmp_path / "d.jsonl", rows)
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
     data = prepared(file, tokenizer, task="question-answering", validation_file=file, max_length=7)
-    assert data.facts[:2] == [
+    assert data.notes[:2] == [
         "train: 4 of 5 rows truncated to 7 tokens",
         "train: 1 of 5 rows trained as unanswerable, as max_length truncates their answer",
     ]
@@ -737,7 +739,7 @@ def test_unlabelled_test_rows_of_choices_are_left_out(label, tmp_path):
     )
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
     data = prepared(file, tokenizer, task="multiple-choice", validation_file=file, test_file=test)
-    assert "test" not in data.splits and any("skipped the test rows" in fact for fact in data.facts)
+    assert "test" not in data.splits and any("skipped the test rows" in fact for fact in data.notes)
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -8,7 +8,7 @@ import pytest
 
 from hf_ga import DataError, FinetuneConfig
 from hf_ga.finetuning.data import delimited
-from hf_ga.finetuning.data.delimited import separator_of
+from hf_ga.finetuning.data.delimited import detect_separator
 from hf_ga.finetuning.data.files import load_splits
 from hf_ga.finetuning.data.sources import load_rows
 
@@ -17,8 +17,8 @@ pytestmark = pytest.mark.filterwarnings(
 )  # `datasets` leaves a stream's file open
 
 
-def loaded(*files, facts=None, streaming=False) -> list[dict]:
-    return list(load_splits([*map(str, files)], facts=facts, streaming=streaming)["train"])
+def loaded(*files, notes=None, streaming=False) -> list[dict]:
+    return list(load_splits([*map(str, files)], notes=notes, streaming=streaming)["train"])
 
 
 def written(path, text: str, encoding="utf-8"):
@@ -49,20 +49,20 @@ SEPARATED = {
 def test_separators(name, tmp_path):
     text, separator, words = SEPARATED[name]
     path = written(tmp_path / name, text)
-    facts = []
-    assert separator_of(str(path)) == separator
+    notes = []
+    assert detect_separator(str(path)) == separator
     expected = pd.read_csv(path, sep=separator).to_dict("records")
-    assert loaded(path, facts=facts) == expected and len(expected) == 2
-    assert facts == ([f"{name}: columns separated by {words}"] if words else [])
+    assert loaded(path, notes=notes) == expected and len(expected) == 2
+    assert notes == ([f"{name}: columns separated by {words}"] if words else [])
     if separator != ",":  # the control: read with a comma, the file has other columns
         assert set(pd.read_csv(path, on_bad_lines="skip").columns) != {"text", "label"}
 
 
 def test_a_file_is_said_once(tmp_path):
     path = str(written(tmp_path / "d.csv", "text;label\n" + "a;x\nb;y\n" * 20))
-    facts = []
-    load_rows(FinetuneConfig(dataset_name=path, validation_file=path, test_file=path), facts)
-    assert facts == ["d.csv: columns separated by semicolons"]
+    notes = []
+    load_rows(FinetuneConfig(dataset_name=path, validation_file=path, test_file=path), notes)
+    assert notes == ["d.csv: columns separated by semicolons"]
 
 
 def test_files_with_different_separators(tmp_path):
@@ -134,7 +134,7 @@ def test_a_type_holds_for_the_whole_file(tmp_path):
 
 
 def test_numbers_of_a_stream_are_told_by_its_first_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(delimited, "NUM_LOOKED_AT", 2)
+    monkeypatch.setattr(delimited, "NUM_INFERENCE_ROWS", 2)
     path = written(tmp_path / "d.csv", "text,label\na,1\nb,2\nc,x\n")
     assert [row["label"] for row in loaded(path)] == ["1", "2", "x"]
     with pytest.raises(ValueError, match="'x'"):

@@ -47,11 +47,15 @@ def test_windows_by_hand():
         [-1, -1, -1, -1, 0, 2, 4, -1],
         [-1, -1, -1, -1, 4, 6, 8, -1],  # characters of the whole context
     ]
-    assert columns["window"] == [0, 1] and columns["context"] == [CONTEXT] * 2
+    assert columns["window_index"] == [0, 1] and columns["context"] == [CONTEXT] * 2
     assert columns["answers"] == [["f g"]] * 2 and columns["num_targets"] == [1, 1]
-    assert columns["was_cut"] == columns["answer_is_lost"] == [False, False]
+    assert columns["was_truncated"] == columns["answer_is_lost"] == [False, False]
     cut = windows(asked(CONTEXT, "f g"), doc_stride=None)  # the control: truncated, it is lost
-    assert (cut["start_positions"], cut["answer_is_lost"], cut["window"]) == ([0], [True], [0])
+    assert (cut["start_positions"], cut["answer_is_lost"], cut["window_index"]) == (
+        [0],
+        [True],
+        [0],
+    )
 
 
 @pytest.mark.parametrize(
@@ -79,9 +83,9 @@ def test_a_wider_overlap_has_more_windows():
 def test_rows_of_one_window_and_of_none():
     rows = joined(asked("c", "c"), asked(CONTEXT, question=""), asked(CONTEXT, "g"), asked("d"))
     columns = windows(rows)
-    assert columns["window"] == [0, 0, 0, 1, 0]
+    assert columns["window_index"] == [0, 0, 0, 1, 0]
     assert columns["length"] == [6, 0, 8, 8, 6] and columns["num_targets"] == [1, 0, 1, 1, 1]
-    assert by_question(columns["window"], columns["length"]) == [[6], [0], [8, 8], [6]]
+    assert by_question(columns["window_index"], columns["length"]) == [[6], [0], [8, 8], [6]]
 
 
 def test_from_the_left_all_tokens_are_in_a_window_too():
@@ -133,7 +137,8 @@ def test_best_answer_over_windows_against_trying_all():
     rng = np.random.default_rng(3)
     columns = tokenize_questions(asked(context, question="Why?"), byte_level(), 12, 3)
     samples = [
-        {name: values[i] for name, values in columns.items()} for i in range(len(columns["window"]))
+        {name: values[i] for name, values in columns.items()}
+        for i in range(len(columns["window_index"]))
     ]
     assert len(samples) == 3
     empty, other_windows, naive = 0, set(), 0
@@ -181,14 +186,14 @@ def test_prepared_rows(tmp_path):
     more = {"task": "question-answering", "validation_file": file, "max_length": 8}
     data = prepared(file, tokenizer, doc_stride=1, max_train_samples=3, **more)
     train, validation = data.splits["train"], data.splits["validation"]
-    assert train["window"][:] == [0, 1, 0, 0, 1] and len(validation) == 10
+    assert train["window_index"][:] == [0, 1, 0, 0, 1] and len(validation) == 10
     assert train["start_positions"][:] == [0, 5, 5, 0, 0]
-    assert data.facts[:2] == [
+    assert data.notes[:2] == [
         "train: 1 of 3 rows trained as unanswerable, as no window contains their whole answer",
         "train: 5 windows of at most 8 tokens for 3 questions; a window without the answer is "
         "trained as unanswerable",
     ]
-    assert set(data.samples("train").column_names) & {"window", "answers", "context"} == set()
+    assert set(data.samples("train").column_names) & {"window_index", "answers", "context"} == set()
     cut = prepared(file, tokenizer, max_train_samples=3, **more)
-    assert cut.facts[0] == "train: 2 of 3 rows truncated to 8 tokens"
+    assert cut.notes[0] == "train: 2 of 3 rows truncated to 8 tokens"
     assert len(cut.splits["train"]) == 3 and cut.content_hash != data.content_hash

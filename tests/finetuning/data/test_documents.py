@@ -25,8 +25,8 @@ def written(path, content, **how) -> str:
     return str(path)
 
 
-def splits_of(file, facts=None, **how) -> dict[str, list[dict]]:
-    loaded = load_splits([file], facts=facts, **how)
+def splits_of(file, notes=None, **how) -> dict[str, list[dict]]:
+    loaded = load_splits([file], notes=notes, **how)
     return {split: list(rows) for split, rows in loaded.items()}
 
 
@@ -49,9 +49,9 @@ def test_rows_under_a_key(name, layout, streaming, tmp_path):
     document, form = NESTED[name]
     ending = "json.gz" if layout == "packed" else "json"
     how = {"indent": 2} if layout == "many lines" else {}
-    file, facts = written(tmp_path / f"d.{ending}", document, **how), []
-    assert splits_of(file, facts, streaming=streaming) == {"train": ROWS}
-    assert facts == [f"d.{ending}: {form}"]
+    file, notes = written(tmp_path / f"d.{ending}", document, **how), []
+    assert splits_of(file, notes, streaming=streaming) == {"train": ROWS}
+    assert notes == [f"d.{ending}: {form}"]
     assert len(datasets.load_dataset("json", data_files=file, split="train")) == 1
 
 
@@ -67,9 +67,9 @@ def test_forms_of_pandas(form, tmp_path):
             written(file, frame.to_dict("tight"))
         else:
             frame.to_json(file, orient=form)
-        facts = []
-        assert splits_of(str(file), facts) == {"train": frame.to_dict("records")}
-        assert len(facts) == (form != "records")
+        notes = []
+        assert splits_of(str(file), notes) == {"train": frame.to_dict("records")}
+        assert len(notes) == (form != "records")
 
 
 def test_lines_and_lists_of_columns(tmp_path):
@@ -114,10 +114,10 @@ SPLITS = {
 @pytest.mark.parametrize("name", SPLITS)
 def test_splits_as_keys(name, tmp_path):
     document, more = SPLITS[name]
-    file, facts = written(tmp_path / "d.json", document), []
+    file, notes = written(tmp_path / "d.json", document), []
     expected = {"train": ROWS[:3], "validation": ROWS[3:5], "test": ROWS[5:]}
-    assert splits_of(file, facts) == expected
-    assert facts[0].startswith("d.json: splits under the keys tr") and facts[0].endswith(more)
+    assert splits_of(file, notes) == expected
+    assert notes[0].startswith("d.json: splits under the keys tr") and notes[0].endswith(more)
     rows, _ = load_rows(FinetuneConfig(dataset_name=file))
     assert {split: list(of_split) for split, of_split in rows.items()} == expected
     assert list(load_files([file], "validation")) == ROWS[3:5]
@@ -138,15 +138,15 @@ def test_files_of_a_folder_are_read_as_any_other(tmp_path):
     folder.mkdir()
     for split in ("train", "validation", "test"):
         (folder / f"{split}.csv").write_text("text;label\nNA;1\nnull;0\n")
-    facts = []
-    rows, _ = load_rows(FinetuneConfig(dataset_name=str(folder)), facts)
+    notes = []
+    rows, _ = load_rows(FinetuneConfig(dataset_name=str(folder)), notes)
     expected = [{"text": "NA", "label": 1}, {"text": "null", "label": 0}]
     assert {split: list(of_split) for split, of_split in rows.items()} == {
         "train": expected,
         "validation": expected,
         "test": expected,
     }
-    assert sorted(facts) == [
+    assert sorted(notes) == [
         f"{split}.csv: columns separated by semicolons" for split in ("test", "train", "validation")
     ]
     (folder / "README.md").write_text("---\nconfigs:\n- config_name: default\n  sep: ;\n---\n")
@@ -202,7 +202,7 @@ def test_a_key_that_does_not_fit(tmp_path):
             load_splits([written(tmp_path / name, content)], field="data")
     with pytest.raises(DataError, match=r"applies to JSON files, not to .*d\.csv: omit it"):
         load_splits([written(tmp_path / "d.csv", "text\na\n")], field="data")
-    with pytest.raises(ConfigError, match="stdlib is no file: omit it"):
+    with pytest.raises(ConfigError, match="stdlib is not a file: omit it"):
         load_rows(FinetuneConfig(field="data"))
 
 
@@ -220,8 +220,8 @@ ONE_ROW = {
 def test_an_object_may_be_a_row(name, tmp_path):
     """Pretty-printed, too. In a .jsonl file, a single line always is."""
     row = ONE_ROW[name]
-    file, facts = written(tmp_path / "d.json", row), []
-    assert splits_of(file, facts) == {"train": [row]} and facts == []
+    file, notes = written(tmp_path / "d.json", row), []
+    assert splits_of(file, notes) == {"train": [row]} and notes == []
     nested = {"question": "a", "answers": [{"text": "b", "answer_start": 0}]}
     assert splits_of(written(tmp_path / "d.jsonl", nested)) == {"train": [nested]}
 

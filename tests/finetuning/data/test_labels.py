@@ -9,9 +9,9 @@ from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 from hf_ga import DataError
 from hf_ga.finetuning.data.labels import (
     encode_labels,
-    facts_of_whole_numbers,
-    one_hot_as_ids,
-    similar_names,
+    multi_hot_to_ids,
+    notes_on_float_classes,
+    notes_on_similar_names,
 )
 
 
@@ -63,9 +63,9 @@ def test_whole_numbers_of_another_type():
         assert names == ["0", "1", "10"]
         assert ids == [1, 0, 2] and validation == [0, 2]
     assert encoded("classes", split([[1.0, 2.0], [1.0]])) == (["1", "2"], [[0, 1], [0]])
-    assert len(facts_of_whole_numbers(DatasetDict(train=split([1.0, 0.0])))) == 1
+    assert len(notes_on_float_classes(DatasetDict(train=split([1.0, 0.0])))) == 1
     for labels in ([1, 0], ["1", "0"], [True, False]):
-        assert not facts_of_whole_numbers(DatasetDict(train=split(labels)))
+        assert not notes_on_float_classes(DatasetDict(train=split(labels)))
 
 
 ONE_HOT = {  # rows of the training split and what they mean; None: lists of the classes that apply
@@ -87,7 +87,7 @@ ONE_HOT = {  # rows of the training split and what they mean; None: lists of the
 @pytest.mark.parametrize("name", ONE_HOT)
 def test_a_zero_or_one_for_each_class(name):
     labels, expected = ONE_HOT[name]
-    rows, num_classes = one_hot_as_ids(DatasetDict(train=split(labels)))
+    rows, num_classes = multi_hot_to_ids(DatasetDict(train=split(labels)))
     if expected is None:
         assert num_classes == 0 and rows["train"]["label"][:] == labels
         return
@@ -106,16 +106,16 @@ def test_two_classes_as_lists_say_the_same_of_every_row():
 
 def test_other_splits_have_the_form_of_the_first():
     both = {"train": split([[0, 1], [1, 0]]), "test": split([[1, 1]])}
-    rows, num_classes = one_hot_as_ids(DatasetDict(both))
+    rows, num_classes = multi_hot_to_ids(DatasetDict(both))
     assert num_classes == 2 and rows["test"]["label"][:] == [[0, 1]]
     for wrong in ([[0, 1, 1]], [[1]], [[]], [None], [[0, 2]]):
         with pytest.raises(DataError, match="a 0 or 1 for each of 2 classes, but 1 of 1 test rows"):
-            one_hot_as_ids(DatasetDict({**both, "test": split(wrong)}))
+            multi_hot_to_ids(DatasetDict({**both, "test": split(wrong)}))
     both = {"train": split([[0], [1, 2]]), "test": split([[0, 1]])}
-    rows, num_classes = one_hot_as_ids(DatasetDict(both))
+    rows, num_classes = multi_hot_to_ids(DatasetDict(both))
     assert num_classes == 0 and rows["test"]["label"][:] == [[0, 1]]
     named = DatasetDict(train=typed([[1, 0], [0, 1]], List(ClassLabel(names=["z", "a"]))))
-    assert one_hot_as_ids(named)[1] == 0
+    assert multi_hot_to_ids(named)[1] == 0
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_other_splits_have_the_form_of_the_first():
     ],
 )
 def test_names_that_look_alike(names, lines):
-    found = similar_names(names)
+    found = notes_on_similar_names(names)
     assert len(found) == len(lines)
     assert all(line in fact for line, fact in zip(lines, found, strict=True))
 

@@ -5,7 +5,7 @@ from chats import CHATML, TAGGED, TOOLS, said, targets_of, turns
 from test_data import letter_tokenizer, prepared, write
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.delimited import _read
+from hf_ga.finetuning.data.delimited import _parse_cell
 from hf_ga.finetuning.data.files import load_folder, load_splits
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
@@ -68,7 +68,7 @@ def test_turns_that_a_template_does_not_mark_are_missed():
 def test_a_later_row_of_a_stream_of_another_type(text, dtype, message):
     """The first rows of a stream decide the types of its columns."""
     with pytest.raises(DataError, match=message):
-        _read(text, dtype)
+        _parse_cell(text, dtype)
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_a_later_row_of_a_stream_of_another_type(text, dtype, message):
     [(" False", "bool", False), ("-7", "int64", -7), ("1e3", "float64", 1000.0)],
 )
 def test_a_later_row_of_a_stream(text, dtype, value):
-    assert _read(text, dtype) == value
+    assert _parse_cell(text, dtype) == value
 
 
 def test_questions_without_answers_are_counted(tmp_path):
@@ -85,7 +85,7 @@ def test_questions_without_answers_are_counted(tmp_path):
     file = write(tmp_path / "rows.jsonl", [answered, unanswered, answered])
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
     data = prepared(file, tokenizer, task="question-answering", validation_file=file, max_length=16)
-    assert "train: 1 of 3 rows without an answer, so trained as unanswerable" in data.facts
+    assert "train: 1 of 3 rows without an answer, so trained as unanswerable" in data.notes
 
 
 HIDES_CONTENT_OF_CALLS = TOOLS.replace(
@@ -128,11 +128,11 @@ def test_a_split_that_has_no_rows_is_missed(tmp_path):
 
 
 def test_other_keys_beside_the_rows_are_named(tmp_path):
-    facts = []
+    notes = []
     path = tmp_path / "rows.json"
     path.write_text('{"rows": [{"text": "a"}], "labels": ["neg", "pos"]}')
-    assert load_splits([str(path)], facts=facts)["train"]["text"][:] == ["a"]
-    assert facts == ["rows.json: rows under the key `rows` (not used: labels)"]
+    assert load_splits([str(path)], notes=notes)["train"]["text"][:] == ["a"]
+    assert notes == ["rows.json: rows under the key `rows` (not used: labels)"]
 
 
 def test_splits_of_a_file_in_a_folder(tmp_path):

@@ -31,9 +31,9 @@ def test_decimal_commas(separator, tmp_path):
     """Also between quotes in a file with commas."""
     data = of_regression(csv_of(tmp_path / "d.csv", WITH_COMMA, separator))
     assert data.splits["train"]["label"][:] == data.splits["validation"]["label"][:] == NUMBERS
-    assert data.facts.count(LINE) == 1
+    assert data.notes.count(LINE) == 1
     data = of_regression(csv_of(tmp_path / "e.csv", NUMBERS, separator))
-    assert data.splits["train"]["label"][:] == NUMBERS and LINE not in data.facts
+    assert data.splits["train"]["label"][:] == NUMBERS and LINE not in data.notes
 
 
 def test_other_files_and_roles(tmp_path):

@@ -111,7 +111,7 @@ def test_samples_by_hand():
     ]
     assert columns["length"] == [6, 4, 0, 0]
     assert columns["num_targets"] == [1, 1, 0, 0]
-    assert columns["was_cut"] == [True, False, False, False]
+    assert columns["was_truncated"] == [True, False, False, False]
     samples = [{name: values[i] for name, values in columns.items()} for i in range(2)]
     batch = collate_pairs(samples, pad_token_id=0)
     assert batch["input_ids_anchor"].tolist() == [[13, *ids_of("a b"), 14], [13, 5, 14, 0]]

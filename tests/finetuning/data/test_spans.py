@@ -52,7 +52,7 @@ def test_answer_by_hand():
     assert (
         sample["length"],
         sample["num_targets"],
-        sample["was_cut"],
+        sample["was_truncated"],
         sample["answer_is_lost"],
     ) == (9, 1, False, False)
     assert sample["answers"] == ["d e"] and sample["context"] == "c d e f"
@@ -76,7 +76,7 @@ def test_a_cut_takes_an_end_of_the_context_only(side, kept, places):
     tokenizer.truncation_side = side
     for text, place in places.items():
         sample = tokenized(asked("c d e f", text), tokenizer, max_length=8)
-        assert sample["input_ids"] == [13, 3, 4, 14, *kept, 14] and sample["was_cut"]
+        assert sample["input_ids"] == [13, 3, 4, 14, *kept, 14] and sample["was_truncated"]
         assert (sample["start_positions"], sample["end_positions"]) == place and sample[
             "answer_is_lost"
         ] == (place == LOST)

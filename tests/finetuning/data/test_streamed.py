@@ -77,9 +77,9 @@ def test_samples_of_a_stream_are_those_of_the_rows(name, tmp_path):
 
 def test_facts_of_rows_that_were_read_ahead_say_so(tmp_path):
     data = prepared(write(tmp_path / "d.jsonl", TEXTS), max_length=4)
-    assert f"train, read ahead: 4 of {READ_AHEAD} rows truncated to 4 tokens" in data.facts
+    assert f"train, read ahead: 4 of {READ_AHEAD} rows truncated to 4 tokens" in data.notes
     assert any(
-        fact.startswith("validation: ") and "of 40 rows truncated" in fact for fact in data.facts
+        fact.startswith("validation: ") and "of 40 rows truncated" in fact for fact in data.notes
     )
 
 

@@ -100,7 +100,7 @@ def encoder_tokenizer() -> PreTrainedTokenizerFast:
     0 and 1.
     """
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
-    complete_tokenizer(tokenizer, "class", is_decoder=False)
+    complete_tokenizer(tokenizer, "encoder")
     tokenizer.model_input_names = ["input_ids", "token_type_ids", "attention_mask"]
     return tokenizer
 
@@ -143,10 +143,10 @@ def test_causal_rows_by_hand():
     out = tokenize_causal({"text": texts}, letter_tokenizer(), 4)
     assert out["input_ids"] == [[3, 4, 1], [3, 4, 1], [3, 1, 4, 1], [], [], [1], [3, 4, 5, 6]]
     assert out["length"] == [3, 3, 4, 0, 0, 1, 4] and out["num_targets"] == [2, 2, 3, 0, 0, 0, 3]
-    assert out["was_cut"] == [False] * 6 + [True]
+    assert out["was_truncated"] == [False] * 6 + [True]
     long = " ".join(LETTERS * 20)
     out = tokenize_causal({"text": [long]}, letter_tokenizer(), None)
-    assert out["input_ids"] == [[*ids_of(long), 1]] and out["was_cut"] == [False]
+    assert out["input_ids"] == [[*ids_of(long), 1]] and out["was_truncated"] == [False]
     assert tokenize_causal({"text": ["a b"]}, letter_tokenizer(eos_token=None), 8)["input_ids"] == [
         [3, 4]
     ]
@@ -235,11 +235,13 @@ def test_every_cut_of_a_completion(kind):
     whole = tokenize_completions(rows, tokenizer, None)
     ids, labels = whole["input_ids"][0], whole["labels"][0]
     first = next(i for i, label in enumerate(labels) if label != IGNORED)
-    assert whole["was_cut"] == [False] and first > 1
+    assert whole["was_truncated"] == [False] and first > 1
     for length in range(2, len(ids) + 2):
         cut = tokenize_completions(rows, tokenizer, length)
         assert cut["input_ids"] == [ids[:length]] and cut["labels"] == [labels[:length]]
-        assert cut["was_cut"] == [length < len(ids)] and cut["length"] == [min(length, len(ids))]
+        assert cut["was_truncated"] == [length < len(ids)] and cut["length"] == [
+            min(length, len(ids))
+        ]
         assert cut["num_targets"] == [max(0, min(length, len(ids)) - first)]
 
 
@@ -292,7 +294,7 @@ def test_masked_rows_by_hand():
         {"text": ["a b c d", "a", "", None, "<unk> a", "zzz"]}, encoder_tokenizer(), 5
     )
     assert out["input_ids"] == [[13, 3, 4, 5, 14], [13, 3, 14], [], [], [13, 2, 3, 14], [13, 2, 14]]
-    assert out["num_targets"] == [3, 1, 0, 0, 1, 0] and out["was_cut"] == [True] + [False] * 5
+    assert out["num_targets"] == [3, 1, 0, 0, 1, 0] and out["was_truncated"] == [True] + [False] * 5
     assert "token_type_ids" not in out and "label" not in out
 
 
@@ -308,7 +310,7 @@ def test_pairs_by_hand():
     ]
     assert out["token_type_ids"] == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1], [0, 0, 1, 1], []]
     assert (
-        out["was_cut"] == [False, True, False, False]
+        out["was_truncated"] == [False, True, False, False]
         and out["num_targets"] == [1, 1, 1, 0]
         and "label" not in out
     )
@@ -362,7 +364,7 @@ def test_words_by_hand():
     ]
     assert out["label"] == [[i, 7, 8, i, 9, i], [i, 1, i, i, 2, i, i], [], [], [i, 5, i], [i, i]]
     assert out["num_targets"] == [3, 2, 0, 0, 1, 0] and out["length"] == [6, 7, 0, 0, 3, 2]
-    assert out["was_cut"] == [False, True, False, False, False, False]
+    assert out["was_truncated"] == [False, True, False, False, False, False]
     batch = collation.collate_samples(
         [{"input_ids": out["input_ids"][n], "label": out["label"][n]} for n in (0, 4)], 0
     )
@@ -373,7 +375,7 @@ def test_words_by_hand():
 def seq2seq_tokenizer(**special) -> PreTrainedTokenizerFast:
     """Letters, completed as for a T5: <eos> 1 behind sources and targets."""
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>", **special)
-    complete_tokenizer(tokenizer, "target", is_decoder=False)
+    complete_tokenizer(tokenizer, "encoder-decoder")
     return tokenizer
 
 
@@ -397,7 +399,7 @@ def test_targets_by_hand():
         0,
         0,
     ]
-    assert out["was_cut"] == [True, True, False, False, False] and out["target"] == [
+    assert out["was_truncated"] == [True, True, False, False, False] and out["target"] == [
         "e",
         "e f g h",
         "",
@@ -405,12 +407,12 @@ def test_targets_by_hand():
         "",
     ]
     uncut = tokenize_targets(rows, seq2seq_tokenizer(), None)
-    assert uncut["labels"][1] == [7, 8, 9, 10, 1] and not any(uncut["was_cut"])
+    assert uncut["labels"][1] == [7, 8, 9, 10, 1] and not any(uncut["was_truncated"])
     assert set(tokenize_targets({"text": ["a"]}, seq2seq_tokenizer(), 4)) == {
         "input_ids",
         "length",
         "num_targets",
-        "was_cut",
+        "was_truncated",
     }
     # A tokenizer that adds no end, as BERT's and GPT-2's: it is added within the limit, if there is
     # one.

@@ -44,14 +44,14 @@ def test_texts(side, plain, with_begin):
     for tokenizer, ids in ((letter_tokenizer(), plain), (beginning(), with_begin)):
         columns = tokenize_causal({"text": ["a b c d e"]}, sided(tokenizer, side), 4)
         assert columns["input_ids"] == [ids]
-        assert (columns["num_targets"], columns["was_cut"]) == ([3], [True])
+        assert (columns["num_targets"], columns["was_truncated"]) == ([3], [True])
 
 
 @pytest.mark.parametrize("side", ["right", "left"])
 def test_texts_that_fit_are_whole(side):
     for text, ids in (("a b c", [13, 3, 4, 5, 1]), ("", [])):
         columns = tokenize_causal({"text": [text]}, sided(beginning(), side), 5)
-        assert (columns["input_ids"], columns["was_cut"]) == ([ids], [False])
+        assert (columns["input_ids"], columns["was_truncated"]) == ([ids], [False])
 
 
 COMPLETION = {"prompt": ["a b c"], "completion": [" d e f"]}
@@ -71,7 +71,7 @@ def test_completions(side, max_length, ids, labels, num_targets):
     """a b c is asked, d e f <eos> is the answer: 3 4 5, 6 7 8 1."""
     columns = tokenize_completions(COMPLETION, sided(letter_tokenizer(), side), max_length)
     assert (columns["input_ids"], columns["labels"]) == ([ids], [labels])
-    assert (columns["num_targets"], columns["was_cut"]) == ([num_targets], [True])
+    assert (columns["num_targets"], columns["was_truncated"]) == ([num_targets], [True])
 
 
 def test_a_completion_keeps_the_begin_of_text():
@@ -102,14 +102,14 @@ def test_sources_and_targets(side, source, target, adds_end):
     """a b c d and f g h i, whose end token 1 stays; the target has its own length."""
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
     if adds_end:
-        complete_tokenizer(tokenizer, "target", is_decoder=False)
+        complete_tokenizer(tokenizer, "encoder-decoder")
     rows = {"text": ["a b c d"], "target": ["f g h i"]}
     columns = tokenize_targets(
         rows, sided(tokenizer, side), 3 if adds_end else 2, max_target_length=3
     )
     assert columns["input_ids"] == [[*source, 1] if adds_end else source]
     assert (columns["labels"], columns["num_targets"]) == ([[*target, 1]], [3])
-    assert columns["target"] == ["f g h i"] and columns["was_cut"] == [True]
+    assert columns["target"] == ["f g h i"] and columns["was_truncated"] == [True]
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def test_the_option_is_the_tokenizers_side(tmp_path):
         data = prepared(file, tokenizer, truncation_side=given, **more)
         kept[own, given] = data.splits["train"]["input_ids"][0]
         what = "truncated to 4 tokens" + " from the left" * ((given or own) == "left")
-        assert f"train: 20 of 20 rows {what}" in data.facts
+        assert f"train: 20 of 20 rows {what}" in data.notes
         tokenizer.save_pretrained(tmp_path / "saved")
         assert AutoTokenizer.from_pretrained(tmp_path / "saved").truncation_side == (given or own)
     first, last = [3, 4, 5, 6], [5, 6, 7, 1]

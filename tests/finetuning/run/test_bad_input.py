@@ -413,7 +413,7 @@ CASES = {
     ),
     "key of no file": (
         "--dataset_name stdlib --field rows",
-        ["field rows names a key of a JSON file", "stdlib is no file", "omit it"],
+        ["field rows names a key of a JSON file", "stdlib is not a file", "omit it"],
     ),
     "key of lines": (
         "--dataset_name {d}/good.jsonl --field rows",

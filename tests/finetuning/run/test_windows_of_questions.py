@@ -108,7 +108,7 @@ def test_windows_of_a_question_on_two_ranks(model, place, tmp_path):
     config = config_of(place, model, tmp_path / "one")
     tokenizer = tf.AutoTokenizer.from_pretrained(model)
     samples = prepare_data(config, tokenizer).splits["validation"]
-    question_of = np.cumsum(np.array(samples["window"][:]) == 0)
+    question_of = np.cumsum(np.array(samples["window_index"][:]) == 0)
     first, second = plan_by_sizes(np.array(samples["length"][:]), 2, [3])
     shares = [set(question_of[np.concatenate(share)]) for share in (first, second)]
     assert shares[0] & shares[1]  # questions of both ranks

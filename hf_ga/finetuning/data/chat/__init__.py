@@ -1,8 +1,8 @@
-"""Conversations of many forms -> the text that the model reads, and which characters of it are
+"""Conversations of many formats -> the text that the model reads, and which characters of it are
 targets.
 
-`columns` finds the form of a dataset by its columns. `conversation`, `messages`, `calls` and
-`values` read a row of any form into one. `template` renders it, `turns` locates the turns of the
-assistant, `usage` checks that nothing of a row is left out, `ending` that the model learns to stop.
-`rendering` does all this for rows.
+`columns` finds the format of a dataset by its columns. `conversation`, `messages`, `calls` and
+`values` read a row of any format into a `Conversation`. `template` renders it, `turns` locates the
+turns of the assistant, `usage` checks that the template omits nothing of a row, `ending` that the
+model learns to stop. `rendering` does all this for rows.
 """

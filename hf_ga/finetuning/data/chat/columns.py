@@ -1,20 +1,24 @@
-"""Which columns of a dataset are a conversation, and which it cannot have beside them."""
+"""Which columns of a dataset are conversations, and from which columns a language model cannot
+learn.
+"""
 
 from collections.abc import Collection
 
 from hf_ga.errors import DataError
 
-# The first form that the dataset has is used.
-FORMS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
-BESIDE = ("tools", "functions", "system", "chat_template_kwargs")
-BESIDE_INSTRUCTIONS = ("input", "history")
+# Required columns of each format of conversations; the first format that a dataset has is used.
+FORMATS = (("messages",), ("conversations",), ("prompt", "completion"), ("instruction", "output"))
+# Optional columns of all formats.
+OPTIONAL_COLUMNS = ("tools", "functions", "system", "chat_template_kwargs")
+# Further optional columns of the format with instructions.
+OPTIONAL_WITH_INSTRUCTION = ("input", "history")
 
 NO_PREFERENCES = (
     "but causal-lm would learn all completions alike: keep the completions to learn, as "
     "`completion` or `messages`, and remove the other columns"
 )
 TEXT_ONLY = "but causal-lm reads text only: remove the column, or these rows"
-# Columns -> what they are, and the remedy.
+# Columns that are refused -> (what they contain, why that is refused or what to do).
 REFUSED = {
     ("chosen", "rejected"): ("pairs of preferences, as for DPO", NO_PREFERENCES),
     ("preferred_output", "non_preferred_output"): ("pairs of preferences", NO_PREFERENCES),
@@ -37,32 +41,41 @@ REFUSED = {
 
 
 def chat_columns(columns: Collection[str]) -> list[str]:
-    """Return the conversation columns of a dataset; empty if it has none.
+    """Return the columns of a dataset that make up its conversations, or an empty list if it has no
+    conversations.
+
+    Args:
+        columns: All columns of the dataset.
 
     >>> chat_columns(["id", "system", "messages"])
     ['messages', 'system']
     """
-    for form in FORMS:
-        if set(form) <= set(columns):
-            optional = BESIDE + BESIDE_INSTRUCTIONS * ("instruction" in form)
-            return [*form, *(name for name in optional if name in columns)]
+    for required in FORMATS:
+        if set(required) <= set(columns):
+            optional = OPTIONAL_COLUMNS
+            if "instruction" in required:
+                optional = OPTIONAL_COLUMNS + OPTIONAL_WITH_INSTRUCTION
+            return [*required, *(name for name in optional if name in columns)]
     return []
 
 
 def check_learnable(columns: Collection[str]) -> None:
-    """Check that the rows of a language model have something to learn, and nothing that it cannot
-    learn from. Plain text may stand beside anything.
+    """Check by its columns that a causal language model can learn from a dataset. With a column
+    `text` and no conversations, other columns are ignored.
+
+    Args:
+        columns: All columns of the dataset.
 
     Raises:
-        DataError: Preferences, steps with labels, images or sound, by the names of their columns;
-            prompts alone.
+        DataError: If columns have names of preferences, steps with labels, images or sound, or if
+            there are prompts without completions.
     """
     is_chat = bool(chat_columns(columns))
     if "text" in columns and not is_chat:
         return
-    for names, (what, remedy) in REFUSED.items():
+    for names, (contents, remedy) in REFUSED.items():
         if set(names) <= set(columns):
-            raise DataError(f"the rows have {what} (columns: {', '.join(names)}), {remedy}.")
+            raise DataError(f"the rows have {contents} (columns: {', '.join(names)}), {remedy}.")
     if "prompt" in columns and not is_chat:
         raise DataError(
             f"the rows have prompts without completions (columns: {', '.join(columns)}), so there "

@@ -1,4 +1,4 @@
-"""Rows of every form -> conversations."""
+"""Rows of every format -> conversations."""
 
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -6,118 +6,165 @@ from typing import Any
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.messages import Turn, read_turns
 from hf_ga.finetuning.data.chat.template import Message
-from hf_ga.finetuning.data.chat.values import from_json, without_none
+from hf_ga.finetuning.data.chat.values import parse_json, without_none
 
 PARAGRAPH = "\n\n"  # between the texts of an instruction
-OPTIONS = "chat_template_kwargs must be a mapping, or JSON of one"
-TOOLS = "tools must be a list of JSON schemas, or JSON of one"
+OPTIONS_RULE = "chat_template_kwargs must be a mapping, or JSON of one"
+TOOLS_RULE = "tools must be a list of JSON schemas, or JSON of one"
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A row.
+    """A row of a dataset of conversations, or of prompts with completions.
 
     Attributes:
-        turns: Messages, and which of them are targets.
-        tools: JSON schemas of functions. None: the row has none.
-        options: Variables for the chat template, such as `enable_thinking`.
-        separator: Without a chat template, what stands between the contents of the turns after the
-            system's, which ends with a paragraph. None: the row needs a template.
+        turns: The messages, and which of them are targets.
+        tools: JSON schemas of functions that the model may call. None: the row has none.
+        template_options: Variables for the chat template, such as `enable_thinking`.
+        separator: The text between the contents of turns if the tokenizer has no chat template. (A
+            system turn always ends with a paragraph.) None: the row needs a chat template.
     """
 
     turns: list[Turn]
     tools: list[dict[str, Any]] | None = None
-    options: dict[str, Any] = field(default_factory=dict)
+    template_options: dict[str, Any] = field(default_factory=dict)
     separator: str | None = None
 
     @property
     def messages(self) -> list[Message]:
-        """The turns as `apply_chat_template` takes them."""
+        """The messages of all turns, in the format of `apply_chat_template`."""
         return [turn.message for turn in self.turns]
 
     def with_messages(self, messages: list[Message]) -> "Conversation":
-        """The same conversation with its messages in another form."""
-        turns = zip(self.turns, messages, strict=True)
-        return replace(self, turns=[replace(turn, message=message) for turn, message in turns])
+        """Return a copy of the conversation with other messages.
+
+        Args:
+            messages: One for each turn.
+        """
+        turns = [
+            replace(turn, message=message)
+            for turn, message in zip(self.turns, messages, strict=True)
+        ]
+        return replace(self, turns=turns)
 
 
 def read_conversation(row: dict[str, Any]) -> Conversation:
-    """Read a row, whose columns are those of `chat_columns`.
+    """Read a conversation from a row of any supported format.
+
+    Args:
+        row: The values of the columns of `chat_columns`.
 
     Raises:
-        DataError: Something in it has another type or form than it should, or an unknown key.
+        DataError: If a value has a wrong type or format, or a message has an unknown key.
 
     >>> row = {"instruction": "Add", "input": "1 2", "output": "3"}
     >>> [turn.message["content"] for turn in read_conversation(row).turns]
     ['Add\\n\\n1 2', '3']
     """
-    turns, separator = _turns(row)
+    turns, separator = _read_turns_of_row(row)
     if row.get("system") not in (None, ""):
         if turns and turns[0].message["role"] == "system":
             raise DataError("the row has a column system and a system turn: keep one")
-        turns = [_said("system", row["system"]), *turns]
-    options = from_json(row.get("chat_template_kwargs") or {}, OPTIONS) or {}
+        turns = [_make_turn("system", row["system"]), *turns]
+    options = parse_json(row.get("chat_template_kwargs") or {}, OPTIONS_RULE) or {}
     if not isinstance(options, dict):
-        raise DataError(f"{OPTIONS}, got {options!r:.80}")
-    return Conversation(turns, _tools(row), without_none(options), separator)
+        raise DataError(f"{OPTIONS_RULE}, got {options!r:.80}")
+    return Conversation(
+        turns=turns,
+        tools=_read_tools(row),
+        template_options=without_none(options),
+        separator=separator,
+    )
 
 
-def _turns(row: dict[str, Any]) -> tuple[list[Turn], str | None]:
-    """Turns, and their separator; see `Conversation`."""
+def _read_turns_of_row(row: dict[str, Any]) -> tuple[list[Turn], str | None]:
+    """Read the turns of a conversation from the columns of its format: `messages`, `conversations`,
+    `instruction` and `output`, or `prompt` and `completion`.
+
+    Returns:
+        (turns; the separator of their contents without a chat template, see `Conversation`)
+    """
     for name in ("messages", "conversations"):
         if name in row:
             return read_turns(row[name]), None
     if "instruction" in row:
-        return _instruction(row), PARAGRAPH
+        return _read_instruction(row), PARAGRAPH
     if isinstance(row["prompt"], list):
-        asked = [replace(turn, is_target=False) for turn in read_turns(row["prompt"])]
-        return [*asked, *read_turns(row["completion"])], None
-    return [_said("user", row["prompt"]), _said("assistant", row["completion"])], ""
+        prompt = [replace(turn, is_target=False) for turn in read_turns(row["prompt"])]
+        return [*prompt, *read_turns(row["completion"])], None
+    return [_make_turn("user", row["prompt"]), _make_turn("assistant", row["completion"])], ""
 
 
-def _instruction(row: dict[str, Any]) -> list[Turn]:
-    """Alpaca: earlier pairs of instruction and answer, which are learnt too, then the last."""
+def _read_instruction(row: dict[str, Any]) -> list[Turn]:
+    """Read the turns of a row of Alpaca's format: `instruction`, optional `input`, `output`, and
+    before them the pairs of instruction and answer in `history`, whose answers are targets, too.
+
+    Raises:
+        DataError: If `history` has another format, or a text is not a string.
+    """
     turns = []
     for pair in row.get("history") or []:
         if not isinstance(pair, list) or len(pair) != 2:
             raise DataError(
                 f"history must be a list of pairs of instruction and answer, got {pair!r:.80}"
             )
-        turns += [_said("user", pair[0]), _said("assistant", pair[1])]
-    instruction = _said("user", row["instruction"])
+        turns += [_make_turn("user", pair[0]), _make_turn("assistant", pair[1])]
+    instruction = _make_turn("user", row["instruction"])
     if row.get("input") not in (None, ""):
-        more = _said("user", row["input"]).message["content"]
-        instruction = _said("user", instruction.message["content"] + PARAGRAPH + more)
-    return [*turns, instruction, _said("assistant", row["output"])]
+        input_text = _make_turn("user", row["input"]).message["content"]
+        instruction_text = instruction.message["content"]
+        instruction = _make_turn("user", instruction_text + PARAGRAPH + input_text)
+    return [*turns, instruction, _make_turn("assistant", row["output"])]
 
 
-def _said(role: str, text: Any) -> Turn:
+def _make_turn(role: str, text: Any) -> Turn:
+    """Make a turn of a conversation from its text; a turn of the assistant is a target.
+
+    Raises:
+        DataError: If `text` is not a string.
+    """
     if not isinstance(text, str):
         raise DataError("prompts, completions, instructions and outputs must be strings")
     return Turn({"role": role, "content": text}, is_target=role == "assistant")
 
 
-def _tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
-    """Schemas of functions of the columns tools and functions, OpenAI's older name."""
+def _read_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
+    """Read the JSON schemas of the functions that the model may call, from the columns `tools` and
+    `functions`, OpenAI's older name.
+
+    Returns:
+        The schemas in the format of `apply_chat_template`, or None if the row has none.
+
+    Raises:
+        DataError: If a column is not a list of schemas, or JSON of one.
+    """
     tools = []
     for name in ("tools", "functions"):
-        of_column = from_json(row.get(name) or [], TOOLS) or []
-        if not isinstance(of_column, list):
-            raise DataError(f"{TOOLS}, got {of_column!r:.80}")
-        tools += [_tool(without_none(from_json(tool, TOOLS))) for tool in of_column]
+        schemas = parse_json(row.get(name) or [], TOOLS_RULE) or []
+        if not isinstance(schemas, list):
+            raise DataError(f"{TOOLS_RULE}, got {schemas!r:.80}")
+        tools += [_read_tool(without_none(parse_json(schema, TOOLS_RULE))) for schema in schemas]
     return tools or None
 
 
-def _tool(tool: Any) -> dict[str, Any]:
-    """A schema as templates expect it: inside `function`, and with the parameters as a dict."""
+def _read_tool(tool: Any) -> dict[str, Any]:
+    """Convert the JSON schema of a function to the format that chat templates expect: {"type":
+    "function", "function": {"name": ..., "parameters": {...}}}.
+
+    Args:
+        tool: The schema in this format, or without the outer keys, or with `parameters` as JSON.
+
+    Raises:
+        DataError: If it has another format.
+    """
     if not isinstance(tool, dict):
-        raise DataError(f"{TOOLS}, got {tool!r:.80}")
+        raise DataError(f"{TOOLS_RULE}, got {tool!r:.80}")
     if "function" not in tool:
         tool = {"type": "function", "function": tool}
     function = tool["function"]
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise DataError(f"{TOOLS}, each with the name of its function, got {tool!r:.80}")
+        raise DataError(f"{TOOLS_RULE}, each with the name of its function, got {tool!r:.80}")
     if "parameters" in function:
-        parameters = from_json(function["parameters"], TOOLS)
+        parameters = parse_json(function["parameters"], TOOLS_RULE)
         tool = {**tool, "function": {**function, "parameters": parameters}}
     return tool

@@ -1,36 +1,38 @@
-"""Whether a model can learn from a row where its turn ends."""
+"""Whether a model can learn from a conversation where its turn ends."""
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.chat.rendering import Rendered
+from hf_ga.finetuning.data.chat.rendering import RenderedRow
 
 
 def check_ending(
-    row: Rendered,
+    row: RenderedRow,
     ids: list[int],
     starts: np.ndarray,
     ends: np.ndarray,
-    special: set[int],
+    special_ids: set[int],
 ) -> None:
-    """Check that a target ends with a special token: a generation stops at such a token only. It
-    may be the end of text, or the end of a turn; only white space may follow it.
+    """Check that at least one target of a conversation ends with a special token, because
+    generation stops only at such a token.
+
+    It may be the end-of-text token or that of the end of a turn. White space may follow it.
 
     Args:
-        row: Rendered by a chat template.
-        ids: Its tokens, int of shape (tokens,).
-        starts: First character of each token, int of shape (tokens,).
+        row: A row that was rendered by a chat template.
+        ids: The token ids of its text, length (tokens).
+        starts: The first character of each token, int of shape (tokens,).
         ends: The character after the last of each token, int of shape (tokens,).
-        special: `special_ids` of the tokenizer.
+        special_ids: Ids of all special tokens, see `special_token_ids`.
 
     Raises:
-        DataError: No target of the row ends with a special token.
+        DataError: If there are targets, but none of them ends with a special token.
     """
     for start, end in row.targets:
-        last = start + len(row.text[start:end].rstrip()) - 1
-        covering = np.flatnonzero((starts <= last) & (ends > last))
-        if any(ids[token] in special for token in covering):
+        last_character = start + len(row.text[start:end].rstrip()) - 1
+        covering = np.flatnonzero((starts <= last_character) & (ends > last_character))
+        if any(ids[token] in special_ids for token in covering):
             return
     if row.targets:
         start, end = row.targets[-1]
@@ -42,7 +44,11 @@ def check_ending(
         )
 
 
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
-    """Ids of all special tokens, those that were added without a role included."""
-    added = {token for token, content in tokenizer.added_tokens_decoder.items() if content.special}
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids of all special tokens of a tokenizer: those with a role, such as
+    `eos_token`, and those that were only added as special.
+    """
+    added = {
+        token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
     return added | set(tokenizer.all_special_ids)

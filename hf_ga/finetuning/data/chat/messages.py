@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.chat.calls import CALLS, read_calls
+from hf_ga.finetuning.data.chat.calls import CALLS_RULE, read_calls
 from hf_ga.finetuning.data.chat.template import Message
-from hf_ga.finetuning.data.chat.values import from_json, without_none
+from hf_ga.finetuning.data.chat.values import parse_json, without_none
 
+# Other names of roles -> the names that chat templates use.
 ROLES = {
     "human": "user",
     "gpt": "assistant",
@@ -25,31 +26,31 @@ ROLES = {
 SHAREGPT_KEYS = {"from": "role", "value": "content"}
 SHAREGPT_ROLES = {**ROLES, "observation": "tool", "function_response": "tool"}
 SHAREGPT_CALLS = ("function_call", "tool_call")  # roles of messages that consist of calls
-REASONING = ("reasoning_content", "reasoning", "thinking")
-MARKS = ("weight", "train")  # 0 or false: the turn is not learnt
+REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
+LOSS_KEYS = ("weight", "train")  # 0 or false: the turn is not a target
 KEYS = (
     "role",
     "content",
     "from",
     "value",
-    *REASONING,
+    *REASONING_KEYS,
     "tool_calls",
     "function_call",
     "tool_call_id",
     "name",
-    *MARKS,
+    *LOSS_KEYS,
 )
-STRINGS = ("role", "from", *REASONING, "tool_call_id", "name")
-CONVERSATION = "a conversation must be a list of messages, or JSON of one"
-NEEDS = "every message needs the strings role and content"
+STRING_KEYS = ("role", "from", *REASONING_KEYS, "tool_call_id", "name")
+CONVERSATION_RULE = "a conversation must be a list of messages, or JSON of one"
+MESSAGE_RULE = "every message needs the strings role and content"
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One message.
+    """One message of a conversation.
 
     Attributes:
-        message: As chat templates read it: role, content, tool_calls, ...
+        message: The message as chat templates read it: role, content, tool_calls, ...
         is_target: Whether the model learns to write it.
     """
 
@@ -58,109 +59,162 @@ class Turn:
 
 
 def read_turns(value: Any) -> list[Turn]:
-    """Read a conversation: a list of messages, or such a list as JSON.
+    """Read the messages of a conversation.
+
+    Args:
+        value: A list of messages in the format of OpenAI, TRL, axolotl, LLaMA-Factory or ShareGPT,
+            or such a list as JSON.
 
     Returns:
         Its turns. Those of the assistant are targets, unless their `weight` is 0 or `train` false.
 
     Raises:
-        DataError: An unknown key, a missing role or content, content that is no text.
+        DataError: If a message has an unknown key, no role, no content, or content that is not
+            text.
 
     >>> read_turns([{"from": "gpt", "value": "hi", "weight": 0}])
     [Turn(message={'role': 'assistant', 'content': 'hi'}, is_target=False)]
     """
-    messages = from_json(value, CONVERSATION)
+    messages = parse_json(value, CONVERSATION_RULE)
     if not isinstance(messages, list):
-        raise DataError(f"{CONVERSATION}, got {messages!r:.80}")
+        raise DataError(f"{CONVERSATION_RULE}, got {messages!r:.80}")
     return [_read_turn(message) for message in messages]
 
 
-def _read_turn(value: Any) -> Turn:
-    if not isinstance(value, dict):
-        raise DataError(NEEDS)
-    given = {key: part for key, part in value.items() if part is not None}
-    _check_keys(given)
-    given = _from_sharegpt(given)
-    if not given.get("role"):
-        raise DataError(NEEDS)
-    role = given["role"].lower()  # templates compare names exactly
+def _read_turn(raw_message: Any) -> Turn:
+    """Convert a message of a dataset to the format of chat templates, and find out whether it is a
+    target.
+
+    Args:
+        raw_message: A dict with the keys `KEYS`; those whose value is None are ignored.
+
+    Raises:
+        DataError: If it has an unknown key, no role, or neither content nor tool calls.
+    """
+    if not isinstance(raw_message, dict):
+        raise DataError(MESSAGE_RULE)
+    raw_message = {key: value for key, value in raw_message.items() if value is not None}
+    _check_keys(raw_message)
+    raw_message = _convert_sharegpt(raw_message)
+    if not raw_message.get("role"):
+        raise DataError(MESSAGE_RULE)
+    role = raw_message["role"].lower()  # templates compare names exactly
     role = ROLES.get(role, role)
-    calls = read_calls(given)
-    if not calls and "content" not in given:
-        raise DataError(NEEDS)
+    calls = read_calls(raw_message)
+    if not calls and "content" not in raw_message:
+        raise DataError(MESSAGE_RULE)
     message: Message = {"role": role}
-    if "content" in given:
-        message["content"] = _text(given["content"])
+    if "content" in raw_message:
+        message["content"] = _read_content(raw_message["content"])
     if calls:
         message["tool_calls"] = calls
-    message |= {key: given[key] for key in ("tool_call_id", "name") if key in given}
-    return Turn(message | _thoughts(given), _is_target(given, role))
+    for key in ("tool_call_id", "name"):
+        if key in raw_message:
+            message[key] = raw_message[key]
+    message |= _read_reasoning(raw_message)
+    return Turn(message, _is_target(raw_message, role))
 
 
-def _check_keys(given: dict[str, Any]) -> None:
-    unknown = [key for key in given if key not in KEYS]
+def _check_keys(raw_message: dict[str, Any]) -> None:
+    """Check that a message of a dataset has known keys only, and strings where they are needed.
+
+    Raises:
+        DataError: If it has another key, or a value of `STRING_KEYS` is not a string.
+    """
+    unknown = [key for key in raw_message if key not in KEYS]
     if unknown:
         raise DataError(
             f"a message has the unknown key {unknown[0]!r}, which may change what is to be learnt: "
             f"remove it, or use one of {', '.join(KEYS)}"
         )
-    for key in STRINGS:
-        if not isinstance(given.get(key, ""), str):
-            raise DataError(f"the {key} of a message must be a string, got {given[key]!r:.80}")
+    for key in STRING_KEYS:
+        if not isinstance(raw_message.get(key, ""), str):
+            raise DataError(
+                f"the {key} of a message must be a string, got {raw_message[key]!r:.80}"
+            )
 
 
-def _from_sharegpt(given: dict[str, Any]) -> dict[str, Any]:
-    """ShareGPT's `from`, `value` and roles -> role and content."""
-    if ("role" in given and "from" in given) or ("content" in given and "value" in given):
+def _convert_sharegpt(raw_message: dict[str, Any]) -> dict[str, Any]:
+    """Rename the keys `from` and `value` of a message in ShareGPT's format to `role` and `content`,
+    and its roles to those of chat templates. A message whose role says that it is a tool call
+    becomes one of the assistant with `tool_calls`.
+
+    Messages with `role` and `content` are returned unchanged.
+
+    Raises:
+        DataError: If a message has both names of a key.
+    """
+    has_both_roles = "role" in raw_message and "from" in raw_message
+    has_both_contents = "content" in raw_message and "value" in raw_message
+    if has_both_roles or has_both_contents:
         raise DataError("a message has both role and from, or both content and value: keep one")
-    renamed = {SHAREGPT_KEYS.get(key, key): part for key, part in given.items()}
-    if "from" not in given:
+    renamed = {SHAREGPT_KEYS.get(key, key): value for key, value in raw_message.items()}
+    if "from" not in raw_message:
         return renamed
     role = renamed["role"]
     if role not in SHAREGPT_CALLS:
         return {**renamed, "role": SHAREGPT_ROLES.get(role, role)}
-    calls = from_json(renamed.pop("content", None), CALLS)
+    calls = parse_json(renamed.pop("content", None), CALLS_RULE)
     calls = calls if isinstance(calls, list) else [calls]
     return {**renamed, "role": "assistant", "tool_calls": calls}
 
 
-def _text(content: Any) -> str:
-    """A text, or the texts of a list of parts, concatenated."""
+def _read_content(content: Any) -> str:
+    """Return the content of a message as one string: itself, or the concatenated texts of a list of
+    parts of type text.
+
+    Raises:
+        DataError: If it is neither, or a part has another type or an unknown key.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise DataError(NEEDS)
+        raise DataError(MESSAGE_RULE)
     for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text" or not isinstance(part.get("text"), str):
+        part_type = part.get("type") if isinstance(part, dict) else None
+        if part_type != "text" or not isinstance(part.get("text"), str):
             raise DataError(f"parts of a content must be of type text, got {part!r:.80}")
-        others = [key for key in without_none(part) if key not in ("type", "text")]
-        if others:
-            raise DataError(f"a part of type text has the unknown key {others[0]!r}: remove it")
+        unknown = [key for key in without_none(part) if key not in ("type", "text")]
+        if unknown:
+            raise DataError(f"a part of type text has the unknown key {unknown[0]!r}: remove it")
     return "".join(part["text"] for part in content)
 
 
-def _thoughts(given: dict[str, Any]) -> Message:
-    """Thoughts under both names that templates read; newer versions of transformers do the same."""
-    thoughts = [given[key] for key in REASONING if key in given]
+def _read_reasoning(raw_message: dict[str, Any]) -> Message:
+    """Return the reasoning (thoughts) of a message under both names that chat templates read,
+    `reasoning_content` and `thinking`, or an empty dict if it has none. (Newer versions of
+    transformers also set both.)
+
+    Raises:
+        DataError: If the message has different reasoning under two names.
+    """
+    thoughts = [raw_message[key] for key in REASONING_KEYS if key in raw_message]
+    if not thoughts:
+        return {}
     if len(set(thoughts)) > 1:
-        raise DataError(f"a message has different {' and '.join(REASONING)}: keep one of them")
-    return dict.fromkeys(("reasoning_content", "thinking"), thoughts[0]) if thoughts else {}
+        raise DataError(f"a message has different {' and '.join(REASONING_KEYS)}: keep one of them")
+    return {"reasoning_content": thoughts[0], "thinking": thoughts[0]}
 
 
-def _is_target(given: dict[str, Any], role: str) -> bool:
-    marks = {key: given[key] for key in MARKS if key in given}
-    for key, mark in marks.items():
-        if not isinstance(mark, int | float) or mark not in (0, 1):
+def _is_target(raw_message: dict[str, Any], role: str) -> bool:
+    """Return whether the model learns to write a message: if the role is assistant, unless the
+    message has `weight` 0 or `train` false.
+
+    Raises:
+        DataError: If one of these keys is not 0 or 1, or is 1 for a message of another role.
+    """
+    loss_flags = {key: raw_message[key] for key in LOSS_KEYS if key in raw_message}
+    for key, flag in loss_flags.items():
+        if not isinstance(flag, int | float) or flag not in (0, 1):
             raise DataError(
-                f"the {key} of a message must be 0 or 1 (false or true), got {mark!r:.80}; rows "
+                f"the {key} of a message must be 0 or 1 (false or true), got {flag!r:.80}; rows "
                 "are weighted by --weight_column"
             )
     if role == "assistant":
-        return all(marks.values())
-    if any(marks.values()):
+        return all(loss_flags.values())
+    if any(loss_flags.values()):
         raise DataError(
-            f"{next(iter(marks))} asks to learn a message of the {role}, but only turns of the "
-            "assistant can be learnt: remove it"
+            f"{next(iter(loss_flags))} asks to learn a message of the {role}, but only turns of "
+            "the assistant can be learnt: remove it"
         )
     return False

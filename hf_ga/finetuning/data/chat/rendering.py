@@ -1,4 +1,4 @@
-"""Rows -> the texts that the model reads, and which characters of them are targets."""
+"""Rows of conversations -> the texts that the model reads, and which characters are targets."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,7 +9,7 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.chat.calls import fit_calls
+from hf_ga.finetuning.data.chat.calls import adapt_calls
 from hf_ga.finetuning.data.chat.columns import chat_columns
 from hf_ga.finetuning.data.chat.conversation import PARAGRAPH, Conversation, read_conversation
 from hf_ga.finetuning.data.chat.template import ChatTemplate, Span
@@ -18,14 +18,15 @@ from hf_ga.finetuning.data.chat.usage import check_rendered, check_targets
 
 
 @dataclass(frozen=True)
-class Rendered:
-    """One row.
+class RenderedRow:
+    """A conversation, or a prompt with its completion, as the text that the model reads.
 
     Attributes:
-        text: What the model reads.
-        targets: The characters that it learns to write, in order.
-        is_templated: Whether a chat template rendered it, which adds all special tokens itself.
-        notes: What the template left out, as the rests of sentences on the row.
+        text: The text.
+        targets: The characters [start, end) that the model learns to write, in order.
+        is_templated: Whether a chat template rendered the text, and so wrote all special tokens.
+        notes: What the template omits. Each note is the predicate of a sentence about the row, for
+            the log.
     """
 
     text: str
@@ -34,33 +35,36 @@ class Rendered:
     notes: tuple[str, ...] = ()
 
 
-def rendered(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> Iterator[Rendered]:
-    """Render conversations.
+def render_rows(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> Iterator[RenderedRow]:
+    """Render each conversation of a batch of rows as text.
 
-    With a chat template, the template renders the text, and all turns of the assistant are targets
-    that the row does not leave out. Without one, prompt and completion are concatenated unchanged.
+    A chat template renders the text if the tokenizer has one, otherwise prompt and completion are
+    concatenated unchanged. All turns of the assistant are targets, except those that the row
+    excludes (`weight` 0).
 
     Args:
-        rows: Conversation columns (see `chat_columns`) -> values.
-        tokenizer: With or without a chat template.
+        rows: A batch of rows by column, with the columns of `chat_columns`.
+        tokenizer: The tokenizer of the model.
 
     Raises:
-        DataError: A malformed row, a conversation without a template, or a template that leaves out
-            a part of it or cannot be cut into turns.
+        DataError: If a row is malformed, it needs a chat template and the tokenizer has none, or
+            the template omits a part of it, or renders turns that cannot be located.
     """
-    names = chat_columns(rows)
-    for values in zip(*(rows[name] for name in names), strict=True):
-        row = dict(zip(names, values, strict=True))
-        with _naming(row):
+    columns = chat_columns(rows)
+    for values in zip(*(rows[column] for column in columns), strict=True):
+        row = dict(zip(columns, values, strict=True))
+        with _errors_show_row(row):
             conversation = read_conversation(row)
-            render = _with_template if tokenizer.chat_template else _plain
-            one = render(conversation, tokenizer)
-        yield one
+            if tokenizer.chat_template:
+                rendered = _render_with_template(conversation, tokenizer)
+            else:
+                rendered = _concatenate_turns(conversation)
+        yield rendered
 
 
 @contextmanager
-def _naming(row: dict[str, Any]) -> Iterator[None]:
-    """Turn errors of a row or of its template into a one-line DataError that shows the row."""
+def _errors_show_row(row: dict[str, Any]) -> Iterator[None]:
+    """Turn errors of a row or of its chat template into a one-line DataError that shows the row."""
     try:
         yield
     except (TemplateError, DataError, TypeError, ValueError) as error:
@@ -68,37 +72,55 @@ def _naming(row: dict[str, Any]) -> Iterator[None]:
         raise DataError(f"{cause}. Fix or remove the row {row!r:.200}") from error
 
 
-def _plain(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Rendered:
-    """Concatenate the contents of the turns."""
-    if conversation.separator is None or conversation.tools or conversation.options:
+def _concatenate_turns(conversation: Conversation) -> RenderedRow:
+    """Render a conversation without a chat template: concatenate the contents of its turns with its
+    separator; a paragraph follows a system turn.
+
+    Raises:
+        DataError: If the conversation needs a chat template.
+    """
+    needs_template = conversation.separator is None
+    if needs_template or conversation.tools or conversation.template_options:
         raise DataError(
             "the tokenizer has no chat template for conversations: use a tokenizer with one, or "
             "columns of strings"
         )
     text = ""
-    between = ""
+    separator = ""
     targets = []
     for turn in conversation.turns:
-        text += between
+        text += separator
         start = len(text)
         text += turn.message["content"]
         if turn.is_target:
             targets.append((start, len(text)))
         is_system = turn.message["role"] == "system"
-        between = PARAGRAPH if is_system else conversation.separator
-    return Rendered(text, targets, is_templated=False)
+        separator = PARAGRAPH if is_system else conversation.separator
+    return RenderedRow(text, targets, is_templated=False)
 
 
-def _with_template(conversation: Conversation, tokenizer: PreTrainedTokenizerBase) -> Rendered:
+def _render_with_template(
+    conversation: Conversation, tokenizer: PreTrainedTokenizerBase
+) -> RenderedRow:
+    """Render a conversation with the tokenizer's chat template, locate the turns that are targets,
+    and check that the template omits nothing that the model should learn.
+
+    A conversation without turns is an empty text.
+
+    Raises:
+        DataError: If the first turn is a target, the template omits something, or a turn cannot be
+            located.
+    """
     if not conversation.turns:
-        return Rendered("", [], is_templated=True)
+        return RenderedRow("", [], is_templated=True)
     if conversation.turns[0].is_target:
         raise DataError("the first turn is the assistant's: begin with a user or system turn")
-    template = ChatTemplate(tokenizer, conversation.tools, conversation.options)
-    conversation = conversation.with_messages(fit_calls(conversation.messages, template))
-    text = template.render(conversation.messages)
+    template = ChatTemplate(tokenizer, conversation.tools, conversation.template_options)
+    messages = adapt_calls(conversation.messages, template)
+    conversation = conversation.with_messages(messages)
+    text = template.render(messages)
     check_rendered(conversation, template, text)
-    located = locate_targets(conversation, template, text)
-    notes = check_targets(conversation.messages, template, text, located)
-    targets = sorted(span for spans in located.values() for span in spans)
-    return Rendered(text, targets, is_templated=True, notes=notes)
+    spans_of_targets = locate_targets(conversation, template, text)
+    notes = check_targets(messages, template, text, spans_of_targets)
+    targets = sorted(span for spans in spans_of_targets.values() for span in spans)
+    return RenderedRow(text, targets, is_templated=True, notes=notes)

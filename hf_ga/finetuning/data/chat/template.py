@@ -9,18 +9,18 @@ from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
 Message = dict[str, Any]
-Span = tuple[int, int]  # characters [start, end)
+Span = tuple[int, int]  # characters [start, end) of a text
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """Renders the messages of one row.
+    """Renders the messages of one conversation with a tokenizer's chat template.
 
     Args:
-        tokenizer: With a chat template.
-        tools: JSON schemas of functions, for `apply_chat_template`.
-        options: Other variables of the template.
+        tokenizer: A tokenizer with a chat template.
+        tools: JSON schemas of the functions that the model may call. None: the row has none.
+        options: Other variables of the template, such as `enable_thinking`.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -29,48 +29,52 @@ class ChatTemplate:
 
     @cached_property
     def source(self) -> str:
-        """The template in Jinja."""
+        """The Jinja source of the chat template."""
         return self.tokenizer.get_chat_template(tools=self.tools)
 
     @property
     def marks_generations(self) -> bool:
-        """Whether the template marks what the model generates, with `{% generation %}`."""
+        """Whether the chat template marks what the model generates with `{% generation %}`."""
         return GENERATION_TAG.search(self.source) is not None
 
-    def render(self, messages: list[Message], *, opens_turn: bool = False) -> str:
-        """Render messages.
+    def render(self, messages: list[Message], *, add_generation_prompt: bool = False) -> str:
+        """Render messages as text, with the tools and options of the conversation.
 
         Args:
             messages: At least one.
-            opens_turn: Add the generation prompt, with which a turn of the assistant begins.
+            add_generation_prompt: Whether to append the generation prompt, the text with which a
+                turn of the assistant begins.
         """
         return self.tokenizer.apply_chat_template(
             messages,
             tools=self.tools,
             tokenize=False,
-            add_generation_prompt=opens_turn,
+            add_generation_prompt=add_generation_prompt,
             **self.options,
         )
 
-    def generation_prompt(self, messages: list[Message], opened: str) -> str | None:
-        """What the template adds to messages to begin a turn of the assistant.
+    def generation_prompt(self, messages: list[Message], text_with_prompt: str) -> str | None:
+        """Return the generation prompt that the template appends to messages.
 
         Args:
             messages: At least one.
-            opened: `render(messages, opens_turn=True)`.
+            text_with_prompt: `render(messages, add_generation_prompt=True)`.
 
         Returns:
-            The end of `opened`. None: it cannot be told apart.
+            The end of `text_with_prompt`, or None if it does not begin with the rendered messages.
         """
-        closed = self.render(messages)
+        text = self.render(messages)
         # Some templates end a conversation with the end-of-text token, but not before a turn.
-        for text in (closed, closed.removesuffix(self.tokenizer.eos_token or "")):
-            if opened.startswith(text):
-                return opened.removeprefix(text)
+        without_eos = text.removesuffix(self.tokenizer.eos_token or "")
+        for rendered_messages in (text, without_eos):
+            if text_with_prompt.startswith(rendered_messages):
+                return text_with_prompt.removeprefix(rendered_messages)
         return None
 
     def generations(self, messages: list[Message]) -> list[Span]:
-        """The parts of `render(messages)` that the template marks with `{% generation %}`."""
+        """Return the characters of `render(messages)` that the template marks as generated with
+        `{% generation %}`, in order.
+        """
         _, spans = render_jinja_template(
             conversations=[messages],
             tools=self.tools,

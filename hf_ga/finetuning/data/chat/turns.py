@@ -1,4 +1,4 @@
-"""Where the turns of the assistant stand in a rendered conversation."""
+"""Locates the turns of the assistant in a rendered conversation."""
 
 from jinja2 import TemplateError
 
@@ -6,51 +6,82 @@ from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.conversation import Conversation
 from hf_ga.finetuning.data.chat.template import ChatTemplate, Message, Span
 
-MARK = "hfgaturnmark"  # in place of a turn's content, to find it in the rendered text
-Turns = dict[int, list[Span]]  # number of a message -> the characters that render it
+# Content that replaces that of a turn, to find the turn in the rendered text.
+MARKER = "hfgaturnmark"
+# Index of a message -> the characters of the rendered conversation that are this turn.
+SpansByTurn = dict[int, list[Span]]
 
 
-def locate_targets(conversation: Conversation, template: ChatTemplate, text: str) -> Turns:
-    """Find the turns that are targets, with what ends them.
+def locate_targets(conversation: Conversation, template: ChatTemplate, text: str) -> SpansByTurn:
+    """Find the characters of the turns that are targets in a rendered conversation, each with the
+    end token that follows its content.
 
     Args:
-        conversation: Its first turn is not the assistant's.
-        template: That of the tokenizer.
+        conversation: The conversation; its first turn is not a target.
+        template: The chat template.
         text: `template.render(conversation.messages)`.
 
     Raises:
-        DataError: The template renders a turn in a way that cannot be located.
+        DataError: If the template renders a turn in a way that cannot be located.
     """
     targets = [i for i, turn in enumerate(conversation.turns) if turn.is_target]
     if template.marks_generations:
-        return _marked_by_template(conversation, template, targets)
+        return _spans_marked_by_template(conversation, template, targets)
     messages = conversation.messages
-    return {i: [_locate(i, messages, template, text)] for i in targets}
+    return {i: [_locate_turn(i, messages, template, text)] for i in targets}
 
 
-def _marked_by_template(
+def _spans_marked_by_template(
     conversation: Conversation, template: ChatTemplate, targets: list[int]
-) -> Turns:
+) -> SpansByTurn:
+    """Assign the spans that the chat template marks with `{% generation %}` to the turns that are
+    targets.
+
+    If the template marks several parts of a turn, and all turns of the assistant are targets, all
+    spans are assigned to the last one: only their union matters.
+
+    Args:
+        conversation: The conversation.
+        template: The chat template.
+        targets: Indices of the turns that are targets.
+
+    Raises:
+        DataError: If it is not clear which spans belong to which turn.
+    """
     spans = template.generations(conversation.messages)
-    numbers = [i for i, turn in enumerate(conversation.messages) if turn["role"] == "assistant"]
-    if len(spans) == len(numbers):
-        located = {i: [span] for i, span in zip(numbers, spans, strict=True)}
-        return {i: located[i] for i in targets}
-    if targets == numbers and len(spans) > len(numbers):  # several parts of a turn
+    assistant_turns = [
+        i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
+    ]
+    if len(spans) == len(assistant_turns):
+        span_of_turn = dict(zip(assistant_turns, spans, strict=True))
+        return {i: [span_of_turn[i]] for i in targets}
+    if targets == assistant_turns and len(spans) > len(assistant_turns):
         return {targets[-1]: spans} if targets else {}
     raise DataError(
-        f"the chat template marks {len(spans)} parts of {len(numbers)} turns of the assistant with "
-        "{% generation %}, so it is not known which turns are learnt: mark one part for each turn"
+        f"the chat template marks {len(spans)} parts of {len(assistant_turns)} turns of the "
+        "assistant with {% generation %}, so it is not known which turns are learnt: mark one part "
+        "for each turn"
     )
 
 
-def _locate(index: int, messages: list[Message], template: ChatTemplate, text: str) -> Span:
-    """The turn's characters: what follows the generation prompt, to the turn's end."""
-    before = template.render(messages[:index], opens_turn=True)
-    until = template.render(messages[: index + 1])
-    if text.startswith(until) and until.startswith(before):
-        return len(before), len(until)
-    span = _locate_by_mark(index, messages, template, text, before)
+def _locate_turn(index: int, messages: list[Message], template: ChatTemplate, text: str) -> Span:
+    """Find the characters of a turn of the assistant in a rendered conversation: from the end of
+    the generation prompt to the end of the turn.
+
+    Args:
+        index: The turn.
+        messages: All messages of the conversation.
+        template: The chat template.
+        text: `template.render(messages)`.
+
+    Raises:
+        DataError: If the turn cannot be located.
+    """
+    text_before = template.render(messages[:index], add_generation_prompt=True)
+    text_through_turn = template.render(messages[: index + 1])
+    if text.startswith(text_through_turn) and text_through_turn.startswith(text_before):
+        return len(text_before), len(text_through_turn)
+    span = _locate_by_marker(index, messages, template, text, text_before)
     if span is None:
         raise DataError(
             "the tokenizer's chat template renders a turn of the assistant differently when it "
@@ -60,55 +91,76 @@ def _locate(index: int, messages: list[Message], template: ChatTemplate, text: s
     return span
 
 
-def _locate_by_mark(
-    index: int, messages: list[Message], template: ChatTemplate, text: str, before: str
+def _locate_by_marker(
+    index: int, messages: list[Message], template: ChatTemplate, text: str, text_before: str
 ) -> Span | None:
-    """Locate a turn that is rendered differently when others follow it: templates of reasoning
-    models leave out its thoughts, and some end the last turn in another way.
+    """Locate a turn of the assistant that is rendered differently when others follow it: chat
+    templates of reasoning models omit its thoughts, and some end the last turn in another way.
 
-    With a mark as its content, the conversation is `head MARK ending rest`, and the text is `head
-    ... ending rest` with the true content. The ending is known from the same turn with nothing
-    after it.
+    With a marker as its content, the conversation is rendered as `head MARKER ending rest`, so the
+    text is `head ... ending rest` with the true content. The ending is known from the same turn
+    with nothing after it.
+
+    Args:
+        index: The turn.
+        messages: All messages of the conversation.
+        template: The chat template.
+        text: `template.render(messages)`.
+        text_before: The rendered messages before the turn, with the generation prompt.
+
+    Returns:
+        The characters of the turn, or None if they cannot be located.
     """
-    marked = [*messages[:index], {"role": "assistant", "content": MARK}, *messages[index + 1 :]]
+    marked_turn = {"role": "assistant", "content": MARKER}
+    marked_messages = [*messages[:index], marked_turn, *messages[index + 1 :]]
     try:
-        whole = template.render(marked)
-        alone = template.render(marked[: index + 1], opens_turn=True)
+        marked_text = template.render(marked_messages)
+        # The marked turn is last here, and the generation prompt follows it.
+        last_turn_text = template.render(marked_messages[: index + 1], add_generation_prompt=True)
     except TemplateError:
         return None
-    prompt = template.generation_prompt(messages[:index], before)
-    if prompt is None or whole.count(MARK) != 1 or alone.count(MARK) != 1:
+    prompt = template.generation_prompt(messages[:index], text_before)
+    if prompt is None or marked_text.count(MARKER) != 1 or last_turn_text.count(MARKER) != 1:
         return None
-    head, _, tail = whole.partition(MARK)
-    head_alone, _, tail_alone = alone.partition(MARK)
-    ending = tail_alone.removesuffix(prompt)
+    head, _, tail = marked_text.partition(MARKER)
+    head_if_last, _, tail_if_last = last_turn_text.partition(MARKER)
+    ending = tail_if_last.removesuffix(prompt)
     rest = tail.removeprefix(ending)
     if not (text.startswith(head) and text.endswith(rest) and tail.startswith(ending)):
         return None
-    start = _start(head, head_alone, before, prompt)
+    start = _start_of_turn(head, head_if_last, text_before, prompt)
     end = len(text) - len(rest)
     return None if start is None else (start, end)
 
 
-def _start(head: str, head_alone: str, before: str, prompt: str) -> int | None:
-    """Where a turn begins, after the generation prompt or as much of it as the conversation shows;
-    None if it shows none.
+def _start_of_turn(head: str, head_if_last: str, text_before: str, prompt: str) -> int | None:
+    """Find the first character of a turn of the assistant in a rendered conversation: the one after
+    the generation prompt, or after as much of the prompt as the conversation contains.
 
     Args:
-        head: All that a conversation has before the content of the turn.
-        head_alone: The same if nothing follows the turn.
-        before: All before the turn when the template asks for it; it ends with the prompt.
-        prompt: The generation prompt, such as that a turn begins, and then thoughts.
+        head: The conversation up to the content of the turn.
+        head_if_last: The same if the turn is the last one.
+        text_before: The rendered messages before the turn, which end with the generation prompt.
+        prompt: The generation prompt, such as a begin-of-turn token and the role, and for reasoning
+            models the beginning of thoughts.
+
+    Returns:
+        The position in `head`, or None if the conversation contains nothing of the prompt.
     """
-    if head.startswith(before):
-        return len(before)
-    beginning = head_alone.removeprefix(before)  # of the turn, before its content
-    if head_alone.startswith(before) and head.endswith(prompt + beginning):
+    if head.startswith(text_before):
+        return len(text_before)
+    # What the template writes between the generation prompt and the content.
+    beginning = head_if_last.removeprefix(text_before)
+    if head_if_last.startswith(text_before) and head.endswith(prompt + beginning):
         return len(head) - len(beginning)
-    others = before.removesuffix(prompt)
-    parts = [prompt[:size] for size in range(1, len(prompt) + 1)]
-    first = [part for part in parts if head.startswith(others + part)]
-    if first and first[-1].strip():
-        return len(others + first[-1])
-    last = [part for part in parts if head.endswith(part)]
-    return len(head) if last and last[-1].strip() else None
+    earlier_messages = text_before.removesuffix(prompt)
+    prefixes = [prompt[:size] for size in range(1, len(prompt) + 1)]
+    # The longest beginning of the prompt that follows the earlier messages as they were rendered.
+    after_earlier = [part for part in prefixes if head.startswith(earlier_messages + part)]
+    if after_earlier and after_earlier[-1].strip():
+        return len(earlier_messages + after_earlier[-1])
+    # Or that stands directly before the content.
+    before_content = [part for part in prefixes if head.endswith(part)]
+    if before_content and before_content[-1].strip():
+        return len(head)
+    return None

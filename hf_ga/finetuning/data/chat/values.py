@@ -1,4 +1,4 @@
-"""Values of rows: JSON in strings, and keys without a value."""
+"""Helpers for values in rows of conversations: JSON in strings, and keys without a value."""
 
 import json
 from typing import Any
@@ -6,17 +6,17 @@ from typing import Any
 from hf_ga.errors import DataError
 
 
-def from_json(value: Any, rule: str) -> Any:
-    """Return what a string of JSON contains, and any other value as it is.
+def parse_json(value: Any, rule: str) -> Any:
+    """Parse a value of a row as JSON if it is a string; return any other value unchanged.
 
     Args:
-        value: Of a row.
-        rule: What the value must be, for the error.
+        value: The value.
+        rule: What the value must be, the beginning of the error.
 
     Raises:
-        DataError: A string that is not JSON.
+        DataError: If the value is a string that is not valid JSON.
 
-    >>> from_json('{"a": 1}', "a must be given"), from_json([], "a must be given")
+    >>> parse_json('{"a": 1}', "a must be given"), parse_json([], "a must be given")
     ({'a': 1}, [])
     """
     if not isinstance(value, str):
@@ -28,13 +28,14 @@ def from_json(value: Any, rule: str) -> Any:
 
 
 def without_none(value: Any) -> Any:
-    """Remove keys without a value, at any depth.
+    """Return a copy of a value of a row without the keys of dicts whose value is None, also in
+    nested dicts and lists: `datasets` adds such keys to rows that lack them.
 
     >>> without_none({"a": None, "b": [{"c": None, "d": 0}]})
     {'b': [{'d': 0}]}
     """
     if isinstance(value, dict):
-        return {key: without_none(part) for key, part in value.items() if part is not None}
+        return {key: without_none(item) for key, item in value.items() if item is not None}
     if isinstance(value, list):
-        return [without_none(part) for part in value]
+        return [without_none(item) for item in value]
     return value
