@@ -247,19 +247,27 @@ class TrainingLoop:
         return window
 
     def _begin_engine(self, window: Window) -> None:
-        """Begin a window in its engine, without the speed-ups that the user's loop cannot have.
+        """Begin a window in the engine: count its targets and plan this rank's micro-batches.
+
+        Before, speed-ups that do not fit the user's loop are removed from the engine's rule: a loop
+        that computes a loss of its own reads the logits.
+
+        Args:
+            window: The window.
 
         Raises:
-            DataError: If the window has no targets under fp16, whose scaler needs a loss.
+            DataError: If the window has no targets under fp16, because the GradScaler needs a loss
+                to scale.
         """
         engine = self.engine
         passes_own_loss = self.loss_terms.passes_own_loss
+        # Removing speed-ups again changes nothing, so this may be repeated in every window.
         engine.rule = rule_for_loop(engine.rule, self.accelerator, passes_own_loss=passes_own_loss)
         engine.begin(window, num_calls=window.request.most_micro_batches)
         if self.accelerator.scaler is not None and not engine.has_targets:
             raise DataError(
                 f"window {window.index} of epoch {window.epoch} has no targets, so it has no loss "
-                "for fp16 to scale: remove such samples."
+                "for fp16 to scale: remove samples without targets."
             )
 
     def _before_any_step(

@@ -169,7 +169,8 @@ def weighted_loss_cause(model: nn.Module) -> str:
 
 
 def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
-    """Describe the most likely reason why a model's loss is not additive over micro-batches.
+    """Describe the most likely reason why no counting rule makes the losses of micro-batches add up
+    to the mean loss of all samples.
 
     Args:
         model: The model, in training mode.
@@ -186,8 +187,8 @@ def likely_cause(model: nn.Module, losses: dict[str, float] | None) -> str:
     config = getattr(model, "config", None)
     if getattr(config, "expert_capacity", None):
         return (
-            "the capacity of an expert (expert_capacity) limits its tokens over the whole "
-            "micro-batch"
+            "expert_capacity limits the tokens of each expert over the whole micro-batch, so which "
+            "tokens are dropped depends on the split"
         )
     if losses:
         difference = abs(losses["A"] + losses["B"] - losses["A+B"])

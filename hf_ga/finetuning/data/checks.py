@@ -23,6 +23,7 @@ def check_values(
     *,
     rule: str,
     remedy: str,
+    has_row_numbers: bool = True,
 ) -> None:
     """Check one value of each row in a split.
 
@@ -32,22 +33,27 @@ def check_values(
         is_valid: Returns whether a value is valid.
         rule: What values must be, the beginning of the error.
         remedy: What to do, the end of the error.
+        has_row_numbers: Whether `values` are those of the whole split, so that their indices are
+            row numbers; False for a part of a stream.
 
     Raises:
         DataError: If any value is invalid. The message has the rule, the number of rows that
-            break it, their first values, and the remedy.
+            break it, their first values, the first row number (0-based), and the remedy.
 
     >>> rule = "labels must be numbers"
     >>> check_values("train", [1, "x"], is_number, rule=rule, remedy="Fix these rows.")
     Traceback (most recent call last):
-    hf_ga.errors.DataError: labels must be numbers, but 1 of 2 train rows have 'x'. Fix these rows.
+    hf_ga.errors.DataError: labels must be numbers, but 1 of 2 train rows have 'x' (first: row 1, \
+counted from 0). Fix these rows.
     """
-    invalid = [value for value in values if not is_valid(value)]
-    if invalid:
-        examples = ", ".join(f"{value!r:.80}" for value in invalid[:NUM_SHOWN])
-        raise DataError(
-            f"{rule}, but {len(invalid)} of {len(values)} {split} rows have {examples}. {remedy}"
-        )
+    invalid = {row: value for row, value in enumerate(values) if not is_valid(value)}
+    if not invalid:
+        return
+    examples = ", ".join(f"{value!r:.80}" for value in list(invalid.values())[:NUM_SHOWN])
+    where = f" (first: row {min(invalid)}, counted from 0)" if has_row_numbers else ""
+    raise DataError(
+        f"{rule}, but {len(invalid)} of {len(values)} {split} rows have {examples}{where}. {remedy}"
+    )
 
 
 def is_not_none(value: Any) -> bool:
@@ -76,10 +82,7 @@ def check_weights(split: str, weights: Sequence[Any]) -> None:
     Raises:
         DataError: If a weight is not a finite number of at least 0, or all weights are 0.
     """
-    first_invalid = next((row for row, weight in enumerate(weights) if not is_weight(weight)), None)
-    if first_invalid is not None:
-        remedy = f"The first of them is {split} row {first_invalid}, counted from 0. {FIX_WEIGHTS}"
-        check_values(split, weights, is_weight, rule=WEIGHT_RULE, remedy=remedy)
+    check_values(split, weights, is_weight, rule=WEIGHT_RULE, remedy=FIX_WEIGHTS)
     if not any(weights):
         raise DataError(
             f"weight_column is 0 in all {len(weights)} {split} rows, so there is no mean: "

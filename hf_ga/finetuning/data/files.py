@@ -416,6 +416,13 @@ def read_error(name: str, error: BaseException) -> DataError:
     cause = error.__cause__ or error
     if "corresponds to no data" in str(cause):
         return DataError(f"{name} has no rows.")
+    if isinstance(cause, UnicodeDecodeError):
+        byte = cause.object[cause.start]
+        return DataError(
+            f"cannot read {name}: byte {cause.start} (0x{byte:x}) is not UTF-8: save "
+            "the file as UTF-8. For one that a spreadsheet of Western Europe exported: "
+            "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW_FILE."
+        )
     one_line_message = " ".join(str(cause).split())[:300]
     return DataError(f"cannot read {name}: {type(cause).__name__}: {one_line_message}")
 

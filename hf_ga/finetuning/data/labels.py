@@ -209,10 +209,12 @@ def _has_names_or_distinct_numbers(row: list) -> bool:
 
 
 def _is_class(value: Any) -> bool:
-    """Return whether a value can be the label of a class: a string, an int, or a float or Decimal
-    without a fraction.
+    """Return whether a value can be the label of a class: a string that is not blank, an int, or a
+    float or Decimal without a fraction.
     """
-    return isinstance(value, str | int) or _is_whole_float(value)
+    if isinstance(value, str):
+        return bool(value.strip())
+    return isinstance(value, int) or _is_whole_float(value)
 
 
 def _is_whole_float(value: Any) -> bool:

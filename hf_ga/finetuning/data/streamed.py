@@ -96,10 +96,24 @@ def _encode_and_tokenize(
         DataError: If a label or a weight is missing or invalid.
     """
     if labels:
-        check_values("streamed", rows["label"], is_not_none, rule=CLASS_RULE, remedy=FIX_LABELS)
+        check_values(
+            "streamed",
+            rows["label"],
+            is_not_none,
+            rule=CLASS_RULE,
+            remedy=FIX_LABELS,
+            has_row_numbers=False,
+        )
         one_label_each = [[value] for value in rows["label"]]
         ids = labels_to_ids(one_label_each, class_label, labels, "the stream")
         rows = {**rows, "label": [row_ids[0] for row_ids in ids]}
     if "weight" in rows:
-        check_values("streamed", rows["weight"], is_weight, rule=WEIGHT_RULE, remedy=FIX_WEIGHTS)
+        check_values(
+            "streamed",
+            rows["weight"],
+            is_weight,
+            rule=WEIGHT_RULE,
+            remedy=FIX_WEIGHTS,
+            has_row_numbers=False,
+        )
     return tokenize(rows)

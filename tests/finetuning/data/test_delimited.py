@@ -176,3 +176,10 @@ def test_files_without_rows(tmp_path):
             loaded(written(tmp_path / "d.csv", text))
     with pytest.raises(DataError, match=r"d\.csv is UTF-16: convert it to UTF-8"):
         loaded(written(tmp_path / "d.csv", "text,label\na,b\n", encoding="utf-16"))
+
+
+def test_a_file_that_is_not_utf8_is_refused_with_the_remedy(tmp_path):
+    file = tmp_path / "latin.csv"
+    file.write_bytes("text,label\nKäse,gut\n".encode("latin-1"))
+    with pytest.raises(DataError, match=r"is not UTF-8.*save the file as UTF-8.*iconv"):
+        load_splits([str(file)])
