@@ -13,7 +13,7 @@ from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.packing import Packing
-from hf_ga.training import Given, engine_for, remember
+from hf_ga.training import Given, engine_for, recorded_settings, remember
 
 
 def engine_if_provable(
@@ -64,13 +64,14 @@ def engine_if_provable(
 def _is_proven(
     accelerator: accelerate.Accelerator, model: nn.Module, window: Window, given: Given
 ) -> bool:
-    """Whether the rule of a model is known. Keeps what was given for it, if nothing was yet."""
-    base = unwrapped(model)
-    known = vars(accelerator).get("_hf_ga_given", {})
-    if base not in known:  # a model that was proven before it was sharded has its rule there
+    """Whether the rule of a model is known already. Records the settings `given` on the accelerator
+    if none are recorded for the model yet.
+    """
+    recorded = recorded_settings(accelerator, model)
+    if recorded is None:  # a model that was proven before it was sharded has its settings there
         remember(accelerator, model, given)
-    is_given = vars(accelerator)["_hf_ga_given"][base].rule is not None
-    return is_given or base in window.state.rules
+        recorded = given
+    return recorded.rule is not None or unwrapped(model) in window.state.rules
 
 
 def rule_for_loop(
