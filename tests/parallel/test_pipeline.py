@@ -165,7 +165,7 @@ def test_a_stage_that_fails_ends_all():
 
     first, second = on_ranks(work, 2)
     assert "Connection" in first
-    assert second.startswith("OutOfMemory: ") and "In a pipeline it cannot be cut" in second
+    assert second.startswith("OutOfMemory: ") and "In a pipeline it cannot be split" in second
 
 
 def test_killed_and_resumed_on_one_process(tmp_path):
