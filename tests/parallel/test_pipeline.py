@@ -39,7 +39,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 import hf_ga
 from hf_ga.errors import ConfigError
-from hf_ga.parallel.pipeline_model import PARTS, StageModel
+from hf_ga.parallel.pipeline_model import SUPPORTED_MODELS, StageModel
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -190,7 +190,7 @@ def whole_model(name: str, num_layers: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", SUPPORTED_MODELS)
 def test_stages_one_after_the_other_are_the_whole_model(name, num_stages):
     """The same bits of the loss, the same gradients, and each parameter on one stage or tied."""
     whole = whole_model(name, 5)
