@@ -489,11 +489,12 @@ def weights_index(files: list[tuple[str, dict[str, int]]]) -> dict[str, Any]:
 
     Args:
         files: For each rank, the name of its stage's file, and name of a weight -> its size in
-            bytes. Replicas have the same files.
+            bytes. The ranks of one stage in several replicas list the same file.
     """
     total_size = 0
     weight_map = {}
-    for file_name, num_bytes in files:
+    # Replicas wrote no files of their own: each file counts once.
+    for file_name, num_bytes in dict(files).items():
         total_size += sum(num_bytes.values())
         weight_map |= dict.fromkeys(num_bytes, file_name)
     return {"metadata": {"total_size": total_size}, "weight_map": weight_map}

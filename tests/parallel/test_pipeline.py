@@ -39,6 +39,7 @@ from torch.distributed.pipelining import Schedule1F1B
 
 import hf_ga
 from hf_ga.errors import ConfigError
+from hf_ga.parallel.pipeline import weights_index
 from hf_ga.parallel.pipeline_model import SUPPORTED_MODELS, StageModel
 
 
@@ -302,3 +303,10 @@ def test_weights_that_differ_between_ranks_are_refused():
 
     for said in on_ranks(work, 2):
         assert "must have the same weights" in said
+
+
+def test_replicas_count_once_in_the_size_of_a_saved_model():
+    stages = [("first.safetensors", {"embed": 8}), ("last.safetensors", {"head": 4, "norm": 2})]
+    index = weights_index(stages)
+    assert index["metadata"]["total_size"] == 14
+    assert weights_index(stages * 2) == index
