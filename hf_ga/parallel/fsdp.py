@@ -23,11 +23,11 @@ from hf_ga.exact.precision import LOW_PRECISION
 from hf_ga.exact.same_bits import ChunkBackend
 from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
-from hf_ga.parallel.rejoin import Progress, can_rejoin, fsdp2_units
+from hf_ga.parallel.rejoin import CollectiveCounter, can_rejoin, fsdp2_units
 
 # Parts that the wrappers of FSDP1 and activation checkpointing add to the names of modules and
 # parameters.
-WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+WRAPPER_PARTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def backend_for(accelerator: Accelerator, *, same_bits: bool = False) -> Backend:
@@ -85,12 +85,16 @@ class ShardedBackend(Backend):
         super().__init__(accelerator)
         self.plugin = accelerator.state.fsdp_plugin
         self.can_rejoin = can_rejoin(accelerator)
-        self._progress = Progress()
+        self._counter = CollectiveCounter()
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
-        """Check, before a window, that FSDP reduces gradients exactly. Configure FSDP2 to also
-        reduce gradients that only some ranks have, and count its collectives if a rank can rejoin
-        after it ran out of memory.
+        """Check, before the forwards of a window, that FSDP reduces gradients exactly. Configure
+        FSDP2 to also reduce gradients that only some ranks have, and count its collectives, so that
+        a rank that runs out of memory can rejoin the others.
+
+        Args:
+            model: The prepared model.
+            loss: The loss of the window.
 
         Raises:
             ConfigError: If gradients would be reduced in half precision, or not be reduced (ignored
@@ -110,7 +114,7 @@ class ShardedBackend(Backend):
         if hasattr(model, "set_reduce_scatter_unused_params"):
             model.set_reduce_scatter_unused_params(True)
         if self.can_rejoin:
-            self._progress.attach(model)
+            self._counter.attach(model)
 
     def shard_again(self, model: nn.Module) -> None:
         """Shard the parameters of all FSDP2 modules again. A forward without a backward (an
@@ -123,22 +127,22 @@ class ShardedBackend(Backend):
         """Prepare to repeat a micro-batch that ran out of memory on this rank, so that it makes the
         collectives for which the other ranks wait.
         """
-        self._progress.prepare_repetition(model)
+        self._counter.prepare_repetition(model)
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Return the context manager for the forward and backward of one micro-batch, which decides
-        whether FSDP reduces the gradients in this backward.
+        whether FSDP reduces the gradients in this backward. Also resets the count of the
+        micro-batch's collectives.
 
-        It does in the last backward of a window. It does in every backward with Accelerate's
-        `sync_each_batch`, and under FSDP1 in half precision, because FSDP1 would accumulate
-        unreduced gradients in the compute dtype. Also resets the count of this micro-batch's
-        collectives.
+        Gradients are reduced in the last backward of a window. They are reduced in every backward
+        with Accelerate's `sync_each_batch`, and under FSDP1 in half precision, because FSDP1 would
+        accumulate unreduced gradients in the compute dtype.
 
         Args:
             model: The prepared model.
             is_last: Whether it is the last micro-batch of the window.
         """
-        self._progress.start_micro_batch()
+        self._counter.start_micro_batch()
         if is_last or self._accumulates_in_low_precision():
             return nullcontext()
         if self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
@@ -195,7 +199,8 @@ class ShardedBackend(Backend):
         return [*fillers, *calls]
 
     def check_use(self, num_ranks: Sequence[float]) -> None:
-        """Check that FSDP reduces correctly, if some parameters have a gradient on some ranks only.
+        """Check that this version of FSDP reduces the gradients of all parameters correctly, also
+        of those that have a gradient on some ranks only.
 
         Args:
             num_ranks: For each parameter, the number of ranks that have a gradient of it.
@@ -289,7 +294,7 @@ def own_name(name: str) -> str:
     """Return the name that a parameter or module has in the unwrapped model: without the parts that
     FSDP1 and activation checkpointing add.
     """
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
 
 
 def _check_policy(policy: Any) -> None:

@@ -9,11 +9,11 @@ processes, and models without persistent buffers.)
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
-from accelerate import Accelerator, init_empty_weights
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -80,20 +80,6 @@ def loads_on_main(accelerator: Accelerator) -> bool:
             "fsdp_version to 2."
         )
     return bool(plugin.cpu_ram_efficient_loading)
-
-
-def holds_weights(accelerator: Accelerator) -> bool:
-    """Whether this process loads the weights of a model before it is sharded; False on all but the
-    main process under FSDP2 with `cpu_ram_efficient_loading`.
-    """
-    return accelerator.is_main_process or not loads_on_main(accelerator)
-
-
-def empty_elsewhere(accelerator: Accelerator) -> AbstractContextManager[None]:
-    """Return a context manager in which to build a model. On processes that do not load its weights
-    (see `holds_weights`), its parameters are on the meta device and need no memory.
-    """
-    return nullcontext() if holds_weights(accelerator) else init_empty_weights()
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def can_rejoin(accelerator: Accelerator) -> bool:
     return not getattr(accelerator.parallelism_config, "dp_replicate_enabled", False)
 
 
-class Progress:
+class CollectiveCounter:
     """Counts the collectives of FSDP2 in a micro-batch, so that a rank that repeats the micro-batch
     knows which of them it has already made with the other ranks.
 
@@ -44,8 +44,8 @@ class Progress:
         self._is_repetition = False
 
     def attach(self, model: nn.Module) -> None:
-        """Let FSDP2 call the counting collectives of this module, in place of torch's or any other
-        custom ones.
+        """Make FSDP2 call collectives that are counted here, in place of torch's own and of any
+        custom ones that were set before.
 
         Args:
             model: The model, sharded by FSDP2.
@@ -86,11 +86,11 @@ class _CountedCollective:
     `FSDPModule.set_custom_all_gather`.
 
     Args:
-        progress: The counts, shared by all collectives of a model.
+        counter: The counts, shared by all collectives of a model.
     """
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
+    def __init__(self, counter: CollectiveCounter) -> None:
+        self.counter = counter
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return an uninitialized buffer for the collective's output; FSDP2 calls it."""
@@ -112,14 +112,14 @@ class CountedAllGather(_CountedCollective):
         """Fill `output_tensor` with the shards of all ranks. Return the work handle if `async_op`
         is set and the collective is real, otherwise None.
         """
-        if self.progress.count_request():
+        if self.counter.count_request():
             # Copies of the own shard are finite weights, which is enough: results are discarded.
             # Cloned first, because the input is a view of the output.
             own_shard = input_tensor.clone()
             output_tensor.view(group.size(), -1).copy_(own_shard.view(1, -1))
             return None
         work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        self.progress.num_made += 1
+        self.counter.num_made += 1
         return work
 
 
@@ -139,13 +139,13 @@ class CountedReduceScatter(_CountedCollective):
         """Fill `output_tensor` with this rank's shard of the reduced gradients. Return the work
         handle if `async_op` is set and the collective is real, otherwise None.
         """
-        if self.progress.count_request():
+        if self.counter.count_request():
             output_tensor.zero_()
             return None
         work = dist.reduce_scatter_single(
             output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
         )
-        self.progress.num_made += 1
+        self.counter.num_made += 1
         return work
 
 

@@ -5,6 +5,7 @@ Uses torch's distributed checkpoint, with its safetensors storage (no pickle).
 """
 
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -101,11 +102,26 @@ def load_shards(
             optimizer_state | {"state": moments},
             options=StateDictOptions(strict=False),
         )
+    _remove_state_of_others(bare_optimizer, optimizer_state, moments)
+
+
+def _remove_state_of_others(
+    optimizer: Optimizer, optimizer_state: dict[str, Any], loaded: Collection[str]
+) -> None:
+    """Remove the state of all parameters from an optimizer, in place, except of those whose state
+    was loaded from a checkpoint.
+
+    Args:
+        optimizer: torch's optimizer.
+        optimizer_state: Its state dict, in which parameters have names; in the order of the
+            optimizer's parameter groups.
+        loaded: Names of the parameters whose state was loaded.
+    """
     names = [name for group in optimizer_state["param_groups"] for name in group["params"]]
-    parameters = [p for group in bare_optimizer.param_groups for p in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for name, parameter in zip(names, parameters, strict=True):
-        if name not in moments:
-            bare_optimizer.state.pop(parameter, None)
+        if name not in loaded:
+            optimizer.state.pop(parameter, None)
 
 
 def _unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
