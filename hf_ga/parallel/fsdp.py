@@ -233,7 +233,7 @@ class ShardedBackend(Backend):
         """
         if not unused:
             return
-        parameters = [p for name, p in model.named_parameters() if own_name(name) in unused]
+        parameters = [p for name, p in model.named_parameters() if unwrapped_name(name) in unused]
         own_sums = [_sum_of_absolute_values(p.grad) for p in parameters]
         sums = sum_over_ranks(self.accelerator, own_sums)
         for parameter, sum_of_absolute_values in zip(parameters, sums, strict=True):
@@ -290,7 +290,7 @@ def _make_filler(window: Window, calls: list[Call], loss: Loss) -> Call:
     return replace(first, weight=0, index=FILLER)
 
 
-def own_name(name: str) -> str:
+def unwrapped_name(name: str) -> str:
     """Return the name that a parameter or module has in the unwrapped model: without the parts that
     FSDP1 and activation checkpointing add.
     """

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.override import override
-from hf_ga.parallel.fsdp import is_sharded, own_name
+from hf_ga.parallel.fsdp import is_sharded, unwrapped_name
 from hf_ga.parallel.processes import raise_on_all_ranks
 
 
@@ -301,9 +301,9 @@ def _check_has_values(model: nn.Module) -> None:
     for name, tensor in _named_tensors(model):
         if tensor.is_meta:
             raise ConfigError(
-                f"{own_name(name)} has no values, because this process built the model on the meta "
-                "device, and it is neither a parameter nor a buffer: register it as a buffer, or "
-                "build the model on all processes outside of torch.device('meta')."
+                f"{unwrapped_name(name)} has no values, because this process built the model on "
+                "the meta device, and it is neither a parameter nor a buffer: register it as a "
+                "buffer, or build the model on all processes outside of torch.device('meta')."
             )
 
 

@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from hf_ga.exact.forward import unwrapped
-from hf_ga.parallel.fsdp import own_name
+from hf_ga.parallel.fsdp import unwrapped_name
 
 FILE_BYTES = 1 << 30  # maximum size of a file over all ranks; each file is built in memory
 MODEL = "model."  # prefix of the saved names of weights
@@ -166,7 +166,7 @@ def _remove_unsaved_weights(model: nn.Module, weights: dict[str, Any], trained_o
         is_tied_copy = parameter in earlier_parameters
         is_omitted = trained_only and not parameter.requires_grad
         if is_tied_copy or is_omitted:
-            weights.pop(own_name(name), None)
+            weights.pop(unwrapped_name(name), None)
         earlier_parameters.add(parameter)
 
 

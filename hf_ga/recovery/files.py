@@ -173,13 +173,14 @@ def _is_refused_write(error: BaseException) -> bool:
 
 
 @contextmanager
-def filling(final: Path, names: Path | None = None) -> Iterator[Path]:
-    """Create an empty temporary folder for the block to fill, and delete it if the block raises. To
-    give the folder its final name, the block ends with `publish(final)`.
+def partial_folder(final: Path, path_in_error: Path | None = None) -> Iterator[Path]:
+    """Create an empty temporary folder for the block to write into, and delete it if the block
+    raises. At its end the block gives the folder its final name, with `publish(final)`, or moves
+    the files to where they belong.
 
     Args:
         final: The folder that is being written.
-        names: The path that the error message names. Default: `final`.
+        path_in_error: The path that the error message names. Default: `final`.
 
     Yields:
         The temporary folder, `partial_of(final)`.
@@ -187,7 +188,7 @@ def filling(final: Path, names: Path | None = None) -> Iterator[Path]:
     Raises:
         CheckpointError: If the operating system refuses to write; see `writing`.
     """
-    with writing(names or final, final.parent):
+    with writing(path_in_error or final, final.parent):
         partial = new_partial(final)
         try:
             yield partial

@@ -28,7 +28,7 @@ from hf_ga.exact.hooks import Call
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
-from hf_ga.parallel.fsdp import own_name
+from hf_ga.parallel.fsdp import unwrapped_name
 
 ON_NONFINITE = ("stop", "skip")
 MAX_LISTED_SAMPLES = 8  # in a message
@@ -206,7 +206,7 @@ def _find_nonfinite_gradient(engine: Engine, mean: Tensor) -> str | None:
         if parameter.grad is None:
             continue
         if not _is_finite(own_part(parameter.grad)):
-            return own_name(name)
+            return unwrapped_name(name)
     return None
 
 
@@ -215,7 +215,7 @@ def _exchange_parameters(model: nn.Module, repetitions: Sequence[Repetition]) ->
     gradient is not finite on any rank. All ranks must call it, with equally many repetitions.
     """
     # None, for finite gradients, comes before all parameters.
-    model_order = [None, *(own_name(name) for name, _ in model.named_parameters())]
+    model_order = [None, *(unwrapped_name(name) for name, _ in model.named_parameters())]
     parameters_by_rank = gather_object([[one.parameter for one in repetitions]])
     for index, one in enumerate(repetitions):
         parameters = [parameters[index] for parameters in parameters_by_rank]
@@ -235,7 +235,7 @@ def _record_nonfinite_modules(model: nn.Module) -> Iterator[list[str]]:
         for name, module in callable_module(model).named_modules():
             # FSDP2 makes a subclass of the module's class, whose name users do not know.
             classes = [c for c in type(module).__mro__ if not issubclass(c, FSDPModule)]
-            label = f"{own_name(name) or 'the model itself'} ({classes[0].__name__})"
+            label = f"{unwrapped_name(name) or 'the model itself'} ({classes[0].__name__})"
             hook = partial(_append_if_nonfinite, modules, label)
             handle = module.register_forward_hook(hook)
             stack.callback(handle.remove)
