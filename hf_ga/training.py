@@ -37,7 +37,7 @@ from hf_ga.speed.packing import Packing
 
 # Number of samples that the proof of a model uses, spread over the whole dataset.
 NUM_PROOF_SAMPLES = 64
-# The attribute of an accelerator that holds the table unwrapped model -> its `Given`.
+# The attribute of an accelerator that holds the table unwrapped model -> its `LossSettings`.
 _TABLE_ATTRIBUTE = "_hf_ga_loss_settings"
 
 
@@ -141,7 +141,7 @@ def check_one_loss(loss_fn: LossFunction | None, whole_batch: WholeBatchLoss | N
 
 
 @dataclass(frozen=True)
-class Given:
+class LossSettings:
     """The loss settings of one model: the arguments of `prepare` that say which loss to train on,
     what is proven about it, and which checks to make.
 
@@ -160,6 +160,10 @@ class Given:
     allow_split_dependent_randomness: bool = False
     rule: Rule | None = None
     audit: bool = True
+
+
+# The former name, under which other folders import the class.
+Given = LossSettings
 
 
 def prepare(
@@ -215,7 +219,7 @@ def prepare(
     check_step(optimizer)
     check_one_loss(loss_fn, whole_batch)
     base_model = unwrapped(model)
-    settings = Given(loss_fn, whole_batch, allow_split_dependent_randomness, rule, audit)
+    settings = LossSettings(loss_fn, whole_batch, allow_split_dependent_randomness, rule, audit)
     must_prove = windows is not None and rule is None
 
     def prove_or_use_given_rule() -> Rule | None:
@@ -243,7 +247,7 @@ def prepare(
     return parallel.prepare(accelerator, model, optimizer)
 
 
-def remember(accelerator: Accelerator, model: nn.Module, settings: Given) -> None:
+def remember(accelerator: Accelerator, model: nn.Module, settings: LossSettings) -> None:
     """Record the loss settings of a model on the accelerator that trains it, replacing earlier
     ones; `recorded_settings` returns them.
 
@@ -260,7 +264,7 @@ def remember(accelerator: Accelerator, model: nn.Module, settings: Given) -> Non
     table[unwrapped(model)] = settings
 
 
-def recorded_settings(accelerator: Accelerator, model: nn.Module) -> Given | None:
+def recorded_settings(accelerator: Accelerator, model: nn.Module) -> LossSettings | None:
     """Return the loss settings that `remember` recorded for a model on an accelerator, or None if
     there are none.
 
@@ -415,7 +419,7 @@ def engine_for(accelerator: Accelerator, model: nn.Module, window: Window) -> En
     check_precision(accelerator)
     settings = recorded_settings(accelerator, model)
     if settings is None:
-        settings = Given()
+        settings = LossSettings()
     rule = rule_for(model, window, settings)
     rule.check_fits(model)
     return Engine(
@@ -427,7 +431,7 @@ def engine_for(accelerator: Accelerator, model: nn.Module, window: Window) -> En
     )
 
 
-def rule_for(model: nn.Module, window: Window, settings: Given) -> Rule:
+def rule_for(model: nn.Module, window: Window, settings: LossSettings) -> Rule:
     """Return the proven rule of a model: the one in its settings, else the one that the window's
     loader has stored.
 
@@ -462,14 +466,14 @@ def rule_for(model: nn.Module, window: Window, settings: Given) -> Rule:
     return rule
 
 
-def _is_valid(rule: Rule, base_model: nn.Module, settings: Given) -> bool:
+def _is_valid(rule: Rule, base_model: nn.Module, settings: LossSettings) -> bool:
     """Whether a rule still holds: it was proven in the model's present training modes, with the
     loss of the settings.
     """
     return rule.modes == module_modes(base_model) and _has_same_loss(rule, settings)
 
 
-def _has_same_loss(rule: Rule, settings: Given) -> bool:
+def _has_same_loss(rule: Rule, settings: LossSettings) -> bool:
     """Whether a rule was proven with the same user-defined loss (or none) as in the settings."""
     return (
         getattr(rule.loss, "loss_fn", None) == settings.loss_fn
@@ -477,7 +481,7 @@ def _has_same_loss(rule: Rule, settings: Given) -> bool:
     )
 
 
-def _prove_on_dataset_of(window: Window, model: nn.Module, settings: Given) -> Rule:
+def _prove_on_dataset_of(window: Window, model: nn.Module, settings: LossSettings) -> Rule:
     """Prove a model's loss on samples of the whole dataset that a window comes from.
 
     Raises:
@@ -496,7 +500,7 @@ def _prove(
     base_model: nn.Module,
     samples: Sequence[Any],
     collate_fn: Callable[[list[Any]], Any],
-    settings: Given,
+    settings: LossSettings,
     speed_ups: Sequence[SpeedUp] | None = None,
 ) -> Rule:
     """Call `prove_targets` with the loss settings of a model.

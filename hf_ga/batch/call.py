@@ -33,7 +33,7 @@ from hf_ga.exact.rule import Rule
 from hf_ga.exact.step import add_gradients
 from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import LoaderState, Window
-from hf_ga.training import Given, check_one_loss, rule_for
+from hf_ga.training import LossSettings, check_one_loss, rule_for
 
 # A sample's dropout masks are keyed by one int64: step * MAX_SAMPLES + index in the global batch.
 MAX_SAMPLES = 2**32
@@ -160,7 +160,7 @@ def backward(
     memory.store_loss(loss_fn or whole_batch)
     if step is None:
         step = memory.step
-    settings = Given(loss_fn, whole_batch, allow_split_dependent_randomness, audit=audit)
+    settings = LossSettings(loss_fn, whole_batch, allow_split_dependent_randomness, audit=audit)
     # The backend turns autocast on again, for forwards only.
     with torch.autocast(backend.device.type, enabled=False):
         collated, agreement = _collate_and_agree(
@@ -227,7 +227,7 @@ def _collate_and_agree(
     batch: Mapping[str, Any],
     memory: CallMemory,
     *,
-    settings: Given,
+    settings: LossSettings,
     seed: int | None,
     step: int,
 ) -> tuple[CollatedBatch, Agreement]:
@@ -281,7 +281,7 @@ def _collate_and_agree(
 
 
 def _make_fetcher(
-    backend: Backend, collated: CollatedBatch, agreement: Agreement, settings: Given
+    backend: Backend, collated: CollatedBatch, agreement: Agreement, settings: LossSettings
 ) -> CollatedFetcher:
     """Return the fetcher that takes micro-batches out of this rank's batch.
 
@@ -341,7 +341,7 @@ def _make_window(
 
 
 def _prove_on_all_ranks(
-    backend: Backend, model: nn.Module, window: BatchWindow, settings: Given
+    backend: Backend, model: nn.Module, window: BatchWindow, settings: LossSettings
 ) -> Rule:
     """Return the proven rule of a model for this kind of batch. If there is none yet, make the
     proof now, and raise on all ranks if it fails on one.
