@@ -127,8 +127,12 @@ def prove_targets(
 
 
 def check_one_loss(loss_fn: LossFunction | None, whole_batch: WholeBatchLoss | None) -> None:
-    """Check that at most one of the two user-defined losses is passed; neither means the model's
-    own loss.
+    """Check that a user passed at most one of the two kinds of loss functions. If both are None,
+    the model's own loss is used.
+
+    Args:
+        loss_fn: A loss that is a sum over samples.
+        whole_batch: A loss over all samples of a window.
 
     Raises:
         ConfigError: If both are passed.
@@ -389,6 +393,7 @@ def train_step(
         getattr(scheduler, "scheduler", scheduler).step()  # unwraps a prepared scheduler
     optimizer.zero_grad(set_to_none=True)
     if result.nonfinite:
+        # No parameter was updated, so the window's forwards can be repeated to find the cause.
         backend = backend_for(accelerator)
         result.cause = find_cause(backend, model, window, engine.rule, result.loss)
         if on_nonfinite == "stop":

@@ -32,6 +32,7 @@ class CallerBackend(Backend):
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Read the ranks of torch's process group and the dtype of the caller's autocast."""
         is_distributed = dist.is_available() and dist.is_initialized()
         self.device = device
         self.num_processes = dist.get_world_size() if is_distributed else 1

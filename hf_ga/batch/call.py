@@ -21,7 +21,7 @@ from hf_ga.batch.ranks import (
     agree,
     gather_batches,
     proof_samples,
-    raise_on_all_ranks,
+    raise_failure_on_all_ranks,
 )
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend
@@ -363,7 +363,7 @@ def _prove_on_all_ranks(
         failure = error
     has_new_rule = rules.get(base_model) is not earlier_rule
     if has_new_rule or failure is not None:
-        raise_on_all_ranks(backend, failure)
+        raise_failure_on_all_ranks(backend, failure)
     rule.check_fits(model)
     trainable = {name for name, p in base_model.named_parameters() if p.requires_grad}
     if rule.unused >= trainable:

@@ -38,6 +38,7 @@ class CollatedBatch:
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
+        """Copy the batch to the CPU, check it, and find its token entries and lengths."""
         _check_is_flat_dict(batch)
         # Targets are counted, and micro-batches are made, on the CPU.
         self.entries: dict[str, Any] = send_to_device(dict(batch), "cpu")
@@ -116,6 +117,7 @@ class CollatedSample:
     index: int
 
     def __len__(self) -> int:
+        """Return the number of tokens of the sample, without padding."""
         return int(self.batch.lengths[self.index])
 
 
@@ -144,14 +146,16 @@ class CollatedFetcher(Fetcher):
         first_offset: int,
         get_proof_samples: Callable[[int], list[CollatedSample]],
     ) -> None:
+        """Store the batch; the base class gets no dataset, as nothing is left to fetch."""
         super().__init__((), collate_samples)
         self.batch = batch
         self.first_offset = first_offset
         self.get_proof_samples = get_proof_samples
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """Return this rank's micro-batches. They keep the padding of the whole batch if the request
-        asks for one padded length (`whole_window`).
+        """Return the micro-batches that a window's plan assigns to this rank, each as a collated
+        dict. They are truncated to their longest sample, unless the plan asks for one padded length
+        for the whole window (`whole_window`).
         """
         trim_padding = not request.whole_window
         return [
@@ -164,8 +168,8 @@ class CollatedFetcher(Fetcher):
         return self.first_offset + np.arange(self.batch.num_samples)
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[CollatedSample]:
-        """Return at most `count` samples for a proof, the same on all ranks. All ranks must call
-        it.
+        """Return at most `count` samples for the proof that a model's loss is additive, the same on
+        all ranks. All ranks must call it.
         """
         return self.get_proof_samples(count)
 

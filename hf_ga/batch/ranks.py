@@ -68,11 +68,13 @@ class Agreement:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of the global batch."""
+        """Number of samples of the global batch: those of all ranks."""
         return sum(self.num_samples_by_rank)
 
     def first_offset(self, rank: int) -> int:
-        """Return the index of a rank's first sample in the global batch."""
+        """Return the index of a rank's first sample in the global batch, which consists of the
+        ranks' batches in the order of the ranks.
+        """
         return sum(self.num_samples_by_rank[:rank])
 
 
@@ -116,7 +118,7 @@ def agree(
     gathered = all_gather_integers(backend, astuple(summary))
     summaries = [BatchSummary(*numbers) for numbers in gathered]
     if any(one.has_failed for one in summaries):
-        raise_on_all_ranks(backend, failure)
+        raise_failure_on_all_ranks(backend, failure)
     _check_same_step([one.step for one in summaries])
     ranks_with_samples = [rank for rank, one in enumerate(summaries) if one.num_samples]
     if not ranks_with_samples:
@@ -185,8 +187,9 @@ def gather_batches(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
 def proof_samples(
     backend: Backend, batch: CollatedBatch, agreement: Agreement, max_count: int
 ) -> list[CollatedSample]:
-    """Return at most `max_count` samples of the proof rank's batch. All ranks get the same samples,
-    so that all make the same proof; all ranks must call it.
+    """Return at most `max_count` samples for the proof that a model's loss is additive. All ranks
+    get the same samples, from the batch of the proof rank, so that all make the same proof; all
+    ranks must call it.
 
     Args:
         backend: How ranks communicate.
@@ -216,10 +219,18 @@ def all_gather_integers(backend: Backend, integers: Sequence[int]) -> list[list[
     return torch.stack(gathered).tolist()
 
 
-def raise_on_all_ranks(backend: Backend, failure: Exception | None) -> None:
-    """Raise this rank's failure, or ProcessFailed if only another rank has one. Does nothing if no
-    rank has one; all ranks must call it.
+def raise_failure_on_all_ranks(backend: Backend, failure: Exception | None) -> None:
+    """Raise an error on all ranks if at least one of them has failed. All ranks must call it.
+
+    Args:
+        backend: How ranks communicate.
+        failure: The error of this rank. None: it has not failed.
+
+    Raises:
+        Exception: This rank's failure.
+        ProcessFailed: If only other ranks have failed.
     """
+    # The all-reduce of an otherwise empty status raises if any rank's status has a failure.
     loss = torch.zeros((), device=backend.device)
     backend.all_reduce_status(RankStatus(loss, counts=(), failure=failure))
 
@@ -262,8 +273,9 @@ def _check_same_setup(setup_hashes: Sequence[int], ranks_with_samples: Sequence[
 
 
 def _hash63(values: Iterable[object]) -> int:
-    """Hash the printed form of values to an integer below 2**63. Unlike Python's `hash`, the result
-    is the same in every process.
+    """Hash the printed form of values to an integer below 2**63, so that ranks can compare the
+    values by an all-gather of int64. Unlike Python's `hash`, the result is the same in every
+    process.
     """
     text = "\n".join(map(str, values))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -82,6 +82,7 @@ class ShardedBackend(Backend):
     )
 
     def __init__(self, accelerator: Accelerator) -> None:
+        """Read the FSDP settings of the accelerator."""
         super().__init__(accelerator)
         self.plugin = accelerator.state.fsdp_plugin
         self.can_rejoin = can_rejoin(accelerator)
@@ -180,13 +181,16 @@ class ShardedBackend(Backend):
         super().backward(term * (weight * self.num_processes), weight=1)
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Return as many forwards as the rank with the most micro-batches makes, since forwards are
-        collectives: this rank's own, after fillers of weight 0 for those that it lacks.
+        """Add forwards of weight 0 (fillers) before those of this rank's micro-batches, so that all
+        ranks make the same number of forwards, which are collectives under FSDP.
 
         Args:
             window: The window.
             calls: The forwards of this rank's micro-batches.
             loss: The loss, which counts the targets of a filler.
+
+        Returns:
+            As many forwards as the rank with the most micro-batches makes.
         """
         max_calls = window.request.most_micro_batches
         if window.state.max_elements is not None:

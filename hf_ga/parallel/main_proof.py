@@ -40,8 +40,8 @@ def prove_where_weights_are(
     prove: Callable[[], Rule | None],
     functions: Sequence[Any] = (),
 ) -> Rule | None:
-    """Make a proof where the model's weights are, and return its rule on all processes. All
-    processes must call it.
+    """Make the proof of a model's loss where the model's weights are, and return its rule on all
+    processes. All processes must call it.
 
     Under FSDP2 with `cpu_ram_efficient_loading`, before the model is sharded, the main process
     makes the proof and sends the rule to the others. In all other cases each process makes the
@@ -124,6 +124,7 @@ class _NamingPickler(pickle.Pickler):
     """
 
     def __init__(self, file: BytesIO, objects_by_name: dict[str, Any]) -> None:
+        """Store the name of each object, by which the pickler finds it."""
         super().__init__(file)
         self._names = {id(value): name for name, value in objects_by_name.items()}
 
@@ -148,6 +149,7 @@ class _NamingUnpickler(pickle.Unpickler):
     """
 
     def __init__(self, file: BytesIO, objects_by_name: dict[str, Any]) -> None:
+        """Store the objects that take the place of their names."""
         super().__init__(file)
         self._objects_by_name = objects_by_name
 

@@ -67,6 +67,15 @@ class Pipeline:
         schedule: str,
         loader_state: LoaderState,
     ) -> None:
+        """Make the engine of this rank's stage; `prepare_pipeline` calls it.
+
+        Args:
+            backend: How the ranks of the pipeline communicate.
+            stage_model: This rank's stage.
+            rule: The proven rule, for the modules of this stage.
+            schedule: Name of torch's schedule, a key of `SCHEDULES`.
+            loader_state: The state of the loader whose windows are trained on.
+        """
         self.model = stage_model.model
         self.stage = backend.stage
         self.num_stages = backend.num_stages
@@ -247,6 +256,7 @@ class StageForward(nn.Module):
     def __init__(
         self, engine: Engine, stage_model: StageModel, hidden_shape: tuple[int, ...]
     ) -> None:
+        """Store the engine, the stage and the shape of the hidden states that are sent."""
         super().__init__()
         self.engine = engine
         self.stage_model = stage_model
@@ -291,7 +301,7 @@ class StageForward(nn.Module):
 
     def _pad_hidden_states(self, hidden: Tensor) -> Tensor:
         """Convert hidden states to float32 and pad them with zeros to `hidden_shape`, to send them
-        to the next stage.
+        to the next pipeline stage.
 
         Args:
             hidden: Hidden states of shape (samples, tokens, hidden size).

@@ -53,6 +53,7 @@ class PipelineBackend(Backend):
     )
 
     def __init__(self, accelerator: Accelerator, num_stages: int, min_calls: int) -> None:
+        """Arrange the ranks in a grid of replicas x stages, and make their process groups."""
         super().__init__(accelerator)
         self.num_stages = num_stages
         self.num_replicas = self.num_processes // num_stages
@@ -162,7 +163,9 @@ class PipelineBackend(Backend):
         """Clip the gradients of this stage to a global L2 norm of at most `max_norm`, and return
         the norm over all stages before clipping. A tied weight counts once in the norm.
         """
-        gradients = [p.grad for p in parameters if not (self.is_last and p is self.tied)]
+        # Its gradient is the same on the first stage, so the last stage does not count it.
+        not_counted = self.tied if self.is_last else None
+        gradients = [p.grad for p in parameters if p is not not_counted]
         own_norm = torch.nn.utils.get_total_norm(gradients).double()
         squared = own_norm.square().to(self.device)
         dist.all_reduce(squared, group=self.stages)

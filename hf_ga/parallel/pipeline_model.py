@@ -112,6 +112,7 @@ class StageModel(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, stage: int, num_stages: int) -> None:
+        """Check the model, and replace its modules of other stages by placeholders."""
         super().__init__()
         check_can_be_split(model, num_stages)
         self.is_first = stage == 0

@@ -39,6 +39,7 @@ class CollectiveCounter:
     """
 
     def __init__(self) -> None:
+        """Start with all counts at 0."""
         self.num_made = 0
         self.num_requested = 0
         self._is_repetition = False
@@ -90,6 +91,7 @@ class _CountedCollective:
     """
 
     def __init__(self, counter: CollectiveCounter) -> None:
+        """Store the counter that all collectives of a model share."""
         self.counter = counter
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -109,12 +111,17 @@ class CountedAllGather(_CountedCollective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill `output_tensor` with the shards of all ranks. Return the work handle if `async_op`
-        is set and the collective is real, otherwise None.
+        """Gather the shards of all ranks into `output_tensor`.
+
+        If this rank has already made this all-gather with the others, in a try of the same
+        micro-batch that ran out of memory, fill the output with copies of its own shard instead.
+
+        Returns:
+            The work handle of an asynchronous all-gather, otherwise None.
         """
         if self.counter.count_request():
-            # Copies of the own shard are finite weights, which is enough: results are discarded.
-            # Cloned first, because the input is a view of the output.
+            # Results of a repeated micro-batch are discarded, so any finite weights will do. Clone
+            # the input first, because it is a view of the output.
             own_shard = input_tensor.clone()
             output_tensor.view(group.size(), -1).copy_(own_shard.view(1, -1))
             return None
@@ -136,8 +143,13 @@ class CountedReduceScatter(_CountedCollective):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Fill `output_tensor` with this rank's shard of the reduced gradients. Return the work
-        handle if `async_op` is set and the collective is real, otherwise None.
+        """Reduce the gradients over all ranks, and write this rank's shard into `output_tensor`.
+
+        If this rank has already made this reduce-scatter with the others, in a try of the same
+        micro-batch that ran out of memory, write zeros instead.
+
+        Returns:
+            The work handle of an asynchronous reduce-scatter, otherwise None.
         """
         if self.counter.count_request():
             output_tensor.zero_()

@@ -25,8 +25,8 @@ SUFFIX = ".partial"  # of a file that is being written
 
 
 def flush(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to the disk (fsync), so that it survives a power
-    loss.
+    """Flush a file to the disk (fsync), so that its content survives a power loss. For a folder,
+    this flushes the names of its files: new and renamed ones.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:
@@ -101,8 +101,8 @@ def delete(path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder atomically: it is renamed to a temporary name first, so that a crash never
-    leaves a half-deleted folder under its own name.
+    """Delete a folder (a checkpoint) atomically: it is renamed to a temporary name first, so that a
+    crash never leaves a half-deleted checkpoint under its own name.
     """
     partial = partial_of(folder)
     delete(partial)

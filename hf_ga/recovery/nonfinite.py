@@ -98,12 +98,10 @@ def find_cause(
         One line of text that names what was found, the same on all ranks.
     """
     with_backward = math.isfinite(mean_loss)
-    engine = Engine(
-        backend,
-        model,
-        replace(rule, loss=rule.loss.additive, speed_ups=()),
-        allow_split_dependent_randomness=True,
-    )
+    # In place of a loss over the whole window (`whole_batch`), an additive loss of the outputs is
+    # computed, which single micro-batches and samples have, too.
+    additive_rule = replace(rule, loss=rule.loss.additive, speed_ups=())
+    engine = Engine(backend, model, additive_rule, allow_split_dependent_randomness=True)
     with preserved_random_states(), extra_forwards(model):
         cause = _search(engine, window, with_backward)
     model.zero_grad()
