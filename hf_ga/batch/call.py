@@ -283,11 +283,12 @@ def _collate_and_agree(
 def _make_fetcher(
     backend: Backend, collated: CollatedBatch, agreement: Agreement, settings: LossSettings
 ) -> CollatedFetcher:
-    """Return the fetcher that takes micro-batches out of this rank's batch.
+    """Return the fetcher from which `hf_ga.backward` gets its micro-batches: parts of this rank's
+    batch.
 
-    The ranks' batches are gathered first, and it takes them out of the global batch, if a rank
-    needs samples of others: for a `whole_batch` loss over all samples, or because some rank has no
-    samples of its own.
+    If a rank needs samples of others, the ranks' batches are gathered first, and the micro-batches
+    are parts of the global batch. That is so for a `whole_batch` loss over all samples, and if some
+    rank has no samples of its own, from which it could make the proof.
     """
     get_proof_samples = partial(proof_samples, backend, collated, agreement)
     has_empty_rank = 0 in agreement.num_samples_by_rank

@@ -212,8 +212,9 @@ def _make_outline(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
 
 
 def _describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
-    """Return name -> shape, dtype and whether it is trainable, of all parameters of a model. A tied
-    parameter has all its names.
+    """Return shape, dtype and trainability of all parameters of a model by their names, so that
+    processes can check that they built the same model. A tied parameter is listed under each of its
+    names.
     """
     return {
         name: ParameterInfo(parameter.shape, parameter.dtype, parameter.requires_grad)
@@ -263,7 +264,7 @@ def _tie_parameters(model: nn.Module, outline: ModelOutline) -> None:
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace a parameter of a model by another one.
+    """Replace a parameter of a model by another one, such as an empty one on the meta device.
 
     Args:
         model: The model.
@@ -308,8 +309,8 @@ def _check_has_values(model: nn.Module) -> None:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the names and tensors of all parameters, buffers and plain attributes of a
-    model's modules.
+    """Iterate over the names and tensors of all parameters and buffers of a model, and of all
+    tensors that are plain attributes of its modules (which FSDP does not know).
     """
     yield from model.named_parameters()
     yield from model.named_buffers()

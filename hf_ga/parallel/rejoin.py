@@ -65,8 +65,9 @@ class CollectiveCounter:
         self._is_repetition = False
 
     def prepare_repetition(self, model: nn.Module) -> None:
-        """Prepare the repetition of a micro-batch that failed: reset FSDP's state of its forward,
-        and keep the number of collectives made until the next `start_micro_batch`.
+        """Prepare the repetition of a micro-batch that ran out of memory under FSDP2: reset the
+        state that FSDP keeps of its forward, and let the next `start_micro_batch` keep the number
+        of collectives that were made.
 
         Args:
             model: The root module that FSDP2 sharded.
@@ -75,8 +76,9 @@ class CollectiveCounter:
         self._is_repetition = True
 
     def count_request(self) -> bool:
-        """Count one more collective that FSDP requests, and return whether this rank has already
-        made it with the others, in a failed try of the same micro-batch.
+        """Count one more collective that FSDP2 requests in a micro-batch, and return whether this
+        rank has already made it with the others, in a try of the same micro-batch that ran out of
+        memory.
         """
         self.num_requested += 1
         return self.num_requested <= self.num_made

@@ -25,8 +25,8 @@ SUFFIX = ".partial"  # of a file that is being written
 
 
 def flush(path: Path) -> None:
-    """Flush a file to the disk (fsync), so that its content survives a power loss. For a folder,
-    this flushes the names of its files: new and renamed ones.
+    """Flush a file of a checkpoint to the disk (fsync), so that its content survives a power loss.
+    For a folder, this flushes the names of its files: new and renamed ones.
     """
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -149,11 +149,12 @@ def _search(engine: Engine, window: Window, with_backward: bool) -> Cause:
 def _repeat_each_sample(
     engine: Engine, repetitions: Sequence[Repetition], with_backward: bool
 ) -> list[Repetition]:
-    """Repeat each sample of some micro-batches in a micro-batch of its own.
+    """Repeat each sample of the non-finite micro-batches in a micro-batch of its own, to find out
+    which samples are not finite.
 
     Args:
         engine: The engine, which has just repeated these micro-batches.
-        repetitions: The results of the micro-batches.
+        repetitions: The results of these micro-batches.
         with_backward: Whether to search the gradients, too.
     """
     window = engine.window
