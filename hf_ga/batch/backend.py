@@ -111,7 +111,7 @@ def _backend_of_accelerator(accelerator: Accelerator, device: torch.device) -> B
     if torch.is_autocast_enabled(device.type):
         raise ConfigError(
             "torch.autocast is on around hf_ga.backward, but the accelerator decides the "
-            "precision: use Accelerator(mixed_precision=...) alone, or leave accelerator out."
+            "precision: use Accelerator(mixed_precision=...) alone, or omit accelerator."
         )
     return backend_for(accelerator)
 

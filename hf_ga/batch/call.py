@@ -288,7 +288,7 @@ def _make_fetcher(
 
     If a rank needs samples of others, the ranks' batches are gathered first, and the micro-batches
     are parts of the global batch. That is so for a `whole_batch` loss over all samples, and if some
-    rank has no samples of its own, from which it could make the proof.
+    rank has no samples of its own.
     """
     get_proof_samples = partial(proof_samples, backend, collated, agreement)
     has_empty_rank = 0 in agreement.num_samples_by_rank
@@ -379,8 +379,8 @@ def _check_padded_lengths(rule: Rule, agreement: Agreement) -> None:
     there is no single batch whose gradient could be computed.
 
     Raises:
-        ConfigError: If the ranks' padded lengths differ and the loss depends on them (or that could
-            not be tested).
+        ConfigError: If the ranks' padded lengths differ, some batch has padding, and the loss
+            depends on it (or that could not be tested).
     """
     if rule.pad_to_window and agreement.is_padded and not agreement.has_one_padded_length:
         raise ConfigError(
