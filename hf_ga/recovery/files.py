@@ -78,8 +78,8 @@ def publish(final: Path) -> None:
     """Give a completely written folder its final name: flush the temporary folder
     `partial_of(final)` to the disk and rename it to `final`, replacing an existing folder.
 
-    A crash leaves the old or the new folder, never a mixture; `restore` completes an interrupted
-    replacement.
+    A crash leaves the old or the new folder, never a mixture; `restore` undoes a replacement that a
+    crash interrupted.
     """
     partial = partial_of(final)
     replaced = final.with_name(REPLACED + final.name)

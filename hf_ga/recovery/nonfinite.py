@@ -216,9 +216,9 @@ def _exchange_parameters(model: nn.Module, repetitions: Sequence[Repetition]) ->
     # None, for finite gradients, comes before all parameters.
     model_order = [None, *(unwrapped_name(name) for name, _ in model.named_parameters())]
     parameters_by_rank = gather_object([[one.parameter for one in repetitions]])
-    for index, one in enumerate(repetitions):
-        parameters = [parameters[index] for parameters in parameters_by_rank]
-        one.parameter = max(parameters, key=model_order.index)
+    for index, repetition in enumerate(repetitions):
+        candidates = [parameters[index] for parameters in parameters_by_rank]
+        repetition.parameter = max(candidates, key=model_order.index)
 
 
 @contextmanager

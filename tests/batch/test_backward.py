@@ -435,7 +435,7 @@ def test_two_precisions_are_refused():
     model = accelerator.prepare(h.bert_classifier())
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ConfigError, match="leave accelerator out"),
+        pytest.raises(ConfigError, match="omit accelerator"),
     ):
         hf_ga.backward(model, BATCH(), micro_batch_size=4, accelerator=accelerator)
 
