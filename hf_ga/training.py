@@ -255,6 +255,11 @@ def remember(accelerator: Accelerator, model: nn.Module, settings: LossSettings)
     """Record the loss settings of a model on the accelerator that trains it, replacing earlier
     ones; `recorded_settings` returns them.
 
+    Args:
+        accelerator: The accelerator that trains the model.
+        model: The model, wrapped or not.
+        settings: Its loss settings.
+
     Raises:
         ConfigError: If the settings contain a rule that was proven with another loss than theirs.
     """
@@ -262,7 +267,7 @@ def remember(accelerator: Accelerator, model: nn.Module, settings: LossSettings)
     if settings.rule is not None and has_loss and not _has_same_loss(settings.rule, settings):
         raise ConfigError(
             "the loss differs from the one of the proof, and would not be used: pass it to "
-            "prove_targets, or leave `rule` out."
+            "prove_targets, or omit `rule`."
         )
     table = vars(accelerator).setdefault(_TABLE_ATTRIBUTE, WeakKeyDictionary())
     table[unwrapped(model)] = settings
