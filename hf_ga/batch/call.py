@@ -18,7 +18,7 @@ from hf_ga.batch.collated import CollatedBatch, CollatedFetcher
 from hf_ga.batch.padding import TokenEntries, groups_in_both
 from hf_ga.batch.ranks import (
     Agreement,
-    agree,
+    agree_on_global_batch,
     gather_batches,
     proof_samples,
     raise_failure_on_all_ranks,
@@ -256,12 +256,12 @@ def _collate_and_agree(
     try:
         collated = CollatedBatch(batch)
     except Exception as error:
-        # `agree` raises it on all ranks.
+        # `agree_on_global_batch` raises it on all ranks.
         failure = error
     if collated is not None and collated.structure in memory.token_entries:
         earlier_groups = memory.token_entries[collated.structure]
         collated.set_token_entries(groups_in_both(collated.token_entries, earlier_groups))
-    agreement = agree(
+    agreement = agree_on_global_batch(
         backend,
         collated,
         failure,

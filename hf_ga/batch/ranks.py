@@ -78,7 +78,7 @@ class Agreement:
         return sum(self.num_samples_by_rank[:rank])
 
 
-def agree(
+def agree_on_global_batch(
     backend: Backend,
     batch: CollatedBatch | None,
     failure: Exception | None,
@@ -87,8 +87,9 @@ def agree(
     step: int,
     setup: Iterable[object],
 ) -> Agreement:
-    """Exchange what ranks must know about each other's batches, by one small all-gather. Sets the
-    token entries of `batch` to those that are common to all ranks, if the ranks differ.
+    """Exchange what ranks must know about each other's batches, by one small all-gather, and check
+    that the batches are parts of one global batch. If the ranks' token entries differ, sets those
+    of `batch` to the ones that all ranks have in common. All ranks must call it.
 
     Args:
         backend: How ranks communicate.
@@ -105,16 +106,7 @@ def agree(
     """
     summary = BatchSummary(has_failed=1)
     if batch is not None:
-        summary = BatchSummary(
-            has_failed=0,
-            num_samples=batch.num_samples,
-            seed=seed & MASK63,
-            step=step,
-            setup=_hash63([*setup, *batch.structure]),
-            token_entries=_hash63(batch.token_entries),
-            padded_lengths=_hash63(batch.padded_lengths),
-            is_padded=int(batch.is_padded),
-        )
+        summary = _summarize(batch, seed, step, setup)
     gathered = all_gather_integers(backend, astuple(summary))
     summaries = [BatchSummary(*numbers) for numbers in gathered]
     if any(one.has_failed for one in summaries):
@@ -142,6 +134,27 @@ def agree(
         has_one_padded_length=len(padded_lengths) == 1,
         kind=(first.setup, token_entries, int(is_padded)),
         proof_rank=max(ranks_with_samples, key=suitability_for_proof),
+    )
+
+
+def _summarize(batch: CollatedBatch, seed: int, step: int, setup: Iterable[object]) -> BatchSummary:
+    """Summarize this rank's batch in a few integers that the other ranks get.
+
+    Args:
+        batch: This rank's batch.
+        seed: This rank's seed of the dropout masks.
+        step: Number of the call.
+        setup: Other values that must be the same on all ranks.
+    """
+    return BatchSummary(
+        has_failed=0,
+        num_samples=batch.num_samples,
+        seed=seed & MASK63,
+        step=step,
+        setup=_hash63([*setup, *batch.structure]),
+        token_entries=_hash63(batch.token_entries),
+        padded_lengths=_hash63(batch.padded_lengths),
+        is_padded=int(batch.is_padded),
     )
 
 

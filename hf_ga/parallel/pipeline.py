@@ -135,6 +135,9 @@ class Pipeline:
         Args:
             window: See `train_step`.
 
+        Returns:
+            Loss and number of targets of the window, the same on all ranks.
+
         Raises:
             ConfigError: If the model is in evaluation mode, or the window is from another loader or
                 split into chunks for `same_bits`.
