@@ -45,12 +45,12 @@ def set_latest(checkpoint: Path) -> None:
 
 
 def keep_newest(output_dir: Path, step: int, keep: int) -> None:
-    """Delete old checkpoints of a run.
+    """Delete old checkpoints of a run: all but the newest `keep` among those up to `step`.
 
     Args:
         output_dir: The run's output folder.
         step: Checkpoints of later steps are neither counted nor deleted.
-        keep: The number of checkpoints up to `step` that are kept: the newest ones.
+        keep: The number of checkpoints to keep, at least 1.
     """
     checkpoints = [path for path in list_checkpoints(output_dir) if step_of(path) <= step]
     for checkpoint in checkpoints[:-keep]:
