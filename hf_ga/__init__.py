@@ -7,7 +7,7 @@ A public name is imported from its module on first use, so `import hf_ga` itself
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-# The same names once more, for type checkers, editors and mkdocs, which do not run `__getattr__`.
+# The public names once more, for type checkers, editors and mkdocs, which do not run `__getattr__`.
 if TYPE_CHECKING:
     from hf_ga.accelerator.accelerator import Accelerator as Accelerator
     from hf_ga.batch.call import backward as backward
@@ -93,10 +93,13 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name on first use (PEP 562).
+    """Import a public name of `hf_ga` when it is first used (PEP 562), and store it as an attribute
+    of this package.
 
     Raises:
-        MissingPackage: it belongs to the fine-tuning command, whose packages are not installed.
+        AttributeError: If there is no public name `name`.
+        MissingPackage: If the name belongs to the fine-tuning command, whose packages are not
+            installed.
     """
     if name not in _MODULES:
         raise AttributeError(f"module 'hf_ga' has no attribute {name!r}")
@@ -106,4 +109,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
+    """List the attributes of this package, including public names that are not imported yet."""
     return sorted({*globals(), *_MODULES})

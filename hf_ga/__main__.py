@@ -6,8 +6,11 @@ from hf_ga.errors import MissingPackage
 
 
 def main() -> int:
-    """Fine-tune with the flags of the command line. Returns the exit code: 2 also where packages of
-    the extra `finetune` are missing, explained in one line.
+    """Run the fine-tuning command with the flags of the command line.
+
+    Returns:
+        The exit code of the command; 2, after printing the error as one line, if packages of the
+        extra `finetune` are not installed.
     """
     try:
         from hf_ga.finetuning.run.cli import finetune_main

@@ -1,4 +1,6 @@
-"""The own loop's functions: `prepare` a model once, then `train_step` on each window."""
+"""The functions for a user's own training loop: `prepare` a model once, then call `train_step` on
+each window.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -33,31 +35,41 @@ from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
 from hf_ga.speed.packing import Packing
 
-NUM_PROOF_SAMPLES = 64  # spread over the whole dataset
+# Number of samples that the proof of a model uses, spread over the whole dataset.
+NUM_PROOF_SAMPLES = 64
+# The attribute of an accelerator that holds the table unwrapped model -> its `LossSettings`.
+_TABLE_ATTRIBUTE = "_hf_ga_loss_settings"
 
 
 def default_speed_ups(model: nn.Module, accelerator: Accelerator | None = None) -> list[SpeedUp]:
-    """The speed-ups to try on a model.
+    """Return new objects of the speed-ups that the proof tries on a model by default.
 
-    Packing pays off on a CPU, and on a GPU with Triton, where a kernel computes its attention.
-    Fused attention is for a CPU. Sharded or compiled layers support neither.
+    LeanForward and ChunkedLoss are tried on every model. Packing is added where it pays off: on a
+    CPU, and on a GPU with Triton, where a kernel computes its attention. Fused attention is added
+    on a CPU only. Models that are sharded by FSDP or compiled support neither of the two.
 
     Args:
         model: The model, wrapped or not.
-        accelerator: Where the model will train, if it is not prepared yet. Default: where it is.
+        accelerator: The accelerator that will prepare the model, if it is not prepared yet; its
+            device decides. Default: the device of the model's parameters decides.
     """
-    everywhere = [LeanForward(), ChunkedLoss()]
-    device = next(model.parameters()).device if accelerator is None else accelerator.device
-    sharded = isinstance(model, FullyShardedDataParallel)
-    sharded |= hasattr(model, "set_requires_gradient_sync")
-    sharded |= accelerator is not None and is_sharded(accelerator)
-    if sharded or is_compiled(model):
-        return everywhere
+    if accelerator is None:
+        device = next(model.parameters()).device
+        will_be_sharded = False
+    else:
+        device = accelerator.device
+        will_be_sharded = is_sharded(accelerator)
+    is_fsdp1 = isinstance(model, FullyShardedDataParallel)
+    # A method that FSDP2 adds to the modules that it shards.
+    is_fsdp2 = hasattr(model, "set_requires_gradient_sync")
+    speed_ups: list[SpeedUp] = [LeanForward(), ChunkedLoss()]
+    if is_fsdp1 or is_fsdp2 or will_be_sharded or is_compiled(model):
+        return speed_ups
     if device.type == "cpu":
-        return [*everywhere, Packing(), FusedAttention()]
-    if device.type == "cuda" and has_triton():
-        return [*everywhere, Packing()]
-    return everywhere
+        speed_ups += [Packing(), FusedAttention()]
+    elif device.type == "cuda" and has_triton():
+        speed_ups.append(Packing())
+    return speed_ups
 
 
 def prove_targets(
@@ -70,27 +82,33 @@ def prove_targets(
     allow_split_dependent_randomness: bool = False,
     speed_ups: Sequence[SpeedUp] | None = None,
 ) -> Rule:
-    """Find out how a model's loss counts its targets and prove it on a few samples. The model and
-    all random states are unchanged.
+    """Find out how a model's loss counts its targets, and prove on a few samples that the losses
+    of micro-batches add up to the loss of their window. The model, its gradients and all random
+    states are unchanged.
 
     Args:
-        model: in any mode, wrapped or not; the proof runs in training mode with keyed dropout.
-        samples: some samples of the dataset; the shortest and the longest show whether padding
+        model: The model, in any mode, wrapped or not. The proof runs in training mode with keyed
+            dropout.
+        samples: Some samples of the dataset. The shortest and the longest show whether padding
             affects the loss.
-        collate_fn: list of samples -> keyword arguments of the model.
-        loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets);
-            overrides the head's own loss.
-        whole_batch: (outputs, batch) -> the loss of all samples of a window, a scalar, in place of
-            `loss_fn`; see `prepare`.
-        allow_split_dependent_randomness: accept random draws that cannot be tied to a sample; the
+        collate_fn: A function list of samples -> keyword arguments of the model.
+        loss_fn: A function (outputs, batch) -> (sum of the loss over the targets, number of
+            targets), which replaces the head's own loss.
+        whole_batch: A function (outputs, batch) -> the loss of all samples of a window, a scalar,
+            in place of `loss_fn`; see `prepare`.
+        allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample. The
             proof puts the modules that make them into evaluation mode.
-        speed_ups: hooks to try; those that change loss or gradient are left out. Default:
+        speed_ups: Hooks to try. Those that change the loss or the gradient are not used. Default:
             `default_speed_ups(model)`.
 
+    Returns:
+        The rule by which micro-batches of this model add up to their window.
+
     Raises:
-        LossNotAdditive: no counting rule fits, several different rules fit, or no sample has a
-            target. ConfigError: no parameter is trainable, or some are not float32.
-            UnkeyedRandomness: a random draw of the model cannot be tied to its sample.
+        LossNotAdditive: If no counting rule fits, several different rules fit, or no sample has a
+            target.
+        ConfigError: If no parameter is trainable, or some are not float32.
+        UnkeyedRandomness: If a random draw of the model cannot be tied to its sample.
 
     Example:
         proven = prove_targets(model, [dataset[i] for i in range(32)], collate_fn)
@@ -109,10 +127,15 @@ def prove_targets(
 
 
 def check_one_loss(loss_fn: LossFunction | None, whole_batch: WholeBatchLoss | None) -> None:
-    """Check that there is one loss.
+    """Check that a user passed at most one of the two kinds of loss functions. If both are None,
+    the model's own loss is used.
+
+    Args:
+        loss_fn: A loss that is a sum over samples.
+        whole_batch: A loss over all samples of a window.
 
     Raises:
-        ConfigError: If both are given.
+        ConfigError: If both are passed.
     """
     if loss_fn is not None and whole_batch is not None:
         raise ConfigError(
@@ -122,15 +145,18 @@ def check_one_loss(loss_fn: LossFunction | None, whole_batch: WholeBatchLoss | N
 
 
 @dataclass(frozen=True)
-class Given:
-    """What is given once for a model, in `prepare`.
+class LossSettings:
+    """The loss settings of one model: the arguments of `prepare` that say which loss to train on,
+    what is proven about it, and which checks to make.
 
     Attributes:
-        loss_fn: The loss in place of the head's own.
-        whole_batch: The loss of all samples of a window, in place of `loss_fn`.
-        allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
-        rule: What was proven. None: the first window of each loader proves it.
-        audit: Test it again on the data that is trained on.
+        loss_fn: The loss function that replaces the head's own loss; see `prepare`. None: not
+            replaced.
+        whole_batch: The loss function over all samples of a window; see `prepare`. None: not used.
+        allow_split_dependent_randomness: Whether random draws that cannot be tied to a sample are
+            accepted.
+        rule: The result of the proof. None: the first window of each loader proves it.
+        audit: Whether the rule is tested again on the data that is trained on.
     """
 
     loss_fn: LossFunction | None = None
@@ -154,29 +180,30 @@ def prepare(
 ) -> tuple[nn.Module, Any]:
     """Prepare a model and its optimizer for `train_step`.
 
-    As `accelerator.prepare(model, optimizer)`; also keeps what must be known about the loss, and
-    under FSDP lets gradients be reduced in float32.
+    Calls `accelerator.prepare(model, optimizer)`. Before that, it proves how the model's loss
+    counts its targets (if `windows` is passed) and records the loss settings on the accelerator.
+    Under FSDP it also configures gradients to be reduced in float32.
 
-    Under FSDP2 with `cpu_ram_efficient_loading` only the main process's weights are read: it tests
-    the model, and the others may have built theirs on the meta device.
+    Under FSDP2 with `cpu_ram_efficient_loading` only the main process's weights are read: it makes
+    the proof, and the other processes may have built their model on the meta device.
 
     Args:
         accelerator: The accelerator of the run.
-        model: Not wrapped yet.
-        optimizer: Of the model's parameters.
-        windows: The `WindowLoader` of the training samples. With it the model is tested here,
+        model: The model, not wrapped yet.
+        optimizer: The optimizer of the model's parameters.
+        windows: The `WindowLoader` of the training samples. With it the proof is made here,
             otherwise by the first step. Required under FSDP1, which shards the model.
         loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets). Replaces
             the head's own loss.
         whole_batch: (outputs, batch) -> the loss of all samples of a window, a scalar. For a loss
-            that no sum over samples expresses: in-batch negatives, the hardest samples. It gets
-            the outputs of all samples over all ranks, one row per sample, and their batch. Each
-            micro-batch has two forwards. Parameters of a module, or of the model, that it uses are
+            that is not a sum over samples: in-batch negatives, the hardest samples. It gets the
+            outputs of all samples over all ranks, one row per sample, and their batch. Each
+            micro-batch has two forwards. Parameters of the model, or of a module, that it uses are
             trained, too.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
         rule: The result of `prove_targets`, in place of `windows`.
-        audit: Test the loss again on the windows that are trained on, before their updates. False
-            accepts that a kind of row which the proof did not see trains a wrong gradient.
+        audit: Test the loss again on the windows that are trained on, before their updates. With
+            False, a kind of sample that the proof did not contain may train with a wrong gradient.
 
     Returns:
         The prepared model and optimizer.
@@ -190,71 +217,104 @@ def prepare(
         model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows)
     """
     check_step(optimizer)
-    base = unwrapped(model)
     check_one_loss(loss_fn, whole_batch)
-    given = Given(loss_fn, whole_batch, allow_split_dependent_randomness, rule, audit)
+    base_model = unwrapped(model)
+    settings = LossSettings(loss_fn, whole_batch, allow_split_dependent_randomness, rule, audit)
+    must_prove = windows is not None and rule is None
 
-    def prove_now() -> Rule | None:
-        if windows is None or rule is not None:
+    def prove_or_use_given_rule() -> Rule | None:
+        """Return the new proof's rule, or the `rule` argument if there is nothing to prove."""
+        if not must_prove:
             return rule
         if accelerator.device_placement and not is_sharded(accelerator):
-            base.to(accelerator.device)
-        samples = windows.probe_samples(NUM_PROOF_SAMPLES)
-        speed_ups = default_speed_ups(base, accelerator)
-        return _prove(base, samples, windows.collate_fn, given, speed_ups)
+            base_model.to(accelerator.device)
+        return _prove(
+            base_model,
+            windows.probe_samples(NUM_PROOF_SAMPLES),
+            windows.collate_fn,
+            settings,
+            speed_ups=default_speed_ups(base_model, accelerator),
+        )
 
-    proven = prove_where_weights_are(accelerator, base, prove_now, (loss_fn, whole_batch))
-    if windows is None or rule is not None:
-        given = replace(given, rule=proven)
+    proven = prove_where_weights_are(
+        accelerator, base_model, prove_or_use_given_rule, functions=(loss_fn, whole_batch)
+    )
+    if must_prove:
+        _store_rule(proven, base_model, windows.state)
     else:
-        _keep(proven, base, windows.state)
-    remember(accelerator, base, given)
+        settings = replace(settings, rule=proven)
+    remember(accelerator, base_model, settings)
     return parallel.prepare(accelerator, model, optimizer)
 
 
-def remember(accelerator: Accelerator, model: nn.Module, given: Given) -> None:
-    """Keep what was given for a model, for the windows that this accelerator trains it on.
+def remember(accelerator: Accelerator, model: nn.Module, settings: LossSettings) -> None:
+    """Record the loss settings of a model on the accelerator that trains it, replacing earlier
+    ones; `recorded_settings` returns them.
+
+    Args:
+        accelerator: The accelerator that trains the model.
+        model: The model, wrapped or not.
+        settings: Its loss settings.
 
     Raises:
-        ConfigError: If the rule was proven with another loss than `loss_fn`.
+        ConfigError: If the settings contain a rule that was proven with another loss than theirs.
     """
-    has_loss = given.loss_fn is not None or given.whole_batch is not None
-    if given.rule is not None and has_loss and not _fits(given.rule, given):
+    has_loss = settings.loss_fn is not None or settings.whole_batch is not None
+    if settings.rule is not None and has_loss and not _has_same_loss(settings.rule, settings):
         raise ConfigError(
             "the loss differs from the one of the proof, and would not be used: pass it to "
-            "prove_targets, or leave `rule` out."
+            "prove_targets, or omit `rule`."
         )
-    known = vars(accelerator).setdefault("_hf_ga_given", WeakKeyDictionary())
-    known[unwrapped(model)] = given
+    table = vars(accelerator).setdefault(_TABLE_ATTRIBUTE, WeakKeyDictionary())
+    table[unwrapped(model)] = settings
+
+
+def recorded_settings(accelerator: Accelerator, model: nn.Module) -> LossSettings | None:
+    """Return the loss settings that `remember` recorded for a model on an accelerator, or None if
+    there are none.
+
+    Args:
+        accelerator: The accelerator that trains the model.
+        model: The model, wrapped or not.
+    """
+    table = vars(accelerator).get(_TABLE_ATTRIBUTE)
+    if table is None:
+        return None
+    return table.get(unwrapped(model))
 
 
 def backward_window(accelerator: Accelerator, model: nn.Module, window: Window) -> StepResult:
     """Add the gradient of the window's mean loss to `.grad`. The caller clips, steps the optimizer
     and zeroes the gradients.
 
-    Under fp16 `.grad` is the gradient times the loss scale: `accelerator.clip_grad_norm_` or
-    `accelerator.unscale_gradients` removes it, once, after the last window that is added and before
-    anything reads the gradient; or the prepared optimizer's step does. Add several windows only
-    while the scale is the same: until any prepared optimizer steps.
+    Under fp16 `.grad` is the gradient times the loss scale. Remove the scale once, after the last
+    window that is added and before anything reads the gradient, with `accelerator.clip_grad_norm_`
+    or `accelerator.unscale_gradients`; otherwise the prepared optimizer's step removes it. Add
+    several windows only while the scale is the same: until any prepared optimizer steps.
 
     If a process runs out of memory, all processes drop the window's gradients and recompute them in
-    smaller micro-batches: the same update. The loader keeps the limit found. Not under FSDP1, where
-    a failing process cannot rejoin the others (under FSDP2 torch 2.13 lets it).
+    smaller micro-batches: the same update. The window's loader keeps the smaller limit for its next
+    windows. FSDP1 does not support this, because a failing process cannot rejoin the others; FSDP2
+    does since torch 2.13.
 
-    Under FSDP the gradients are reduced once per window; after every micro-batch with Accelerate's
-    `sync_each_batch=True` (`GradientAccumulationPlugin`): more communication, but no process keeps
-    unsharded gradients between micro-batches.
+    Under FSDP the gradients are reduced once per window. With Accelerate's `sync_each_batch=True`
+    (`GradientAccumulationPlugin`) they are reduced after every micro-batch: more communication, but
+    no process keeps unsharded gradients between micro-batches.
 
     Args:
         accelerator: The accelerator of the run.
-        model: Prepared by `hf_ga.prepare` (or by the accelerator), in training mode. A model that
-            was not tested in `prepare` is tested with the first window, on samples of the whole
+        model: The model, prepared by `hf_ga.prepare` (or by the accelerator), in training mode. If
+            `prepare` did not prove its loss, the first window does, on samples of the whole
             dataset.
-        window: From a `WindowLoader`.
+        window: A window of a `WindowLoader`.
+
+    Returns:
+        The window's mean loss and number of targets, the same on all processes.
 
     Raises:
         LossNotAdditive, UnkeyedRandomness: See `prove_targets`.
-        ConfigError: If a backend cannot be exact, or Accelerate would not apply a precision.
+        ConfigError: If the distributed backend cannot sum gradients exactly, or Accelerate would
+            silently ignore the mixed precision.
         OutOfMemory: If a single sample (under FSDP1, a micro-batch) does not fit.
         ProcessFailed: If another process raised an error in this window.
 
@@ -275,8 +335,8 @@ def train_step(
     max_grad_norm: float | None = None,
     on_nonfinite: str = "stop",
 ) -> StepResult:
-    """One update: gradient of the window, clip once, step optimizer and scheduler, zero the
-    gradients.
+    """Make one update: compute the gradient of the window, clip it once, step the optimizer and
+    the scheduler, zero the gradients.
 
     Under fp16 the gradients of all micro-batches are summed before the loss scale is removed once:
     an overflow in any of them skips the whole window and lowers the scale once.
@@ -284,20 +344,24 @@ def train_step(
     Args:
         accelerator: The accelerator of the run.
         model: See `backward_window`.
-        optimizer: Prepared by `hf_ga.prepare` or by the accelerator.
-        window: From a `WindowLoader`.
-        scheduler: Not prepared (Accelerate would step it once per process). It steps only if the
-            optimizer did. Under fp16 build it before `prepare`, or torch warns that the optimizer's
-            step was replaced.
+        optimizer: The optimizer, prepared by `hf_ga.prepare` or by the accelerator.
+        window: A window of a `WindowLoader`.
+        scheduler: The learning rate scheduler, not prepared (Accelerate would step it once per
+            process). It steps only if the optimizer did. Under fp16 build it before `prepare`, or
+            torch warns that the optimizer's step was replaced.
         max_grad_norm: Global L2 norm to clip the gradients to. None or 0: no clipping, and no
             `grad_norm`.
         on_nonfinite: What to do before the optimizer's step if the loss or a gradient is not finite
-            (not under fp16, where the scaler skips overflows): "stop" raises, "skip" leaves the
-            window out. Neither updates any parameter.
+            (not under fp16, where the scaler skips overflows): "stop" raises NonFinite, "skip"
+            skips the window. Neither updates any parameter.
+
+    Returns:
+        The window's loss and number of targets, the gradient norm, and whether the update was
+        skipped.
 
     Raises:
-        ConfigError: Also for a ReduceLROnPlateau, for an optimizer whose step needs a closure
-            (LBFGS), and under fp16 for one that was not prepared.
+        ConfigError: If the scheduler is a ReduceLROnPlateau, the optimizer's step needs a closure
+            (LBFGS), the optimizer is not prepared under fp16, or for a reason of `backward_window`.
         NonFinite: If the loss or a gradient of the window is not finite. The message names the
             samples and the first module with a non-finite output.
         Others: See `backward_window`.
@@ -330,6 +394,7 @@ def train_step(
         getattr(scheduler, "scheduler", scheduler).step()  # unwraps a prepared scheduler
     optimizer.zero_grad(set_to_none=True)
     if result.nonfinite:
+        # No parameter was updated, so the window's forwards can be repeated to find the cause.
         backend = backend_for(accelerator)
         result.cause = find_cause(backend, model, window, engine.rule, result.loss)
         if on_nonfinite == "stop":
@@ -338,10 +403,18 @@ def train_step(
 
 
 def engine_for(accelerator: Accelerator, model: nn.Module, window: Window) -> Engine:
-    """The engine for a window: the model's rule, proven now if it was not, and the backend.
+    """Build the engine that computes one window of a model, with the backend of the accelerator and
+    the model's rule. Proves the rule first if it is not known yet.
+
+    Args:
+        accelerator: The accelerator that prepared the model.
+        model: The prepared model, in training mode.
+        window: A window of a `WindowLoader`.
 
     Raises:
-        See `backward_window`.
+        ConfigError: If `window` is not a `Window`, or a setting of the accelerator is not
+            supported.
+        Others: See `backward_window`.
     """
     if not isinstance(window, Window):
         raise ConfigError(
@@ -350,71 +423,115 @@ def engine_for(accelerator: Accelerator, model: nn.Module, window: Window) -> En
         )
     check_supported(accelerator)
     check_precision(accelerator)
-    given = vars(accelerator).get("_hf_ga_given", {}).get(unwrapped(model), Given())
-    rule = rule_for(model, window, given)
+    settings = recorded_settings(accelerator, model)
+    if settings is None:
+        settings = LossSettings()
+    rule = rule_for(model, window, settings)
     rule.check_fits(model)
     return Engine(
         backend_for(accelerator, same_bits=window.request.chunks is not None),
         model,
         rule,
-        allow_split_dependent_randomness=given.allow_split_dependent_randomness,
-        is_audited=given.audit,
+        allow_split_dependent_randomness=settings.allow_split_dependent_randomness,
+        is_audited=settings.audit,
     )
 
 
-def rule_for(model: nn.Module, window: Window, given: Given) -> Rule:
-    """The rule that was given or that the window's loader keeps. Proves the model now if there is
-    none, or if its training modes changed.
+def rule_for(model: nn.Module, window: Window, settings: LossSettings) -> Rule:
+    """Return the proven rule of a model: the one in its settings, else the one that the window's
+    loader has stored.
+
+    If neither has one, or the stored one was proven for other training modes or another loss, make
+    the proof now and store its result in the loader.
+
+    Args:
+        model: The prepared model.
+        window: A window of the loader; the proof takes samples of its whole dataset.
+        settings: The loss settings of the model.
+
+    Returns:
+        The rule. For a model that was compiled after the proof, without the packing speed-up.
 
     Raises:
-        ConfigError: If the model is already sharded by FSDP1, so it cannot be proven now.
+        ConfigError: If a proof is needed, but FSDP1 has already sharded the model.
+        LossNotAdditive, UnkeyedRandomness: See `prove_targets`.
     """
-    base = unwrapped(model)
-    rule = given.rule or window.state.rules.get(base)
-    is_kept = rule is not None and rule.modes == module_modes(base) and _fits(rule, given)
-    if given.rule is None and not is_kept:
-        if isinstance(model, FullyShardedDataParallel):
-            raise ConfigError(
-                "under FSDP1 a model must be tested before it is sharded: pass the windows, "
-                "hf_ga.prepare(accelerator, model, optimizer, windows)."
-            )
-        samples = window.fetcher.probe_samples(window.request, NUM_PROOF_SAMPLES)
-        rule = _prove(base, samples, window.fetcher.collate_fn, given)
-        _keep(rule, base, window.state)
-    if is_compiled(model) and any(isinstance(hook, Packing) for hook in rule.speed_ups):
-        # The model was compiled after its proof: compiled layers skip the hooks of packing.
-        others = tuple(hook for hook in rule.speed_ups if not isinstance(hook, Packing))
-        rule = replace(rule, speed_ups=others)
+    base_model = unwrapped(model)
+    rule = settings.rule
+    if rule is None:
+        rule = window.state.rules.get(base_model)
+        if rule is None or not _is_valid(rule, base_model, settings):
+            rule = _prove_on_dataset_of(window, model, settings)
+            _store_rule(rule, base_model, window.state)
+    if is_compiled(model):
+        # Compiled layers skip the hooks of packing. The model was compiled after the proof if the
+        # rule has packing.
+        speed_ups = tuple(hook for hook in rule.speed_ups if not isinstance(hook, Packing))
+        if len(speed_ups) < len(rule.speed_ups):
+            rule = replace(rule, speed_ups=speed_ups)
     return rule
 
 
-def _fits(rule: Rule, given: Given) -> bool:
-    """Whether a rule was proven with the loss that was given."""
+def _is_valid(rule: Rule, base_model: nn.Module, settings: LossSettings) -> bool:
+    """Whether a rule still holds: it was proven in the model's present training modes, with the
+    loss of the settings.
+    """
+    return rule.modes == module_modes(base_model) and _has_same_loss(rule, settings)
+
+
+def _has_same_loss(rule: Rule, settings: LossSettings) -> bool:
+    """Whether a rule was proven with the same user-defined loss (or none) as in the settings."""
     return (
-        getattr(rule.loss, "loss_fn", None) == given.loss_fn
-        and getattr(rule.loss, "whole_batch", None) == given.whole_batch
+        getattr(rule.loss, "loss_fn", None) == settings.loss_fn
+        and getattr(rule.loss, "whole_batch", None) == settings.whole_batch
     )
 
 
+def _prove_on_dataset_of(window: Window, model: nn.Module, settings: LossSettings) -> Rule:
+    """Prove a model's loss on samples of the whole dataset that a window comes from.
+
+    Raises:
+        ConfigError: If FSDP1 has already sharded the model, so that its loss cannot be proven.
+    """
+    if isinstance(model, FullyShardedDataParallel):
+        raise ConfigError(
+            "under FSDP1 a model must be tested before it is sharded: pass the windows, "
+            "hf_ga.prepare(accelerator, model, optimizer, windows)."
+        )
+    samples = window.fetcher.probe_samples(window.request, NUM_PROOF_SAMPLES)
+    return _prove(unwrapped(model), samples, window.fetcher.collate_fn, settings)
+
+
 def _prove(
-    base: nn.Module,
+    base_model: nn.Module,
     samples: Sequence[Any],
     collate_fn: Callable[[list[Any]], Any],
-    given: Given,
+    settings: LossSettings,
     speed_ups: Sequence[SpeedUp] | None = None,
 ) -> Rule:
+    """Call `prove_targets` with the loss settings of a model.
+
+    Args:
+        base_model: The unwrapped model.
+        samples: The samples of the proof.
+        collate_fn: A function list of samples -> keyword arguments of the model.
+        settings: The loss settings; their rule is ignored.
+        speed_ups: Hooks to try. None: the default ones for the device of the model.
+    """
     return prove_targets(
-        base,
+        base_model,
         samples,
         collate_fn,
-        loss_fn=given.loss_fn,
-        whole_batch=given.whole_batch,
-        allow_split_dependent_randomness=given.allow_split_dependent_randomness,
+        loss_fn=settings.loss_fn,
+        whole_batch=settings.whole_batch,
+        allow_split_dependent_randomness=settings.allow_split_dependent_randomness,
         speed_ups=speed_ups,
     )
 
 
-def _keep(rule: Rule, base: nn.Module, state: LoaderState) -> None:
-    """Keep what was proven in the state of the loader."""
-    state.rules[base] = rule
+def _store_rule(rule: Rule, base_model: nn.Module, state: LoaderState) -> None:
+    """Store a model's proven rule in the state of a loader, for all its windows, and make the
+    loader pad micro-batches to the width of their window if the proven loss needs that.
+    """
+    state.rules[base_model] = rule
     state.pad_to_window |= rule.pad_to_window

@@ -34,7 +34,7 @@ from hf_ga.exact.precision import check_step
 from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, exact_sharding
-from hf_ga.training import Given
+from hf_ga.training import LossSettings
 
 logger = get_logger(__name__)
 
@@ -101,7 +101,7 @@ class Accelerator(accelerate.Accelerator):
         super().__init__(*args, **kwargs)
         self.global_batch_size = global_batch_size
         self._requested_accumulation_steps = self.gradient_accumulation_steps
-        self._loss_settings = Given(
+        self._loss_settings = LossSettings(
             whole_batch=whole_batch,
             allow_split_dependent_randomness=allow_split_dependent_randomness,
             audit=audit,

@@ -13,14 +13,14 @@ from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.packing import Packing
-from hf_ga.training import Given, engine_for, remember
+from hf_ga.training import LossSettings, engine_for, recorded_settings, remember
 
 
 def engine_if_provable(
     accelerator: accelerate.Accelerator,
     model: nn.Module,
     window: Window,
-    loss_settings: Given,
+    loss_settings: LossSettings,
     *,
     batches_are_mappings: bool,
 ) -> Engine | None:
@@ -65,15 +65,14 @@ def engine_if_provable(
 
 
 def _store_settings(
-    accelerator: accelerate.Accelerator, model: nn.Module, loss_settings: Given
+    accelerator: accelerate.Accelerator, model: nn.Module, loss_settings: LossSettings
 ) -> None:
     """Attach the settings for a model's loss to the accelerator, where the engine reads them.
 
     Does nothing if the model has settings there: those of a model that was proven before FSDP
     sharded it contain the result of its proof.
     """
-    stored_settings = vars(accelerator).get("_hf_ga_given", {})
-    if unwrapped(model) not in stored_settings:
+    if recorded_settings(accelerator, model) is None:
         remember(accelerator, model, loss_settings)
 
 
@@ -81,9 +80,8 @@ def _is_proven(accelerator: accelerate.Accelerator, model: nn.Module, window: Wi
     """Return whether a model's `Rule`, the result of its proof, is known: from a proof before FSDP
     sharded it, or from an earlier window of the same loader.
     """
-    unwrapped_model = unwrapped(model)
-    settings = vars(accelerator)["_hf_ga_given"][unwrapped_model]
-    return settings.rule is not None or unwrapped_model in window.state.rules
+    settings = recorded_settings(accelerator, model)
+    return settings.rule is not None or unwrapped(model) in window.state.rules
 
 
 def rule_for_loop(

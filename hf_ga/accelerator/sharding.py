@@ -11,14 +11,20 @@ from torch.utils.data import DataLoader
 from hf_ga.accelerator.training_loop import is_trainable
 from hf_ga.errors import ConfigError
 from hf_ga.parallel.main_proof import prove_where_weights_are
-from hf_ga.training import NUM_PROOF_SAMPLES, Given, default_speed_ups, prove_targets, remember
+from hf_ga.training import (
+    NUM_PROOF_SAMPLES,
+    LossSettings,
+    default_speed_ups,
+    prove_targets,
+    remember,
+)
 
 
 def prove_before_sharding(
     accelerator: accelerate.Accelerator,
     models: list[nn.Module],
     loaders: list[DataLoader],
-    loss_settings: Given,
+    loss_settings: LossSettings,
 ) -> None:
     """Prove the trainable models of an `accelerator.prepare` call before FSDP shards them, and
     store the results for their training.

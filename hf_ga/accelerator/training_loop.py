@@ -30,7 +30,7 @@ from hf_ga.exact.update import StepResult
 from hf_ga.exact.whole_window import WholeWindow, parameters_of
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import is_sharded
-from hf_ga.training import Given, engine_for
+from hf_ga.training import LossSettings, engine_for
 
 
 class TrainingLoop:
@@ -47,7 +47,7 @@ class TrainingLoop:
             forward of a model that is proven in that forward.
     """
 
-    def __init__(self, accelerator: accelerate.Accelerator, loss_settings: Given) -> None:
+    def __init__(self, accelerator: accelerate.Accelerator, loss_settings: LossSettings) -> None:
         """Start before the first window, with no prepared model."""
         self.accelerator = accelerator
         self.loss_settings = loss_settings

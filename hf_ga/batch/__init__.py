@@ -1,1 +1,3 @@
-"""One call for a collated batch: `hf_ga.backward`, in any PyTorch loop on any DataLoader."""
+"""`hf_ga.backward`: one call that computes the gradient of a collated batch in micro-batches, in
+any PyTorch loop with any DataLoader.
+"""

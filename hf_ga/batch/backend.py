@@ -1,4 +1,6 @@
-"""How a call communicates and in which precision it computes: as the loop around it."""
+"""The backend of `hf_ga.backward`: it communicates and computes with the ranks and the precision of
+the loop that calls it.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 
@@ -16,17 +18,21 @@ from hf_ga.parallel.fsdp import backend_for
 
 
 class CallerBackend(Backend):
-    """The backend of a loop without an accelerator: the ranks of torch's default process group, or
-    this process alone, and the autocast of the caller.
+    """The backend of `hf_ga.backward` in a loop without an accelerator. It uses the ranks of
+    torch's default process group (or this process alone) and the caller's autocast dtype.
 
     Args:
         device: The model's device.
+
+    Attributes:
+        autocast_dtype: The dtype of the autocast that is on around the call. None: autocast is off.
 
     Raises:
         ConfigError: If the caller's autocast is fp16.
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Read the ranks of torch's process group and the dtype of the caller's autocast."""
         is_distributed = dist.is_available() and dist.is_initialized()
         self.device = device
         self.num_processes = dist.get_world_size() if is_distributed else 1
@@ -42,34 +48,37 @@ class CallerBackend(Backend):
             )
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return a context with the caller's precision, for forwards and losses only."""
+        """Return a context manager in which forwards and losses are computed in the caller's
+        autocast dtype. It does nothing if the caller uses no autocast.
+        """
         if self.autocast_dtype is None:
             return nullcontext()
-        # Within the caller's context, torch's cache of cast weights would outlive the optimizer's
-        # step.
+        # Within the caller's context, torch would still use its cache of cast weights after the
+        # optimizer's step has changed them.
         return torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=False)
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself: there is no loss scale."""
+        """Return the tensor unchanged: without an accelerator there is no loss scale."""
         return tensor
 
 
 def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
-    """Choose the backend of a call.
+    """Return the backend for one call of `hf_ga.backward`: the accelerator's, or that of the
+    caller's process group and autocast.
 
     Args:
         model: The model as it is passed to the call.
         accelerator: The accelerator that prepared the model, or None.
 
     Raises:
-        ConfigError: If gradients could not be summed exactly, or would have another precision than
-            the loop asks for.
+        ConfigError: If the gradients of the ranks could not be summed exactly, or if the precision
+            would not be the one that the loop asks for.
     """
-    base = unwrapped(model)
-    device = next(base.parameters()).device
+    base_model = unwrapped(model)
+    device = next(base_model.parameters()).device
     if accelerator is not None:
-        backend = _accelerators_backend(accelerator, device)
-    elif hasattr(base, "_original_forward"):
+        backend = _backend_of_accelerator(accelerator, device)
+    elif hasattr(base_model, "_original_forward"):
         raise ConfigError(
             "the model was prepared by an Accelerator with mixed precision: pass accelerator=, "
             "which knows the loss scale."
@@ -80,9 +89,18 @@ def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
     return backend
 
 
-def _accelerators_backend(accelerator: Accelerator, device: torch.device) -> Backend:
-    """Return the backend of an accelerator, or raise ConfigError if its settings do not fit."""
-    # hf_ga.Accelerator, of a room that this one does not import.
+def _backend_of_accelerator(accelerator: Accelerator, device: torch.device) -> Backend:
+    """Return the backend of the accelerator that the user passed to `hf_ga.backward`.
+
+    Args:
+        accelerator: The user's accelerator.
+        device: The model's device.
+
+    Raises:
+        ConfigError: If it is an `hf_ga.Accelerator`, a setting of it is not supported, or
+            `torch.autocast` is on around the call.
+    """
+    # True for hf_ga.Accelerator, which this subpackage must not import.
     if hasattr(accelerator, "training_loop"):
         raise ConfigError(
             "hf_ga.Accelerator makes windows of its own loader's batches: use it without "
@@ -93,16 +111,21 @@ def _accelerators_backend(accelerator: Accelerator, device: torch.device) -> Bac
     if torch.is_autocast_enabled(device.type):
         raise ConfigError(
             "torch.autocast is on around hf_ga.backward, but the accelerator decides the "
-            "precision: use Accelerator(mixed_precision=...) alone, or leave accelerator out."
+            "precision: use Accelerator(mixed_precision=...) alone, or omit accelerator."
         )
     return backend_for(accelerator)
 
 
 def _check_wrapper(model: nn.Module, backend: Backend) -> None:
-    """Check that the model is one replica on each rank of the backend.
+    """Check that every rank of the backend holds a full replica of the model.
+
+    Args:
+        model: The model as it is passed to `hf_ga.backward`.
+        backend: How ranks communicate.
 
     Raises:
-        ConfigError: If it is sharded, or a replica for other ranks.
+        ConfigError: If parameters are sharded, the model is wrapped by `nn.DataParallel`, or its
+            DistributedDataParallel uses another number of ranks than the backend.
     """
     if backend.is_sharded or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(
@@ -111,15 +134,15 @@ def _check_wrapper(model: nn.Module, backend: Backend) -> None:
         )
     if isinstance(model, nn.DataParallel):
         raise ConfigError(
-            "nn.DataParallel splits a batch by itself, with other dropout on each device: pass its "
-            "`module`, or start one process for each device."
+            "nn.DataParallel splits a batch by itself, with different dropout on each device: pass "
+            "its `module`, or start one process for each device."
         )
     if not isinstance(model, nn.parallel.DistributedDataParallel):
         return
-    number = model.process_group.size()
-    if number != backend.num_processes:
+    num_ranks = model.process_group.size()
+    if num_ranks != backend.num_processes:
         raise ConfigError(
-            f"the model's DistributedDataParallel has {number} ranks, the default process group "
-            f"{backend.num_processes}: gradients are summed over the default group, so wrap the "
-            "model for all of its ranks."
+            f"the model's DistributedDataParallel has {num_ranks} ranks, the default process group "
+            f"has {backend.num_processes}: gradients are summed over the default group, so wrap "
+            "the model for all of its ranks."
         )

@@ -15,13 +15,13 @@ from torch import Tensor, nn
 
 from hf_ga.batch.backend import make_backend
 from hf_ga.batch.collated import CollatedBatch, CollatedFetcher
-from hf_ga.batch.padding import TokenEntries, refined
+from hf_ga.batch.padding import TokenEntries, groups_in_both
 from hf_ga.batch.ranks import (
     Agreement,
-    agree,
-    gather,
+    agree_on_global_batch,
+    gather_batches,
     proof_samples,
-    raise_on_all_ranks,
+    raise_failure_on_all_ranks,
 )
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend
@@ -33,33 +33,34 @@ from hf_ga.exact.rule import Rule
 from hf_ga.exact.step import add_gradients
 from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import LoaderState, Window
-from hf_ga.training import Given, check_one_loss, rule_for
+from hf_ga.training import LossSettings, check_one_loss, rule_for
 
-# A sample's dropout masks are keyed by one int64: step, then place in the global batch.
-MOST_SAMPLES = 2**32
-MOST_STEPS = 2**31
+# A sample's dropout masks are keyed by one int64: step * MAX_SAMPLES + index in the global batch.
+MAX_SAMPLES = 2**32
+MAX_STEPS = 2**31
 
 
 class BatchWindow(Window):
-    """The global batch of one call."""
+    """The global batch of one call of `hf_ga.backward`, as a window that the engine computes."""
 
     @property
     def description(self) -> str:
-        """The name that error messages give it."""
+        """The name of this batch in error messages."""
         return f"the batch of step {self.index}"
 
 
 @dataclass
 class CallMemory:
-    """What is kept of a model between calls.
+    """What `hf_ga.backward` keeps for a model between its calls.
 
     Attributes:
         step: Number of the next call.
-        max_elements: Largest number of padded elements in one micro-batch. None: memory never ran
+        max_elements: Maximum number of padded elements in one micro-batch. None: memory never ran
             out.
-        states: Kind of batch -> what was proven of it, and what audits have seen.
-        token_entries: Structure of a batch -> its entries that had the same width in all batches.
-        loss: The loss function of the last call. None: the model's own loss.
+        states: Kind of batch (`Agreement.kind`) -> what was proven and audited for it.
+        token_entries: Structure of a batch (`CollatedBatch.structure`) -> the groups of its entries
+            that had the same padded length in all earlier batches.
+        loss: The user-defined loss function of the last call. None: it used the model's own loss.
     """
 
     step: int = 0
@@ -68,19 +69,23 @@ class CallMemory:
     token_entries: dict[tuple[str, ...], tuple[TokenEntries, ...]] = field(default_factory=dict)
     loss: LossFunction | WholeBatchLoss | None = None
 
-    def note_loss(self, loss: LossFunction | WholeBatchLoss | None) -> None:
-        """Note the loss function of a call, and warn if it is another one than before."""
-        is_another = self.loss is not None and self.loss != loss
-        if loss is not None and is_another:
+    def store_loss(self, loss: LossFunction | WholeBatchLoss | None) -> None:
+        """Store the user-defined loss function of a call. Warn if the last call had a different
+        one, because each new function costs a proof.
+        """
+        is_different = self.loss is not None and self.loss != loss
+        if loss is not None and is_different:
             warnings.warn(
-                "hf_ga.backward: the loss function is another one than in the last call, so it is "
+                "hf_ga.backward: the loss function is not the object of the last call, so it is "
                 "proven again, which takes time: define it outside of the loop.",
                 stacklevel=3,
             )
         self.loss = loss
 
     def __reduce__(self) -> tuple:
-        """Let a copy of the model start anew: what was proven holds hooks of this one."""
+        """Pickle and copy as an empty memory: what was proven refers to modules of this model, not
+        of its copy.
+        """
         return CallMemory, ()
 
 
@@ -100,20 +105,21 @@ def backward(
     """Add the gradient of a batch's mean loss to `.grad`, computed in micro-batches.
 
     Replaces `loss = model(**batch).loss; loss.backward()` in any loop. The gradient is that of one
-    forward and backward of the whole batch, for every `micro_batch_size`; with several ranks that
-    of the batches of all ranks together, which may differ in size. Gradients are summed over the
-    ranks here, once; under DistributedDataParallel and with a plain model in a process group.
+    forward and backward of the whole batch, for every `micro_batch_size`. With several ranks it is
+    that of the batches of all ranks together, which may differ in size. Gradients are summed over
+    the ranks here, once; under DistributedDataParallel and with a plain model in a process group.
 
-    The first call of a model, and of each new kind of batch (other entries), proves on samples of
-    the batch what the loss averages over.
+    The first call for a model, and the first batch of each new kind (other entries), prove on
+    samples of the batch how the loss counts its targets.
 
     Args:
-        model: In training mode; may be wrapped by DistributedDataParallel, not by FSDP.
+        model: The model, in training mode. It may be wrapped by DistributedDataParallel, not by
+            FSDP.
         batch: The model's arguments by name, with one row for each sample. A batch on a GPU is
             copied to the host first, so pass it as the DataLoader returns it.
-        micro_batch_size: Largest number of samples in one forward. "auto" starts with the whole
+        micro_batch_size: Maximum number of samples in one forward. "auto" starts with the whole
             batch. Whenever memory runs out, the batch is computed again in micro-batches of half
-            the size, which the next calls keep to.
+            the size, which the next calls keep.
         loss_fn: A function (outputs, batch) -> (sum of the loss over the targets, number of
             targets), which replaces the head's own loss. Define it outside of the loop.
         whole_batch: A function (outputs, batch) -> the loss of all samples together, a scalar, in
@@ -123,8 +129,9 @@ def backward(
             fp16) and its ranks. Default: the caller's `torch.autocast` and torch's default process
             group.
         seed: The seed of the dropout masks. Default: `torch.initial_seed()` of rank 0.
-        step: Number of this call, which keys its dropout masks. Default: one more than in the last
-            call, beginning with 0. After a resume pass it once, and the count goes on from there.
+        step: Number of this call, from which its dropout masks are derived. Default: one more than
+            in the last call, beginning with 0. After a resume pass it once; the next calls continue
+            from there.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
         audit: Test the loss again on the batches that come, before their gradients are returned.
 
@@ -134,8 +141,8 @@ def backward(
 
     Raises:
         ConfigError: If an argument cannot be used, or the model is in evaluation mode.
-        DataError: If the batch cannot be cut into samples.
-        LossNotAdditive: If the loss is no sum over targets, in the proof or in an audit.
+        DataError: If the batch cannot be split into samples.
+        LossNotAdditive: If the proof or an audit finds that the loss is not a sum over targets.
         UnkeyedRandomness: If some random draws cannot be tied to a sample.
         OutOfMemory: If a single sample does not fit.
         ProcessFailed: If another rank raised an error.
@@ -150,17 +157,27 @@ def backward(
     _check_arguments(micro_batch_size, step)
     backend = make_backend(model, accelerator)
     memory = _memory_of(model)
-    memory.note_loss(loss_fn or whole_batch)
+    memory.store_loss(loss_fn or whole_batch)
     if step is None:
         step = memory.step
-    given = Given(loss_fn, whole_batch, allow_split_dependent_randomness, audit=audit)
+    settings = LossSettings(loss_fn, whole_batch, allow_split_dependent_randomness, audit=audit)
     # The backend turns autocast on again, for forwards only.
     with torch.autocast(backend.device.type, enabled=False):
-        collated, agreement = _agreed(backend, model, batch, memory, given, seed, step)
-        fetcher = _fetcher(backend, collated, agreement, given)
-        window = _window(backend, fetcher, collated, agreement, memory, micro_batch_size, step)
-        rule = _rule(backend, model, window, given)
-        _check_widths(rule, agreement)
+        collated, agreement = _collate_and_agree(
+            backend, model, batch, memory, settings=settings, seed=seed, step=step
+        )
+        fetcher = _make_fetcher(backend, collated, agreement, settings)
+        window = _make_window(
+            backend,
+            fetcher,
+            collated,
+            agreement,
+            memory,
+            micro_batch_size=micro_batch_size,
+            step=step,
+        )
+        rule = _prove_on_all_ranks(backend, model, window, settings)
+        _check_padded_lengths(rule, agreement)
         engine = Engine(
             backend,
             model,
@@ -175,63 +192,76 @@ def backward(
 
 
 def _check_arguments(micro_batch_size: Any, step: Any) -> None:
-    """Check the arguments of a call that need no model.
+    """Check the arguments of `hf_ga.backward` that can be checked without the model, and that
+    gradients are enabled.
 
     Raises:
         ConfigError: If one of them cannot be used, or gradients are disabled.
     """
-    is_number = isinstance(micro_batch_size, int) and not isinstance(micro_batch_size, bool)
-    if micro_batch_size != "auto" and (not is_number or micro_batch_size < 1):
-        raise ConfigError(
-            f'micro_batch_size must be an integer of at least 1 or "auto", got '
-            f"{micro_batch_size!r}."
-        )
+    if micro_batch_size != "auto":
+        is_integer = isinstance(micro_batch_size, int) and not isinstance(micro_batch_size, bool)
+        if not is_integer or micro_batch_size < 1:
+            raise ConfigError(
+                f'micro_batch_size must be an integer of at least 1 or "auto", got '
+                f"{micro_batch_size!r}."
+            )
     if not torch.is_grad_enabled():
         raise ConfigError("hf_ga.backward computes gradients: call it outside of torch.no_grad().")
-    if step is not None and not 0 <= step < MOST_STEPS:
-        raise ConfigError(f"step must be at least 0 and below {MOST_STEPS}, got {step}.")
+    if step is not None and not 0 <= step < MAX_STEPS:
+        raise ConfigError(f"step must be at least 0 and below {MAX_STEPS}, got {step}.")
 
 
 def _memory_of(model: nn.Module) -> CallMemory:
-    """Return what is kept of a model, made at the first call.
+    """Return what `hf_ga.backward` keeps for a model between its calls. The first call creates it
+    and stores it as an attribute of the unwrapped model.
 
-    The model itself keeps it: what was proven refers to the model, so a table of models would keep
-    it from being freed.
+    It is not in a global table, because it refers to the model and would keep it from being freed.
     """
     attributes = vars(unwrapped(model))
     return attributes.setdefault("_hf_ga_backward", CallMemory())
 
 
-def _agreed(
+def _collate_and_agree(
     backend: Backend,
     model: nn.Module,
     batch: Mapping[str, Any],
     memory: CallMemory,
-    given: Given,
+    *,
+    settings: LossSettings,
     seed: int | None,
     step: int,
 ) -> tuple[CollatedBatch, Agreement]:
-    """Collate this rank's batch, and let the ranks agree on the global one.
+    """Read this rank's batch into a `CollatedBatch`, and exchange with the other ranks what all
+    must know about the global batch. Stores the batch's token entries in `memory`.
+
+    Args:
+        backend: How ranks communicate.
+        model: The model as it is passed to the call.
+        batch: This rank's batch: the model's arguments by name.
+        memory: What is kept for the model between calls.
+        settings: The loss settings of this call.
+        seed: The seed of the dropout masks. None: torch's.
+        step: Number of this call.
 
     Returns:
         This rank's batch, and what the ranks agreed on.
 
     Raises:
-        ConfigError: If the model is in evaluation mode, or ranks differ in what they should not.
+        ConfigError: If the model is in evaluation mode, or the ranks' calls do not match.
         DataError: If the batch cannot be used.
-        ProcessFailed: If another rank's batch cannot.
+        ProcessFailed: If another rank's batch cannot be used.
     """
     collated = None
     failure = None
     try:
         collated = CollatedBatch(batch)
     except Exception as error:
-        # `agree` raises it on all ranks.
+        # `agree_on_global_batch` raises it on all ranks.
         failure = error
     if collated is not None and collated.structure in memory.token_entries:
-        known = memory.token_entries[collated.structure]
-        collated.cut_padding_of(refined(collated.token_entries, known))
-    agreement = agree(
+        earlier_groups = memory.token_entries[collated.structure]
+        collated.set_token_entries(groups_in_both(collated.token_entries, earlier_groups))
+    agreement = agree_on_global_batch(
         backend,
         collated,
         failure,
@@ -239,8 +269,8 @@ def _agreed(
         step=step,
         setup=[
             module_modes(unwrapped(model)),
-            given.loss_fn is None,
-            given.whole_batch is None,
+            settings.loss_fn is None,
+            settings.whole_batch is None,
         ],
     )
     if not model.training:
@@ -250,90 +280,111 @@ def _agreed(
     return collated, agreement
 
 
-def _fetcher(
-    backend: Backend, collated: CollatedBatch, agreement: Agreement, given: Given
+def _make_fetcher(
+    backend: Backend, collated: CollatedBatch, agreement: Agreement, settings: LossSettings
 ) -> CollatedFetcher:
-    """Return a fetcher of micro-batches from this rank's batch, or from the global batch where
-    other ranks' samples are needed: by a loss of all of them, and by a rank that has none.
+    """Return the fetcher from which `hf_ga.backward` gets its micro-batches: parts of this rank's
+    batch.
+
+    If a rank needs samples of others, the ranks' batches are gathered first, and the micro-batches
+    are parts of the global batch. That is so for a `whole_batch` loss over all samples, and if some
+    rank has no samples of its own.
     """
-    samples_of_proof = partial(proof_samples, backend, collated, agreement)
-    needs_all = given.whole_batch is not None or 0 in agreement.sizes
-    if needs_all and backend.num_processes > 1:
-        return CollatedFetcher(gather(backend, collated), 0, samples_of_proof)
-    first = agreement.first_of(backend.process_index)
-    return CollatedFetcher(collated, first, samples_of_proof)
+    get_proof_samples = partial(proof_samples, backend, collated, agreement)
+    has_empty_rank = 0 in agreement.num_samples_by_rank
+    needs_global_batch = settings.whole_batch is not None or has_empty_rank
+    if needs_global_batch and backend.num_processes > 1:
+        return CollatedFetcher(gather_batches(backend, collated), 0, get_proof_samples)
+    first_offset = agreement.first_offset(backend.process_index)
+    return CollatedFetcher(collated, first_offset, get_proof_samples)
 
 
-def _window(
+def _make_window(
     backend: Backend,
     fetcher: CollatedFetcher,
     collated: CollatedBatch,
     agreement: Agreement,
     memory: CallMemory,
+    *,
     micro_batch_size: int | Literal["auto"],
     step: int,
 ) -> BatchWindow:
-    """Return the global batch of all ranks, with this rank's samples in micro-batches of similar
-    lengths.
+    """Make the window of one call: the samples of the global batch, and a plan that splits this
+    rank's samples into micro-batches of similar lengths.
+
+    Args:
+        backend: How ranks communicate.
+        fetcher: Takes the micro-batches out of the batch.
+        collated: This rank's batch.
+        agreement: What the ranks agreed on.
+        memory: What is kept for the model between calls. Gets a new state if this kind of batch is
+            new.
+        micro_batch_size: Maximum number of samples in a micro-batch, or "auto" for one micro-batch.
+        step: Number of this call.
     """
-    first = agreement.first_of(backend.process_index)
-    size = micro_batch_size
     if micro_batch_size == "auto":
-        size = max(1, collated.num_samples)
-    (micro_batches,) = plan_by_sizes(collated.lengths, 1, [size])
-    places = np.arange(agreement.num_samples)
+        micro_batch_size = max(1, collated.num_samples)
+    (micro_batches,) = plan_by_sizes(collated.lengths, 1, [micro_batch_size])
+    first_offset = agreement.first_offset(backend.process_index)
+    offsets = np.arange(agreement.num_samples)
     state = memory.states.setdefault(agreement.kind, LoaderState())
     state.max_elements = memory.max_elements
     request = WindowRequest(
         seed=agreement.seed,
         epoch=0,
         index=step,
-        positions=step * MOST_SAMPLES + places,
-        sample_ids=places,
-        micro_batches=[first + rows for rows in micro_batches],
+        positions=step * MAX_SAMPLES + offsets,
+        sample_ids=offsets,
+        micro_batches=[first_offset + indices for indices in micro_batches],
         whole_window=state.pad_to_window,
     )
     return BatchWindow(request, fetcher, fetcher[request], state)
 
 
-def _rule(backend: Backend, model: nn.Module, window: BatchWindow, given: Given) -> Rule:
-    """Return what was proven for this kind of batch, and prove it now if it was not.
+def _prove_on_all_ranks(
+    backend: Backend, model: nn.Module, window: BatchWindow, settings: LossSettings
+) -> Rule:
+    """Return the proven rule of a model for this kind of batch. If there is none yet, make the
+    proof now, and raise on all ranks if it fails on one.
 
     Raises:
-        ConfigError: If no trainable parameter has a gradient, or the model has changed.
+        ConfigError: If no trainable parameter has a gradient, or the model has changed since the
+            proof.
         LossNotAdditive: See `backward`.
         UnkeyedRandomness: See `backward`.
         ProcessFailed: If the proof failed on another rank.
     """
-    base = unwrapped(model)
+    base_model = unwrapped(model)
     rules = window.state.rules
-    known = rules.get(base)
+    earlier_rule = rules.get(base_model)
     failure = None
     try:
-        rule = rule_for(model, window, given)
+        rule = rule_for(model, window, settings)
     except Exception as error:
         failure = error
-    is_new = rules.get(base) is not known
-    if is_new or failure is not None:
-        raise_on_all_ranks(backend, failure)
+    has_new_rule = rules.get(base_model) is not earlier_rule
+    if has_new_rule or failure is not None:
+        raise_failure_on_all_ranks(backend, failure)
     rule.check_fits(model)
-    trained = {name for name, p in base.named_parameters() if p.requires_grad}
-    if rule.unused >= trained:
+    trainable = {name for name, p in base_model.named_parameters() if p.requires_grad}
+    if rule.unused >= trainable:
         raise ConfigError(
             "the loss has no gradient: no trainable parameter takes part in it, or it is detached."
         )
     return rule
 
 
-def _check_widths(rule: Rule, agreement: Agreement) -> None:
-    """Refuse batches of different widths whose loss depends on the width.
+def _check_padded_lengths(rule: Rule, agreement: Agreement) -> None:
+    """Check that all ranks have the same padded length if the loss depends on padding: otherwise
+    there is no single batch whose gradient could be computed.
 
     Raises:
-        ConfigError: If no single batch would have the samples of all ranks.
+        ConfigError: If the ranks' padded lengths differ, some batch has padding, and the loss
+            depends on it (or that could not be tested).
     """
-    if rule.pad_to_window and agreement.is_padded and not agreement.has_one_width:
+    if rule.pad_to_window and agreement.is_padded and not agreement.has_one_padded_length:
         raise ConfigError(
-            "the loss depends on the padded width (or that could not be tested), and the batches "
-            "of the ranks have different widths, so they are no one batch: pad all batches to the "
-            "same width in the collate function."
+            "the loss depends on the padded length (or that could not be tested), and the batches "
+            "of the ranks have different padded lengths, so they are not one batch: pad all "
+            "batches to the same length in the collate function."
         )

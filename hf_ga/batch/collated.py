@@ -1,4 +1,4 @@
-"""A collated batch, cut into its samples again."""
+"""A collated batch, as a DataLoader returns it, that can be split into its samples again."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,171 +18,216 @@ from hf_ga.exact.rule import structure_of
 
 
 class CollatedBatch:
-    """A batch as a DataLoader returns it, on the host.
+    """A batch as a DataLoader returns it, copied to the CPU, with the length of each sample.
 
     Args:
-        batch: Arguments of the model by name. Tensors, arrays and lists have one row for each
-            sample; everything else is shared by all samples.
+        batch: The model's arguments by name. Tensors, arrays and lists must have one row for each
+            sample; all other values are shared by all samples.
 
     Attributes:
-        entries: The batch as a dict, on the host.
-        num_samples: Number of its samples; 0 is possible.
-        of_samples: Names of the entries with one row for each sample.
-        token_entries: The entries from which padding may be cut.
-        lengths: Number of columns that each sample needs, over all token entries; ones if there are
-            none. int64, shape (samples,).
-        is_padded: Whether some sample has padding that may be cut.
+        entries: The batch as a dict, on the CPU.
+        num_samples: Number of samples; 0 is possible.
+        per_sample_names: Names of the entries with one row for each sample.
+        token_entries: Groups of entries from which padding may be removed.
+        lengths: Length of each sample without its padding, summed over the groups of token entries;
+            ones if there are none. int64, shape (samples,).
+        is_padded: Whether some sample has padding that may be removed.
 
     Raises:
-        DataError: If the batch cannot be cut into samples.
+        DataError: If the batch cannot be split into samples.
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
-        _check_is_flat(batch)
-        # Targets are counted, and micro-batches cut, on the host.
+        """Copy the batch to the CPU, check it, and find its token entries and lengths."""
+        _check_is_flat_dict(batch)
+        # Targets are counted, and micro-batches are made, on the CPU.
         self.entries: dict[str, Any] = send_to_device(dict(batch), "cpu")
-        self.of_samples = {name for name, value in self.entries.items() if shape_of(value)}
-        self.num_samples = _num_samples(self.entries, self.of_samples)
-        found = find_token_entries(self.entries, self.of_samples) if self.num_samples else ()
-        self.cut_padding_of(found)
+        self.per_sample_names = {name for name, value in self.entries.items() if shape_of(value)}
+        self.num_samples = _count_samples(self.entries, self.per_sample_names)
+        token_entries: tuple[TokenEntries, ...] = ()
+        if self.num_samples:
+            token_entries = find_token_entries(self.entries, self.per_sample_names)
+        self.set_token_entries(token_entries)
 
-    def cut_padding_of(self, token_entries: Sequence[TokenEntries]) -> None:
-        """Choose the entries from which padding is cut."""
+    def set_token_entries(self, token_entries: Sequence[TokenEntries]) -> None:
+        """Set the groups of entries from which padding may be removed, and compute the samples'
+        lengths and `is_padded` again.
+        """
         self.token_entries = tuple(token_entries)
-        self._lengths = [group.lengths(self.entries) for group in token_entries]
-        total = np.zeros(self.num_samples, np.int64)
-        for lengths in self._lengths:
-            total = total + lengths
-        self.lengths = total.clip(1)
+        self._lengths_by_group = [group.lengths(self.entries) for group in token_entries]
+        total_lengths = np.zeros(self.num_samples, np.int64)
+        for lengths in self._lengths_by_group:
+            total_lengths = total_lengths + lengths
+        self.lengths = total_lengths.clip(1)
         self.is_padded = any(
-            lengths.min() < width for lengths, width in zip(self._lengths, self.widths, strict=True)
+            lengths.min() < padded_length
+            for lengths, padded_length in zip(
+                self._lengths_by_group, self.padded_lengths, strict=True
+            )
         )
 
     @property
-    def widths(self) -> tuple[int, ...]:
-        """Number of columns of each group of token entries, padding included."""
-        return tuple(group.width(self.entries) for group in self.token_entries)
+    def padded_lengths(self) -> tuple[int, ...]:
+        """Padded length of each group of token entries: its tensors' size in dim 1."""
+        return tuple(group.padded_length(self.entries) for group in self.token_entries)
 
     @property
     def structure(self) -> tuple[str, ...]:
-        """Names, dtypes and numbers of dimensions of its entries, which print the same on all
-        ranks.
+        """Names, dtypes and numbers of dims of all entries, as sorted strings, so that ranks can
+        compare theirs.
         """
-        described = [str(entry) for entry in structure_of(self.entries)]
-        return tuple(sorted(described))
+        descriptions = [str(entry) for entry in structure_of(self.entries)]
+        return tuple(sorted(descriptions))
 
-    def rows(self, rows: Sequence[int] | np.ndarray, *, is_cut: bool = True) -> dict[str, Any]:
-        """Return some samples as a batch.
+    def take(
+        self, indices: Sequence[int] | np.ndarray, *, trim_padding: bool = True
+    ) -> dict[str, Any]:
+        """Return the samples with these indices as a smaller collated batch.
 
         Args:
-            rows: Numbers of the samples.
-            is_cut: Whether to leave out columns that only other samples need.
+            indices: Indices of the samples in this batch.
+            trim_padding: Whether to truncate token entries to the longest of these samples. False:
+                keep the padded length of this batch.
         """
         entries = dict(self.entries)
-        if is_cut:
-            for group, lengths in zip(self.token_entries, self._lengths, strict=True):
-                width = int(lengths[rows].max())
-                entries |= {name: entries[name][:, :width] for name in group.names}
-        return take_rows(entries, rows, self.of_samples)
+        if trim_padding:
+            for group, lengths in zip(self.token_entries, self._lengths_by_group, strict=True):
+                longest = int(lengths[indices].max())
+                for name in group.names:
+                    entries[name] = entries[name][:, :longest]
+        return take_rows(entries, indices, self.per_sample_names)
 
-    def samples(self, most: int) -> list["Row"]:
-        """Return at most `most` of its samples, spread over it evenly."""
-        number = min(most, self.num_samples)
-        spread = np.linspace(0, self.num_samples - 1, number).astype(int)
-        return [Row(self, int(index)) for index in spread]
+    def spread_samples(self, max_count: int) -> list["CollatedSample"]:
+        """Return at most `max_count` samples, evenly spaced over the batch."""
+        count = min(max_count, self.num_samples)
+        indices = np.linspace(0, self.num_samples - 1, count).astype(int)
+        return [CollatedSample(self, int(index)) for index in indices]
 
 
 @dataclass(frozen=True)
-class Row:
-    """One sample of a collated batch."""
+class CollatedSample:
+    """One sample of a collated batch; its `len` is its number of tokens without padding.
+
+    Attributes:
+        batch: The batch that contains it.
+        index: Its index in the batch.
+    """
 
     batch: CollatedBatch
     index: int
 
     def __len__(self) -> int:
+        """Return the number of tokens of the sample, without padding."""
         return int(self.batch.lengths[self.index])
 
 
-def collate_rows(rows: Sequence[Row]) -> dict[str, Any]:
-    """Join samples of one collated batch, as narrow as a collate function would make them."""
-    return rows[0].batch.rows([row.index for row in rows])
+def collate_samples(samples: Sequence[CollatedSample]) -> dict[str, Any]:
+    """Collate samples of one `CollatedBatch` again, padded to the longest of them, as a collate
+    function with dynamic padding would.
+    """
+    batch = samples[0].batch
+    return batch.take([sample.index for sample in samples])
 
 
 class CollatedFetcher(Fetcher):
-    """The fetcher of micro-batches that are cut from a collated batch.
+    """The fetcher behind `hf_ga.backward`: takes micro-batches out of a batch that is collated
+    already.
 
     Args:
-        batch: The samples of this rank.
-        first: Offset of its first sample in the global batch.
-        samples_of_proof: A function that returns at most so many samples for a proof, the same on
-            all ranks.
+        batch: The samples of this rank, or of all ranks.
+        first_offset: Index of the batch's first sample in the global batch.
+        get_proof_samples: A function that takes a maximum number of samples and returns samples for
+            a proof, the same on all ranks.
     """
 
     def __init__(
-        self, batch: CollatedBatch, first: int, samples_of_proof: Callable[[int], list[Row]]
+        self,
+        batch: CollatedBatch,
+        first_offset: int,
+        get_proof_samples: Callable[[int], list[CollatedSample]],
     ) -> None:
-        super().__init__((), collate_rows)
+        """Store the batch; the base class gets no dataset, as nothing is left to fetch."""
+        super().__init__((), collate_samples)
         self.batch = batch
-        self.first = first
-        self.samples_of_proof = samples_of_proof
+        self.first_offset = first_offset
+        self.get_proof_samples = get_proof_samples
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
-        is_cut = not request.whole_window
-        rows = [offsets - self.first for offsets in request.micro_batches]
-        return [self.batch.rows(part, is_cut=is_cut) for part in rows]
+        """Return the micro-batches that a window's plan assigns to this rank, each as a collated
+        dict. They are truncated to their longest sample, unless the plan asks for one padded length
+        for the whole window (`whole_window`).
+        """
+        trim_padding = not request.whole_window
+        return [
+            self.batch.take(offsets - self.first_offset, trim_padding=trim_padding)
+            for offsets in request.micro_batches
+        ]
 
     def offsets(self, request: WindowRequest) -> np.ndarray:
-        """Return the offsets of this rank's samples: those of other ranks are not here."""
-        return self.first + np.arange(self.batch.num_samples)
+        """Return the indices in the global batch of the samples that this rank holds."""
+        return self.first_offset + np.arange(self.batch.num_samples)
 
-    def probe_samples(self, request: WindowRequest, count: int) -> list[Row]:
-        """Return at most `count` samples; on several ranks a collective."""
-        return self.samples_of_proof(count)
+    def probe_samples(self, request: WindowRequest, count: int) -> list[CollatedSample]:
+        """Return at most `count` samples for the proof that a model's loss is additive, the same on
+        all ranks. All ranks must call it.
+        """
+        return self.get_proof_samples(count)
 
 
-def joined(
-    parts: Sequence[Mapping[str, Any]], of_samples: Collection[str], of_tokens: Collection[str]
+def concatenate_batches(
+    batches: Sequence[Mapping[str, Any]],
+    per_sample_names: Collection[str],
+    padded_names: Collection[str],
 ) -> dict[str, Any]:
-    """Join several batches.
+    """Concatenate collated batches along their samples, padding token entries on the right to the
+    longest batch.
 
     Args:
-        parts: The entries of each batch.
-        of_samples: Names of the entries with one row for each sample. Other entries are those of
-            the first batch.
-        of_tokens: Names of the entries that are padded to one width.
+        batches: The entries of each batch.
+        per_sample_names: Names of the entries with one row for each sample. All other entries are
+            taken from the first batch.
+        padded_names: Names of the entries that may have different padded lengths. Labels are padded
+            with -100, others with 0.
 
     Raises:
-        DataError: If tensors have different shapes.
+        DataError: If an entry's rows have different shapes.
     """
-    whole = dict(parts[0])
-    for name in of_samples:
-        values = [part[name] for part in parts]
-        if name in of_tokens:
+    result = dict(batches[0])
+    for name in per_sample_names:
+        values = [batch[name] for batch in batches]
+        if name in padded_names:
             filler = IGNORED_LABEL if name == LABELS else 0
-            values = _of_one_width(values, filler)
-        shapes = {shape_of(value)[1:] for value in values}
-        if len(shapes) > 1:
+            values = _pad_to_longest(values, filler)
+        row_shapes = {shape_of(value)[1:] for value in values}
+        if len(row_shapes) > 1:
             raise DataError(
-                f"the ranks' {name!r} have rows of different shapes ({sorted(shapes)}), so they "
-                "are no one batch: pad all batches to the same shape in the collate function."
+                f"the ranks' {name!r} have rows of different shapes ({sorted(row_shapes)}), so "
+                "they cannot be joined to one batch: pad all batches to the same shape in the "
+                "collate function."
             )
-        whole[name] = concatenated(values)
-    return whole
+        result[name] = concatenated(values)
+    return result
 
 
-def _of_one_width(values: Sequence[Tensor], filler: int) -> list[Tensor]:
-    """Pad tensors of shape (samples, columns, ...) on the right to the same number of columns."""
-    width = max(value.shape[1] for value in values)
-    padded = []
+def _pad_to_longest(values: Sequence[Tensor], filler: int) -> list[Tensor]:
+    """Pad tensors of shape (samples, tokens, ...) with `filler` on the right to the largest number
+    of tokens of any of them.
+    """
+    longest = max(value.shape[1] for value in values)
+    padded_values = []
     for value in values:
-        num_samples, num_columns, *others = value.shape
-        missing = value.new_full((num_samples, width - num_columns, *others), filler)
-        padded.append(torch.cat([value, missing], dim=1))
-    return padded
+        num_samples, num_tokens, *other_dims = value.shape
+        padding = value.new_full((num_samples, longest - num_tokens, *other_dims), filler)
+        padded_values.append(torch.cat([value, padding], dim=1))
+    return padded_values
 
 
-def _check_is_flat(batch: Any) -> None:
-    """Raise DataError if the batch is not a dict, or has a dict as an entry."""
+def _check_is_flat_dict(batch: Any) -> None:
+    """Check that a batch is a dict whose values are not dicts themselves.
+
+    Raises:
+        DataError: If the batch is not a dict, or is nested.
+    """
     if not isinstance(batch, Mapping):
         raise DataError(
             f"the batch must be a dict of the model's arguments by name, got a "
@@ -196,26 +241,27 @@ def _check_is_flat(batch: Any) -> None:
         )
 
 
-def _num_samples(entries: dict[str, Any], of_samples: set[str]) -> int:
-    """Return the common size of the first axis.
+def _count_samples(entries: dict[str, Any], per_sample_names: set[str]) -> int:
+    """Return the number of samples of a batch: the number of rows that all per-sample entries have.
 
     Raises:
-        DataError: If there is none.
+        DataError: If no entry is a tensor or array with rows, or entries have different numbers of
+            rows.
     """
-    has_tensor = any(isinstance(entries[name], Tensor | np.ndarray) for name in of_samples)
+    has_tensor = any(isinstance(entries[name], Tensor | np.ndarray) for name in per_sample_names)
     if not has_tensor:
         raise DataError(
-            f"the batch ({', '.join(entries) or 'empty'}) has no tensor with a sample axis: its "
-            "tensors need one row for each sample."
+            f"the batch ({', '.join(entries) or 'empty'}) has no tensor with a sample dimension: "
+            "its tensors need one row for each sample."
         )
-    sizes = {name: len(entries[name]) for name in sorted(of_samples)}
-    different = set(sizes.values())
-    if len(different) > 1:
-        listed = ", ".join(f"{name} {size}" for name, size in sizes.items())
+    num_rows = {name: len(entries[name]) for name in sorted(per_sample_names)}
+    distinct = set(num_rows.values())
+    if len(distinct) > 1:
+        listed = ", ".join(f"{name} {rows}" for name, rows in num_rows.items())
         raise DataError(
-            f"the entries of the batch have first axes of different sizes ({listed}), so it cannot "
-            "be cut into samples: give each one row for each sample. Tensors that all samples "
-            "share belong into the model or into loss_fn. Where a sample has several rows (image "
+            f"the entries of the batch have different numbers of rows ({listed}), so it cannot be "
+            "split into samples: give each entry one row for each sample. Tensors that all samples "
+            "share belong in the model or in loss_fn. If a sample has several rows (image "
             "patches), use hf_ga.Accelerator or hf_ga.WindowLoader, which know the samples."
         )
-    return different.pop()
+    return distinct.pop()

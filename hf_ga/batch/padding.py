@@ -1,4 +1,6 @@
-"""Padding in a collated batch: which entries hold tokens, and how many tokens each sample has."""
+"""Padding in a collated batch: which entries are padded along a token dim, and how many tokens each
+sample has before its padding.
+"""
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -15,94 +17,125 @@ LABELS = "labels"
 
 @dataclass(frozen=True)
 class TokenEntries:
-    """Entries of a batch whose second axis is the same axis of tokens.
+    """A group of entries of a collated batch that have the same padded length, such as `input_ids`,
+    `attention_mask` and `labels`: tensors of shape (samples, padded length, ...).
 
     Attributes:
-        names: Their names.
-        marks: Those of them that show which tokens a sample has: a mask, or labels.
+        names: Names of the entries.
+        marker_names: Those among `names` whose values show which positions hold real tokens: an
+            attention mask (1 at tokens), or labels (not -100 at tokens).
     """
 
     names: tuple[str, ...]
-    marks: tuple[str, ...]
+    marker_names: tuple[str, ...]
 
-    def width(self, batch: Batch) -> int:
-        """Return the number of columns of these entries, padding included."""
-        entry = batch[self.names[0]]
-        return entry.shape[1]
+    def padded_length(self, batch: Batch) -> int:
+        """Return the padded length of this group's entries in a batch: their size in dim 1."""
+        first_entry = batch[self.names[0]]
+        return first_entry.shape[1]
 
     def lengths(self, batch: Batch) -> np.ndarray:
-        """Count each sample's columns up to its last token, at least 1. Left padding counts.
+        """Return each sample's length without the padding on its right, at least 1. Padding on its
+        left counts as part of the sample.
+
+        Args:
+            batch: The collated batch, on the CPU.
 
         Returns:
             int64, shape (samples,).
         """
-        by_mark = [_marked(name, batch[name]) for name in self.marks]
-        is_used = torch.stack(by_mark).any(0)
-        columns = torch.arange(1, is_used.shape[1] + 1)
-        last_used = (is_used * columns).amax(1)
-        return last_used.clamp(min=1).numpy()
+        markers = [_marked_positions(name, batch[name]) for name in self.marker_names]
+        is_token = torch.stack(markers).any(0)
+        positions_from_1 = torch.arange(1, is_token.shape[1] + 1)
+        last_token = (is_token * positions_from_1).amax(1)
+        return last_token.clamp(min=1).numpy()
 
 
 def find_token_entries(batch: Batch, names: Collection[str]) -> tuple[TokenEntries, ...]:
-    """Find the entries from which padding columns may be cut, one group for each width.
+    """Find the entries of a collated batch from which padding may be removed, and group them by
+    their padded length.
 
-    Entries are left as they are if neither a mask nor labels mark their tokens. What has no mark
-    may be a real token that is no target: whether it may be cut is for the proof to find.
+    A group is returned only if it contains a mask or labels that mark its real tokens. A position
+    that is not marked may still be a real token (one that is no target): the proof tests whether
+    removing it changes the loss.
 
     Args:
-        batch: The batch, on the host.
+        batch: The collated batch, on the CPU.
         names: Names of the entries with one row for each sample.
+
+    Returns:
+        The groups, sorted by the names of their entries.
 
     >>> mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     >>> batch = {"input_ids": mask * 5, "attention_mask": mask}
     >>> find_token_entries(batch, batch)[0].lengths(batch)
     array([2, 1])
     """
-    by_width: dict[int, list[str]] = {}
+    names_by_length: dict[int, list[str]] = {}
     for name in sorted(names):
         value = batch[name]
         if isinstance(value, Tensor) and value.dim() > 1 and value.shape[1]:
-            by_width.setdefault(value.shape[1], []).append(name)
+            names_by_length.setdefault(value.shape[1], []).append(name)
     groups = []
-    for group in by_width.values():
-        marks = tuple(name for name in group if _is_mark(name, batch[name]))
-        groups.append(TokenEntries(tuple(group), marks))
-    return _sorted_with_marks(groups)
+    for group_names in names_by_length.values():
+        marker_names = tuple(name for name in group_names if _is_marker(name, batch[name]))
+        groups.append(TokenEntries(tuple(group_names), marker_names))
+    return _keep_marked_and_sort(groups)
 
 
-def refined(
-    groups: Sequence[TokenEntries], others: Sequence[TokenEntries]
+def groups_in_both(
+    groups: Sequence[TokenEntries], other_groups: Sequence[TokenEntries]
 ) -> tuple[TokenEntries, ...]:
-    """Split the groups of two batches where entries had the same width in one of them by chance.
+    """Return the groups of entries that have the same padded length in both of two batches.
+
+    Entries of different token sequences (`attention_mask` of the encoder, `labels` of the decoder)
+    may have the same padded length in one batch by chance; the other batch separates them. Groups
+    without a marker of real tokens are omitted.
+
+    Args:
+        groups: The groups of one batch, from `find_token_entries`.
+        other_groups: The groups of the other batch.
 
     >>> mask, labels = "attention_mask", "labels"
     >>> by_chance = [TokenEntries((mask, labels), (mask, labels))]
-    >>> apart = [TokenEntries((mask,), (mask,)), TokenEntries((labels,), (labels,))]
-    >>> refined(by_chance, apart) == refined(apart, by_chance) == tuple(apart)
+    >>> separate = [TokenEntries((mask,), (mask,)), TokenEntries((labels,), (labels,))]
+    >>> groups_in_both(by_chance, separate) == tuple(separate)
     True
     """
-    found = []
-    for one, other in product(groups, others):
-        names = tuple(name for name in one.names if name in other.names)
-        marks = tuple(name for name in names if name in one.marks and name in other.marks)
-        found.append(TokenEntries(names, marks))
-    return _sorted_with_marks(found)
+    common_groups = []
+    for group, other in product(groups, other_groups):
+        names = tuple(name for name in group.names if name in other.names)
+        marker_names = tuple(
+            name for name in names if name in group.marker_names and name in other.marker_names
+        )
+        common_groups.append(TokenEntries(names, marker_names))
+    return _keep_marked_and_sort(common_groups)
 
 
-def _sorted_with_marks(groups: Sequence[TokenEntries]) -> tuple[TokenEntries, ...]:
-    """Sort the groups whose tokens are marked, in an order that is the same on all ranks."""
-    marked = [group for group in groups if group.marks]
-    return tuple(sorted(marked, key=str))
+def _keep_marked_and_sort(groups: Sequence[TokenEntries]) -> tuple[TokenEntries, ...]:
+    """Remove the groups of entries in which no mask or labels show the real tokens, and sort the
+    others by their names, so that all ranks have them in the same order.
+    """
+    marked_groups = [group for group in groups if group.marker_names]
+    return tuple(sorted(marked_groups, key=lambda group: group.names))
 
 
-def _is_mark(name: str, value: Tensor) -> bool:
-    """Whether an entry shows which tokens a sample has: a mask, or labels of tokens."""
+def _is_marker(name: str, value: Tensor) -> bool:
+    """Whether an entry of a batch shows which positions hold real tokens: it is a mask of zeros and
+    ones with "mask" in its name, or integer labels of shape (samples, tokens).
+    """
     if "mask" in name:
         return marks_tokens(value)
     is_integer = not value.is_floating_point() and value.dtype != torch.bool
     return name == LABELS and value.dim() == 2 and is_integer
 
 
-def _marked(name: str, value: Tensor) -> Tensor:
-    """Return bool of the entry's shape: True at the tokens that the entry marks."""
+def _marked_positions(name: str, value: Tensor) -> Tensor:
+    """Return a bool tensor that is True at real tokens: where labels are not -100, or where a mask
+    is not 0.
+
+    Args:
+        name: Name of the entry: "labels", or that of a mask.
+        value: The entry, shape (samples, tokens).
+    """
     return value != (IGNORED_LABEL if name == LABELS else 0)

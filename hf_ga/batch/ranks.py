@@ -1,16 +1,18 @@
-"""What ranks agree on before each of them computes a batch of its own."""
+"""What ranks agree on before each of them computes its own part of a global batch, for
+`hf_ga.backward`.
+"""
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from hf_ga.batch.collated import CollatedBatch, Row, joined
-from hf_ga.batch.padding import TokenEntries, refined
+from hf_ga.batch.collated import CollatedBatch, CollatedSample, concatenate_batches
+from hf_ga.batch.padding import TokenEntries, groups_in_both
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.exact.backend import Backend, RankStatus
 
@@ -18,61 +20,65 @@ from hf_ga.exact.backend import Backend, RankStatus
 MASK63 = (1 << 63) - 1
 
 
-class Share(NamedTuple):
-    """What a rank tells the others of its batch, in integers below 2**63.
+@dataclass(frozen=True)
+class BatchSummary:
+    """What a rank sends to the others about its batch: integers below 2**63, for one all-gather.
 
     Attributes:
-        has_failed: 1 if it has no batch because of an error.
-        size: Number of samples.
-        seed: Its seed of the dropout masks.
+        has_failed: 1 if the rank has no batch because of an error.
+        num_samples: Number of samples.
+        seed: The rank's seed of the dropout masks.
         step: Number of the call.
-        setup: Fingerprint of what must be the same on all ranks.
-        token_entries: Fingerprint of the entries from which padding may be cut.
-        widths: Fingerprint of their widths.
+        setup: Hash of what must be the same on all ranks.
+        token_entries: Hash of the groups of entries from which padding may be removed.
+        padded_lengths: Hash of their padded lengths.
         is_padded: 1 if some sample has padding.
     """
 
     has_failed: int
-    size: int = 0
+    num_samples: int = 0
     seed: int = 0
     step: int = 0
     setup: int = 0
     token_entries: int = 0
-    widths: int = 0
+    padded_lengths: int = 0
     is_padded: int = 0
 
 
 @dataclass(frozen=True)
 class Agreement:
-    """What all ranks know of a global batch that lies on them in parts.
+    """What all ranks know about a global batch, of which each rank holds a part.
 
     Attributes:
-        sizes: Number of samples on each rank.
-        seed: The seed of the dropout masks, rank 0's.
-        is_padded: Whether any rank's batch has padding that may be cut.
-        has_one_width: Whether the batches of all ranks have the same width.
-        kind: The kind of the batches: a proof holds for all batches of one kind.
-        rank_of_proof: The rank on whose samples it is made.
+        num_samples_by_rank: Number of samples on each rank.
+        seed: The seed of the dropout masks: rank 0's.
+        is_padded: Whether the batch of any rank has padding that may be removed.
+        has_one_padded_length: Whether the batches of all ranks have the same padded lengths.
+        kind: Hashes that identify the kind of batch (its entries, the model's training modes); a
+            proof holds for all batches of one kind.
+        proof_rank: The rank whose samples the proof uses.
     """
 
-    sizes: tuple[int, ...]
+    num_samples_by_rank: tuple[int, ...]
     seed: int
     is_padded: bool
-    has_one_width: bool
+    has_one_padded_length: bool
     kind: tuple[int, ...]
-    rank_of_proof: int
+    proof_rank: int
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of the global batch."""
-        return sum(self.sizes)
+        """Number of samples of the global batch: those of all ranks."""
+        return sum(self.num_samples_by_rank)
 
-    def first_of(self, rank: int) -> int:
-        """Return the offset of a rank's first sample in the global batch."""
-        return sum(self.sizes[:rank])
+    def first_offset(self, rank: int) -> int:
+        """Return the index of a rank's first sample in the global batch, which consists of the
+        ranks' batches in the order of the ranks.
+        """
+        return sum(self.num_samples_by_rank[:rank])
 
 
-def agree(
+def agree_on_global_batch(
     backend: Backend,
     batch: CollatedBatch | None,
     failure: Exception | None,
@@ -81,105 +87,144 @@ def agree(
     step: int,
     setup: Iterable[object],
 ) -> Agreement:
-    """Exchange what ranks must know of each other's batches, by one small all-gather.
+    """Exchange what ranks must know about each other's batches, by one small all-gather, and check
+    that the batches are parts of one global batch. If the ranks' token entries differ, sets those
+    of `batch` to the ones that all ranks have in common. All ranks must call it.
 
     Args:
         backend: How ranks communicate.
-        batch: This rank's batch. None: it could not be made. The token entries of all ranks become
-            the same.
+        batch: This rank's batch. None: it could not be made.
         failure: The error because of which there is no batch.
         seed: This rank's seed of the dropout masks.
         step: Number of the call, which must be the same on all ranks.
-        setup: What else must be the same, of any type that prints the same on all ranks.
+        setup: Other values that must be the same, of any type that prints the same on all ranks.
 
     Raises:
-        ConfigError: If ranks differ in what they should not.
+        ConfigError: If the ranks' steps, kinds of batches, or `setup` differ.
         DataError: If the batch cannot be used, or no rank has any sample.
         ProcessFailed: If another rank's batch cannot be used.
     """
-    own = Share(has_failed=1)
+    summary = BatchSummary(has_failed=1)
     if batch is not None:
-        own = Share(
-            has_failed=0,
-            size=batch.num_samples,
-            seed=seed & MASK63,
-            step=step,
-            setup=_fingerprint([*setup, *batch.structure]),
-            token_entries=_fingerprint(batch.token_entries),
-            widths=_fingerprint(batch.widths),
-            is_padded=int(batch.is_padded),
-        )
-    shares = [Share(*numbers) for numbers in all_gather(backend, own)]
-    if any(share.has_failed for share in shares):
-        raise_on_all_ranks(backend, failure)
-    _check_steps([share.step for share in shares])
-    ranks = [rank for rank, share in enumerate(shares) if share.size]
-    if not ranks:
-        raise DataError("the batch has no samples: leave it out.")
-    first = shares[ranks[0]]
-    _check_setups([share.setup for share in shares], ranks)
+        summary = _summarize(batch, seed, step, setup)
+    gathered = all_gather_integers(backend, astuple(summary))
+    summaries = [BatchSummary(*numbers) for numbers in gathered]
+    if any(one.has_failed for one in summaries):
+        raise_failure_on_all_ranks(backend, failure)
+    _check_same_step([one.step for one in summaries])
+    ranks_with_samples = [rank for rank, one in enumerate(summaries) if one.num_samples]
+    if not ranks_with_samples:
+        raise DataError("the batch has no samples on any rank: skip it.")
+    _check_same_setup([one.setup for one in summaries], ranks_with_samples)
+    first = summaries[ranks_with_samples[0]]
     token_entries = first.token_entries
-    if any(shares[rank].token_entries != token_entries for rank in ranks):
-        token_entries = _fingerprint(agree_on_token_entries(backend, batch))
-    is_padded = any(share.is_padded for share in shares)
+    if any(summaries[rank].token_entries != token_entries for rank in ranks_with_samples):
+        token_entries = _hash63(agree_on_token_entries(backend, batch))
+    is_padded = any(one.is_padded for one in summaries)
+    padded_lengths = {summaries[rank].padded_lengths for rank in ranks_with_samples}
 
-    def worth_for_proof(rank: int) -> tuple[int, int]:
-        return shares[rank].is_padded, shares[rank].size
+    def suitability_for_proof(rank: int) -> tuple[int, int]:
+        """Prefer a batch with padding, then a larger one: it shows more about the loss."""
+        return summaries[rank].is_padded, summaries[rank].num_samples
 
     return Agreement(
-        sizes=tuple(share.size for share in shares),
-        seed=shares[0].seed,
+        num_samples_by_rank=tuple(one.num_samples for one in summaries),
+        seed=summaries[0].seed,
         is_padded=is_padded,
-        has_one_width=len({shares[rank].widths for rank in ranks}) == 1,
+        has_one_padded_length=len(padded_lengths) == 1,
         kind=(first.setup, token_entries, int(is_padded)),
-        rank_of_proof=max(ranks, key=worth_for_proof),
+        proof_rank=max(ranks_with_samples, key=suitability_for_proof),
+    )
+
+
+def _summarize(batch: CollatedBatch, seed: int, step: int, setup: Iterable[object]) -> BatchSummary:
+    """Summarize this rank's batch in a few integers that the other ranks get.
+
+    Args:
+        batch: This rank's batch.
+        seed: This rank's seed of the dropout masks.
+        step: Number of the call.
+        setup: Other values that must be the same on all ranks.
+    """
+    return BatchSummary(
+        has_failed=0,
+        num_samples=batch.num_samples,
+        seed=seed & MASK63,
+        step=step,
+        setup=_hash63([*setup, *batch.structure]),
+        token_entries=_hash63(batch.token_entries),
+        padded_lengths=_hash63(batch.padded_lengths),
+        is_padded=int(batch.is_padded),
     )
 
 
 def agree_on_token_entries(backend: Backend, batch: CollatedBatch) -> tuple[TokenEntries, ...]:
-    """Split the token entries of all ranks where they have the same width on some ranks only."""
-    own = batch.token_entries if batch.num_samples else None
-    of_ranks: list[Any] = [None] * backend.num_processes
-    dist.all_gather_object(of_ranks, own)
-    agreed = reduce(refined, [entries for entries in of_ranks if entries is not None])
+    """Return the groups of token entries that have the same padded length on every rank with
+    samples, and set them on `batch`. All ranks must call it.
+    """
+    own_groups = batch.token_entries if batch.num_samples else None
+    groups_by_rank: list[Any] = [None] * backend.num_processes
+    dist.all_gather_object(groups_by_rank, own_groups)
+    common_groups = reduce(
+        groups_in_both, [groups for groups in groups_by_rank if groups is not None]
+    )
     if batch.num_samples:
-        batch.cut_padding_of(agreed)
-    return agreed
+        batch.set_token_entries(common_groups)
+    return common_groups
 
 
-def gather(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
-    """Gather the global batch: the samples of all ranks, one rank after the other.
+def gather_batches(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
+    """Gather the global batch on every rank: the samples of all ranks, in the order of the ranks.
 
     Raises:
-        DataError: If their tensors have different shapes, apart from padding.
+        DataError: If the ranks' tensors have different shapes, apart from padding.
     """
-    of_ranks: list[Any] = [None] * backend.num_processes
-    dist.all_gather_object(of_ranks, (batch.num_samples, batch.entries, batch.token_entries))
-    parts = [entries for number, entries, _ in of_ranks if number]
-    token_entries = next(groups for number, _, groups in of_ranks if number)
-    of_tokens = [name for group in token_entries for name in group.names]
-    whole = CollatedBatch(joined(parts, batch.of_samples, of_tokens))
-    whole.cut_padding_of(token_entries)
-    return whole
+    gathered: list[Any] = [None] * backend.num_processes
+    dist.all_gather_object(gathered, (batch.num_samples, batch.entries, batch.token_entries))
+    # A rank without samples may have no token entries.
+    nonempty = [
+        (entries, token_entries) for num_samples, entries, token_entries in gathered if num_samples
+    ]
+    _, token_entries = nonempty[0]
+    global_batch = CollatedBatch(
+        concatenate_batches(
+            batches=[entries for entries, _ in nonempty],
+            per_sample_names=batch.per_sample_names,
+            padded_names=[name for group in token_entries for name in group.names],
+        )
+    )
+    global_batch.set_token_entries(token_entries)
+    return global_batch
 
 
 def proof_samples(
-    backend: Backend, batch: CollatedBatch, agreement: Agreement, most: int
-) -> list[Row]:
-    """Return at most `most` samples of one rank's batch, the same on all ranks, which then prove
-    the same.
+    backend: Backend, batch: CollatedBatch, agreement: Agreement, max_count: int
+) -> list[CollatedSample]:
+    """Return at most `max_count` samples for the proof that a model's loss is additive. All ranks
+    get the same samples, from the batch of the proof rank, so that all make the same proof; all
+    ranks must call it.
+
+    Args:
+        backend: How ranks communicate.
+        batch: This rank's batch.
+        agreement: What the ranks agreed on; contains the rank whose samples are used.
+        max_count: Maximum number of samples.
     """
-    samples = batch.samples(most)
+    samples = batch.spread_samples(max_count)
     if backend.num_processes == 1:
         return samples
-    shared = [samples]
-    dist.broadcast_object_list(shared, agreement.rank_of_proof, device=backend.device)
-    return shared[0]
+    broadcast = [samples]
+    dist.broadcast_object_list(broadcast, agreement.proof_rank, device=backend.device)
+    return broadcast[0]
 
 
-def all_gather(backend: Backend, numbers: Sequence[int]) -> list[list[int]]:
-    """Gather integers below 2**63 in size: one list for each rank."""
-    own = torch.tensor(numbers, dtype=torch.int64, device=backend.device)
+def all_gather_integers(backend: Backend, integers: Sequence[int]) -> list[list[int]]:
+    """Gather the same number of int64 integers from each rank.
+
+    Returns:
+        One list for each rank, in the order of the ranks.
+    """
+    own = torch.tensor(integers, dtype=torch.int64, device=backend.device)
     if backend.num_processes == 1:
         return [own.tolist()]
     gathered = [torch.empty_like(own) for _ in range(backend.num_processes)]
@@ -187,39 +232,64 @@ def all_gather(backend: Backend, numbers: Sequence[int]) -> list[list[int]]:
     return torch.stack(gathered).tolist()
 
 
-def raise_on_all_ranks(backend: Backend, failure: Exception | None) -> None:
-    """Raise this rank's failure, or ProcessFailed where another rank has one."""
+def raise_failure_on_all_ranks(backend: Backend, failure: Exception | None) -> None:
+    """Raise an error on all ranks if at least one of them has failed. All ranks must call it.
+
+    Args:
+        backend: How ranks communicate.
+        failure: The error of this rank. None: it has not failed.
+
+    Raises:
+        Exception: This rank's failure.
+        ProcessFailed: If only other ranks have failed.
+    """
+    # The all-reduce of an otherwise empty status raises if any rank's status has a failure.
     loss = torch.zeros((), device=backend.device)
     backend.all_reduce_status(RankStatus(loss, counts=(), failure=failure))
 
 
-def _check_steps(steps: Sequence[int]) -> None:
-    """Raise ConfigError if ranks are at different steps."""
+def _check_same_step(steps: Sequence[int]) -> None:
+    """Check that all ranks are at the same step.
+
+    Args:
+        steps: The step of each rank.
+
+    Raises:
+        ConfigError: If the steps differ.
+    """
     if len(set(steps)) > 1:
         raise ConfigError(
             f"ranks are at different steps ({', '.join(map(str, steps))}), so they would draw "
-            "other dropout masks: call hf_ga.backward on all ranks, with the same step."
+            "different dropout masks: call hf_ga.backward on all ranks, with the same step."
         )
 
 
-def _check_setups(setups: Sequence[int], ranks: Sequence[int]) -> None:
-    """Raise ConfigError if two ranks that have samples differ in their fingerprints.
+def _check_same_setup(setup_hashes: Sequence[int], ranks_with_samples: Sequence[int]) -> None:
+    """Check that the ranks that have samples call `hf_ga.backward` with the same kind of batch,
+    model and loss.
 
     Args:
-        setups: The fingerprint of each rank.
-        ranks: The ranks that have samples.
+        setup_hashes: Hash of each rank's kind of batch, training modes and kind of loss.
+        ranks_with_samples: The ranks that have samples.
+
+    Raises:
+        ConfigError: If the hashes of two such ranks differ.
     """
-    different = [rank for rank in ranks if setups[rank] != setups[ranks[0]]]
-    if different:
-        raise ConfigError(
-            f"the batches of ranks {ranks[0]} and {different[0]} have other entries, or their "
-            "models other training modes or loss functions: call hf_ga.backward with the same "
-            "kind of batch on all ranks."
-        )
+    first_rank = ranks_with_samples[0]
+    for rank in ranks_with_samples:
+        if setup_hashes[rank] != setup_hashes[first_rank]:
+            raise ConfigError(
+                f"the batches of ranks {first_rank} and {rank} have different entries, or their "
+                "models have different training modes or loss functions: call hf_ga.backward with "
+                "the same kind of batch, model and loss function on all ranks."
+            )
 
 
-def _fingerprint(values: Iterable[object]) -> int:
-    """Hash values to a number below 2**63 that is the same in every process."""
+def _hash63(values: Iterable[object]) -> int:
+    """Hash the printed form of values to an integer below 2**63, so that ranks can compare the
+    values by an all-gather of int64. Unlike Python's `hash`, the result is the same in every
+    process.
+    """
     text = "\n".join(map(str, values))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     return int.from_bytes(digest) & MASK63

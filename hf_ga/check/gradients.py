@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from hf_ga.exact.forward import unwrapped
-from hf_ga.parallel.fsdp import own_name
+from hf_ga.parallel.fsdp import unwrapped_name
 
 Gradients = dict[str, Tensor]
 
@@ -95,6 +95,6 @@ def take_gradients(model: nn.Module) -> Gradients:
             if isinstance(gradient, DTensor):
                 gradient = gradient.full_tensor()
             # FSDP1 frees the gathered gradients at the end of the block.
-            taken[own_name(name)] = gradient.clone() if is_fsdp1 else gradient
+            taken[unwrapped_name(name)] = gradient.clone() if is_fsdp1 else gradient
     model.zero_grad()
     return taken

@@ -28,7 +28,7 @@ from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
-from hf_ga.training import Given, backward_window, remember
+from hf_ga.training import LossSettings, backward_window, remember
 
 StepFunction = Callable[..., Any]  # step(model, micro_batches), see `check_equivalence`
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -115,7 +115,7 @@ def run_hf_ga_step(context: CheckContext, window: Window) -> tuple[float, Gradie
         The mean loss of the whole window, and its unscaled gradients.
     """
     model = context.prepared
-    remember(context.accelerator, model, Given(rule=context.rule, **context.proof_arguments))
+    remember(context.accelerator, model, LossSettings(rule=context.rule, **context.proof_arguments))
     with restored_buffers(model):
         result = backward_window(context.accelerator, model, window)
     gradients = take_gradients(model)

@@ -1,5 +1,6 @@
-"""Several processes: the FSDP backend of the exact step, sharded checkpoints, and collective
-helpers.
+"""Training on several processes: the backends for FSDP and pipelines, sharded checkpoints, and
+helpers for collectives.
 
-`backend_for` selects the backend; the rest of the package does not depend on which one is used.
+`fsdp.backend_for` selects the backend; the rest of the package does not depend on which one is
+used.
 """

@@ -1,5 +1,5 @@
-"""FSDP, version 1 and 2: gradients reduced in float32 once per window, clipping and weights over
-all shards, on CPUs too.
+"""The backend for FSDP, version 1 and 2, on GPUs and CPUs: gradients are reduced in float32 once
+per window, and clipped by their norm over all shards.
 """
 
 from collections.abc import Collection, Sequence
@@ -23,19 +23,21 @@ from hf_ga.exact.precision import LOW_PRECISION
 from hf_ga.exact.same_bits import ChunkBackend
 from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
-from hf_ga.parallel.rejoin import Progress, can_rejoin, units_of
+from hf_ga.parallel.rejoin import CollectiveCounter, can_rejoin, fsdp2_units
 
-# Parts that wrappers add to the names of modules and parameters.
-WRAPPERS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+# Parts that the wrappers of FSDP1 and activation checkpointing add to the names of modules and
+# parameters.
+WRAPPER_PARTS = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 
 
 def backend_for(accelerator: Accelerator, *, same_bits: bool = False) -> Backend:
-    """Return the backend of the exact step for an accelerator.
+    """Return the backend by which the ranks of an accelerator communicate in a window: a
+    `ShardedBackend` under FSDP, otherwise a plain or a same-bits backend.
 
     Args:
         accelerator: The accelerator that prepares the model.
-        same_bits: Whether windows are cut into chunks, so that results have the same bits for every
-            number of ranks.
+        same_bits: Whether windows are split into chunks, so that results have the same bits for
+            every number of ranks.
 
     Raises:
         ConfigError: If `same_bits` is set under FSDP.
@@ -46,22 +48,25 @@ def backend_for(accelerator: Accelerator, *, same_bits: bool = False) -> Backend
         return Backend(accelerator)
     if same_bits:
         raise ConfigError(
-            "FSDP does not support same_bits, because it adds the ranks' gradients in another "
-            "order: use DDP, or omit same_bits."
+            "FSDP does not support same_bits, because it adds the ranks' gradients in an order of "
+            "its own: use DDP, or omit same_bits."
         )
     return ShardedBackend(accelerator)
 
 
 def is_sharded(accelerator: Accelerator) -> bool:
-    """Whether parameters are sharded (FSDP)."""
+    """Whether an accelerator shards the parameters of the models that it prepares (FSDP1 or
+    FSDP2).
+    """
     return accelerator.distributed_type == DistributedType.FSDP
 
 
 class ShardedBackend(Backend):
-    """The backend for FSDP1 and FSDP2.
+    """The backend for FSDP1 and FSDP2: how ranks with sharded parameters compute a window.
 
     Forwards and backwards are collectives, so all ranks run the same number of them. FSDP averages
-    gradients over ranks, so terms are multiplied by the number of ranks.
+    gradients over the ranks, so each micro-batch's term of the loss is multiplied by the number of
+    ranks.
 
     Args:
         accelerator: An accelerator with an FSDP plugin.
@@ -71,24 +76,30 @@ class ShardedBackend(Backend):
     # FSDP reduces gradients itself.
     can_sum_early = False
     reason_not_to_cut = (
-        "Under FSDP it cannot be cut here, as a process that fails cannot rejoin the others: make "
-        "it smaller (per_device_train_batch_size, in an evaluation per_device_eval_batch_size; the "
-        "results stay the same)"
+        "Under FSDP it cannot be split here, because a process that fails cannot rejoin the "
+        "others: make it smaller (per_device_train_batch_size, in an evaluation "
+        "per_device_eval_batch_size; the results stay the same)"
     )
 
     def __init__(self, accelerator: Accelerator) -> None:
+        """Read the FSDP settings of the accelerator."""
         super().__init__(accelerator)
         self.plugin = accelerator.state.fsdp_plugin
         self.can_rejoin = can_rejoin(accelerator)
-        self._progress = Progress()
+        self._counter = CollectiveCounter()
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
-        """Check that FSDP reduces gradients exactly, and let FSDP2 reduce gradients that only some
-        ranks have.
+        """Check, before the forwards of a window, that FSDP reduces gradients exactly. Configure
+        FSDP2 to also reduce gradients that only some ranks have, and count its collectives, so that
+        a rank that runs out of memory can rejoin the others.
+
+        Args:
+            model: The prepared model.
+            loss: The loss of the window.
 
         Raises:
             ConfigError: If gradients would be reduced in half precision, or not be reduced (ignored
-                modules), or the loss uses parameters, which are sharded.
+                modules), or the loss itself uses parameters, which are sharded outside of forwards.
         """
         if self.plugin.ignored_modules is not None:
             raise ConfigError(
@@ -104,44 +115,64 @@ class ShardedBackend(Backend):
         if hasattr(model, "set_reduce_scatter_unused_params"):
             model.set_reduce_scatter_unused_params(True)
         if self.can_rejoin:
-            self._progress.attach(model)
+            self._counter.attach(model)
 
     def shard_again(self, model: nn.Module) -> None:
-        """A forward without a backward (an evaluation) leaves some units of FSDP2 gathered."""
-        for unit in units_of(model):
+        """Shard the parameters of all FSDP2 modules again. A forward without a backward (an
+        evaluation) leaves some of them gathered.
+        """
+        for unit in fsdp2_units(model):
             unit.reshard()
 
     def rejoin(self, model: nn.Module) -> None:
-        """Prepare to make what the other ranks wait for, after this one failed."""
-        self._progress.repeat(model)
+        """Prepare to repeat a micro-batch that ran out of memory on this rank, so that it makes the
+        collectives for which the other ranks wait.
+        """
+        self._counter.prepare_repetition(model)
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-        """Reduce gradients in the last backward only, or in every one with Accelerate's
-        `sync_each_batch`. FSDP1 accumulates in the compute dtype, so in half precision it reduces
-        in every backward.
+        """Return the context manager for the forward and backward of one micro-batch, which decides
+        whether FSDP reduces the gradients in this backward. Also resets the count of the
+        micro-batch's collectives.
+
+        Gradients are reduced in the last backward of a window. They are reduced in every backward
+        with Accelerate's `sync_each_batch`, and under FSDP1 in half precision, because FSDP1 would
+        accumulate unreduced gradients in the compute dtype.
+
+        Args:
+            model: The prepared model.
+            is_last: Whether it is the last micro-batch of the window.
         """
-        self._progress.start_micro_batch()
+        self._counter.start_micro_batch()
         if is_last or self._accumulates_in_low_precision():
             return nullcontext()
         if self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             return nullcontext()
-        # Not by the object: `hf_ga.Accelerator` refuses the method, which users call by hand.
+        # Called on the class, because `hf_ga.Accelerator` overrides the method and raises.
         return Accelerator.no_sync(self.accelerator, model)
 
     def _accumulates_in_low_precision(self) -> bool:
-        """Whether FSDP would add the gradients of micro-batches in half precision."""
+        """Whether FSDP would accumulate the gradients of micro-batches in half precision: FSDP1
+        with a policy whose compute dtype is fp16 or bf16.
+        """
         policy = self.plugin.mixed_precision_policy
         if self.plugin.fsdp_version != 1 or policy is None:
             return False
         return policy.param_dtype in LOW_PRECISION
 
     def backward(self, term: Tensor | float, weight: int) -> None:
-        """Run the backward even with weight 0: it is a collective.
+        """Run the backward of a micro-batch's term of the window's mean loss. It runs also for
+        weight 0 (with zero gradients), because it is a collective of all ranks.
+
+        Args:
+            term: The micro-batch's term, a scalar.
+            weight: 1, or 0 for a micro-batch that must not count.
 
         Raises:
-            LossNotAdditive: If a term of weight 0 cannot be multiplied by 0 and have a backward.
+            LossNotAdditive: If the weight is 0 and the term is not finite or has no backward, so
+                that its gradients would not be zeros.
         """
-        # Only where the weight is 0, as the check waits for the device.
+        # Checked for weight 0 only, because the check waits for the device.
         if not weight and not _has_finite_backward(term):
             raise LossNotAdditive(
                 "under FSDP loss_fn must return a finite sum computed from the outputs, even for "
@@ -150,29 +181,43 @@ class ShardedBackend(Backend):
         super().backward(term * (weight * self.num_processes), weight=1)
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Repeat the first call with weight 0, up to the largest number of calls of any rank."""
-        most = window.request.most_micro_batches
-        if window.state.max_elements is not None:  # micro-batches are cut, on each rank by itself
-            most = self.most_on_a_rank(len(calls))
-        missing = most - len(calls)
-        if not missing:
+        """Add forwards of weight 0 (fillers) before those of this rank's micro-batches, so that all
+        ranks make the same number of forwards, which are collectives under FSDP.
+
+        Args:
+            window: The window.
+            calls: The forwards of this rank's micro-batches.
+            loss: The loss, which counts the targets of a filler.
+
+        Returns:
+            As many forwards as the rank with the most micro-batches makes.
+        """
+        max_calls = window.request.most_micro_batches
+        if window.state.max_elements is not None:
+            # Each rank has split its micro-batches that were too large for the memory.
+            max_calls = self.most_on_a_rank(len(calls))
+        num_missing = max_calls - len(calls)
+        if not num_missing:
             return calls
-        fillers = [_filler(window, calls, loss)] * missing
+        fillers = [_make_filler(window, calls, loss)] * num_missing
         return [*fillers, *calls]
 
     def check_use(self, num_ranks: Sequence[float]) -> None:
-        """Check that FSDP reduces the gradients that only some ranks have.
+        """Check that this version of FSDP reduces the gradients of all parameters correctly, also
+        of those that have a gradient on some ranks only.
 
         Args:
             num_ranks: For each parameter, the number of ranks that have a gradient of it.
 
         Raises:
-            ConfigError: If there are such gradients under an FSDP2 that reduces them incorrectly.
+            ConfigError: If there are such parameters under FSDP2 of a torch version that reduces
+                their gradients incorrectly.
         """
+        # Added in torch 2.13 to reduce them correctly; `begin` turns it on.
         is_fixed = hasattr(FSDPModule, "set_reduce_scatter_unused_params")
         if is_fixed or not self.accelerator.is_fsdp2:
             return
-        if any(0 < n < self.num_processes for n in num_ranks):
+        if any(0 < num_with_gradient < self.num_processes for num_with_gradient in num_ranks):
             raise ConfigError(
                 "some parameters have a gradient on some processes only, which FSDP2 of this "
                 "torch version reduces incorrectly: use torch 2.13 or newer, FSDP1 or DDP."
@@ -181,22 +226,30 @@ class ShardedBackend(Backend):
     def reduce_gradients(
         self, model: nn.Module, status: RankStatus, unused: Collection[str]
     ) -> None:
-        """Set the zero gradients of unused parameters to None, so that the optimizer does not decay
-        them. FSDP itself has reduced all gradients.
+        """Set the gradients of unused parameters to None if they are zero on all ranks, so that the
+        optimizer does not decay these parameters. All gradients have already been reduced by FSDP
+        during the backward.
+
+        Args:
+            model: The prepared model.
+            status: What all ranks computed; not needed under FSDP.
+            unused: Names of trainable parameters that had no gradient in the proof.
         """
         if not unused:
             return
-        parameters = [p for name, p in model.named_parameters() if own_name(name) in unused]
-        own_sizes = [_sum_of_sizes(p.grad) for p in parameters]
-        sizes = sum_over_ranks(self.accelerator, own_sizes)
-        for parameter, size in zip(parameters, sizes, strict=True):
-            if not size:
+        parameters = [p for name, p in model.named_parameters() if unwrapped_name(name) in unused]
+        own_sums = [_sum_of_absolute_values(p.grad) for p in parameters]
+        sums = sum_over_ranks(self.accelerator, own_sums)
+        for parameter, sum_of_absolute_values in zip(parameters, sums, strict=True):
+            if not sum_of_absolute_values:
                 parameter.grad = None
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip to the norm over all shards."""
+        """Clip the gradients of `parameters` to a global L2 norm of at most `max_norm`, and return
+        their norm over all shards before clipping.
+        """
         if isinstance(model, FullyShardedDataParallel):
-            # FSDP1 clips all gradients of the model, those of other optimizers too.
+            # FSDP1 clips all gradients of the model: hide those that belong to other optimizers.
             others = set(model.parameters()) - set(parameters)
             with gradients_apart(list(others)):
                 return model.clip_grad_norm_(max_norm)
@@ -206,43 +259,62 @@ class ShardedBackend(Backend):
         return norm
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """Ask all ranks, because each sees its own shards only."""
+        """Return whether a condition on this rank's shards is true on all ranks. All ranks must
+        call it.
+        """
         (num_false,) = sum_over_ranks(self.accelerator, [float(not value)])
         return num_false == 0
 
 
-def _sum_of_sizes(gradient: Tensor | None) -> float:
-    """Add the absolute values of this rank's part of a gradient; 0 if there is none."""
+def _sum_of_absolute_values(gradient: Tensor | None) -> float:
+    """Return the sum of the absolute values of this rank's shard of a gradient; 0 if it is None."""
     if gradient is None:
         return 0.0
     return float(own_part(gradient).abs().sum())
 
 
 def _has_finite_backward(term: Tensor | float) -> bool:
-    """Whether 0 times a term gives zero gradients."""
+    """Whether the backward of 0 times this term of the loss runs and gives zero gradients: the term
+    is a finite tensor that requires grad.
+    """
     return isinstance(term, Tensor) and term.requires_grad and bool(term.isfinite())
 
 
-def _filler(window: Window, calls: list[Call], loss: Loss) -> Call:
-    """Return a call that is made only because other ranks make one."""
+def _make_filler(window: Window, calls: list[Call], loss: Loss) -> Call:
+    """Return a forward of weight 0 for a rank that has fewer micro-batches than others, since
+    forwards under FSDP are collectives. It repeats the rank's first micro-batch or, if the rank has
+    none, a sample of the window.
+
+    Args:
+        window: The window.
+        calls: The forwards of this rank's own micro-batches.
+        loss: The loss, which counts the targets of a sample.
+    """
     first = calls[0] if calls else stand_in(window, loss)
     return replace(first, weight=0, index=FILLER)
 
 
-def own_name(name: str) -> str:
-    """Return the name that a parameter or module has in the unwrapped model."""
-    return ".".join(part for part in name.split(".") if part not in WRAPPERS)
+def unwrapped_name(name: str) -> str:
+    """Return the name that a parameter or module has in the unwrapped model: without the parts that
+    FSDP1 and activation checkpointing add.
+    """
+    return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
 
 
 def _check_policy(policy: Any) -> None:
-    """Check the dtypes of FSDP's mixed precision.
+    """Check that FSDP's mixed precision neither reduces gradients nor rounds losses in half
+    precision.
+
+    Args:
+        policy: The `MixedPrecision` of FSDP1, the `MixedPrecisionPolicy` of FSDP2, or None.
 
     Raises:
-        ConfigError: If gradients would be reduced, or losses rounded, in half precision.
+        ConfigError: If it does one of them.
     """
     if policy is None:
         return
-    # What is left out is the dtype of the parameters; FSDP1 has no dtype of outputs.
+    # Without a reduce_dtype, gradients are reduced in the dtype of the parameters. FSDP1 has no
+    # output_dtype.
     dtypes = {
         "reduce_dtype": policy.reduce_dtype or policy.param_dtype,
         "output_dtype": getattr(policy, "output_dtype", None),

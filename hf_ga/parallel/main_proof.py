@@ -1,7 +1,9 @@
-"""A proof that only the main process can make, because only it holds the model's weights.
+"""A proof that only the main process can make, because under FSDP2 with `cpu_ram_efficient_loading`
+only it holds the model's weights.
 
-The other processes get the rule. It refers to modules of the model and to the user's functions, of
-which every process has its own: those travel by name.
+The main process sends the resulting rule to the others. The rule refers to modules of the model and
+to the user's loss functions, of which every process has objects of its own. So it is pickled with
+names in place of these objects, and each process puts its own objects in place of the names.
 """
 
 import pickle
@@ -24,11 +26,12 @@ from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.exact.rule import Rule
 from hf_ga.parallel.main_weights import loads_on_main
 
-# A proof of a large model on a CPU may take longer than collectives of GPUs may wait. If the main
-# process ends, the others do not wait any more.
-PATIENCE = timedelta(days=1)
-# What the last probe left behind; the next forward makes its own.
-LEFT_BEHIND = (Tensor, Call, CompiledDropout)
+# The proof of a large model on a CPU may take longer than the usual timeout of collectives. If the
+# main process ends, the others stop waiting.
+PROOF_TIMEOUT = timedelta(days=1)
+# Types of what the last forward of a proof left in its hooks: not sent, the next forward makes its
+# own.
+NOT_SENT = (Tensor, Call, CompiledDropout)
 
 
 def prove_where_weights_are(
@@ -37,107 +40,150 @@ def prove_where_weights_are(
     prove: Callable[[], Rule | None],
     functions: Sequence[Any] = (),
 ) -> Rule | None:
-    """The result of a proof: each process makes it, or the main process where only it holds the
-    weights.
+    """Make the proof of a model's loss where the model's weights are, and return its rule on all
+    processes. All processes must call it.
 
-    All processes must call it.
+    Under FSDP2 with `cpu_ram_efficient_loading`, before the model is sharded, the main process
+    makes the proof and sends the rule to the others. In all other cases each process makes the
+    proof itself.
 
     Args:
         accelerator: The accelerator of the run.
-        model: The model, in which a wrapper may have sharded everything already; the same modules
-            on all processes.
-        prove: Makes the rule. None is passed on, too.
-        functions: The user's loss functions, which the rule may refer to; the same on all
+        model: The model, with the same modules on all processes. It may be sharded already.
+        prove: A function that makes the proof and returns its rule or None.
+        functions: The user's loss functions, to which the rule may refer; the same on all
             processes.
 
     Raises:
-        HfGaError: What the proof raised, on all processes.
-        ProcessFailed: Another error of the main process.
+        HfGaError: If the proof raised it; on all processes.
+        ProcessFailed: If the proof raised any other error on the main process; on the other
+            processes.
 
     Example:
         rule = prove_where_weights_are(accelerator, model, partial(prove_targets, model, samples))
     """
-    is_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
-    if is_sharded or not loads_on_main(accelerator):
+    is_already_sharded = any(isinstance(module, FSDPModule) for module in model.modules())
+    if is_already_sharded or not loads_on_main(accelerator):
         return prove()
-    named = _named_objects(model, functions)
-    group = dist.new_group(backend="gloo", timeout=PATIENCE)
-    outcome: Any = None
+    objects_by_name = _local_objects(model, functions)
+    group = dist.new_group(backend="gloo", timeout=PROOF_TIMEOUT)
+    # What is broadcast: the pickled rule, or the error to raise.
+    outcome: bytes | HfGaError | None = None
     failure: Exception | None = None
     rule: Rule | None = None
     if accelerator.is_main_process:
         try:
             rule = prove()
-            outcome = pack(rule, named)
+            outcome = pack(rule, objects_by_name)
         except Exception as error:
             failure = error
-            outcome = _as_seen_by_others(error)
-    sent = [outcome]
-    dist.broadcast_object_list(sent, src=0, group=group)
+            outcome = _error_for_other_processes(error)
+    broadcast = [outcome]
+    dist.broadcast_object_list(broadcast, src=0, group=group)
     dist.destroy_process_group(group)
     if failure is not None:
         raise failure
     if accelerator.is_main_process:
         return rule
-    (outcome,) = sent
+    (outcome,) = broadcast
     if isinstance(outcome, Exception):
         raise outcome
-    return unpack(outcome, named)
+    return unpack(outcome, objects_by_name)
 
 
-def pack(value: Any, named: dict[str, Any]) -> bytes:
-    """A value as bytes, with names in place of the named objects.
+def pack(value: Any, objects_by_name: dict[str, Any]) -> bytes:
+    """Pickle a proof's rule for other processes, with names in place of the objects that every
+    process has its own of, and None in place of tensors.
 
     Args:
-        value: A rule. Tensors in it are left out.
-        named: The objects that every process has its own of.
+        value: The rule, or None.
+        objects_by_name: The objects that are replaced by their names.
     """
     file = BytesIO()
-    _Packer(file, named).dump(value)
+    _NamingPickler(file, objects_by_name).dump(value)
     return file.getvalue()
 
 
-def unpack(packed: bytes, named: dict[str, Any]) -> Any:
-    """The value that was packed, with this process's objects in place of their names."""
-    return _Unpacker(BytesIO(packed), named).load()
+def unpack(packed: bytes, objects_by_name: dict[str, Any]) -> Any:
+    """Unpickle what `pack` returned on another process, with this process's objects in place of
+    their names.
+
+    Args:
+        packed: The pickled value.
+        objects_by_name: This process's objects, by the same names as in `pack`.
+    """
+    return _NamingUnpickler(BytesIO(packed), objects_by_name).load()
 
 
-class _Packer(pickle.Pickler):
-    def __init__(self, file: BytesIO, named: dict[str, Any]) -> None:
+class _NamingPickler(pickle.Pickler):
+    """A pickler that writes names in place of objects that every process has its own of.
+
+    Args:
+        file: The file to write to.
+        objects_by_name: The objects that are replaced by their names.
+    """
+
+    def __init__(self, file: BytesIO, objects_by_name: dict[str, Any]) -> None:
+        """Store the name of each object, by which the pickler finds it."""
         super().__init__(file)
-        self._names = {id(value): name for name, value in named.items()}
+        self._names = {id(value): name for name, value in objects_by_name.items()}
 
     def persistent_id(self, value: Any) -> str | None:
-        if isinstance(value, LEFT_BEHIND):
+        """Return the name to write in place of an object, or None to pickle the object itself. The
+        pickler calls it for every object; "" means that the object is not sent.
+        """
+        if isinstance(value, NOT_SENT):
             return ""
-        if isinstance(value, ModuleType):  # of a router: its Python module
+        if isinstance(value, ModuleType):  # a router's rule refers to its Python module
             return f"python {value.__name__}"
         return self._names.get(id(value))
 
 
-class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: BytesIO, named: dict[str, Any]) -> None:
+class _NamingUnpickler(pickle.Unpickler):
+    """An unpickler that puts this process's objects in place of the names that `_NamingPickler`
+    wrote.
+
+    Args:
+        file: The file to read.
+        objects_by_name: This process's objects.
+    """
+
+    def __init__(self, file: BytesIO, objects_by_name: dict[str, Any]) -> None:
+        """Store the objects that take the place of their names."""
         super().__init__(file)
-        self._named = named
+        self._objects_by_name = objects_by_name
 
     def persistent_load(self, name: str) -> Any:
+        """Return this process's object of a name; None for "", which stands for an object that was
+        not sent.
+        """
         if not name:
             return None
         if name.startswith("python "):
             return sys.modules[name.removeprefix("python ")]
-        return self._named[name]
+        return self._objects_by_name[name]
 
 
-def _named_objects(model: nn.Module, functions: Sequence[Any]) -> dict[str, Any]:
-    """What every process has its own of, or what cannot be pickled."""
-    counting = {f"counting {name}": count for name, count in COUNTING_RULES.items()}
-    modules = {f"module {name}": module for name, module in model.named_modules()}
-    own = {f"function {i}": function for i, function in enumerate(functions)}
-    return {name: value for name, value in (counting | modules | own).items() if value is not None}
+def _local_objects(model: nn.Module, functions: Sequence[Any]) -> dict[str, Any]:
+    """Return the objects that a rule may refer to and that every process has its own of, by names
+    that are the same on all processes: counting rules, modules of the model, and the user's loss
+    functions.
+    """
+    objects_by_name: dict[str, Any] = {}
+    for name, count in COUNTING_RULES.items():
+        objects_by_name[f"counting {name}"] = count
+    for name, module in model.named_modules():
+        objects_by_name[f"module {name}"] = module
+    for index, function in enumerate(functions):
+        if function is not None:
+            objects_by_name[f"function {index}"] = function
+    return objects_by_name
 
 
-def _as_seen_by_others(error: Exception) -> HfGaError:
-    """The same error, if it is one of ours and so can be pickled."""
+def _error_for_other_processes(error: Exception) -> HfGaError:
+    """Return the error that the other processes raise after the main process's proof failed: the
+    same one if it is an error of hf_ga, which can be pickled, otherwise a ProcessFailed.
+    """
     if isinstance(error, HfGaError):
         return error
     return ProcessFailed(f"process 0 failed: {type(error).__name__}: {error}")

@@ -1,21 +1,19 @@
-"""FSDP2 with `cpu_ram_efficient_loading`: until it is sharded, only the main process holds the
-model's weights.
+"""FSDP2 with `cpu_ram_efficient_loading`: only the main process loads the model's weights.
 
 The other processes build the same modules on the meta device. All processes shard the modules
 without weights; then the main process broadcasts one parameter after the other, of which each
-process keeps its shard. (Accelerate's own loading needs addresses of the parameters on all
+process keeps its shard. (Accelerate's own loading needs the parameters' memory addresses on all
 processes, and models without persistent buffers.)
 """
 
 import warnings
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
-from accelerate import Accelerator, init_empty_weights
+from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
@@ -23,32 +21,55 @@ from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.override import override
-from hf_ga.parallel.fsdp import is_sharded, own_name
+from hf_ga.parallel.fsdp import is_sharded, unwrapped_name
 from hf_ga.parallel.processes import raise_on_all_ranks
 
 
 @dataclass(frozen=True)
-class Outline:
-    """What is known of a model besides the values of its parameters.
+class ParameterInfo:
+    """What is known of a parameter without its values.
 
     Attributes:
-        parameters: Of each, its shape, its dtype, and whether it is trained.
-        tied: Names of parameters that are one.
-        buffers: Of each, its values on the CPU, and whether it is saved with the model.
-        groups: Of each optimizer, the names of the parameters in each of its groups.
+        shape: Its full shape.
+        dtype: Its dtype.
+        requires_grad: Whether it is trainable.
     """
 
-    parameters: dict[str, tuple[torch.Size, torch.dtype, bool]]
-    tied: list[list[str]]
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        """Describe the parameter for an error message: shape, dtype and whether it is trainable."""
+        kind = "trainable" if self.requires_grad else "frozen"
+        return f"{tuple(self.shape)} {self.dtype} ({kind})"
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """The main process's model and optimizers without the values of the parameters; it is broadcast
+    to the other processes.
+
+    Attributes:
+        parameters: Name of each parameter -> shape, dtype, and whether it is trainable.
+        tied_names: Groups of names that belong to one tied parameter.
+        buffers: Name of each buffer -> its values on the CPU, and whether it is persistent.
+        optimizer_groups: For each optimizer, for each of its parameter groups, the names of the
+            parameters.
+    """
+
+    parameters: dict[str, ParameterInfo]
+    tied_names: list[list[str]]
     buffers: dict[str, tuple[Tensor, bool]]
-    groups: list[list[list[str]]]
+    optimizer_groups: list[list[list[str]]]
 
 
 def loads_on_main(accelerator: Accelerator) -> bool:
-    """Whether only the main process holds the weights of a model that is not sharded yet.
+    """Whether only the main process loads the weights of a model before it is sharded: under FSDP2
+    with `cpu_ram_efficient_loading`.
 
     Raises:
-        ConfigError: If FSDP1 is to load so.
+        ConfigError: If FSDP1 has that setting, which is not supported.
     """
     if not is_sharded(accelerator):
         return False
@@ -61,186 +82,239 @@ def loads_on_main(accelerator: Accelerator) -> bool:
     return bool(plugin.cpu_ram_efficient_loading)
 
 
-def holds_weights(accelerator: Accelerator) -> bool:
-    """Whether this process holds the weights of a model that is not sharded yet."""
-    return accelerator.is_main_process or not loads_on_main(accelerator)
-
-
-def empty_elsewhere(accelerator: Accelerator) -> AbstractContextManager[None]:
-    """Around building a model: its parameters are on the meta device, and need no memory, where
-    this process holds no weights.
-    """
-    return nullcontext() if holds_weights(accelerator) else init_empty_weights()
-
-
 @contextmanager
 def sharding_from_main(
     accelerator: Accelerator, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> Iterator[None]:
-    """Around `accelerator.prepare`: the weights of the main process reach the shards of all.
+    """Give all processes their shards of the main process's weights, while the block calls
+    `accelerator.prepare` under FSDP2 with `cpu_ram_efficient_loading`.
+
+    Before the block, all parameters move to the meta device, so that they are sharded without
+    values. After the block, the main process broadcasts the values into the shards. All processes
+    must enter the block.
 
     Args:
         accelerator: The accelerator of the run.
-        model: Not sharded yet; only the main process's weights are read.
-        optimizers: Of the model's parameters.
+        model: The model, not sharded yet. Only the main process's weights and buffers are read.
+        optimizers: The optimizers of the model's parameters. Their parameters are replaced by the
+            sharded ones.
 
     Raises:
         ConfigError: If the processes built different models, or a tensor of the model is neither a
             parameter nor a buffer; on all processes.
     """
     plugin = accelerator.state.fsdp_plugin
-    outline = _agreed_outline(accelerator, model, optimizers)
+    outline = _broadcast_outline(accelerator, model, optimizers)
     weights: dict[str, Tensor] = {}
     if accelerator.is_main_process:
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
-    _remove_weights(model, outline)
-    _set_optimized(optimizers, outline, model)
+    _move_parameters_to_meta(model, outline)
+    _set_optimizer_parameters(optimizers, outline, model)
+    # Accelerate's own way to load weights on the main process is off.
     with override(plugin, cpu_ram_efficient_loading=False):
         yield
-    _load(model, weights, offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy))
-    _tie(model, outline)
-    _set_optimized(optimizers, outline, model)
+    _broadcast_weights(model, weights, offload=isinstance(plugin.cpu_offload, CPUOffloadPolicy))
+    _tie_parameters(model, outline)
+    _set_optimizer_parameters(optimizers, outline, model)
     with raise_on_all_ranks(accelerator):
-        _check_complete(model)
+        _check_has_values(model)
 
 
-def _agreed_outline(
+def _broadcast_outline(
     accelerator: Accelerator, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
-) -> Outline:
-    """The main process's outline of a model.
+) -> ModelOutline:
+    """Return the outline of the main process's model on all processes, and check that every process
+    built the same model and optimizers.
 
     Raises:
-        ConfigError: If another process has other parameters, or the optimizers have parameters of
-            something else; on all processes.
+        ConfigError: If a process has other parameters or another number of parameter groups than
+            the main process, or an optimizer has a parameter that is not the model's; on all
+            processes.
     """
-    outline: Outline | None = None
+    outline: ModelOutline | None = None
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
-            outline = _outline(model, optimizers)
+            outline = _make_outline(model, optimizers)
     (outline,) = broadcast_object_list([outline])
-    own = _described(model)
-    differing = [
-        name
-        for name in sorted({*outline.parameters, *own})
-        if outline.parameters.get(name) != own.get(name)
-    ]
     with raise_on_all_ranks(accelerator):
-        if differing:
-            name = differing[0]
-            raise ConfigError(
-                f"process {accelerator.process_index} built another model than the main process: "
-                f"{name} is {own.get(name)} here and {outline.parameters.get(name)} there. Build "
-                "the same model on all processes, with the same parameters frozen."
-            )
-        if [len(o.param_groups) for o in optimizers] != [len(of) for of in outline.groups]:
-            raise ConfigError(
-                f"process {accelerator.process_index} built an optimizer with another number of "
-                "parameter groups than the main process: build the same one on all processes."
-            )
+        _check_same_model(accelerator, model, optimizers, outline)
     return outline
 
 
-def _outline(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> Outline:
-    names = defaultdict(list)
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        names[parameter].append(name)
-    saved = model.state_dict().keys()
-    parameters = [[group["params"] for group in optimizer.param_groups] for optimizer in optimizers]
-    if any(p not in names for groups in parameters for group in groups for p in group):
+def _check_same_model(
+    accelerator: Accelerator,
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    outline: ModelOutline,
+) -> None:
+    """Check that this process built the same parameters and the same number of parameter groups as
+    the main process.
+
+    Args:
+        accelerator: The accelerator of the run.
+        model: This process's model.
+        optimizers: This process's optimizers.
+        outline: The main process's model and optimizers.
+
+    Raises:
+        ConfigError: If they differ.
+    """
+    own_parameters = _describe_parameters(model)
+    for name in sorted({*outline.parameters, *own_parameters}):
+        own = own_parameters.get(name)
+        main = outline.parameters.get(name)
+        if own != main:
+            raise ConfigError(
+                f"process {accelerator.process_index} built another model than the main process: "
+                f"{name} is {own or 'missing'} here and {main or 'missing'} there. Build the same "
+                "model on all processes, with the same parameters frozen."
+            )
+    own_num_groups = [len(optimizer.param_groups) for optimizer in optimizers]
+    main_num_groups = [len(groups) for groups in outline.optimizer_groups]
+    if own_num_groups != main_num_groups:
         raise ConfigError(
-            "under FSDP2 with fsdp_cpu_ram_efficient_loading an optimizer may have parameters of "
-            "the model only: leave the others out."
+            f"process {accelerator.process_index} built an optimizer with another number of "
+            "parameter groups than the main process: build the same one on all processes."
         )
-    return Outline(
-        parameters=_described(model),
-        tied=[several for several in names.values() if len(several) > 1],
+
+
+def _make_outline(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> ModelOutline:
+    """Describe a model and its optimizers without the values of the parameters; for the main
+    process.
+
+    Raises:
+        ConfigError: If an optimizer has a parameter that is not the model's.
+    """
+    names_of = defaultdict(list)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names_of[parameter].append(name)
+    optimizer_groups = []
+    for optimizer in optimizers:
+        groups = []
+        for group in optimizer.param_groups:
+            if any(parameter not in names_of for parameter in group["params"]):
+                raise ConfigError(
+                    "under FSDP2 with fsdp_cpu_ram_efficient_loading an optimizer may have "
+                    "parameters of the model only: remove the others from it."
+                )
+            groups.append([names_of[parameter][0] for parameter in group["params"]])
+        optimizer_groups.append(groups)
+    saved_names = model.state_dict().keys()
+    return ModelOutline(
+        parameters=_describe_parameters(model),
+        tied_names=[names for names in names_of.values() if len(names) > 1],
         buffers={
-            name: (buffer.cpu(), name in saved)
+            name: (buffer.cpu(), name in saved_names)
             for name, buffer in model.named_buffers(remove_duplicate=False)
         },
-        groups=[[[names[p][0] for p in group] for group in groups] for groups in parameters],
+        optimizer_groups=optimizer_groups,
     )
 
 
-def _described(model: nn.Module) -> dict[str, tuple[torch.Size, torch.dtype, bool]]:
-    """See `Outline.parameters`."""
+def _describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
+    """Return shape, dtype and trainability of all parameters of a model by their names, so that
+    processes can check that they built the same model. A tied parameter is listed under each of its
+    names.
+    """
     return {
-        name: (parameter.shape, parameter.dtype, parameter.requires_grad)
+        name: ParameterInfo(parameter.shape, parameter.dtype, parameter.requires_grad)
         for name, parameter in model.named_parameters(remove_duplicate=False)
     }
 
 
-def _remove_weights(model: nn.Module, outline: Outline) -> None:
-    """Put all parameters on the meta device. Buffers are those of the main process."""
-    for name, (shape, dtype, is_trained) in outline.parameters.items():
-        empty = torch.empty(shape, dtype=dtype, device="meta")
-        _set_parameter(model, name, nn.Parameter(empty, requires_grad=is_trained))
-    _tie(model, outline)
-    for name, (values, is_saved) in outline.buffers.items():
-        owner, _, own = name.rpartition(".")
-        model.get_submodule(owner).register_buffer(own, values, persistent=is_saved)
+def _move_parameters_to_meta(model: nn.Module, outline: ModelOutline) -> None:
+    """Replace all parameters of a model by ones on the meta device, and its buffers by those of the
+    main process.
+    """
+    for name, info in outline.parameters.items():
+        empty = torch.empty(info.shape, dtype=info.dtype, device="meta")
+        _set_parameter(model, name, nn.Parameter(empty, requires_grad=info.requires_grad))
+    _tie_parameters(model, outline)
+    for name, (values, is_persistent) in outline.buffers.items():
+        module_path, _, attribute = name.rpartition(".")
+        module = model.get_submodule(module_path)
+        module.register_buffer(attribute, values, persistent=is_persistent)
 
 
-def _load(model: nn.Module, weights: dict[str, Tensor], *, offload: bool) -> None:
-    """Broadcast the main process's weights into the shards of all, one parameter at a time.
+def _broadcast_weights(model: nn.Module, weights: dict[str, Tensor], *, offload: bool) -> None:
+    """Broadcast the main process's weights into the shards of all processes, one parameter at a
+    time. All processes must call it.
 
     Args:
-        model: Sharded, on the meta device.
-        weights: By name; empty on the other processes.
-        offload: Whether the shards lie in the memory of the CPU.
+        model: The model, sharded by FSDP2, on the meta device.
+        weights: Name -> full weight on the main process; empty on the others.
+        offload: Whether the shards are on the CPU (FSDP's CPU offload).
     """
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload, strict=False
     )
     with warnings.catch_warnings():
-        # about the device of the broadcast, which torch finds in an old way
+        # torch warns about its own way to find the device of the broadcast.
         warnings.filterwarnings("ignore", "`_get_pg_default_device`|Multiple backends are")
         set_model_state_dict(model, weights, options=options)
 
 
-def _tie(model: nn.Module, outline: Outline) -> None:
-    """Make one parameter of those that are one on the main process."""
-    for first, *others in outline.tied:
-        for name in others:
-            _set_parameter(model, name, model.get_parameter(first))
+def _tie_parameters(model: nn.Module, outline: ModelOutline) -> None:
+    """Tie the parameters of a model that are tied on the main process: all their names refer to the
+    parameter of the first name.
+    """
+    for first_name, *other_names in outline.tied_names:
+        for name in other_names:
+            _set_parameter(model, name, model.get_parameter(first_name))
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    owner, _, own = name.rpartition(".")
-    model.get_submodule(owner).register_parameter(own, parameter)
+    """Replace a parameter of a model by another one, such as an empty one on the meta device.
 
-
-def _set_optimized(
-    optimizers: Sequence[torch.optim.Optimizer], outline: Outline, model: nn.Module
-) -> None:
-    """Let optimizers have the parameters that the model has now. (Accelerate finds them by their
-    addresses, which are all 0 on the meta device.)
+    Args:
+        model: The model.
+        name: The parameter's full name, such as "layers.0.weight".
+        parameter: The new parameter.
     """
-    for optimizer, groups in zip(optimizers, outline.groups, strict=True):
+    module_path, _, attribute = name.rpartition(".")
+    model.get_submodule(module_path).register_parameter(attribute, parameter)
+
+
+def _set_optimizer_parameters(
+    optimizers: Sequence[torch.optim.Optimizer], outline: ModelOutline, model: nn.Module
+) -> None:
+    """Replace the parameters in the optimizers' groups by those that the model has now under the
+    same names. (Accelerate finds them by their memory addresses, which are all 0 on the meta
+    device.)
+
+    Args:
+        optimizers: The optimizers, in the order of the outline.
+        outline: Contains the names of the parameters in each group.
+        model: The model, whose parameters have just been replaced.
+    """
+    for optimizer, groups in zip(optimizers, outline.optimizer_groups, strict=True):
         for group, names in zip(optimizer.param_groups, groups, strict=True):
             group["params"] = [model.get_parameter(name) for name in names]
 
 
-def _check_complete(model: nn.Module) -> None:
-    """Check that no tensor of a model is without values.
+def _check_has_values(model: nn.Module) -> None:
+    """Check that no tensor of a model is still on the meta device, after the main process's weights
+    were broadcast.
 
     Raises:
-        ConfigError: If one is: an attribute of a module that is no buffer.
+        ConfigError: If one is: an attribute of a module that is neither a parameter nor a buffer.
     """
-    named = chain(
-        model.named_parameters(),
-        model.named_buffers(),
-        (
-            (f"{name}.{attribute}".removeprefix("."), value)
-            for name, module in model.named_modules()
-            for attribute, value in vars(module).items()
-            if isinstance(value, Tensor)
-        ),
-    )
-    empty = [own_name(name) for name, tensor in named if tensor.is_meta]
-    if empty:
-        raise ConfigError(
-            f"{empty[0]} has no values, because this process built the model on the meta device, "
-            "and it is neither a parameter nor a buffer: register it as a buffer, or build the "
-            "model on all processes outside of torch.device('meta')."
-        )
+    for name, tensor in _named_tensors(model):
+        if tensor.is_meta:
+            raise ConfigError(
+                f"{unwrapped_name(name)} has no values, because this process built the model on "
+                "the meta device, and it is neither a parameter nor a buffer: register it as a "
+                "buffer, or build the model on all processes outside of torch.device('meta')."
+            )
+
+
+def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Iterate over the names and tensors of all parameters and buffers of a model, and of all
+    tensors that are plain attributes of its modules (which FSDP does not know).
+    """
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+    for module_name, module in model.named_modules():
+        for attribute, value in vars(module).items():
+            if isinstance(value, Tensor):
+                yield f"{module_name}.{attribute}".removeprefix("."), value

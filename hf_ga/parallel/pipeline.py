@@ -1,11 +1,11 @@
-"""Pipeline parallelism by `torch.distributed.pipelining`: each rank holds some layers of the model,
-and the micro-batches of a window are those of the schedule.
+"""Pipeline parallelism with `torch.distributed.pipelining`: each rank holds some layers of the
+model, and the micro-batches of a window are those of the schedule.
 
     gradient of the window = sum over micro-batches of the gradient of
                              (sum of its loss) / (targets of the window over all replicas)
 
-torch's schedule runs the forwards and backwards; it must not divide by the number of micro-batches
-(`scale_grads=False`), because the terms are already divided by the window's targets.
+torch's schedule runs the forwards and backwards. It must not divide by the number of micro-batches
+(`scale_grads=False`), because each micro-batch's term is already divided by the window's targets.
 """
 
 import json
@@ -37,24 +37,25 @@ from hf_ga.exact.window import LoaderState, Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.pipeline_backend import PipelineBackend
-from hf_ga.parallel.pipeline_model import StageModel, check_can_be_cut
+from hf_ga.parallel.pipeline_model import StageModel, check_can_be_split
 from hf_ga.parallel.processes import check_agreement
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
 
 class Pipeline:
-    """This rank's stage of a model, and the windows that all stages compute together.
+    """This rank's stage of a model that is trained with pipeline parallelism, with methods that
+    compute a window together with the other stages.
 
-    `hf_ga.prepare_pipeline` makes it.
+    `hf_ga.prepare_pipeline` returns it.
 
     Attributes:
-        model: This rank's stage: an object of the model's class, in which the modules of other
-            stages are stand-ins without parameters. Its parameters are called as in the whole
-            model. Build the optimizer on them.
-        stage: Number of the stage that this rank holds, from 0.
+        model: This rank's stage: the model, in which the modules of other stages are placeholders
+            without parameters. Its parameters have the names of the full model. Build the optimizer
+            on them.
+        stage: Index of the stage that this rank holds, from 0.
         num_stages: Number of stages of the model.
-        replica: Number of the copy of the model that this rank is part of, from 0.
+        replica: Index of the copy of the model that this rank is part of, from 0.
         num_replicas: Number of copies of the model.
     """
 
@@ -66,6 +67,15 @@ class Pipeline:
         schedule: str,
         loader_state: LoaderState,
     ) -> None:
+        """Make the engine of this rank's stage; `prepare_pipeline` calls it.
+
+        Args:
+            backend: How the ranks of the pipeline communicate.
+            stage_model: This rank's stage.
+            rule: The proven rule, for the modules of this stage.
+            schedule: Name of torch's schedule, a key of `SCHEDULES`.
+            loader_state: The state of the loader whose windows are trained on.
+        """
         self.model = stage_model.model
         self.stage = backend.stage
         self.num_stages = backend.num_stages
@@ -89,13 +99,12 @@ class Pipeline:
 
         Args:
             optimizer: The optimizer of `model.parameters()`.
-            window: From the `WindowLoader` that was given to `prepare_pipeline`.
-            max_grad_norm: L2 norm of the gradient over all stages to clip to. None or 0: no
-                clipping.
+            window: A window of the `WindowLoader` that was passed to `prepare_pipeline`.
+            max_grad_norm: Maximum L2 norm of the gradient over all stages. None or 0: no clipping.
 
         Returns:
-            Loss, number of targets and norm of the whole window, the same on all ranks; step a
-            scheduler unless the window was `skipped`.
+            Loss, number of targets and gradient norm of the window, the same on all ranks. Step the
+            scheduler yourself, unless the window was `skipped`.
 
         Raises:
             NonFinite: If the loss or a gradient is not finite, on any rank. No stage is updated.
@@ -126,18 +135,21 @@ class Pipeline:
         Args:
             window: See `train_step`.
 
+        Returns:
+            Loss and number of targets of the window, the same on all ranks.
+
         Raises:
-            ConfigError: If the model is in evaluation mode, or the window is of another loader or
-                cut into chunks for the same bits.
+            ConfigError: If the model is in evaluation mode, or the window is from another loader or
+                split into chunks for `same_bits`.
             ProcessFailed: See `train_step`.
         """
         engine = self._engine
         engine.rule.check_fits(self.model)
         if window.state is not self._loader_state:
             raise ConfigError(
-                "this window is not from the WindowLoader that was given to prepare_pipeline: "
-                "another one gives the stages of a model different samples. Use that loader, or "
-                "call its load_state_dict to go on elsewhere."
+                "this window is not from the WindowLoader that was passed to prepare_pipeline: "
+                "with another loader the stages of a model may get different samples. Use that "
+                "loader; its load_state_dict continues at another position."
             )
         if window.request.chunks is not None:
             raise ConfigError(
@@ -154,47 +166,61 @@ class Pipeline:
             return engine.end()
 
     def _run_schedule(self) -> None:
-        """Run forward and backward of all micro-batches of this replica."""
+        """Run torch's schedule: the forwards and backwards of all micro-batches of this replica.
+        Adds the gradients to this stage's parameters.
+
+        Raises:
+            Exception: The error of this stage's forward or backward.
+        """
         engine = self._engine
-        num_calls = len(engine.calls)
-        shape = hidden_shape(engine, self.model.config.hidden_size)
-        hidden = torch.empty(shape, device="meta", requires_grad=True)
-        received: Tensor | tuple[()] = hidden
-        returned = hidden
-        if self._stage_model.is_first:
-            received = ()
-        if self._stage_model.is_last:
-            # The term of the window's mean loss.
-            returned = torch.empty((), device="meta", requires_grad=True)
+        num_micro_batches = len(engine.calls)
+        hidden_shape = max_hidden_shape(engine, self.model.config.hidden_size)
         stage = PipelineStage(
-            StageForward(engine, self._stage_model, shape),
+            StageForward(engine, self._stage_model, hidden_shape),
             self.stage,
             self.num_stages,
             self._backend.device,
-            input_args=received,
-            output_args=returned,
+            input_args=self._example_input(hidden_shape),
+            output_args=self._example_output(hidden_shape),
             group=self._backend.stages,
         )
         schedule = self._schedule(
-            stage, num_calls, loss_fn=lambda term, index: term, scale_grads=False
+            stage, num_micro_batches, loss_fn=lambda term, index: term, scale_grads=False
         )
-        # torch cuts what it is given into equal parts along the first axis. Micro-batches are not
-        # equal, so it is given their numbers, by which each stage looks its own batch up.
-        indices = torch.arange(num_calls)
+        # torch splits its input into micro-batches of equal size along dim 0. Ours differ in size,
+        # so its input are their indices, with which each stage looks up its own micro-batch.
+        indices = torch.arange(num_micro_batches)
         try:
             schedule.step(index=indices, target=indices, return_outputs=False)
         except RuntimeError as error:
             if error.__cause__ is None:
                 raise
-            # What a stage raised, without the list of shapes that torch adds.
+            # Raise the stage's own error, without the list of shapes that torch adds.
             raise error.__cause__ from None
 
+    def _example_input(self, hidden_shape: tuple[int, ...]) -> Tensor | tuple[()]:
+        """Return an empty tensor of the shape of what this stage receives from the previous one,
+        for torch's schedule: hidden states, or () on the first stage, which receives nothing.
+        """
+        if self._stage_model.is_first:
+            return ()
+        return torch.empty(hidden_shape, device="meta", requires_grad=True)
+
+    def _example_output(self, hidden_shape: tuple[int, ...]) -> Tensor:
+        """Return an empty tensor of the shape of what this stage returns, for torch's schedule:
+        hidden states or, on the last stage, a scalar (a micro-batch's term of the window's mean
+        loss).
+        """
+        shape = () if self._stage_model.is_last else hidden_shape
+        return torch.empty(shape, device="meta", requires_grad=True)
+
     def save_pretrained(self, folder: str | Path) -> None:
-        """Save the whole model in the format of transformers: one safetensors file for each stage,
-        and their index. All ranks must call it.
+        """Save the full model for `from_pretrained` of transformers: one safetensors file for each
+        stage, their index, and the config. All ranks must call it; those of the first replica write
+        the files.
 
         Args:
-            folder: On a file system that all processes of the first replica share.
+            folder: The folder to write to, which all processes of the first replica must share.
 
         Example:
             pipeline.save_pretrained("outputs/model")
@@ -202,14 +228,14 @@ class Pipeline:
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
-        file = f"model-{self.stage + 1:05}-of-{self.num_stages:05}.safetensors"
-        # The first stage saves a tied weight.
-        copy = self._backend.tied if self._backend.is_last else None
-        weights = own_weights(self.model, left_out=copy)
+        file_name = f"model-{self.stage + 1:05}-of-{self.num_stages:05}.safetensors"
+        # The first stage saves a tied weight, so the last stage excludes its copy.
+        excluded = self._backend.tied if self._backend.is_last else None
+        weights = unique_weights(self.model, excluded)
         if self.replica == 0:
-            save_file(weights, folder / file, metadata={"format": "pt"})
-        sizes = {name: weight.nbytes for name, weight in weights.items()}
-        files = gather_object([(file, sizes)])
+            save_file(weights, folder / file_name, metadata={"format": "pt"})
+        num_bytes = {name: weight.nbytes for name, weight in weights.items()}
+        files = gather_object([(file_name, num_bytes)])
         if self._backend.accelerator.is_main_process:
             self.model.config.save_pretrained(folder)
             index = weights_index(files)
@@ -218,32 +244,38 @@ class Pipeline:
 
 
 class StageForward(nn.Module):
-    """The module that torch's schedule calls for each micro-batch of a window.
+    """The module that torch's pipeline schedule calls for each micro-batch of a window: the forward
+    of this rank's stage.
 
     Args:
         engine: The engine, which has begun the window.
         stage_model: This rank's stage.
-        shape: The shape of the hidden states that stages send, (samples, tokens, width). A schedule
-            sends one shape only, so smaller micro-batches are padded on the way; no stage computes
-            padding.
+        hidden_shape: The shape of the hidden states that stages send to each other, (samples,
+            tokens, hidden size). A schedule sends one shape only, so hidden states of smaller
+            micro-batches are padded to it for the transfer, and the padding is removed before a
+            stage computes with them.
     """
 
-    def __init__(self, engine: Engine, stage_model: StageModel, shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, engine: Engine, stage_model: StageModel, hidden_shape: tuple[int, ...]
+    ) -> None:
+        """Store the engine, the stage and the shape of the hidden states that are sent."""
         super().__init__()
         self.engine = engine
         self.stage_model = stage_model
-        self.shape = shape
+        self.hidden_shape = hidden_shape
 
     def forward(self, *received: Tensor, index: Tensor) -> Tensor:
-        """Run one micro-batch.
+        """Run this stage's forward of one micro-batch.
 
         Args:
-            received: The hidden states of the stage before, of `shape`; nothing on the first stage.
-            index: The number of the micro-batch, of shape (1,).
+            received: The padded hidden states of the previous stage, of shape `hidden_shape`;
+                nothing on the first stage.
+            index: The index of the micro-batch, of shape (1,).
 
         Returns:
-            The micro-batch's term of the window's mean loss on the last stage, hidden states of
-            `shape` on the others.
+            On the last stage, the micro-batch's term of the window's mean loss; on the others,
+            hidden states padded to `hidden_shape`.
         """
         call = self.engine.calls[int(index)]
         batch = call.micro_batch.batch
@@ -253,28 +285,38 @@ class StageForward(nn.Module):
         micro_batch = replace(call.micro_batch, batch=batch)
         outputs = self.engine.forward_of(replace(call, micro_batch=micro_batch))
         if self.stage_model.is_last:
-            return self._term(outputs)
-        return self._padded(outputs)
+            return self._loss_term(outputs)
+        return self._pad_hidden_states(outputs)
 
-    def _term(self, outputs: Any) -> Tensor:
-        """Return the micro-batch's term of the window's mean loss, 0 for a repeated micro-batch."""
+    def _loss_term(self, outputs: Any) -> Tensor:
+        """Return a micro-batch's term of the window's mean loss (0 for a filler), and add it to the
+        loss that the engine reports for the window.
+
+        Args:
+            outputs: The model's outputs on the last stage.
+        """
         engine = self.engine
         with engine.backend.autocast():
             term, counts = engine.term(outputs, is_whole=False)
-        # Adds the term to the window's loss; the schedule runs the backward.
+        # This adds the term to the window's loss. The backward itself is run by torch's schedule.
         engine.backward_term(term, counts)
         return term * engine.call.weight
 
-    def _padded(self, hidden: Tensor) -> Tensor:
-        """Pad hidden states with zeros to `shape`, in float32."""
-        num_samples, num_tokens, _ = self.shape
+    def _pad_hidden_states(self, hidden: Tensor) -> Tensor:
+        """Convert hidden states to float32 and pad them with zeros to `hidden_shape`, to send them
+        to the next pipeline stage.
+
+        Args:
+            hidden: Hidden states of shape (samples, tokens, hidden size).
+        """
+        num_samples, num_tokens, _ = self.hidden_shape
         missing_samples = num_samples - hidden.shape[0]
         missing_tokens = num_tokens - hidden.shape[1]
-        # From the last axis to the first, the numbers before and behind.
+        # For each dim, from the last to the first: the padding before and after.
         padding = (0, 0, 0, missing_tokens, 0, missing_samples)
         padded = F.pad(hidden.float(), padding).contiguous()
         if not padded.requires_grad:
-            # A stage without trainable parameters is sent a gradient, too.
+            # The next stage also sends a gradient to a stage without trainable parameters.
             padded.requires_grad_()
         return padded
 
@@ -288,24 +330,27 @@ def prepare_pipeline(
     num_stages: int,
     schedule: str = "1f1b",
 ) -> Pipeline:
-    """Cut a model into pipeline stages, and keep the one of this rank.
+    """Split a model into pipeline stages, and keep this rank's stage.
 
     With twice (three times, ...) as many processes as stages, the model is trained in two (three,
-    ...) replicas, which share each window. The gradient is that of the full batch for any number of
-    stages, replicas and micro-batches. The first stage holds the embeddings, the last one the head;
-    a weight that both use is kept on both, and gets the sum of both gradients.
+    ...) replicas, over which each window is split. The gradient is that of the full batch for any
+    number of stages, replicas and micro-batches. The first stage holds the embeddings, the last one
+    the head. If they share a weight (tied embeddings), both hold a copy, which gets the sum of both
+    gradients.
 
     Args:
         accelerator: The accelerator of all processes.
-        model: A model of transformers with a head (`pipeline_model.PARTS`), the same on all ranks,
-            not prepared. It is changed: it keeps the modules of this rank's stage, and moves to
-            the accelerator's device.
-        windows: The loader of the training samples. It splits its windows over replicas from now
-            on.
-        rule: The result of `prove_targets` on the whole model, which must come first.
-        num_stages: Stages of the model, at most its number of layers.
-        schedule: "gpipe" runs all forwards of a window before its backwards; "1f1b" alternates, so
-            that a stage keeps the activations of at most `num_stages` micro-batches.
+        model: A transformers model of one of the supported classes
+            (`pipeline_model.SUPPORTED_MODELS`), the same on all ranks, not prepared. It is changed
+            in place: it keeps the modules of this rank's stage only, and moves to the accelerator's
+            device.
+        windows: The loader of the training samples. It is changed: it splits its windows over
+            replicas, not over all processes.
+        rule: The result of `prove_targets` on the full model, made before this call.
+        num_stages: Number of stages, at least 2 and at most the model's number of layers.
+        schedule: "gpipe" runs all forwards of a window before its backwards; "1f1b" alternates
+            between them, so that a stage keeps the activations of at most `num_stages`
+            micro-batches.
 
     Returns:
         The pipeline. Build the optimizer on `pipeline.model.parameters()`.
@@ -323,7 +368,7 @@ def prepare_pipeline(
     """
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}.")
-    check_can_be_cut(model, num_stages)
+    check_can_be_split(model, num_stages)
     check_rule(rule, model)
     check_accelerator(accelerator)
     if not isinstance(windows, WindowLoader):
@@ -334,6 +379,7 @@ def prepare_pipeline(
     weights = [p.detach().double() for p in model.parameters()]
     norm = float(torch.nn.utils.get_total_norm(weights))
     check_agreement(accelerator, "weights of the model (here their norm)", repr(norm))
+    # torch's 1F1B schedule needs at least one micro-batch for each stage.
     min_calls = num_stages if schedule == "1f1b" else 1
     backend = PipelineBackend(accelerator, num_stages, min_calls)
     stage_model = StageModel(model, backend.stage, num_stages)
@@ -345,10 +391,11 @@ def prepare_pipeline(
 
 
 def check_accelerator(accelerator: Accelerator) -> None:
-    """Check that stages can be trained with the settings of an accelerator.
+    """Check that a pipeline can be trained with the settings of an accelerator.
 
     Raises:
-        ConfigError: If it uses fp16 or FSDP, or has settings that no exact step supports.
+        ConfigError: If the accelerator uses fp16 or FSDP, or a setting with which gradients cannot
+            be exact.
     """
     check_supported(accelerator)
     check_precision(accelerator)
@@ -362,42 +409,44 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_rule(rule: Rule, model: nn.Module) -> None:
-    """Check that what was proven of the whole model can be computed by stages.
+    """Check that a proven rule is one that pipeline stages can compute.
 
     Args:
-        rule: The proof's result.
-        model: The whole model.
+        rule: The result of `prove_targets`.
+        model: The full model.
 
     Raises:
-        ConfigError: If the proof is of another model, the loss is not the mean of the model's own
-            head, or some randomness is not keyed.
+        ConfigError: If the rule was proven for another model, the loss is not the mean that the
+            model's own head computes, or some random draws cannot be tied to a sample.
     """
     rule.check_fits(model)
     if getattr(rule.dropout, "model", model) is not model:
         raise ConfigError(
-            "the rule was proven for another model, whose dropout is not this one's: call "
+            "the rule was proven for another model object, and refers to its dropout modules: call "
             "prove_targets with the model that is passed to prepare_pipeline."
         )
     if not isinstance(rule.loss, HeadMean):
         raise ConfigError(
             f"unsupported loss in a pipeline: {rule.name}. Stages cannot audit it on the data that "
             "is trained on, so only the mean that the model's own head computes is supported: "
-            "leave loss_fn and router balancing out, or use FSDP."
+            "omit loss_fn and router balancing, or use FSDP."
         )
     if getattr(rule.dropout, "unkeyed", ()):
         raise ConfigError(
-            "unsupported: split-dependent randomness in a pipeline. Leave "
-            "allow_split_dependent_randomness out, and set what draws it to 0."
+            "unsupported: split-dependent randomness in a pipeline. Omit "
+            "allow_split_dependent_randomness, and set the probability of the random draws to 0."
         )
 
 
 def rule_of_stage(rule: Rule, model: nn.Module) -> Rule:
-    """Return what was proven of the whole model, for the modules that a stage keeps.
+    """Return the rule of a pipeline stage: the full model's, with dropout for the modules that the
+    stage keeps, and without speed-ups.
 
-    A dropout site is keyed by the path of its module in the whole model, which the stage keeps.
+    The dropout masks are those of the full model, because a mask is derived from the path of its
+    module, and the stage keeps the paths.
 
     Args:
-        rule: What was proven of the whole model.
+        rule: The rule of the full model.
         model: The stage.
     """
     dropout = rule.dropout
@@ -406,63 +455,76 @@ def rule_of_stage(rule: Rule, model: nn.Module) -> Rule:
     return replace(rule, dropout=dropout, speed_ups=(), modes=module_modes(model))
 
 
-def dropout_of_stage(whole: KeyedDropout, model: nn.Module) -> KeyedDropout:
-    """Return the keyed dropout of the whole model, for the modules that a stage keeps."""
+def dropout_of_stage(full_dropout: KeyedDropout, model: nn.Module) -> KeyedDropout:
+    """Return the keyed dropout of a pipeline stage: the full model's dropout sites in those modules
+    that the stage keeps.
+
+    Args:
+        full_dropout: The keyed dropout of the full model.
+        model: The stage.
+    """
     dropout = KeyedDropout(model)
-    dropout.hooked = [module for module in whole.hooked if module in dropout.names]
-    dropout.sites = {key: site for key, site in whole.sites.items() if site.module in dropout.names}
+    own_modules = dropout.names
+    dropout.hooked = [module for module in full_dropout.hooked if module in own_modules]
+    dropout.sites = {
+        key: site for key, site in full_dropout.sites.items() if site.module in own_modules
+    }
     return dropout
 
 
-def hidden_shape(engine: Engine, width: int) -> tuple[int, int, int]:
-    """Return the shape into which the hidden states of all micro-batches fit.
+def max_hidden_shape(engine: Engine, hidden_size: int) -> tuple[int, int, int]:
+    """Return the smallest shape into which the hidden states of every micro-batch of a window fit.
 
     Args:
         engine: The engine, which has begun the window.
-        width: The model's hidden size.
+        hidden_size: The model's hidden size.
 
     Returns:
-        (samples, tokens, width).
+        (maximum number of samples, maximum number of tokens, hidden size).
 
     Raises:
         ConfigError: If the batches have no `input_ids` of shape (samples, tokens).
     """
-    ids = [call.micro_batch.batch.get("input_ids") for call in engine.calls]
-    if not all(isinstance(one, Tensor) and one.dim() == 2 for one in ids):
+    all_input_ids = [call.micro_batch.batch.get("input_ids") for call in engine.calls]
+    if not all(isinstance(ids, Tensor) and ids.dim() == 2 for ids in all_input_ids):
         raise ConfigError(
             "a pipeline needs input_ids of shape (samples, tokens) in every batch: let the collate "
             "function return them."
         )
-    num_samples = max(one.shape[0] for one in ids)
-    num_tokens = max(one.shape[1] for one in ids)
-    return num_samples, num_tokens, width
+    max_samples = max(ids.shape[0] for ids in all_input_ids)
+    max_tokens = max(ids.shape[1] for ids in all_input_ids)
+    return max_samples, max_tokens, hidden_size
 
 
 def weights_index(files: list[tuple[str, dict[str, int]]]) -> dict[str, Any]:
-    """Return the index with which transformers finds the file of each weight.
+    """Return the content of the index (`model.safetensors.index.json`) in which transformers looks
+    up the file of each weight.
 
     Args:
-        files: Of each stage, the name of its file and name -> bytes of its weights.
+        files: For each rank, the name of its stage's file, and name of a weight -> its size in
+            bytes. The ranks of one stage in several replicas list the same file.
     """
     total_size = 0
-    file_of_weight = {}
-    for file, sizes in files:
-        total_size += sum(sizes.values())
-        file_of_weight |= dict.fromkeys(sizes, file)
-    return {"metadata": {"total_size": total_size}, "weight_map": file_of_weight}
+    weight_map = {}
+    # Replicas wrote no files of their own: each file counts once.
+    for file_name, num_bytes in dict(files).items():
+        total_size += sum(num_bytes.values())
+        weight_map |= dict.fromkeys(num_bytes, file_name)
+    return {"metadata": {"total_size": total_size}, "weight_map": weight_map}
 
 
-def own_weights(model: nn.Module, left_out: nn.Parameter | None) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers by their names, each once.
+def unique_weights(model: nn.Module, excluded: nn.Parameter | None) -> dict[str, Tensor]:
+    """Return the parameters and persistent buffers of a pipeline stage by their names. A tensor
+    with several names (tied weights) has its first name only.
 
     Args:
-        model: One stage.
-        left_out: A parameter that another stage holds, too. None: there is none.
+        model: The stage.
+        excluded: A parameter to omit, because another stage saves it. None: omit nothing.
     """
-    found: dict[str, Tensor] = {}
-    seen = {id(left_out)}
+    weights: dict[str, Tensor] = {}
+    handled_ids = {id(excluded)}
     for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            found[name] = tensor
-        seen.add(id(tensor))
-    return found
+        if id(tensor) not in handled_ids:
+            weights[name] = tensor
+        handled_ids.add(id(tensor))
+    return weights

@@ -1,7 +1,9 @@
-"""How the ranks of a pipeline communicate in a window, besides what torch's schedule sends.
+"""How the ranks of a pipeline communicate in a window, besides the hidden states that torch's
+schedule sends.
 
-The ranks are a grid of replicas x stages. Those of one stage hold the same parameters and sum their
-gradients; those of one replica hold the whole model and share the norm of its gradient.
+The ranks form a grid of replicas x stages. The ranks with the same stage hold the same parameters
+and sum their gradients. The ranks of one replica hold the full model together and compute the norm
+of its gradient together.
 """
 
 from collections.abc import Collection, Sequence
@@ -22,39 +24,40 @@ from hf_ga.exact.window import Window
 
 
 class PipelineBackend(Backend):
-    """Replicas x stages; rank = replica * num_stages + stage.
+    """The backend for pipelines: ranks form a grid with rank = replica * num_stages + stage.
 
     Args:
         accelerator: The accelerator of all ranks.
-        num_stages: Number of ranks of one replica.
-        min_calls: Smallest number of micro-batches that the schedule can run, if it gets any.
+        num_stages: Number of pipeline stages: the number of ranks of one replica.
+        min_calls: Minimum number of micro-batches that the schedule can run.
 
     Attributes:
-        stages: Process group of the stages of this replica.
-        replicas: Process group of the replicas of this stage.
-        stage: Number of this rank's stage, from 0.
+        stages: Process group of the stages of this rank's replica.
+        replicas: Process group of the ranks that hold this rank's stage in all replicas.
+        stage: Index of this rank's stage, from 0.
         num_stages: Number of stages.
-        replica: Number of this rank's replica, from 0.
+        replica: Index of this rank's replica, from 0.
         num_replicas: Number of replicas.
-        tied: A parameter that the first and the last stage both hold a copy of. None: there is
-            none.
+        tied: A parameter (tied embeddings) of which the first and the last stage hold a copy each.
+            None: there is none.
 
     Raises:
-        ConfigError: If the number of processes is no multiple of the number of stages.
+        ConfigError: If the number of processes is not a multiple of the number of stages.
     """
 
     is_sharded = True
     can_sum_early = False
     reason_not_to_cut = (
-        "In a pipeline it cannot be cut, as a stage that fails cannot rejoin the others: make it "
-        "smaller (per_device_batch_size; the results stay the same)"
+        "In a pipeline it cannot be split, because a stage that fails cannot rejoin the others: "
+        "make it smaller (per_device_batch_size; the results stay the same)"
     )
 
     def __init__(self, accelerator: Accelerator, num_stages: int, min_calls: int) -> None:
+        """Arrange the ranks in a grid of replicas x stages, and make their process groups."""
         super().__init__(accelerator)
         self.num_stages = num_stages
-        self.num_replicas, rest = divmod(self.num_processes, num_stages)
-        if rest or not self.num_replicas:
+        self.num_replicas = self.num_processes // num_stages
+        if self.num_processes % num_stages or not self.num_replicas:
             raise ConfigError(
                 f"{num_stages} pipeline stages need a multiple of {num_stages} processes, got "
                 f"{self.num_processes}: launch with --num_processes {num_stages}, or twice as many "
@@ -67,33 +70,51 @@ class PipelineBackend(Backend):
         )
         self.stages = mesh.get_group("stages")
         self.replicas = mesh.get_group("replicas")
-        self.replica, self.stage = divmod(self.process_index, num_stages)
+        self.replica = self.process_index // num_stages
+        self.stage = self.process_index % num_stages
         self.min_calls = min_calls
         self.tied: nn.Parameter | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the embeddings."""
+        """Whether this rank holds the first stage, which has the embeddings."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the head, and computes the loss."""
+        """Whether this rank holds the last stage, which has the head and computes the loss."""
         return self.stage == self.num_stages - 1
 
     def backward(self, term: Tensor | float, weight: int) -> None:
-        """Do nothing: torch's schedule runs the backward."""
+        """Do nothing: in a pipeline, torch's schedule runs the backward of each micro-batch."""
 
     def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Repeat the first call with weight 0 up to the fewest that the schedule can run."""
-        missing = self.min_calls - len(calls)
-        if not calls or missing <= 0:
+        """Return the forwards of this replica's micro-batches. If there are fewer than the schedule
+        can run, add fillers: the first one again, with weight 0. No micro-batches stay none.
+
+        Args:
+            window: The window.
+            calls: The forwards of this replica's micro-batches.
+            loss: The loss.
+        """
+        num_missing = self.min_calls - len(calls)
+        if not calls or num_missing <= 0:
             return calls
         filler = replace(calls[0], weight=0, index=FILLER)
-        return calls + [filler] * missing
+        return calls + [filler] * num_missing
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
-        """Sum the status over all ranks: targets once a replica, parameters once a stage."""
+        """Sum the status over all ranks. The targets of each replica are counted once, and whether
+        a parameter has a gradient is combined over the replicas of this stage only, since other
+        stages have other parameters.
+
+        Args:
+            status: What this rank computed.
+
+        Returns:
+            The status of all ranks.
+        """
+        # All stages of a replica count the same targets: only those of the last stage are added.
         counts = status.counts if self.is_last else (0,) * len(status.counts)
         total = super().all_reduce_status(replace(status, counts=counts, has_gradient=()))
         if not status.has_gradient:
@@ -105,7 +126,14 @@ class PipelineBackend(Backend):
     def reduce_gradients(
         self, model: nn.Module, status: RankStatus, unused: Collection[str]
     ) -> None:
-        """Sum the gradients over the replicas, then those of the two copies of a tied weight."""
+        """Sum this stage's gradients over the replicas, then sum the gradients of the two copies of
+        a tied weight, which are on the first and the last stage.
+
+        Args:
+            model: This rank's stage.
+            status: The status of all ranks: which parameters have a gradient on any replica.
+            unused: Not needed in a pipeline.
+        """
         if self.num_replicas > 1:
             parameters = [p for p in model.parameters() if p.requires_grad]
             sum_gradients(parameters, status.has_gradient, group=self.replicas)
@@ -113,15 +141,18 @@ class PipelineBackend(Backend):
             self._sum_tied(self.tied)
 
     def _sum_tied(self, copy: nn.Parameter) -> None:
-        """Give both copies of a weight the sum of their gradients, with the same bits: they must
-        stay equal.
+        """Set the gradients of both copies of a tied weight to their sum. The first stage computes
+        the sum and sends it back, so that both have the same bits and the copies stay equal.
+
+        Args:
+            copy: This rank's copy, on the first or the last stage.
         """
         gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad.contiguous()
         if self.is_first:
             last = self.num_stages - 1
-            of_head = torch.empty_like(gradient)
-            dist.recv(of_head, group=self.stages, group_src=last)
-            gradient += of_head
+            head_gradient = torch.empty_like(gradient)
+            dist.recv(head_gradient, group=self.stages, group_src=last)
+            gradient += head_gradient
             dist.send(gradient, group=self.stages, group_dst=last)
         else:
             dist.send(gradient, group=self.stages, group_dst=0)
@@ -129,9 +160,13 @@ class PipelineBackend(Backend):
         copy.grad = gradient
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip to the norm over all stages, in which a tied weight counts once."""
-        own = [p.grad for p in parameters if not (self.is_last and p is self.tied)]
-        own_norm = torch.nn.utils.get_total_norm(own).double()
+        """Clip the gradients of this stage to a global L2 norm of at most `max_norm`, and return
+        the norm over all stages before clipping. A tied weight counts once in the norm.
+        """
+        # Its gradient is the same on the first stage, so the last stage does not count it.
+        not_counted = self.tied if self.is_last else None
+        gradients = [p.grad for p in parameters if p is not not_counted]
+        own_norm = torch.nn.utils.get_total_norm(gradients).double()
         squared = own_norm.square().to(self.device)
         dist.all_reduce(squared, group=self.stages)
         norm = squared.sqrt().float()
@@ -139,6 +174,8 @@ class PipelineBackend(Backend):
         return norm
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """Ask all ranks, because each sees its own stage only."""
+        """Return whether a condition on this rank's stage is true on all ranks. All ranks must call
+        it.
+        """
         (num_false,) = sum_over_ranks(self.accelerator, [float(not value)])
         return num_false == 0

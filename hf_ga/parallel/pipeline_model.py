@@ -1,7 +1,8 @@
-"""Pipeline stages of a model of transformers, which keep its class, its forward and its names.
+"""Pipeline stages of a transformers model.
 
-A stage is the model itself in which the modules of other stages are replaced by stand-ins that
-return their input. So its parameters, and its dropout sites, are called as in the whole model.
+A stage is the model itself, in which the modules of other stages are replaced by placeholders that
+return their input. So it keeps the model's class and forward, and its parameters and dropout sites
+have the names that they have in the full model.
 """
 
 from dataclasses import dataclass
@@ -15,18 +16,18 @@ from transformers import PreTrainedModel
 from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import argument_filter
 
-# Entries of a batch that only the embeddings read.
-EMBEDDED_ENTRIES = ("input_ids", "token_type_ids")
+# Entries of a batch that only the embeddings read, so that only the first stage gets them.
+EMBEDDING_INPUTS = ("input_ids", "token_type_ids")
 
 
 @dataclass(frozen=True)
-class Parts:
-    """Where the parts of a model are, as paths of its modules.
+class ModulePaths:
+    """The paths of those modules of a model class that are distributed over pipeline stages.
 
     Attributes:
-        embeddings: What comes before the layers, and belongs to the first stage.
-        layers: The list of layers.
-        head: What comes behind the layers, and belongs to the last stage.
+        embeddings: The modules before the layers, which the first stage keeps.
+        layers: The list of layers, of which each stage keeps a part.
+        head: The modules after the layers, which the last stage keeps.
     """
 
     embeddings: tuple[str, ...]
@@ -34,17 +35,18 @@ class Parts:
     head: tuple[str, ...]
 
 
-_LLAMA = Parts(("model.embed_tokens",), "model.layers", ("model.norm", "lm_head"))
-# By the name of the model's class, as importing them all takes seconds.
-PARTS = {
-    "BertForMaskedLM": Parts(("bert.embeddings",), "bert.encoder.layer", ("cls",)),
-    "BertForSequenceClassification": Parts(
+_LLAMA = ModulePaths(("model.embed_tokens",), "model.layers", ("model.norm", "lm_head"))
+# The models that can be split into pipeline stages: name of the model class -> its modules.
+# Importing the classes themselves would take seconds.
+SUPPORTED_MODELS = {
+    "BertForMaskedLM": ModulePaths(("bert.embeddings",), "bert.encoder.layer", ("cls",)),
+    "BertForSequenceClassification": ModulePaths(
         ("bert.embeddings",), "bert.encoder.layer", ("bert.pooler", "dropout", "classifier")
     ),
-    "BertForTokenClassification": Parts(
+    "BertForTokenClassification": ModulePaths(
         ("bert.embeddings",), "bert.encoder.layer", ("dropout", "classifier")
     ),
-    "GPT2LMHeadModel": Parts(
+    "GPT2LMHeadModel": ModulePaths(
         ("transformer.wte", "transformer.wpe", "transformer.drop"),
         "transformer.h",
         ("transformer.ln_f", "lm_head"),
@@ -56,41 +58,51 @@ PARTS = {
 }
 
 
-class PassedThrough(nn.Module):
-    """A stand-in for a module of another stage: it returns the hidden states that it is given."""
+class PassThrough(nn.Module):
+    """A placeholder for a module of another pipeline stage: it returns the hidden states that it
+    gets.
+    """
 
     def forward(self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Return `inputs_embeds`, or else the first argument."""
+        """Return the hidden states unchanged: `inputs_embeds` if it is passed, otherwise the first
+        argument.
+        """
         if inputs_embeds is not None:
             return inputs_embeds
         return args[0]
 
 
-class AddsNothing(nn.Module):
-    """A stand-in for an embedding of another stage, whose vectors the hidden states contain."""
+class ZeroEmbedding(nn.Module):
+    """A placeholder for an embedding of another pipeline stage. The model adds embeddings to the
+    hidden states, but on this stage they contain them already.
+    """
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return a zero, which the model adds to the hidden states."""
+        """Return a scalar zero, which does not change the hidden states that it is added to."""
         return torch.zeros((), device=ids.device)
 
 
 class StageModel(nn.Module):
-    """One stage of a model.
+    """One pipeline stage of a model: the model with its own part of the layers, and placeholders
+    for the modules of other stages.
 
     Args:
-        model: A model of one of the classes in `PARTS`. It is changed: it keeps the modules of this
-            stage only.
-        stage: Number of the stage, from 0.
-        num_stages: Number of stages. The first ones get one layer more if the layers cannot be
-            shared evenly.
+        model: A model of one of the classes in `SUPPORTED_MODELS`. It is changed in place: it keeps
+            the modules of this stage only.
+        stage: Index of the stage, from 0.
+        num_stages: Number of stages. If the layers cannot be divided evenly, the first stages get
+            one layer more.
 
     Attributes:
-        model: The model; `state_dict` and `named_parameters` give the names of the whole model.
-        tied: The embedding weight that the output layer shares with the embeddings, on the first
-            and on the last stage, which both keep a copy. None on others, and if they share none.
+        model: The model. Its parameters have the names of the full model.
+        is_first: Whether this stage contains the embeddings.
+        is_last: Whether this stage contains the head, and computes the loss.
+        tied: The embedding weight that the output layer shares with the embeddings, of which the
+            first and the last stage keep a copy each. None on other stages, and if they share
+            none.
 
     Raises:
-        ConfigError: If the model is of another class, or has fewer layers than stages.
+        ConfigError: If the model cannot be split into this number of stages.
 
     Example:
         first = StageModel(copy.deepcopy(model), stage=0, num_stages=2)
@@ -100,83 +112,94 @@ class StageModel(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, stage: int, num_stages: int) -> None:
+        """Check the model, and replace its modules of other stages by placeholders."""
         super().__init__()
-        check_can_be_cut(model, num_stages)
+        check_can_be_split(model, num_stages)
         self.is_first = stage == 0
         self.is_last = stage == num_stages - 1
-        tied = tied_embedding(model)
-        self._cut(model, stage, num_stages, tied)
+        embedding = tied_embedding(model)
+        self._replace_modules_of_other_stages(model, stage, num_stages, embedding)
         self.tied: nn.Parameter | None = None
-        if tied is not None and (self.is_first or self.is_last):
-            self.tied = tied.weight
+        if embedding is not None and (self.is_first or self.is_last):
+            self.tied = embedding.weight
         self.model = model
         self._accepted = argument_filter(model)
 
     def forward(self, **batch: Any) -> Any:
-        """Run this stage.
+        """Run the forward of this stage on one micro-batch.
 
         Args:
-            batch: The arguments of the whole model, on every stage; behind the first stage also
-                `inputs_embeds`, the hidden states of the stage before, of shape (samples, tokens,
-                width).
+            batch: The arguments of the full model, on every stage; on all stages but the first also
+                `inputs_embeds`, the hidden states of the previous stage, of shape (samples, tokens,
+                hidden size).
 
         Returns:
             The model's outputs on the last stage, hidden states on the others.
         """
         if not self.is_first:
-            batch = {name: v for name, v in batch.items() if name not in EMBEDDED_ENTRIES}
+            batch = {name: v for name, v in batch.items() if name not in EMBEDDING_INPUTS}
         if not self.is_last:
             batch.pop("labels", None)
         arguments = self._accepted({**batch, "use_cache": False})
         outputs = self.model(**arguments)
         if self.is_last:
             return outputs
-        # The stand-ins of the head passed the hidden states through.
+        # The placeholders of the head returned the hidden states.
         return outputs.logits
 
-    def _cut(
+    def _replace_modules_of_other_stages(
         self, model: PreTrainedModel, stage: int, num_stages: int, tied: nn.Embedding | None
     ) -> None:
-        """Replace the modules of other stages by stand-ins."""
-        parts = PARTS[type(model).__name__]
-        num_layers = len(model.get_submodule(parts.layers))
-        own_layers = layers_of(stage, num_stages, num_layers)
-        elsewhere = [
-            f"{parts.layers}.{layer}" for layer in range(num_layers) if layer not in own_layers
+        """Replace the modules of a model that belong to other stages by placeholders, in place.
+
+        Args:
+            model: The full model.
+            stage: Index of this stage.
+            num_stages: Number of stages.
+            tied: The input embedding whose weight the output layer shares, if any. The last stage
+                keeps it.
+        """
+        paths = SUPPORTED_MODELS[type(model).__name__]
+        num_layers = len(model.get_submodule(paths.layers))
+        own_layers = layers_of_stage(stage, num_stages, num_layers)
+        paths_to_replace = [
+            f"{paths.layers}.{layer}" for layer in range(num_layers) if layer not in own_layers
         ]
         if not self.is_first:
-            elsewhere += parts.embeddings
+            paths_to_replace += paths.embeddings
         if not self.is_last:
-            elsewhere += parts.head
+            paths_to_replace += paths.head
         kept = tied if self.is_last else None
-        for path in elsewhere:
+        for path in paths_to_replace:
             replace_module(model, path, kept)
 
 
-def layers_of(stage: int, num_stages: int, num_layers: int) -> list[int]:
-    """Return the numbers of a stage's layers.
+def layers_of_stage(stage: int, num_stages: int, num_layers: int) -> list[int]:
+    """Return the indices of the layers that a pipeline stage keeps: a contiguous part of nearly
+    equal size for each stage.
 
-    >>> layers_of(0, 2, 5), layers_of(1, 2, 5)
+    >>> layers_of_stage(0, 2, 5), layers_of_stage(1, 2, 5)
     ([0, 1, 2], [3, 4])
     """
-    of_stages = np.array_split(np.arange(num_layers), num_stages)
-    return of_stages[stage].tolist()
+    layers_by_stage = np.array_split(np.arange(num_layers), num_stages)
+    return layers_by_stage[stage].tolist()
 
 
-def check_can_be_cut(model: nn.Module, num_stages: int) -> None:
-    """Check that a model can be cut into so many stages.
+def check_can_be_split(model: nn.Module, num_stages: int) -> None:
+    """Check that a model can be split into `num_stages` pipeline stages.
 
     Raises:
-        ConfigError: If it is of another class than those in `PARTS`, has fewer layers, or uses
-            gradient checkpointing.
+        ConfigError: If the model is not of a class of transformers in `SUPPORTED_MODELS`, there are
+            fewer than two stages or fewer layers than stages, or gradient checkpointing is on.
     """
     name = type(model).__name__
-    if name not in PARTS or not type(model).__module__.startswith("transformers."):
+    if name not in SUPPORTED_MODELS or not type(model).__module__.startswith("transformers."):
         raise ConfigError(
-            f"unsupported model for a pipeline: {name}. Supported are {', '.join(PARTS)}, without "
-            "adapters or wrappers. Use FSDP for other models."
+            f"unsupported model for a pipeline: {name}. Supported are "
+            f"{', '.join(SUPPORTED_MODELS)}, without adapters or wrappers. Use FSDP for other "
+            "models."
         )
-    num_layers = len(model.get_submodule(PARTS[name].layers))
+    num_layers = len(model.get_submodule(SUPPORTED_MODELS[name].layers))
     if not 2 <= num_stages <= num_layers:
         raise ConfigError(
             f"num_stages must be between 2 and the number of layers, got {num_stages} stages for "
@@ -184,14 +207,17 @@ def check_can_be_cut(model: nn.Module, num_stages: int) -> None:
         )
     if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise ConfigError(
-            "unsupported: gradient checkpointing in a pipeline, because a stage runs backward of "
-            "one micro-batch after the forward of another, so recomputed dropout would be the "
-            "other's. Call model.gradient_checkpointing_disable(), or use more stages."
+            "unsupported: gradient checkpointing in a pipeline, because a stage runs the backward "
+            "of one micro-batch after the forward of another, so the recomputed forward would use "
+            "the dropout masks of the other. Call model.gradient_checkpointing_disable(), or use "
+            "more stages."
         )
 
 
 def tied_embedding(model: PreTrainedModel) -> nn.Embedding | None:
-    """Return the input embedding if the output layer shares its weight, or else None."""
+    """Return the input embedding of a model if its output layer shares the weight (tied
+    embeddings), otherwise None.
+    """
     embedding = model.get_input_embeddings()
     output = model.get_output_embeddings()
     if output is None or output.weight is not embedding.weight:
@@ -200,19 +226,20 @@ def tied_embedding(model: PreTrainedModel) -> nn.Embedding | None:
 
 
 def replace_module(model: nn.Module, path: str, kept: nn.Embedding | None) -> None:
-    """Replace a module by a stand-in.
+    """Replace a module of another pipeline stage by a placeholder, in place. Nothing is replaced if
+    the module is `kept` itself.
 
     Args:
         model: The model that contains the module.
         path: The module's path in the model.
-        kept: An embedding that stays under its name, because the head needs its weight. None:
-            nothing stays.
+        kept: An embedding that must stay, under its name, because the head uses its weight. None:
+            nothing must stay.
     """
     module = model.get_submodule(path)
     if module is kept:
         return
-    stand_in = AddsNothing() if isinstance(module, nn.Embedding) else PassedThrough()
+    placeholder = ZeroEmbedding() if isinstance(module, nn.Embedding) else PassThrough()
     for name, child in module.named_children():
         if child is kept:
-            stand_in.add_module(name, child)
-    model.set_submodule(path, stand_in.train(module.training))
+            placeholder.add_module(name, child)
+    model.set_submodule(path, placeholder.train(module.training))

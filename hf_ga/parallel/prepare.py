@@ -1,5 +1,5 @@
-"""Preparing a model for training: FSDP on CPUs, reduction in float32, FSDP2 units; and gathering
-full weights from shards.
+"""Preparing a model for training on several processes: FSDP on CPUs, gradient reduction in float32,
+which modules FSDP2 wraps; and gathering full weights from shards.
 """
 
 import os
@@ -24,11 +24,11 @@ from hf_ga.parallel.main_weights import loads_on_main, sharding_from_main
 
 
 def enable_fp16_on_cpu(accelerator: Accelerator) -> None:
-    """Enable `mixed_precision="fp16"` on a CPU, where Accelerate silently computes in float32. Call
-    it before `prepare`.
+    """Enable `mixed_precision="fp16"` on a CPU, where Accelerate silently computes in float32: give
+    the accelerator a gradient scaler and turn autocast on. Call it before `prepare`.
 
-    The scaler uses the `GradScalerKwargs` among the accelerator's `kwargs_handlers`. Does nothing
-    on other devices, in other precisions, or if called again.
+    The scaler is made with the `GradScalerKwargs` among the accelerator's `kwargs_handlers`. Does
+    nothing on other devices, in other precisions, or if the accelerator has a scaler already.
 
     Example:
         accelerator = Accelerator(mixed_precision="fp16", cpu=True)
@@ -41,54 +41,57 @@ def enable_fp16_on_cpu(accelerator: Accelerator) -> None:
         or accelerator.scaler is not None
     ):
         return
-    options = (
-        accelerator.scaler_handler.to_kwargs() if accelerator.scaler_handler is not None else {}
-    )
-    # FSDP1's shards are plain local tensors; FSDP2's are DTensors, whose reductions are
-    # collectives.
-    scaler = (
-        ShardedGradScaler
-        if is_sharded(accelerator) and not accelerator.is_fsdp2
-        else torch.amp.GradScaler
-    )
-    accelerator.scaler = scaler("cpu", **options)
-    accelerator.native_amp = True
+    options: dict[str, Any] = {}
+    if accelerator.scaler_handler is not None:
+        options = accelerator.scaler_handler.to_kwargs()
+    scaler_class: type[torch.amp.GradScaler] = torch.amp.GradScaler
+    if is_sharded(accelerator) and not accelerator.is_fsdp2:
+        # FSDP1's shards are plain tensors, so its scaler must ask all ranks for overflows. FSDP2's
+        # shards are DTensors, for which torch does that itself.
+        scaler_class = ShardedGradScaler
+    accelerator.scaler = scaler_class("cpu", **options)
+    accelerator.native_amp = True  # Accelerate's switch for autocast
 
 
 def enable_fsdp_on_cpu(
     accelerator: Accelerator, plugin: FullyShardedDataParallelPlugin | None = None
 ) -> None:
     """Enable FSDP on CPU processes, where Accelerate silently trains with DDP. Call it before
-    `prepare`.
+    `prepare`. Does nothing on GPUs, on a single process, or if FSDP is not requested.
 
     Args:
-        plugin: default: the one of `accelerate launch --use_fsdp`. Does nothing without it, or on a
-            GPU.
+        accelerator: The accelerator, whose state (which all accelerators share) is changed.
+        plugin: The FSDP settings. Default: those of `accelerate launch --use_fsdp`, if it was
+            launched so.
 
     Example:
         accelerator = Accelerator(cpu=True)
         enable_fsdp_on_cpu(accelerator)
         model, optimizer = accelerator.prepare(model, optimizer)
     """
-    requested = (
-        plugin is not None or os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    )
-    if not requested or accelerator.distributed_type != DistributedType.MULTI_CPU:
+    is_launched_with_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    is_requested = plugin is not None or is_launched_with_fsdp
+    if not is_requested or accelerator.distributed_type != DistributedType.MULTI_CPU:
         return
-    plugin = plugin or FullyShardedDataParallelPlugin()
+    if plugin is None:
+        plugin = FullyShardedDataParallelPlugin()
     if accelerator.mixed_precision != "no":
         plugin.set_mixed_precision(accelerator.mixed_precision)
     accelerator.state.fsdp_plugin = plugin
-    for state in (PartialState(), accelerator.state):  # later Accelerators copy from the first
+    # Accelerators that are created later copy from the first of these states.
+    for state in (PartialState(), accelerator.state):
         state.distributed_type = DistributedType.FSDP
-        state.device = torch.device("cpu")  # FSDP1 does not accept a CPU index
+        state.device = torch.device("cpu")  # FSDP1 does not accept a CPU with an index
 
 
 def prepare(
     accelerator: Accelerator, model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[nn.Module, Any]:
-    """`accelerator.prepare(model, optimizer)`; under FSDP with reduction in float32 and units that
-    FSDP2 can wrap.
+    """Call `accelerator.prepare(model, optimizer)`; under FSDP, with gradients reduced in float32
+    (see `exact_sharding`). Under DDP, also keep the model from hanging when it is freed.
+
+    Returns:
+        The prepared model and optimizer.
     """
     with exact_sharding(accelerator, [model], [optimizer]):
         model, optimizer = accelerator.prepare(model, optimizer)
@@ -103,13 +106,18 @@ def exact_sharding(
     models: Sequence[nn.Module],
     optimizers: Sequence[torch.optim.Optimizer],
 ) -> Iterator[None]:
-    """Around `accelerator.prepare`: under FSDP, reduction in float32 and units that FSDP2 can wrap;
-    with `cpu_ram_efficient_loading`, shards of the main process's weights.
+    """Configure FSDP for exact gradients while the block calls `accelerator.prepare`; without FSDP,
+    do nothing.
+
+    The settings of the accelerator's FSDP plugin stay changed: gradients are reduced in float32,
+    FSDP2 wraps modules that it can, and FSDP1 uses the original parameters. With
+    `cpu_ram_efficient_loading`, the main process's weights are distributed to the shards of all
+    processes.
 
     Args:
         accelerator: The accelerator that prepares.
-        models: The models that it prepares, not wrapped yet.
-        optimizers: The optimizers that it prepares.
+        models: The models that the block prepares, not wrapped yet.
+        optimizers: The optimizers that the block prepares.
     """
     if not is_sharded(accelerator):
         yield
@@ -121,106 +129,119 @@ def exact_sharding(
             configure_fsdp(plugin, model)
             uses_cache = getattr(getattr(model, "config", None), "use_cache", False)
             if plugin.activation_checkpointing and uses_cache:
-                model.config.use_cache = False  # recomputed keys would be appended to the cache
+                # A recomputed forward would append its keys to the cache a second time.
+                model.config.use_cache = False
             if plugin.fsdp_version == 1:
                 plugin.use_orig_params = True  # keeps the optimizer's parameters valid
                 continue
             if from_main and not isinstance(model, FSDPModule):
                 stack.enter_context(sharding_from_main(accelerator, model, optimizers))
-            stack.enter_context(_one_name_each(model))
+            stack.enter_context(_without_shared_parameter_names(model))
         yield
 
 
 @contextmanager
 def every_prepare_exact(accelerator: Accelerator) -> Iterator[None]:
-    """Within the block, `accelerator.prepare` shards as `prepare` does: for somebody else's loop,
-    which calls it.
+    """During the block, let every `accelerator.prepare` configure FSDP for exact gradients. This is
+    for a loop that calls `accelerator.prepare` itself, such as Trainer's.
     """
-    original = accelerator.prepare
+    original_prepare = accelerator.prepare
 
-    def exact(*args: Any, **kwargs: Any) -> Any:
+    def prepare_exactly(*args: Any, **kwargs: Any) -> Any:
+        """Call the original `accelerator.prepare` within `exact_sharding`."""
         models = [value for value in args if isinstance(value, nn.Module)]
         optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
         with exact_sharding(accelerator, models, optimizers):
-            return original(*args, **kwargs)
+            return original_prepare(*args, **kwargs)
 
-    with override(accelerator, prepare=exact):
+    with override(accelerator, prepare=prepare_exactly):
         yield
 
 
 def configure_fsdp(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Let FSDP reduce gradients in float32 and keep the dtype of losses, and FSDP2 wrap BERT and
-    similar models.
+    """Change the settings of FSDP in place: reduce gradients in float32 and, for FSDP2, keep the
+    dtype of the outputs and choose modules that it can wrap.
 
-    Accelerate's default for both is the compute dtype. FSDP2 would round a float32 loss to it, and
-    so the weight of a micro-batch in the gradient: to 8 bits in bf16.
+    Accelerate's default for both dtypes is the compute dtype. FSDP2 would round a float32 loss to
+    it, and so the weight of a micro-batch in the gradient: to 8 bits in bf16.
+
+    Args:
+        plugin: The accelerator's FSDP settings.
+        model: The model that will be sharded, for its modules.
     """
     policy = plugin.mixed_precision_policy
     if policy is not None:
-        exact = {"reduce_dtype": torch.float32}
+        dtypes = {"reduce_dtype": torch.float32}
         if plugin.fsdp_version == 2:
-            exact["output_dtype"] = None
-        plugin.mixed_precision_policy = replace(policy, **exact)
+            dtypes["output_dtype"] = None
+        plugin.mixed_precision_policy = replace(policy, **dtypes)
     if plugin.fsdp_version == 2:
-        _choose_units(plugin, model)
+        _set_classes_to_wrap(plugin, model)
 
 
-def _choose_units(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Choose FSDP2's default units: the model's `_no_split_modules`, except any that contains its
-    input embeddings.
+def _set_classes_to_wrap(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
+    """Set which modules of a transformers model FSDP2 wraps, unless the user chose them: the
+    classes in its `_no_split_modules`, except those that contain the input embeddings.
 
-    Accelerate wraps the embeddings separately, and fails if the model lists them too (BERT and
-    similar models).
+    Accelerate wraps the embeddings separately, and fails if a listed class contains them, as in
+    BERT and similar models.
     """
     if plugin.transformer_cls_names_to_wrap is not None or not isinstance(model, PreTrainedModel):
         return
     embeddings = model.get_input_embeddings()
-    holders = {
-        type(m).__name__ for m in model.modules() if any(part is embeddings for part in m.modules())
+    classes_with_embeddings = {
+        type(module).__name__
+        for module in model.modules()
+        if any(submodule is embeddings for submodule in module.modules())
     }
-    plugin.transformer_cls_names_to_wrap = sorted(set(model._no_split_modules or ()) - holders)
+    default_classes = set(model._no_split_modules or ())
+    plugin.transformer_cls_names_to_wrap = sorted(default_classes - classes_with_embeddings)
 
 
 @contextmanager
-def _one_name_each(model: nn.Module) -> Iterator[None]:
-    """Within the block, remove a module's second name for a parameter of one of its submodules
-    (BERT's masked-LM head shares its decoder's bias): FSDP2 would add the parameter to two groups
-    and fail.
+def _without_shared_parameter_names(model: nn.Module) -> Iterator[None]:
+    """During the block, remove a parameter from a module if it is also a parameter of one of the
+    module's submodules; afterwards, set it again to the submodule's (now sharded) parameter.
+
+    BERT's masked-LM head, for example, shares the bias of its decoder. FSDP2 would add such a
+    parameter to two groups and fail.
     """
     owners = {
         parameter: (module, name)
         for module in model.modules()
         for name, parameter in module._parameters.items()
     }
-    shared = [
-        (module, name, owners[parameter])
-        for module in model.modules()
-        for name, parameter in module._parameters.items()
-        if parameter is not None
-        and owners[parameter][0] is not module
-        and owners[parameter][0] in set(module.modules())
-    ]
-    for module, name, _ in shared:
+    shared = []
+    for module in model.modules():
+        submodules = set(module.modules())
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            owner, name_in_owner = owners[parameter]
+            if owner is not module and owner in submodules:
+                shared.append((module, name, owner, name_in_owner))
+    for module, name, _, _ in shared:
         del module._parameters[name]
     try:
         yield
     finally:
-        for module, name, (owner, own_name) in shared:
-            module._parameters[name] = owner._parameters[own_name]
+        for module, name, owner, name_in_owner in shared:
+            module._parameters[name] = owner._parameters[name_in_owner]
 
 
 def full_state_dict(accelerator: Accelerator, model: nn.Module) -> dict[str, Any]:
-    """Full weights by their names in the unwrapped model: under FSDP gathered on the CPU of the
-    main process (empty on others).
+    """Return the full, unsharded weights of a prepared model, by their names in the unwrapped
+    model. All processes must call it.
 
-    All processes must call it.
+    Returns:
+        Name -> tensor. Under FSDP the weights are gathered on the CPU of the main process, and the
+        result is empty on the other processes.
     """
     if not is_sharded(accelerator) or accelerator.device.type != "cpu":
         return accelerator.get_state_dict(model)
-    # On a CPU "offloaded" weights are not copied, so they would be in memory that FSDP1 frees.
+    # On a CPU, torch does not copy weights that it "offloads" to the CPU: they would be in memory
+    # that FSDP1 frees. So gather without offloading, and copy.
     weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True))
-    return (
-        {name: tensor.clone() for name, tensor in weights.items()}
-        if accelerator.is_main_process
-        else {}
-    )
+    if not accelerator.is_main_process:
+        return {}
+    return {name: tensor.clone() for name, tensor in weights.items()}

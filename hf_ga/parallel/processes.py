@@ -1,5 +1,5 @@
-"""Helpers for several ranks: main process first, errors and values on all ranks, printing, CPU
-cores, shutdown.
+"""Helpers for several processes: run the main process first, raise errors on all ranks, compare and
+broadcast values, print, share CPU cores, shut down.
 """
 
 import os
@@ -20,10 +20,11 @@ from hf_ga.parallel.fsdp import is_sharded
 
 @contextmanager
 def main_process_first(accelerator: Accelerator) -> Iterator[None]:
-    """Run the block on the main process first, which fills the caches for the others.
+    """Run the block on the main process first, and then on the others, which find its downloads and
+    caches on the disk.
 
-    If the block raises, the others run it too; with Accelerate's `main_process_first` they would
-    hang.
+    If the block raises on the main process, the others run it all the same. With Accelerate's
+    `main_process_first` they would hang.
     """
     if not accelerator.is_main_process:
         accelerator.wait_for_everyone()
@@ -36,12 +37,12 @@ def main_process_first(accelerator: Accelerator) -> Iterator[None]:
 
 @contextmanager
 def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
-    """Raise on all ranks if the block raises on one. All ranks must enter it.
+    """Raise a CheckpointError or ConfigError on all ranks if the block raises it on one of them, so
+    that the others do not wait for the failed rank forever. All ranks must enter the block.
 
     Raises:
-        CheckpointError: If the block raised it on some rank.
-        ConfigError: If the block raised it on some rank. Of several errors, all ranks raise the one
-            of the first rank.
+        CheckpointError, ConfigError: If the block raised it on some rank. If several ranks failed,
+            all raise the error of the first of them.
     """
     failure = None
     try:
@@ -52,35 +53,41 @@ def raise_on_all_ranks(accelerator: Accelerator) -> Iterator[None]:
             raise
     if accelerator.num_processes == 1:
         return
-    # One number, mostly 0, tells whether the errors have to be gathered.
+    # One number, which is 0 almost always, says whether there are errors to gather.
     (num_failures,) = sum_over_ranks(accelerator, [failure is not None])
     if num_failures:
         failures = gather_object([failure])
         raise next(error for error in failures if error is not None)
 
 
-def check_agreement(accelerator: Accelerator, what: str, value: str) -> None:
-    """Check that a value is the same on all ranks.
+def check_agreement(accelerator: Accelerator, description: str, value: str) -> None:
+    """Check that a value is the same on all ranks. All ranks must call it.
 
     Args:
         accelerator: The accelerator of all ranks.
-        what: What the value is, for the message.
+        description: What the value is, for the message: "all processes must have the same ...".
         value: This rank's value.
 
     Raises:
-        ConfigError: If it differs; on all ranks.
+        ConfigError: If the values differ; on all ranks.
     """
-    found = gather_object([value])
-    if len(set(found)) > 1:
-        listed = ", ".join(f"process {i}: {one}" for i, one in enumerate(found))
+    values = gather_object([value])
+    if len(set(values)) > 1:
+        listed = ", ".join(f"process {rank}: {value}" for rank, value in enumerate(values))
         raise ConfigError(
-            f"all processes must have the same {what}, but they have {listed}. Use the same "
-            "files, caches and versions everywhere."
+            f"all processes must have the same {description}, but they have {listed}. Use the "
+            "same files, caches and versions everywhere."
         )
 
 
 def broadcast_from_main(accelerator: Accelerator, value: Any) -> Any:
-    """Broadcast the main process's value to all ranks."""
+    """Return the main process's value on all ranks. All ranks must call it.
+
+    Args:
+        accelerator: The accelerator of all ranks.
+        value: This rank's value, any object that can be pickled; ignored except on the main
+            process.
+    """
     if accelerator.num_processes == 1:
         return value
     (value_of_main,) = broadcast_object_list([value])
@@ -88,30 +95,36 @@ def broadcast_from_main(accelerator: Accelerator, value: Any) -> Any:
 
 
 def end_training(accelerator: Accelerator) -> None:
-    """End the trackers and the process group. Call it last.
+    """End a run's trackers and its process group. Call it last, on all processes.
 
-    A collective returns before gloo's thread has freed its tensors, which needs the GIL: if the
-    interpreter shuts down meanwhile, the process aborts (pytorch/pytorch#179291). Destroying the
-    group joins its threads, but the caches of FSDP2's tensors keep the group alive.
+    Under FSDP on a CPU it also waits half a second. A collective returns before gloo's thread has
+    freed its tensors, which needs the GIL; if the interpreter shuts down meanwhile, the process
+    aborts (pytorch/pytorch#179291). Destroying the group would join its threads, but the caches of
+    FSDP2's tensors keep the group alive.
     """
     uses_gloo = is_sharded(accelerator) and accelerator.device.type == "cpu"
     accelerator.wait_for_everyone()
     accelerator.end_training()
     if uses_gloo:
-        time.sleep(0.5)  # seconds; freeing takes microseconds once the thread is scheduled
+        # In seconds. Freeing the tensors takes microseconds once the thread is scheduled.
+        time.sleep(0.5)
 
 
 def print_on_main(accelerator: Accelerator, text: str) -> None:
-    """Print on the main process, once for all machines. Accelerate's `print` prints on each."""
+    """Print a line on the main process only: once, also for several machines. Accelerate's `print`
+    prints once on each machine.
+    """
     if accelerator.is_main_process:
         print(text, flush=True)
 
 
 def share_cores(accelerator: Accelerator) -> None:
-    """Split this machine's CPU cores over its processes, to which `accelerate launch` gave one
-    thread each.
+    """Set the number of torch's threads in this process to its share of this machine's CPU cores.
+
+    Does nothing on a GPU, or if the process was not started by `accelerate launch`, which gives
+    each process a single thread.
     """
-    # Only the launcher sets this variable.
+    # Only `accelerate launch` sets this variable.
     is_launched = "ACCELERATE_MIXED_PRECISION" in os.environ
     if accelerator.device.type != "cpu" or not is_launched:
         return
@@ -127,21 +140,24 @@ def _num_cores() -> int:
 
 
 def gather_uneven(gather: Callable, values: Any) -> Any:
-    """Gather a tensor that may have fewer rows on some ranks: TRL gathers a value per pair for its
-    metrics.
+    """Gather a tensor that may have a different number of rows on each rank. TRL needs that for its
+    metrics, which have one value for each pair of texts.
 
     Args:
-        gather: The accelerator's own `gather`, which needs equal shapes.
-        values: A tensor of shape (rows of this rank, ...), or anything else that `gather` accepts.
+        gather: The accelerator's own `gather`, which needs equal shapes on all ranks.
+        values: A tensor of shape (rows of this rank, ...). Anything else (a scalar, a dict) is
+            passed to `gather` unchanged.
 
     Returns:
-        The rows of all ranks, shape (rows of all ranks, ...).
+        The rows of all ranks in the order of the ranks, shape (rows of all ranks, ...).
     """
     if not isinstance(values, Tensor) or values.dim() == 0:
         return gather(values)
-    own_size = torch.tensor(len(values), device=values.device)
-    sizes = gather(own_size).flatten().tolist()
-    padding = values.new_zeros(max(sizes) - len(values), *values.shape[1:])
+    own_num_rows = torch.tensor(len(values), device=values.device)
+    num_rows_by_rank = gather(own_num_rows).flatten().tolist()
+    padding = values.new_zeros(max(num_rows_by_rank) - len(values), *values.shape[1:])
     padded = gather(torch.cat([values, padding]))
-    of_ranks = padded.chunk(len(sizes))
-    return torch.cat([rows[:size] for rows, size in zip(of_ranks, sizes, strict=True)])
+    padded_by_rank = padded.chunk(len(num_rows_by_rank))
+    return torch.cat(
+        [rows[:num_rows] for rows, num_rows in zip(padded_by_rank, num_rows_by_rank, strict=True)]
+    )

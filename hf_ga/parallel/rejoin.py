@@ -1,10 +1,11 @@
-"""A rank that ran out of memory under FSDP2 makes the collectives that the others wait for.
+"""How a rank that ran out of memory under FSDP2 rejoins the others: it makes the collectives for
+which they wait.
 
 All ranks make the same all-gathers and reduce-scatters in each forward and backward. After a
-failure, torch (2.13) resets what FSDP keeps of the forward, and the rank computes the micro-batch
-again, with one sample in place of its own. The collectives that it took part in before are answered
-on this rank alone; all following ones are real. All ranks drop what comes out, so it need not be
-right.
+failure, torch (2.13) resets the state that FSDP keeps during a forward, and the rank repeats the
+micro-batch with a single sample. The collectives that it had already made with the others are
+replaced by local copies; all following ones are real. All ranks discard the results, so they need
+not be correct.
 """
 
 from collections.abc import Sequence
@@ -18,70 +19,92 @@ from torch.distributed.fsdp import FSDPModule
 
 
 def can_rejoin(accelerator: Accelerator) -> bool:
-    """Whether this version of torch, and how the model is sharded, allow it."""
+    """Whether a rank that ran out of memory can rejoin the others: under FSDP2 with a torch version
+    that has `reset_iter_state` (2.13), and without replicas of the shards (HSDP).
+    """
     if not accelerator.is_fsdp2 or not hasattr(FSDPModule, "reset_iter_state"):
         return False
-    # Replicas of shards sum their gradients in a collective that cannot be answered here.
+    # Under HSDP, replicas sum their gradients in a further collective, which cannot be replaced.
     return not getattr(accelerator.parallelism_config, "dp_replicate_enabled", False)
 
 
-class Progress:
-    """How many collectives of a micro-batch this rank took part in.
+class CollectiveCounter:
+    """Counts the collectives of FSDP2 in a micro-batch, so that a rank that repeats the micro-batch
+    knows which of them it has already made with the other ranks.
 
     Attributes:
-        num_made: With the other ranks.
-        num_asked: In the current try, those that were answered on this rank included.
+        num_made: Number of the micro-batch's collectives that this rank has made with the others.
+        num_requested: Number of collectives that FSDP has requested in the current try of the
+            micro-batch, including those that were replaced by local copies.
     """
 
     def __init__(self) -> None:
+        """Start with all counts at 0."""
         self.num_made = 0
-        self.num_asked = 0
-        self._is_repeated = False
+        self.num_requested = 0
+        self._is_repetition = False
 
     def attach(self, model: nn.Module) -> None:
-        """Count the collectives of a model, in place of any that were set before.
+        """Make FSDP2 call collectives that are counted here, in place of torch's own and of any
+        custom ones that were set before.
 
         Args:
-            model: Sharded by FSDP2.
+            model: The model, sharded by FSDP2.
         """
-        for unit in units_of(model):
+        for unit in fsdp2_units(model):
             unit.set_custom_all_gather(CountedAllGather(self))
             unit.set_custom_reduce_scatter(CountedReduceScatter(self))
 
     def start_micro_batch(self) -> None:
-        """Count from 0; if it is repeated, from what was made before."""
-        if not self._is_repeated:
+        """Reset the counts before the forward of a micro-batch. If the micro-batch is a repetition,
+        the number of collectives that were made before is kept.
+        """
+        if not self._is_repetition:
             self.num_made = 0
-        self.num_asked = 0
-        self._is_repeated = False
+        self.num_requested = 0
+        self._is_repetition = False
 
-    def repeat(self, model: nn.Module) -> None:
-        """After a failure: the next micro-batch is the one that failed.
+    def prepare_repetition(self, model: nn.Module) -> None:
+        """Prepare the repetition of a micro-batch that ran out of memory under FSDP2: reset the
+        state that FSDP keeps of its forward, and let the next `start_micro_batch` keep the number
+        of collectives that were made.
 
         Args:
-            model: The root that was sharded.
+            model: The root module that FSDP2 sharded.
         """
         model.reset_iter_state()
-        self._is_repeated = True
+        self._is_repetition = True
 
-    def is_made(self) -> bool:
-        """Count a collective; whether this rank took part in it before."""
-        self.num_asked += 1
-        return self.num_asked <= self.num_made
+    def count_request(self) -> bool:
+        """Count one more collective that FSDP2 requests in a micro-batch, and return whether this
+        rank has already made it with the others, in a try of the same micro-batch that ran out of
+        memory.
+        """
+        self.num_requested += 1
+        return self.num_requested <= self.num_made
 
 
-class _Counted:
-    """A collective of FSDP2. See `FSDPModule.set_custom_all_gather`."""
+class _CountedCollective:
+    """Base class of FSDP2's custom collectives that are counted; see
+    `FSDPModule.set_custom_all_gather`.
 
-    def __init__(self, progress: Progress) -> None:
-        self.progress = progress
+    Args:
+        counter: The counts, shared by all collectives of a model.
+    """
+
+    def __init__(self, counter: CollectiveCounter) -> None:
+        """Store the counter that all collectives of a model share."""
+        self.counter = counter
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Return an uninitialized buffer for the collective's output; FSDP2 calls it."""
         return torch.empty(*size, dtype=dtype, device=device)
 
 
-class CountedAllGather(_Counted):
-    """torch's own, or this rank's shard in place of all others, which are weights, too."""
+class CountedAllGather(_CountedCollective):
+    """All-gather of FSDP2's parameters: torch's own or, for one that was already made before a
+    failure, a local copy of this rank's shard in place of every rank's.
+    """
 
     def __call__(
         self,
@@ -90,17 +113,29 @@ class CountedAllGather(_Counted):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if self.progress.is_made():
-            own = input_tensor.clone()  # a view of the output
-            output_tensor.view(group.size(), -1).copy_(own.view(1, -1))
+        """Gather the shards of all ranks into `output_tensor`.
+
+        If this rank has already made this all-gather with the others, in a try of the same
+        micro-batch that ran out of memory, fill the output with copies of its own shard instead.
+
+        Returns:
+            The work handle of an asynchronous all-gather, otherwise None.
+        """
+        if self.counter.count_request():
+            # Results of a repeated micro-batch are discarded, so any finite weights will do. Clone
+            # the input first, because it is a view of the output.
+            own_shard = input_tensor.clone()
+            output_tensor.view(group.size(), -1).copy_(own_shard.view(1, -1))
             return None
         work = dist.all_gather_single(output_tensor, input_tensor, group=group, async_op=async_op)
-        self.progress.num_made += 1
+        self.counter.num_made += 1
         return work
 
 
-class CountedReduceScatter(_Counted):
-    """torch's own, or zeros."""
+class CountedReduceScatter(_CountedCollective):
+    """Reduce-scatter of FSDP2's gradients: torch's own or, for one that was already made before a
+    failure, zeros.
+    """
 
     def __call__(
         self,
@@ -110,16 +145,26 @@ class CountedReduceScatter(_Counted):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        if self.progress.is_made():
+        """Reduce the gradients over all ranks, and write this rank's shard into `output_tensor`.
+
+        If this rank has already made this reduce-scatter with the others, in a try of the same
+        micro-batch that ran out of memory, write zeros instead.
+
+        Returns:
+            The work handle of an asynchronous reduce-scatter, otherwise None.
+        """
+        if self.counter.count_request():
             output_tensor.zero_()
             return None
         work = dist.reduce_scatter_single(
             output=output_tensor, input=input_tensor, group=group, op=op, async_op=async_op
         )
-        self.progress.num_made += 1
+        self.counter.num_made += 1
         return work
 
 
-def units_of(model: nn.Module) -> list[FSDPModule]:
-    """The modules whose parameters FSDP2 gathers together."""
+def fsdp2_units(model: nn.Module) -> list[FSDPModule]:
+    """Return the submodules of a model that `fully_shard` was applied to: FSDP2 gathers the
+    parameters of each of them in one all-gather.
+    """
     return [module for module in model.modules() if isinstance(module, FSDPModule)]

@@ -1,10 +1,11 @@
-"""Weights and the optimizer's state as safetensors: each rank writes its own files, and any layout
-can read them.
+"""Saving and loading a checkpoint's weights and optimizer state as safetensors: each rank writes
+files of its own, and any number of processes and kind of parallelism can read them.
 
 Uses torch's distributed checkpoint, with its safetensors storage (no pickle).
 """
 
 import warnings
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -22,39 +23,39 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.optim import Optimizer
 
 from hf_ga.exact.forward import unwrapped
-from hf_ga.parallel.fsdp import own_name
+from hf_ga.parallel.fsdp import unwrapped_name
 
-FILE_BYTES = 1 << 30  # over all ranks; each file is built in memory
-MODEL = "model."  # prefix of the names of weights
-MOMENTS = "optimizer."  # prefix of the names of the optimizer's tensors
+FILE_BYTES = 1 << 30  # maximum size of a file over all ranks; each file is built in memory
+MODEL = "model."  # prefix of the saved names of weights
+MOMENTS = "optimizer."  # prefix of the saved names of the optimizer's tensors
 
 
 def save_shards(
     model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False
 ) -> None:
-    """Write this process's shards, or its part of replicated tensors; all processes must call it.
+    """Save a checkpoint's weights and optimizer state. Each process writes its own shards, or its
+    part of replicated tensors, so all processes must call it.
 
     Args:
-        model: parameters are saved by their names in the unwrapped model. optimizer: its groups'
-            settings are not saved.
-        trained_only: leave frozen parameters out.
+        model: The prepared model. Its parameters are saved by their names in the unwrapped model.
+        optimizer: The optimizer of the model's parameters. The settings of its parameter groups
+            (learning rate, ...) are not saved.
+        folder: The folder to write the files into.
+        trained_only: Whether to omit frozen parameters.
     """
-    plain = getattr(optimizer, "optimizer", optimizer)  # unwraps a prepared optimizer
-    # A rank of FSDP1 may have no parameters, and so no state.
-    made_no_step = not plain.state and not isinstance(model, FullyShardedDataParallel)
-    tensors = _tensors(model, *get_state_dict(model, plain), trained_only)
-    if made_no_step:  # torch made a step with zero gradients to create the state: undo it
-        plain.state.clear()
+    bare_optimizer = _unwrap_optimizer(optimizer)
+    # A rank of FSDP1 may have no parameters, and so no state although it has made steps.
+    has_made_no_step = not bare_optimizer.state and not isinstance(model, FullyShardedDataParallel)
+    weights, optimizer_state = get_state_dict(model, bare_optimizer)
+    _remove_unsaved_weights(model, weights, trained_only)
+    tensors = _named_tensors(weights, optimizer_state["state"])
+    if has_made_no_step:
+        # `get_state_dict` has made a step with zero gradients to create the state. Undo it, and
+        # save weights only.
+        bare_optimizer.state.clear()
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-    files = {}
-    size = 0
-    for name, tensor in tensors.items():
-        files[name] = 1 + size // FILE_BYTES
-        size += tensor.size().numel() * tensor.dtype.itemsize
-    # The first rank's table is used for all, and the stages of a pipeline have other tensors.
-    files = {name: file for of_rank in gather_object([files]) for name, file in of_rank.items()}
-    writer = HuggingFaceStorageWriter(str(folder), files, save_distributed=True)
-    # A single process is warned that "torch.distributed is disabled".
+    writer = HuggingFaceStorageWriter(str(folder), _assign_files(tensors), save_distributed=True)
+    # On a single process torch warns that "torch.distributed is disabled".
     with warnings.catch_warnings(action="ignore", category=UserWarning):
         distributed_checkpoint.save(tensors, storage_writer=writer)
 
@@ -62,51 +63,123 @@ def save_shards(
 def load_shards(
     model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False
 ) -> None:
-    """Read weights and optimizer in place, written by any layout (FSDP1, FSDP2, DDP, one process);
-    all processes must call it.
+    """Load weights and optimizer state in place from files that `save_shards` wrote, under the same
+    or another kind of parallelism (one process, DDP, FSDP1, FSDP2, pipeline). All processes must
+    call it.
+
+    A parameter for which the files contain no optimizer state (it never had a gradient) has none
+    afterwards.
+
+    Args:
+        model: The prepared model.
+        optimizer: The optimizer of the model's parameters.
+        folder: The folder with the files.
+        trained_only: The same as in `save_shards`.
 
     Raises:
-        CheckpointException, OSError, RuntimeError, ValueError, KeyError: they do not fit this
-            model, or are damaged.
+        CheckpointException, OSError, RuntimeError, ValueError, KeyError: If the files do not fit
+            this model, or are damaged.
     """
-    plain = getattr(optimizer, "optimizer", optimizer)  # unwraps a prepared optimizer
+    bare_optimizer = _unwrap_optimizer(optimizer)
     reader = HuggingFaceStorageReader(str(folder))
-    weights, state = get_state_dict(model, plain)
-    saved = reader.read_metadata().state_dict_metadata
-    # A parameter without saved moments never had a gradient: drop the zeros that torch created for
-    # it.
+    weights, optimizer_state = get_state_dict(model, bare_optimizer)
+    saved_names = reader.read_metadata().state_dict_metadata
+    # torch has created zero moments for all parameters: keep those that the files have.
     moments = {
-        n: of for n, of in state["state"].items() if any(f"{MOMENTS}{n}.{k}" in saved for k in of)
+        name: tensors
+        for name, tensors in optimizer_state["state"].items()
+        if any(f"{MOMENTS}{name}.{key}" in saved_names for key in tensors)
     }
-    tensors = _tensors(model, weights, {"state": moments}, trained_only)
+    _remove_unsaved_weights(model, weights, trained_only)
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        distributed_checkpoint.load(tensors, storage_reader=reader)  # in place: weights and moments
+        # Overwrites the tensors of `weights` and `moments`.
+        distributed_checkpoint.load(_named_tensors(weights, moments), storage_reader=reader)
     set_model_state_dict(model, weights, options=StateDictOptions(strict=False))
     if moments:  # plain SGD has none: torch would look for a tensor to find the device
         set_optimizer_state_dict(
-            model, plain, state | {"state": moments}, options=StateDictOptions(strict=False)
+            model,
+            bare_optimizer,
+            optimizer_state | {"state": moments},
+            options=StateDictOptions(strict=False),
         )
-    names = [name for group in state["param_groups"] for name in group["params"]]
-    parameters = [parameter for group in plain.param_groups for parameter in group["params"]]
-    for name, parameter in zip(names, parameters, strict=True):
-        if name not in moments:
-            plain.state.pop(parameter, None)
+    _remove_state_of_others(bare_optimizer, optimizer_state, moments)
 
 
-def _tensors(
-    model: nn.Module, weights: dict[str, Any], state: dict[str, Any], trained_only: bool
-) -> dict[str, Any]:
-    """The tensors of a checkpoint. Removes tied weights, and with `trained_only` frozen ones, from
-    `weights`.
+def _remove_state_of_others(
+    optimizer: Optimizer, optimizer_state: dict[str, Any], loaded: Collection[str]
+) -> None:
+    """Remove the state of all parameters from an optimizer, in place, except of those whose state
+    was loaded from a checkpoint.
+
+    Args:
+        optimizer: torch's optimizer.
+        optimizer_state: Its state dict, in which parameters have names; in the order of the
+            optimizer's parameter groups.
+        loaded: Names of the parameters whose state was loaded.
     """
-    seen: set[nn.Parameter] = set()
+    names = [name for group in optimizer_state["param_groups"] for name in group["params"]]
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for name, parameter in zip(names, parameters, strict=True):
+        if name not in loaded:
+            optimizer.state.pop(parameter, None)
+
+
+def _unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
+    """Return torch's optimizer inside an `AcceleratedOptimizer`; any other optimizer itself."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _assign_files(tensors: dict[str, Any]) -> dict[str, int]:
+    """Assign the tensors of a checkpoint to files of about `FILE_BYTES`. All processes must call
+    it.
+
+    Args:
+        tensors: Name -> tensor, of this rank.
+
+    Returns:
+        Name -> number of the file, from 1, for the tensors of all ranks.
+    """
+    files: dict[str, int] = {}
+    num_bytes = 0
+    for name, tensor in tensors.items():
+        files[name] = 1 + num_bytes // FILE_BYTES
+        num_bytes += tensor.size().numel() * tensor.dtype.itemsize
+    # torch uses the first rank's table for all ranks, but each stage of a pipeline has other
+    # tensors: merge the tables of all ranks.
+    files_of_all_ranks: dict[str, int] = {}
+    for files_of_rank in gather_object([files]):
+        files_of_all_ranks |= files_of_rank
+    return files_of_all_ranks
+
+
+def _remove_unsaved_weights(model: nn.Module, weights: dict[str, Any], trained_only: bool) -> None:
+    """Remove from a state dict, in place, the weights that a checkpoint does not contain: all names
+    of a tied parameter but the first, and, with `trained_only`, frozen parameters.
+
+    Args:
+        model: The prepared model.
+        weights: Its state dict: name in the unwrapped model -> tensor.
+        trained_only: Whether to remove frozen parameters.
+    """
+    earlier_parameters: set[nn.Parameter] = set()
     for name, parameter in unwrapped(model).named_parameters(remove_duplicate=False):
-        if parameter in seen or (trained_only and not parameter.requires_grad):
-            weights.pop(own_name(name), None)
-        seen.add(parameter)
-    moments = {
-        f"{MOMENTS}{name}.{k}": value
-        for name, of_one in state["state"].items()
-        for k, value in of_one.items()
-    }
-    return {f"{MODEL}{name}": weight for name, weight in weights.items()} | moments
+        is_tied_copy = parameter in earlier_parameters
+        is_omitted = trained_only and not parameter.requires_grad
+        if is_tied_copy or is_omitted:
+            weights.pop(unwrapped_name(name), None)
+        earlier_parameters.add(parameter)
+
+
+def _named_tensors(weights: dict[str, Any], moments: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the tensors of weights and optimizer state in one dict, by the names that they have in
+    a checkpoint: `model.<parameter>` and `optimizer.<parameter>.<key>`.
+
+    Args:
+        weights: Name of a parameter or buffer -> tensor.
+        moments: Name of a parameter -> key in the optimizer's state ("exp_avg") -> tensor.
+    """
+    tensors = {f"{MODEL}{name}": weight for name, weight in weights.items()}
+    for name, state in moments.items():
+        for key, value in state.items():
+            tensors[f"{MOMENTS}{name}.{key}"] = value
+    return tensors

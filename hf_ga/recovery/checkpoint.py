@@ -1,5 +1,5 @@
-"""Atomic saving and loading at window boundaries. All randomness is keyed, so there is no random
-state to save.
+"""Saving and loading checkpoints atomically, between windows. All random numbers are derived from
+seed and position, so there is no random state to save.
 """
 
 import hashlib
@@ -24,7 +24,8 @@ from hf_ga.recovery.latest import keep_newest, list_checkpoints, set_latest, ste
 from hf_ga.recovery.manifest import PREFIX, SHARDS, STATE, write_manifest
 from hf_ga.recovery.versions import versions
 
-# Errors of torch and of the files; torch's CheckpointException derives from BaseException.
+# What torch and damaged or unfitting files raise while a checkpoint is loaded, besides torch's
+# CheckpointException, which derives from BaseException.
 _LOAD_ERRORS = (OSError, EOFError, RuntimeError, ValueError, LookupError, SafetensorError)
 
 
@@ -39,21 +40,22 @@ def save_checkpoint(
     keep: int,
     trained_only: bool = False,
 ) -> Path:
-    """Save the checkpoint `output_dir/checkpoint-<step>`. All processes must call it.
+    """Save the checkpoint `output_dir/checkpoint-<step>` atomically. All processes must call it.
 
-    It is written under a temporary name, flushed and renamed; then its name is written into
-    `latest`. Last, checkpoints of later steps (from before a resume) and all but the newest `keep`
-    are deleted.
+    It is written under a temporary name, flushed to disk and renamed; then its name is written into
+    the file `latest`. At the end, checkpoints of later steps (from before a resume) are deleted,
+    and so are all but the newest `keep`.
 
     Args:
         accelerator: The accelerator of the run.
         output_dir: The folder of the run's checkpoints.
-        model: The model, prepared for any layout.
+        model: The model, as it was prepared: on one process, under DDP, FSDP or as a pipeline
+            stage.
         optimizer: The optimizer of the model's parameters.
-        state: Further values that JSON can hold (position, schedule, best loss).
+        state: Further values that JSON can represent (position, schedule, best loss).
         step: The number of optimizer steps made so far.
         keep: The number of checkpoints to keep.
-        trained_only: Whether to leave out frozen parameters.
+        trained_only: Whether to omit frozen parameters.
 
     Returns:
         The checkpoint's folder.
@@ -75,27 +77,38 @@ def save_checkpoint(
             save_shards(model, optimizer, partial / SHARDS, trained_only=trained_only)
         with raise_on_all_ranks(accelerator):
             if is_main:
-                groups = _settings_of(optimizer)
-                _finish(final, {"step": step, "param_groups": groups, **state}, keep)
+                groups = _param_group_settings(optimizer)
+                _complete(final, {"step": step, "param_groups": groups, **state}, keep)
     except CheckpointError:
         if is_main:
-            # It may be what fills the disk.
+            # The unfinished checkpoint may be what fills the disk.
             shutil.rmtree(partial, ignore_errors=True)
         raise
     return final
 
 
-def _settings_of(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each parameter group (learning rate, weight decay, ...)."""
+def _param_group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each of an optimizer's parameter groups (learning rate, weight decay,
+    ...), without the parameters.
+    """
     return [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
 
 
-def _finish(final: Path, state: dict[str, Any], keep: int) -> None:
+def _complete(final: Path, state: dict[str, Any], keep: int) -> None:
     """Complete a checkpoint whose shards are written: add state and manifest, give it its final
-    name, make it the newest one and delete those that are no longer kept.
+    name, name it in `latest`, and delete the checkpoints that are no longer kept. For the main
+    process.
+
+    Args:
+        final: The final path of the checkpoint.
+        state: The content of `state.json`, which includes "step".
+        keep: The number of checkpoints to keep.
+
+    Raises:
+        CheckpointError: If a write fails.
     """
     partial = partial_of(final)
     output_dir = final.parent
@@ -115,16 +128,19 @@ def _finish(final: Path, state: dict[str, Any], keep: int) -> None:
 def load_checkpoint(
     folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, *, trained_only: bool = False
 ) -> dict[str, Any]:
-    """Load weights and optimizer in place, from any layout into any layout.
+    """Load a checkpoint's weights and optimizer state in place. All processes must call it.
+
+    The checkpoint may have been saved with another number of processes and another kind of
+    parallelism (one process, DDP, FSDP1, FSDP2, pipeline).
 
     Args:
-        folder: The checkpoint, verified by `find_checkpoint` on all processes.
-        model: The model, prepared for any layout.
+        folder: The checkpoint, verified by `find_checkpoint`.
+        model: The model, as it was prepared.
         optimizer: The optimizer of the model's parameters.
         trained_only: The same as in `save_checkpoint`.
 
     Returns:
-        The `state` that was passed to `save_checkpoint`, and the step.
+        The `state` that was passed to `save_checkpoint`, with the number of steps as "step".
 
     Raises:
         CheckpointError: If the checkpoint does not fit this model.
@@ -139,19 +155,25 @@ def load_checkpoint(
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read what a checkpoint holds besides weights and the optimizer's tensors."""
+    """Read `state.json` of a checkpoint: all it contains besides weights and the optimizer's
+    tensors (step, optimizer settings, position, schedule, ...).
+
+    Raises:
+        CheckpointError: If the file cannot be read.
+    """
     with _reading(folder / STATE):
         return json.loads((folder / STATE).read_text(encoding="utf-8"))
 
 
 def state_sha256(weights: Mapping[str, Tensor]) -> str:
-    """Compute the SHA-256 of a model's weights or gradients.
+    """Return one SHA-256 of all tensors of a model's weights or gradients: equal hashes mean equal
+    bits.
 
     Args:
         weights: Name -> tensor, such as a `state_dict()`.
 
     Returns:
-        The hexadecimal SHA-256 over names, shapes, types and bytes, in the order of the names.
+        The SHA-256, in hexadecimal, of names, shapes, dtypes and bytes, in the order of the names.
     """
     digest = hashlib.sha256()
     for name, tensor in sorted(weights.items()):
@@ -165,8 +187,11 @@ def state_sha256(weights: Mapping[str, Tensor]) -> str:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn errors that the block raises while it loads a verified checkpoint into a
-    CheckpointError: the files are intact, so they are those of another model.
+    """Raise a CheckpointError in place of any error that the block raises while it loads a
+    checkpoint. The checkpoint was verified, so its files are intact: they do not fit this model.
+
+    Args:
+        path: The file or folder that the block loads, for the message.
     """
     try:
         yield
@@ -177,6 +202,7 @@ def _reading(path: Path) -> Iterator[None]:
         elif isinstance(error, _LOAD_ERRORS):
             reason = lines[0]
         else:
+            # A CheckpointException shows a traceback, with the error itself in its last line.
             reason = lines[-1]
         raise CheckpointError(
             f"{path} does not fit this model: {reason} Use another checkpoint, or start a new run."

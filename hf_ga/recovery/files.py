@@ -1,9 +1,9 @@
 """Atomic files and folders: written under a temporary name, flushed to disk, renamed.
 
-Temporary names begin with `partial-` (folders) or end in `.partial` (files). A folder being
+Temporary names begin with `partial-` (folders) or end in `.partial` (files). A folder that is being
 replaced is renamed to `replaced-...` until the new one has its name. `tidy` removes what a crash
-leaves. `writing` gives one clear error for a full disk, a quota or a read-only folder, instead of
-each library's own.
+leaves behind. `writing` raises one clear error for a full disk, a quota or a read-only folder, in
+place of the various errors of the libraries that write files.
 """
 
 import json
@@ -25,7 +25,9 @@ SUFFIX = ".partial"  # of a file that is being written
 
 
 def flush(path: Path) -> None:
-    """Call fsync on a file, or on a folder for the names of its entries."""
+    """Flush a file of a checkpoint to the disk (fsync), so that its content survives a power loss.
+    For a folder, this flushes the names of its files: new and renamed ones.
+    """
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -34,32 +36,38 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Call `flush` on a folder and all its contents."""
+    """Flush a folder and everything in it, recursively, to the disk (fsync)."""
     for path in (*folder.rglob("*"), folder):
         flush(path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file atomically and durably (it survives a power loss)."""
-    beside = path.with_name(path.name + SUFFIX)
-    beside.write_text(text, encoding="utf-8")
-    flush(beside)
-    beside.replace(path)
+    """Write a text file atomically and durably: after a crash or power loss it has either its old
+    or its new content.
+    """
+    temporary = path.with_name(path.name + SUFFIX)
+    temporary.write_text(text, encoding="utf-8")
+    flush(temporary)
+    temporary.replace(path)
     flush(path.parent)
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write a JSON file atomically."""
+    """Write values as an indented JSON file, atomically and durably (see `write_text`)."""
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def partial_of(final: Path) -> Path:
-    """Return the temporary path of the folder `final`."""
+    """Return the temporary path under which the folder `final` is written, in the same parent
+    folder.
+    """
     return final.with_name(PARTIAL + final.name)
 
 
 def new_partial(final: Path) -> Path:
-    """Create `partial_of(final)` as an empty folder."""
+    """Create the temporary folder under which the folder `final` will be written (`partial_of`),
+    and return its path. Deletes an earlier one that a crash left behind.
+    """
     partial = partial_of(final)
     delete(partial)
     partial.mkdir(parents=True)
@@ -67,7 +75,12 @@ def new_partial(final: Path) -> Path:
 
 
 def publish(final: Path) -> None:
-    """Rename `partial_of(final)` to `final`, replacing an existing folder."""
+    """Give a completely written folder its final name: flush the temporary folder
+    `partial_of(final)` to the disk and rename it to `final`, replacing an existing folder.
+
+    A crash leaves the old or the new folder, never a mixture; `restore` undoes a replacement that a
+    crash interrupted.
+    """
     partial = partial_of(final)
     replaced = final.with_name(REPLACED + final.name)
     flush_tree(partial)
@@ -88,7 +101,9 @@ def delete(path: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Delete a folder atomically: a crash leaves no partial folder under its name."""
+    """Delete a folder (a checkpoint) atomically: it is renamed to a temporary name first, so that a
+    crash never leaves a half-deleted checkpoint under its own name.
+    """
     partial = partial_of(folder)
     delete(partial)
     folder.rename(partial)
@@ -96,7 +111,9 @@ def discard(folder: Path) -> None:
 
 
 def restore(folder: Path) -> None:
-    """Restore the names of `replaced-` folders that a crash left without a replacement."""
+    """Undo interrupted replacements in a folder: each `replaced-<name>` in it, for which a crash
+    left no new `<name>`, gets its own name again.
+    """
     for replaced in folder.glob(REPLACED + "*"):
         final = folder / replaced.name.removeprefix(REPLACED)
         if not final.exists():
@@ -104,8 +121,8 @@ def restore(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Remove what crashes left in a folder: restore replaced folders, then delete partial and
-    replaced files and folders.
+    """Clean up what crashes left in a folder: undo interrupted replacements (`restore`), then
+    delete all temporary files and folders in it.
     """
     restore(folder)
     for pattern in (PARTIAL + "*", REPLACED + "*", "*" + SUFFIX):
@@ -115,14 +132,16 @@ def tidy(folder: Path) -> None:
 
 @contextmanager
 def writing(path: Path, output_dir: Path) -> Iterator[None]:
-    """Turn the errors with which a library reports a failed write into one clear error.
+    """Raise one clear error if the block cannot write (a full disk, a quota, missing permissions),
+    in place of the various errors with which libraries report that.
 
     Args:
-        path: What the block writes.
-        output_dir: The folder of the run.
+        path: The file or folder that the block writes, for the message.
+        output_dir: The output folder of the run, for the message.
 
     Raises:
-        CheckpointError: If the system refused to write. Other errors are raised unchanged.
+        CheckpointError: If the operating system refused to write. Other errors are raised
+            unchanged.
     """
     try:
         yield
@@ -146,33 +165,34 @@ def writing(path: Path, output_dir: Path) -> Iterator[None]:
 
 
 def _is_refused_write(error: BaseException) -> bool:
-    """Whether an error says that the system refused to write."""
+    """Whether an error means that the operating system refused to write a file."""
     if isinstance(error, OSError | SafetensorError | CheckpointException):
         return True
-    # The tokenizers library raises a plain Exception with the text of the system's error.
+    # The tokenizers library raises a plain Exception whose text contains the system's error.
     return "(os error " in str(error)
 
 
 @contextmanager
-def filling(final: Path, names: Path | None = None) -> Iterator[Path]:
-    """Create `partial_of(final)` for the block to fill, then rename it to `final`. If writing
-    fails, delete it.
+def partial_folder(final: Path, path_in_error: Path | None = None) -> Iterator[Path]:
+    """Create an empty temporary folder for the block to write into, and delete it if the block
+    raises. At its end the block gives the folder its final name, with `publish(final)`, or moves
+    the files to where they belong.
 
     Args:
-        final: The folder to write.
-        names: The path that the error message names. Default: `final`.
+        final: The folder that is being written.
+        path_in_error: The path that the error message names. Default: `final`.
 
     Yields:
-        The temporary folder.
+        The temporary folder, `partial_of(final)`.
 
     Raises:
-        CheckpointError: See `writing`.
+        CheckpointError: If the operating system refuses to write; see `writing`.
     """
-    with writing(names or final, final.parent):
+    with writing(path_in_error or final, final.parent):
         partial = new_partial(final)
         try:
             yield partial
         except BaseException:
-            # It may be all that fills the disk.
+            # The unfinished folder may be what fills the disk.
             shutil.rmtree(partial, ignore_errors=True)
             raise

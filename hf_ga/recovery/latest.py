@@ -1,5 +1,5 @@
-"""Which checkpoints a folder has, and which one a run resumes from. The file `latest`, written
-last, names the newest.
+"""The checkpoints in the output folder of a run, and which one of them a run resumes from. The file
+`latest` names the newest checkpoint; it is written after the checkpoint is complete.
 """
 
 from pathlib import Path
@@ -15,7 +15,9 @@ LATEST = "latest"
 
 
 def list_checkpoints(output_dir: Path) -> list[Path]:
-    """List the complete checkpoints, oldest step first."""
+    """List the checkpoints in a run's output folder whose saving was completed, sorted by step,
+    oldest first.
+    """
     folders = [
         folder
         for folder in output_dir.glob(f"{PREFIX}*")
@@ -25,71 +27,97 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """Return the optimizer step in a checkpoint's name."""
+    """Return the optimizer step that is part of a checkpoint folder's name: 50 for
+    `checkpoint-50`.
+    """
     return int(folder.name.removeprefix(PREFIX))
 
 
-def set_latest(folder: Path) -> None:
-    """Write a checkpoint's name into `latest`, in the same folder."""
-    write_text(folder.parent / LATEST, f"{folder.name}\n")
+def set_latest(checkpoint: Path) -> None:
+    """Make a checkpoint the one that `--resume_from_checkpoint auto` resumes from: write its name
+    into the file `latest` beside it, in the run's output folder.
+
+    Args:
+        checkpoint: The folder of the checkpoint, such as `outputs/run/checkpoint-50`.
+    """
+    output_dir = checkpoint.parent
+    write_text(output_dir / LATEST, f"{checkpoint.name}\n")
 
 
 def keep_newest(output_dir: Path, step: int, keep: int) -> None:
-    """Delete checkpoints up to `step`, except the newest `keep`."""
-    folders = [folder for folder in list_checkpoints(output_dir) if step_of(folder) <= step]
-    for old in folders[:-keep]:
-        discard(old)
+    """Delete old checkpoints of a run: all but the newest `keep` among those up to `step`.
+
+    Args:
+        output_dir: The run's output folder.
+        step: Checkpoints of later steps are neither counted nor deleted.
+        keep: The number of checkpoints to keep, at least 1.
+    """
+    checkpoints = [path for path in list_checkpoints(output_dir) if step_of(path) <= step]
+    for checkpoint in checkpoints[:-keep]:
+        discard(checkpoint)
 
 
 def newest(output_dir: Path) -> Path | None:
-    """Return the checkpoint that `auto` tries first, or None if there is no checkpoint."""
-    folders = _by_preference(output_dir)
-    return folders[0] if folders else None
+    """Return the checkpoint that `--resume_from_checkpoint auto` tries first, or None if the output
+    folder has no checkpoint. Its files are not verified.
+    """
+    checkpoints = _in_order_of_preference(output_dir)
+    return checkpoints[0] if checkpoints else None
 
 
 def find_checkpoint(accelerator: Accelerator, output_dir: Path, name: str) -> Path | None:
-    """Find a checkpoint whose files all match their SHA-256. The main process searches and
-    broadcasts the result, so all processes must call it.
+    """Find the checkpoint to resume from, and verify that all its files match their SHA-256. The
+    main process searches and broadcasts the result, so all processes must call it.
 
     Args:
         accelerator: The accelerator of the run.
         output_dir: The folder of the run's checkpoints, in which `auto` searches.
-        name: A checkpoint's folder, or `auto`: the one that `latest` names or, if it is damaged,
-            the newest complete one. The main process prints a line for each skipped checkpoint.
+        name: A checkpoint's folder, or `auto`: the one that the file `latest` names or, if it is
+            damaged, the newest undamaged one. The main process prints a line for each checkpoint
+            that it skips.
 
     Returns:
         The checkpoint's folder. None if `auto` finds no checkpoint: the run starts from step 0,
         which is printed too.
 
     Raises:
-        CheckpointError: If the folder is damaged or not a checkpoint, or if `output_dir` has
-            damaged ones only; on all processes.
+        CheckpointError: If the folder is damaged or not a checkpoint, or if `output_dir` has only
+            damaged checkpoints; on all processes.
     """
     found = None
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process and name == "auto":
-            found = _find_newest(output_dir)
+            found = _find_newest_undamaged(output_dir)
         elif accelerator.is_main_process:
             found = Path(name)
             verify(found)
     return broadcast_from_main(accelerator, found)
 
 
-def _find_newest(output_dir: Path) -> Path | None:
-    """Find the newest undamaged checkpoint, and print which damaged ones are skipped."""
+def _find_newest_undamaged(output_dir: Path) -> Path | None:
+    """Return the first checkpoint, in the order of preference, whose files are undamaged. Print a
+    line for each damaged one that is skipped. First, restore the names of folders that a crash left
+    renamed.
+
+    Returns:
+        The checkpoint; None, after printing that the run starts from step 0, if there is none.
+
+    Raises:
+        CheckpointError: If all checkpoints are damaged.
+    """
     restore(output_dir)
-    damages: dict[str, str] = {}
-    for folder in _by_preference(output_dir):
+    damage_by_name: dict[str, str] = {}
+    for checkpoint in _in_order_of_preference(output_dir):
         try:
-            verify(folder)
+            verify(checkpoint)
         except CheckpointError as error:
-            damages[folder.name] = str(error)
+            damage_by_name[checkpoint.name] = str(error)
             continue
-        for passed, damage in damages.items():
-            print(f"skipped {passed}, resuming from {folder.name}: {damage}")
-        return folder
-    if damages:
-        listed = " ".join(damages.values())
+        for skipped, damage in damage_by_name.items():
+            print(f"skipped {skipped}, resuming from {checkpoint.name}: {damage}")
+        return checkpoint
+    if damage_by_name:
+        listed = " ".join(damage_by_name.values())
         raise CheckpointError(f"{output_dir} has no undamaged checkpoint to resume from: {listed}")
     print(
         f"resume_from_checkpoint auto: {output_dir} has no checkpoint yet, so the run starts from "
@@ -98,14 +126,17 @@ def _find_newest(output_dir: Path) -> Path | None:
     return None
 
 
-def _by_preference(output_dir: Path) -> list[Path]:
-    """List the checkpoint that `latest` names, then the others from newest to oldest."""
-    latest = output_dir / LATEST
-    named = None
-    if latest.is_file():
-        named = latest.read_text(encoding="utf-8", errors="replace").strip()
+def _in_order_of_preference(output_dir: Path) -> list[Path]:
+    """List the checkpoints of a run in the order in which to try to resume from them: the one that
+    the file `latest` names, then the others from newest to oldest.
+    """
+    latest_file = output_dir / LATEST
+    latest_name = None
+    if latest_file.is_file():
+        latest_name = latest_file.read_text(encoding="utf-8", errors="replace").strip()
 
-    def preference(folder: Path) -> tuple[bool, int]:
-        return folder.name == named, step_of(folder)
+    def preference(checkpoint: Path) -> tuple[bool, int]:
+        """Sort key: the one that `latest` names is the largest, then later steps are larger."""
+        return checkpoint.name == latest_name, step_of(checkpoint)
 
     return sorted(list_checkpoints(output_dir), key=preference, reverse=True)

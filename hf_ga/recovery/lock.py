@@ -1,5 +1,5 @@
-"""One run per folder at a time: a lock of the operating system, which is released when a run is
-killed.
+"""The lock that lets only one run at a time use an output folder: a file lock of the operating
+system, which is released even when a run is killed.
 """
 
 import errno
@@ -13,15 +13,16 @@ from filelock import FileLock, Timeout
 from hf_ga.errors import ConfigError
 from hf_ga.parallel.processes import broadcast_from_main
 
-LOCK = "run.lock"  # exists while a run uses the folder
+LOCK = "run.lock"  # name of the lock file, which exists while a run uses the folder
 
 
 @contextmanager
 def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
-    """Lock the folder against other runs during the block. Create it if it is missing, and remove
-    it if it is still empty at the end. All processes must enter the block.
+    """Lock a run's output folder against other runs during the block. All processes of the run must
+    enter the block; the main process holds the lock.
 
-    The main process has the lock. File systems without locks are not protected.
+    Creates the folder (and its parents) if it is missing, and removes what it created if that is
+    still empty at the end. On file systems without file locks, nothing is locked.
 
     Args:
         folder: The `output_dir` of the run.
@@ -31,11 +32,11 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         ConfigError: If another run uses the folder, or it cannot be created; on all processes.
     """
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
-    missing: list[Path] = []
+    missing_folders: list[Path] = []
     problem = None
     if accelerator.is_main_process:
-        missing = [path for path in (folder, *folder.parents) if not path.exists()]
-        problem = _take(lock, folder)
+        missing_folders = [path for path in (folder, *folder.parents) if not path.exists()]
+        problem = _acquire(lock, folder)
     problem = broadcast_from_main(accelerator, problem)
     if problem is not None:
         raise ConfigError(f"output_dir {folder} {problem}")
@@ -43,24 +44,29 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         yield
     finally:
         if lock.is_locked:
-            # Before the release: a process that has just opened the file detects the removal.
+            # Remove the file before the release: another process that has opened it meanwhile then
+            # notices that it is gone.
             (folder / LOCK).unlink(missing_ok=True)
             lock.release()
-        with suppress(OSError):  # not empty
-            for path in missing:
+        with suppress(OSError):  # the folder is not empty
+            for path in missing_folders:
                 path.rmdir()
 
 
 def is_empty_folder(folder: Path) -> bool:
-    """Whether a folder is missing or empty, apart from the lock file of a killed run."""
+    """Whether a folder does not exist or contains no file, except the lock file that a killed run
+    left behind.
+    """
     return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
 
 
-def _take(lock: FileLock, folder: Path) -> str | None:
-    """Create the folder and acquire the lock.
+def _acquire(lock: FileLock, folder: Path) -> str | None:
+    """Create a run's output folder and acquire its lock, without waiting.
 
     Returns:
-        None, or why that is not possible, for the error that all processes raise.
+        None if the folder can be used (also on a file system without locks, where nothing is
+        acquired). Otherwise the end of the error message that all processes raise: why it cannot be
+        used, and what to do.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

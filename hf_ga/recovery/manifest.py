@@ -1,4 +1,5 @@
-"""Integrity of checkpoints: `manifest.json` lists the SHA-256 of every other file, and its own.
+"""Integrity of checkpoints: `manifest.json` lists the SHA-256 of every other file of a checkpoint,
+and of its own content.
 
 `verify` compares all files with it before anything is loaded.
 """
@@ -10,39 +11,40 @@ from typing import Any
 
 from hf_ga.errors import CheckpointError
 
-PREFIX = "checkpoint-"
-SHARDS = "shards"  # the folder of weights and optimizer
-STATE = "state.json"
+PREFIX = "checkpoint-"  # of the name of a checkpoint's folder; the step follows
+SHARDS = "shards"  # in a checkpoint: the folder of weights and optimizer state
+STATE = "state.json"  # in a checkpoint: the state besides these tensors
 MANIFEST = "manifest.json"
-FORMAT = 3
+FORMAT = 3  # version of the files' layout, increased when older versions cannot read it
 _REMEDY = "Resume from another checkpoint, or start a new run."
 
 
 def write_manifest(folder: Path, step: int, versions: dict[str, str]) -> None:
-    """Write the manifest of the folder's current files.
+    """Write `manifest.json` into a checkpoint, with the SHA-256 of all files that the checkpoint
+    contains now.
 
     Args:
-        folder: The checkpoint, complete but for the manifest.
+        folder: The checkpoint, complete except for the manifest.
         step: The number of optimizer steps made so far.
-        versions: Library -> version, for whoever reads the file.
+        versions: Library -> version, as information for people who read the file.
     """
-    files = {
-        path.relative_to(folder).as_posix(): digest(path)
+    sha256_by_name = {
+        path.relative_to(folder).as_posix(): sha256_of_file(path)
         for path in sorted(folder.rglob("*"))
         if path.is_file()
     }
-    content = {"format": FORMAT, "step": step, "versions": versions, "files": files}
-    (folder / MANIFEST).write_text(_dump(content), encoding="utf-8")
+    content = {"format": FORMAT, "step": step, "versions": versions, "files": sha256_by_name}
+    (folder / MANIFEST).write_text(_manifest_json(content), encoding="utf-8")
 
 
 def verify(folder: Path) -> dict[str, Any]:
-    """Compare every file of a checkpoint with its manifest.
+    """Check that every file of a checkpoint has the SHA-256 that its manifest lists.
 
     Args:
         folder: The checkpoint.
 
     Returns:
-        The manifest.
+        The content of the manifest; see `read_manifest`.
 
     Raises:
         CheckpointError: If a file is missing, damaged, or from another checkpoint; the message
@@ -51,7 +53,7 @@ def verify(folder: Path) -> dict[str, Any]:
     manifest = read_manifest(folder)
     for name, sha256 in manifest["files"].items():
         try:
-            found = digest(folder / name)
+            found = sha256_of_file(folder / name)
         except OSError as error:
             raise CheckpointError(
                 f"{folder / name} cannot be read: {error.strerror}. {_REMEDY}"
@@ -64,7 +66,8 @@ def verify(folder: Path) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path) -> dict[str, Any]:
-    """Read manifest.json and check it against its own SHA-256.
+    """Read `manifest.json` of a checkpoint, and check it against the SHA-256 that it contains of
+    its own content.
 
     Args:
         folder: The checkpoint.
@@ -73,7 +76,8 @@ def read_manifest(folder: Path) -> dict[str, Any]:
         `format`, `step`, `versions` and `files` (name -> SHA-256).
 
     Raises:
-        CheckpointError: If the file is missing, or any bit changed.
+        CheckpointError: If the file is missing, was changed in any way, or was written by an
+            incompatible version of hf_ga.
     """
     path = folder / MANIFEST
     try:
@@ -93,20 +97,23 @@ def read_manifest(folder: Path) -> dict[str, Any]:
             f"{path} has format {content.get('format')}, but this version of hf_ga reads "
             f"{FORMAT}. {_REMEDY}"
         )
-    # White space is not part of the hash, so compare the whole text.
-    if text != _dump(content).encode():
+    # Write the content again and compare the whole text: this finds changes of white space, too,
+    # which are not part of the hash.
+    if text != _manifest_json(content).encode():
         raise CheckpointError(f"{path} is damaged: SHA-256 mismatch. {_REMEDY}")
     return content
 
 
-def digest(file: Path) -> str:
-    """Compute the SHA-256 of a file."""
+def sha256_of_file(file: Path) -> str:
+    """Return the SHA-256 of a file's content, in hexadecimal."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def _dump(content: dict[str, Any]) -> str:
-    """Return the JSON text of the content and of its SHA-256."""
-    text = json.dumps(content)
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
+def _manifest_json(content: dict[str, Any]) -> str:
+    """Return the text of `manifest.json`: the content as JSON, with the SHA-256 of the content
+    itself as one more key, "sha256", so that a change of the manifest is detected.
+    """
+    unindented = json.dumps(content)
+    sha256 = hashlib.sha256(unindented.encode()).hexdigest()
     return json.dumps(content | {"sha256": sha256}, indent=1) + "\n"

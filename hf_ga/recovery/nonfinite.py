@@ -1,8 +1,9 @@
-"""The search for the cause of a non-finite loss or gradient: which samples, and which module first.
-It repeats a window's forwards.
+"""The search for the cause of a non-finite loss or gradient: which samples, and the first module
+whose output is not finite.
 
-It runs only after a window with a non-finite loss or gradient, so it may be slow. Each rank
-searches its own micro-batches, and the ranks gather the results, so that all report the same.
+It runs only after a window whose loss or gradient is NaN or infinite, and repeats the window's
+forwards, so it may be slow. Each rank searches its own micro-batches; then the ranks gather the
+results, so that all report the same.
 """
 
 import math
@@ -27,45 +28,49 @@ from hf_ga.exact.hooks import Call
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.update import own_part
 from hf_ga.exact.window import Window
-from hf_ga.parallel.fsdp import own_name
+from hf_ga.parallel.fsdp import unwrapped_name
 
 ON_NONFINITE = ("stop", "skip")
-MAX_NAMED = 8  # samples listed in a message
+MAX_LISTED_SAMPLES = 8  # in a message
 
 
 @dataclass
-class Repeated:
-    """One repeated forward, with a backward if its loss is finite.
+class Repetition:
+    """Result of one repeated forward, and of its backward if the window's loss is finite.
 
     Attributes:
-        call: What was computed.
-        is_finite: Whether its loss is finite.
-        modules: Modules with a non-finite output, in the order in which their forwards ended.
-        parameter: The last parameter of the model with a non-finite gradient, which the backward
-            reached first. None: all gradients are finite.
+        call: The micro-batch that was computed.
+        is_loss_finite: Whether its loss is finite.
+        modules: Names of the modules with a non-finite output, in the order in which their forwards
+            ended.
+        parameter: Name of the last parameter of the model with a non-finite gradient (the one that
+            the backward reached first). None: all gradients are finite.
     """
 
     call: Call
-    is_finite: bool
+    is_loss_finite: bool
     modules: list[str]
     parameter: str | None = None
 
     @property
-    def is_bad(self) -> bool:
-        """Whether its loss or gradient, if it counts, is not finite."""
+    def is_nonfinite(self) -> bool:
+        """Whether the micro-batch makes the window non-finite: its loss or a gradient is not
+        finite, and its weight is not 0 (with weight 0 it is only a filler).
+        """
         if not self.call.weight:
             return False
-        return not self.is_finite or self.parameter is not None
+        return not self.is_loss_finite or self.parameter is not None
 
 
 @dataclass
-class Found:
-    """What the search of one rank found.
+class Cause:
+    """The cause of a non-finite loss or gradient, as far as one rank found it.
 
     Attributes:
         samples: Ids of the samples whose loss or gradient is not finite.
-        module: The first module with a non-finite output. None: there is none.
-        parameter: The last parameter of the model with a non-finite gradient. None: there is none.
+        module: Name of the first module with a non-finite output. None: there is none.
+        parameter: Name of the last parameter of the model with a non-finite gradient. None: there
+            is none.
     """
 
     samples: list[int]
@@ -76,94 +81,122 @@ class Found:
 def find_cause(
     backend: Backend, model: nn.Module, window: Window, rule: Rule, mean_loss: float
 ) -> str:
-    """Find the samples of a window, and the module or parameter, that gave a non-finite number.
+    """Find the samples of a window, and the module or parameter, from which a non-finite loss or
+    gradient comes.
 
-    All ranks must call it, before the weights change. It leaves weights, buffers, random states and
-    modes as they are, and removes gradients.
+    Call it before the weights change, on all ranks. It sets all gradients to None, and leaves
+    weights, buffers, random states and modes unchanged.
 
     Args:
         backend: How ranks communicate.
         model: The prepared model.
         window: The window that was trained on.
-        rule: What was proven about the model. The search does not use its speed-ups.
+        rule: The proven rule of the model. The search does not use its speed-ups.
         mean_loss: The loss of the window. If it is finite, the gradient is not.
 
     Returns:
-        One line of text, the same on all ranks.
+        One line of text that names what was found, the same on all ranks.
     """
-    backward = math.isfinite(mean_loss)
-    engine = Engine(
-        backend,
-        model,
-        replace(rule, loss=rule.loss.additive, speed_ups=()),
-        allow_split_dependent_randomness=True,
-    )
+    with_backward = math.isfinite(mean_loss)
+    # In place of a loss over the whole window (`whole_batch`), an additive loss of the outputs is
+    # computed, which single micro-batches and samples have, too.
+    additive_rule = replace(rule, loss=rule.loss.additive, speed_ups=())
+    engine = Engine(backend, model, additive_rule, allow_split_dependent_randomness=True)
     with preserved_random_states(), extra_forwards(model):
-        found = _search(engine, window, backward)
+        cause = _search(engine, window, with_backward)
     model.zero_grad()
-    name = f"window {window.index} of epoch {window.epoch}"
-    return _describe(name, rule.name, mean_loss, gather_object([found]))
+    window_name = f"window {window.index} of epoch {window.epoch}"
+    return _describe(window_name, rule.name, mean_loss, gather_object([cause]))
 
 
-def _search(engine: Engine, window: Window, backward: bool) -> Found:
-    """Search micro-batch by micro-batch, then sample by sample in the bad ones (not under FSDP,
-    where forwards are collectives).
+def _search(engine: Engine, window: Window, with_backward: bool) -> Cause:
+    """Repeat the micro-batches of this rank, and then each sample of the non-finite ones alone, to
+    find the samples, modules and parameters that are not finite. Leaves gradients behind.
+
+    Under FSDP, samples are not repeated alone: forwards are collectives, and other ranks have
+    other micro-batches to repeat.
 
     Args:
         engine: The engine, which repeats forwards.
         window: The window that was trained on.
-        backward: Whether to look for non-finite gradients, too.
+        with_backward: Whether to search the gradients, too.
     """
-    repeated = _repeat(engine, window, backward)
+    repetitions = _repeat(engine, window, with_backward)
     is_sharded = engine.backend.is_sharded
-    if backward and is_sharded:
-        # A sharded gradient may be non-finite on another rank only.
-        _exchange_parameters(engine.model, repeated)
-    bad = [one for one in repeated if one.is_bad]
-    if bad and not is_sharded:
-        computed = engine.window
-        positions = np.concatenate([one.call.micro_batch.positions for one in bad])
-        offsets = positions - computed.request.positions[0]
-        one_by_one = computed.split([np.array([offset]) for offset in offsets])
-        singles = _repeat(engine, one_by_one, backward)
-        repeated += singles
-        # If no sample alone is bad, report the micro-batch.
-        bad = [single for single in singles if single.is_bad] or bad
-    # A module whose output is non-finite in a good forward too does so on purpose: a mask of -inf.
-    healthy = {module for one in repeated if not one.is_bad for module in one.modules}
-    samples = [int(i) for one in bad for i in one.call.micro_batch.sample_ids]
-    modules = [module for one in bad for module in one.modules if module not in healthy]
-    parameters = [one.parameter for one in bad if one.parameter is not None]
-    return Found(
+    if with_backward and is_sharded:
+        # This rank's shards of a gradient may be finite although those of another rank are not.
+        _exchange_parameters(engine.model, repetitions)
+    nonfinite = [one for one in repetitions if one.is_nonfinite]
+    if nonfinite and not is_sharded:
+        singles = _repeat_each_sample(engine, nonfinite, with_backward)
+        repetitions += singles
+        nonfinite_singles = [single for single in singles if single.is_nonfinite]
+        # If each sample alone is finite, report all samples of the micro-batches.
+        nonfinite = nonfinite_singles or nonfinite
+    # A module whose output is not finite in a finite micro-batch does that on purpose: a mask with
+    # -inf, for example.
+    harmless = {module for one in repetitions if not one.is_nonfinite for module in one.modules}
+    samples = [int(i) for one in nonfinite for i in one.call.micro_batch.sample_ids]
+    modules = [module for one in nonfinite for module in one.modules if module not in harmless]
+    parameters = [one.parameter for one in nonfinite if one.parameter is not None]
+    return Cause(
         samples=samples,
         module=modules[0] if modules else None,
         parameter=parameters[0] if parameters else None,
     )
 
 
-def _repeat(engine: Engine, window: Window, backward: bool) -> list[Repeated]:
-    """Repeat the window's forwards on this rank with the same dropout masks. Leaves gradients."""
-    repeated = []
+def _repeat_each_sample(
+    engine: Engine, repetitions: Sequence[Repetition], with_backward: bool
+) -> list[Repetition]:
+    """Repeat each sample of the non-finite micro-batches in a micro-batch of its own, to find out
+    which samples are not finite.
+
+    Args:
+        engine: The engine, which has just repeated these micro-batches.
+        repetitions: The results of these micro-batches.
+        with_backward: Whether to search the gradients, too.
+    """
+    window = engine.window
+    positions = np.concatenate([one.call.micro_batch.positions for one in repetitions])
+    offsets = positions - window.request.positions[0]
+    one_sample_each = window.split([np.array([offset]) for offset in offsets])
+    return _repeat(engine, one_sample_each, with_backward)
+
+
+def _repeat(engine: Engine, window: Window, with_backward: bool) -> list[Repetition]:
+    """Repeat the forwards of a window's micro-batches on this rank, with the dropout masks of the
+    training step, and record what is not finite. Leaves gradients behind.
+
+    Args:
+        engine: The engine, which repeats forwards.
+        window: The window to repeat.
+        with_backward: Whether to run backwards and check the gradients, too.
+    """
+    repetitions = []
     engine.begin(window, training=False)
-    watched = _watched(engine.model)
-    with engine.scope(), watched as modules, torch.set_grad_enabled(backward):
+    watched = _record_nonfinite_modules(engine.model)
+    with engine.scope(), watched as modules, torch.set_grad_enabled(with_backward):
         for index in range(len(engine.calls)):
             modules.clear()
             with engine.micro_batch(index) as batch:
                 outputs = engine.forward(batch)
                 mean = engine.mean(outputs)
-            one = Repeated(engine.call, _is_finite(mean), list(modules))
-            if backward and mean.requires_grad:
-                one.parameter = _bad_gradient(engine, mean)
-            repeated.append(one)
-    return repeated
+            one = Repetition(engine.call, _is_finite(mean), list(modules))
+            if with_backward and mean.requires_grad:
+                one.parameter = _find_nonfinite_gradient(engine, mean)
+            repetitions.append(one)
+    return repetitions
 
 
-def _bad_gradient(engine: Engine, mean: Tensor) -> str | None:
-    """Run the backward of a micro-batch's mean loss.
+def _find_nonfinite_gradient(engine: Engine, mean: Tensor) -> str | None:
+    """Run the backward of a micro-batch's mean loss, and return the name of the last parameter of
+    the model whose gradient is not finite, or None if all gradients are finite.
 
-    Returns:
-        The name of the last parameter whose gradient is not finite. None: all are finite.
+    Args:
+        engine: The engine, which has just computed the micro-batch. Its model's earlier gradients
+            are removed.
+        mean: The mean loss of the micro-batch, a scalar.
     """
     engine.model.zero_grad()
     engine.backend.backward(mean, engine.call.weight)
@@ -172,55 +205,75 @@ def _bad_gradient(engine: Engine, mean: Tensor) -> str | None:
         if parameter.grad is None:
             continue
         if not _is_finite(own_part(parameter.grad)):
-            return own_name(name)
+            return unwrapped_name(name)
     return None
 
 
-def _exchange_parameters(model: nn.Module, repeated: Sequence[Repeated]) -> None:
-    """Set `parameter` of each forward, which all ranks made, to the last one of all ranks."""
-    order = [None, *(own_name(name) for name, _ in model.named_parameters())]
-    parameters_of_ranks = gather_object([[one.parameter for one in repeated]])
-    for index, one in enumerate(repeated):
-        found = [parameters[index] for parameters in parameters_of_ranks]
-        one.parameter = max(found, key=order.index)
+def _exchange_parameters(model: nn.Module, repetitions: Sequence[Repetition]) -> None:
+    """Under FSDP, set `parameter` of each repetition to the last parameter of the model whose
+    gradient is not finite on any rank. All ranks must call it, with equally many repetitions.
+    """
+    # None, for finite gradients, comes before all parameters.
+    model_order = [None, *(unwrapped_name(name) for name, _ in model.named_parameters())]
+    parameters_by_rank = gather_object([[one.parameter for one in repetitions]])
+    for index, repetition in enumerate(repetitions):
+        candidates = [parameters[index] for parameters in parameters_by_rank]
+        repetition.parameter = max(candidates, key=model_order.index)
 
 
 @contextmanager
-def _watched(model: nn.Module) -> Iterator[list[str]]:
-    """Within the block, collect the modules with a non-finite output."""
+def _record_nonfinite_modules(model: nn.Module) -> Iterator[list[str]]:
+    """During the block, record each module of a model whose forward returns a non-finite output.
+
+    Yields:
+        A list to which each such forward appends the module's name and class, in the order in which
+        the forwards end.
+    """
     modules: list[str] = []
     with ExitStack() as stack:
         for name, module in callable_module(model).named_modules():
-            # FSDP2 makes a subclass of the module's class.
+            # FSDP2 makes a subclass of the module's class, whose name users do not know.
             classes = [c for c in type(module).__mro__ if not issubclass(c, FSDPModule)]
-            label = f"{own_name(name) or 'the model itself'} ({classes[0].__name__})"
-            handle = module.register_forward_hook(partial(_note, modules, label))
+            label = f"{unwrapped_name(name) or 'the model itself'} ({classes[0].__name__})"
+            hook = partial(_append_if_nonfinite, modules, label)
+            handle = module.register_forward_hook(hook)
             stack.callback(handle.remove)
         yield modules
 
 
-def _note(modules: list[str], label: str, module: nn.Module, inputs: tuple, output: Any) -> None:
-    """Append the label of a module to `modules` if its output is not finite: a forward hook."""
+def _append_if_nonfinite(
+    modules: list[str], label: str, module: nn.Module, inputs: tuple, output: Any
+) -> None:
+    """Append the label of a module to `modules` if a tensor of its output is not finite. With the
+    first two arguments bound, it is a forward hook.
+    """
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if not all(_is_finite(tensor) for tensor in tensors):
         modules.append(label)
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all numbers of a tensor are finite."""
+    """Whether all elements of a tensor are finite."""
     return bool(tensor.detach().isfinite().all())
 
 
-def _describe(window: str, rule: str, loss: float, gathered: Sequence[Found]) -> str:
-    """Return what the ranks found as one line of text, the same on all ranks."""
-    parts = [f"the loss of {window} is {loss}"]
+def _describe(window_name: str, rule_name: str, loss: float, causes: Sequence[Cause]) -> str:
+    """Describe the cause of a non-finite loss or gradient in one line of text.
+
+    Args:
+        window_name: Epoch and index of the window, for the text.
+        rule_name: How the model's targets are counted, for the text.
+        loss: The loss of the window. If it is finite, the gradient is not.
+        causes: What each rank found.
+    """
+    parts = [f"the loss of {window_name} is {loss}"]
     if math.isfinite(loss):
-        parts = [f"the gradient of {window} is not finite (its loss {loss:.6g} is)"]
-    samples = [sample for found in gathered for sample in found.samples]
-    modules = [found.module for found in gathered if found.module is not None]
-    parameters = [found.parameter for found in gathered if found.parameter is not None]
+        parts = [f"the gradient of {window_name} is not finite (its loss {loss:.6g} is)"]
+    samples = [sample for cause in causes for sample in cause.samples]
+    modules = [cause.module for cause in causes if cause.module is not None]
+    parameters = [cause.parameter for cause in causes if cause.parameter is not None]
     if samples:
-        parts.append(f"it comes from {_listed_samples(samples)}")
+        parts.append(f"it comes from {_format_samples(samples)}")
     else:
         parts.append(
             "each micro-batch alone gives finite numbers: their sum or its norm overflows "
@@ -231,15 +284,19 @@ def _describe(window: str, rule: str, loss: float, gathered: Sequence[Found]) ->
     if parameters:
         parts.append(f"the gradient of {parameters[0]} is not finite")
     if samples and not modules and not parameters:
-        parts.append(f"the outputs of all modules are finite, so the loss is the cause ({rule})")
+        parts.append(
+            f"the outputs of all modules are finite, so the loss is the cause ({rule_name})"
+        )
     return "; ".join(parts)
 
 
-def _listed_samples(samples: Sequence[int]) -> str:
-    """Return "sample 7", or "samples 7, 9, ..." with at most `MAX_NAMED` of them."""
+def _format_samples(samples: Sequence[int]) -> str:
+    """Return "sample 7" for one sample id, or "samples 7, 9, ..." with at most `MAX_LISTED_SAMPLES`
+    ids for several.
+    """
     if len(samples) == 1:
         return f"sample {samples[0]}"
-    named = ", ".join(map(str, samples[:MAX_NAMED]))
-    if len(samples) > MAX_NAMED:
-        named += ", ..."
-    return f"samples {named}"
+    listed = ", ".join(map(str, samples[:MAX_LISTED_SAMPLES]))
+    if len(samples) > MAX_LISTED_SAMPLES:
+        listed += ", ..."
+    return f"samples {listed}"

@@ -1,5 +1,5 @@
-"""SIGTERM, SIGINT (Ctrl-C) and SLURM's warning signals during training: recorded, and handled at
-the end of a window.
+"""Signals that ask a training run to stop: SIGTERM, SIGINT (Ctrl-C) and SLURM's warning signals.
+They are only recorded when they arrive, so that the training loop can stop at the end of a window.
 """
 
 import signal
@@ -11,72 +11,82 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-# SLURM can warn with the last two, which Windows lacks.
-NAMES = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
-# Seconds in which a repeated signal is ignored: launchers forward signals that their processes also
-# received directly.
-SAME_REQUEST = 1.0
+# SLURM can send the last two as a warning before the time limit. Windows does not have them.
+STOP_SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1", "SIGUSR2")
+# Seconds during which the same signal is taken for the same request: launchers forward signals that
+# their processes also received directly.
+SAME_REQUEST_SECONDS = 1.0
 
 
 @dataclass
 class StopRequest:
-    """The signals that this process received.
+    """The stop signals that this process has received, while `stop_requests` records them.
 
     Attributes:
-        first: Signal number -> time of its first arrival in seconds of `time.monotonic()`, in the
-            order of arrival.
+        first_arrival: Signal number -> time of its first arrival in seconds of `time.monotonic()`,
+            in the order of arrival.
     """
 
-    first: dict[int, float] = field(default_factory=dict)
+    first_arrival: dict[int, float] = field(default_factory=dict)
 
     @property
     def received(self) -> bool:
-        """Whether this process should stop."""
-        return bool(self.first)
+        """Whether this process has received a stop signal."""
+        return bool(self.first_arrival)
 
     def pass_on(self) -> None:
-        """Raise unhandled signals again, with the original handlers."""
-        for number in self.first:
+        """Send the recorded signals to this process again. Call it after the `stop_requests` block,
+        where the original handlers are back.
+        """
+        for number in self.first_arrival:
             signal.raise_signal(number)
 
     def __str__(self) -> str:
-        if not self.first:
+        """Return the name of the signal that arrived first, for messages."""
+        if not self.first_arrival:
             return "a signal to another process"
-        number = next(iter(self.first))
+        number = next(iter(self.first_arrival))
         return signal.Signals(number).name
 
 
-def _handlers() -> dict[int, Any]:
-    """Return signal number -> present handler, of the signals that are not ignored."""
-    numbers = [getattr(signal, name) for name in NAMES if hasattr(signal, name)]
-    found = {number: signal.getsignal(number) for number in numbers}
-    # None: a handler that was not set from Python, and cannot be set again.
-    kept_out = (signal.SIG_IGN, None)
-    return {number: handler for number, handler in found.items() if handler not in kept_out}
+def _replaceable_handlers() -> dict[int, Any]:
+    """Return signal number -> current handler, for the stop signals whose handler may be replaced.
+
+    Signals that are ignored stay ignored. A handler of None was not set from Python, so it could
+    not be set again afterwards.
+    """
+    numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]
+    handlers = {number: signal.getsignal(number) for number in numbers}
+    not_replaceable = (signal.SIG_IGN, None)
+    return {
+        number: handler for number, handler in handlers.items() if handler not in not_replaceable
+    }
 
 
 @contextmanager
 def stop_requests() -> Iterator[StopRequest]:
-    """Only record signals during the block. The same signal again, more than a second later, calls
-    the original handler.
+    """Record SIGTERM, SIGINT, SIGUSR1 and SIGUSR2 during the block instead of calling their
+    handlers. If the same signal arrives again more than a second later, its original handler is
+    called (a second Ctrl-C interrupts at once).
 
     Ignored signals stay ignored (SLURM's warning in a job that submitit requeues, Ctrl-C in the
-    background). Outside the main thread, where Python cannot handle signals, the block does
-    nothing.
+    background). Outside the main thread, where Python cannot handle signals, nothing is recorded.
 
     Yields:
-        The signals received so far.
+        The signals received so far; the training loop reads it after each window.
     """
     request = StopRequest()
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        handlers = _handlers()
+        handlers = _replaceable_handlers()
 
     def record(number: int, frame: FrameType | None) -> None:
-        """Note a signal: the handler during the block."""
+        """Record a signal, or call its original handler if it was recorded long enough before. This
+        is the signal handler during the block.
+        """
         now = time.monotonic()
-        first_arrival = request.first.setdefault(number, now)
-        if now - first_arrival > SAME_REQUEST:
+        first_arrival = request.first_arrival.setdefault(number, now)
+        if now - first_arrival > SAME_REQUEST_SECONDS:
             signal.signal(number, handlers[number])
             signal.raise_signal(number)
 

@@ -1,4 +1,6 @@
-"""Versions of the libraries and properties of the machine, for checkpoints and reports."""
+"""Versions of the libraries and properties of the machine that results depend on, for checkpoints
+and reports.
+"""
 
 import platform
 from contextlib import suppress
@@ -10,18 +12,21 @@ LIBRARIES = ("hf_ga", "torch", "transformers", "accelerate", "datasets")
 
 
 def versions() -> dict[str, str]:
-    """Return name -> version of Python and of the installed libraries that results depend on."""
-    found = {"python": platform.python_version()}
+    """Return name -> version of Python and of the libraries that results depend on. Libraries that
+    are not installed are omitted.
+    """
+    version_by_name = {"python": platform.python_version()}
     for name in LIBRARIES:
-        # Only the fine-tuning command needs datasets.
+        # Only the fine-tuning command needs datasets, so it may be missing.
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    return found
+            version_by_name[name] = version(name)
+    return version_by_name
 
 
 def machine() -> dict[str, str | int | bool]:
-    """Return what the bits of a result depend on besides versions: the device, the number of this
-    process's threads, and whether kernels are deterministic.
+    """Return the properties of this machine and process on which the bits of a result depend,
+    besides versions: the device, the number of threads, and whether torch uses deterministic
+    kernels only.
     """
     device = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if torch.cuda.is_available() and torch.cuda.is_initialized():

@@ -17,7 +17,7 @@ from benchmark.measuring import BenchmarkRun
 from benchmark.trainers import train_with_trainer
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.plan import Plan, plan_window
-from hf_ga.training import Given, default_speed_ups, remember
+from hf_ga.training import LossSettings, default_speed_ups, remember
 
 DEFAULT = "hf_ga"
 OWN_LOOP = "hf_ga, own loop"
@@ -58,7 +58,7 @@ def train_like_finetune(run: BenchmarkRun, disabled: str = "") -> None:
         rule = replace(rule, dropout=_NativeDropout(run.model))
     if disabled == ANY_ORDER:
         loader_arguments["canonical_micro_batch"] = setting.micro_batch_size
-    given = Given(allow_split_dependent_randomness=disabled == NATIVE, rule=rule)
+    given = LossSettings(allow_split_dependent_randomness=disabled == NATIVE, rule=rule)
     own_loop(run, loader_arguments, given)
 
 
@@ -85,7 +85,7 @@ class _NativeDropout(KeyedDropout):
 def own_loop(
     run: BenchmarkRun,
     loader_arguments: dict[str, Any] | None = None,
-    given: Given | None = None,
+    given: LossSettings | None = None,
 ) -> None:
     """Train with a loop over `hf_ga.train_step`, as in the README, until the benchmark is over.
 

@@ -31,7 +31,7 @@ from benchmark.report import Bound, Section, ablation_section, speed_section
 from benchmark.setting import SIZES, Setting, build_model
 from benchmark.trainers import PADDING_FREE, PEERS, PLAIN
 from hf_ga.exact.length_plan import ATTENTION_WIDTH, CPU_OVERHEAD, GPU_OVERHEAD
-from hf_ga.training import Given, remember
+from hf_ga.training import LossSettings, remember
 
 # Number of kernels in the table of the profile.
 NUM_KERNELS = 25
@@ -163,7 +163,7 @@ def micro_batch_seconds(setting: Setting, shapes: list[tuple[int, int]]) -> np.n
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
     model = accelerator.prepare(build_model(setting))
     rule = hf_ga.prove_targets(model, setting.samples[:64], setting.collate)
-    remember(accelerator, model, Given(rule=rule))
+    remember(accelerator, model, LossSettings(rule=rule))
     seconds = []
     for num_samples, length in shapes:
         sample = setting.samples[0] | {"input_ids": [5] * length}

@@ -24,7 +24,7 @@ from heads.small_models import build_small, small_config, switch_off_dropout
 from heads.small_samples import KINDS, PADDED_LENGTHS, PaddingCollator, Sample, make_samples
 from hf_ga.check.arms import trainer_arm
 from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.training import Given, remember
+from hf_ga.training import LossSettings, remember
 
 # Largest relative error of a right gradient, over all parameters together.
 TOLERANCE = 1e-5
@@ -239,7 +239,7 @@ def hf_ga_gradient(
         **layout,
     )
     model.zero_grad(set_to_none=True)
-    remember(accelerator, model, Given(rule=rule))
+    remember(accelerator, model, LossSettings(rule=rule))
     for window in windows:
         hf_ga.backward_window(accelerator, model, window)
     if rule is None:

@@ -24,7 +24,7 @@ from memory_limits import Device
 from torch import nn
 
 import hf_ga
-from hf_ga.batch.call import MOST_SAMPLES
+from hf_ga.batch.call import MAX_SAMPLES
 from hf_ga.errors import ConfigError, DataError, LossNotAdditive, OutOfMemory
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
@@ -77,7 +77,7 @@ def test_dropout_is_keyed_by_step_and_place_in_the_batch(name):
     truth.double().zero_grad()
     places = np.arange(NUM_SAMPLES)
     with dropout.scope(truth):
-        keys = sample_keys(cases.SEED, 0, 7 * MOST_SAMPLES + places)
+        keys = sample_keys(cases.SEED, 0, 7 * MAX_SAMPLES + places)
         dropout.set_keys(keys, window_key(cases.SEED, 0, 7))
         h.mean_loss(truth, case.batch()).backward()
     assert h.relative_error(found, h.gradients(truth)) < 1e-6
@@ -353,7 +353,7 @@ def detached(outputs, batch):
 BATCH = CASES["BERT classes"].batch
 BAD = {  # error, what it says, batch, settings
     "no dict": (DataError, "must be a dict", lambda: tuple(BATCH().values()), {}),
-    "no tensor": (DataError, "no tensor with a sample axis", lambda: {"labels": 3}, {}),
+    "no tensor": (DataError, "no tensor with a sample dimension", lambda: {"labels": 3}, {}),
     "no samples": (
         DataError,
         "no samples",
@@ -435,7 +435,7 @@ def test_two_precisions_are_refused():
     model = accelerator.prepare(h.bert_classifier())
     with (
         torch.autocast("cpu", torch.bfloat16),
-        pytest.raises(ConfigError, match="leave accelerator out"),
+        pytest.raises(ConfigError, match="omit accelerator"),
     ):
         hf_ga.backward(model, BATCH(), micro_batch_size=4, accelerator=accelerator)
 

@@ -158,7 +158,9 @@ def fails(change) -> list[str]:
 
 def test_a_model_in_evaluation_mode_on_one_rank_is_refused_on_all():
     for found in fails(lambda settings: {"model": settings["model"].eval()}):
-        assert found.startswith("ConfigError: the batches of ranks 0 and 1 have other entries, or")
+        assert found.startswith(
+            "ConfigError: the batches of ranks 0 and 1 have different entries, or"
+        )
 
 
 def test_a_bad_batch_of_one_rank_is_raised_on_all():
@@ -167,7 +169,7 @@ def test_a_bad_batch_of_one_rank_is_raised_on_all():
 
     first, second = fails(change)
     assert first.startswith("ProcessFailed: process 1 failed: DataError")
-    assert second.startswith("DataError: the entries of the batch have first axes")
+    assert second.startswith("DataError: the entries of the batch have different numbers of rows")
 
 
 def test_ranks_at_other_steps_are_refused():
@@ -181,7 +183,7 @@ def test_ranks_with_other_entries_are_refused():
         return {"batch": {**settings["batch"], "token_type_ids": torch.zeros_like(ids)}}
 
     for found in fails(change):
-        assert found.startswith("ConfigError: the batches of ranks 0 and 1 have other entries")
+        assert found.startswith("ConfigError: the batches of ranks 0 and 1 have different entries")
 
 
 def test_widths_that_a_loss_depends_on_must_be_equal():
@@ -189,7 +191,7 @@ def test_widths_that_a_loss_depends_on_must_be_equal():
     order = torch.argsort(batch["attention_mask"].sum(1))
     case = cases.Case(h.xlnet_classifier, lambda: share_of(batch, order))
     for found in on_two_ranks(lambda: on_rank(case, 0.0, 4, cut=narrow)):
-        assert found.startswith("ConfigError: the loss depends on the padded width")
+        assert found.startswith("ConfigError: the loss depends on the padded length")
 
 
 def refused(make) -> list[str]:

@@ -226,7 +226,7 @@ def test_three_ranks(undisturbed):
     [
         ({"micro_batch": 1}, "does not fit into the memory of process 1 by itself"),
         ({}, "does not fit into the memory of process 1 by itself"),
-        ({"kind": "fsdp1"}, "Under FSDP it cannot be cut here"),
+        ({"kind": "fsdp1"}, "Under FSDP it cannot be split here"),
     ],
     ids=["one sample", "not even one of them", "FSDP1"],
 )

@@ -39,7 +39,8 @@ from torch.distributed.pipelining import Schedule1F1B
 
 import hf_ga
 from hf_ga.errors import ConfigError
-from hf_ga.parallel.pipeline_model import PARTS, StageModel
+from hf_ga.parallel.pipeline import weights_index
+from hf_ga.parallel.pipeline_model import SUPPORTED_MODELS, StageModel
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -165,7 +166,7 @@ def test_a_stage_that_fails_ends_all():
 
     first, second = on_ranks(work, 2)
     assert "Connection" in first
-    assert second.startswith("OutOfMemory: ") and "In a pipeline it cannot be cut" in second
+    assert second.startswith("OutOfMemory: ") and "In a pipeline it cannot be split" in second
 
 
 def test_killed_and_resumed_on_one_process(tmp_path):
@@ -190,7 +191,7 @@ def whole_model(name: str, num_layers: int) -> nn.Module:
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 5])
-@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("name", SUPPORTED_MODELS)
 def test_stages_one_after_the_other_are_the_whole_model(name, num_stages):
     """The same bits of the loss, the same gradients, and each parameter on one stage or tied."""
     whole = whole_model(name, 5)
@@ -302,3 +303,10 @@ def test_weights_that_differ_between_ranks_are_refused():
 
     for said in on_ranks(work, 2):
         assert "must have the same weights" in said
+
+
+def test_replicas_count_once_in_the_size_of_a_saved_model():
+    stages = [("first.safetensors", {"embed": 8}), ("last.safetensors", {"head": 4, "norm": 2})]
+    index = weights_index(stages)
+    assert index["metadata"]["total_size"] == 14
+    assert weights_index(stages * 2) == index

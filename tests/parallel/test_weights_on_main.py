@@ -5,6 +5,7 @@ The references are one process, and the same two ranks that both have the weight
 
 import re
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,7 @@ import pairs
 import pytest
 import torch
 import transformers as tf
-from accelerate import Accelerator
+from accelerate import Accelerator, init_empty_weights
 from forked import on_two_ranks, outcome, without_errors
 from processes import assert_wrapped, make_accelerator, make_windows, whole_gradients
 from torch import nn
@@ -25,7 +26,7 @@ from torch.utils.data import DataLoader
 import hf_ga
 from hf_ga.exact.loss import COUNTING_RULES, HeadMean, OwnSum, SumOfMeans, WithRouter
 from hf_ga.parallel.main_proof import pack, unpack
-from hf_ga.parallel.main_weights import empty_elsewhere
+from hf_ga.parallel.main_weights import loads_on_main
 from hf_ga.proof.sites import find_dropout_sites
 
 slow = pytest.mark.slow("starts processes")
@@ -48,6 +49,15 @@ def build_on_meta(accelerator: Accelerator, build: Callable[[], nn.Module]) -> n
         return build()
     with torch.device("meta"):
         return build()
+
+
+def empty_elsewhere(accelerator: Accelerator) -> AbstractContextManager[None]:
+    """Return a context manager in which a model is built on the meta device, except on processes
+    that load its weights.
+    """
+    if accelerator.is_main_process or not loads_on_main(accelerator):
+        return nullcontext()
+    return init_empty_weights()
 
 
 def build_empty(accelerator: Accelerator, build: Callable[[], nn.Module]) -> nn.Module:

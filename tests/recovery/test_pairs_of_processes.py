@@ -190,7 +190,7 @@ def on_a_full_disk(config: hf_ga.FinetuneConfig) -> dict:
     copy, said = Path(config.output_dir) / "copy", {}
     with nullcontext() if is_main else limit_at(checkpoint, "save_shards", call=2, size=1_000):
         said["shards of process 1"] = outcome(partial(hf_ga.finetune, config))
-    with limit_at(checkpoint, "_finish", call=1, size=10) if is_main else nullcontext():
+    with limit_at(checkpoint, "_complete", call=1, size=10) if is_main else nullcontext():
         said["manifest"] = outcome(partial(hf_ga.finetune, again))
     if is_main:
         shutil.copytree(copy.with_name("checkpoint-2"), copy)

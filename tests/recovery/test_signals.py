@@ -33,7 +33,7 @@ def sigint_is_taken():
 @pytest.fixture
 def at_once(monkeypatch):
     """Signals of one kind are two requests however close they are."""
-    monkeypatch.setattr(signals, "SAME_REQUEST", -1.0)
+    monkeypatch.setattr(signals, "SAME_REQUEST_SECONDS", -1.0)
 
 
 def signalled(patch, where, call, *numbers):
@@ -51,7 +51,7 @@ def signalled(patch, where, call, *numbers):
 
 
 def handlers():
-    return [signal.getsignal(getattr(signal, name)) for name in signals.NAMES]
+    return [signal.getsignal(getattr(signal, name)) for name in signals.STOP_SIGNALS]
 
 
 # -- handlers
@@ -79,7 +79,7 @@ def test_the_same_signal_again_acts_as_before(monkeypatch):
             signal.raise_signal(signal.SIGINT)
         clock[0] = 30.0
         signal.raise_signal(signal.SIGTERM)
-        assert request.first == {signal.SIGINT: 10.0, signal.SIGTERM: 30.0}
+        assert request.first_arrival == {signal.SIGINT: 10.0, signal.SIGTERM: 30.0}
         signal.raise_signal(signal.SIGINT)
     assert handlers() == before
 

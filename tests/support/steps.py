@@ -7,7 +7,7 @@ from accelerate import Accelerator
 from torch import nn
 
 import hf_ga
-from hf_ga.training import Given, remember
+from hf_ga.training import LossSettings, remember
 
 
 def backward_window(
@@ -17,7 +17,7 @@ def backward_window(
 
     given: what `hf_ga.prepare` takes: loss_fn, rule, allow_split_dependent_randomness.
     """
-    remember(accelerator, model, Given(**given))
+    remember(accelerator, model, LossSettings(**given))
     return hf_ga.backward_window(accelerator, model, window)
 
 
@@ -33,7 +33,7 @@ def train_step(
     **options: Any,
 ) -> hf_ga.StepResult:
     """`hf_ga.train_step` of a model that another accelerator may have prepared."""
-    given = Given(
+    given = LossSettings(
         loss_fn=loss_fn,
         allow_split_dependent_randomness=allow_split_dependent_randomness,
         rule=rule,

@@ -27,9 +27,9 @@ from hf_ga.parallel.prepare import full_state_dict
 from hf_ga.parallel.processes import raise_on_all_ranks
 from hf_ga.recovery.files import (
     delete,
-    filling,
     flush,
     flush_tree,
+    partial_folder,
     publish,
     tidy,
     write_json,
@@ -90,7 +90,7 @@ def save_best(setup: Setup, model: nn.Module) -> dict[str, Tensor]:
     weights = full_state_dict(setup.accelerator, model)
     with raise_on_all_ranks(setup.accelerator):
         if setup.accelerator.is_main_process:
-            with filling(folder) as partial:
+            with partial_folder(folder) as partial:
                 if is_lora(model):
                     whole = mergeable(setup, weights) if _hides_adapters(setup) else model
                     save_adapter(partial, whole, weights, setup.config)
@@ -130,7 +130,7 @@ def save_and_check_trained(
         folder = run.output_dir / "adapter"
         if is_sharded(run.accelerator) or run.config.load_in_4bit:
             model = mergeable(run, weights)
-        with filling(folder) as partial:
+        with partial_folder(folder) as partial:
             save_adapter(partial, model, weights, run.config)
             publish(folder)
         checks["saved_adapter"] = _check(run, folder, model, weights, expected)
@@ -166,7 +166,7 @@ def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor]) -> Non
     """
     folder = setup.output_dir
     plain: Any = unwrapped(model)
-    with filling(folder / "last", names=folder / SAFE_WEIGHTS_NAME) as partial:
+    with partial_folder(folder / "last", path_in_error=folder / SAFE_WEIGHTS_NAME) as partial:
         _save(partial, plain, setup.dtype, weights)
         setup.data.tokenizer.save_pretrained(partial)
         flush_tree(partial)
