@@ -6,9 +6,13 @@ from hf_ga.errors import MissingPackage
 
 
 def main() -> int:
-    """Fine-tune with the flags of the command line. Returns the exit code: 2 also where packages of
-    the extra `finetune` are missing, explained in one line.
+    """Run the fine-tuning command with the flags of the command line.
+
+    Returns:
+        The exit code. 2 after an error, which is printed in one line, also if packages of the extra
+        `finetune` are not installed.
     """
+    # Imported here, so that missing packages are reported in one line instead of a traceback.
     try:
         from hf_ga.finetuning.run.cli import finetune_main
     except MissingPackage as error:
