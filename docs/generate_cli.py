@@ -175,7 +175,7 @@ def flags_page() -> str:
     return FLAGS_INTRODUCTION + "\n".join([*lines, ""])
 
 
-def page() -> str:
+def cli_page() -> str:
     """Return the text of docs/cli.md: tables of the flags of a run and of the checker."""
     parts = [CLI_INTRODUCTION]
     for heading, options in options_by_heading().items():
@@ -188,5 +188,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "cli.md").write_text(page(), encoding="utf-8")
+    (ROOT / "docs" / "cli.md").write_text(cli_page(), encoding="utf-8")
     (ROOT / "docs" / "flags.md").write_text(flags_page(), encoding="utf-8")

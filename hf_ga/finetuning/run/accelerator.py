@@ -21,7 +21,8 @@ from hf_ga.parallel.processes import share_cores
 
 
 def precision_name(accelerator: Accelerator) -> str:
-    """Describe the precision in which a run computes, for its log and summary.
+    """Describe the precision in which a run computes, for its log and summary: "float32", or
+    autocast to bf16 or fp16.
 
     Example:
         precision_name(accelerator)  # 'bf16 autocast, float32 weights and gradients'
@@ -47,18 +48,20 @@ def make_accelerator(config: FinetuneConfig) -> Accelerator:
         ConfigError: If hf_ga or the device does not support the precision or the distributed
             backend, or a tracker is unknown.
     """
+    trackers = tracker_names(config.report_to)
     try:
         accelerator = Accelerator(
             # On machines without a GPU, Accelerate forms a process group only with cpu=True.
             cpu=not torch.accelerator.is_available(),
             mixed_precision=config.mixed_precision,
             step_scheduler_with_optimizer=False,
-            log_with=tracker_names(config.report_to) or None,
+            log_with=trackers or None,
             project_dir=str(Path(config.output_dir) / "trackers"),
         )
     except ValueError as error:
         # Such as a mixed precision that the device does not support.
         raise ConfigError(f"Accelerate cannot start: {error}") from error
+    # Accelerate reads this under FSDP: whether to reduce gradients after every micro-batch.
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = (
         config.fsdp_reduce_each_micro_batch
     )

@@ -303,8 +303,9 @@ def example_script_flags() -> list[str]:
 
 
 def convert_script_flags(script_flags: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert flags of transformers' example scripts to options of `FinetuneConfig`. If an example
-    script is named, or with `do_train`, its defaults are among the options.
+    """Convert flags of transformers' example scripts to options of `FinetuneConfig`.
+
+    If `task` names an example script, or `do_train` is set, the script's defaults are included.
 
     Args:
         script_flags: Name -> value of `task` and of flags in `example_script_flags`. A value is the
@@ -324,10 +325,10 @@ def convert_script_flags(script_flags: Mapping[str, Any]) -> dict[str, Any]:
     for name, value in script_flags.items():
         if name in REFUSED_FLAGS and value.lower() not in _ALLOWED_VALUES.get(name, _OFF):
             raise ConfigError(f"{name} {value} is not supported: {REFUSED_FLAGS[name]}.")
-    # `task` is the name of an example script or, as in FinetuneConfig, that of a task.
+    # The flag --task names an example script, such as run_glue, or a task of FinetuneConfig.
     task = TASK_OF_SCRIPT.get(_script_name(script_flags), script_flags.get("task", "causal-lm"))
     options: dict[str, Any] = {}
-    # Later updates override earlier ones.
+    # Flags of the user override the script's defaults, so they come after them.
     if "task" in script_flags:
         options["task"] = task
     if _uses_script_defaults(script_flags):

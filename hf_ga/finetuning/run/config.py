@@ -143,12 +143,12 @@ class FinetuneConfig(DataOptions):
     pooling: str | None = option(
         None,
         f"embedding: how a text's tokens become one vector, one of: {', '.join(POOLINGS)}. "
-        "Default: as the model was saved by sentence-transformers, else mean.",
+        "Default: the one that sentence-transformers saved with the model, otherwise mean.",
     )
     temperature: float | None = option(
         None,
-        "embedding: temperature of the loss, by which cosines are divided; the initial one with "
-        f"learn_temperature. Default: {DEFAULT_TEMPERATURE}.",
+        "embedding: temperature of the loss, by which cosines are divided; with "
+        f"learn_temperature, its initial value. Default: {DEFAULT_TEMPERATURE}.",
     )
     learn_temperature: bool = option(False, "embedding: learn the temperature (pairs).")
     symmetric_loss: bool = option(
@@ -303,17 +303,19 @@ class FinetuneConfig(DataOptions):
         weights = self.class_weights
         if not isinstance(weights, list):
             return
-        # What is not a number stays a string here; `check` raises an error that quotes it.
+        # If one is not a number, all stay strings, and `check` raises an error that quotes them.
         with suppress(TypeError, ValueError, OverflowError):
             weights = [float(weight) for weight in weights]
         is_one_word = len(weights) == 1 and isinstance(weights[0], str)
         self.class_weights = weights[0] if is_one_word else weights
 
     def layout(self, num_processes: int) -> Layout:
-        """Compute the layout of a window: micro-batch size, accumulation steps, samples in total.
+        """Compute the layout of a training window, the global batch of one optimizer step: its size
+        in samples, the micro-batch size and the accumulation steps.
 
-        Without `gradient_accumulation_steps`, the value given to `accelerate launch` is used; if
-        there is none either, and no `global_batch_size`, DEFAULT_ACCUMULATION_STEPS.
+        If `gradient_accumulation_steps` is not set, the value given to `accelerate launch` is used.
+        If that is not set either, the steps follow from `global_batch_size`; without it, they are
+        DEFAULT_ACCUMULATION_STEPS.
 
         Args:
             num_processes: Number of processes that share the window.
@@ -343,8 +345,8 @@ class FinetuneConfig(DataOptions):
 
     @property
     def initial_temperature(self) -> float:
-        """Return the temperature of the embedding loss, by default DEFAULT_TEMPERATURE; if it is
-        learned, its value before the first step.
+        """Return the temperature of the embedding loss, by default DEFAULT_TEMPERATURE. If the
+        temperature is learned, this is its value before the first step.
         """
         return DEFAULT_TEMPERATURE if self.temperature is None else self.temperature
 
@@ -363,8 +365,8 @@ class FinetuneConfig(DataOptions):
         return str(self.metric_for_best_model).endswith(("loss", "perplexity", "mae"))
 
     def check(self, *, has_own_metrics: bool = False) -> None:
-        """Check all flags of the run, as far as this is possible before any data is read. The
-        prefix `eval_` of `metric_for_best_model` is removed.
+        """Check the values and combinations of all flags, before any data is read. The prefix
+        `eval_` of `metric_for_best_model`, which Trainer allows, is removed in place.
 
         Args:
             has_own_metrics: Whether the user passes `compute_metrics`, so that
@@ -427,7 +429,7 @@ class FinetuneConfig(DataOptions):
         """
         metric = self.metric_for_best_model
         task = TASKS[self.task]
-        # Tasks without metrics of their own are language modeling.
+        # TASKS lists no metric for language modeling, which is evaluated by perplexity.
         metrics_of_task = task.metrics or ("perplexity",)
         known_metrics = ("loss", *metrics_of_task, *task.generated_metrics)
         check_one_of("metric_for_best_model", metric, known_metrics)
@@ -485,13 +487,13 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_doc_stride(self) -> None:
-        """Raise ConfigError if `doc_stride`, the overlap of two windows of a question's context, is
-        not below `max_length`, the length of a window.
+        """Raise ConfigError if `doc_stride` is not below `max_length`. In question answering, long
+        contexts are split into windows of `max_length` tokens that overlap by `doc_stride` tokens.
         """
         if self.doc_stride is not None and self.doc_stride >= self.max_length:
             raise ConfigError(
-                f"doc_stride {self.doc_stride} must be below max_length {self.max_length}: a "
-                "window of max_length tokens cannot share more tokens with the next one."
+                f"doc_stride {self.doc_stride} must be below max_length {self.max_length}: "
+                "neighboring windows of max_length tokens must share fewer tokens."
             )
 
     def _check_adam_settings(self) -> None:
@@ -538,26 +540,26 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_same_bits(self) -> None:
-        """Raise ConfigError if `same_bits`, the fixed number of samples in a forward, does not fit
-        into a micro-batch.
+        """Raise ConfigError if `same_bits`, which fixes the number of samples in each forward so
+        that sums are rounded equally, is larger than a micro-batch.
         """
         if self.same_bits is not None and self.same_bits > self.per_device_train_batch_size:
             raise ConfigError(
                 f"per_device_train_batch_size {self.per_device_train_batch_size} is smaller than "
-                "one chunk of same_bits "
-                f"{self.same_bits}: set it to at least {self.same_bits}, or lower same_bits."
+                f"one chunk of same_bits {self.same_bits}: set it to at least {self.same_bits}, or "
+                "lower same_bits."
             )
 
     def _check_resuming(self) -> None:
-        """Raise ConfigError if changes are allowed on resume, but no checkpoint is resumed."""
+        """Raise ConfigError if `resume_with_changes` is set without `resume_from_checkpoint`."""
         if self.resume_with_changes and self.resume_from_checkpoint is None:
             raise ConfigError(
                 "resume_with_changes needs a checkpoint: set resume_from_checkpoint, or omit it."
             )
 
     def _check_eval_only(self) -> None:
-        """Raise ConfigError for an evaluation without training that has no model to evaluate, or
-        that is to resume or upload a training run.
+        """Raise ConfigError if `eval_only` (evaluate without training) is set without a model to
+        evaluate, or together with a flag that resumes or uploads a training run.
         """
         if not self.eval_only:
             return

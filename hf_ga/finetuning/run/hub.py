@@ -44,7 +44,7 @@ def check_login(config: FinetuneConfig, accelerator: Accelerator) -> None:
         if not accelerator.is_main_process:
             return
         repo_id = _repo_id(config)
-        # Besides huggingface_hub's own errors, those of several HTTP libraries.
+        # huggingface_hub raises errors of its own and of several HTTP libraries.
         try:
             validate_repo_id(repo_id)
             user = HfApi(token=config.hub_token).whoami()
@@ -77,14 +77,14 @@ def upload(config: FinetuneConfig, summary: dict[str, Any]) -> str:
     api = HfApi(token=config.hub_token)
     repo_id = _repo_id(config)
     folder = Path(config.output_dir)
-    # Besides huggingface_hub's own errors, those of several HTTP libraries.
+    # huggingface_hub raises errors of its own and of several HTTP libraries.
     try:
         write_text(folder / "README.md", _model_card(config, repo_id, summary))
         # None instead of False: an organization may have private repositories by default.
         private = config.hub_private_repo or None
         repo_url = api.create_repo(repo_id, private=private, exist_ok=True)
         api.upload_folder(
-            # With the name of the user, if `repo_id` has none.
+            # Includes the name of the user, which `repo_id` may lack.
             repo_id=repo_url.repo_id,
             folder_path=folder,
             commit_message=f"Trained with hf_ga {version('hf_ga')}",

@@ -99,7 +99,8 @@ class Run(Setup):
         optimizer: The prepared optimizer.
         scheduler: The schedule of the learning rate.
         windows: The loader of the training windows.
-        rule: The result of the proof: over what the training loss averages.
+        rule: The result of the proof before training: which targets the loss averages over, and
+            which speed-ups and dropout sites the model has.
         evaluate: Function from the name of a split (default: the validation split) to its loss and
             metrics, such as `eval_loss` or `test_accuracy`.
         max_windows: Number of windows after which training ends.

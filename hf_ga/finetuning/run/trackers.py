@@ -19,6 +19,9 @@ def tracker_names(report_to: str) -> list[str]:
     Args:
         report_to: Comma-separated names, "all" for all installed trackers, or "none".
 
+    Returns:
+        Names of installed trackers; an empty list for "none".
+
     Raises:
         ConfigError: If a tracker is unknown or not installed (which Accelerate ignores silently).
 
