@@ -1,4 +1,4 @@
-"""Writes docs/cli.md and docs/flags.md from the options of the configuration: `python
+"""Write the pages docs/cli.md and docs/flags.md from the flags of the command: `python
 docs/generate_cli.py`.
 """
 
@@ -9,6 +9,7 @@ from dataclasses import Field, fields
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+# So that this tree is imported, and not an installed hf_ga.
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from check_equivalence import CheckConfig  # noqa: E402  (found by the path above)
@@ -18,7 +19,8 @@ from hf_ga.finetuning.data.options import DataOptions  # noqa: E402
 from hf_ga.finetuning.run import arguments  # noqa: E402
 from hf_ga.finetuning.run.config import FinetuneConfig  # noqa: E402
 
-INTRODUCTION = """# All flags
+# The text of docs/cli.md above the tables.
+CLI_INTRODUCTION = """# All flags
 
 The flags of `accelerate launch scripts/finetune.py`; [Fine-tuning](finetune.md) shows them in use, and
 [From an example script](flags.md) lists the flags of transformers' example scripts that are accepted, too.
@@ -30,7 +32,8 @@ The flags of `accelerate launch scripts/finetune.py`; [Fine-tuning](finetune.md)
 
 `python docs/generate_cli.py` writes this page from `hf_ga/finetuning/run/config.py` and `hf_ga/finetuning/data/options.py`.
 """
-SCRIPTS = f"""# From an example script
+# The text of docs/flags.md above the table.
+FLAGS_INTRODUCTION = f"""# From an example script
 
 The published command lines of transformers' example scripts train with hf_ga: replace the script by `scripts/finetune.py`, and add
 `--task` with the script's name.
@@ -40,8 +43,8 @@ python run_glue.py --model_name_or_path google-bert/bert-base-cased --task_name 
 accelerate launch scripts/finetune.py --task run_glue --model_name_or_path google-bert/bert-base-cased --task_name mrpc ...
 ```
 
-`--task` takes {", ".join(arguments.SCRIPTS)}, each also with `_no_trainer`.
-Flags that you leave out have the defaults of the script, not those in [All flags](cli.md):
+`--task` takes {", ".join(arguments.TASK_OF_SCRIPT)}, each also with `_no_trainer`.
+Flags that you omit have the defaults of the script, not those in [All flags](cli.md):
 {", ".join(f"{name} {value}" for name, value in arguments.TRAINING_DEFAULTS.items())},
 the script's lengths (at most the model's positions), blocks of tokens for language models, and no clipping for `_no_trainer`.
 A flag by hf_ga's name overrides one by the script's name. With `--do_train`, hf_ga's own tasks (`--task text-classification`, ...)
@@ -67,92 +70,123 @@ The fields of TrainingArguments and the flags of the scripts:
 `python docs/generate_cli.py` writes this table from `hf_ga/finetuning/run/arguments.py`.
 
 """
-OF_SCRIPTS = """model_name_or_path trust_remote_code dataset_name dataset_config_name validation_file test_file streaming block_size
-    validation_split_percentage text_column max_length max_target_length doc_stride source_prefix mlm_probability num_beams max_train_samples
-    # flags of the scripts that hf_ga has under the same name
-    max_eval_samples max_predict_samples"""
-CHECKER = """
+# Flags of the example scripts that hf_ga has under the same name, besides TrainingArguments.
+SAME_NAME_FLAGS = (
+    "model_name_or_path",
+    "trust_remote_code",
+    "dataset_name",
+    "dataset_config_name",
+    "validation_file",
+    "test_file",
+    "streaming",
+    "block_size",
+    "validation_split_percentage",
+    "text_column",
+    "max_length",
+    "max_target_length",
+    "doc_stride",
+    "source_prefix",
+    "mlm_probability",
+    "num_beams",
+    "max_train_samples",
+    "max_eval_samples",
+    "max_predict_samples",
+)
+# The text of docs/cli.md above the table of the checker.
+CHECKER_INTRODUCTION = """
 ## Flags of the checker
 
 `python scripts/check_equivalence.py` takes the flags above and these; flags about training and output files have no effect.
 """
 
 
-def groups() -> dict[str, list[Field]]:
-    """The options of a run under the comments that stand above them in `FinetuneConfig`; those of
-    the data come first.
+def options_by_heading() -> dict[str, list[Field]]:
+    """Group the options of a run for docs/cli.md: heading -> dataclass fields.
+
+    Headings are the comments between the fields in the source of `FinetuneConfig`, such as
+    `# model`. The options of the data, which it inherits, come first.
     """
-    by_name = {field.name: field for field in fields(FinetuneConfig)}
-    result, group = {"data": list(fields(DataOptions))}, "data"
-    for comment, name in re.findall(
-        r"^    (?:# (.+)|(\w+): .+ = option\()", inspect.getsource(FinetuneConfig), re.MULTILINE
-    ):
-        group = comment or group
-        result.setdefault(group, []).extend([by_name[name]] if name else [])
-    return result
+    field_of_name = {field.name: field for field in fields(FinetuneConfig)}
+    heading = "data"
+    options = {heading: list(fields(DataOptions))}
+    # A line with a comment, or the first line of a field.
+    comment_or_field = re.compile(r"^    (?:# (.+)|(\w+): .+ = option\()", re.MULTILINE)
+    for comment, name in comment_or_field.findall(inspect.getsource(FinetuneConfig)):
+        if comment:
+            heading = comment
+            options[heading] = []
+        else:
+            options[heading].append(field_of_name[name])
+    return options
 
 
-def table(options: list[Field]) -> str:
+def options_table(options: list[Field]) -> str:
+    """Return a Markdown table of options with their defaults and help texts."""
     rows = [
-        f"| `{flag(option)}` | {default(option)} | {option.metadata['help']} |"
+        f"| `{flag_name(option)}` | {default_text(option)} | {option.metadata['help']} |"
         for option in options
     ]
     return "\n".join(["", "| flag | default | meaning |", "|---|---|---|", *rows, ""])
 
 
-def flag(option: Field) -> str:
+def flag_name(option: Field) -> str:
+    """Return the flag of an option on the command line: its first alias, or `--` and its name."""
     return option.metadata.get("aliases", [f"--{option.name}"])[0]
 
 
-def default(option: Field) -> str:
-    """Empty where the meaning gives a default that depends on other flags."""
+def default_text(option: Field) -> str:
+    """Return the default of an option as the documentation shows it: `off` for a switch, and "" for
+    None, where the help text explains the default.
+    """
     if option.default is None:
         return ""
     return "off" if option.default is False else f"`{option.default}`"
 
 
 def same_names() -> list[str]:
-    """Flags that need no table: TrainingArguments or the scripts have them, too."""
-    of_training = {option.name for option in fields(Seq2SeqTrainingArguments)}
-    return [
-        option.name
-        for option in fields(FinetuneConfig)
-        if option.name in of_training | set(OF_SCRIPTS.split())
-    ]
+    """List the options of `FinetuneConfig` that TrainingArguments or transformers' example scripts
+    have under the same name.
+    """
+    training_arguments = {option.name for option in fields(Seq2SeqTrainingArguments)}
+    names = [option.name for option in fields(FinetuneConfig)]
+    return [name for name in names if name in training_arguments or name in SAME_NAME_FLAGS]
 
 
 def flags_page() -> str:
-    """What happens to each field of TrainingArguments and to each flag of the example scripts."""
-    rows = dict.fromkeys(same_names(), ("same", ""))
-    rows |= {name: (f"`--{option}`", "") for name, option in arguments.RENAMED.items()}
-    rows |= {name: ("converted", meaning) for name, meaning in arguments.CONVERTED.items()}
-    rows |= {
-        name: ("no effect", reason)
-        for reason, names in arguments.NO_EFFECT.items()
-        for name in names.split()
-    }
-    rows |= {name: ("printed", reason) for name, reason in arguments.DIFFERENT.items()}
-    rows |= {
-        name: ("refused", remedy)
-        for remedy, names in arguments.REFUSED.items()
-        for name in names.split()
-    }
-    lines = [
-        f"| `--{name}` | {effect} | {meaning} |" for name, (effect, meaning) in sorted(rows.items())
+    """Return the text of docs/flags.md: for each field of TrainingArguments and each flag of the
+    example scripts, its effect in hf_ga, and the meaning, reason or remedy.
+    """
+    effects = dict.fromkeys(same_names(), ("same", ""))
+    for name, option in arguments.RENAMED.items():
+        effects[name] = (f"`--{option}`", "")
+    for name, meaning in arguments.CONVERTED.items():
+        effects[name] = ("converted", meaning)
+    for reason, names in arguments.NO_EFFECT.items():
+        for name in names:
+            effects[name] = ("no effect", reason)
+    for name, difference in arguments.DIFFERENT.items():
+        effects[name] = ("printed", difference)
+    for remedy, names in arguments.REFUSED.items():
+        for name in names:
+            effects[name] = ("refused", remedy)
+    lines = ["| flag | effect | meaning, reason or remedy |", "|---|---|---|"]
+    for name, (effect, explanation) in sorted(effects.items()):
+        lines.append(f"| `--{name}` | {effect} | {explanation} |")
+    return FLAGS_INTRODUCTION + "\n".join([*lines, ""])
+
+
+def cli_page() -> str:
+    """Return the text of docs/cli.md: tables of the flags of a run and of the checker."""
+    parts = [CLI_INTRODUCTION]
+    for heading, options in options_by_heading().items():
+        parts.append(f"\n## {heading.capitalize()}\n{options_table(options)}")
+    # Without those inherited from FinetuneConfig, except the ones with another default.
+    checker_options = [
+        option for option in fields(CheckConfig) if option.name in CheckConfig.__annotations__
     ]
-    return "\n".join(
-        [SCRIPTS + "| flag | effect | meaning, reason or remedy |", "|---|---|---|", *lines, ""]
-    )
-
-
-def page() -> str:
-    parts = [INTRODUCTION]
-    for group, options in groups().items():
-        parts.append(f"\n## {group.capitalize()}\n{table(options)}")
-    own = [option for option in fields(CheckConfig) if option.name in CheckConfig.__annotations__]
-    return "".join([*parts, CHECKER, table(own)])
+    return "".join([*parts, CHECKER_INTRODUCTION, options_table(checker_options)])
 
 
 if __name__ == "__main__":
-    (ROOT / "docs" / "cli.md").write_text(page(), encoding="utf-8")
+    (ROOT / "docs" / "cli.md").write_text(cli_page(), encoding="utf-8")
     (ROOT / "docs" / "flags.md").write_text(flags_page(), encoding="utf-8")

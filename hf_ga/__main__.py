@@ -12,6 +12,7 @@ def main() -> int:
         The exit code of the command; 2, after printing the error as one line, if packages of the
         extra `finetune` are not installed.
     """
+    # Imported here, so that missing packages are reported in one line instead of a traceback.
     try:
         from hf_ga.finetuning.run.cli import finetune_main
     except MissingPackage as error:

@@ -35,7 +35,7 @@ TROUBLES = " ".join((DOCS / "troubleshooting.md").read_text().split())
 
 def test_the_flags_are_those_of_the_configuration():
     """After a change of an option: python docs/generate_cli.py"""
-    page = generate_cli.page()
+    page = generate_cli.cli_page()
     assert (
         page == (DOCS / "cli.md").read_text()
         and generate_cli.flags_page() == (DOCS / "flags.md").read_text()

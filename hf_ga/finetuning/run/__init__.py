@@ -9,8 +9,8 @@ from importlib.util import find_spec
 
 from hf_ga.errors import MissingPackage
 
-# Packages that every run imports: name of the module -> name of the distribution, in the extra
-# `finetune` of pyproject.toml.
+# Packages that every run imports: name of the module -> name of the package on PyPI. All are in
+# the extra `finetune` of pyproject.toml.
 PACKAGES = {
     "datasets": "datasets",
     "evaluate": "evaluate",
@@ -27,6 +27,9 @@ PACKAGES = {
 
 
 def _check_packages() -> None:
+    """Raise MissingPackage, with the command to install it, if a package that every fine-tuning run
+    imports is not installed.
+    """
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if missing:
         raise MissingPackage(

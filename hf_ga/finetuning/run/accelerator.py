@@ -1,5 +1,5 @@
-"""The accelerator of a run: device, precision and processes as launched, and what is unsupported
-with them.
+"""Create the Accelerator of a run, with the device, precision and processes of the launcher, and
+check which flags it supports under FSDP.
 """
 
 from pathlib import Path
@@ -21,84 +21,111 @@ from hf_ga.parallel.processes import share_cores
 
 
 def precision_name(accelerator: Accelerator) -> str:
-    """A description of the run's precision.
+    """Describe the precision in which a run computes, for its log and summary: "float32", or
+    autocast to bf16 or fp16.
 
     Example:
         precision_name(accelerator)  # 'bf16 autocast, float32 weights and gradients'
     """
     if not accelerator.native_amp:
         return "float32"
-    scaled = accelerator.scaler is not None and accelerator.scaler.is_enabled()
-    return (
-        f"{accelerator.mixed_precision} autocast{' with loss scaling' if scaled else ''}, float32 "
-        "weights and gradients"
-    )
+    has_loss_scaling = accelerator.scaler is not None and accelerator.scaler.is_enabled()
+    loss_scaling = " with loss scaling" if has_loss_scaling else ""
+    return f"{accelerator.mixed_precision} autocast{loss_scaling}, float32 weights and gradients"
 
 
 def make_accelerator(config: FinetuneConfig) -> Accelerator:
-    """The accelerator of a run, on the launched processes.
+    """Create the Accelerator of a run on the launched processes, and apply the flags of precision
+    and determinism to torch's global settings.
+
+    On all processes except the main one, progress bars and warnings of datasets and transformers
+    are disabled.
+
+    Args:
+        config: The configuration of the run.
 
     Raises:
-        ConfigError: a precision or a backend that hf_ga does not support.
+        ConfigError: If hf_ga or the device does not support the precision or the distributed
+            backend, or a tracker is unknown.
     """
+    trackers = tracker_names(config.report_to)
     try:
         accelerator = Accelerator(
-            # several CPU processes form a group only with cpu=True
+            # On machines without a GPU, Accelerate forms a process group only with cpu=True.
             cpu=not torch.accelerator.is_available(),
             mixed_precision=config.mixed_precision,
             step_scheduler_with_optimizer=False,
-            log_with=tracker_names(config.report_to) or None,
+            log_with=trackers or None,
             project_dir=str(Path(config.output_dir) / "trackers"),
         )
-    except (
-        ValueError
-    ) as error:  # a mixed precision that the device does not support, an unknown tracker
+    except ValueError as error:
+        # Such as a mixed precision that the device does not support.
         raise ConfigError(f"Accelerate cannot start: {error}") from error
+    # Accelerate reads this under FSDP: whether to reduce gradients after every micro-batch.
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = (
         config.fsdp_reduce_each_micro_batch
     )
     check_supported(accelerator)
     enable_fsdp_on_cpu(accelerator)
     enable_fp16_on_cpu(accelerator)
-    if (
-        not accelerator.is_main_process
-    ):  # which alone shows the libraries' progress bars and warnings
+    if not accelerator.is_main_process:
         datasets.disable_progress_bars()
         logging.disable_progress_bar()
         logging.set_verbosity_error()
     share_cores(accelerator)
-    if config.same_bits and accelerator.device.type == "cpu":
-        torch.set_num_threads(1)  # sums over several threads depend on their number
-    if config.full_determinism or (config.same_bits and accelerator.device.type != "cpu"):
-        enable_full_determinism(config.seed)
+    _set_determinism(config, accelerator.device.type)
     if accelerator.device.type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
         torch.backends.cudnn.allow_tf32 = config.tf32
     return accelerator
 
 
+def _set_determinism(config: FinetuneConfig, device_type: str) -> None:
+    """Set torch to deterministic kernels or to one CPU thread, if the flags `full_determinism` or
+    `same_bits` need it.
+
+    Args:
+        config: The configuration of the run.
+        device_type: The device of the run, such as "cpu" or "cuda".
+    """
+    has_same_bits = bool(config.same_bits)
+    is_on_cpu = device_type == "cpu"
+    if has_same_bits and is_on_cpu:
+        # The rounding of a sum over several threads depends on their number.
+        torch.set_num_threads(1)
+    if config.full_determinism or (has_same_bits and not is_on_cpu):
+        enable_full_determinism(config.seed)
+
+
 def check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
-    """Check that FSDP supports the flags.
+    """Check that the flags of a run are supported under FSDP. No-op without FSDP.
+
+    Args:
+        config: The configuration of the run.
+        accelerator: The accelerator of the run.
 
     Raises:
-        ConfigError: the first flag that it does not support.
+        ConfigError: If a flag is not supported; the first one. Also under FSDP1 with
+            fsdp_cpu_ram_efficient_loading.
     """
     if not is_sharded(accelerator):
         return
-    generates = config.predict_with_generate or (
-        config.predict_file is not None and config.task == "seq2seq"
-    )
-    loads_on_main(accelerator)  # raises under FSDP1
-    has_same_bits = config.same_bits is not None
-    unsupported = {
-        "same_bits, because it adds the ranks' gradients in another order: use DDP": has_same_bits,
+    # Called for its check: raises ConfigError for FSDP1 with fsdp_cpu_ram_efficient_loading.
+    loads_on_main(accelerator)
+    predicts_by_generating = config.predict_file is not None and config.task == "seq2seq"
+    is_unsupported = {
+        "same_bits, because it adds the ranks' gradients in another order: use DDP": (
+            config.same_bits is not None
+        ),
         "load_in_4bit: use DDP": config.load_in_4bit,
         "resize_token_embeddings with adapters, because tied embeddings share the new rows: use "
         "DDP": config.resize_token_embeddings and config.has_adapters,
-        f"optim {config.optim}, whose state cannot be sharded: use adamw": config.optim
-        in ("adafactor", "adagrad"),
+        f"optim {config.optim}, whose state cannot be sharded: use adamw": (
+            config.optim in ("adafactor", "adagrad")
+        ),
         "generation, because ranks need different numbers of forwards: generate with the saved "
-        "model and --eval_only": generates,
+        "model and --eval_only": config.predict_with_generate or predicts_by_generating,
     }
-    if found := [what for what, is_set in unsupported.items() if is_set]:
-        raise ConfigError(f"FSDP does not support {found[0]}.")
+    for flag_and_remedy, is_set in is_unsupported.items():
+        if is_set:
+            raise ConfigError(f"FSDP does not support {flag_and_remedy}.")

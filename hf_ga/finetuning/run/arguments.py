@@ -1,9 +1,10 @@
-"""The flags of TrainingArguments and of transformers' example scripts (run_clm, run_glue, ... and
-their _no_trainer forms).
+"""Flags of TrainingArguments and of transformers' example scripts (run_clm, run_glue, ... and their
+_no_trainer forms).
 
-`FinetuneConfig` has many of them under the same name. `translate` converts RENAMED and CONVERTED to
-its options. NO_EFFECT is accepted, DIFFERENT too, with a printed reason. REFUSED raises ConfigError
-unless the value changes nothing. `docs/flags.md` is generated from these tables.
+Many of them are options of `FinetuneConfig` under the same name. The others are in the tables
+here: those in RENAMED and CONVERTED become its options, those in NO_EFFECT are ignored, those in
+DIFFERENT are ignored with a printed note, and those in REFUSED raise ConfigError, unless their
+value changes nothing. `docs/flags.md` is generated from these tables.
 """
 
 from collections.abc import Mapping
@@ -14,7 +15,9 @@ from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.config_checks import check_one_of
 from hf_ga.finetuning.run.models import load_base_config, num_positions
 
-SCRIPTS = {  # --task takes these names, too, also with _no_trainer
+# Example script -> task. The flag --task takes the names of both; those of scripts also with the
+# suffix _no_trainer.
+TASK_OF_SCRIPT = {
     "run_clm": "causal-lm",
     "run_mlm": "masked-lm",
     "run_glue": "text-classification",
@@ -24,8 +27,7 @@ SCRIPTS = {  # --task takes these names, too, also with _no_trainer
     "run_summarization": "seq2seq",
     "run_translation": "seq2seq",
 }
-# What the scripts train with if a flag is not given: the defaults of TrainingArguments, and the
-# scripts' lengths in tokens.
+# The defaults of TrainingArguments, with which the example scripts train.
 TRAINING_DEFAULTS: dict[str, Any] = {
     "learning_rate": 5e-5,
     "weight_decay": 0.0,
@@ -35,14 +37,25 @@ TRAINING_DEFAULTS: dict[str, Any] = {
     "gradient_accumulation_steps": 1,
     "seed": 42,
 }
-LENGTHS = {
+# The interval of evaluations or checkpoints with the strategy `steps`.
+STEPS_OF_STRATEGY = 500
+# The scripts' default maximum lengths of samples in tokens.
+MAX_LENGTHS = {
     "text-classification": 128,
     "regression": 128,
     "multi-label": 128,
     "question-answering": 384,
 }
-OTHER_LENGTH, TARGET_LENGTH, DOC_STRIDE = 1024, 128, 128
+OTHER_MAX_LENGTH = 1024
+# The _no_trainer scripts of these tasks have a shorter default.
+SHORT_IN_NO_TRAINER = ("token-classification", "multiple-choice")
+NO_TRAINER_MAX_LENGTH = 128
+# The scripts' default maximum length of a target of seq2seq, and overlap of two windows of a
+# question's context, in tokens.
+MAX_TARGET_LENGTH = 128
+DOC_STRIDE = 128
 
+# Flag -> the option of FinetuneConfig with the same meaning and values.
 RENAMED = {
     "train_file": "dataset_name",
     "dataset_config": "dataset_config_name",
@@ -64,8 +77,10 @@ RENAMED = {
     "max_val_samples": "max_eval_samples",
     "max_test_samples": "max_predict_samples",
 }
+# Converted to options of FinetuneConfig with other values: flag -> description for docs/flags.md,
+# or, if it starts with "must", the rule that the value is checked against.
 CONVERTED = {
-    "do_train": "flags that you leave out have the defaults of TrainingArguments and of the "
+    "do_train": "flags that you omit have the defaults of TrainingArguments and of the "
     "task's script",
     "do_eval": "`--eval_only` without `--do_train`; a training run always evaluates",
     "do_predict": "`--predict_file` with the file of `--test_file`; `--eval_only` without "
@@ -87,33 +102,82 @@ CONVERTED = {
     "the script concatenates rows",
     "data_seed": "must equal `--seed`, which the order of samples depends on",
     "hub_strategy": "must be `end` with `--push_to_hub`: the model is uploaded once, after the run",
-    "greater_is_better": "must fit `--metric_for_best_model`: lower is better for loss, "
+    "greater_is_better": "must match `--metric_for_best_model`: lower is better for loss, "
     "perplexity and mae",
     "config_name": "must equal `--model_name_or_path`: save configuration, tokenizer and weights "
     "in one folder",
     "tokenizer_name": "must equal `--model_name_or_path`: save configuration, tokenizer and "
     "weights in one folder",
 }
-NO_EFFECT = {  # reason: flags
-    "metrics.jsonl has every optimizer step": """logging_strategy logging_steps logging_first_step logging_nan_inf_filter
-        include_num_input_tokens_seen""",
-    "messages only": "log_level log_level_replica log_on_each_node disable_tqdm",
-    "padding never changes the update": "pad_to_max_length",
-    "when memory runs out, micro-batches become smaller; the update is the same": "auto_find_batch_size torch_empty_cache_steps",
-    "speed only; hf_ga chooses its own speed-ups": """use_liger_kernel liger_kernel_config use_cache dataloader_pin_memory
-        dataloader_persistent_workers dataloader_prefetch_factor dataloader_multiprocessing_context dataloader_in_order
-        ddp_find_unused_parameters ddp_bucket_cap_mb ddp_broadcast_buffers ddp_static_graph low_cpu_mem_usage
-        preprocessing_num_workers overwrite_cache skip_memory_metrics""",
-    "results do not depend on how an evaluation is split, and have all metrics": """eval_accumulation_steps eval_do_concat_batches
-        eval_use_gather_object batch_eval_metrics include_for_metrics prediction_loss_only return_entity_level_metrics""",
-    "`accelerate launch` sets it": "local_rank ddp_backend ddp_timeout",
-    "checkpoints are complete, and written on a stop signal": """save_only_model enable_jit_checkpoint save_on_each_node
-        save_safetensors restore_callback_states_from_checkpoint""",
-    "columns are chosen by their role": "remove_unused_columns length_column_name",
-    "the model is uploaded once, after the run": "hub_always_push",
-    "a head for other labels is always replaced": "ignore_mismatched_sizes",
-    "rows without an answer are always allowed": "version_2_with_negative",
+# Accepted without an effect: reason -> flags.
+NO_EFFECT: dict[str, tuple[str, ...]] = {
+    "metrics.jsonl has every optimizer step": (
+        "logging_strategy",
+        "logging_steps",
+        "logging_first_step",
+        "logging_nan_inf_filter",
+        "include_num_input_tokens_seen",
+    ),
+    "messages only": (
+        "log_level",
+        "log_level_replica",
+        "log_on_each_node",
+        "disable_tqdm",
+    ),
+    "padding never changes the update": ("pad_to_max_length",),
+    "when memory runs out, micro-batches become smaller; the update is the same": (
+        "auto_find_batch_size",
+        "torch_empty_cache_steps",
+    ),
+    "speed only; hf_ga chooses its own speed-ups": (
+        "use_liger_kernel",
+        "liger_kernel_config",
+        "use_cache",
+        "dataloader_pin_memory",
+        "dataloader_persistent_workers",
+        "dataloader_prefetch_factor",
+        "dataloader_multiprocessing_context",
+        "dataloader_in_order",
+        "ddp_find_unused_parameters",
+        "ddp_bucket_cap_mb",
+        "ddp_broadcast_buffers",
+        "ddp_static_graph",
+        "low_cpu_mem_usage",
+        "preprocessing_num_workers",
+        "overwrite_cache",
+        "skip_memory_metrics",
+    ),
+    "results do not depend on how an evaluation is split, and have all metrics": (
+        "eval_accumulation_steps",
+        "eval_do_concat_batches",
+        "eval_use_gather_object",
+        "batch_eval_metrics",
+        "include_for_metrics",
+        "prediction_loss_only",
+        "return_entity_level_metrics",
+    ),
+    "`accelerate launch` sets it": (
+        "local_rank",
+        "ddp_backend",
+        "ddp_timeout",
+    ),
+    "checkpoints are complete, and written on a stop signal": (
+        "save_only_model",
+        "enable_jit_checkpoint",
+        "save_on_each_node",
+        "save_safetensors",
+        "restore_callback_states_from_checkpoint",
+    ),
+    "columns are chosen by their role": (
+        "remove_unused_columns",
+        "length_column_name",
+    ),
+    "the model is uploaded once, after the run": ("hub_always_push",),
+    "a head for other labels is always replaced": ("ignore_mismatched_sizes",),
+    "rows without an answer are always allowed": ("version_2_with_negative",),
 }
+# Accepted, although hf_ga differs from the example scripts: flag -> what differs, which the run
+# prints.
 DIFFERENT = {
     "overwrite_output_dir": "an output_dir with another run is never overwritten",
     "load_best_model_at_end": "output_dir has the last model, best/ the best one",
@@ -126,43 +190,89 @@ DIFFERENT = {
     "null_score_diff_threshold": "no answer is predicted where it is the best span",
     "keep_linebreaks": "texts end with the end-of-text token, not with a line break",
 }
-REFUSED = {  # remedy: flags
-    "use a schedule that needs only the numbers of steps": "lr_scheduler_kwargs",
-    "omit it: only adam_beta1, adam_beta2, adam_epsilon and weight_decay can be set": "optim_args",
-    "use lora_target_modules": "optim_target_modules",
-    "omit it: every update averages over all targets of the global batch": "average_tokens_across_devices",
-    "use bf16 or fp16, for training and evaluation": "bf16_full_eval fp16_full_eval fp16_opt_level",
-    "use gradient_checkpointing alone": "gradient_checkpointing_kwargs "
-    "activation_checkpointing_kwargs",
-    "use torch_compile alone": "torch_compile_backend torch_compile_mode",
-    "omit it: its noise depends on the padding": "neftune_noise_alpha",
-    "omit it: the upload is to the branch main": "hub_revision",
-    "set the environment variable, such as TRACKIO_SPACE_ID": "trackio_space_id trackio_bucket_id "
-    "trackio_static_space_id",
-    "omit it: a resumed run continues at the next sample": "ignore_data_skip",
-    "set ACCELERATE_USE_CPU=true, or use `accelerate launch --cpu`": "use_cpu no_cuda",
-    "use `accelerate launch` with a profile of accelerate_configs/ (FSDP instead of DeepSpeed)": """accelerator_config
-        parallelism_config fsdp fsdp_config deepspeed""",
-    "omit it: on a non-finite loss the run stops and names the sample": "debug",
-    "use label_column": "label_names",
-    "omit it: batches are random, their micro-batches have similar lengths": "train_sampling_strategy",
-    "use max_new_tokens and num_beams": "generation_config",
-    "build the model with from_config, save it with its tokenizer, and set model_name_or_path": "model_type config_overrides",
-    "set HF_HOME": "cache_dir",
-    "set model_name_or_path to the folder that `hf download --revision` prints": "model_revision",
-    "log in with `hf auth login`, or set HF_TOKEN": "token use_auth_token",
-    "omit it: a fast tokenizer is used where there is one": "use_fast_tokenizer use_slow_tokenizer",
-    "use bf16 or fp16: weights are float32, autocast computes in another precision": "torch_dtype "
-    "dtype",
-    "use a max_length within the model's positions": "resize_position_embeddings",
+# Not supported: remedy -> flags.
+REFUSED: dict[str, tuple[str, ...]] = {
+    "use a schedule that needs only the numbers of steps": ("lr_scheduler_kwargs",),
+    "omit it: only adam_beta1, adam_beta2, adam_epsilon and weight_decay can be set": (
+        "optim_args",
+    ),
+    "use lora_target_modules": ("optim_target_modules",),
+    "omit it: every update averages over all targets of the global batch": (
+        "average_tokens_across_devices",
+    ),
+    "use bf16 or fp16, for training and evaluation": (
+        "bf16_full_eval",
+        "fp16_full_eval",
+        "fp16_opt_level",
+    ),
+    "use gradient_checkpointing alone": (
+        "gradient_checkpointing_kwargs",
+        "activation_checkpointing_kwargs",
+    ),
+    "use torch_compile alone": (
+        "torch_compile_backend",
+        "torch_compile_mode",
+    ),
+    "omit it: its noise depends on the padding": ("neftune_noise_alpha",),
+    "omit it: the upload is to the branch main": ("hub_revision",),
+    "set the environment variable, such as TRACKIO_SPACE_ID": (
+        "trackio_space_id",
+        "trackio_bucket_id",
+        "trackio_static_space_id",
+    ),
+    "omit it: a resumed run continues at the next sample": ("ignore_data_skip",),
+    "set ACCELERATE_USE_CPU=true, or use `accelerate launch --cpu`": (
+        "use_cpu",
+        "no_cuda",
+    ),
+    "use `accelerate launch` with a profile of accelerate_configs/ (FSDP instead of DeepSpeed)": (
+        "accelerator_config",
+        "parallelism_config",
+        "fsdp",
+        "fsdp_config",
+        "deepspeed",
+    ),
+    "omit it: on a non-finite loss the run stops and names the sample": ("debug",),
+    "use label_column": ("label_names",),
+    "omit it: batches are random, their micro-batches have similar lengths": (
+        "train_sampling_strategy",
+    ),
+    "use max_new_tokens and num_beams": ("generation_config",),
+    "build the model with from_config, save it with its tokenizer, and set model_name_or_path": (
+        "model_type",
+        "config_overrides",
+    ),
+    "set HF_HOME": ("cache_dir",),
+    "set model_name_or_path to the folder that `hf download --revision` prints": (
+        "model_revision",
+    ),
+    "log in with `hf auth login`, or set HF_TOKEN": (
+        "token",
+        "use_auth_token",
+    ),
+    "omit it: a fast tokenizer is used where there is one": (
+        "use_fast_tokenizer",
+        "use_slow_tokenizer",
+    ),
+    "use bf16 or fp16: weights are float32, autocast computes in another precision": (
+        "torch_dtype",
+        "dtype",
+    ),
+    "use a max_length within the model's positions": ("resize_position_embeddings",),
     "save the tokenizer with its language codes set, and forced_bos_token_id in the generation "
-    "config": "lang forced_bos_token",
-    "omit it: padding is never a target": "ignore_pad_token_for_loss",
-    "omit it: a tag counts at the first token of its word": "label_all_tokens",
+    "config": (
+        "lang",
+        "forced_bos_token",
+    ),
+    "omit it: padding is never a target": ("ignore_pad_token_for_loss",),
+    "omit it: a tag counts at the first token of its word": ("label_all_tokens",),
 }
-_REMEDIES = {name: remedy for remedy, names in REFUSED.items() for name in names.split()}
+# The same, flag -> remedy.
+REFUSED_FLAGS = {name: remedy for remedy, names in REFUSED.items() for name in names}
+# Values that turn a flag off.
 _OFF = ("", "false", "no", "none", "0", "[]", "{}")
-_ALLOWED = {  # values of REFUSED that change nothing; of the others, those that are off
+# Values of REFUSED flags that change nothing, so they are accepted; for the other flags, `_OFF`.
+_ALLOWED_VALUES = {
     "average_tokens_across_devices": ("true",),
     "train_sampling_strategy": ("random",),
     "model_revision": ("main",),
@@ -174,164 +284,289 @@ _ALLOWED = {  # values of REFUSED that change nothing; of the others, those that
 }
 
 
-def known_flags() -> list[str]:
-    """Names that `translate` and `complete` take besides the options of `FinetuneConfig`; `task`
-    and `report_to` are both.
+def example_script_flags() -> list[str]:
+    """List the flags of TrainingArguments and of the example scripts that are renamed, converted,
+    ignored or refused.
+
+    Flags that `FinetuneConfig` has under the same name are not in the list, except `report_to`,
+    whose value is converted.
     """
-    no_effect = [name for names in NO_EFFECT.values() for name in names.split()]
-    return [*RENAMED, *CONVERTED, *no_effect, *DIFFERENT, *_REMEDIES, "report_to"]
+    without_effect = [name for names in NO_EFFECT.values() for name in names]
+    return [
+        *RENAMED,
+        *CONVERTED,
+        *without_effect,
+        *DIFFERENT,
+        *REFUSED_FLAGS,
+        "report_to",
+    ]
 
 
-def translate(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Flags of the example scripts as options of `FinetuneConfig`, among them the scripts'
-    defaults.
+def convert_script_flags(script_flags: Mapping[str, Any]) -> dict[str, Any]:
+    """Convert flags of transformers' example scripts to options of `FinetuneConfig`.
+
+    If `task` names an example script, or `do_train` is set, the script's defaults are included.
 
     Args:
-        given: `task`, and flags of `known_flags`, with their texts ("true" for a switch without a
-            value, a list for several names).
+        script_flags: Name -> value of `task` and of flags in `example_script_flags`. A value is the
+            string of the command line, "true" for a switch without a value, or a list of strings
+            for a flag that takes several.
+
+    Returns:
+        Name of the option -> value.
 
     Raises:
-        ConfigError: a flag of REFUSED with a value that would change the run, or a value that
-            cannot be converted.
+        ConfigError: If a flag of REFUSED has a value that would change the run, or a value cannot
+            be converted.
 
-    >>> translate({"warmup_ratio": "0.1", "logging_steps": "10"})
+    >>> convert_script_flags({"warmup_ratio": "0.1", "logging_steps": "10"})
     {'warmup_steps': '0.1'}
     """
-    for name, value in given.items():
-        if name in _REMEDIES and value.lower() not in _ALLOWED.get(name, _OFF):
-            raise ConfigError(f"{name} {value} is not supported: {_REMEDIES[name]}.")
-    task = SCRIPTS.get(_script_of(given), given.get("task", "causal-lm"))
-    return {
-        **({"task": task} if "task" in given else {}),
-        **(_script_defaults(given, task) if _has_defaults(given) else {}),
-        **{RENAMED[name]: value for name, value in given.items() if name in RENAMED},
-        **_training_options(given),
-        **_data_options(given, task),
-    }
+    for name, value in script_flags.items():
+        if name in REFUSED_FLAGS and value.lower() not in _ALLOWED_VALUES.get(name, _OFF):
+            raise ConfigError(f"{name} {value} is not supported: {REFUSED_FLAGS[name]}.")
+    # The flag --task names an example script, such as run_glue, or a task of FinetuneConfig.
+    task = TASK_OF_SCRIPT.get(_script_name(script_flags), script_flags.get("task", "causal-lm"))
+    options: dict[str, Any] = {}
+    # Flags of the user override the script's defaults, so they come after them.
+    if "task" in script_flags:
+        options["task"] = task
+    if _uses_script_defaults(script_flags):
+        options.update(_script_defaults(script_flags, task))
+    for name, value in script_flags.items():
+        if name in RENAMED:
+            options[RENAMED[name]] = value
+    options.update(_training_options(script_flags))
+    options.update(_data_options(script_flags, task))
+    return options
 
 
-def complete(config: FinetuneConfig, given: Mapping[str, str]) -> list[str]:
-    """Convert values of `config`, after all flags are parsed, and check flags of `given` against
-    it; returns lines to print.
+def adjust_to_script_flags(config: FinetuneConfig, script_flags: Mapping[str, str]) -> list[str]:
+    """Change options of `config` in place where transformers' example scripts use other values or
+    defaults, and check the flags of the scripts that must agree with other options.
+
+    Call it after `convert_script_flags`, when all options of the run are known.
+
+    Args:
+        config: The configuration of the run.
+        script_flags: See `convert_script_flags`.
+
+    Returns:
+        Notes to print: which defaults are in use, and what differs from the example scripts.
+
+    Raises:
+        ConfigError: If a flag does not agree with another option.
     """
-    config.optim = "adamw" if config.optim in ("adamw_torch", "adamw_torch_fused") else config.optim
-    config.max_steps = None if config.max_steps == -1 else config.max_steps
-    if _is_on(given, "do_predict") and config.test_file and not config.predict_file:
-        config.predict_file, config.test_file = config.test_file, None
-    model, lower = config.model_name_or_path, config.lower_is_better
-    must_equal = {
-        "data_seed": config.seed,
-        "config_name": model,
-        "tokenizer_name": model,
-        "greater_is_better": not lower,
-    }
-    must_equal |= {"hub_strategy": "end"} if config.push_to_hub else {}
-    for name, value in must_equal.items():
-        if given.get(name, "none").lower() not in ("none", str(value).lower()):
-            raise ConfigError(
-                f"{name} {given[name]} is not supported: it {CONVERTED[name].replace('`', '')}."
-            )
-    lines = [
+    _replace_script_values(config, script_flags)
+    _check_agreement(config, script_flags)
+    differences = [
         f"{name}: {DIFFERENT[name]}"
-        for name, value in given.items()
+        for name, value in script_flags.items()
         if name in DIFFERENT and value.lower() not in _OFF
     ]
-    if not _has_defaults(given):
-        return lines
-    lines.insert(0, "unset flags have the defaults of the example script (docs/flags.md)")
+    if not _uses_script_defaults(script_flags):
+        return differences
+    notes = ["unset flags have the defaults of the example script (docs/flags.md)", *differences]
     if config.gradient_accumulation_steps is None and config.global_batch_size is None:
         config.gradient_accumulation_steps = TRAINING_DEFAULTS["gradient_accumulation_steps"]
     if config.task == "multiple-choice" and config.dataset_name == "stdlib":
-        config.dataset_name, config.dataset_config_name = (
-            "allenai/swag",
-            "regular",
-        )  # the script's default
-    if "train_file" in given and config.validation_file is None:
-        lines.append(
+        # No dataset is named: run_swag trains on this one.
+        config.dataset_name = "allenai/swag"
+        config.dataset_config_name = "regular"
+    if "train_file" in script_flags and config.validation_file is None:
+        notes.append(
             f"validation_file: not given, so {config.validation_split_percentage:g} % of the rows "
             "are for validation only"
         )
-    limit = num_positions(load_base_config(config))
-    for name in ("max_length", "block_size"):
-        if limit and isinstance(value := getattr(config, name), int) and value > limit:
-            setattr(config, name, limit)
-            lines.append(f"{name}: {limit}, the positions of the model")
-            if name == "max_length" and config.doc_stride is not None:
-                config.doc_stride = config.doc_stride * limit // value
-                lines.append(f"doc_stride: {config.doc_stride}, the same share of max_length")
-    return lines
+    notes += _limit_lengths_to_positions(config)
+    return notes
 
 
-def _is_on(given: Mapping[str, str], name: str) -> bool:
-    return given.get(name, "false").lower() not in _OFF
+def _replace_script_values(config: FinetuneConfig, script_flags: Mapping[str, str]) -> None:
+    """Replace, in place, values that TrainingArguments and the example scripts spell differently:
+    names of AdamW, -1 for no `max_steps`, and the test file if `do_predict` is set.
+    """
+    if config.optim in ("adamw_torch", "adamw_torch_fused"):
+        config.optim = "adamw"
+    if config.max_steps == -1:
+        config.max_steps = None
+    if _is_on(script_flags, "do_predict") and config.test_file and not config.predict_file:
+        config.predict_file = config.test_file
+        config.test_file = None
 
 
-def _script_of(given: Mapping[str, str]) -> str:
-    return given.get("task", "").removesuffix("_no_trainer")
-
-
-def _has_defaults(given: Mapping[str, str]) -> bool:
-    """Whether flags that are not given have the example scripts' defaults."""
-    return _is_on(given, "do_train") or _script_of(given) in SCRIPTS
-
-
-def _script_defaults(given: Mapping[str, str], task: str) -> dict[str, Any]:
-    is_no_trainer = given.get("task", "").endswith("_no_trainer")
-    is_short = is_no_trainer and task in ("token-classification", "multiple-choice")
-    length = given.get("max_seq_length", LENGTHS.get(task, 128 if is_short else OTHER_LENGTH))
-    in_blocks = task == "causal-lm" or (task == "masked-lm" and not _is_on(given, "line_by_line"))
-    return {
-        **TRAINING_DEFAULTS,
-        "gradient_accumulation_steps": None,  # see `complete`: only without global_batch_size
-        **({"max_grad_norm": 0.0} if is_no_trainer else {}),  # these scripts do not clip
-        "block_size" if in_blocks else "max_length": length,
-        **({"max_target_length": TARGET_LENGTH} if task == "seq2seq" else {}),
-        **({"doc_stride": DOC_STRIDE} if task == "question-answering" else {}),
+def _check_agreement(config: FinetuneConfig, script_flags: Mapping[str, str]) -> None:
+    """Raise ConfigError if a flag of the example scripts has another value than the option of the
+    run that decides in its place, such as `data_seed` than `seed`.
+    """
+    required_values: dict[str, Any] = {
+        "data_seed": config.seed,
+        "config_name": config.model_name_or_path,
+        "tokenizer_name": config.model_name_or_path,
+        "greater_is_better": not config.lower_is_better,
     }
+    if config.push_to_hub:
+        required_values["hub_strategy"] = "end"
+    for name, required in required_values.items():
+        value = script_flags.get(name, "none")
+        if value.lower() not in ("none", str(required).lower()):
+            rule = CONVERTED[name].replace("`", "")
+            raise ConfigError(f"{name} {value} is not supported: it {rule}.")
 
 
-def _training_options(given: Mapping[str, str]) -> dict[str, Any]:
-    precisions = [name for name in ("bf16", "fp16") if _is_on(given, name)]
+def _limit_lengths_to_positions(config: FinetuneConfig) -> list[str]:
+    """Lower `max_length` and `block_size` in place to the number of positions of the pretrained
+    model, as the example scripts do, and `doc_stride` in proportion to `max_length`.
+
+    Returns:
+        A note to print for each option that was lowered.
+    """
+    limit = num_positions(load_base_config(config))
+    notes: list[str] = []
+    if not limit:
+        return notes
+    for name in ("max_length", "block_size"):
+        length = getattr(config, name)
+        # The types of options are checked later.
+        if not isinstance(length, int) or length <= limit:
+            continue
+        setattr(config, name, limit)
+        notes.append(f"{name}: {limit}, the positions of the model")
+        if name == "max_length" and config.doc_stride is not None:
+            config.doc_stride = config.doc_stride * limit // length
+            notes.append(f"doc_stride: {config.doc_stride}, the same share of max_length")
+    return notes
+
+
+def _is_on(script_flags: Mapping[str, str], name: str) -> bool:
+    """Whether a switch, such as `do_train`, is among the flags and not turned off."""
+    return script_flags.get(name, "false").lower() not in _OFF
+
+
+def _script_name(script_flags: Mapping[str, str]) -> str:
+    """Return the value of `task` without the suffix `_no_trainer`: the name of an example script,
+    such as `run_glue`, that of a task, or "" if it is not given.
+    """
+    return script_flags.get("task", "").removesuffix("_no_trainer")
+
+
+def _uses_script_defaults(script_flags: Mapping[str, str]) -> bool:
+    """Whether options that are not given have the defaults of transformers' example scripts instead
+    of those of `FinetuneConfig`: if `task` names a script, or `do_train` is set.
+    """
+    return _is_on(script_flags, "do_train") or _script_name(script_flags) in TASK_OF_SCRIPT
+
+
+def _script_defaults(script_flags: Mapping[str, str], task: str) -> dict[str, Any]:
+    """Return the defaults with which the example script of a task trains, as options of
+    `FinetuneConfig`.
+
+    Args:
+        script_flags: See `convert_script_flags`; `max_seq_length` and `line_by_line` decide on
+            lengths.
+        task: The task of the run, such as `text-classification`.
+    """
+    is_no_trainer = script_flags.get("task", "").endswith("_no_trainer")
+    default_length = MAX_LENGTHS.get(task, OTHER_MAX_LENGTH)
+    if is_no_trainer and task in SHORT_IN_NO_TRAINER:
+        default_length = NO_TRAINER_MAX_LENGTH
+    # Language models train on blocks of concatenated texts.
+    splits_into_blocks = task == "causal-lm" or (
+        task == "masked-lm" and not _is_on(script_flags, "line_by_line")
+    )
+    length_option = "block_size" if splits_into_blocks else "max_length"
+    defaults = dict(TRAINING_DEFAULTS)
+    # Set by `adjust_to_script_flags`, because it depends on global_batch_size.
+    defaults["gradient_accumulation_steps"] = None
+    defaults[length_option] = script_flags.get("max_seq_length", default_length)
+    if is_no_trainer:
+        # These scripts do not clip the gradient.
+        defaults["max_grad_norm"] = 0.0
+    if task == "seq2seq":
+        defaults["max_target_length"] = MAX_TARGET_LENGTH
+    if task == "question-answering":
+        defaults["doc_stride"] = DOC_STRIDE
+    return defaults
+
+
+def _training_options(script_flags: Mapping[str, str]) -> dict[str, Any]:
+    """Convert the example scripts' flags of precision, evaluation, saving and trackers to options
+    of `FinetuneConfig`.
+
+    Raises:
+        ConfigError: If both bf16 and fp16 are set, or a strategy is unknown.
+    """
+    options: dict[str, Any] = {}
+    precisions = [name for name in ("bf16", "fp16") if _is_on(script_flags, name)]
     if len(precisions) == 2:
         raise ConfigError("bf16 and fp16 exclude each other: use one of them.")
-    options: dict[str, Any] = {"mixed_precision": precisions[0]} if precisions else {}
-    for name, option in {
+    if precisions:
+        options["mixed_precision"] = precisions[0]
+    interval_options = {
         "eval_strategy": "eval_steps",
         "evaluation_strategy": "eval_steps",
         "save_strategy": "save_steps",
-    }.items():
-        check_one_of(name, given.get(name, "no"), ("no", "steps", "epoch", "best"))
-        options |= {option: 500} if given.get(name) == "steps" else {}
-    if given.get("checkpointing_steps", "epoch") != "epoch":
-        options["save_steps"] = given["checkpointing_steps"]
-    if "report_to" in given or _is_on(given, "with_tracking"):
-        options["report_to"] = given.get("report_to", "all")
-    if not _is_on(given, "do_train") and (_is_on(given, "do_eval") or _is_on(given, "do_predict")):
+    }
+    for flag, interval_option in interval_options.items():
+        strategy = script_flags.get(flag, "no")
+        check_one_of(flag, strategy, ("no", "steps", "epoch", "best"))
+        if strategy == "steps":
+            options[interval_option] = STEPS_OF_STRATEGY
+    if script_flags.get("checkpointing_steps", "epoch") != "epoch":
+        options["save_steps"] = script_flags["checkpointing_steps"]
+    if "report_to" in script_flags or _is_on(script_flags, "with_tracking"):
+        options["report_to"] = script_flags.get("report_to", "all")
+    trains = _is_on(script_flags, "do_train")
+    evaluates = _is_on(script_flags, "do_eval") or _is_on(script_flags, "do_predict")
+    if evaluates and not trains:
         options["eval_only"] = True
     return options
 
 
-def _data_options(given: Mapping[str, str], task: str) -> dict[str, Any]:
+def _data_options(script_flags: Mapping[str, str], task: str) -> dict[str, Any]:
+    """Convert `task_name`, `source_lang` and `target_lang`, with which the example scripts choose
+    a dataset or its columns, to options of `FinetuneConfig`.
+
+    Args:
+        script_flags: See `convert_script_flags`.
+        task: The task of the run, such as `token-classification`.
+
+    Raises:
+        ConfigError: If `task_name` is a task of GLUE that needs another --task or files, or a
+            language is a language code of a tokenizer, such as `en_XX`.
+    """
     options: dict[str, Any] = {}
-    name = given.get("task_name")
-    if name and task == "token-classification":
-        options |= (
-            {} if name == "ner" else {"label_column": f"{name}_tags"}
-        )  # ner is among the usual names
-    elif name:
-        if name == "mnli" or (name == "stsb" and task != "regression"):
-            raise ConfigError(
-                f"task_name {name}: use "
-                f"{'--task regression' if name == 'stsb' else 'files with its splits'}."
-            )
-        options |= {"dataset_name": "nyu-mll/glue", "dataset_config_name": name}
+    task_name = script_flags.get("task_name")
+    if task == "token-classification":
+        # `ner_tags` is found without being named.
+        if task_name and task_name != "ner":
+            options["label_column"] = f"{task_name}_tags"
+    elif task_name:
+        _check_glue_task(task_name, task)
+        options["dataset_name"] = "nyu-mll/glue"
+        options["dataset_config_name"] = task_name
     for flag, option in {"source_lang": "text_column", "target_lang": "target_column"}.items():
-        if "_" in given.get(flag, ""):
+        if flag not in script_flags:
+            continue
+        language = script_flags[flag]
+        if "_" in language:
             raise ConfigError(
-                f"{flag} {given[flag]} is a language code of a tokenizer: save the tokenizer with "
-                "its codes set, and use the "
-                "language alone."
+                f"{flag} {language} is a language code of a tokenizer: save the tokenizer with "
+                "its codes set, and use the language alone."
             )
-        if flag in given:
-            options[option] = f"translation.{given[flag]}"
+        options[option] = f"translation.{language}"
     return options
+
+
+def _check_glue_task(task_name: str, task: str) -> None:
+    """Raise ConfigError for a task of GLUE whose splits or labels do not fit a run.
+
+    Args:
+        task_name: The task of GLUE, such as `mrpc`.
+        task: The task of the run, such as `text-classification`.
+    """
+    if task_name == "mnli":
+        # It has two validation splits.
+        raise ConfigError("task_name mnli: use files with its splits.")
+    if task_name == "stsb" and task != "regression":
+        raise ConfigError("task_name stsb: use --task regression.")

@@ -1,5 +1,5 @@
-"""The command line: it turns flags into a configuration, errors into one line and exit code 2, and
-a stop by a signal into exit code 75.
+"""The command line `hf-ga`: parse flags into a configuration, and exit with code 2 and one line
+after an error, or with code 75 after a stop by a signal.
 """
 
 import difflib
@@ -20,14 +20,21 @@ from transformers.utils import logging
 
 from hf_ga.errors import ConfigError, HfGaError, RunStopped
 from hf_ga.finetuning.data.options import SEVERAL
-from hf_ga.finetuning.run.arguments import RENAMED, complete, known_flags, translate
+from hf_ga.finetuning.run.arguments import (
+    RENAMED,
+    adjust_to_script_flags,
+    convert_script_flags,
+    example_script_flags,
+)
 from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.finetune import finetune
 
 CONFIG_SUFFIXES = (".yaml", ".yml", ".json")
-# Seconds in which the main process can report an error of all ranks.
+# Seconds that other processes wait, so that the main process can print an error of all ranks.
 PATIENCE = 5.0
-# EX_TEMPFAIL of sysexits.h: try again.
+# Exit code after bad input or another error of hf_ga.
+ERROR = 2
+# Exit code after a stop by a signal; EX_TEMPFAIL of sysexits.h, which means: try again.
 STOPPED = 75
 EXIT_CODES = (
     "Exit codes: 0 done; 2 error, explained in one line; 75 stopped by SIGTERM, SIGINT (Ctrl-C), "
@@ -37,98 +44,111 @@ EXIT_CODES = (
 
 
 class _Parser(HfArgumentParser):
-    """A parser that raises ConfigError instead of printing the long usage text."""
+    """Argument parser that raises ConfigError instead of printing its usage and exiting."""
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with argparse's message."""
+        """Raise ConfigError with the message of argparse, which calls this method on bad input."""
         raise ConfigError(message)
 
 
 def parse_config(
-    arguments: Sequence[str], kind: type[FinetuneConfig] = FinetuneConfig
+    arguments: Sequence[str], config_class: type[FinetuneConfig] = FinetuneConfig
 ) -> FinetuneConfig:
-    """Parse the arguments of the command.
+    """Parse the arguments of the command line into a configuration.
+
+    If flags of transformers' example scripts are among them, notes on their effect are printed by
+    the main process.
 
     Args:
-        arguments: Flags (dashes or underscores; those of transformers' example scripts, too) and,
-            as first argument, a YAML or JSON file with the same names. Flags override the file.
-        kind: `FinetuneConfig` or a subclass with more flags.
+        arguments: Flags with dashes or underscores, also those of the example scripts. The first
+            argument may be a YAML or JSON file with the same names, which flags override.
+        config_class: `FinetuneConfig`, or a subclass with more flags.
 
     Returns:
-        The configuration, an object of `kind`.
+        The configuration, an instance of `config_class`, whose values are not checked yet.
 
     Raises:
-        ConfigError: If a flag is unknown (the message names the nearest known one), a value has the
+        ConfigError: If a flag is unknown (the message suggests a similar one), a value has the
             wrong type, or the file is malformed.
 
     >>> parse_config(["--learning-rate", "1e-4"]).learning_rate
     0.0001
     """
-    epilog = EXIT_CODES if kind is FinetuneConfig else None
-    parser = _Parser(
-        kind,
-        description="Any split of a global batch is the full batch.",
-        epilog=epilog,
-        allow_abbrev=False,
-    )
     arguments = list(arguments)
-    from_file: dict[str, Any] = {}
+    values_in_file: dict[str, Any] = {}
     if arguments and not arguments[0].startswith("-"):
         path = Path(arguments.pop(0))
-        names = [field.name for field in fields(kind)]
-        from_file = _read_file(path, [*names, *known_flags()])
-    given, arguments = _of_scripts(from_file, arguments)
-    own = {name: value for name, value in from_file.items() if name not in given}
-    parser.set_defaults(**translate(given) | own)
+        option_names = [field.name for field in fields(config_class)]
+        values_in_file = _read_file(path, [*option_names, *example_script_flags()])
+    script_flags, arguments = _split_off_script_flags(values_in_file, arguments)
+
+    parser = _Parser(
+        config_class,
+        description="Any split of a global batch is the full batch.",
+        epilog=EXIT_CODES if config_class is FinetuneConfig else None,
+        allow_abbrev=False,
+    )
+    # Options on the command line override these defaults.
+    parser.set_defaults(**convert_script_flags(script_flags))
+    parser.set_defaults(
+        **{name: value for name, value in values_in_file.items() if name not in script_flags}
+    )
     config, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
-        of_scripts = [f"--{name}" for name in known_flags()]
-        _refuse_unknown(unknown[0], [*parser._option_string_actions, *of_scripts])
-    lines = complete(config, given)
-    if lines and _is_first_process():
-        print(f"{'flags':11}{'; '.join(lines)}")
+        known_script_flags = [f"--{name}" for name in example_script_flags()]
+        _raise_unknown_flag(unknown[0], [*parser._option_string_actions, *known_script_flags])
+
+    notes = adjust_to_script_flags(config, script_flags)
+    if notes and _is_first_process():
+        print(f"{'flags':11}{'; '.join(notes)}")
     return config
 
 
-def _of_scripts(
-    from_file: Mapping[str, Any], arguments: Sequence[str]
+def _split_off_script_flags(
+    values_in_file: Mapping[str, Any], arguments: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Separate the flags of transformers' example scripts, which `translate` takes, from others.
+    """Split the input into the flags of transformers' example scripts and all other arguments.
 
     Args:
-        from_file: The entries of the configuration file.
-        arguments: The flags of the command line, which override the file.
+        values_in_file: Flag -> value in the configuration file.
+        arguments: Arguments of the command line, which override the file.
 
     Returns:
-        Name -> text or list of texts of the example scripts' flags, and the other arguments.
+        script_flags: The flags of the example scripts, from both, as `convert_script_flags` expects
+            them.
+        remaining: All other arguments of the command line.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     parser.add_argument("--task")
-    for name in known_flags():
-        # Once, if the name has no underscore.
+    for name in example_script_flags():
+        # argparse rejects one spelling twice, as for a name without an underscore.
         spellings = dict.fromkeys([f"--{name}", f"--{name.replace('_', '-')}"])
         parser.add_argument(*spellings, dest=name, nargs="*")
-    given, rest = parser.parse_known_args(arguments)
-    names = {"task", *known_flags()}
-    for name in ("task", "report_to"):
-        # A value of another type is an error, which is found later.
-        if not isinstance(from_file.get(name), str):
-            names.discard(name)
-    taken = {name: value for name, value in from_file.items() if name in names}
-    taken |= vars(given)
-    return {name: _given_value(name, value) for name, value in taken.items()}, rest
+    parsed, remaining = parser.parse_known_args(arguments)
+
+    script_flags: dict[str, Any] = {}
+    names = {"task", *example_script_flags()}
+    for name, value in values_in_file.items():
+        # These two are also options of FinetuneConfig, whose check reports a wrong type.
+        has_wrong_type = name in ("task", "report_to") and not isinstance(value, str)
+        if name in names and not has_wrong_type:
+            script_flags[name] = value
+    script_flags.update(vars(parsed))
+    return {name: _to_script_value(name, value) for name, value in script_flags.items()}, remaining
 
 
-def _given_value(name: str, value: Any) -> Any:
-    """Return the value of an example script's flag as `translate` expects it.
+def _to_script_value(name: str, value: Any) -> str | list[Any]:
+    """Convert the value of an example script's flag to what `convert_script_flags` expects: a
+    string, or a list for a flag that takes several values, such as `train_file`.
 
     Args:
-        name: The flag.
-        value: A list of texts from the command line, empty for a flag without a value, or any value
-            from a file.
+        name: The name of the flag.
+        value: A list of strings from the command line, which is empty for a switch without a value,
+            or any value from a configuration file.
 
     Returns:
-        A list, if the flag takes several values; else a text, "true" for a flag without a value.
+        The list for a flag that takes several values, "true" for a switch without a value, and
+        otherwise the values joined by commas.
     """
     values = value if isinstance(value, list) else [value]
     if not values:
@@ -142,7 +162,7 @@ def finetune_main(arguments: Sequence[str] | None = None) -> int:
     """Run the command `hf-ga`, which is also `scripts/finetune.py`.
 
     Args:
-        arguments: See `parse_config`. Default: those of the command line.
+        arguments: Arguments of the command, see `parse_config`. Default: those of the command line.
 
     Returns:
         The exit code, see `EXIT_CODES`.
@@ -152,56 +172,59 @@ def finetune_main(arguments: Sequence[str] | None = None) -> int:
     return guarded(_finetune, arguments)
 
 
-def guarded(run: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
-    """Call `run(arguments)` without progress bars, and print an error of hf_ga as one line.
+def guarded(command: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
+    """Call `command(arguments)`, and print an error of hf_ga as one line instead of a traceback.
+    The progress bars of transformers and datasets are disabled.
 
     Args:
-        run: The command; returns its exit code, or None for 0.
-        arguments: Its arguments.
+        command: The function to call. It returns the exit code, or None for 0.
+        arguments: Arguments of the command line.
 
     Returns:
         The exit code, see `EXIT_CODES`.
     """
-    # transformers shows one for every file, datasets one for every split.
+    # transformers shows a progress bar for every file, datasets one for every split.
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
     try:
-        return run(arguments) or 0
+        return command(arguments) or 0
     except RunStopped as stopped:
         if _is_first_process():
             print(stopped, file=sys.stderr)
         return STOPPED
     except HfGaError as error:
         if not _is_first_process():
-            # Let the main process print an error of all ranks; the launcher then stops this one.
+            # If the error is on all ranks, the main process prints it meanwhile, and the launcher
+            # then stops this process before it prints the same line.
             time.sleep(PATIENCE)
         in_one_line = " ".join(str(error).split())
         print("error:", in_one_line, file=sys.stderr)
-        return 2
+        return ERROR
 
 
 def _is_first_process() -> bool:
-    """Whether this is the only process, or the launcher's first one."""
+    """Whether this process has rank 0, or is the only one. For use before Accelerate is set up."""
     return get_int_from_env(["RANK"], 0) == 0
 
 
 def _finetune(arguments: Sequence[str]) -> None:
-    """Run `finetune` with the flags of the command line."""
+    """Fine-tune a model with the flags of the command line."""
     finetune(parse_config(arguments))
 
 
-def _read_file(path: Path, known: list[str]) -> dict[str, Any]:
-    """Read a configuration file.
+def _read_file(path: Path, known_names: list[str]) -> dict[str, Any]:
+    """Read a YAML or JSON configuration file.
 
     Args:
         path: The file.
-        known: The names of all flags.
+        known_names: Names of all flags.
 
     Returns:
-        Flag -> value, without empty values. The types of the values are checked later.
+        Flag (with underscores) -> value, without flags whose value is null. The types of the values
+        are not checked.
 
     Raises:
-        ConfigError: If the file cannot be read, is malformed, or has an unknown name.
+        ConfigError: If the file cannot be read, is malformed, or contains an unknown flag.
     """
     if path.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(
@@ -223,18 +246,23 @@ def _read_file(path: Path, known: list[str]) -> dict[str, Any]:
             f"the configuration file {path} must be a mapping of names to values, got "
             f"{type(values).__name__}."
         )
-    named = {
+    value_of_flag = {
         str(name).replace("-", "_"): value for name, value in values.items() if value is not None
     }
-    for name in named:
-        if name not in known:
-            _refuse_unknown(f"--{name}", [f"--{flag}" for flag in known])
-    return named
+    for name in value_of_flag:
+        if name not in known_names:
+            _raise_unknown_flag(f"--{name}", [f"--{known}" for known in known_names])
+    return value_of_flag
 
 
-def _refuse_unknown(argument: str, known: list[str]) -> NoReturn:
-    """Raise ConfigError for an unknown flag, with the nearest known one as a hint."""
-    name = argument.partition("=")[0]
-    near = difflib.get_close_matches(name, known, n=1, cutoff=0.7)
-    hint = f" Did you mean {near[0]}?" if near else ""
-    raise ConfigError(f"unknown flag {name}.{hint} --help lists all flags.")
+def _raise_unknown_flag(argument: str, known_flags: list[str]) -> NoReturn:
+    """Raise ConfigError for an unknown flag, with the most similar known flag as a hint.
+
+    Args:
+        argument: The argument of the command line: `--name` or `--name=value`.
+        known_flags: All known flags, each with its dashes.
+    """
+    flag = argument.partition("=")[0]
+    similar = difflib.get_close_matches(flag, known_flags, n=1, cutoff=0.7)
+    hint = f" Did you mean {similar[0]}?" if similar else ""
+    raise ConfigError(f"unknown flag {flag}.{hint} --help lists all flags.")

@@ -17,18 +17,22 @@ from hf_ga.finetuning.run.optimizers import ADAM, OPTIMIZERS, SCHEDULES
 from hf_ga.recovery.nonfinite import ON_NONFINITE
 
 DEFAULT_ACCUMULATION_STEPS = 4
-BALANCED = "balanced"  # class_weights
-# HfArgumentParser reads the type before None as that of the flag.
+# The value of `class_weights` that computes the weights from the labels.
+BALANCED = "balanced"
+# HfArgumentParser parses a flag by the type before None: here, a list of strings.
 ClassWeights = list[str] | None | list[float] | str
+# Tasks that can read their training rows as a stream.
 STREAMED_TASKS = ("causal-lm", "text-classification")
-CROSS_ENTROPY_TASKS = (  # with one mean over classes
+# Tasks whose loss is one mean cross entropy over classes.
+CROSS_ENTROPY_TASKS = (
     "causal-lm",
     "masked-lm",
     "text-classification",
     "token-classification",
     "seq2seq",
 )
-TEMPERATURE = 0.05
+# Temperature of the embedding loss, by which cosine similarities are divided.
+DEFAULT_TEMPERATURE = 0.05
 EMBEDDING_FLAGS = (
     "pooling",
     "temperature",
@@ -36,7 +40,13 @@ EMBEDDING_FLAGS = (
     "symmetric_loss",
     "matryoshka_dims",
 )
-_OF_TASKS: dict[str, tuple[str, ...]] = {  # flags for some tasks only
+TASKS_WITH_ADAPTERS = tuple(task for task in TASKS if task != "embedding")
+# Language models predict with pipeline(), embedding models with SentenceTransformer().
+TASKS_WITH_PREDICT_FILE = tuple(
+    task for task in TASKS if task not in ("causal-lm", "masked-lm", "embedding")
+)
+# Flags that apply to some tasks only: name of the flag -> names of its tasks.
+_TASKS_OF_FLAG: dict[str, tuple[str, ...]] = {
     "block_size": ("causal-lm", "masked-lm"),
     "show_samples": ("causal-lm",),
     "label_smoothing_factor": CROSS_ENTROPY_TASKS,
@@ -55,21 +65,18 @@ _OF_TASKS: dict[str, tuple[str, ...]] = {  # flags for some tasks only
     "source_prefix": ("seq2seq",),
     "max_target_length": ("seq2seq",),
     "doc_stride": ("question-answering",),
-    "predict_file": tuple(  # use pipeline() and SentenceTransformer() for the others
-        task for task in TASKS if task not in ("causal-lm", "masked-lm", "embedding")
-    ),
+    "predict_file": TASKS_WITH_PREDICT_FILE,
     **dict.fromkeys(EMBEDDING_FLAGS, ("embedding",)),
-    **dict.fromkeys(
-        ("lora_r", "adapter_name_or_path"), tuple(task for task in TASKS if task != "embedding")
-    ),
+    "lora_r": TASKS_WITH_ADAPTERS,
+    "adapter_name_or_path": TASKS_WITH_ADAPTERS,
     "predict_with_generate": ("seq2seq",),
 }
 
 
 @dataclass
 class FinetuneConfig(DataOptions):
-    """All flags of a run. Device and number of processes come from `accelerate launch` and its
-    config.
+    """All flags of a fine-tuning run, with their defaults and help texts. The device and the number
+    of processes are those of `accelerate launch` and its configuration.
 
     Example:
         config = FinetuneConfig(model_name_or_path="gpt2", dataset_name="data.jsonl")
@@ -83,14 +90,16 @@ class FinetuneConfig(DataOptions):
     trust_remote_code: bool = option(False, "Allow code from the model's repository.")
     resize_token_embeddings: bool = option(
         False,
-        "Add rows to the embeddings for tokens of the tokenizer that the model lacks, drawn around "
-        "the mean of the others as transformers does; with LoRA they are trained, too.",
+        "Resize the token embeddings if the tokenizer has more tokens than the model. As in "
+        "transformers, new rows are drawn around the mean of the others; with LoRA they are "
+        "trained, too.",
     )
     gradient_checkpointing: bool = option(
         False, "Recompute activations in the backward: less memory, more time."
     )
     torch_compile: bool = option(
-        False, "Compile the repeated layers of the model: two or three graphs a run."
+        False,
+        "Compile the repeated layers of the model with torch.compile: two or three graphs per run.",
     )
     freeze: list[str] | None = option(
         None, "Name patterns of parameters to freeze, such as 'bert.embeddings.*'."
@@ -103,14 +112,17 @@ class FinetuneConfig(DataOptions):
     lora_alpha: float | None = option(
         None, "LoRA scales by lora_alpha / lora_r. Default: 2 x lora_r."
     )
-    lora_dropout: float = option(0.0, "Dropout in the adapters.")
+    lora_dropout: float = option(0.0, "Dropout probability in the adapters.")
     lora_target_modules: list[str] | None = option(
         None, "Names of the linear layers with adapters. Default: all."
     )
     lora_modules_to_save: list[str] | None = option(
-        None, "Names of modules to train in full, besides adapters and new heads."
+        None, "Names of modules whose weights are all trained, besides adapters and new heads."
     )
-    use_dora: bool = option(False, "DoRA: adapters that train the weights' magnitudes separately.")
+    use_dora: bool = option(
+        False,
+        "Use DoRA: adapters that learn the magnitude of the weights separately from the direction.",
+    )
     adapter_name_or_path: str | None = option(
         None, "Hub id or local folder of an adapter to train further, with its own settings."
     )
@@ -131,22 +143,23 @@ class FinetuneConfig(DataOptions):
     pooling: str | None = option(
         None,
         f"embedding: how a text's tokens become one vector, one of: {', '.join(POOLINGS)}. "
-        "Default: as the model was saved by sentence-transformers, else mean.",
+        "Default: the one that sentence-transformers saved with the model, otherwise mean.",
     )
     temperature: float | None = option(
         None,
-        "embedding: temperature of the loss, by which cosines are divided; the initial one with "
-        f"learn_temperature. Default: {TEMPERATURE}.",
+        "embedding: temperature of the loss, by which cosines are divided; with "
+        f"learn_temperature, its initial value. Default: {DEFAULT_TEMPERATURE}.",
     )
     learn_temperature: bool = option(False, "embedding: learn the temperature (pairs).")
     symmetric_loss: bool = option(
         False,
-        "embedding: each positive must find its anchor, too: the mean of both losses (pairs).",
+        "embedding: average the loss of finding each anchor's positive and that of finding each "
+        "positive's anchor (pairs).",
     )
     matryoshka_dims: list[int] | None = option(
         None,
-        "embedding: sum the loss over these sizes, so that the first numbers of a vector can be "
-        "used alone. Name the full size, too.",
+        "embedding: sum the loss over vectors truncated to these sizes, so that truncated vectors "
+        "can be used, too. Include the full size.",
     )
     # batch
     per_device_train_batch_size: int = option(
@@ -155,7 +168,7 @@ class FinetuneConfig(DataOptions):
     max_tokens_per_micro_batch: int | None = option(
         None,
         "Maximum tokens in one micro-batch, padding included (samples x longest sample), so "
-        "shorter samples make larger ones. "
+        "micro-batches of short samples have more samples. "
         "Default: per_device_train_batch_size x the longest sample.",
     )
     gradient_accumulation_steps: int | None = option(
@@ -171,13 +184,12 @@ class FinetuneConfig(DataOptions):
     same_bits: int | None = option(
         None,
         "Make the weights the same to the last bit on any number of processes (not under FSDP). "
-        "The value: number of samples of "
-        "maximum length in each forward, the largest that fits into memory, at most "
-        "per_device_train_batch_size. A CPU process "
-        "uses one thread.",
+        "The value is the number of samples of maximum length in each forward: set the largest "
+        "one that fits into memory, at most per_device_train_batch_size. A CPU process uses one "
+        "thread.",
     )
     drop_last_window: bool = option(False, "Drop the short last window of each epoch.")
-    dataloader_num_workers: int = option(0, "Processes that prefetch windows; 0: none.")
+    dataloader_num_workers: int = option(0, "Number of processes that prefetch windows; 0: none.")
     # optimization
     learning_rate: float | None = option(
         None,
@@ -199,8 +211,8 @@ class FinetuneConfig(DataOptions):
     warmup_steps: float = option(
         20.0, "Optimizer steps of linear warmup; below 1: a fraction of all steps."
     )
-    num_train_epochs: float = option(2.0, "Passes over the training data.")
-    max_steps: int | None = option(None, "Optimizer steps; overrides num_train_epochs.")
+    num_train_epochs: float = option(2.0, "Number of passes over the training data.")
+    max_steps: int | None = option(None, "Number of optimizer steps; overrides num_train_epochs.")
     max_grad_norm: float = option(
         1.0, "Global L2 norm to clip the window's gradient to; 0: no clipping."
     )
@@ -216,13 +228,14 @@ class FinetuneConfig(DataOptions):
     )
     tf32: bool = option(
         False,
-        "On a GPU in float32, round the factors of products to TF32 (10 bits): faster, less exact.",
+        "On a GPU in float32, round the inputs of matrix products to TF32 (10 bits): faster, less "
+        "exact.",
     )
     seed: int = option(0, "Seed of order, dropout and initial weights.")
     allow_split_dependent_randomness: bool = option(
         False,
-        "Allow random draws that depend on how the window is split: updates then depend on the "
-        "split.",
+        "Allow random draws that depend on how the window is split into micro-batches: updates "
+        "then depend on the split, too.",
     )
     full_determinism: bool = option(
         False, "Use deterministic kernels only (slower on a GPU, but bit for bit reproducible)."
@@ -248,7 +261,9 @@ class FinetuneConfig(DataOptions):
     save_steps: int | None = option(
         None, "Optimizer steps between checkpoints. Default: once per epoch."
     )
-    save_total_limit: int = option(2, "Checkpoints to keep.")
+    save_total_limit: int = option(
+        2, "Maximum number of checkpoints to keep; older ones are deleted."
+    )
     report_to: str = option(
         "none", "Comma-separated trackers (tensorboard, wandb, ...), all (installed ones), or none."
     )
@@ -281,30 +296,41 @@ class FinetuneConfig(DataOptions):
     hub_private_repo: bool = option(False, "Make the repository private if it does not exist yet.")
 
     def __post_init__(self) -> None:
-        """Convert class weights of the command line to numbers."""
+        """Convert class weights that the command line passes as strings: numbers to floats, and the
+        list of the single word `balanced` to this word.
+        """
         super().__post_init__()
         weights = self.class_weights
-        if isinstance(weights, list):
-            with suppress(TypeError, ValueError, OverflowError):  # `check` says what is no number
-                weights = [float(weight) for weight in weights]
-            is_word = len(weights) == 1 and isinstance(weights[0], str)
-            self.class_weights = weights[0] if is_word else weights
+        if not isinstance(weights, list):
+            return
+        # If one is not a number, all stay strings, and `check` raises an error that quotes them.
+        with suppress(TypeError, ValueError, OverflowError):
+            weights = [float(weight) for weight in weights]
+        is_one_word = len(weights) == 1 and isinstance(weights[0], str)
+        self.class_weights = weights[0] if is_one_word else weights
 
     def layout(self, num_processes: int) -> Layout:
-        """The layout of a window; see `Layout.from_sizes`. Default accumulation steps: the
-        launcher's.
+        """Compute the layout of a training window, the global batch of one optimizer step: its size
+        in samples, the micro-batch size and the accumulation steps.
+
+        If `gradient_accumulation_steps` is not set, the value given to `accelerate launch` is used.
+        If that is not set either, the steps follow from `global_batch_size`; without it, they are
+        DEFAULT_ACCUMULATION_STEPS.
+
+        Args:
+            num_processes: Number of processes that share the window.
 
         Raises:
-            ConfigError: sizes that fit no layout.
+            ConfigError: If the sizes contradict each other, see `Layout.from_sizes`.
         """
         steps = self.gradient_accumulation_steps
-        launched = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
-        if (
-            steps is None and launched.isdigit() and int(launched) > 1
-        ):  # `accelerate launch` always sets it, by default to 1
-            steps = int(launched)
-        elif steps is None and self.global_batch_size is None:
-            steps = DEFAULT_ACCUMULATION_STEPS
+        if steps is None:
+            # `accelerate launch` always sets this variable, to 1 unless its flag is given.
+            launcher_steps = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "")
+            if launcher_steps.isdigit() and int(launcher_steps) > 1:
+                steps = int(launcher_steps)
+            elif self.global_batch_size is None:
+                steps = DEFAULT_ACCUMULATION_STEPS
         return Layout.from_sizes(
             num_processes,
             self.per_device_train_batch_size,
@@ -314,34 +340,41 @@ class FinetuneConfig(DataOptions):
 
     @property
     def has_adapters(self) -> bool:
-        """Whether adapters are trained instead of all weights."""
+        """Whether the run trains LoRA adapters, new or loaded ones, instead of all weights."""
         return self.lora_r is not None or self.adapter_name_or_path is not None
 
     @property
     def initial_temperature(self) -> float:
-        """The temperature of the loss of embeddings; if it is learned, before the first step."""
-        return TEMPERATURE if self.temperature is None else self.temperature
+        """Return the temperature of the embedding loss, by default DEFAULT_TEMPERATURE. If the
+        temperature is learned, this is its value before the first step.
+        """
+        return DEFAULT_TEMPERATURE if self.temperature is None else self.temperature
 
     @property
     def sequence_length(self) -> int:
-        """Maximum tokens in a sample."""
+        """Return the maximum number of tokens in a sample: `block_size` if texts are split into
+        blocks, `max_length` otherwise.
+        """
         return self.block_size or self.max_length
 
     @property
     def lower_is_better(self) -> bool:
-        """Whether lower values of `metric_for_best_model` are better. As in Trainer, those whose
-        name ends in loss, too.
+        """Whether lower values of `metric_for_best_model` are better: for losses, perplexity and
+        mean absolute error. As in Trainer, any name that ends in `loss` counts as a loss.
         """
         return str(self.metric_for_best_model).endswith(("loss", "perplexity", "mae"))
 
     def check(self, *, has_own_metrics: bool = False) -> None:
-        """Check everything that can be checked without data.
+        """Check the values and combinations of all flags, before any data is read. The prefix
+        `eval_` of `metric_for_best_model`, which Trainer allows, is removed in place.
 
         Args:
-            has_own_metrics: `metric_for_best_model` may have any name.
+            has_own_metrics: Whether the user passes `compute_metrics`, so that
+                `metric_for_best_model` may have any name.
 
         Raises:
-            ConfigError: the first rule that is broken.
+            ConfigError: If a flag has an unsupported value, or flags exclude each other; the first
+                such error.
         """
         check_fields(self)
         check_one_of("task", self.task, TASKS)
@@ -351,80 +384,142 @@ class FinetuneConfig(DataOptions):
         check_one_of("mixed_precision", self.mixed_precision or "no", ("no", "bf16", "fp16"))
         check_one_of("pooling", self.pooling or "mean", POOLINGS)
         check_one_of("truncation_side", self.truncation_side or "right", ("right", "left"))
+        # Raises ConfigError for sizes that fit no layout.
         self.layout(num_processes=1)
-        self._check_task(has_own_metrics)
-        self._check_combinations()
+        self._check_flags_of_task()
+        self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
+        if not has_own_metrics:
+            self._check_metric_for_best_model()
+        self._check_class_weights()
+        self._check_matryoshka_dims()
+        self._check_block_size()
+        self._check_doc_stride()
+        self._check_adam_settings()
+        self._check_adapters()
+        self._check_same_bits()
+        self._check_resuming()
+        self._check_eval_only()
+        self._check_token_embeddings()
         if self.streaming:
             self._check_streaming()
         self.check_output_dir()
 
     def check_output_dir(self) -> None:
-        """Check that the folder can be written and contains no run to lose; a part of `check`."""
+        """Check that `output_dir` can be written, and that it contains no other run, whose files
+        this one would overwrite. `check` calls this, too.
+
+        Raises:
+            ConfigError: If the folder fails the check.
+        """
         check_output_dir(
             self.output_dir, resume_from=self.resume_from_checkpoint, only_adds=self.eval_only
         )
 
-    def _check_task(self, has_own_metrics: bool) -> None:
-        for name, tasks in _OF_TASKS.items():
-            if getattr(self, name) and self.task not in tasks:
+    def _check_flags_of_task(self) -> None:
+        """Raise ConfigError for a flag that does not apply to the task of the run."""
+        for flag, tasks in _TASKS_OF_FLAG.items():
+            if getattr(self, flag) and self.task not in tasks:
                 raise ConfigError(
-                    f"{name} applies to the task {' or '.join(tasks)}, not {self.task}: omit it."
+                    f"{flag} applies to the task {' or '.join(tasks)}, not {self.task}: omit it."
                 )
-        self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
-        metric, task = self.metric_for_best_model, TASKS[self.task]
-        if has_own_metrics:
-            return
-        check_one_of(
-            "metric_for_best_model",
-            metric,
-            ("loss", *(task.metrics or ("perplexity",)), *task.generated_metrics),
-        )
+
+    def _check_metric_for_best_model(self) -> None:
+        """Raise ConfigError if `metric_for_best_model` is neither the loss nor a metric of the
+        task, or is a metric of generated texts while the run generates none.
+        """
+        metric = self.metric_for_best_model
+        task = TASKS[self.task]
+        # TASKS lists no metric for language modeling, which is evaluated by perplexity.
+        metrics_of_task = task.metrics or ("perplexity",)
+        known_metrics = ("loss", *metrics_of_task, *task.generated_metrics)
+        check_one_of("metric_for_best_model", metric, known_metrics)
         if metric in task.generated_metrics and not self.predict_with_generate:
             raise ConfigError(
                 f"metric_for_best_model {metric} compares generated texts: set "
                 "--predict_with_generate."
             )
 
-    def _check_combinations(self) -> None:
-        """Check flags that need or exclude each other."""
-        if self.class_weights is not None:
-            self._check_class_weights()
-        small = [dim for dim in self.matryoshka_dims or () if dim < 1]
-        if small:
-            raise ConfigError(f"matryoshka_dims must be at least 1, got {small[0]}.")
-        if self.weight_column is not None and self.block_size:
+    def _check_class_weights(self) -> None:
+        """Raise ConfigError if `class_weights` is neither `balanced` nor a list of positive finite
+        numbers, or is `balanced` in an evaluation without training.
+        """
+        weights = self.class_weights
+        if weights is None:
+            return
+        if weights == BALANCED:
+            if self.eval_only:
+                raise ConfigError(
+                    "class_weights balanced counts the labels of the training rows, which "
+                    "eval_only does not read: give the numbers of the training run (in its "
+                    "summary.json)."
+                )
+            return
+        is_list_of_weights = isinstance(weights, list) and all(
+            isinstance(weight, float) and 0 < weight < inf for weight in weights
+        )
+        if not is_list_of_weights:
             raise ConfigError(
-                "weight_column weighs rows, but block_size cuts their texts into blocks: omit one "
-                "of them."
+                f"class_weights must be {BALANCED}, or one finite number above 0 for each class, "
+                f"got {weights!r:.80}."
             )
-        if self.truncation_side is not None and self.block_size:
+
+    def _check_matryoshka_dims(self) -> None:
+        """Raise ConfigError if a size of `matryoshka_dims` is below 1."""
+        for dim in self.matryoshka_dims or ():
+            if dim < 1:
+                raise ConfigError(f"matryoshka_dims must be at least 1, got {dim}.")
+
+    def _check_block_size(self) -> None:
+        """Raise ConfigError for flags that have no meaning if texts are concatenated and split into
+        blocks of `block_size` tokens.
+        """
+        if not self.block_size:
+            return
+        if self.weight_column is not None:
+            raise ConfigError(
+                "weight_column weights rows, but block_size splits the texts of rows into blocks: "
+                "omit one of them."
+            )
+        if self.truncation_side is not None:
             raise ConfigError(
                 "truncation_side has no effect with block_size, which truncates no text: omit one "
                 "of them."
             )
+
+    def _check_doc_stride(self) -> None:
+        """Raise ConfigError if `doc_stride` is not below `max_length`. In question answering, long
+        contexts are split into windows of `max_length` tokens that overlap by `doc_stride` tokens.
+        """
         if self.doc_stride is not None and self.doc_stride >= self.max_length:
             raise ConfigError(
-                f"doc_stride {self.doc_stride} must be below max_length {self.max_length}: windows "
-                "share fewer tokens than they have."
+                f"doc_stride {self.doc_stride} must be below max_length {self.max_length}: "
+                "neighboring windows of max_length tokens must share fewer tokens."
             )
-        if self.optim not in ADAM and (self.adam_beta1, self.adam_beta2, self.adam_epsilon) != (
-            0.9,
-            0.999,
-            1e-8,
-        ):
+
+    def _check_adam_settings(self) -> None:
+        """Raise ConfigError if betas or epsilon are set for an optimizer that has none."""
+        settings = (self.adam_beta1, self.adam_beta2, self.adam_epsilon)
+        defaults = (0.9, 0.999, 1e-8)
+        if self.optim not in ADAM and settings != defaults:
             raise ConfigError(
                 f"adam_beta1, adam_beta2 and adam_epsilon apply to {', '.join(ADAM)}, not "
                 f"{self.optim}: omit them."
             )
-        of_new = (
+
+    def _check_adapters(self) -> None:
+        """Raise ConfigError for flags of LoRA adapters that need or exclude each other, and for
+        packages of adapters that are not installed.
+        """
+        flags_of_new_adapters = (
             "lora_alpha",
             "lora_dropout",
             "lora_target_modules",
             "lora_modules_to_save",
             "use_dora",
         )
-        if self.lora_r is None and (given := [name for name in of_new if getattr(self, name)]):
-            raise ConfigError(f"{given[0]} needs lora_r, the rank of new adapters.")
+        for flag in flags_of_new_adapters:
+            if getattr(self, flag) and self.lora_r is None:
+                raise ConfigError(f"{flag} needs lora_r, the rank of new adapters.")
         if self.lora_r is not None and self.adapter_name_or_path is not None:
             raise ConfigError(
                 "lora_r creates new adapters, adapter_name_or_path loads existing ones: omit one "
@@ -434,43 +529,57 @@ class FinetuneConfig(DataOptions):
             raise ConfigError(
                 "load_in_4bit freezes the weights: set lora_r or adapter_name_or_path."
             )
-        for is_set, package, extra in (
-            (self.has_adapters, "peft", "finetune"),
-            (self.load_in_4bit, "bitsandbytes", "qlora"),
-        ):
-            if is_set and find_spec(package) is None:
-                raise ConfigError(
-                    f'adapters need the package {package}: pip install "hf_ga[{extra}]".'
-                )
+        if self.has_adapters:
+            _check_package_of_adapters("peft", extra="finetune")
+        if self.load_in_4bit:
+            _check_package_of_adapters("bitsandbytes", extra="qlora")
         if self.has_adapters and self.freeze:
             raise ConfigError(
                 "freeze has no effect with adapters, which freeze all other weights: omit one of "
                 "them."
             )
+
+    def _check_same_bits(self) -> None:
+        """Raise ConfigError if `same_bits`, which fixes the number of samples in each forward so
+        that sums are rounded equally, is larger than a micro-batch.
+        """
         if self.same_bits is not None and self.same_bits > self.per_device_train_batch_size:
             raise ConfigError(
                 f"per_device_train_batch_size {self.per_device_train_batch_size} is smaller than "
-                "one chunk of same_bits "
-                f"{self.same_bits}: set it to at least {self.same_bits}, or lower same_bits."
+                f"one chunk of same_bits {self.same_bits}: set it to at least {self.same_bits}, or "
+                "lower same_bits."
             )
+
+    def _check_resuming(self) -> None:
+        """Raise ConfigError if `resume_with_changes` is set without `resume_from_checkpoint`."""
         if self.resume_with_changes and self.resume_from_checkpoint is None:
             raise ConfigError(
                 "resume_with_changes needs a checkpoint: set resume_from_checkpoint, or omit it."
             )
-        if self.eval_only and self.resume_from_checkpoint is not None:
+
+    def _check_eval_only(self) -> None:
+        """Raise ConfigError if `eval_only` (evaluate without training) is set without a model to
+        evaluate, or together with a flag that resumes or uploads a training run.
+        """
+        if not self.eval_only:
+            return
+        if self.resume_from_checkpoint is not None:
             raise ConfigError(
                 "eval_only does not resume: set model_name_or_path to the model's folder."
             )
-        if self.eval_only and self.model_name_or_path is None:
+        if self.model_name_or_path is None:
             raise ConfigError("eval_only needs a model: set model_name_or_path.")
-        if self.resize_token_embeddings:
-            self._check_resizing()
-        if self.eval_only and self.push_to_hub:
+        if self.push_to_hub:
             raise ConfigError(
                 "eval_only trains no model to upload: omit push_to_hub, or upload with `hf upload`."
             )
 
-    def _check_resizing(self) -> None:
+    def _check_token_embeddings(self) -> None:
+        """Raise ConfigError if `resize_token_embeddings` is set for a new model, which needs no
+        resizing, or for an evaluation, in which new rows would be untrained.
+        """
+        if not self.resize_token_embeddings:
+            return
         if self.model_name_or_path is None:
             raise ConfigError(
                 "resize_token_embeddings is for a pretrained model: a new one has a row for every "
@@ -482,25 +591,12 @@ class FinetuneConfig(DataOptions):
                 "it; the folder of a trained model has all rows."
             )
 
-    def _check_class_weights(self) -> None:
-        weights = self.class_weights
-        if weights == BALANCED and self.eval_only:
-            raise ConfigError(
-                "class_weights balanced counts the labels of the training rows, which eval_only "
-                "does not read: give the numbers of the training run (in its summary.json)."
-            )
-        if weights != BALANCED and not (
-            isinstance(weights, list)
-            and all(isinstance(weight, float) and 0 < weight < inf for weight in weights)
-        ):
-            raise ConfigError(
-                f"class_weights must be {BALANCED}, or one finite number above 0 for each class, "
-                f"got {weights!r:.80}."
-            )
-
     def _check_streaming(self) -> None:
+        """Raise ConfigError for flags that need all training rows at once, which a streamed dataset
+        does not have, and if `max_steps` is not set.
+        """
         num_workers = self.dataloader_num_workers
-        unsupported = {
+        is_unsupported = {
             f"the task {self.task} (it reads all training rows first)": self.task
             not in STREAMED_TASKS,
             "block_size": self.block_size,
@@ -509,17 +605,31 @@ class FinetuneConfig(DataOptions):
             "max_train_samples": self.max_train_samples,
             "eval_only": self.eval_only,
             "the embedded corpus stdlib": "stdlib" in as_list(self.dataset_name),
-            f"dataloader_num_workers {num_workers} (one worker reads ahead)": num_workers > 1,
+            f"dataloader_num_workers {num_workers} (use 1 worker, or 0)": num_workers > 1,
         }
-        if found := [what for what, is_set in unsupported.items() if is_set]:
-            raise ConfigError(
-                f"streaming does not support {found[0]}: change it, or omit streaming."
-            )
+        for flag, is_set in is_unsupported.items():
+            if is_set:
+                raise ConfigError(
+                    f"streaming does not support {flag}: change it, or omit streaming."
+                )
         if self.max_steps is None:
             raise ConfigError(
                 "streaming needs max_steps: the number of rows of a stream is unknown."
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """The flags as plain values, for JSON and trackers: without `hub_token`."""
+        """Return the flags as plain values, for JSON files and experiment trackers; without the
+        secret `hub_token`.
+        """
         return {name: value for name, value in asdict(self).items() if name != "hub_token"}
+
+
+def _check_package_of_adapters(package: str, *, extra: str) -> None:
+    """Raise ConfigError if a package that adapters need is not installed.
+
+    Args:
+        package: The name under which it is imported and installed.
+        extra: The extra of hf_ga that installs it.
+    """
+    if find_spec(package) is None:
+        raise ConfigError(f'adapters need the package {package}: pip install "hf_ga[{extra}]".')

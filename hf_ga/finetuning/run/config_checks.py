@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterable
+from math import inf
 from numbers import Integral, Real
 from pathlib import Path
 from types import NoneType, UnionType
@@ -11,8 +12,8 @@ from hf_ga.errors import ConfigError
 from hf_ga.recovery.latest import list_checkpoints
 from hf_ga.recovery.lock import is_empty_folder
 
-# Integers are at least 1, numbers at least 0, except these.
-_AT_LEAST = {
+# Smallest allowed values of flags that differ from the usual ones: 1 for an int, 0 for a float.
+_MINIMUM = {
     "max_length": 2,
     "block_size": 2,
     "dataloader_num_workers": 0,
@@ -20,7 +21,8 @@ _AT_LEAST = {
     "shuffle_buffer_size": 0,
     "seed": 0,
 }
-_ABOVE_0 = (
+# Flags that must be greater than 0.
+_POSITIVE = (
     "learning_rate",
     "num_train_epochs",
     "validation_split_percentage",
@@ -29,7 +31,8 @@ _ABOVE_0 = (
     "adam_epsilon",
     "temperature",
 )
-_BELOW = {
+# Flags that must be below a value.
+_UPPER_BOUND = {
     "label_smoothing_factor": 1,
     "lora_dropout": 1,
     "mlm_probability": 1,
@@ -37,7 +40,8 @@ _BELOW = {
     "adam_beta1": 1,
     "adam_beta2": 1,
 }
-_NAMES = {
+# How an error message describes a type.
+_TYPE_NAMES = {
     int: "a whole number",
     float: "a number",
     str: "a string",
@@ -49,74 +53,80 @@ _NAMES = {
 
 
 def check_fields(config: Any) -> None:
-    """Check the types of a dataclass's fields, which neither Python nor a configuration file
-    enforces, and the bounds of numbers.
+    """Check the value of each field of a dataclass against its type hint, which neither Python nor
+    a configuration file enforces, and check the bounds of numbers.
 
     Args:
-        config: An object of a dataclass.
+        config: The dataclass instance, such as a `FinetuneConfig`.
 
     Raises:
-        ConfigError: If a value has the wrong type, is an empty string or list, out of bounds or not
-            finite.
+        ConfigError: If a value has the wrong type, is an empty string or list, is out of bounds or
+            not finite.
     """
-    for name, hint in get_type_hints(type(config)).items():
-        kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
+    for name, type_hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
-        if not any(_is_of(value, kind) for kind in kinds):
-            expected = " or ".join(_NAMES[kind] for kind in kinds if kind is not NoneType)
+        allowed_types = get_args(type_hint) if isinstance(type_hint, UnionType) else (type_hint,)
+        if not any(_has_type(value, allowed) for allowed in allowed_types):
+            expected = " or ".join(
+                _TYPE_NAMES[allowed] for allowed in allowed_types if allowed is not NoneType
+            )
             raise ConfigError(
                 f"{name} must be {expected}, got {value!r:.80} ({type(value).__name__})."
             )
         if value in ("", []) or (isinstance(value, list) and "" in value):
             raise ConfigError(f"{name} is an empty string or list: give a value, or omit it.")
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            usual_least = 1 if int in kinds else 0
-            _check_bounds(name, value, _AT_LEAST.get(name, usual_least))
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if is_number:
+            usual_minimum = 1 if int in allowed_types else 0
+            _check_bounds(name, value, _MINIMUM.get(name, usual_minimum))
 
 
-def _is_of(value: Any, kind: Any) -> bool:
-    """Whether a value has a type, such as `int` or `list[str]`. A whole number is also a float."""
-    if get_origin(kind) is list:
-        (kind_of_part,) = get_args(kind)
-        return isinstance(value, list) and all(_is_of(part, kind_of_part) for part in value)
+def _has_type(value: Any, expected: Any) -> bool:
+    """Whether a value has the expected type, such as `int` or `list[str]`. An int is also accepted
+    as a float, but a bool is not accepted as an int.
+    """
+    if get_origin(expected) is list:
+        (item_type,) = get_args(expected)
+        return isinstance(value, list) and all(_has_type(item, item_type) for item in value)
     if isinstance(value, bool):
-        return kind is bool
-    if kind is int:
+        return expected is bool
+    if expected is int:
         return isinstance(value, Integral)
-    if kind is float:
+    if expected is float:
         return isinstance(value, Real)
-    return isinstance(value, kind)
+    return isinstance(value, expected)
 
 
-def _check_bounds(name: str, value: float, least: int) -> None:
-    """Raise ConfigError for a number that is out of bounds.
+def _check_bounds(name: str, value: float, minimum: int) -> None:
+    """Raise ConfigError if the value of a numeric flag is out of bounds or not finite.
 
     Args:
-        name: The flag, by which the bounds are looked up.
-        value: The number.
-        least: The smallest number that is allowed, for flags that are not in `_ABOVE_0`.
+        name: The name of the flag.
+        value: Its value.
+        minimum: The smallest allowed value; flags in `_POSITIVE` must be greater than 0 instead.
     """
-    if name in _ABOVE_0 and not 0 < value < float("inf"):
-        raise ConfigError(f"{name} must be greater than 0 and finite, got {value}.")
-    if name not in _ABOVE_0 and not least <= value < float("inf"):
+    if name in _POSITIVE:
+        if not 0 < value < inf:
+            raise ConfigError(f"{name} must be greater than 0 and finite, got {value}.")
+    elif not minimum <= value < inf:
         and_finite = " and finite" if isinstance(value, float) else ""
-        raise ConfigError(f"{name} must be at least {least}{and_finite}, got {value}.")
-    if value >= _BELOW.get(name, float("inf")):
-        raise ConfigError(f"{name} must be below {_BELOW[name]}, got {value}.")
+        raise ConfigError(f"{name} must be at least {minimum}{and_finite}, got {value}.")
+    if value >= _UPPER_BOUND.get(name, inf):
+        raise ConfigError(f"{name} must be below {_UPPER_BOUND[name]}, got {value}.")
     if isinstance(value, int) and value >= 2**32:
         raise ConfigError(f"{name} must be at most {2**32 - 1}, got {value}.")
 
 
 def check_one_of(name: str, value: str, known: Iterable[str]) -> None:
-    """Check that a flag has one of its known values.
+    """Check that the value of a flag is among the supported ones.
 
     Args:
-        name: The flag.
-        value: Its value.
-        known: The known values.
+        name: The name of the flag.
+        value: The value.
+        known: The supported values, which the error lists.
 
     Raises:
-        ConfigError: If it has another value.
+        ConfigError: If the value is not supported.
     """
     if value not in known:
         raise ConfigError(f"unknown {name} {value!r}: use one of {', '.join(known)}.")
@@ -125,19 +135,22 @@ def check_one_of(name: str, value: str, known: Iterable[str]) -> None:
 def check_output_dir(
     output_dir: str, *, resume_from: str | None = None, only_adds: bool = False
 ) -> None:
-    """Check that a folder can be written and contains no run to lose.
+    """Check that the output folder of a run can be written, and that it contains no other run,
+    whose files would be overwritten.
 
     Args:
         output_dir: The folder. It need not exist.
-        resume_from: The checkpoint to resume from, or "auto". None: a new run.
-        only_adds: Whether to allow any content, because files are only added.
+        resume_from: The folder of the checkpoint to resume from, or "auto" for the newest one in
+            `output_dir`. None: a new run.
+        only_adds: Whether the command only adds files, so that the folder may have any content.
 
     Raises:
-        ConfigError: If the folder cannot be written, contains a run that is not resumed, or other
-            checkpoints than the one to resume from.
+        ConfigError: If the folder cannot be written, contains a run that is not resumed, or
+            contains checkpoints while the one to resume from is in another folder.
     """
     folder = Path(output_dir)
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    folder_and_parents = (folder, *folder.parents)
+    existing = next(path for path in folder_and_parents if path.exists())
     if existing.is_file():
         raise ConfigError(
             f"output_dir {folder} cannot be created: {existing} is a file. Name a folder."

@@ -1,4 +1,4 @@
-"""Upload of the trained model to the Hugging Face Hub: `push_to_hub`."""
+"""Upload the trained model to the Hugging Face Hub: the flag `push_to_hub`."""
 
 import re
 import shlex
@@ -20,126 +20,158 @@ from hf_ga.recovery.latest import LATEST
 from hf_ga.recovery.lock import LOCK
 from hf_ga.recovery.manifest import PREFIX
 
-# Not uploaded: files for resuming, the best model (which `from_pretrained` does not read), rows of
-# the user.
-IGNORED = (f"{PREFIX}*", LATEST, LOCK, "best/*", "trackers/*", "predictions.jsonl")
+# Patterns of files in the output folder that are not uploaded: checkpoints and other files for
+# resuming, the best model (`from_pretrained` does not read it), and predictions for the user's
+# rows.
+NOT_UPLOADED = (f"{PREFIX}*", LATEST, LOCK, "best/*", "trackers/*", "predictions.jsonl")
 
 
 def check_login(config: FinetuneConfig, accelerator: Accelerator) -> None:
-    """Check the login and the name of the repository before any work.
+    """Check, before the run starts, that this user can upload to the Hub: the login, the access
+    rights of the token, and the repository's name.
+
+    The main process sends the request. All processes must call this function.
 
     Args:
         config: The configuration of the run.
-        accelerator: The accelerator of the run. All processes must call it.
+        accelerator: The accelerator of the run.
 
     Raises:
-        ConfigError: If there is no valid token, or one without write access, or the name is
-            invalid; on all processes.
+        ConfigError: If there is no valid token, the token has no write access, or the name of the
+            repository is invalid; on all processes.
     """
     with raise_on_all_ranks(accelerator):
         if not accelerator.is_main_process:
             return
-        # Several HTTP libraries raise errors of their own.
+        repo_id = _repo_id(config)
+        # huggingface_hub raises errors of its own and of several HTTP libraries.
         try:
-            validate_repo_id(_name(config))
+            validate_repo_id(repo_id)
             user = HfApi(token=config.hub_token).whoami()
             access_token = user.get("auth", {}).get("accessToken", {})
             if access_token.get("role") == "read":
                 raise ValueError("the token has no write access")
         except Exception as error:
             raise ConfigError(
-                f"push_to_hub cannot upload to {_name(config)}: {_reason(config, error)} Log "
+                f"push_to_hub cannot upload to {repo_id}: {_short_reason(config, error)} Log "
                 "in with `hf auth login` and a token with write access, set hub_model_id to "
                 "user/name, or omit push_to_hub."
             ) from error
 
 
 def upload(config: FinetuneConfig, summary: dict[str, Any]) -> str:
-    """Upload the model of a finished run with a model card. For the main process.
+    """Upload the model of a finished run to the Hugging Face Hub, after writing a model card,
+    README.md, to the output folder. Call it on the main process only.
 
     Args:
         config: The configuration of the run.
-        summary: The results of the run, for the model card.
+        summary: The results of the run, as in summary.json, for the model card.
 
     Returns:
-        The address of the repository.
+        The URL of the repository on the Hub.
 
     Raises:
-        UploadFailed: If the upload fails; all files are in `output_dir`.
+        UploadFailed: If the upload fails. The output folder still contains the model; the error
+            shows the command that uploads it.
     """
     api = HfApi(token=config.hub_token)
-    name = _name(config)
+    repo_id = _repo_id(config)
     folder = Path(config.output_dir)
-    # Several HTTP libraries raise errors of their own.
+    # huggingface_hub raises errors of its own and of several HTTP libraries.
     try:
-        write_text(folder / "README.md", _card(config, name, summary))
-        # None: the organization's default.
+        write_text(folder / "README.md", _model_card(config, repo_id, summary))
+        # None instead of False: an organization may have private repositories by default.
         private = config.hub_private_repo or None
-        repo = api.create_repo(name, private=private, exist_ok=True)
+        repo_url = api.create_repo(repo_id, private=private, exist_ok=True)
         api.upload_folder(
-            repo_id=repo.repo_id,
+            # Includes the name of the user, which `repo_id` may lack.
+            repo_id=repo_url.repo_id,
             folder_path=folder,
             commit_message=f"Trained with hf_ga {version('hf_ga')}",
-            ignore_patterns=list(IGNORED),
+            ignore_patterns=list(NOT_UPLOADED),
         )
     except Exception as error:
-        command = _upload_command(config, name, folder)
+        command = _upload_command(config, repo_id, folder)
         raise UploadFailed(
-            f"the upload to {name} failed: {_reason(config, error)} The run has finished and "
-            f"{folder} contains the model: upload it with `{command}`."
+            f"the upload to {repo_id} failed: {_short_reason(config, error)} The run has finished "
+            f"and {folder} contains the model: upload it with `{command}`."
         ) from error
-    return str(repo)
+    return str(repo_url)
 
 
-def _upload_command(config: FinetuneConfig, name: str, folder: Path) -> str:
-    """Return the shell command that uploads the same files."""
-    words = ["hf", "upload", name, str(folder)]
+def _upload_command(config: FinetuneConfig, repo_id: str, folder: Path) -> str:
+    """Return the shell command, `hf upload ...`, with which the user can repeat a failed upload of
+    the same files.
+
+    Args:
+        config: The configuration of the run.
+        repo_id: The repository on the Hub, `name` or `user/name`.
+        folder: The output folder of the run.
+    """
+    words = ["hf", "upload", repo_id, str(folder)]
     if config.hub_private_repo:
         words.append("--private")
-    for pattern in IGNORED:
+    for pattern in NOT_UPLOADED:
         words += ["--exclude", pattern]
     return shlex.join(words)
 
 
-def _name(config: FinetuneConfig) -> str:
-    """Return the name of the repository: by default that of the output folder."""
+def _repo_id(config: FinetuneConfig) -> str:
+    """Return the repository to upload to, `name` or `user/name`: `hub_model_id`, or the name of the
+    output folder by default.
+    """
     return config.hub_model_id or Path(config.output_dir).resolve().name
 
 
-def _reason(config: FinetuneConfig, error: Exception) -> str:
-    """Return the first sentence of an error, without the token, which some contain."""
+def _short_reason(config: FinetuneConfig, error: Exception) -> str:
+    """Return the first sentence of an error of the Hub, or the name of its class if it has no
+    message. The user's token, which some messages contain, is replaced by `***`.
+    """
     sentences = re.split(r"\n|\.\s|\.$", str(error).strip())
-    first = sentences[0] or type(error).__name__
+    reason = sentences[0] or type(error).__name__
     token = config.hub_token or get_token()
     if token:
-        first = first.replace(token, "***")
-    return f"{first}."
+        reason = reason.replace(token, "***")
+    return f"{reason}."
 
 
-def _card(config: FinetuneConfig, name: str, summary: dict[str, Any]) -> str:
-    """Return the text of the model card."""
-    model = config.model_name_or_path
-    is_of_hub = bool(model) and not Path(model).exists()
-    datasets = [dataset for dataset in as_list(config.dataset_name) if _is_of_hub(dataset)]
-    card_data = ModelCardData(
+def _model_card(config: FinetuneConfig, repo_id: str, summary: dict[str, Any]) -> str:
+    """Return the text of the model card for the Hub: metadata (base model, datasets, tags), the
+    data, and a table of validation and test metrics.
+
+    Args:
+        config: The configuration of the run.
+        repo_id: The repository on the Hub, `name` or `user/name`.
+        summary: The results of the run, as in summary.json.
+    """
+    base_model = config.model_name_or_path
+    if base_model is not None and Path(base_model).exists():
+        # A local folder is no model of the Hub.
+        base_model = None
+    hub_datasets = [name for name in as_list(config.dataset_name) if _is_hub_dataset(name)]
+    metadata = ModelCardData(
         library_name="sentence-transformers" if config.task == "embedding" else "transformers",
-        base_model=model if is_of_hub else None,
-        datasets=datasets or None,
+        base_model=base_model,
+        datasets=hub_datasets or None,
         tags=["hf_ga", config.task],
     )
-    lines = ["| metric | value |", "|---|---|"]
-    for key, value in summary.items():
-        if key.startswith(("eval_", "test_")) and not key.endswith("num_targets"):
-            lines.append(f"| {key} | {value:.4f} |")
-    table = "\n".join(lines)
+    table_lines = ["| metric | value |", "|---|---|"]
+    for name, value in summary.items():
+        if name.startswith(("eval_", "test_")) and not name.endswith("num_targets"):
+            table_lines.append(f"| {name} | {value:.4f} |")
+    table = "\n".join(table_lines)
+    title = repo_id.rpartition("/")[2]
     return (
-        f"---\n{card_data.to_yaml()}\n---\n\n# {name.rpartition('/')[2]}\n\n"
+        f"---\n{metadata.to_yaml()}\n---\n\n# {title}\n\n"
         f"Fine-tuned with hf_ga {version('hf_ga')} ({config.task}, {summary['steps']} optimizer "
         "steps).\n\n"
         f"Data: {summary['data']}\n\n{table}\n"
     )
 
 
-def _is_of_hub(dataset: str) -> bool:
-    """Whether the name of a dataset is one of the hub, not a file or the embedded corpus."""
-    return dataset != "stdlib" and not is_file(dataset) and not Path(dataset).exists()
+def _is_hub_dataset(dataset_name: str) -> bool:
+    """Whether the dataset is one of the Hugging Face Hub, not local files or a folder, nor the
+    embedded corpus `stdlib`.
+    """
+    is_local = is_file(dataset_name) or Path(dataset_name).exists()
+    return dataset_name != "stdlib" and not is_local

@@ -15,11 +15,14 @@ OPTIMIZERS: dict[str, type[torch.optim.Optimizer]] = {
     "rmsprop": torch.optim.RMSprop,
     "sgd": torch.optim.SGD,
 }
-ADAM = ("adamw", "adam", "nadam", "radam")  # optimizers with betas and epsilon
+# Optimizers that have the settings betas and epsilon.
+ADAM = ("adamw", "adam", "nadam", "radam")
 # Optimizers with a fused kernel on CPU and GPU that supports FSDP2's shards (SGD's does not).
 FUSED = ("adamw", "adam")
-FUSED_DEVICES = ("cpu", "cuda", "meta")  # a shard of a parameter on meta will be on one of them
-# Schedules of `transformers.get_scheduler` that need only the numbers of steps.
+# Devices with fused kernels. Under FSDP2, a parameter on the meta device will be on one of them.
+FUSED_DEVICES = ("cpu", "cuda", "meta")
+# Schedules of `transformers.get_scheduler` whose only arguments are the numbers of warmup steps and
+# of training steps.
 SCHEDULES = (
     "linear",
     "cosine",
@@ -34,21 +37,30 @@ SCHEDULES = (
 def build_optimizer(
     model: nn.Module, name: str, learning_rate: float, weight_decay: float, **settings: Any
 ) -> torch.optim.Optimizer:
-    """The named optimizer over all trainable parameters.
+    """Build an optimizer over the trainable parameters of a model, in two groups: matrices with
+    weight decay; vectors, which are norms' weights and all biases, without.
 
-    Weight decay applies to matrices (two or more axes), not to vectors (weights of norms and all
-    biases). Shared parameters (tied embeddings) are counted once. `settings` are other arguments of
-    the optimizer, such as `betas`.
+    A parameter shared by two modules (tied embeddings) is optimized once. A fused kernel is used
+    where there is one.
+
+    Args:
+        model: The model. Parameters with `requires_grad=False` are excluded.
+        name: A key of OPTIMIZERS, such as "adamw".
+        learning_rate: Peak learning rate.
+        weight_decay: Weight decay of parameters with two or more dims.
+        settings: Other keyword arguments of the optimizer, such as `betas`.
     """
     trainable = [p for p in model.parameters() if p.requires_grad]
+    matrices = [p for p in trainable if p.dim() >= 2]
+    vectors = [p for p in trainable if p.dim() < 2]
     groups = [
-        {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
-    fused = name in FUSED and all(
+    not_empty = [group for group in groups if group["params"]]
+    supports_fused = all(
         p.device.type in FUSED_DEVICES and p.is_floating_point() for p in trainable
     )
-    settings |= {"fused": True} if fused else {}
-    return OPTIMIZERS[name](
-        [group for group in groups if group["params"]], lr=learning_rate, **settings
-    )
+    if name in FUSED and supports_fused:
+        settings["fused"] = True
+    return OPTIMIZERS[name](not_empty, lr=learning_rate, **settings)

@@ -1,4 +1,6 @@
-"""What a run reports: printed settings and results, metrics.jsonl, and the plot of its curves."""
+"""Reports of a fine-tuning run: printed settings and results, the file metrics.jsonl, and the plot
+of loss and learning rate.
+"""
 
 import json
 import os
@@ -14,11 +16,13 @@ from hf_ga.recovery.files import SUFFIX, flush, writing
 
 
 class MetricsFile:
-    """The file metrics.jsonl: one JSON object per line, flushed.
+    """The file metrics.jsonl of a run: one JSON object per line, appended as training goes on.
 
     Args:
-        path: The file. None: nothing is written, as on all processes except the main one.
-        size: Bytes of an existing file to keep, which a resumed run knows from its checkpoint.
+        path: The file, which is created if it does not exist. None: nothing is written, as on all
+            processes except the main one.
+        size: Number of bytes of an existing file to keep; an incomplete last line is dropped, too.
+            A resumed run passes the size stored in its checkpoint, to remove later lines.
 
     Attributes:
         path: The file, or None.
@@ -28,19 +32,20 @@ class MetricsFile:
     def __init__(self, path: Path | None, size: int = 0) -> None:
         self.path = path
         self.size = 0
-        if path is not None:
-            with writing(path, path.parent):
-                path.touch()
-                kept = path.read_bytes()[:size]
-                # Whole lines only.
-                self.size = kept.rfind(b"\n") + 1
-                os.truncate(path, self.size)
+        if path is None:
+            return
+        with writing(path, path.parent):
+            path.touch()
+            kept = path.read_bytes()[:size]
+            # Up to the last line break: complete lines only.
+            self.size = kept.rfind(b"\n") + 1
+            os.truncate(path, self.size)
 
     def write(self, **values: Any) -> None:
-        """Append one line.
+        """Append one line, a JSON object of the keyword arguments. No-op if there is no path.
 
         Raises:
-            CheckpointError: If the write fails; no partial line is left.
+            CheckpointError: If the write fails, as on a full disk; no partial line is left.
         """
         if self.path is None:
             return
@@ -55,12 +60,13 @@ class MetricsFile:
 
 
 def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:
-    """Print aligned lines under one name, on the main process.
+    """Print lines of a run's log on the main process, aligned in a column, with a name in front of
+    the first one.
 
     Args:
         accelerator: The accelerator of the run.
-        name: Printed before the first line.
-        lines: Printed one below the other.
+        name: The name, such as `data` or `precision`.
+        lines: The lines; converted to strings.
     """
     for i, line in enumerate(lines):
         heading = name if i == 0 else ""
@@ -68,67 +74,71 @@ def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:
 
 
 def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
-    """Print a table of losses and metrics on the main process: a row for each split, a column for
-    each metric.
+    """Print a table of losses and metrics on the main process, with a row for the last training
+    step, the validation and the test split, and a column for each metric. Rows without values are
+    omitted.
 
     Args:
         accelerator: The accelerator of the run.
         results: Name -> number, with names such as `train_loss`, `eval_loss`, `test_accuracy`.
     """
-    measured = [key.partition("_")[2] for key in results if key.startswith(("eval_", "test_"))]
-    names = [name for name in dict.fromkeys(measured) if name != "num_targets"]
-    widths = {name: max(12, len(name) + 2) for name in names}
-    headings = "".join(f"{name:>{widths[name]}}" for name in names)
+    metrics = [name.partition("_")[2] for name in results if name.startswith(("eval_", "test_"))]
+    # Each metric once, in the order of `results`.
+    columns = [metric for metric in dict.fromkeys(metrics) if metric != "num_targets"]
+    widths = {metric: max(12, len(metric) + 2) for metric in columns}
+    headings = "".join(f"{metric:>{widths[metric]}}" for metric in columns)
     print_on_main(accelerator, f"{'results':<12}{headings}")
-    for split, prefix in (("last step", "train_"), ("validation", "eval_"), ("test", "test_")):
-        # Of the last step there is only the loss, which comes first.
+    for row_name, prefix in (("last step", "train_"), ("validation", "eval_"), ("test", "test_")):
+        # The last step has only a loss, which is in the first column, so no cell is missing before
+        # another one.
         cells = [
-            f"{results[prefix + name]:>{widths[name]}.4f}"
-            for name in names
-            if results.get(prefix + name) is not None
+            f"{results[prefix + metric]:>{widths[metric]}.4f}"
+            for metric in columns
+            if results.get(prefix + metric) is not None
         ]
         if cells:
-            print_on_main(accelerator, f"  {split:<10}" + "".join(cells))
+            print_on_main(accelerator, f"  {row_name:<10}" + "".join(cells))
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the lines of a metrics.jsonl."""
+    """Read a metrics.jsonl: one dict for each line."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Plot the loss of each window and its moving mean, the validation losses and the learning rate
-    by optimizer step.
+    """Plot the curves of a run over its optimizer steps, and write them to an image file: the
+    training loss of each window, its moving mean, the validation losses and the learning rate.
+
+    Windows that were skipped, without an optimizer step, are not plotted.
 
     Args:
-        metrics: The lines of metrics.jsonl.
-        path: The PNG file to write.
+        metrics: The lines of metrics.jsonl, see `read_metrics`.
+        path: The image file to write; its suffix is the format, such as .png.
         title: The title of the figure.
     """
-    # Imported late: it takes 0.7 s, and most processes draw nothing.
+    # Imported here because it takes 0.7 s, and most processes plot nothing.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5), layout="constrained")
-    upper, lower = figure.subplots(2, sharex=True, height_ratios=(4, 1))
+    loss_axes, rate_axes = figure.subplots(2, sharex=True, height_ratios=(4, 1))
     trained = [line for line in metrics if not line["skipped"]]
     steps = [line["step"] for line in trained]
     losses = np.array([line["loss"] for line in trained], float)
     rates = [line["learning_rate"] for line in trained]
-    radius = len(losses) // 40
-    smooth = _moving_mean(losses, radius)
-    upper.plot(
+    loss_axes.plot(
         steps, losses, color="tab:blue", alpha=0.4, linewidth=1, label="training, each window"
     )
-    upper.plot(
+    radius = len(losses) // 40
+    loss_axes.plot(
         steps,
-        smooth,
+        _moving_mean(losses, radius),
         color="tab:blue",
         linewidth=2,
         label=f"training, mean of {2 * radius + 1} windows",
     )
     evaluated = [line for line in metrics if "eval_loss" in line]
     if evaluated:
-        upper.plot(
+        loss_axes.plot(
             [line["step"] for line in evaluated],
             [line["eval_loss"] for line in evaluated],
             color="tab:orange",
@@ -136,27 +146,36 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
             marker="o",
             label="validation",
         )
-    lower.plot(steps, rates, color="tab:gray")
-    upper.set(title=title, ylabel="loss (nats per target)")
-    lower.set(xlabel="optimizer step", ylabel="learning rate")
-    lower.set_ylim(bottom=0)
-    lower.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    upper.legend()
-    for axes in (upper, lower):
+    rate_axes.plot(steps, rates, color="tab:gray")
+    loss_axes.set(title=title, ylabel="loss (nats per target)")
+    rate_axes.set(xlabel="optimizer step", ylabel="learning rate")
+    rate_axes.set_ylim(bottom=0)
+    rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    loss_axes.legend()
+    for axes in (loss_axes, rate_axes):
         axes.grid(alpha=0.3)
         axes.spines[["top", "right"]].set_visible(False)
-    beside = path.with_name(path.name + SUFFIX)
-    figure.savefig(beside, dpi=120, format=path.suffix[1:])
-    flush(beside)
-    beside.replace(path)
+    # Written under a temporary name, so that a crash leaves no incomplete image.
+    temporary = path.with_name(path.name + SUFFIX)
+    figure.savefig(temporary, dpi=120, format=path.suffix[1:])
+    flush(temporary)
+    temporary.replace(path)
 
 
 def _moving_mean(values: np.ndarray, radius: int) -> list[float]:
-    """Average each value with `radius` neighbors on both sides; with fewer at both ends, where a
-    mean over one side only would be biased.
+    """Return, for each value, the mean of itself and of `radius` neighbors on both sides.
+
+    Near both ends, fewer neighbors are used, equally many on both sides: a mean over one side only
+    would be biased where the curve has a slope.
+
+    Args:
+        values: The values, of shape (count,).
+        radius: Maximum number of neighbors on each side.
     """
     means = []
+    last = len(values) - 1
     for i in range(len(values)):
-        own_radius = min(radius, i, len(values) - 1 - i)
-        means.append(values[i - own_radius : i + own_radius + 1].mean())
+        num_neighbors = min(radius, i, last - i)
+        neighborhood = values[i - num_neighbors : i + num_neighbors + 1]
+        means.append(neighborhood.mean())
     return means

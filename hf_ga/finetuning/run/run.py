@@ -1,4 +1,4 @@
-"""The parts of a run, and its progress."""
+"""Dataclasses that the parts of a fine-tuning run share: its inputs and its progress."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,18 +19,20 @@ from hf_ga.finetuning.run.config import FinetuneConfig
 
 @dataclass
 class Progress:
-    """The progress of a run, saved in checkpoints.
+    """Progress of a training run, saved in its checkpoints.
 
     Attributes:
         step: Number of optimizer steps done.
         num_windows: Number of windows consumed.
-        num_skipped: Number of windows that made no step.
-        skipped_in_a_row: Number of windows without a step since the last one with a step.
-        best_metric: Best value of the metric that chooses the best model. None: not evaluated yet.
-        best_check: How the folder `best/` was loaded and compared; None on other processes.
-        evaluations_since_best: Number of evaluations without improvement.
+        num_skipped: Number of windows skipped without an optimizer step, because their loss or
+            gradient was not finite.
+        skipped_in_a_row: Number of windows skipped since the last optimizer step.
+        best_metric: Best value so far of `metric_for_best_model`. None: not evaluated yet.
+        best_check: Results of loading the saved folder `best/` again and comparing the model. None
+            on all processes except the main one.
+        evaluations_since_best: Number of evaluations since the best one, for early stopping.
         metrics_size: Size of metrics.jsonl in bytes.
-        changes: Changes by --resume_with_changes, each `name old -> new`.
+        changes: Settings changed on resume with --resume_with_changes, each as `name old -> new`.
     """
 
     step: int = 0
@@ -46,19 +48,21 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Setup:
-    """What training, evaluation and prediction share.
+    """The inputs that training, evaluation and prediction of a run share.
 
     Attributes:
-        config: The configuration.
+        config: The configuration of the run.
         accelerator: The accelerator of the run.
         data: The prepared data.
-        model_config: The model's configuration with the labels of the data.
-        class_weights: Label -> weight, in the order of the labels; empty without `class_weights`.
-        unlabelled: The rows to predict at the end. None: there are none.
-        on_step: The user's function, see `finetune`.
-        on_evaluate: The user's function, see `finetune`.
-        compute_metrics: The user's function, see `finetune`.
-        preprocess_logits_for_metrics: The user's function, see `finetune`.
+        model_config: The model's transformers configuration, with the labels of the data.
+        class_weights: Label -> its weight in the loss, in the order of the labels. Empty if classes
+            are not weighted.
+        unlabelled: The rows of `predict_file`, to predict after training. None: there are none.
+        on_step: The user's callback after each training window, see `finetune`.
+        on_evaluate: The user's callback after each evaluation, see `finetune`.
+        compute_metrics: The user's function from predictions to metrics, see `finetune`.
+        preprocess_logits_for_metrics: The user's function on logits before `compute_metrics`, see
+            `finetune`.
     """
 
     config: FinetuneConfig
@@ -74,32 +78,36 @@ class Setup:
 
     @property
     def output_dir(self) -> Path:
-        """The folder of all the run's outputs."""
+        """Return the folder of all outputs of the run."""
         return Path(self.config.output_dir)
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the named model, in which models are saved; float32 by default."""
+        """Return the dtype in which the run saves models: that of the pretrained model, float32 by
+        default.
+        """
         return self.model_config.dtype or torch.float32
 
 
 @dataclass(kw_only=True)
 class Run(Setup):
-    """The inputs of `loop.fit` and of saving. Steps are optimizer steps.
+    """The inputs of the training loop (`loop.fit`) and of saving: a `Setup` with model, optimizer
+    and data loader. Steps are optimizer steps.
 
     Attributes:
         model: The prepared model.
         optimizer: The prepared optimizer.
         scheduler: The schedule of the learning rate.
         windows: The loader of the training windows.
-        rule: What was proven about the training loss.
-        evaluate: A function (split, by default validation) -> `eval_loss` and the other metrics
-            (`test_loss`, ...).
-        max_windows: Training ends after this number of windows.
-        max_steps: Training ends after this number of steps.
+        rule: The result of the proof before training: which targets the loss averages over, and
+            which speed-ups and dropout sites the model has.
+        evaluate: Function from the name of a split (default: the validation split) to its loss and
+            metrics, such as `eval_loss` or `test_accuracy`.
+        max_windows: Number of windows after which training ends.
+        max_steps: Number of steps after which training ends.
         eval_steps: Number of steps between evaluations.
         save_steps: Number of steps between checkpoints.
-        identity: Settings that must be equal on resume.
+        identity: Settings and data that a checkpoint must agree with to be resumed.
     """
 
     model: nn.Module

@@ -1,8 +1,9 @@
-"""Experiment trackers, through Accelerate."""
+"""Experiment trackers (TensorBoard, wandb, MLflow, ...) of a run, through Accelerate."""
 
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from accelerate import Accelerator
 from accelerate.tracking import get_available_trackers
@@ -13,10 +14,13 @@ from hf_ga.recovery.files import delete
 
 
 def tracker_names(report_to: str) -> list[str]:
-    """List the trackers of the flag `report_to`, for Accelerate's `log_with`.
+    """Parse the value of the flag `report_to` into names of trackers, for Accelerate's `log_with`.
 
     Args:
-        report_to: Names separated by commas, "all" or "none".
+        report_to: Comma-separated names, "all" for all installed trackers, or "none".
+
+    Returns:
+        Names of installed trackers; an empty list for "none".
 
     Raises:
         ConfigError: If a tracker is unknown or not installed (which Accelerate ignores silently).
@@ -25,8 +29,8 @@ def tracker_names(report_to: str) -> list[str]:
     []
     """
     installed = [str(name) for name in get_available_trackers()]
-    named = [name.strip() for name in report_to.split(",")]
-    names = [name for name in named if name not in ("", "none")]
+    names = [name.strip() for name in report_to.split(",")]
+    names = [name for name in names if name not in ("", "none")]
     missing = [name for name in names if name not in ("all", *installed)]
     if missing:
         known = ", ".join(installed) or "no others"
@@ -40,46 +44,55 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def start_trackers(accelerator: Accelerator, config: FinetuneConfig, *, resumed: bool) -> None:
-    """Open the trackers with the flags of the run, on the main process. TensorBoard and wandb write
-    to `output_dir/trackers`.
+    """Start the experiment trackers of a run, which record its flags. TensorBoard and wandb write
+    to the folder `output_dir/trackers`.
+
+    If there is a `hub_token`, it is replaced by `***` in `sys.argv`, which wandb records.
 
     Args:
-        accelerator: The accelerator of the run.
+        accelerator: The accelerator of the run, created with the names of the trackers.
         config: The flags of the run.
-        resumed: Whether the run goes on from a checkpoint.
+        resumed: Whether the run resumes from a checkpoint.
 
     Raises:
-        ConfigError: If a tracker cannot start, such as wandb without a login.
+        ConfigError: If a tracker cannot start, such as wandb without a login. The folder of a new
+            run is then deleted.
     """
     folder = Path(config.output_dir) / "trackers"
-    flags = config.to_dict()
-    for flag, value in flags.items():
-        if not isinstance(value, int | float | str | bool):
-            flags[flag] = str(value)
-    name = config.run_name or folder.parent.resolve().name
-    options = {
-        "wandb": {"name": name, "dir": str(folder)},
-        "mlflow": {"run_name": name},
-        "trackio": {"name": name, "resume": "allow" if resumed else "never"},
+    run_name = config.run_name or folder.parent.resolve().name
+    tracker_options = {
+        "wandb": {"name": run_name, "dir": str(folder)},
+        "mlflow": {"run_name": run_name},
+        "trackio": {"name": run_name, "resume": "allow" if resumed else "never"},
     }
+    flags: dict[str, Any] | None = _flags_for_trackers(config)
+    if resumed and "MLFLOW_RUN_ID" in os.environ:
+        # MLflow continues that run, and raises an error if its parameters change.
+        flags = None
     if config.hub_token:
-        # wandb records the command line.
         sys.argv[:] = [argument.replace(config.hub_token, "***") for argument in sys.argv]
-    # MLflow refuses other parameters of the same run.
-    goes_on_in_mlflow = resumed and "MLFLOW_RUN_ID" in os.environ
-    # Each library has errors of its own.
+    # Each tracker raises exceptions of its own library.
     try:
         if accelerator.log_with:
             folder.mkdir(exist_ok=True)
-        accelerator.init_trackers(
-            config.project, config=None if goes_on_in_mlflow else flags, init_kwargs=options
-        )
+        accelerator.init_trackers(config.project, config=flags, init_kwargs=tracker_options)
     except Exception as error:
         if not resumed:
-            # The next run may use the output folder.
+            # Otherwise the next run would find the output folder not empty, and stop.
             delete(folder)
         reason = str(error).strip().partition("\n")[0]
         raise ConfigError(
             f"report_to {config.report_to} cannot start: {reason} Log in to it, set it up, or "
             "omit report_to."
         ) from error
+
+
+def _flags_for_trackers(config: FinetuneConfig) -> dict[str, Any]:
+    """Return the flags of a run as trackers accept them: numbers, booleans and strings as they are,
+    lists and None as strings.
+    """
+    flags = config.to_dict()
+    for name, value in flags.items():
+        if not isinstance(value, int | float | str | bool):
+            flags[name] = str(value)
+    return flags

@@ -1,5 +1,5 @@
-"""The training windows of a run: lengths for planning, the token limit of micro-batches, and the
-logged padding ratio.
+"""Load the training windows of a run: sample lengths from which micro-batches are planned, the
+token limit of micro-batches, and the padding ratio in the log.
 """
 
 from operator import itemgetter
@@ -15,48 +15,59 @@ from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.finetuning.data.data import PreparedData
 from hf_ga.finetuning.run.run import Setup
 
-# The most that are planned for the padding ratio in the log, which takes less than a second.
-NUM_WINDOWS = 100
-NUM_SAMPLES = 20_000
+# The padding ratio in the log is that of the first windows: at most so many that planning them
+# takes less than a second.
+MAX_PLANNED_WINDOWS = 100
+MAX_PLANNED_SAMPLES = 20_000
 
 
 def planned_lengths(data: PreparedData) -> np.ndarray:
-    """Return the lengths of the training samples for planning windows; of a stream, those of the
-    rows read ahead.
+    """Return the lengths of the training samples in tokens, from which windows are split into
+    micro-batches of similar lengths.
 
-    If samples have source and target texts, memory depends on both: target lengths are scaled so
-    that the longest target counts as much as the longest source. So the token limit applies to
-    sources and targets alike.
+    If samples have a source and a target text (seq2seq), memory depends on both: the length is the
+    larger one of the source's length and the target's length, which is scaled so that the longest
+    target counts as much as the longest source. So the token limit of micro-batches bounds both.
+
+    Args:
+        data: The prepared data. Of a stream, only the rows that were read ahead have lengths.
+
+    Returns:
+        The lengths, of shape (num_samples,).
     """
     train = data.splits["train"]
-    # From a list: numpy would index a column row by row.
+    # Converted to lists first: numpy would index a column of a dataset row by row.
     lengths = np.asarray(train["length"][:])
     if data.task.labels != "target":
         return lengths
-    targets = np.asarray(train["num_targets"][:])
-    # Rounded up.
-    scaled = -(-targets * lengths.max() // max(targets.max(), 1))
+    target_lengths = np.asarray(train["num_targets"][:])
+    longest_target = max(target_lengths.max(), 1)
+    # Integer division that rounds up.
+    scaled = -(-target_lengths * lengths.max() // longest_target)
     return np.maximum(lengths, scaled)
 
 
 def train_windows(setup: Setup) -> WindowLoader | StreamLoader:
-    """Return the loader of the training samples, planned by length.
+    """Build the loader of a run's training windows, which splits each window into micro-batches of
+    samples with similar lengths.
 
     Args:
-        setup: What the parts of the run share.
+        setup: The configuration, accelerator and data of the run.
+
+    Returns:
+        A `StreamLoader` if the run streams its training rows, otherwise a `WindowLoader`.
 
     Raises:
-        ConfigError: If the longest (for a stream, the longest possible) sample exceeds the token
-            limit of a micro-batch.
+        ConfigError: If the longest sample (of a stream, a sample of maximum length) exceeds the
+            token limit of a micro-batch.
         DataError: If `drop_last_window` drops all samples.
     """
     config = setup.config
-    accelerator = setup.accelerator
     data = setup.data
-    layout = config.layout(accelerator.num_processes)
-    limit = config.max_tokens_per_micro_batch
-    shared: dict[str, Any] = {
-        "accelerator": accelerator,
+    layout = config.layout(setup.accelerator.num_processes)
+    token_limit = config.max_tokens_per_micro_batch
+    common_arguments: dict[str, Any] = {
+        "accelerator": setup.accelerator,
         "per_device_batch_size": layout.micro_batch_size,
         "global_batch_size": layout.window_size,
         "seed": config.seed,
@@ -65,52 +76,53 @@ def train_windows(setup: Setup) -> WindowLoader | StreamLoader:
         "canonical_micro_batch": config.same_bits,
     }
     if data.stream is None:
-        lengths = planned_lengths(data)
         return WindowLoader(
             data.samples("train"),
             data.collate,
-            lengths=lengths,
-            max_tokens_per_micro_batch=limit,
-            **shared,
+            lengths=planned_lengths(data),
+            max_tokens_per_micro_batch=token_limit,
+            **common_arguments,
         )
-    check_limit(limit, config.sequence_length, "max_length's")
-    if not limit:
-        micro_batch_size = config.same_bits or layout.micro_batch_size
-        limit = micro_batch_size * config.sequence_length
+    # The lengths in a stream are not known yet, only their maximum.
+    check_limit(token_limit, config.sequence_length, "max_length's")
+    if not token_limit:
+        max_samples_per_forward = config.same_bits or layout.micro_batch_size
+        token_limit = max_samples_per_forward * config.sequence_length
     return StreamLoader(
         data.stream,
         data.collate,
         shuffle_buffer_size=config.shuffle_buffer_size,
         length_of=itemgetter("length"),
-        max_tokens_per_micro_batch=limit,
-        **shared,
+        max_tokens_per_micro_batch=token_limit,
+        **common_arguments,
     )
 
 
 def padding_ratio(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> float:
-    """Compute the number of tokens with padding per token without, in the first windows of the
-    first epoch, from lengths alone.
+    """Compute the padding ratio of the first training windows, (tokens + padding) / tokens, from
+    the lengths of the samples alone.
 
     Args:
-        windows: The loader of the training windows. A stream is planned as if its first rows came
-            in their own order.
-        lengths: See `planned_lengths`.
+        windows: The loader of the training windows. A stream is planned without shuffling.
+        lengths: The lengths of the training samples, see `planned_lengths`.
     """
-    size = windows.layout.window_size
+    window_size = windows.layout.window_size
     pads_to_window = windows.state.pad_to_window
-    order = np.arange(len(lengths))
-    if not isinstance(windows, StreamLoader):
+    if isinstance(windows, StreamLoader):
+        order = np.arange(len(lengths))
+    else:
         order = epoch_order(len(lengths), windows.seed, 0, windows.shuffle)
-    num_windows = max(1, min(NUM_WINDOWS, NUM_SAMPLES // size))
-    starts = range(0, len(lengths), size)
+    num_windows = max(1, min(MAX_PLANNED_WINDOWS, MAX_PLANNED_SAMPLES // window_size))
+    window_starts = range(0, len(lengths), window_size)
     num_tokens = 0
     num_padded_tokens = 0
-    for start in starts[:num_windows]:
-        chosen = lengths[order[start : start + size]]
-        widths = chosen
+    for start in window_starts[:num_windows]:
+        window_lengths = lengths[order[start : start + window_size]]
+        # The padded length of a micro-batch whose longest sample is this one.
+        padded_lengths = window_lengths
         if pads_to_window:
-            widths = np.full_like(chosen, chosen.max())
-        micro_batches = windows.splitter.plan(chosen, pads_to_window)
-        num_tokens += int(chosen.sum())
-        num_padded_tokens += padded_tokens(micro_batches, widths)
+            padded_lengths = np.full_like(window_lengths, window_lengths.max())
+        micro_batches = windows.splitter.plan(window_lengths, pads_to_window)
+        num_tokens += int(window_lengths.sum())
+        num_padded_tokens += padded_tokens(micro_batches, padded_lengths)
     return num_padded_tokens / max(num_tokens, 1)

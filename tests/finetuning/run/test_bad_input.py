@@ -189,7 +189,7 @@ CASES = {
     ),
     "weights of blocks": (
         "--block_size 16 --weight_column w",
-        ["weight_column weighs rows", "block_size cuts", "omit one"],
+        ["weight_column weights rows", "block_size splits", "omit one"],
     ),
     "no column of weights": (
         f"{CLASSIFY} --weight_column w --dataset_name {{d}}/good.jsonl",

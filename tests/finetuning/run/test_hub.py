@@ -168,5 +168,5 @@ def test_what_would_fail_after_the_run_fails_before_it(
 def test_the_card_names_what_the_hub_has():
     names = ["stdlib", "me/rows", "part-*.jsonl", "a.csv"]
     config = hf_ga.FinetuneConfig(dataset_name=names, model_name_or_path="me/tiny")
-    card = ModelCard(hub._card(config, "me/out", {"steps": 2, "data": "rows"}))
+    card = ModelCard(hub._model_card(config, "me/out", {"steps": 2, "data": "rows"}))
     assert (card.data.datasets, card.data.base_model) == (["me/rows"], "me/tiny")
