@@ -24,7 +24,7 @@ from hf_ga.finetuning.data.data import PreparedData
 from hf_ga.finetuning.data.pairs import names_of_texts
 from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.evaluation import EVALUATION_WINDOW
-from hf_ga.finetuning.run.readers import own_metrics
+from hf_ga.finetuning.run.readers import compute_user_metrics
 from hf_ga.finetuning.run.retrieval import MEASURES, retrieval_metrics, spearman
 from hf_ga.finetuning.run.run import Setup
 from hf_ga.parallel.fsdp import backend_for
@@ -191,7 +191,7 @@ def _results(setup: Setup, vectors: Vectors, split: str) -> dict[str, float]:
     if setup.compute_metrics is not None:
         arrays = tuple(v.cpu().numpy() for name, v in vectors.items() if v.dim())
         scores = batch["score"].numpy() if has_scores(data) else None
-        return own_metrics(setup, EvalPrediction(arrays, scores)) | results
+        return compute_user_metrics(setup, EvalPrediction(arrays, scores)) | results
     results |= _metrics(vectors, batch)
     size = vectors["anchor"].shape[-1]
     for dim in setup.config.matryoshka_dims or ():
