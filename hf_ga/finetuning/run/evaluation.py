@@ -237,12 +237,15 @@ def _mean_loss(loss: Loss, results: Sequence[_MicroBatchResult]) -> dict[str, fl
         `loss`, which is NaN without targets, and `num_targets`.
     """
     totals = []
+    # For each sum, then for each count, its values in all micro-batches.
     for values in zip(*(result.sums_and_counts for result in results), strict=True):
-        stacked = torch.stack(values).numpy()
-        totals.append(torch.as_tensor(np.apply_along_axis(math.fsum, 0, stacked)))
+        values_of_micro_batches = torch.stack(values).numpy()
+        total = np.apply_along_axis(math.fsum, 0, values_of_micro_batches)
+        totals.append(torch.as_tensor(total))
     num_sums = len(totals) // 2
     sums = totals[:num_sums]
     counts = totals[num_sums:]
+    # The counts of a loss with several means come first; others, such as a router's, follow.
     num_targets = float(sum(counts[: loss.num_means]))
     mean = float("nan")
     if num_targets:

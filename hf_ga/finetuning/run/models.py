@@ -128,7 +128,8 @@ def load_base_config(config: FinetuneConfig) -> PretrainedConfig | None:
 
 
 def known_labels(model_config: PretrainedConfig | None) -> list[str] | None:
-    """Return the label names in a model's configuration, in the order of their ids.
+    """Return the names of the classes that a pretrained classifier predicts, in the order of their
+    ids, from its configuration.
 
     Args:
         model_config: The configuration of a pretrained model, or None for a new model.
@@ -170,19 +171,21 @@ def complete_config(
     _set_labels(model_config, config, data)
     _check_vocabulary(model_config, config, data)
     pad_token_id = data.tokenizer.pad_token_id
-    has_embedding = pad_token_id not in new_token_ids(model_config, data.tokenizer)
-    if getattr(model_config, "pad_token_id", None) is None and has_embedding:
+    # torch.nn.Embedding refuses a padding index beyond its rows; then `_add_rows` sets it later.
+    is_in_vocabulary = pad_token_id not in new_token_ids(model_config, data.tokenizer)
+    if getattr(model_config, "pad_token_id", None) is None and is_in_vocabulary:
         model_config.pad_token_id = pad_token_id
     return model_config
 
 
 def _check_architecture(model_config: PretrainedConfig, config: FinetuneConfig) -> None:
-    """Check that the model is a decoder for causal-lm, and an encoder with a decoder for seq2seq.
+    """Check that the model's architecture can do the task: a model for causal-lm must not be an
+    encoder such as BERT, and a model for seq2seq must have an encoder and a decoder.
 
     An encoder has no causal mask, so as a causal LM it would attend to the tokens it predicts.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If it cannot.
     """
     model_type = model_config.model_type
     if config.task == "causal-lm" and _is_encoder(model_config):
@@ -199,12 +202,12 @@ def _check_architecture(model_config: PretrainedConfig, config: FinetuneConfig) 
 
 
 def _is_encoder(model_config: PretrainedConfig) -> bool:
-    """Return whether a model is an encoder such as BERT: it has a masked-LM head, and is neither an
-    encoder-decoder nor set to be a decoder.
+    """Return whether a model is an encoder such as BERT: transformers has a masked-LM head for it,
+    and it is neither an encoder-decoder nor configured as a decoder (`is_decoder`).
     """
-    if type(model_config) not in MODEL_FOR_MASKED_LM_MAPPING:
-        return False
-    return not model_config.is_encoder_decoder and not getattr(model_config, "is_decoder", False)
+    has_masked_lm_head = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING
+    is_decoder = getattr(model_config, "is_decoder", False)
+    return has_masked_lm_head and not (model_config.is_encoder_decoder or is_decoder)
 
 
 def _check_lengths(model_config: PretrainedConfig, config: FinetuneConfig) -> None:
@@ -319,18 +322,21 @@ def _check_trained_labels(
     trained_ids = [str(i) for i in range(len(trained))]
     if data.labels in (trained, trained_ids):
         return
-    unknown = ", ".join(name for name in data.labels if name not in trained)
+    name = config.model_name_or_path
+    unknown = [label for label in data.labels if label not in trained]
+    problem = f"the rows have labels that {name} was not trained on: {', '.join(unknown)}"
+    if not unknown:
+        problem = f"the rows do not have the labels that {name} was trained on"
     raise DataError(
-        f"eval_only: the rows have labels that {config.model_name_or_path} was not trained on: "
-        f"{unknown or 'fewer'}; it was trained on {', '.join(trained)}. Use its names, remove "
+        f"eval_only: {problem}; it was trained on {', '.join(trained)}. Use its names, remove "
         "other rows, or train it on them."
     )
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Let transformers log errors only within the block. Its report of new weights is pages
-    long.
+    """Within the block, let transformers log errors only: not, for example, its report of new
+    weights, which is pages long.
     """
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()

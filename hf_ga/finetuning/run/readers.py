@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from accelerate.utils import convert_to_fp32
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
@@ -41,52 +42,85 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
     Args:
         setup: The setup of the run.
         model: The prepared model, which generates texts.
-        split: The split to evaluate.
+        split: The name of the split to evaluate.
 
     Returns:
         The reader, or None if the evaluation computes the loss alone.
     """
-    data = setup.data
-
-    def read_entities(
-        outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-    ) -> tuple[list[list[str]], list[list[str]]]:
-        """Read the names of predicted and true tags of each text, the input of seqeval."""
-        names = np.asarray(data.labels)
-        predicted_ids, true_ids = read_logits(outputs, batch, micro_batch)
-        predicted_names = [names[ids].tolist() for ids in predicted_ids]
-        true_names = [names[ids].tolist() for ids in true_ids]
-        return predicted_names, true_names
-
-    def read_answers(
-        outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-    ) -> tuple[list[Span], list[list[str]]]:
-        """Read the best span of each sample of question answering, and the correct answers to its
-        question.
-        """
-        samples = [data.splits[split][int(i)] for i in micro_batch.sample_ids]
-        correct_answers = [sample["answers"] for sample in samples]
-        return read_spans(outputs, samples), correct_answers
-
-    def read_generated(
-        outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-    ) -> tuple[list[str], list[str]]:
-        """Generate a text for each source text of a seq2seq batch, and look up the target texts."""
-        targets = [data.splits[split][int(i)]["target"] for i in micro_batch.sample_ids]
-        return generated_targets(setup, model, batch), targets
-
+    task = setup.config.task
+    labels = setup.data.labels
+    dataset = setup.data.splits[split]
     if setup.compute_metrics is not None:
         return user_metrics_reader(setup, model)
-    if setup.config.task == "token-classification" and are_entities(data.labels):
-        return Reader(partial(compute, ENTITY_METRICS), read_entities)
-    if setup.config.task == "question-answering":
-        windows = data.splits[split]["window"][:]
-        return Reader(partial(answer_metrics, windows), read_answers)
+    if task == "token-classification" and are_entities(labels):
+        return Reader(partial(compute, ENTITY_METRICS), partial(_read_entities, labels))
+    if task == "question-answering":
+        windows = dataset["window"][:]
+        return Reader(partial(answer_metrics, windows), partial(_read_answers, dataset))
     if setup.config.predict_with_generate:
-        return Reader(partial(compute, TEXT_METRICS), read_generated, predicts_tokens=True)
-    if not data.task.metrics:
+        read = partial(_read_generated, setup, model, dataset)
+        return Reader(partial(compute, TEXT_METRICS), read, predicts_tokens=True)
+    if not setup.data.task.metrics:
         return None
-    return logits_reader(data.task.metrics)
+    return logits_reader(setup.data.task.metrics)
+
+
+def _read_entities(
+    labels: list[str], outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Return the predicted and the true tags of each text by their names, the input of seqeval.
+
+    Args:
+        labels: The names of the tags, in the order of their ids.
+        outputs: The outputs of a token classification model.
+        batch: The batch on the device, which is not used.
+        micro_batch: The same batch on the CPU, with its labels.
+    """
+    names = np.asarray(labels)
+    predicted_ids, true_ids = read_logits(outputs, batch, micro_batch)
+    predicted_names = [names[ids].tolist() for ids in predicted_ids]
+    true_names = [names[ids].tolist() for ids in true_ids]
+    return predicted_names, true_names
+
+
+def _read_answers(
+    dataset: Dataset, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
+) -> tuple[list[Span], list[list[str]]]:
+    """Return the best span of each sample of question answering, and the correct answers to its
+    question.
+
+    Args:
+        dataset: The tokenized split.
+        outputs: The outputs of a question answering model.
+        batch: The batch on the device, which is not used.
+        micro_batch: The same batch on the CPU, with the indices of its samples in the split.
+    """
+    samples = [dataset[int(i)] for i in micro_batch.sample_ids]
+    correct_answers = [sample["answers"] for sample in samples]
+    return read_spans(outputs, samples), correct_answers
+
+
+def _read_generated(
+    setup: Setup,
+    model: nn.Module,
+    dataset: Dataset,
+    outputs: Any,
+    batch: dict[str, Any],
+    micro_batch: MicroBatch,
+) -> tuple[list[str], list[str]]:
+    """Generate a text for each source text of a seq2seq batch, and return the generated and the
+    target texts.
+
+    Args:
+        setup: The setup of the run.
+        model: The prepared seq2seq model.
+        dataset: The tokenized split, with the target texts.
+        outputs: The outputs of the forward, which are not used.
+        batch: The batch on the device.
+        micro_batch: The same batch on the CPU, with the indices of its samples in the split.
+    """
+    targets = [dataset[int(i)]["target"] for i in micro_batch.sample_ids]
+    return generated_targets(setup, model, batch), targets
 
 
 def answer_metrics(
@@ -147,40 +181,59 @@ def user_metrics_reader(setup: Setup, model: nn.Module) -> Reader:
         setup: The setup of the run.
         model: The prepared model.
     """
+    return Reader(
+        compute=partial(_compute_user_metrics_of_split, setup),
+        read=partial(_read_for_user, setup, model),
+        predicts_tokens=not setup.data.task.metrics,
+    )
+
+
+def _read_for_user(
+    setup: Setup, model: nn.Module, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the predictions and the labels that the user's `compute_metrics` gets, after the
+    user's `preprocess_logits_for_metrics`.
+
+    Args:
+        setup: The setup of the run.
+        model: The prepared model.
+        outputs: The model's outputs.
+        batch: The batch on the device.
+        micro_batch: The same batch on the CPU.
+
+    Returns:
+        Predictions and labels, each with one entry for each sample of the micro-batch.
+    """
     ignored = ("loss", *getattr(unwrapped(model).config, "keys_to_ignore_at_inference", ()))
+    predicted = []
+    for name, value in outputs.items():
+        has_row_per_sample = isinstance(value, Tensor) and value.shape[:1] == (len(micro_batch),)
+        if has_row_per_sample and name not in ignored:
+            predicted.append(value)
+    logits = _single_or_tuple(predicted)
+    labels = _single_or_tuple([batch[name] for name in LABEL_NAMES if name in batch])
+    if setup.config.predict_with_generate:
+        logits = generated_ids(setup, model, batch)
+    if setup.preprocess_logits_for_metrics is not None:
+        logits = setup.preprocess_logits_for_metrics(logits, labels)
+    predictions = nested_numpify(convert_to_fp32(logits))
+    references = nested_numpify(labels)
+    return _split_into_samples(predictions), _split_into_samples(references)
 
-    def is_prediction(name: str, value: Any, num_samples: int) -> bool:
-        """Return whether an output of the model is passed to `compute_metrics`: a tensor with one
-        row per sample that is neither the loss nor ignored at inference.
-        """
-        if name in ignored or not isinstance(value, Tensor):
-            return False
-        return value.shape[:1] == (num_samples,)
 
-    def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[Any, Any]:
-        """Read predictions and labels of a micro-batch, with one entry for each sample, after
-        `preprocess_logits_for_metrics`.
-        """
-        num_samples = len(micro_batch)
-        predicted = [
-            value for name, value in outputs.items() if is_prediction(name, value, num_samples)
-        ]
-        logits = _single_or_tuple(predicted)
-        labels = _single_or_tuple([batch[name] for name in LABEL_NAMES if name in batch])
-        if setup.config.predict_with_generate:
-            logits = generated_ids(setup, model, batch)
-        if setup.preprocess_logits_for_metrics is not None:
-            logits = setup.preprocess_logits_for_metrics(logits, labels)
-        predictions = nested_numpify(convert_to_fp32(logits))
-        references = nested_numpify(labels)
-        return _split_into_samples(predictions), _split_into_samples(references)
+def _compute_user_metrics_of_split(
+    setup: Setup, predictions: list[Any], references: list[Any]
+) -> dict[str, float]:
+    """Join the predictions and the labels of all samples of a split to arrays, padded with -100,
+    and call the user's `compute_metrics`.
 
-    def compute_for_split(predictions: list[Any], references: list[Any]) -> dict[str, float]:
-        """Join the samples of the whole split, padded with -100, and call `compute_metrics`."""
-        prediction = EvalPrediction(_join_samples(predictions), _join_samples(references))
-        return compute_user_metrics(setup, prediction)
-
-    return Reader(compute_for_split, read, predicts_tokens=not setup.data.task.metrics)
+    Args:
+        setup: The setup of the run.
+        predictions: One entry per sample, see `_read_for_user`.
+        references: One entry per sample.
+    """
+    prediction = EvalPrediction(_join_samples(predictions), _join_samples(references))
+    return compute_user_metrics(setup, prediction)
 
 
 def compute_user_metrics(setup: Setup, prediction: EvalPrediction) -> dict[str, float]:

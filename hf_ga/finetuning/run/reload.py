@@ -291,6 +291,11 @@ def _compare_outputs(
 def _outputs_where_it_fits(setup: Setup, loaded: nn.Module, batch: Batch) -> Outputs:
     """Compute the outputs of a loaded model on the run's device, or on the CPU if the device has
     not enough memory for a second model. The loaded model stays where it was computed.
+
+    Args:
+        setup: The setup of the run.
+        loaded: The loaded model.
+        batch: The rows, on the CPU.
     """
     device = setup.accelerator.device
     # bitsandbytes has loaded a 4-bit model onto the device already.
@@ -346,6 +351,10 @@ def _compute_outputs(setup: Setup, model: nn.Module, batch: Batch, device: torch
 def relative_error(found: Outputs, expected: Outputs) -> float:
     """Return the largest relative L2 error of a model's outputs; infinity if their names, shapes or
     NaNs differ.
+
+    Args:
+        found: The outputs of the loaded model by name.
+        expected: The outputs of the trained model by name.
 
     >>> relative_error({"logits": torch.tensor([3.0, 5.0])}, {"logits": torch.tensor([3.0, 4.0])})
     0.2
