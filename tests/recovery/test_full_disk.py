@@ -34,7 +34,7 @@ CASES = {
     "manifest": (checkpoint, "write_manifest", 2, 100, "partial-checkpoint-4", "checkpoint-2"),
     "latest": (checkpoint, "set_latest", 2, 10, "", "checkpoint-2"),
     "first checkpoint": (checkpoint, "save_shards", 1, 1_000, "partial-checkpoint-2/shards", None),
-    "best model": (outputs, "_save", 2, 1_000, "best", "checkpoint-2"),
+    "best model": (outputs, "_save_in_original_dtype", 2, 1_000, "best", "checkpoint-2"),
     "metrics": (report.MetricsFile, "write", 3, 500, "metrics.jsonl", "checkpoint-2"),
     "last model": (outputs, "save_last", 1, 1_000, "model.safetensors", "checkpoint-4"),
     "plot": (outputs, "plot_curves", 1, 1_000, "curves.png", "checkpoint-4"),

@@ -1,5 +1,5 @@
-"""Training a part of a model: parameters frozen by name, LoRA adapters through PEFT (extra
-`peft`).
+"""Train only a part of a model: freeze parameters by name, or add LoRA adapters with PEFT (extra
+`peft`), save them, and merge them into the model.
 """
 
 import difflib
@@ -20,18 +20,21 @@ from hf_ga.finetuning.run.config import FinetuneConfig
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:
-    """Freeze all parameters whose names match a pattern (`*`, `?`, `[0-3]`; a module's name
-    includes all its parameters).
+    """Freeze all parameters whose names match a pattern: set their `requires_grad` to False.
+
+    Args:
+        model: The model.
+        patterns: Names of parameters or modules, with the wildcards `*`, `?` and `[0-3]`. The name
+            of a module freezes all its parameters.
 
     Raises:
-        ConfigError: a pattern matches no parameter, or no parameter remains trainable.
+        ConfigError: If a pattern matches no parameter, or no parameter remains trainable.
 
     Example:
         freeze(model, ["bert.embeddings", "bert.encoder.layer.[0-2].*"])
     """
-    names = [
-        name for name, _ in model.named_parameters(remove_duplicate=False)
-    ]  # all names of a shared parameter
+    # A tied parameter with all of its names.
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
     for pattern in patterns:
         matched = [
             name
@@ -39,11 +42,13 @@ def freeze(model: nn.Module, patterns: list[str]) -> None:
             if fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
         ]
         if not matched:
-            near = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
-            raise ConfigError(f"freeze: no parameter is named {pattern!r}; the nearest is {near}.")
+            nearest = difflib.get_close_matches(pattern, names, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"freeze: no parameter is named {pattern!r}; the nearest is {nearest}."
+            )
         for name in matched:
             model.get_parameter(name).requires_grad = False
-    if not any(p.requires_grad for p in model.parameters()):
+    if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
             f"freeze {' '.join(patterns)} freezes all {len(names)} parameters: leave some to train."
         )
@@ -56,72 +61,84 @@ def add_adapters(
     new_weights: Sequence[str] = (),
     new_tokens: Sequence[int] = (),
 ) -> nn.Module:
-    """A `peft.PeftModel` around the model: adapters in float32, heads fully trained, the rest
-    frozen.
+    """Add new LoRA adapters to a model (`lora_r`), or load existing ones to train them further
+    (`adapter_name_or_path`).
+
+    The model's own weights are frozen, except modules without any pretrained weights, such as a new
+    head, and the embeddings of new tokens. All trainable parameters are converted to float32.
 
     Args:
-        task_type: a `peft.TaskType`, or None for heads without one.
-        new_weights: names of parameters missing from the checkpoint: their modules are fully
-            trained too.
-        new_tokens: ids of tokens whose rows in the embeddings are new: these rows are trained too.
+        model: The model with pretrained weights.
+        config: The configuration of the run.
+        task_type: The `peft.TaskType` of the task, or None if PEFT has none for it.
+        new_weights: Names of parameters that the pretrained checkpoint lacks.
+        new_tokens: Ids of tokens whose rows in the token embeddings are new.
+
+    Returns:
+        The model in a `peft.PeftModel`.
 
     Raises:
-        ConfigError: no layer has the names in `lora_target_modules`, `adapter_name_or_path` cannot
-            be loaded, or new rows cannot be trained.
+        ConfigError: If no layer has the names in `lora_target_modules`, `adapter_name_or_path`
+            cannot be loaded, or the rows of new tokens cannot be trained.
     """
     import peft
 
-    rows = _rows_to_train(model, config, new_tokens) if config.lora_r is not None else {}
+    token_indices: dict[str, list[int]] = {}
+    if config.lora_r is not None:
+        token_indices = _trainable_token_indices(model, config, new_tokens)
     try:
         with _quiet_peft():
             if config.adapter_name_or_path is not None:
-                adapted = peft.PeftModel.from_pretrained(
+                peft_model = peft.PeftModel.from_pretrained(
                     model, config.adapter_name_or_path, is_trainable=True
                 )
             else:
-                settings = peft.LoraConfig(
+                modules_to_save = _modules_without_pretrained_weights(model, new_weights)
+                modules_to_save += config.lora_modules_to_save or ()
+                lora_config = peft.LoraConfig(
                     r=config.lora_r,
                     lora_alpha=config.lora_alpha or 2 * config.lora_r,
                     lora_dropout=config.lora_dropout,
                     target_modules=config.lora_target_modules or "all-linear",
-                    modules_to_save=[
-                        *_new_modules(model, new_weights),
-                        *(config.lora_modules_to_save or ()),
-                    ]
-                    or None,
-                    trainable_token_indices=rows or None,
+                    modules_to_save=modules_to_save or None,
+                    trainable_token_indices=token_indices or None,
                     use_dora=config.use_dora,
                     task_type=task_type,
                 )
-                adapted = peft.get_peft_model(model, settings)
+                peft_model = peft.get_peft_model(model, lora_config)
     except (OSError, ValueError, RuntimeError) as error:
-        what = (
-            "LoRA cannot be added"
-            if config.lora_r is not None
-            else f"cannot load the adapter {config.adapter_name_or_path!r}"
-        )
-        raise ConfigError(f"{what}: {str(error).splitlines()[0]}") from error
-    for parameter in adapted.parameters():
-        if parameter.requires_grad:  # heads of a half-precision model
+        problem = "LoRA cannot be added"
+        if config.lora_r is None:
+            problem = f"cannot load the adapter {config.adapter_name_or_path!r}"
+        raise ConfigError(f"{problem}: {str(error).splitlines()[0]}") from error
+    for parameter in peft_model.parameters():
+        if parameter.requires_grad:
+            # A head that PEFT trains in full has the dtype of the model, which may be bf16.
             parameter.data = parameter.data.float()
-    _check_trained(adapted, config, new_tokens)
-    keep_4_bit_layout(adapted)
-    return adapted
+    _check_trainable(peft_model, config, new_tokens)
+    keep_4_bit_layout(peft_model)
+    return peft_model
 
 
-def _check_trained(adapted: Any, config: FinetuneConfig, new_tokens: Sequence[int]) -> None:
-    """Check that each parameter would be updated once, and all new rows of the embedding.
+def _check_trainable(peft_model: Any, config: FinetuneConfig, new_tokens: Sequence[int]) -> None:
+    """Check that no two trainable parameters of a PEFT model share memory, so that an optimizer
+    step updates each once, and that the embeddings of all new tokens are trained.
+
+    Args:
+        peft_model: The `peft.PeftModel`.
+        config: The configuration of the run, for the error message.
+        new_tokens: Ids of tokens whose rows in the token embeddings are new.
 
     Raises:
-        ConfigError: See `add_adapters`.
+        ConfigError: If not.
     """
-    if getattr(adapted.peft_config["default"], "target_modules_to_tie", None):
+    if getattr(peft_model.peft_config["default"], "target_modules_to_tie", None):
         raise ConfigError(
             f"the adapter {config.adapter_name_or_path!r} has ensure_weight_tying: the matrices of "
             "its tied layers share memory, so that each update would be made twice. Train a new "
             "adapter with lora_r."
         )
-    if new_tokens and not _trains_rows(adapted, new_tokens):
+    if new_tokens and not _trains_embeddings_of(peft_model, new_tokens):
         raise ConfigError(
             f"the adapter {config.adapter_name_or_path!r} does not train the rows of the "
             f"{len(new_tokens)} new tokens: train a new one with lora_r, or omit "
@@ -131,53 +148,72 @@ def _check_trained(adapted: Any, config: FinetuneConfig, new_tokens: Sequence[in
 
 @contextmanager
 def _quiet_peft() -> Iterator[None]:
-    """Without PEFT's warnings about what is right here."""
+    """Suppress those warnings of PEFT within the block that do not apply here."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fan_in_fan_out")  # GPT-2's Conv1D, which PEFT handles
-        # See `merge_adapters`.
+        # PEFT sets fan_in_fan_out itself for GPT-2's Conv1D, and warns.
+        warnings.filterwarnings("ignore", "fan_in_fan_out")
+        # `merge_adapters` merges adapters of tied weights correctly.
         warnings.filterwarnings("ignore", "Model (has|with) `tie_word_embeddings")
         warnings.filterwarnings("ignore", "Input and output embeddings are no longer tied")
+        # With `save_embedding_layers="auto"`, PEFT warns when it saves embeddings.
         warnings.filterwarnings("ignore", "Setting `save_embedding_layers`")
-        warnings.simplefilter("ignore", FutureWarning)  # about transformers
+        # PEFT's FutureWarnings are about future versions of transformers.
+        warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
 def keep_4_bit_layout(model: nn.Module) -> None:
-    """Keep bitsandbytes from packing 4-bit weights for bf16 products in evaluations, as it does on
-    some CPUs.
+    """Prevent bitsandbytes from repacking 4-bit weights in evaluation mode, as it does for bf16 on
+    CPUs with AVX512. No-op for a model without 4-bit layers.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
-def _rows_to_train(
+def _trainable_token_indices(
     model: PreTrainedModel, config: FinetuneConfig, new_tokens: Sequence[int]
 ) -> dict[str, list[int]]:
-    """PEFT's `trainable_token_indices`: new rows by the name of their embedding. None where the
-    whole embedding is trained.
+    """Return `trainable_token_indices` for PEFT's LoraConfig: it trains only the rows of new tokens
+    in the input and output embeddings.
+
+    Args:
+        model: The model without adapters.
+        config: The configuration of the run.
+        new_tokens: Ids of tokens whose rows in the embeddings are new.
+
+    Returns:
+        Name of an embedding module -> ids of the new tokens. Empty if there are none, or if
+        `lora_modules_to_save` trains all embeddings in full.
 
     Raises:
-        ConfigError: PEFT cannot train these rows alone.
+        ConfigError: If PEFT cannot train these rows alone: an embedding is in
+            `lora_target_modules`, only one is in `lora_modules_to_save`, or the output layer has a
+            bias.
     """
     if not new_tokens:
         return {}
     embeddings = [model.get_input_embeddings(), model.get_output_embeddings()]
-    names = [name for name, module in model.named_modules() if any(module is e for e in embeddings)]
-    adapted = [name for name in names if _is_named(name, config.lora_target_modules)]
-    if adapted:
+    names = [
+        name
+        for name, module in model.named_modules()
+        if any(module is embedding for embedding in embeddings)
+    ]
+    with_lora = [name for name in names if _has_name(name, config.lora_target_modules)]
+    if with_lora:
         raise ConfigError(
-            f"resize_token_embeddings trains the new rows of {adapted[0]} themselves, but "
+            f"resize_token_embeddings trains the new rows of {with_lora[0]} themselves, but "
             "lora_target_modules names it: remove it there, or train it in full with "
             f"--lora_modules_to_save {' '.join(names)}."
         )
-    whole = [name for name in names if _is_named(name, config.lora_modules_to_save)]
-    if whole == names:
+    trained_in_full = [name for name in names if _has_name(name, config.lora_modules_to_save)]
+    if trained_in_full == names:
         return {}
-    if whole:
+    if trained_in_full:
         raise ConfigError(
-            f"lora_modules_to_save trains {whole[0]} in full, but not the other embedding with new "
-            f"rows: use --lora_modules_to_save {' '.join(names)}, or name neither."
+            f"lora_modules_to_save trains {trained_in_full[0]} in full, but not the other "
+            f"embedding with new rows: use --lora_modules_to_save {' '.join(names)}, or name "
+            "neither."
         )
     if getattr(embeddings[1], "bias", None) is not None:
         raise ConfigError(
@@ -187,92 +223,108 @@ def _rows_to_train(
     return {name: list(new_tokens) for name in names}
 
 
-def _is_named(module: str, names: Sequence[str] | None) -> bool:
-    """Whether PEFT would choose a module by one of the names."""
-    return any(module == name or module.endswith(f".{name}") for name in names or ())
+def _has_name(module_name: str, names: Sequence[str] | None) -> bool:
+    """Return whether PEFT selects a module by one of the names in `target_modules` or
+    `modules_to_save`: the full name of the module, or the end of it after a dot.
+    """
+    return any(module_name == name or module_name.endswith(f".{name}") for name in names or ())
 
 
-def _trains_rows(model: nn.Module, token_ids: Sequence[int]) -> bool:
-    """Whether the adapters train the rows of these tokens in the input embedding."""
+def _trains_embeddings_of(peft_model: nn.Module, token_ids: Sequence[int]) -> bool:
+    """Return whether a PEFT model trains the rows of these tokens in its input embeddings: only
+    their rows, or the embeddings in full.
+    """
     from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 
-    embedding = model.get_base_model().get_input_embeddings()
+    embedding = peft_model.get_base_model().get_input_embeddings()
     if isinstance(embedding, TrainableTokensWrapper):
         return set(token_ids) <= set(embedding.token_adapter.token_indices["default"])
     return isinstance(embedding, ModulesToSaveWrapper)
 
 
-def _new_modules(model: nn.Module, new_weights: Sequence[str]) -> list[str]:
-    """The largest modules with only new parameters."""
-    new = set(new_weights)
-    is_new = {
-        name: {f"{name}.{p}" for p, _ in module.named_parameters()}
-        for name, module in model.named_modules()
-        if name
-    }
-    whole = [name for name, names in is_new.items() if names and names <= new]
-    return [name for name in whole if name.rpartition(".")[0] not in whole]
+def _modules_without_pretrained_weights(model: nn.Module, new_weights: Sequence[str]) -> list[str]:
+    """Return the names of the modules all of whose parameters are new, such as a new head. A module
+    within another one of them is omitted.
+
+    Args:
+        model: The model.
+        new_weights: Names of parameters that the pretrained checkpoint lacks.
+    """
+    new_parameters = set(new_weights)
+    new_modules = []
+    for module_name, module in model.named_modules():
+        parameters = {f"{module_name}.{name}" for name, _ in module.named_parameters()}
+        if module_name and parameters and parameters <= new_parameters:
+            new_modules.append(module_name)
+    return [name for name in new_modules if name.rpartition(".")[0] not in new_modules]
 
 
 def save_adapter(
     folder: Path, model: nn.Module, weights: dict[str, Tensor], config: FinetuneConfig
 ) -> None:
-    """Save the adapters, and what is trained beside them.
+    """Save the LoRA adapters of a model, and its other trained parts (a new head, embeddings of new
+    tokens), for `PeftModel.from_pretrained`.
 
     Args:
-        folder: An existing one.
-        model: The trained model.
-        weights: Its full `state_dict()`.
-        config: Of the run.
+        folder: An existing folder.
+        model: The trained PEFT model, which may be wrapped.
+        weights: Its full state dict.
+        config: The configuration of the run.
     """
-    plain: Any = unwrapped(model)
-    # Frozen embeddings are those of the base, unless a loaded adapter brought its own.
-    embeddings = False if config.adapter_name_or_path is None else "auto"
+    peft_model: Any = unwrapped(model)
+    # Frozen embeddings are those of the base model, unless a loaded adapter has its own: then PEFT
+    # decides.
+    save_embedding_layers = False if config.adapter_name_or_path is None else "auto"
     with _quiet_peft():
-        plain.save_pretrained(folder, state_dict=weights, save_embedding_layers=embeddings)
+        peft_model.save_pretrained(
+            folder, state_dict=weights, save_embedding_layers=save_embedding_layers
+        )
 
 
-def merge_adapters(model: nn.Module) -> PreTrainedModel:
-    """Merge the adapters into the weights in place, and return the model within PEFT's wrapper.
+def merge_adapters(peft_model: nn.Module) -> PreTrainedModel:
+    """Merge LoRA adapters into the weights of their base model in place, and return this model
+    without PEFT's wrapper.
 
-    PEFT adds an adapter's product to a weight in place. A tied weight has several modules, of which
-    only some have the adapter, so each module gets a copy of its own first. If the copies are still
-    equal after merging, they are tied again; otherwise the model is saved untied.
+    PEFT adds an adapter's product to a weight in place. A tied weight belongs to several modules,
+    of which only some may have an adapter, so each module first gets its own copy. If the copies
+    are equal after merging, they are tied again; otherwise the model stays untied.
 
     Args:
-        model: A PEFT model, neither sharded nor in 4 bits.
+        peft_model: A PEFT model, neither sharded nor in 4 bits.
     """
-    plain: Any = model.get_base_model()
-    was_tied = getattr(plain.config, "tie_word_embeddings", False)
-    _untie(plain)
+    base_model: Any = peft_model.get_base_model()
+    was_tied = getattr(base_model.config, "tie_word_embeddings", False)
+    _untie(base_model)
     with _quiet_peft():
-        plain = model.merge_and_unload(safe_merge=True)
+        base_model = peft_model.merge_and_unload(safe_merge=True)
     if not was_tied:
-        return plain
+        return base_model
     copies = [
-        (plain.get_parameter(name), plain.get_parameter(source))
-        for name, source in plain.all_tied_weights_keys.items()
+        (base_model.get_parameter(name), base_model.get_parameter(source))
+        for name, source in base_model.all_tied_weights_keys.items()
     ]
     if all(torch.equal(copy, weight) for copy, weight in copies):
-        plain.config.tie_word_embeddings = True
-        plain.tie_weights()
+        base_model.config.tie_word_embeddings = True
+        base_model.tie_weights()
     else:
-        plain.config.tie_word_embeddings = False
-        plain.all_tied_weights_keys = {}
-    return plain
+        base_model.config.tie_word_embeddings = False
+        base_model.all_tied_weights_keys = {}
+    return base_model
 
 
 def _untie(model: nn.Module) -> None:
-    """Give every module its own copy of a shared parameter."""
-    seen = set()
+    """Replace a parameter that several modules share by a copy in all of them but the first."""
+    parameters = set()
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
-            if parameter in seen:
+            if parameter in parameters:
                 copy = nn.Parameter(parameter.detach().clone(), parameter.requires_grad)
                 setattr(module, name, copy)
-            seen.add(parameter)
+            parameters.add(parameter)
 
 
 def is_lora(model: nn.Module) -> bool:
-    """Whether the model is a PEFT model."""
+    """Return whether a model, which may be wrapped by DDP or FSDP, is a PEFT model with LoRA
+    adapters.
+    """
     return hasattr(unwrapped(model), "merge_and_unload")

@@ -1,5 +1,5 @@
-"""`--task embedding`: the loss of a window by the flags and the columns, and the evaluation of all
-vectors of a split.
+"""`--task embedding`: choose the loss of text embeddings by the flags and the columns of the rows,
+and evaluate the embeddings of a split.
 """
 
 from collections.abc import Iterator
@@ -31,26 +31,29 @@ from hf_ga.finetuning.data.data import PreparedData
 from hf_ga.finetuning.data.pairs import names_of_texts
 from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.evaluation import EVALUATION_WINDOW
-from hf_ga.finetuning.run.readers import own_metrics
+from hf_ga.finetuning.run.readers import compute_user_metrics
 from hf_ga.finetuning.run.retrieval import MEASURES, retrieval_metrics, spearman
 from hf_ga.finetuning.run.run import Setup
 from hf_ga.parallel.fsdp import backend_for
 from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
 
-# Column -> vectors of all samples of a split; also `log_temperature`.
+# Column of texts, such as `anchor` -> their vectors, shape (samples, dim). A learned temperature is
+# in it as `log_temperature`, shape ().
 Vectors = dict[str, Tensor]
-# Indices of samples in the split, and their outputs.
-Share = tuple[np.ndarray, Vectors]
+# The indices of a micro-batch's samples in the split, and their vectors.
+MicroBatchVectors = tuple[np.ndarray, Vectors]
 
 
 def has_scores(data: PreparedData) -> bool:
-    """Whether the rows are pairs with a score; else an anchor and its positive."""
+    """Return whether the rows of `--task embedding` are pairs of texts with a similarity score. If
+    not, they are anchors with their positives.
+    """
     return "label" in data.columns
 
 
 def window_loss(config: FinetuneConfig, data: PreparedData) -> WindowLoss:
-    """Return the loss of a window: CoSENT for pairs with a score, InfoNCE for others; summed over
-    `matryoshka_dims`.
+    """Return the loss of `--task embedding`: CoSENT for pairs with a score, otherwise InfoNCE. With
+    `matryoshka_dims`, it is the sum of this loss over vectors truncated to these sizes.
     """
     temperature = config.initial_temperature
     loss: WindowLoss = InfoNCE(temperature, symmetric=config.symmetric_loss)
@@ -62,14 +65,15 @@ def window_loss(config: FinetuneConfig, data: PreparedData) -> WindowLoss:
 
 
 def check_embedding(setup: Setup) -> None:
-    """Check that flags, columns and model fit.
+    """Check that flags, rows and model of `--task embedding` fit each other.
 
     Args:
-        setup: What the parts of the run share.
+        setup: The setup of the run.
 
     Raises:
-        ConfigError: If a flag or a metric is for the other kind of rows, a size is beyond that of
-            the model's vectors, the model is an encoder-decoder, or a function is for logits.
+        ConfigError: If a flag or a metric needs the other kind of rows (pairs with a score, or
+            anchors with positives), one of `matryoshka_dims` is larger than the model's vectors,
+            the model is an encoder-decoder, or the user passes `preprocess_logits_for_metrics`.
     """
     config = setup.config
     model_config = setup.model_config
@@ -83,41 +87,46 @@ def check_embedding(setup: Setup) -> None:
             f"embeddings need an encoder or a decoder, but {model_config.model_type} has both: use "
             "another model."
         )
-    size = model_config.get_text_config().hidden_size
-    too_large = [dim for dim in config.matryoshka_dims or () if dim > size]
+    hidden_size = model_config.get_text_config().hidden_size
+    too_large = [dim for dim in config.matryoshka_dims or () if dim > hidden_size]
     if too_large:
         raise ConfigError(
-            f"matryoshka_dims {too_large[0]} is beyond the {size} numbers of the model's vectors: "
-            f"use at most {size}."
+            f"matryoshka_dims {too_large[0]} is beyond the {hidden_size} numbers of the model's "
+            f"vectors: use at most {hidden_size}."
         )
-    scored = has_scores(setup.data)
-    for name in ("learn_temperature", "symmetric_loss"):
-        if scored and getattr(config, name):
+    are_scored = has_scores(setup.data)
+    for flag in ("learn_temperature", "symmetric_loss"):
+        if are_scored and getattr(config, flag):
             raise ConfigError(
-                f"{name} is for anchors with positives, but the rows are pairs with a score (the "
+                f"{flag} is for anchors with positives, but the rows are pairs with a score (the "
                 f"column {setup.data.columns['label']!r}): omit it."
             )
-    _check_metric(config.metric_for_best_model, scored)
+    _check_metric(config.metric_for_best_model, are_scored)
 
 
-def _check_metric(metric: str, scored: bool) -> None:
-    """Raise ConfigError if the rows do not have what a metric needs.
+def _check_metric(metric: str, are_scored: bool) -> None:
+    """Check that the metric that chooses the best model can be computed from the rows of
+    `--task embedding`: Spearman's correlation needs scores, retrieval needs positives.
 
     Args:
-        metric: `metric_for_best_model`.
-        scored: Whether the rows are pairs with a score.
+        metric: The flag `metric_for_best_model`.
+        are_scored: Whether the rows are pairs with a score.
+
+    Raises:
+        ConfigError: If it cannot.
     """
-    if scored:
-        kind = "pairs with a score"
-        known = "spearman"
-        is_known = metric not in MEASURES
+    if are_scored:
+        rows = "pairs with a score"
+        possible = "spearman"
+        is_possible = metric not in MEASURES
     else:
-        kind = "anchors with positives"
-        known = ", ".join(MEASURES)
-        is_known = metric != "spearman"
-    if not is_known:
+        rows = "anchors with positives"
+        possible = ", ".join(MEASURES)
+        is_possible = metric != "spearman"
+    if not is_possible:
         raise ConfigError(
-            f"metric_for_best_model {metric} cannot be computed from {kind}: use loss or {known}."
+            f"metric_for_best_model {metric} cannot be computed from {rows}: use loss or "
+            f"{possible}."
         )
 
 
@@ -125,120 +134,157 @@ def _check_metric(metric: str, scored: bool) -> None:
 def evaluate_embeddings(
     setup: Setup, model: nn.Module, windows: WindowLoader, rule: Rule, split: str
 ) -> dict[str, float]:
-    """Compute loss and metrics of a split in evaluation mode. All ranks must call it; all return
-    the same numbers.
+    """Compute loss and metrics of a model's text embeddings on a split.
 
-    The loss is the mean over groups of 256 consecutive samples (`EVALUATION_WINDOW`), which
-    compares each anchor with the positives of its group. The metrics search the whole split.
+    All ranks must call it, and all return the same numbers. The model is in evaluation mode
+    meanwhile; the modes of its modules are restored.
+
+    The loss is the mean over groups of 256 consecutive samples (`EVALUATION_WINDOW`): each anchor
+    is compared with the positives and negatives of its group. The metrics search the whole split.
 
     Args:
-        setup: What the parts of the run share.
+        setup: The setup of the run.
         model: The prepared model.
-        windows: The windows of the split, see `evaluation_windows`.
-        rule: What was proven about the model.
-        split: The split to evaluate.
+        windows: The loader of the split, see `evaluation_windows`.
+        rule: The result of the proof for the model and its loss.
+        split: The name of the split.
 
     Returns:
-        `loss`, `num_targets` and the metrics; for shorter vectors of `matryoshka_dims` also
+        `loss`, `num_targets` (the number of samples) and the metrics; for each of `matryoshka_dims`
+        that is smaller than the model's vectors, also a metric of truncated vectors, such as
         `ndcg_at_10_dim_64` or `spearman_dim_64`.
     """
     windows.set_epoch(0)
-    without_dropout = replace(rule, dropout=Hook(), speed_ups=())
-    engine = Engine(backend_for(setup.accelerator), model, without_dropout)
+    rule_without_dropout = replace(rule, dropout=Hook(), speed_ups=())
+    engine = Engine(backend_for(setup.accelerator), model, rule_without_dropout)
+    local_vectors: list[MicroBatchVectors] = []
     with restored_modes(model):
         model.eval()
-        shares = [share for window in windows for share in _shares(engine, window)]
-    shares = gather_object(shares)
+        for window in windows:
+            local_vectors += _embed_micro_batches(engine, window)
+    gathered = gather_object(local_vectors)
     results: dict[str, float] = {}
     with raise_on_all_ranks(setup.accelerator):
         if setup.accelerator.is_main_process:
-            results = _results(setup, _in_order(shares), split)
+            results = _compute_results(setup, _join_vectors(gathered), split)
     return broadcast_from_main(setup.accelerator, results)
 
 
-def _shares(engine: Engine, window: Window) -> Iterator[Share]:
-    """Yield the outputs of this rank's micro-batches, on the host. Under FSDP, where forwards are
-    collectives, all ranks run equally many.
+def _embed_micro_batches(engine: Engine, window: Window) -> Iterator[MicroBatchVectors]:
+    """Run the forwards of this rank's micro-batches of a window, and yield the vectors of each in
+    float32 on the CPU.
+
+    Under FSDP, where forwards are collectives, ranks with fewer micro-batches run more forwards
+    with weight 0; these yield nothing.
     """
     engine.begin(window, training=False, skip_empty=False)
     for index in range(len(engine.calls)):
         with engine.scope(), engine.micro_batch(index) as batch:
             outputs = engine.forward(batch)
-        if engine.call.weight:
-            on_host = {name: value.float().cpu() for name, value in outputs.items()}
-            yield engine.call.micro_batch.sample_ids, on_host
+        if engine.call.weight > 0:
+            vectors = {name: value.float().cpu() for name, value in outputs.items()}
+            yield engine.call.micro_batch.sample_ids, vectors
 
 
-def _in_order(shares: list[Share]) -> Vectors:
-    """Join the outputs of all samples in the order of the split."""
-    sample_ids = np.concatenate([ids for ids, _ in shares])
+def _join_vectors(micro_batches: list[MicroBatchVectors]) -> Vectors:
+    """Concatenate the vectors of all micro-batches, and sort them in the order of the split."""
+    sample_ids = np.concatenate([ids for ids, _ in micro_batches])
     order = torch.from_numpy(np.argsort(sample_ids))
-    _, first_outputs = shares[0]
+    _, first_vectors = micro_batches[0]
     joined = {}
-    for name, value in first_outputs.items():
-        if value.dim():
-            joined[name] = torch.cat([outputs[name] for _, outputs in shares])[order]
+    for name, value in first_vectors.items():
+        if value.dim() > 0:
+            joined[name] = torch.cat([vectors[name] for _, vectors in micro_batches])[order]
         else:
             # The learned temperature, which is the same in all micro-batches.
             joined[name] = value
     return joined
 
 
-def _results(setup: Setup, vectors: Vectors, split: str) -> dict[str, float]:
-    """Compute loss and metrics of the vectors of a split, see `evaluate_embeddings`."""
+def _compute_results(setup: Setup, vectors: Vectors, split: str) -> dict[str, float]:
+    """Compute loss and metrics from the text embeddings of a split: the task's metrics, or the
+    user's `compute_metrics` instead. See `evaluate_embeddings`.
+
+    Args:
+        setup: The setup of the run.
+        vectors: The vectors of all samples, in the order of the split, on the CPU.
+        split: The name of the split.
+    """
     data = setup.data
     dataset = data.splits[split]
     vectors = {name: value.to(setup.accelerator.device) for name, value in vectors.items()}
-    ids = torch.tensor(dataset["text_ids"][:])
-    batch = {f"text_id_{name}": ids[:, i] for i, name in enumerate(names_of_texts(ids.shape[1]))}
+    text_ids = torch.tensor(dataset["text_ids"][:])
+    batch: dict[str, Tensor] = {}
+    for index, name in enumerate(names_of_texts(text_ids.shape[1])):
+        batch[f"text_id_{name}"] = text_ids[:, index]
     if has_scores(data):
         batch["score"] = torch.tensor(dataset["label"][:], dtype=torch.float32)
     loss = _mean_loss(window_loss(setup.config, data), vectors, batch)
     results = {"loss": loss, "num_targets": float(len(dataset))}
     if setup.compute_metrics is not None:
-        arrays = tuple(v.cpu().numpy() for name, v in vectors.items() if v.dim())
+        # The learned temperature is a scalar and is not passed on.
+        arrays = tuple(value.cpu().numpy() for value in vectors.values() if value.dim() > 0)
         scores = batch["score"].numpy() if has_scores(data) else None
-        return own_metrics(setup, EvalPrediction(arrays, scores)) | results
-    results |= _metrics(vectors, batch)
-    size = vectors["anchor"].shape[-1]
+        return compute_user_metrics(setup, EvalPrediction(arrays, scores)) | results
+    results |= _compute_metrics(vectors, batch)
+    main_metric = "spearman" if has_scores(data) else "ndcg_at_10"
+    full_dim = vectors["anchor"].shape[-1]
     for dim in setup.config.matryoshka_dims or ():
-        if dim < size:
-            found = _metrics(truncate_embeddings(vectors, dim), batch)
-            main = "spearman" if has_scores(data) else "ndcg_at_10"
-            results[f"{main}_dim_{dim}"] = found[main]
+        if dim < full_dim:
+            metrics = _compute_metrics(truncate_embeddings(vectors, dim), batch)
+            results[f"{main_metric}_dim_{dim}"] = metrics[main_metric]
     return results
 
 
 def _mean_loss(loss: WindowLoss, vectors: Vectors, batch: dict[str, Tensor]) -> float:
-    """Average the losses of groups of consecutive samples, weighted by their number of samples."""
+    """Compute the loss of text embeddings for groups of 256 consecutive samples of a split, and
+    return the mean, weighted by the number of samples in a group.
+
+    Args:
+        loss: A function (vectors, batch) -> mean loss of a group.
+        vectors: The vectors of all samples.
+        batch: The text ids and, for pairs with a score, the scores of all samples, on the CPU.
+    """
     device = vectors["anchor"].device
     num_samples = len(vectors["anchor"])
     total = 0.0
     for start in range(0, num_samples, EVALUATION_WINDOW):
-        own = slice(start, start + EVALUATION_WINDOW)
-        outputs = {name: value[own] if value.dim() else value for name, value in vectors.items()}
-        of_group = {name: value[own].to(device) for name, value in batch.items()}
-        total += float(loss(outputs, of_group)) * len(outputs["anchor"])
+        group = slice(start, start + EVALUATION_WINDOW)
+        group_vectors = {
+            # A learned temperature is a scalar.
+            name: value[group] if value.dim() > 0 else value
+            for name, value in vectors.items()
+        }
+        group_batch = {name: value[group].to(device) for name, value in batch.items()}
+        total += float(loss(group_vectors, group_batch)) * len(group_vectors["anchor"])
     return total / num_samples
 
 
-def _metrics(vectors: Vectors, batch: dict[str, Tensor]) -> dict[str, float]:
-    """Compute the metrics of a split: rank correlation of pairs with a score, or retrieval."""
-    units = {name: unit_vectors(value) for name, value in vectors.items() if value.dim()}
+def _compute_metrics(vectors: Vectors, batch: dict[str, Tensor]) -> dict[str, float]:
+    """Compute the metrics of the text embeddings of a split: Spearman's correlation for pairs with
+    a score, otherwise retrieval metrics.
+
+    Args:
+        vectors: The vectors of all samples.
+        batch: The text ids and, for pairs with a score, the scores of all samples, on the CPU.
+    """
+    units = {name: unit_vectors(value) for name, value in vectors.items() if value.dim() > 0}
     if "score" in batch:
         return {"spearman": spearman(units["anchor"], units["positive"], batch["score"])}
-    candidates = [name for name in units if name != "anchor"]
+    document_columns = [name for name in units if name != "anchor"]
     return retrieval_metrics(
-        units["anchor"],
-        torch.cat([units[name] for name in candidates]),
-        batch["text_id_anchor"],
-        torch.cat([batch[f"text_id_{name}"] for name in candidates]),
+        queries=units["anchor"],
+        documents=torch.cat([units[name] for name in document_columns]),
+        query_ids=batch["text_id_anchor"],
+        document_ids=torch.cat([batch[f"text_id_{name}"] for name in document_columns]),
     )
 
 
 def learned_temperature(weights: dict[str, Tensor]) -> float | None:
-    """Return the temperature among a model's weights; None if it is not learned."""
-    found = weights.get(LOG_TEMPERATURE)
-    if found is None:
+    """Return the temperature of the embedding loss from a model's state dict, or None if the model
+    has no learned temperature.
+    """
+    log_temperature = weights.get(LOG_TEMPERATURE)
+    if log_temperature is None:
         return None
-    return float(found.float().exp())
+    return float(log_temperature.float().exp())

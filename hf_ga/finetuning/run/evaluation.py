@@ -1,11 +1,12 @@
-"""Token-weighted loss and metrics over a whole split: the same numbers for every layout.
+"""Evaluate a split: the mean loss over all targets, and metrics. The results do not depend on the
+batch size or the number of processes.
 
-The terms of all micro-batches are gathered on every process, sorted by sample, and then summed, so
-the results do not depend on which process computed a term.
+The results of all micro-batches are gathered on every process, sorted by sample, and only then
+summed, so it makes no difference which process computed them.
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import itemgetter
@@ -31,21 +32,22 @@ from hf_ga.parallel.processes import broadcast_from_main
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
 
-# Samples with one padding width if a head's loss depends on it: a constant, so that the loss does
-# not depend on the layout.
+# Samples in a window of an evaluation. If a head's loss depends on padding, all samples of a window
+# are padded to one length. A constant, so that the loss does not depend on the layout.
 EVALUATION_WINDOW = 256
 
 
 @dataclass(frozen=True)
 class Reader:
-    """How metrics are computed: what is read from a model's outputs, and the metrics of that.
+    """Two functions with which an evaluation computes metrics: `read` for each micro-batch, then
+    `compute` for the whole split.
 
     Attributes:
-        compute: A function (predictions, references) -> {name: value}, of all samples of the split
-            in its order.
-        read: A function (outputs of the model, its batch on the device, the micro-batch) ->
-            (predictions, references) of its samples.
-        predicts_tokens: Whether the loss averages over tokens, so that it has a perplexity.
+        compute: A function (predictions, references) -> {name of a metric: value}. It gets lists
+            with an entry for each sample of the split, in the order of the split.
+        read: A function (outputs of the model, batch on the device, micro-batch on the CPU) ->
+            (predictions, references). It returns an entry for each sample of the micro-batch.
+        predicts_tokens: Whether the loss is a mean over tokens, so that it has a perplexity.
     """
 
     compute: Callable[[list[Any], list[Any]], dict[str, float]]
@@ -63,26 +65,27 @@ def evaluation_windows(
     rule: Rule,
     same_bits: bool = False,
 ) -> WindowLoader:
-    """Return the windows of a split in its own order, with micro-batches of samples of similar
-    length (less padding, same result), assigned round-robin.
+    """Return the loader of an evaluation: the samples of a split in windows, in the order of the
+    split.
 
-    The batches are the same for every number of processes, as long as each process has one in a
-    window of 256 samples. More processes use larger windows, except if the loss depends on the
-    padding width, or for the same bits.
+    Within a window, samples of similar length are in one micro-batch (for less padding), and the
+    micro-batches are assigned to the processes round-robin. A window has 256 samples. If that is
+    too few for one full micro-batch per process, it is larger, unless the loss depends on padding
+    or `same_bits` is set.
 
     Args:
         dataset: The samples of the split.
-        collate_fn: Joins samples to a batch.
+        collate_fn: A function that collates a list of samples to a batch.
         accelerator: The accelerator of the run.
-        batch_size: Largest number of samples in a micro-batch.
-        lengths: Tokens of each sample.
-        rule: What was proven about the model.
-        same_bits: Whether results have the same bits for every number of processes.
+        batch_size: Maximum number of samples in a micro-batch.
+        lengths: The number of tokens of each sample.
+        rule: The result of the proof for the model and its loss.
+        same_bits: Whether results must have the same bits for every number of processes.
     """
     window_size = EVALUATION_WINDOW
     if not rule.pad_to_window and not same_bits:
-        one_batch_each = accelerator.num_processes * min(batch_size, EVALUATION_WINDOW)
-        window_size = max(EVALUATION_WINDOW, one_batch_each)
+        one_batch_per_process = accelerator.num_processes * min(batch_size, EVALUATION_WINDOW)
+        window_size = max(EVALUATION_WINDOW, one_batch_per_process)
     return WindowLoader(
         dataset,
         collate_fn,
@@ -104,111 +107,145 @@ def evaluate(
     rule: Rule,
     reader: Reader | None = None,
 ) -> dict[str, float]:
-    """Evaluate in evaluation mode; the modes of all modules are restored. All ranks must call it,
-    and return the same numbers.
+    """Compute the mean loss and the metrics of a split.
+
+    All ranks must call it, and all return the same numbers. The model is in evaluation mode
+    meanwhile; the modes of its modules are restored.
 
     Args:
         accelerator: The accelerator of the run.
         model: The prepared model.
-        windows: See `evaluation_windows`.
-        rule: What was proven about the model: targets are counted as in training.
-        reader: How metrics besides the loss are computed. None: there are none.
+        windows: The loader of the split, see `evaluation_windows`.
+        rule: The result of the proof for the model and its loss: how to count targets.
+        reader: How to compute metrics besides the loss, or None to compute the loss alone.
 
     Returns:
-        `loss` (mean over all targets of the split, summed in float64), `num_targets`, and the
-        metrics (NaN if there is nothing to compare); for losses over tokens also `perplexity` =
-        exp(loss).
+        `loss` (the mean over all targets of the split, summed in float64), `num_targets`, and the
+        metrics (NaN if there is nothing to compare); if the loss is a mean over tokens, also
+        `perplexity` = exp(loss).
     """
     windows.set_epoch(0)
-    # A reader needs logits, which the chunked loss does not compute.
-    useful = LeanForward if reader else (LeanForward, ChunkedLoss)
-    speed_ups = tuple(hook for hook in rule.speed_ups if isinstance(hook, useful))
-    without_dropout = replace(rule, dropout=Hook(), speed_ups=speed_ups)
-    engine = Engine(backend_for(accelerator), model, without_dropout)
+    useful_speed_ups: tuple[type, ...] = (LeanForward, ChunkedLoss)
+    if reader is not None:
+        # A reader needs logits, which the chunked loss does not compute.
+        useful_speed_ups = (LeanForward,)
+    speed_ups = tuple(hook for hook in rule.speed_ups if isinstance(hook, useful_speed_ups))
+    rule_without_dropout = replace(rule, dropout=Hook(), speed_ups=speed_ups)
+    engine = Engine(backend_for(accelerator), model, rule_without_dropout)
+    local_results: list[_MicroBatchResult] = []
     with restored_modes(model):
         model.eval()
-        own = [share for window in windows for share in _shares(engine, window, reader)]
-        # Once all forwards are queued, as each copy waits for the device.
-        own = [_on_host(share) for share in own]
-    shares = sorted(gather_object(own), key=lambda share: share.positions[0])
-    results = _mean(rule.loss, shares)
+        for window in windows:
+            local_results += _run_micro_batches(engine, window, reader)
+        # Only after all forwards, because each copy waits for the device.
+        local_results = [_copy_to_cpu(result) for result in local_results]
+    gathered = gather_object(local_results)
+    # A fixed order for every number of ranks.
+    micro_batch_results = sorted(gathered, key=lambda result: result.positions[0])
+    results = _mean_loss(rule.loss, micro_batch_results)
     if reader is None or reader.predicts_tokens:
+        # Larger losses would overflow.
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
     if reader is not None:
-        predictions, references = _in_order(shares)
-        # The loss is never replaced.
+        predictions, references = _in_order_of_split(micro_batch_results)
+        # A metric of the user named `loss` does not replace the loss.
         results |= reader.compute(predictions, references) | results
-    # Other machines may round differently.
+    # Ranks on other machines may round differently.
     return broadcast_from_main(accelerator, results)
 
 
 @dataclass(frozen=True)
-class _Share:
-    """The contribution of one micro-batch, exchanged between the ranks of a run.
+class _MicroBatchResult:
+    """The result of one micro-batch of an evaluation, gathered from all ranks.
 
     Attributes:
-        positions: The samples' positions in the split, int64, shape (n,).
-        tally: Sums and counts of `Loss.sums`; float64 on the host once all micro-batches are
-            computed.
-        predictions: What the reader read, one entry per sample.
-        references: What the reader compares them with, one entry per sample.
+        positions: The positions of its samples in the split, int64, shape (samples,).
+        sums_and_counts: First the sums of the loss, then as many numbers of targets, see
+            `Loss.sums`.
+        predictions: The predictions that the reader read, one entry per sample; () without reader.
+        references: The references to compare them with, one entry per sample; () without reader.
     """
 
     positions: np.ndarray
-    tally: Sums
+    sums_and_counts: Sums
     predictions: Sequence[Any] = ()
     references: Sequence[Any] = ()
 
 
-def _shares(engine: Engine, window: Window, reader: Reader | None) -> Iterable[_Share]:
-    """Yield the contributions of this rank's micro-batches. Under FSDP, where forwards are
-    collectives, all ranks run equally many.
+def _run_micro_batches(
+    engine: Engine, window: Window, reader: Reader | None
+) -> Iterator[_MicroBatchResult]:
+    """Run the forwards of this rank's micro-batches of a window, and yield the result of each.
+
+    Under FSDP, where forwards are collectives, ranks with fewer micro-batches run more forwards
+    with weight 0; these yield nothing.
+
+    Args:
+        engine: The engine of the evaluation.
+        window: The window.
+        reader: How to read predictions and references from the outputs, or None.
     """
     engine.begin(window, training=False, skip_empty=False)
     for index in range(len(engine.calls)):
-        # A reader's generation is outside of these contexts.
         with engine.scope(), engine.micro_batch(index) as batch:
             outputs = engine.forward(batch)
             sums, counts = engine.sums(outputs)
         call = engine.call
-        if not call.weight:
+        if call.weight == 0:
             continue
         predictions: Sequence[Any] = ()
         references: Sequence[Any] = ()
         if reader is not None:
+            # Outside of the engine's contexts, because a reader may call `model.generate`.
             predictions, references = reader.read(outputs, batch, call.micro_batch)
-        yield _Share(call.micro_batch.positions, (*sums, *counts), predictions, references)
+        positions = call.micro_batch.positions
+        yield _MicroBatchResult(positions, (*sums, *counts), predictions, references)
 
 
-def _on_host(share: _Share) -> _Share:
-    """Copy sums and counts to the host in float64."""
-    tally = [torch.as_tensor(part, dtype=torch.float64, device="cpu") for part in share.tally]
-    return replace(share, tally=tally)
+def _copy_to_cpu(result: _MicroBatchResult) -> _MicroBatchResult:
+    """Return a micro-batch's result with its sums and counts as float64 tensors on the CPU."""
+    on_cpu = [
+        torch.as_tensor(value, dtype=torch.float64, device="cpu")
+        for value in result.sums_and_counts
+    ]
+    return replace(result, sums_and_counts=on_cpu)
 
 
-def _in_order(shares: Sequence[_Share]) -> tuple[list[Any], list[Any]]:
-    """Return predictions and references of all samples in the order of the split."""
+def _in_order_of_split(results: Sequence[_MicroBatchResult]) -> tuple[list[Any], list[Any]]:
+    """Return the predictions and the references of all samples of an evaluation, each in the order
+    of the split.
+    """
     samples: list[tuple[int, Any, Any]] = []
-    for share in shares:
-        samples += zip(share.positions, share.predictions, share.references, strict=True)
+    for result in results:
+        samples += zip(result.positions, result.predictions, result.references, strict=True)
     ordered = sorted(samples, key=itemgetter(0))
     predictions = [prediction for _, prediction, _ in ordered]
     references = [reference for _, _, reference in ordered]
     return predictions, references
 
 
-def _mean(loss: Loss, shares: Sequence[_Share]) -> dict[str, float]:
-    """Compute the mean loss over all targets (NaN without any) and their number. Sums are exact and
-    independent of the micro-batches.
+def _mean_loss(loss: Loss, results: Sequence[_MicroBatchResult]) -> dict[str, float]:
+    """Compute the mean loss over all targets of a split, and their number.
+
+    The sums are exact (`math.fsum`), so they do not depend on the order of the micro-batches.
+
+    Args:
+        loss: The loss of the rule, which divides sums by numbers of targets.
+        results: The results of all micro-batches of all ranks, on the CPU.
+
+    Returns:
+        `loss`, which is NaN without targets, and `num_targets`.
     """
     totals = []
-    for parts in zip(*(share.tally for share in shares), strict=True):
-        stacked = torch.stack(parts).numpy()
-        totals.append(torch.as_tensor(np.apply_along_axis(math.fsum, 0, stacked)))
-    # As many counts as sums, and behind them.
+    # For each sum, then for each count, its values in all micro-batches.
+    for values in zip(*(result.sums_and_counts for result in results), strict=True):
+        values_of_micro_batches = torch.stack(values).numpy()
+        total = np.apply_along_axis(math.fsum, 0, values_of_micro_batches)
+        totals.append(torch.as_tensor(total))
     num_sums = len(totals) // 2
     sums = totals[:num_sums]
     counts = totals[num_sums:]
+    # The counts of a loss with several means come first; others, such as a router's, follow.
     num_targets = float(sum(counts[: loss.num_means]))
     mean = float("nan")
     if num_targets:

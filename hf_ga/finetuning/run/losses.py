@@ -1,5 +1,5 @@
-"""Cross entropy with label smoothing, class weights and weights of rows, as a `loss_fn`: (sum of
-weights x losses, sum of weights).
+"""Cross entropy with label smoothing, class weights and row weights, as a `loss_fn` that returns
+the weighted sum of the losses and the sum of the weights.
 """
 
 from dataclasses import dataclass
@@ -21,17 +21,19 @@ from hf_ga.finetuning.run.config import BALANCED, FinetuneConfig
 
 @dataclass(frozen=True)
 class WeightedCrossEntropy:
-    """Sum of weights x losses over the targets, and the sum of the weights.
+    """A `loss_fn` that returns the weighted sum of the cross entropies of all targets, and the sum
+    of their weights.
 
     The weight of a target is the weight of its class times the weight of its row (the batch's
-    `row_weights`), each 1 if there is none. Without weights of rows, sum / weights is the loss of
+    `row_weights`), each 1 if there is none. Without row weights, the quotient of the two sums is
     `torch.nn.functional.cross_entropy(logits, labels, class_weights, label_smoothing=...)`.
 
     Attributes:
-        label_smoothing: With smoothing s the loss of a target is (1 - s) x (its negative
-            log-likelihood) + s x (the mean of this over all classes, each times its own weight).
-        shifted: Token t predicts label t + 1 (causal heads).
-        class_weights: One number per class. None: 1 for each.
+        label_smoothing: The smoothing s: the loss of a target is (1 - s) x (its negative
+            log-likelihood) + s x (the mean of the negative log-likelihoods of all classes, each
+            times the weight of the class).
+        shifted: Whether token t predicts label t + 1, as in causal language models.
+        class_weights: The weight of each class, or None if all are 1.
     """
 
     label_smoothing: float
@@ -39,49 +41,54 @@ class WeightedCrossEntropy:
     class_weights: tuple[float, ...] | None = None
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute the two sums.
+        """Compute the weighted sum of the losses and the sum of the weights of a batch.
 
         Args:
             outputs: The model's outputs with `logits`, shape (samples, ..., classes).
-            batch: `labels`, shape (samples, ...), -100 ignored; optionally `row_weights`, float32
-                of shape (samples,).
+            batch: The batch with `labels`, shape (samples, ...), where -100 is ignored, and
+                optionally `row_weights`, float32 of shape (samples,).
 
         Returns:
-            The sum of weights x losses and the sum of the weights, two scalars.
+            The weighted sum of the losses and the sum of the weights, two scalars.
         """
         logits = outputs.logits[:, :-1] if self.shifted else outputs.logits
         logits = at_least_float32(logits.reshape(-1, logits.shape[-1]))
-        labels = self._labels(batch)
-        of_rows = _of_targets(batch, labels)
-        losses = F.cross_entropy(
+        labels = self._predicted_labels(batch)
+        row_weights = _row_weights_like(labels, batch)
+        loss = F.cross_entropy(
             logits,
             labels.reshape(-1),
-            self._of_classes(logits.device, logits.dtype),
-            reduction="sum" if of_rows is None else "none",
+            self._class_weights_tensor(logits.device, logits.dtype),
+            reduction="sum" if row_weights is None else "none",
             label_smoothing=self.label_smoothing,
         )
-        if of_rows is not None:
-            losses = (losses * of_rows.reshape(-1)).sum()
-        return losses, self._sum_of_weights(batch)
+        if row_weights is not None:
+            loss = (loss * row_weights.reshape(-1)).sum()
+        return loss, self._sum_of_weights(batch)
 
     def _sum_of_weights(self, batch: Batch) -> Tensor:
-        """Add the weights of all targets: of class times row. A scalar."""
-        labels = self._labels(batch)
+        """Return the sum of the weights of all targets of a batch, a scalar. The weight of a target
+        is the weight of its class times the weight of its row.
+        """
+        labels = self._predicted_labels(batch)
         weights = (labels != IGNORED_LABEL).float()
-        of_classes = self._of_classes(labels.device, torch.float32)
-        if of_classes is not None:
-            weights = weights * of_classes[labels.clamp(min=0)]
-        of_rows = _of_targets(batch, labels)
-        if of_rows is not None:
-            weights = weights * of_rows
+        class_weights = self._class_weights_tensor(labels.device, torch.float32)
+        if class_weights is not None:
+            # The weight of an ignored label stays 0, whichever class weight is looked up for it.
+            weights = weights * class_weights[labels.clamp(min=0)]
+        row_weights = _row_weights_like(labels, batch)
+        if row_weights is not None:
+            weights = weights * row_weights
         return weights.to(sum_dtype(labels.device)).sum()
 
-    def _labels(self, batch: Batch) -> Tensor:
-        """Return the labels that are predicted: for a causal head, all but the first token's."""
+    def _predicted_labels(self, batch: Batch) -> Tensor:
+        """Return the labels that a token or sample predicts: in a causal language model all but
+        those of the first token, which no token precedes.
+        """
         return batch["labels"][:, 1:] if self.shifted else batch["labels"]
 
-    def _of_classes(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """Return the weight of each class, shape (classes,). None: all are 1."""
+    def _class_weights_tensor(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """Return the weight of each class as a tensor of shape (classes,), or None if all are 1."""
         if self.class_weights is None:
             return None
         weights = torch.tensor(self.class_weights, dtype=torch.float32)
@@ -90,60 +97,76 @@ class WeightedCrossEntropy:
 
 @dataclass(frozen=True)
 class SmoothedCrossEntropy(WeightedCrossEntropy):
-    """The same without weights: the sum of the losses, and the number of targets."""
+    """Label-smoothed cross entropy without weights: a `loss_fn` that returns the sum of the losses
+    and the number of targets.
+    """
 
     def count_targets(self, batch: Batch) -> float:
-        """Count the targets without a forward, and without device synchronization for a batch on
-        the host.
+        """Count the targets of a batch from its labels, so that the window's number of targets is
+        known before its first forward. A batch on the CPU needs no device synchronization.
         """
         return float(self._sum_of_weights(batch))
 
 
-def _of_targets(batch: Batch, labels: Tensor) -> Tensor | None:
-    """Return the weight of each target's row, in the shape of the labels. None: all are 1."""
+def _row_weights_like(labels: Tensor, batch: Batch) -> Tensor | None:
+    """Expand the weight of each row to the shape of the labels.
+
+    Args:
+        labels: The labels, shape (samples, ...).
+        batch: The batch, optionally with `row_weights` of shape (samples,).
+
+    Returns:
+        A tensor of the labels' shape, or None without `row_weights`.
+    """
     if ROW_WEIGHTS not in batch:
         return None
-    other_axes = [1] * (labels.dim() - 1)
-    weights = batch[ROW_WEIGHTS].reshape(-1, *other_axes)
-    return weights.expand_as(labels)
+    other_dims = [1] * (labels.dim() - 1)
+    row_weights = batch[ROW_WEIGHTS].reshape(-1, *other_dims)
+    return row_weights.expand_as(labels)
 
 
 def weights_of_classes(config: FinetuneConfig, data: PreparedData) -> dict[str, float]:
-    """Return the weight of each class for the flag `class_weights`.
+    """Return the weight of each class that the flag `class_weights` sets.
 
-    `balanced` is that of scikit-learn's `compute_class_weight` (after King and Zeng 2001, Logistic
-    Regression in Rare Events Data): targets / (classes x targets of the class), over the training
-    rows.
+    With `balanced`, it is computed from the training rows as in scikit-learn's
+    `compute_class_weight`: targets / (classes x targets of the class) (after King and Zeng 2001,
+    Logistic Regression in Rare Events Data).
 
     Args:
         config: The configuration of the run.
         data: The prepared data with its labels.
 
     Returns:
-        Label -> weight, in the order of the labels. Empty: the flag is not set.
+        Label -> weight, in the order of the labels; empty without the flag.
 
     Raises:
-        ConfigError: If there are more or fewer numbers than labels.
-        DataError: If the weights are `balanced`, and no training row has one of the labels.
+        ConfigError: If the flag has more or fewer numbers than there are labels.
+        DataError: If the weights are `balanced`, and a label is in no training row.
     """
-    given = config.class_weights
-    if given is None:
+    weights = config.class_weights
+    if weights is None:
         return {}
-    if given == BALANCED:
-        given = _balanced(data.splits["train"], data.labels)
-    if len(given) != len(data.labels):
+    if weights == BALANCED:
+        weights = _balanced_weights(data.splits["train"], data.labels)
+    if len(weights) != len(data.labels):
         raise ConfigError(
-            f"class_weights has {len(given)} numbers for {len(data.labels)} labels: give one for "
+            f"class_weights has {len(weights)} numbers for {len(data.labels)} labels: give one for "
             f"each, in this order: {', '.join(data.labels)}."
         )
-    return dict(zip(data.labels, map(float, given), strict=True))
+    return dict(zip(data.labels, map(float, weights), strict=True))
 
 
-def _balanced(train: Dataset, labels: list[str]) -> list[float]:
-    """Compute targets / (classes x targets of the class) for each class.
+def _balanced_weights(train: Dataset, labels: list[str]) -> list[float]:
+    """Compute for each class the weight targets / (classes x targets of the class), so that all
+    classes have the same total weight.
+
+    Args:
+        train: The training samples, with the column `label`: a class index, or the list of a
+            sample's class indices, where -100 is ignored.
+        labels: The names of the classes, in the order of their indices.
 
     Raises:
-        DataError: If no training row has one of the labels.
+        DataError: If a label is in no training row.
     """
     counts = np.zeros(len(labels), np.int64)
     for rows in train.select_columns(["label"]).iter(batch_size=1000):

@@ -1,5 +1,5 @@
-"""Metrics as local `evaluate.Metric` classes (no hub): scikit-learn, seqeval, rouge-score, and
-SQuAD's scores of answers.
+"""Metrics of evaluations as `evaluate.Metric` classes, defined here so that nothing is downloaded:
+those of scikit-learn, seqeval and rouge-score, and SQuAD's metrics of answers.
 """
 
 import math
@@ -20,56 +20,72 @@ from rouge_score.rouge_scorer import RougeScorer
 from hf_ga.exact.batches import IGNORED_LABEL
 
 _INTEGER = datasets.Value("int64")
-_NUMBER = datasets.Value("float64")
-_TEXT = datasets.Value("string")
-_LIST_OF_TEXTS = datasets.Sequence(_TEXT)
+_FLOAT = datasets.Value("float64")
+_STRING = datasets.Value("string")
+_STRINGS = datasets.Sequence(_STRING)
 
 
-def _metric(name: str, score: Callable, value: Any, reference: Any = None) -> type[evaluate.Metric]:
-    """Make the class of the metric `{name: score(references, predictions)}`.
+def _metric(
+    name: str, score: Callable, prediction_type: Any, reference_type: Any = None
+) -> type[evaluate.Metric]:
+    """Create an `evaluate.Metric` class whose result is `{name: score(references, predictions)}`.
 
     Args:
         name: The metric's name.
-        score: A function (references, predictions) -> number.
-        value: The type of a prediction.
-        reference: The type of a reference. Default: that of a prediction.
+        score: A function (references, predictions) -> number, in this order, as in scikit-learn.
+        prediction_type: The feature type of `datasets` of one prediction.
+        reference_type: The feature type of one reference. Default: `prediction_type`.
     """
-    features = datasets.Features({"predictions": value, "references": reference or value})
+    features = datasets.Features(
+        {"predictions": prediction_type, "references": reference_type or prediction_type}
+    )
 
     class ScoreMetric(evaluate.Metric):
+        """A metric of `evaluate` that calls `score`."""
+
         def _info(self) -> evaluate.MetricInfo:
+            """Return the name of the metric and the types of its inputs."""
             return evaluate.MetricInfo(description=name, citation="", features=features)
 
         def _compute(
             self, predictions: Sequence[Any], references: Sequence[Any]
         ) -> dict[str, float]:
+            """Compute the score of all samples."""
             return {name: float(score(list(references), list(predictions)))}
 
     return ScoreMetric
 
 
 def _accuracy(references: list[Any], predictions: list[Any]) -> float:
-    """Compute the fraction of correct labels; of sets of labels (rows of 0 and 1), that of samples
-    with the exact set.
+    """Compute the fraction of correct labels. In multi-label classification, where a prediction is
+    a row of 0 and 1, this is the fraction of samples with all labels correct.
     """
     return sklearn.metrics.accuracy_score(np.asarray(references), np.asarray(predictions))
 
 
 def _micro_f1(references: list[list[int]], predictions: list[list[int]]) -> float:
-    """Compute F1, micro-averaged over all samples and labels."""
+    """Compute the F1 score of multi-label classification, micro-averaged over all samples and
+    labels.
+
+    Args:
+        references: A row of 0 and 1 for each sample, with a column for each label.
+        predictions: The same of the predictions.
+    """
     return sklearn.metrics.f1_score(np.ravel(references), np.ravel(predictions), zero_division=0)
 
 
 def _pearson(references: list[float], predictions: list[float]) -> float:
-    """Compute Pearson's correlation; 0 if predictions or references are constant."""
+    """Compute Pearson's correlation of a regression's predictions with the true values; 0 if either
+    are constant, for which it is not defined.
+    """
     if not np.ptp(references) or not np.ptp(predictions):
         return 0.0
     return np.corrcoef(references, predictions)[0, 1]
 
 
 def answer_words(answer: str) -> list[str]:
-    """Split an answer into words with SQuAD's normalisation: lower case, without ASCII punctuation,
-    then without the articles a, an, the.
+    """Normalise an answer as SQuAD's metrics do, and split it into words: convert it to lower case,
+    then remove ASCII punctuation and the articles a, an, the.
 
     >>> answer_words("The end-of-file marker, an int.")
     ['endoffile', 'marker', 'int']
@@ -79,49 +95,69 @@ def answer_words(answer: str) -> list[str]:
     return without_articles.split()
 
 
-def words_f1(true: list[str], predicted: list[str]) -> float:
-    """Compute F1 of words: 2 c / (p + t) for p and t words of which c are common (with
-    multiplicity); 1 for two empty answers.
+def words_f1(true_words: list[str], predicted_words: list[str]) -> float:
+    """Compute the F1 score of an answer's words, as in SQuAD: 2 x common words / (predicted words +
+    true words). A word that both repeat is counted as often as both have it.
+
+    Returns:
+        The score. If an answer is empty: 1 if both are, else 0.
 
     >>> words_f1(["red", "end"], ["big", "red", "red"])
     0.4
     """
-    if not predicted or not true:
-        return float(predicted == true)
-    num_common = (Counter(predicted) & Counter(true)).total()
-    return 2 * num_common / (len(predicted) + len(true))
+    if not predicted_words or not true_words:
+        return float(predicted_words == true_words)
+    num_common = (Counter(predicted_words) & Counter(true_words)).total()
+    return 2 * num_common / (len(predicted_words) + len(true_words))
 
 
-def _answers(
+def _mean_answer_score(
     score: Callable[[list[str], list[str]], float],
     references: list[list[str]],
     predictions: list[str],
 ) -> float:
-    """Average over samples the best score over all correct answers; without any, the correct answer
-    is "".
+    """Compute the mean over questions of a score of the predicted answer, as in SQuAD: each is
+    compared with all correct answers to its question, and the best score counts.
+
+    Args:
+        score: A function (words of a correct answer, words of the prediction) -> number.
+        references: The correct answers to each question. Without any, the correct answer is "".
+        predictions: The predicted answer to each question.
     """
     best_scores = []
-    for right, given in zip(references, predictions, strict=True):
-        words = answer_words(given)
-        scores = [score(answer_words(true), words) for true in right or [""]]
+    for correct_answers, prediction in zip(references, predictions, strict=True):
+        predicted_words = answer_words(prediction)
+        scores = [
+            score(answer_words(correct), predicted_words) for correct in correct_answers or [""]
+        ]
         best_scores.append(max(scores))
     return np.mean(best_scores)
 
 
-def _same_texts(references: list[str], predictions: list[str]) -> float:
-    """Compute the fraction of equal texts, after normalising white space."""
+def _fraction_of_equal_texts(references: list[str], predictions: list[str]) -> float:
+    """Compute the fraction of generated texts that are equal to their targets, where any white
+    space counts as one space.
+    """
     pairs = zip(references, predictions, strict=True)
-    return np.mean([true.split() == given.split() for true, given in pairs])
+    return np.mean([reference.split() == prediction.split() for reference, prediction in pairs])
 
 
-def _rouge(kind: str, references: list[str], predictions: list[str]) -> float:
-    """Compute the mean F score of a kind of ROUGE, without stemming."""
-    scorer = RougeScorer([kind])
+def _mean_rouge(variant: str, references: list[str], predictions: list[str]) -> float:
+    """Compute the mean ROUGE F score of generated texts, without stemming.
+
+    Args:
+        variant: "rouge1", "rouge2" or "rougeL".
+        references: The target texts.
+        predictions: The generated texts.
+    """
+    scorer = RougeScorer([variant])
     pairs = zip(references, predictions, strict=True)
-    return np.mean([scorer.score(true, given)[kind].fmeasure for true, given in pairs])
+    return np.mean(
+        [scorer.score(reference, prediction)[variant].fmeasure for reference, prediction in pairs]
+    )
 
 
-# Of labels as `predictions_and_references` returns them.
+# Metrics of classes, sets of classes and numbers, as `predictions_and_references` returns them.
 METRICS: dict[str, type[evaluate.Metric]] = {
     "accuracy": _metric("accuracy", _accuracy, _INTEGER),
     "f1": _metric(
@@ -129,76 +165,91 @@ METRICS: dict[str, type[evaluate.Metric]] = {
     ),
     "exact_match": _metric("exact_match", _accuracy, datasets.Sequence(_INTEGER)),
     "micro_f1": _metric("micro_f1", _micro_f1, datasets.Sequence(_INTEGER)),
-    "mae": _metric("mae", sklearn.metrics.mean_absolute_error, _NUMBER),
-    "pearson": _metric("pearson", _pearson, _NUMBER),
+    "mae": _metric("mae", sklearn.metrics.mean_absolute_error, _FLOAT),
+    "pearson": _metric("pearson", _pearson, _FLOAT),
 }
-# Of tags such as B-PER, I-PER and O, one list per text: accuracy of tokens, F1 of entities.
+# Metrics of named entities: accuracy of tags such as B-PER, I-PER and O, F1 of whole entities. A
+# prediction is the list of a text's tags.
 ENTITY_METRICS = {
-    "accuracy": _metric("accuracy", seqeval.metrics.accuracy_score, _LIST_OF_TEXTS),
-    "f1": _metric("f1", partial(seqeval.metrics.f1_score, zero_division=0), _LIST_OF_TEXTS),
+    "accuracy": _metric("accuracy", seqeval.metrics.accuracy_score, _STRINGS),
+    "f1": _metric("f1", partial(seqeval.metrics.f1_score, zero_division=0), _STRINGS),
 }
-# A reference is a list of correct answers.
+# Metrics of question answering. A reference is the list of the correct answers to a question.
 ANSWER_METRICS = {
-    "exact_match": _metric("exact_match", partial(_answers, list.__eq__), _TEXT, _LIST_OF_TEXTS),
-    "f1": _metric("f1", partial(_answers, words_f1), _TEXT, _LIST_OF_TEXTS),
+    "exact_match": _metric(
+        "exact_match", partial(_mean_answer_score, list.__eq__), _STRING, _STRINGS
+    ),
+    "f1": _metric("f1", partial(_mean_answer_score, words_f1), _STRING, _STRINGS),
 }
-TEXT_METRICS = {"exact_match": _metric("exact_match", _same_texts, _TEXT)} | {
-    kind: _metric(kind, partial(_rouge, kind), _TEXT) for kind in ("rouge1", "rouge2", "rougeL")
+# Metrics of generated texts.
+TEXT_METRICS = {
+    "exact_match": _metric("exact_match", _fraction_of_equal_texts, _STRING),
+    "rouge1": _metric("rouge1", partial(_mean_rouge, "rouge1"), _STRING),
+    "rouge2": _metric("rouge2", partial(_mean_rouge, "rouge2"), _STRING),
+    "rougeL": _metric("rougeL", partial(_mean_rouge, "rougeL"), _STRING),
 }
 
 
 def compute(
     metrics: Mapping[str, type[evaluate.Metric]], predictions: list[Any], references: list[Any]
 ) -> dict[str, float]:
-    """Compute metrics over all samples.
+    """Compute several metrics over all samples of a split.
 
     Args:
-        metrics: Name -> class of the metric.
-        predictions: One entry per sample. Arrays hold the targets of a sample, and are joined.
+        metrics: Name of a metric -> its class.
+        predictions: One entry per sample: a text or a list, or an array with a prediction for each
+            target of the sample.
         references: One entry per sample, like the predictions.
 
     Returns:
-        Name -> value; NaN without predictions.
+        Name of a metric -> value, which is NaN if no sample has a target.
     """
     if isinstance(references[0], np.ndarray):
+        # All targets of all samples.
         predictions = np.concatenate(predictions)
         references = np.concatenate(references)
     if not len(references):
         return dict.fromkeys(metrics, math.nan)
     results: dict[str, float] = {}
     for metric in metrics.values():
-        # Processes on one machine would share cache files.
-        in_memory = metric(keep_in_memory=True)
-        results |= in_memory.compute(predictions=predictions, references=references)
+        # By default, inputs are written to cache files that processes on one machine would share.
+        metric_in_memory = metric(keep_in_memory=True)
+        results |= metric_in_memory.compute(predictions=predictions, references=references)
     return results
 
 
 def predictions_and_references(
     logits: np.ndarray, labels: np.ndarray
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Read predictions and references by the shapes and dtypes of a head's labels.
+    """Turn the logits and labels of a batch into predictions and references.
+
+    The dtype and the shape of the labels show the kind of head:
+
+    - floats of shape (samples,): regression; the logit is the prediction
+    - floats of shape (samples, classes): multi-label classification; a logit above 0 predicts 1
+    - integers of shape (samples,) or (samples, length): classes of samples or tokens; the largest
+      logit is the prediction, and the label -100 is ignored
 
     Args:
-        logits: Shape (samples, classes), (samples, width, classes) or, for a regression, (samples,
+        logits: Shape (samples, classes), (samples, length, classes) or, for a regression, (samples,
             1).
-        labels: Integers of shape (samples,) or (samples, width), -100 ignored: classes, predicted
-            by the largest logit. Floats of shape (samples,): numbers. Floats of shape (samples,
-            classes): sets of classes, predicted by a logit above 0.
+        labels: See above.
 
     Returns:
-        The predictions and the references: one array per sample, to be concatenated.
+        The predictions and the references, each with one array per sample that has an entry for
+        each of its targets.
     """
     if labels.dtype.kind == "f" and labels.ndim == 1:
         predicted = logits.reshape(-1, 1).astype(np.float64)
-        numbers = labels.reshape(-1, 1).astype(np.float64)
-        return list(predicted), list(numbers)
+        values = labels.reshape(-1, 1).astype(np.float64)
+        return list(predicted), list(values)
     if labels.dtype.kind == "f":
         predicted = (logits > 0).astype(np.int64)
-        sets = labels.astype(np.int64)
-        return list(predicted[:, None]), list(sets[:, None])
+        label_sets = labels.astype(np.int64)
+        return list(predicted[:, None]), list(label_sets[:, None])
     labels = labels.reshape(len(labels), -1)
     predicted = logits.argmax(-1).reshape(labels.shape)
     is_target = labels != IGNORED_LABEL
-    predictions = [row[own] for row, own in zip(predicted, is_target, strict=True)]
-    references = [row[own] for row, own in zip(labels, is_target, strict=True)]
+    predictions = [row[mask] for row, mask in zip(predicted, is_target, strict=True)]
+    references = [row[mask] for row, mask in zip(labels, is_target, strict=True)]
     return predictions, references

@@ -1,4 +1,6 @@
-"""Loads tokenizer and model by name, or builds small ones if no name is given."""
+"""Load the tokenizer, the configuration and the model that `model_name_or_path` names; without a
+name, create small ones.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,12 +25,12 @@ from hf_ga.embedding.model import EmbeddingModel
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.finetuning.data import corpus
 from hf_ga.finetuning.data.data import PreparedData
-from hf_ga.finetuning.data.tasks import Task
 from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.run import Setup
 
-# Positions start at pad_token_id + 1: RoBERTa's 514 positions are for 512 tokens.
-COUNT_FROM_PADDING = {
+# Model types whose position ids start at pad_token_id + 1: RoBERTa's 514 position embeddings are
+# for 512 tokens.
+POSITIONS_AFTER_PADDING = {
     "camembert",
     "data2vec-text",
     "ibert",
@@ -40,13 +42,23 @@ COUNT_FROM_PADDING = {
     "xlm-roberta-xl",
     "xmod",
 }
+# Tasks whose head has one output per label of the data (regression: one output).
+TASKS_WITH_LABELS = ("text-classification", "regression", "multi-label", "token-classification")
+# Tasks that use the pretrained model as it is. A model of another task gets a new head if the shape
+# of its head does not fit the labels.
+TASKS_WITHOUT_NEW_HEAD = ("causal-lm", "masked-lm", "seq2seq", "embedding")
 
 
 def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
-    """The model's tokenizer; without a model, the one trained on the embedded corpus.
+    """Load the tokenizer of the model to fine-tune.
+
+    Args:
+        config: The configuration of the run. Without `model_name_or_path`, return the tokenizer
+            that was trained on the corpus in this package (sources of Python's standard library).
 
     Raises:
-        ConfigError: there is none under that name.
+        ConfigError: If the tokenizer cannot be loaded, or has neither a padding nor an end-of-text
+            token.
     """
     if config.model_name_or_path is None:
         return corpus.load_stdlib_tokenizer()
@@ -55,29 +67,55 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
             config.model_name_or_path, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise _not_loadable("tokenizer", config, error) from error
+        raise _loading_error("tokenizer", config, error) from error
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         raise ConfigError(
             f"the tokenizer of {config.model_name_or_path} has neither a padding nor an "
             "end-of-text token: set one."
         )
+    if config.task == "token-classification" and _is_byte_level(tokenizer):
+        return _load_tokenizer_with_prefix_space(config)
+    return tokenizer
+
+
+def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a tokenizer splits text as GPT-2 and RoBERTa do, where a space belongs to the
+    token that follows it.
+    """
     backend = getattr(tokenizer, "backend_tokenizer", None)
-    if config.task == "token-classification" and isinstance(
-        getattr(backend, "pre_tokenizer", None), ByteLevel
-    ):
-        # Words are tokenized one by one, each with a leading space as in running text. RoBERTa's
-        # class needs the argument.
-        options = {"trust_remote_code": config.trust_remote_code, "add_prefix_space": True}
-        tokenizer = AutoTokenizer.from_pretrained(config.model_name_or_path, **options)
-        tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
+    return isinstance(getattr(backend, "pre_tokenizer", None), ByteLevel)
+
+
+def _load_tokenizer_with_prefix_space(config: FinetuneConfig) -> PreTrainedTokenizerBase:
+    """Load a byte-level tokenizer that adds a space before each word.
+
+    Token classification tokenizes the words of a row one by one. With the space, a word gets the
+    same tokens as in running text.
+
+    Args:
+        config: The configuration of the run.
+    """
+    tokenizer = AutoTokenizer.from_pretrained(
+        config.model_name_or_path,
+        trust_remote_code=config.trust_remote_code,
+        # RoBERTa's tokenizer class requires this argument for text that is split into words.
+        add_prefix_space=True,
+    )
+    tokenizer.backend_tokenizer.pre_tokenizer.add_prefix_space = True
     return tokenizer
 
 
 def load_base_config(config: FinetuneConfig) -> PretrainedConfig | None:
-    """The configuration of the named model; None for the small default model.
+    """Load the transformers configuration of the model to fine-tune, without its weights.
+
+    Args:
+        config: The configuration of the run.
+
+    Returns:
+        The configuration, or None without `model_name_or_path`.
 
     Raises:
-        ConfigError: there is none under that name.
+        ConfigError: If the configuration cannot be loaded.
     """
     if config.model_name_or_path is None:
         return None
@@ -86,115 +124,178 @@ def load_base_config(config: FinetuneConfig) -> PretrainedConfig | None:
             config.model_name_or_path, trust_remote_code=config.trust_remote_code
         )
     except (OSError, ValueError, KeyError) as error:
-        raise _not_loadable("model", config, error) from error
+        raise _loading_error("model", config, error) from error
 
 
-def known_labels(base: PretrainedConfig | None) -> list[str] | None:
-    """Label names of a trained model; None if it has only the default LABEL_0, ..."""
-    names = dict(getattr(base, "id2label", None) or {})
-    ordered = [str(names[key]) for key in sorted(names)]
-    return None if ordered == [f"LABEL_{i}" for i in range(len(ordered))] else ordered
+def known_labels(model_config: PretrainedConfig | None) -> list[str] | None:
+    """Return the names of the classes that a pretrained classifier predicts, in the order of their
+    ids, from its configuration.
+
+    Args:
+        model_config: The configuration of a pretrained model, or None for a new model.
+
+    Returns:
+        The names, or None if there are only transformers' default names LABEL_0, LABEL_1, ...
+    """
+    id2label = dict(getattr(model_config, "id2label", None) or {})
+    labels = [str(id2label[label_id]) for label_id in sorted(id2label)]
+    default_labels = [f"LABEL_{i}" for i in range(len(labels))]
+    return None if labels == default_labels else labels
 
 
 def complete_config(
-    base: PretrainedConfig | None, config: FinetuneConfig, data: PreparedData
+    base_config: PretrainedConfig | None, config: FinetuneConfig, data: PreparedData
 ) -> PretrainedConfig:
-    """The model's configuration with the task's labels, checked against the data.
+    """Set labels and padding token in the model's configuration, and check that task, lengths and
+    tokenizer fit the model.
+
+    Args:
+        base_config: The configuration of the pretrained model, changed in place. None: create that
+            of the task's small default model.
+        config: The configuration of the run.
+        data: The prepared data. Its labels are set from the model if it has none.
+
+    Returns:
+        The configuration of the model to load or create.
 
     Raises:
-        ConfigError: samples are longer than its positions, or token ids are beyond its vocabulary.
-            DataError: an evaluation has labels that the model was not trained on.
+        ConfigError: If the model's architecture cannot do the task, samples are longer than its
+            number of positions, or token ids are beyond its vocabulary.
+        DataError: If an evaluation has labels that the model was not trained on.
     """
-    model_config = (
-        data.task.small_config(data.tokenizer, config.sequence_length) if base is None else base
-    )
-    if data.task.pipeline == "text-generation":
-        _refuse_encoder(model_config)
-    if data.task.labels == "target" and not model_config.is_encoder_decoder:
+    model_config = base_config
+    if model_config is None:
+        model_config = data.task.small_config(data.tokenizer, config.sequence_length)
+    _check_architecture(model_config, config)
+    _check_lengths(model_config, config)
+    _set_labels(model_config, config, data)
+    _check_vocabulary(model_config, config, data)
+    pad_token_id = data.tokenizer.pad_token_id
+    # torch.nn.Embedding refuses a padding index beyond its rows; then `_add_rows` sets it later.
+    is_in_vocabulary = pad_token_id not in new_token_ids(model_config, data.tokenizer)
+    if getattr(model_config, "pad_token_id", None) is None and is_in_vocabulary:
+        model_config.pad_token_id = pad_token_id
+    return model_config
+
+
+def _check_architecture(model_config: PretrainedConfig, config: FinetuneConfig) -> None:
+    """Check that the model's architecture can do the task: a model for causal-lm must not be an
+    encoder such as BERT, and a model for seq2seq must have an encoder and a decoder.
+
+    An encoder has no causal mask, so as a causal LM it would attend to the tokens it predicts.
+
+    Raises:
+        ConfigError: If it cannot.
+    """
+    model_type = model_config.model_type
+    if config.task == "causal-lm" and _is_encoder(model_config):
         raise ConfigError(
-            "seq2seq needs an encoder with a decoder, such as T5 or BART; "
-            f"{model_config.model_type} has only one of them: "
-            "use another model, or train a decoder on prompts with completions with --task "
-            "causal-lm."
+            f"{model_type} is an encoder and attends to the tokens that causal-lm predicts: use "
+            "--task masked-lm, a decoder, or is_decoder true in its config.json."
         )
-    limit = num_positions(model_config)
-    if limit and config.sequence_length > limit:
-        name = "block_size" if config.block_size else "max_length"
+    if config.task == "seq2seq" and not model_config.is_encoder_decoder:
         raise ConfigError(
-            f"{name} {config.sequence_length} is beyond the {limit} positions of the model: use "
+            f"seq2seq needs an encoder with a decoder, such as T5 or BART; {model_type} has only "
+            "one of them: use another model, or train a decoder on prompts with completions with "
+            "--task causal-lm."
+        )
+
+
+def _is_encoder(model_config: PretrainedConfig) -> bool:
+    """Return whether a model is an encoder such as BERT: transformers has a masked-LM head for it,
+    and it is neither an encoder-decoder nor configured as a decoder (`is_decoder`).
+    """
+    has_masked_lm_head = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING
+    is_decoder = getattr(model_config, "is_decoder", False)
+    return has_masked_lm_head and not (model_config.is_encoder_decoder or is_decoder)
+
+
+def _check_lengths(model_config: PretrainedConfig, config: FinetuneConfig) -> None:
+    """Check that samples, and texts to generate, are not longer than the model's position
+    embeddings allow.
+
+    Raises:
+        ConfigError: If `max_length`, `block_size` or `max_new_tokens` is too large.
+    """
+    limit = num_positions(model_config)
+    if not limit:
+        return
+    if config.sequence_length > limit:
+        flag = "block_size" if config.block_size else "max_length"
+        raise ConfigError(
+            f"{flag} {config.sequence_length} is beyond the {limit} positions of the model: use "
             f"at most {limit}."
         )
-    generates = data.task.labels == "target" and (
-        config.predict_file or config.predict_with_generate
-    )
-    if generates and limit and config.max_new_tokens >= limit:
+    generates = config.task == "seq2seq" and (config.predict_file or config.predict_with_generate)
+    if generates and config.max_new_tokens >= limit:
         raise ConfigError(
             f"max_new_tokens {config.max_new_tokens} must be below the {limit} positions of the "
             "model."
         )
-    _set_labels(model_config, config, data)
-    _check_vocabulary(model_config, config, data)
-    padding = data.tokenizer.pad_token_id
-    has_row = padding not in new_token_ids(model_config, data.tokenizer)
-    if getattr(model_config, "pad_token_id", None) is None and has_row:
-        model_config.pad_token_id = padding
-    return model_config
 
 
 def num_positions(model_config: PretrainedConfig | None) -> int | None:
-    """Maximum tokens of a sample; None: no limit."""
+    """Return the maximum number of tokens in a sample that a model has position embeddings for.
+
+    Args:
+        model_config: The configuration of the model; None for the small default model, which is
+            created long enough.
+
+    Returns:
+        The number of tokens, or None without a limit.
+    """
     limit = getattr(model_config, "max_position_embeddings", None)
-    if model_config and limit and model_config.model_type in COUNT_FROM_PADDING:
+    if model_config and limit and model_config.model_type in POSITIONS_AFTER_PADDING:
         limit -= (model_config.pad_token_id or 0) + 1
     return limit
 
 
 def new_token_ids(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> range:
-    """The ids of the tokenizer's tokens that have no row in the model's embedding."""
-    vocabulary = getattr(model_config.get_text_config(), "vocab_size", None)
-    last = max(tokenizer.get_vocab().values(), default=0)
-    num_ids = max(last + 1, len(tokenizer))
-    return range(vocabulary or num_ids, num_ids)
+    """Return the ids of the tokenizer's tokens that are beyond the model's vocabulary: the token
+    embeddings have no rows for them yet.
+    """
+    vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
+    largest_id = max(tokenizer.get_vocab().values(), default=0)
+    num_ids = max(largest_id + 1, len(tokenizer))
+    return range(vocab_size or num_ids, num_ids)
 
 
 def _check_vocabulary(
     model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData
 ) -> None:
-    """Check that every token id has a row in the model's embedding, or gets one."""
+    """Check that every token of the tokenizer has a row in the model's token embeddings, or gets
+    one by `resize_token_embeddings`.
+
+    Raises:
+        ConfigError: If a token has none.
+    """
     new_ids = new_token_ids(model_config, data.tokenizer)
     if not new_ids or config.resize_token_embeddings:
         return
-    last = new_ids[-1]
-    token = data.tokenizer.convert_ids_to_tokens(last)
+    last_id = new_ids[-1]
+    last_token = data.tokenizer.convert_ids_to_tokens(last_id)
     raise ConfigError(
-        f"the tokenizer has {len(data.tokenizer)} tokens (the last, {token!r}, has id {last}), "
-        f"but the model has {new_ids.start}: use the model's tokenizer, or add rows for the new "
-        "tokens with --resize_token_embeddings."
+        f"the tokenizer has {len(data.tokenizer)} tokens (the last, {last_token!r}, has id "
+        f"{last_id}), but the model has {new_ids.start}: use the model's tokenizer, or add rows "
+        "for the new tokens with --resize_token_embeddings."
     )
 
 
 def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData) -> None:
-    """Copy the data's labels to the configuration; without any, copy the trained head's labels to
-    the data.
+    """Set the number of outputs of a classification head, the names of its labels and its loss in
+    the model's configuration, in place. If the data have no labels, set those of the pretrained
+    head in the data instead.
+
+    Raises:
+        DataError: If an evaluation has labels that the model was not trained on.
     """
-    if data.task.labels == "answers":
-        model_config.num_labels = 2  # start and end logits
-    if data.task.labels in ("none", "answers", "choice", "target", "pairs"):
+    if config.task == "question-answering":
+        model_config.num_labels = 2  # logits of the first and of the last token
+    if config.task not in TASKS_WITH_LABELS:
         return
-    known = known_labels(model_config)
-    if (
-        config.eval_only
-        and known
-        and data.labels not in (known, [str(i) for i in range(len(known))])
-    ):
-        unknown = ", ".join(name for name in data.labels if name not in known)
-        raise DataError(
-            f"eval_only: the rows have labels that {config.model_name_or_path} was not trained "
-            f"on: {unknown or 'fewer'}; it "
-            f"was trained on {', '.join(known)}. Use its names, remove other rows, or train it on "
-            "them."
-        )
-    if data.task.labels == "number":
+    if config.eval_only:
+        _check_trained_labels(model_config, config, data)
+    if config.task == "regression":
         model_config.num_labels = 1
     elif data.labels:
         model_config.num_labels = len(data.labels)
@@ -202,27 +303,41 @@ def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: Pr
         model_config.label2id = {name: index for index, name in enumerate(data.labels)}
     else:
         data.labels = [str(model_config.id2label[i]) for i in range(model_config.num_labels)]
-    model_config.problem_type = data.task.problem_type  # overrides a pretrained head's
+    # Replaces that of a pretrained head.
+    model_config.problem_type = data.task.problem_type
 
 
-def _refuse_encoder(model_config: PretrainedConfig) -> None:
-    """Raise ConfigError for an encoder: as a causal LM it has no causal mask, so tokens would see
-    their targets.
+def _check_trained_labels(
+    model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData
+) -> None:
+    """Check for `eval_only` that the labels of the rows are those that the model was trained on, by
+    their names or their ids.
+
+    Raises:
+        DataError: If they are not.
     """
-    is_encoder = (
-        type(model_config) in MODEL_FOR_MASKED_LM_MAPPING and not model_config.is_encoder_decoder
+    trained = known_labels(model_config)
+    if not trained:
+        return
+    trained_ids = [str(i) for i in range(len(trained))]
+    if data.labels in (trained, trained_ids):
+        return
+    name = config.model_name_or_path
+    unknown = [label for label in data.labels if label not in trained]
+    problem = f"the rows have labels that {name} was not trained on: {', '.join(unknown)}"
+    if not unknown:
+        problem = f"the rows do not have the labels that {name} was trained on"
+    raise DataError(
+        f"eval_only: {problem}; it was trained on {', '.join(trained)}. Use its names, remove "
+        "other rows, or train it on them."
     )
-    if is_encoder and not getattr(model_config, "is_decoder", False):
-        raise ConfigError(
-            f"{model_config.model_type} is an encoder and attends to the tokens that causal-lm "
-            "predicts: use --task masked-lm, a "
-            "decoder, or is_decoder true in its config.json."
-        )
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Within the block, transformers logs errors only. Its report of new weights is pages long."""
+    """Within the block, let transformers log errors only: not, for example, its report of new
+    weights, which is pages long.
+    """
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
     try:
@@ -232,100 +347,123 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def compute_dtype(setup: Setup) -> torch.dtype:
-    """The dtype that products are computed in."""
-    precisions = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return precisions.get(setup.accelerator.mixed_precision, torch.float32)
-
-
-def base_dtype(setup: Setup) -> torch.dtype:
-    """The dtype that a run loads weights in: float32; if they are frozen under adapters, their own
-    if autocast computes in it.
+    """Return the dtype of matrix products under Accelerate's mixed precision: bfloat16, float16, or
+    float32 without it.
     """
-    computed = compute_dtype(setup)
-    return computed if setup.config.has_adapters and setup.dtype == computed else torch.float32
+    dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return dtypes.get(setup.accelerator.mixed_precision, torch.float32)
+
+
+def loading_dtype(setup: Setup) -> torch.dtype:
+    """Return the dtype in which a run loads pretrained weights.
+
+    It is float32. Only weights that are frozen under adapters keep the dtype of their checkpoint,
+    if autocast computes in that dtype, too.
+    """
+    autocast_dtype = compute_dtype(setup)
+    if setup.config.has_adapters and setup.dtype == autocast_dtype:
+        return autocast_dtype
+    return torch.float32
 
 
 def load_model(
     setup: Setup, dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel | EmbeddingModel, list[str]]:
-    """The model with its head (for embeddings, its pooling) and, with `resize_token_embeddings`,
-    a row for each token. New weights are drawn from torch's generator: seed it first.
+    """Load the pretrained model with the head of the task (for embeddings, its pooling), or create
+    the small default model. With `resize_token_embeddings`, add embeddings for new tokens.
+
+    New weights are drawn from torch's global generator: seed it first.
 
     Args:
-        setup: Of the run.
-        dtype: Of the weights. Default: see `base_dtype`.
+        setup: The setup of the run.
+        dtype: The dtype of pretrained weights. Default: `loading_dtype(setup)`.
 
     Returns:
-        (model, names of parameters missing from the named model)
+        The model, and the names of parameters that are new because the checkpoint lacks them.
 
     Raises:
-        ConfigError: the weights cannot be loaded, an evaluation has no trained head, or gradient
-            checkpointing is unsupported.
+        ConfigError: If the weights cannot be loaded, an evaluation has no trained head, or the
+            model does not support gradient checkpointing.
     """
-    config, task = setup.config, setup.data.task
-    four_bit = {
-        "load_in_4bit": True,
-        "bnb_4bit_quant_type": "nf4",
-        "bnb_4bit_compute_dtype": compute_dtype(setup),
-    }
+    config = setup.config
     if config.model_name_or_path is None:
-        model, new = task.auto_class.from_config(setup.model_config), []
-    else:
-        try:
-            with quiet_transformers():
-                model, loaded = task.auto_class.from_pretrained(
-                    config.model_name_or_path,
-                    config=setup.model_config,
-                    dtype=dtype or base_dtype(setup),
-                    trust_remote_code=config.trust_remote_code,
-                    ignore_mismatched_sizes=task.labels
-                    not in ("none", "target", "pairs"),  # new head for new labels
-                    output_loading_info=True,
-                    quantization_config=BitsAndBytesConfig(**four_bit)
-                    if config.load_in_4bit
-                    else None,
-                )
-        except (OSError, ValueError, KeyError) as error:
-            raise _not_loadable("model", config, error) from error
-        new = sorted([*loaded["missing_keys"], *(key[0] for key in loaded["mismatched_keys"])])
-        if task.labels == "pairs":  # an encoder's own pooler is not used
-            new = [name for name in new if not name.startswith("pooler.")]
-        _check_new_weights(model, new, config)
-        if config.resize_token_embeddings:
-            _add_rows(model, setup)
-    return _configured(model, config, task), new
+        model = setup.data.task.auto_class.from_config(setup.model_config)
+        return _configure(model, config), []
+    model, new_weights = _load_pretrained(setup, dtype or loading_dtype(setup))
+    _check_new_weights(model, new_weights, config)
+    if config.resize_token_embeddings:
+        _add_rows(model, setup)
+    return _configure(model, config), new_weights
+
+
+def _load_pretrained(setup: Setup, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
+    """Call `from_pretrained` of the task's auto class, and list the parameters that are new because
+    the checkpoint lacks them or has another shape.
+
+    Args:
+        setup: The setup of the run.
+        dtype: The dtype of the weights.
+
+    Raises:
+        ConfigError: If the weights cannot be loaded.
+    """
+    config = setup.config
+    quantization_config = None
+    if config.load_in_4bit:
+        quantization_config = BitsAndBytesConfig(
+            load_in_4bit=True,
+            bnb_4bit_quant_type="nf4",
+            bnb_4bit_compute_dtype=compute_dtype(setup),
+        )
+    try:
+        with quiet_transformers():
+            model, loading_info = setup.data.task.auto_class.from_pretrained(
+                config.model_name_or_path,
+                config=setup.model_config,
+                dtype=dtype,
+                trust_remote_code=config.trust_remote_code,
+                ignore_mismatched_sizes=config.task not in TASKS_WITHOUT_NEW_HEAD,
+                output_loading_info=True,
+                quantization_config=quantization_config,
+            )
+    except (OSError, ValueError, KeyError) as error:
+        raise _loading_error("model", config, error) from error
+    missing = list(loading_info["missing_keys"])
+    mismatched = [key[0] for key in loading_info["mismatched_keys"]]
+    new_weights = sorted(missing + mismatched)
+    if config.task == "embedding":
+        # EmbeddingModel does its own pooling and does not use the encoder's pooler.
+        new_weights = [name for name in new_weights if not name.startswith("pooler.")]
+    return model, new_weights
 
 
 def empty_model(setup: Setup) -> PreTrainedModel | EmbeddingModel:
-    """The model of `load_model` with its parameters on the meta device, for a process that gets its
-    shards of them from the main process.
+    """Create the model of `load_model` with its parameters on the meta device, without loading
+    weights: for FSDP ranks that receive their shards from the main process.
     """
     config = setup.config
-    task = setup.data.task
     options: dict[str, Any] = {}
     if config.model_name_or_path is not None:
-        options["dtype"] = base_dtype(setup)
+        options["dtype"] = loading_dtype(setup)
         options["trust_remote_code"] = config.trust_remote_code
     with init_empty_weights():
-        model = task.auto_class.from_config(setup.model_config, **options)
+        model = setup.data.task.auto_class.from_config(setup.model_config, **options)
         if config.resize_token_embeddings:
-            _add_rows(model, setup, draws_values=False)
-    model.tie_weights()  # each parameter was replaced by one of its own
-    return _configured(model, config, task)
+            _add_rows(model, setup, mean_resizing=False)
+    # `init_empty_weights` replaced each name of a tied parameter by a parameter of its own.
+    model.tie_weights()
+    return _configure(model, config)
 
 
-def _configured(
-    model: PreTrainedModel, config: FinetuneConfig, task: Task
-) -> PreTrainedModel | EmbeddingModel:
-    """The model with the task's loss, with gradient checkpointing and, for embeddings, with its
-    pooling.
+def _configure(model: PreTrainedModel, config: FinetuneConfig) -> PreTrainedModel | EmbeddingModel:
+    """Set the loss of a causal LM, switch on gradient checkpointing if asked for, and for
+    embeddings wrap the encoder with its pooling.
 
     Raises:
-        ConfigError: gradient checkpointing is unsupported.
+        ConfigError: If the model does not support gradient checkpointing.
     """
-    if (
-        config.task == "causal-lm" and model.loss_type is None
-    ):  # transformers does not find it by GPT-2's class name, and warns
+    # transformers finds no loss by the class name GPT2LMHeadModel, warns, and uses this one.
+    if config.task == "causal-lm" and model.loss_type is None:
         model.loss_type = "ForCausalLM"
     if config.gradient_checkpointing:
         if not model.supports_gradient_checkpointing:
@@ -334,33 +472,40 @@ def _configured(
                 "--gradient_checkpointing."
             )
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return _with_pooling(model, config) if task.labels == "pairs" else model
+    if config.task == "embedding":
+        return _add_pooling(model, config)
+    return model
 
 
-def _add_rows(model: PreTrainedModel, setup: Setup, *, draws_values: bool = True) -> None:
-    """Give each token a row in the embeddings.
+def _add_rows(model: PreTrainedModel, setup: Setup, *, mean_resizing: bool = True) -> None:
+    """Resize the token embeddings in place so that every token of the tokenizer has a row, and set
+    the padding token if the model has none. No-op if no token is new.
 
     Args:
-        model: As it was loaded.
-        setup: Of the run.
-        draws_values: transformers draws new rows around the mean of the others. False: for a model
-            on the meta device, which has no values.
+        model: The loaded model.
+        setup: The setup of the run.
+        mean_resizing: See transformers' `resize_token_embeddings`: draw new rows around the mean of
+            the old ones. False for a model on the meta device, which has no values.
     """
     tokenizer = setup.data.tokenizer
     new_ids = new_token_ids(setup.model_config, tokenizer)
     if not new_ids:
         return
     with quiet_transformers():
-        model.resize_token_embeddings(new_ids.stop, mean_resizing=draws_values)
+        model.resize_token_embeddings(new_ids.stop, mean_resizing=mean_resizing)
     if model.config.pad_token_id is None:
         model.config.pad_token_id = tokenizer.pad_token_id
 
 
-def _with_pooling(encoder: PreTrainedModel, config: FinetuneConfig) -> EmbeddingModel:
-    name = config.model_name_or_path
+def _add_pooling(encoder: PreTrainedModel, config: FinetuneConfig) -> EmbeddingModel:
+    """Wrap an encoder so that it returns one vector per text.
+
+    The pooling is that of the flag `pooling`, else the one saved with the pretrained model, else
+    the mean over the tokens.
+    """
     pooling = config.pooling
-    if pooling is None and name is not None:
-        pooling = saved_pooling(name)
+    if pooling is None and config.model_name_or_path is not None:
+        pooling = saved_pooling(config.model_name_or_path)
     return EmbeddingModel(
         encoder,
         pooling or "mean",
@@ -369,30 +514,50 @@ def _with_pooling(encoder: PreTrainedModel, config: FinetuneConfig) -> Embedding
     )
 
 
-def _check_new_weights(model: PreTrainedModel, new: list[str], config: FinetuneConfig) -> None:
-    """Raise ConfigError if an evaluation has no trained head, or if 4-bit weights are new ones."""
-    if config.eval_only and new:
+def _check_new_weights(
+    model: PreTrainedModel, new_weights: list[str], config: FinetuneConfig
+) -> None:
+    """Check that new weights will be trained: there are none in an evaluation, and none in layers
+    quantized to 4 bits, which are frozen.
+
+    Args:
+        model: The loaded model.
+        new_weights: Names of the parameters that the checkpoint lacks.
+        config: The configuration of the run.
+
+    Raises:
+        ConfigError: If there are.
+    """
+    if config.eval_only and new_weights:
         raise ConfigError(
             f"eval_only: {config.model_name_or_path} has no trained head for {config.task}; new "
-            "weights would be: "
-            f"{', '.join(new[:3])}. Train it first."
+            f"weights would be: {', '.join(new_weights[:3])}. Train it first."
         )
-    if packed := [
-        name
-        for name in new
-        if hasattr(model.get_submodule(name.rpartition(".")[0]), "compute_dtype")
-    ]:
+    quantized = []
+    for name in new_weights:
+        module = model.get_submodule(name.rpartition(".")[0])
+        # Only bitsandbytes' 4-bit layers have this attribute.
+        if hasattr(module, "compute_dtype"):
+            quantized.append(name)
+    if quantized:
         raise ConfigError(
             f"load_in_4bit would freeze weights that {config.model_name_or_path} lacks: "
-            f"{', '.join(packed[:3])}. Name a model "
-            "that has them, or omit load_in_4bit."
+            f"{', '.join(quantized[:3])}. Name a model that has them, or omit load_in_4bit."
         )
 
 
-def _not_loadable(what: str, config: FinetuneConfig, error: Exception) -> ConfigError:
-    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _loading_error(what: str, config: FinetuneConfig, error: Exception) -> ConfigError:
+    """Build the ConfigError for a tokenizer or model that transformers cannot load, with the first
+    line of its own error.
+
+    Args:
+        what: "tokenizer" or "model".
+        config: The configuration of the run.
+        error: The error that `from_pretrained` raised.
+    """
+    lines = str(error).strip().splitlines()
+    reason = lines[0] if lines else type(error).__name__
     return ConfigError(
         f"cannot load the {what} of model_name_or_path {config.model_name_or_path!r}: {reason} "
-        "Give a hub id or a folder that "
-        "save_pretrained wrote."
+        "Give a hub id or a folder that save_pretrained wrote."
     )

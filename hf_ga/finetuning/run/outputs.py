@@ -1,5 +1,5 @@
-"""Outputs of a run besides metrics and checkpoints: models in their original dtype, summary,
-plot.
+"""Write the outputs of a run besides metrics.jsonl and checkpoints: the best and the trained model,
+each checked by loading it again, the summary, and the plot of the curves.
 """
 
 from pathlib import Path
@@ -14,7 +14,7 @@ from hf_ga.finetuning.run.adapters import is_lora, merge_adapters, save_adapter
 from hf_ga.finetuning.run.build import mergeable
 from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.reload import (
-    Check,
+    CheckResult,
     Expected,
     check_adapter,
     check_model,
@@ -40,50 +40,69 @@ from hf_ga.recovery.manifest import read_manifest
 
 
 def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
-    """Create the folder; on resume, remove outputs of steps after the checkpoint."""
+    """Create the folder of the run, and remove what a crash left there. On a resume, make its
+    checkpoint the latest and delete surplus ones; otherwise delete an earlier run's metrics.jsonl.
+
+    Args:
+        config: The configuration of the run.
+        checkpoint: The checkpoint to resume from, which may be in another folder, or None.
+
+    Raises:
+        CheckpointError: If the system refuses to write there.
+    """
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
     with writing(folder, folder):
         tidy(folder)
-        if checkpoint is not None and checkpoint.resolve().parent == folder.resolve():
-            own = folder / checkpoint.resolve().name
-            set_latest(own)  # later checkpoints are discarded
-            keep_newest(
-                folder, read_manifest(own)["step"], config.save_total_limit
-            )  # it may have been killed before this
-        else:
+        if checkpoint is None or checkpoint.resolve().parent != folder.resolve():
             (folder / "metrics.jsonl").unlink(missing_ok=True)
+            return
+        resumed = folder / checkpoint.resolve().name
+        # Later checkpoints are no longer used.
+        set_latest(resumed)
+        # The run may have been killed after it saved this checkpoint, before it deleted old ones.
+        step = read_manifest(resumed)["step"]
+        keep_newest(folder, step, config.save_total_limit)
 
 
-def save_and_check_best(setup: Setup, model: nn.Module) -> Check | None:
-    """`save_best`, then load the folder and compare it with the model. All processes must call it.
+def save_and_check_best(setup: Setup, model: nn.Module) -> CheckResult | None:
+    """Save the best model so far (see `save_best`), then load the folder and compare it with the
+    model. All processes must call it.
+
+    Args:
+        setup: The setup of the run.
+        model: The prepared model.
 
     Returns:
-        The result for `summary.json`; None on other processes.
+        The result for `summary.json`; None on processes other than the main one.
 
     Raises:
-        CheckpointError: See `save_best`.
-        SavedModelDiffers: The folder is not the trained model; on all processes.
+        CheckpointError: If a write fails; on all processes.
+        SavedModelDiffers: If the folder is not the model; on all processes.
     """
     expected = expected_outputs(setup, model)
     weights = save_best(setup, model)
-    check = None
+    result = None
     with raise_on_all_ranks(setup.accelerator):
         if setup.accelerator.is_main_process:
             folder = setup.output_dir / "best"
-            check = _check(setup, folder, model, weights, expected)
-    return check
+            result = _check_saved_folder(setup, folder, model, weights, expected)
+    return result
 
 
 def save_best(setup: Setup, model: nn.Module) -> dict[str, Tensor]:
-    """Atomically save the current model (with LoRA, the adapters only) and its tokenizer to
-    `best/`. All processes must call it.
+    """Atomically save the model (with LoRA, the adapters only) and its tokenizer to `best/`. All
+    processes must call it.
+
+    Args:
+        setup: The setup of the run.
+        model: The prepared model.
 
     Returns:
-        The full weights on the main process, nothing on others.
+        The full state dict on the main process, an empty one on the others.
 
     Raises:
-        CheckpointError: a failed write, such as a full disk; on all processes. Earlier files are
+        CheckpointError: If a write fails, as on a full disk; on all processes. Earlier files are
             kept.
     """
     folder = setup.output_dir / "best"
@@ -92,39 +111,46 @@ def save_best(setup: Setup, model: nn.Module) -> dict[str, Tensor]:
         if setup.accelerator.is_main_process:
             with partial_folder(folder) as partial:
                 if is_lora(model):
-                    whole = mergeable(setup, weights) if _hides_adapters(setup) else model
-                    save_adapter(partial, whole, weights, setup.config)
+                    peft_model = model
+                    if _hides_adapters(setup):
+                        peft_model = mergeable(setup, weights)
+                    save_adapter(partial, peft_model, weights, setup.config)
                 else:
-                    _save(partial, unwrapped(model), setup.dtype, weights)
+                    _save_in_original_dtype(partial, unwrapped(model), setup.dtype, weights)
                 setup.data.tokenizer.save_pretrained(partial)
                 publish(folder)
     return weights
 
 
 def _hides_adapters(setup: Setup) -> bool:
-    """Whether PEFT finds no adapters in the model, as FSDP1's wrappers change their names."""
+    """Return whether PEFT cannot find the adapters in the prepared model, because FSDP1's wrappers
+    change the names of parameters.
+    """
     return is_sharded(setup.accelerator) and not setup.accelerator.is_fsdp2
 
 
 def save_and_check_trained(
     run: Run, weights: dict[str, Tensor], expected: Expected
-) -> dict[str, Check | None]:
-    """Save the trained model for `from_pretrained`; with LoRA, the adapters to `adapter/`, and the
-    model with the adapters merged in place. Then load each again and compare. For the main process.
+) -> dict[str, CheckResult | None]:
+    """Save the trained model in the run's folder, then load it and compare it with the model in
+    memory. Call on the main process only.
+
+    With LoRA, first do the same with the adapters in `adapter/`, then merge them into the weights
+    of the base model, in place, and save the merged model.
 
     Args:
         run: The finished run.
-        weights: The full `state_dict()`.
-        expected: What the trained model computes.
+        weights: The full state dict of the trained model.
+        expected: The result of `expected_outputs` for the trained model.
 
     Returns:
-        Entries of `summary.json`.
+        Entries of `summary.json`: `saved_model` and, with LoRA, `saved_adapter`.
 
     Raises:
-        CheckpointError: See `save_last`.
-        SavedModelDiffers: A folder is not the trained model.
+        CheckpointError: If a write fails.
+        SavedModelDiffers: If a folder is not the trained model.
     """
-    checks: dict[str, Check | None] = {}
+    results: dict[str, CheckResult | None] = {}
     model: Any = unwrapped(run.model)
     if is_lora(model):
         folder = run.output_dir / "adapter"
@@ -133,61 +159,94 @@ def save_and_check_trained(
         with partial_folder(folder) as partial:
             save_adapter(partial, model, weights, run.config)
             publish(folder)
-        checks["saved_adapter"] = _check(run, folder, model, weights, expected)
-        if run.config.load_in_4bit:  # the merged model has the base in its own precision
+        results["saved_adapter"] = _check_saved_folder(run, folder, model, weights, expected)
+        if run.config.load_in_4bit:
+            # The merged model has the base in its original precision, not in 4 bits.
             expected = expected_outputs(run, model)
         model = merge_adapters(model)
         weights = model.state_dict()
     save_last(run, model, weights)
-    checks["saved_model"] = check_model(run, run.output_dir, weights, expected)
-    return checks
+    results["saved_model"] = check_model(run, run.output_dir, weights, expected)
+    return results
 
 
-def _check(
+def _check_saved_folder(
     setup: Setup, folder: Path, model: nn.Module, weights: dict[str, Tensor], expected: Expected
-) -> Check | None:
+) -> CheckResult | None:
+    """Load a saved model or adapter, and compare it with the model in memory.
+
+    Args:
+        setup: The setup of the run.
+        folder: The folder of the saved model or adapter.
+        model: The model that was saved.
+        weights: Its full state dict.
+        expected: The result of `expected_outputs` for it.
+
+    Returns:
+        The result for `summary.json`. None for adapters of a base model with random initial
+        weights, as that base is not saved and cannot be loaded.
+
+    Raises:
+        SavedModelDiffers: If the folder is not the model.
+    """
     if not is_lora(model):
         return check_model(setup, folder, weights, expected)
-    if setup.config.model_name_or_path is None:  # a base that was drawn cannot be loaded
+    if setup.config.model_name_or_path is None:
         return None
     return check_adapter(setup, folder, model, weights, expected)
 
 
 def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Save the trained model for `from_pretrained` in the run's folder. For the main process.
+    """Save the trained model and its tokenizer in the run's folder, to be loaded by
+    `from_pretrained`. Call on the main process only.
+
+    The folder has other contents, so files are written to a temporary folder and renamed one by
+    one. config.json is deleted first and renamed last, so that a crash leaves no folder that loads
+    as a mixture of old and new files.
 
     Args:
-        setup: Of the run.
-        model: Without adapters.
-        weights: The full `state_dict()`.
+        setup: The setup of the run.
+        model: The trained model without adapters.
+        weights: Its full state dict.
 
     Raises:
-        CheckpointError: a failed write, such as a full disk. Earlier files are kept.
+        CheckpointError: If a write fails, as on a full disk. Earlier files are kept.
     """
     folder = setup.output_dir
-    plain: Any = unwrapped(model)
+    plain_model: Any = unwrapped(model)
     with partial_folder(folder / "last", path_in_error=folder / SAFE_WEIGHTS_NAME) as partial:
-        _save(partial, plain, setup.dtype, weights)
+        _save_in_original_dtype(partial, plain_model, setup.dtype, weights)
         setup.data.tokenizer.save_pretrained(partial)
         flush_tree(partial)
-        for earlier in (
-            folder / CONFIG_NAME,
-            *folder.glob("model*.safetensors*"),
-        ):  # from before a resume
+        # A model that the run saved before it was resumed.
+        for earlier in (folder / CONFIG_NAME, *folder.glob("model*.safetensors*")):
             earlier.unlink(missing_ok=True)
             flush(folder)
-        for path in sorted(
-            partial.iterdir(), key=lambda path: path.name == CONFIG_NAME
-        ):  # config.json last: marks it complete
-            if path.is_dir():  # a folder cannot be renamed onto a non-empty one
+        for path in sorted(partial.iterdir(), key=_is_model_config):  # False sorts before True
+            # A folder cannot be renamed to the name of one that is not empty.
+            if path.is_dir():
                 delete(folder / path.name)
             path.replace(folder / path.name)
             flush(folder)
         partial.rmdir()
 
 
+def _is_model_config(path: Path) -> bool:
+    """Return whether a file of a saved model is its config.json."""
+    return path.name == CONFIG_NAME
+
+
 def write_reports(folder: Path, summary: dict[str, Any]) -> None:
-    """Write curves.png and summary.json."""
+    """Plot the curves in metrics.jsonl to curves.png, then write summary.json, which marks the run
+    as finished.
+
+    Args:
+        folder: The folder of the run.
+        summary: The content of summary.json.
+
+    Raises:
+        CheckpointError: If a write fails.
+    """
     title = (
         f"{summary['config']['task']}: validation loss {summary['eval_loss']:.4f} after "
         f"{summary['steps']} steps"
@@ -195,35 +254,52 @@ def write_reports(folder: Path, summary: dict[str, Any]) -> None:
     with writing(folder / "curves.png", folder):
         plot_curves(read_metrics(folder / "metrics.jsonl"), folder / "curves.png", title)
     with writing(folder / "summary.json", folder):
-        write_json(folder / "summary.json", summary)  # last: marks a finished run
+        write_json(folder / "summary.json", summary)
 
 
-def _save(folder: Path, model: Any, dtype: torch.dtype, weights: dict[str, Tensor]) -> None:
-    """Save in the original dtype: a model loaded in bf16 is saved in bf16. Buffers keep their
-    dtype.
+def _save_in_original_dtype(
+    folder: Path, model: Any, dtype: torch.dtype, weights: dict[str, Tensor]
+) -> None:
+    """Save a model, which is trained in float32, with its parameters in the dtype of the pretrained
+    checkpoint. Buffers and integer tensors keep their dtype, and tied tensors are saved once.
+
+    Args:
+        folder: An existing folder.
+        model: The model without wrappers.
+        dtype: The dtype of the pretrained checkpoint.
+        weights: The model's full state dict.
     """
     buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
-    converted: dict[int, Tensor] = {}  # by address: tied tensors stay tied
+    # Memory address of a tensor -> its copy in `dtype`: names that share a tensor share the copy.
+    converted: dict[int, Tensor] = {}
     saved = {}
-    for name, tensor in _tied(model, weights).items():
-        keeps = name in buffers or not tensor.is_floating_point()
-        saved[name] = tensor if keeps else converted.setdefault(tensor.data_ptr(), tensor.to(dtype))
-    trained = model.config.dtype
+    for name, tensor in _tie(model, weights).items():
+        if name in buffers or not tensor.is_floating_point():
+            saved[name] = tensor
+        else:
+            saved[name] = converted.setdefault(tensor.data_ptr(), tensor.to(dtype))
+    training_dtype = model.config.dtype
     model.save_pretrained(folder, state_dict=saved)
-    model.config.dtype = dtype  # save_pretrained sets the parameters' dtype
+    # `save_pretrained` wrote the dtype of the model's parameters into config.json.
+    model.config.dtype = dtype
     model.config.save_pretrained(folder)
-    model.config.dtype = trained
+    model.config.dtype = training_dtype
 
 
-def _tied(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Tie weights with two names, which are gathered separately from shards."""
-    pairs = [
-        (name, source)
-        for name, source in model.all_tied_weights_keys.items()
-        if name in weights and source in weights
-    ]
-    return weights | {
-        name: weights[source]
-        for name, source in pairs
-        if torch.equal(weights[name], weights[source])
-    }
+def _tie(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Let the names of a tied weight share one tensor in a state dict, if their values are equal.
+    FSDP gathers a copy for each name.
+
+    Args:
+        model: The model without wrappers, which knows the names of its tied weights.
+        weights: Its full state dict.
+
+    Returns:
+        A new state dict.
+    """
+    tied = dict(weights)
+    for name, source in model.all_tied_weights_keys.items():
+        has_both = name in weights and source in weights
+        if has_both and torch.equal(weights[name], weights[source]):
+            tied[name] = weights[source]
+    return tied

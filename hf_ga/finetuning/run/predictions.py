@@ -1,5 +1,5 @@
-"""Predictions for the rows of a file: one JSON object per line, the row with an added `prediction`,
-in the file's order.
+"""Predict the rows of `predict_file` with the trained model, and write predictions.jsonl: each row
+with an added `prediction`, one JSON object per line, in the order of the file.
 """
 
 import json
@@ -8,13 +8,13 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import gather_object, send_to_device
+from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
 
 from hf_ga.exact.forward import argument_filter, callable_module, restored_modes
 from hf_ga.finetuning.data.choices import collate_choices
 from hf_ga.finetuning.data.collation import collate_ids
-from hf_ga.finetuning.data.data import PreparedData
 from hf_ga.finetuning.data.spans import Span, best_answer, by_question, read_spans
 from hf_ga.finetuning.run.readers import generated_targets
 from hf_ga.finetuning.run.run import Setup
@@ -25,10 +25,11 @@ Prediction = dict[str, Any]
 
 
 def write_predictions(setup: Setup, model: nn.Module) -> None:
-    """Predict the rows of `predict_file`, if any, to predictions.jsonl. The processes share the
-    batches; the main process writes.
+    """Predict the rows of `predict_file` and write them to predictions.jsonl. No-op without the
+    flag.
 
-    A prediction is None for a row without text, else it contains
+    All processes must call it. Each predicts a part of the batches, and the main process writes.
+    The prediction of a row without text is None, that of another row contains, by task:
 
     - text classification: `label`, `score`
     - multi-label: `labels` (probability above 0.5), `scores`
@@ -40,97 +41,147 @@ def write_predictions(setup: Setup, model: nn.Module) -> None:
     - seq2seq: `text`
 
     Args:
-        setup: What the parts of the run share.
+        setup: The setup of the run.
         model: The prepared model.
     """
     if setup.unlabelled is None:
         return
-    accelerator = setup.accelerator
-    rows, named, samples = setup.unlabelled
+    rows, rows_by_role, samples = setup.unlabelled
+    indices_of_rows = _sample_indices_of_rows(samples)
+    local_found = _predict_samples(setup, model, rows_by_role, samples, indices_of_rows)
+    # The windows of a question may be on several processes.
+    found = dict(gather_object(list(local_found.items())))
+    predictions = []
+    for indices in indices_of_rows:
+        found_for_row = [found[i] for i in indices if i in found]
+        predictions.append(_prediction_of_row(found_for_row))
+    path = setup.output_dir / "predictions.jsonl"
+    if setup.accelerator.is_main_process:
+        with path.open("w", encoding="utf-8") as file:
+            for row, prediction in zip(rows, predictions, strict=True):
+                content = {**row, "prediction": prediction}
+                file.write(json.dumps(content, default=str, ensure_ascii=False) + "\n")
+    print_on_main(setup.accelerator, f"{len(rows)} rows predicted: {path}")
+
+
+def _sample_indices_of_rows(samples: Dataset) -> list[list[int]]:
+    """Return for each row of `predict_file` the indices of its samples: one, or in question
+    answering one for each window of a context that is split.
+
+    Args:
+        samples: The tokenized samples, in the order of the rows.
+    """
     windows = [0] * len(samples)
     if "window_index" in samples.column_names:
         windows = samples["window_index"][:]
-    samples_of_row = by_question(windows, range(len(samples)))
-    row_of = [row for row, group in enumerate(samples_of_row) for _ in group]
-    own = _batches_of_process(setup, np.asarray(samples["length"][:]))
+    return by_question(windows, range(len(samples)))
+
+
+def _predict_samples(
+    setup: Setup,
+    model: nn.Module,
+    rows: Dataset,
+    samples: Dataset,
+    indices_of_rows: list[list[int]],
+) -> dict[int, Prediction | Span]:
+    """Predict this process's batches of the samples of `predict_file`, with a progress bar on the
+    main process.
+
+    Args:
+        setup: The setup of the run.
+        model: The prepared model; the modes of its modules are restored.
+        rows: The rows, with columns named by their roles in the task.
+        samples: The tokenized samples.
+        indices_of_rows: The indices of the samples of each row.
+
+    Returns:
+        Index of a sample -> its prediction, or its best span in question answering.
+    """
+    accelerator = setup.accelerator
+    row_of_sample = [row for row, indices in enumerate(indices_of_rows) for _ in indices]
+    batches = _batches_of_process(setup, np.asarray(samples["length"][:]))
     found: dict[int, Prediction | Span] = {}
     bar = tqdm(
-        total=sum(map(len, own)),
+        total=sum(map(len, batches)),
         desc="predicting",
         unit="sample",
         disable=not accelerator.is_main_process,
     )
     with torch.no_grad(), restored_modes(model), accelerator.autocast(), bar:
         model.eval()
-        for ids in own:
-            of_samples = [samples[i] for i in ids]
-            of_rows = [named[row_of[i]] for i in ids]
-            of_batch = _of_batch(setup, model, of_samples, of_rows)
-            found |= zip(ids, of_batch, strict=True)
-            bar.update(len(ids))
-    # The windows of a question may be on several processes.
-    found = dict(gather_object(list(found.items())))
-    predictions = [_of_row([found[i] for i in group if i in found]) for group in samples_of_row]
-    path = setup.output_dir / "predictions.jsonl"
-    if accelerator.is_main_process:
-        with path.open("w", encoding="utf-8") as file:
-            for row, prediction in zip(rows, predictions, strict=True):
-                content = {**row, "prediction": prediction}
-                file.write(json.dumps(content, default=str, ensure_ascii=False) + "\n")
-    print_on_main(accelerator, f"{len(rows)} rows predicted: {path}")
+        for indices in batches:
+            batch_samples = [samples[i] for i in indices]
+            batch_rows = [rows[row_of_sample[i]] for i in indices]
+            batch_found = _predict_batch(setup, model, batch_samples, batch_rows)
+            found |= zip(indices, batch_found, strict=True)
+            bar.update(len(indices))
+    return found
 
 
 def _batches_of_process(setup: Setup, lengths: np.ndarray) -> list[list[int]]:
-    """Return this process's batches of indices of samples, in the order of falling length.
+    """Sort the samples to predict by length, longest first, split them into batches, and return
+    those of this process, assigned round-robin.
 
     Args:
-        setup: What the parts of the run share.
-        lengths: Tokens of each sample. Those without any are in no batch.
+        setup: The setup of the run.
+        lengths: The number of tokens of each sample. Samples of length 0 are skipped.
+
+    Returns:
+        The indices of the samples in each batch.
     """
-    size = setup.config.per_device_eval_batch_size
+    batch_size = setup.config.per_device_eval_batch_size
     order = np.argsort(-lengths, kind="stable")
     order = order[lengths[order] > 0]
-    batches = [order[start : start + size].tolist() for start in range(0, len(order), size)]
+    starts = range(0, len(order), batch_size)
+    batches = [order[start : start + batch_size].tolist() for start in starts]
     accelerator = setup.accelerator
     if is_sharded(accelerator):
-        # Each forward is a collective, so all processes need equally many batches: some repeat one.
-        missing = -len(batches) % accelerator.num_processes
-        batches += batches[:1] * missing
+        # Under FSDP, a forward is a collective, so all processes need the same number of batches:
+        # some predict the first batch again.
+        num_missing = -len(batches) % accelerator.num_processes
+        batches += batches[:1] * num_missing
     return batches[accelerator.process_index :: accelerator.num_processes]
 
 
-def _of_batch(
+def _predict_batch(
     setup: Setup, model: nn.Module, samples: list[dict], rows: list[dict]
 ) -> list[Prediction] | list[Span]:
-    """Predict a batch: one prediction, or span of a question's window, for each sample.
+    """Collate samples, run the model, and return the prediction of each sample; in question
+    answering, the best span in each sample.
 
     Args:
-        setup: What the parts of the run share.
+        setup: The setup of the run.
         model: The prepared model in evaluation mode.
-        samples: The samples of the batch.
+        samples: The tokenized samples of the batch.
         rows: The row of each sample.
     """
     data = setup.data
-    kind = data.task.labels
-    collate = collate_choices if kind == "choice" else collate_ids
-    on_host = collate(samples, data.tokenizer.pad_token_id)
-    batch = send_to_device(on_host, setup.accelerator.device)
-    if kind == "target":
+    task = setup.config.task
+    collate = collate_choices if task == "multiple-choice" else collate_ids
+    batch_on_cpu = collate(samples, data.tokenizer.pad_token_id)
+    batch = send_to_device(batch_on_cpu, setup.accelerator.device)
+    if task == "seq2seq":
         return [{"text": text} for text in generated_targets(setup, model, batch)]
-    arguments = argument_filter(model)(batch)
-    outputs = callable_module(model)(**arguments)
-    if kind == "answers":
+    inputs = argument_filter(model)(batch)
+    outputs = callable_module(model)(**inputs)
+    if task == "question-answering":
         return read_spans(outputs, samples)
     logits = outputs.logits.float().cpu()
     return [
-        _prediction(data, of_sample, sample, row)
-        for of_sample, sample, row in zip(logits, samples, rows, strict=True)
+        _prediction_from_logits(setup, sample_logits, sample, row)
+        for sample_logits, sample, row in zip(logits, samples, rows, strict=True)
     ]
 
 
-def _of_row(found: list[Prediction] | list[Span]) -> Prediction | None:
-    """Choose the prediction of a row from those of its samples: several for the windows of a
-    question, none for an empty row.
+def _prediction_of_row(found: list[Prediction] | list[Span]) -> Prediction | None:
+    """Return the prediction of a row from what was found for its samples.
+
+    Args:
+        found: The prediction of the row's sample; in question answering, the best span in each
+            window of its context; empty for a row without text.
+
+    Returns:
+        The prediction, from the best span over all windows; None for a row without text.
     """
     if not found:
         return None
@@ -139,34 +190,53 @@ def _of_row(found: list[Prediction] | list[Span]) -> Prediction | None:
     return found[0]
 
 
-def _prediction(data: PreparedData, logits: torch.Tensor, sample: dict, row: dict) -> Prediction:
-    """Turn the logits of one sample into its prediction, see `write_predictions`."""
-    kind = data.task.labels
-    if kind == "number":
+def _prediction_from_logits(
+    setup: Setup, logits: torch.Tensor, sample: dict, row: dict
+) -> Prediction:
+    """Turn the logits of one sample into its entry in predictions.jsonl, see `write_predictions`.
+
+    Args:
+        setup: The setup of the run.
+        logits: Shape (classes,), for token classification (length, classes); float32 on the CPU.
+        sample: The tokenized sample.
+        row: The row of the sample.
+    """
+    task = setup.config.task
+    labels = setup.data.labels
+    if task == "regression":
         return {"value": float(logits[0])}
-    if kind == "classes":
+    if task == "multi-label":
         probabilities = logits.sigmoid()
         scores = {
-            name: round(float(p), 6) for name, p in zip(data.labels, probabilities, strict=True)
+            label: round(float(probability), 6)
+            for label, probability in zip(labels, probabilities, strict=True)
         }
-        return {"labels": [name for name, p in scores.items() if p > 0.5], "scores": scores}
-    if kind == "tags":
-        return {"tags": _tags_of_words(data, logits, sample, row)}
+        return {"labels": [label for label in scores if scores[label] > 0.5], "scores": scores}
+    if task == "token-classification":
+        return {"tags": _tags_of_words(labels, logits, sample, row)}
     probability, best = logits.softmax(-1).max(-1)
     score = round(probability.item(), 6)
-    if kind == "choice":
+    if task == "multiple-choice":
         return {"choice": best.item(), "score": score}
-    return {"label": data.labels[int(best)], "score": score}
+    return {"label": labels[int(best)], "score": score}
 
 
 def _tags_of_words(
-    data: PreparedData, logits: torch.Tensor, sample: dict, row: dict
+    labels: list[str], logits: torch.Tensor, sample: dict, row: dict
 ) -> list[str | None]:
-    """Return the tag of each word of a row, None for truncated words."""
+    """Return the predicted tag of each word of a row in token classification: that of the word's
+    first token, or None if the word was truncated.
+
+    Args:
+        labels: The names of the tags.
+        logits: Shape (length, classes).
+        sample: The tokenized sample. Its `label` is, for each token, the index of the word that
+            begins with this token, or negative for other tokens.
+        row: The row, whose `tokens` are its words.
+    """
     tags: list[str | None] = [None] * len(row["tokens"])
-    # A label is the index of a word at the word's first token, and negative elsewhere.
     for token, word in enumerate(sample["label"]):
         if word >= 0:
             best = int(logits[token].argmax())
-            tags[word] = data.labels[best]
+            tags[word] = labels[best]
     return tags

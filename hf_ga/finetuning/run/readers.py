@@ -1,5 +1,6 @@
-"""Readers of predictions and references for metrics: logits and labels, entities, answers from
-spans, generated texts, and those for a `compute_metrics` of the user.
+"""Readers: they take predictions and references out of a model's outputs, from which an evaluation
+computes metrics. There is one for logits, entities, answers, generated texts, and one for the
+user's `compute_metrics`.
 """
 
 import re
@@ -9,6 +10,7 @@ from typing import Any
 
 import numpy as np
 from accelerate.utils import convert_to_fp32
+from datasets import Dataset
 from torch import Tensor, nn
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
@@ -29,81 +31,126 @@ from hf_ga.finetuning.run.metrics import (
 )
 from hf_ga.finetuning.run.run import Setup
 
-LABELS = ("labels", "start_positions", "end_positions")
+# Entries of a batch that are labels.
+LABEL_NAMES = ("labels", "start_positions", "end_positions")
 
 
 def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
-    """Choose the reader for the user's `compute_metrics`, or for a task's evaluation of a split.
+    """Choose how to compute metrics in an evaluation: by the user's `compute_metrics` if there is
+    one, otherwise by the metrics of the task.
 
     Args:
-        setup: What the parts of the run share.
+        setup: The setup of the run.
         model: The prepared model, which generates texts.
-        split: The split to evaluate.
+        split: The name of the split to evaluate.
 
     Returns:
-        The reader. None: only the loss is measured.
+        The reader, or None if the evaluation computes the loss alone.
     """
-    data = setup.data
-
-    def read_entities(
-        outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-    ) -> tuple[list[list[str]], list[list[str]]]:
-        """Read predicted and true tags by name, as seqeval needs them."""
-        names = np.asarray(data.labels)
-        predicted, true = read_logits(outputs, batch, micro_batch)
-        predicted_names = [names[ids].tolist() for ids in predicted]
-        true_names = [names[ids].tolist() for ids in true]
-        return predicted_names, true_names
-
-    def read_answers(
-        outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-    ) -> tuple[list[Span], list[list[str]]]:
-        """Read the best answer in each window, and the correct answers to its question."""
-        samples = [data.splits[split][int(i)] for i in micro_batch.sample_ids]
-        return read_spans(outputs, samples), [sample["answers"] for sample in samples]
-
-    def generate(
-        outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
-    ) -> tuple[list[str], list[str]]:
-        """Generate a text for each source, and read the target texts."""
-        targets = [data.splits[split][int(i)]["target"] for i in micro_batch.sample_ids]
-        return generated_targets(setup, model, batch), targets
-
+    task = setup.config.task
+    labels = setup.data.labels
+    dataset = setup.data.splits[split]
     if setup.compute_metrics is not None:
-        return own_reader(setup, model)
-    if data.task.labels == "tags" and are_entities(data.labels):
-        return Reader(partial(compute, ENTITY_METRICS), read_entities)
-    if data.task.labels == "answers":
-        windows = data.splits[split]["window_index"][:]
-        return Reader(partial(answer_metrics, windows), read_answers)
+        return user_metrics_reader(setup, model)
+    if task == "token-classification" and are_entities(labels):
+        return Reader(partial(compute, ENTITY_METRICS), partial(_read_entities, labels))
+    if task == "question-answering":
+        windows = dataset["window_index"][:]
+        return Reader(partial(answer_metrics, windows), partial(_read_answers, dataset))
     if setup.config.predict_with_generate:
-        return Reader(partial(compute, TEXT_METRICS), generate, predicts_tokens=True)
-    if not data.task.metrics:
+        read = partial(_read_generated, setup, model, dataset)
+        return Reader(partial(compute, TEXT_METRICS), read, predicts_tokens=True)
+    if not setup.data.task.metrics:
         return None
-    return logits_reader(data.task.metrics)
+    return logits_reader(setup.data.task.metrics)
+
+
+def _read_entities(
+    labels: list[str], outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
+) -> tuple[list[list[str]], list[list[str]]]:
+    """Return the predicted and the true tags of each text by their names, the input of seqeval.
+
+    Args:
+        labels: The names of the tags, in the order of their ids.
+        outputs: The outputs of a token classification model.
+        batch: The batch on the device, which is not used.
+        micro_batch: The same batch on the CPU, with its labels.
+    """
+    names = np.asarray(labels)
+    predicted_ids, true_ids = read_logits(outputs, batch, micro_batch)
+    predicted_names = [names[ids].tolist() for ids in predicted_ids]
+    true_names = [names[ids].tolist() for ids in true_ids]
+    return predicted_names, true_names
+
+
+def _read_answers(
+    dataset: Dataset, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
+) -> tuple[list[Span], list[list[str]]]:
+    """Return the best span of each sample of question answering, and the correct answers to its
+    question.
+
+    Args:
+        dataset: The tokenized split.
+        outputs: The outputs of a question answering model.
+        batch: The batch on the device, which is not used.
+        micro_batch: The same batch on the CPU, with the indices of its samples in the split.
+    """
+    samples = [dataset[int(i)] for i in micro_batch.sample_ids]
+    correct_answers = [sample["answers"] for sample in samples]
+    return read_spans(outputs, samples), correct_answers
+
+
+def _read_generated(
+    setup: Setup,
+    model: nn.Module,
+    dataset: Dataset,
+    outputs: Any,
+    batch: dict[str, Any],
+    micro_batch: MicroBatch,
+) -> tuple[list[str], list[str]]:
+    """Generate a text for each source text of a seq2seq batch, and return the generated and the
+    target texts.
+
+    Args:
+        setup: The setup of the run.
+        model: The prepared seq2seq model.
+        dataset: The tokenized split, with the target texts.
+        outputs: The outputs of the forward, which are not used.
+        batch: The batch on the device.
+        micro_batch: The same batch on the CPU, with the indices of its samples in the split.
+    """
+    targets = [dataset[int(i)]["target"] for i in micro_batch.sample_ids]
+    return generated_targets(setup, model, batch), targets
 
 
 def answer_metrics(
     windows: Sequence[int], spans: Sequence[Span], references: Sequence[list[str]]
 ) -> dict[str, float]:
-    """Compute the metrics of answers over questions: of each question, the best answer over its
-    windows.
+    """Compute the metrics of question answering, where a long context is split into overlapping
+    windows. The answer to a question is the best one over its windows.
 
     Args:
-        windows: The column `window` of the split.
-        spans: The best answer in each window.
+        windows: The index of each window within its question, from 0.
+        spans: The best span in each window.
         references: The correct answers to the question of each window.
 
     Returns:
-        Name -> value, see `ANSWER_METRICS`.
+        Name of a metric in `ANSWER_METRICS` -> mean over the questions.
     """
-    found = [best_answer(of_question)["answer"] for of_question in by_question(windows, spans)]
-    right = [of_question[0] for of_question in by_question(windows, references)]
-    return compute(ANSWER_METRICS, found, right)
+    answers = [
+        best_answer(question_spans)["answer"] for question_spans in by_question(windows, spans)
+    ]
+    # All windows of a question have the same correct answers.
+    correct_answers = [repeated[0] for repeated in by_question(windows, references)]
+    return compute(ANSWER_METRICS, answers, correct_answers)
 
 
 def logits_reader(metrics: Sequence[str]) -> Reader:
-    """Return a reader for some metrics of `METRICS`, which compare logits and labels."""
+    """Return a reader for metrics that compare logits with labels.
+
+    Args:
+        metrics: Names of metrics in `METRICS`.
+    """
     chosen = {name: METRICS[name] for name in metrics}
     return Reader(partial(compute, chosen), read_logits)
 
@@ -111,149 +158,204 @@ def logits_reader(metrics: Sequence[str]) -> Reader:
 def read_logits(
     outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Read predicted and true labels, see `predictions_and_references`."""
+    """Read predictions from the logits of a classification or regression head, and references from
+    the labels, see `predictions_and_references`.
+
+    Args:
+        outputs: The model's outputs.
+        batch: The batch on the device, which is not used.
+        micro_batch: The same batch on the CPU, with its labels.
+    """
     logits = outputs.logits.float().cpu()
     labels = micro_batch.batch["labels"]
     return predictions_and_references(logits.numpy(), labels.numpy())
 
 
-def own_reader(setup: Setup, model: nn.Module) -> Reader:
-    """Return a reader that passes to `compute_metrics` what Trainer does, or generated token ids,
-    as Seq2SeqTrainer does.
+def user_metrics_reader(setup: Setup, model: nn.Module) -> Reader:
+    """Return a reader that calls the user's `compute_metrics` with what Trainer passes to it or,
+    with `predict_with_generate`, with generated token ids, as Seq2SeqTrainer does.
 
-    Its `compute` raises ConfigError for a result that is not a dict of numbers.
-    """
-    ignored = ("loss", *getattr(unwrapped(model).config, "keys_to_ignore_at_inference", ()))
-
-    def is_prediction(name: str, value: Any, num_samples: int) -> bool:
-        """Whether an entry of the outputs has one row for each sample, and is not ignored."""
-        if name in ignored or not isinstance(value, Tensor):
-            return False
-        return value.shape[:1] == (num_samples,)
-
-    def read(outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch) -> tuple[Any, Any]:
-        """Read predictions and labels, with one entry for each sample."""
-        num_samples = len(micro_batch)
-        found = [v for name, v in outputs.items() if is_prediction(name, v, num_samples)]
-        logits = _single(found)
-        labels = _single([batch[name] for name in LABELS if name in batch])
-        if setup.config.predict_with_generate:
-            logits = generated_ids(setup, model, batch)
-        if setup.preprocess_logits_for_metrics is not None:
-            logits = setup.preprocess_logits_for_metrics(logits, labels)
-        predictions = nested_numpify(convert_to_fp32(logits))
-        references = nested_numpify(labels)
-        return _of_samples(predictions), _of_samples(references)
-
-    def compute_own(predictions: list[Any], references: list[Any]) -> dict[str, float]:
-        prediction = EvalPrediction(_padded(predictions), _padded(references))
-        return own_metrics(setup, prediction)
-
-    return Reader(compute_own, read, predicts_tokens=not setup.data.task.metrics)
-
-
-def own_metrics(setup: Setup, prediction: EvalPrediction) -> dict[str, float]:
-    """Call the user's `compute_metrics`.
+    Its `compute` raises ConfigError if `compute_metrics` does not return a dict of numbers.
 
     Args:
-        setup: What the parts of the run share.
+        setup: The setup of the run.
+        model: The prepared model.
+    """
+    return Reader(
+        compute=partial(_compute_user_metrics_of_split, setup),
+        read=partial(_read_for_user, setup, model),
+        predicts_tokens=not setup.data.task.metrics,
+    )
+
+
+def _read_for_user(
+    setup: Setup, model: nn.Module, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Return the predictions and the labels that the user's `compute_metrics` gets, after the
+    user's `preprocess_logits_for_metrics`.
+
+    Args:
+        setup: The setup of the run.
+        model: The prepared model.
+        outputs: The model's outputs.
+        batch: The batch on the device.
+        micro_batch: The same batch on the CPU.
+
+    Returns:
+        Predictions and labels, each with one entry for each sample of the micro-batch.
+    """
+    ignored = ("loss", *getattr(unwrapped(model).config, "keys_to_ignore_at_inference", ()))
+    predicted = []
+    for name, value in outputs.items():
+        has_row_per_sample = isinstance(value, Tensor) and value.shape[:1] == (len(micro_batch),)
+        if has_row_per_sample and name not in ignored:
+            predicted.append(value)
+    logits = _single_or_tuple(predicted)
+    labels = _single_or_tuple([batch[name] for name in LABEL_NAMES if name in batch])
+    if setup.config.predict_with_generate:
+        logits = generated_ids(setup, model, batch)
+    if setup.preprocess_logits_for_metrics is not None:
+        logits = setup.preprocess_logits_for_metrics(logits, labels)
+    predictions = nested_numpify(convert_to_fp32(logits))
+    references = nested_numpify(labels)
+    return _split_into_samples(predictions), _split_into_samples(references)
+
+
+def _compute_user_metrics_of_split(
+    setup: Setup, predictions: list[Any], references: list[Any]
+) -> dict[str, float]:
+    """Join the predictions and the labels of all samples of a split to arrays, padded with -100,
+    and call the user's `compute_metrics`.
+
+    Args:
+        setup: The setup of the run.
+        predictions: One entry per sample, see `_read_for_user`.
+        references: One entry per sample.
+    """
+    prediction = EvalPrediction(_join_samples(predictions), _join_samples(references))
+    return compute_user_metrics(setup, prediction)
+
+
+def compute_user_metrics(setup: Setup, prediction: EvalPrediction) -> dict[str, float]:
+    """Call the user's `compute_metrics`, and check what it returns.
+
+    Args:
+        setup: The setup of the run.
         prediction: Predictions and references of the whole split.
 
     Returns:
-        Name -> number.
+        Name of a metric -> number.
 
     Raises:
-        ConfigError: If it returns something else.
+        ConfigError: If it does not return a dict of numbers.
     """
-    found = denumpify_detensorize(setup.compute_metrics(prediction))
-    is_fine = isinstance(found, dict)
-    if is_fine:
-        is_fine = all(isinstance(value, int | float) for value in found.values())
-    if not is_fine:
+    metrics = denumpify_detensorize(setup.compute_metrics(prediction))
+    is_valid = isinstance(metrics, dict)
+    if is_valid:
+        is_valid = all(isinstance(value, int | float) for value in metrics.values())
+    if not is_valid:
         raise ConfigError(
-            f"compute_metrics must return a dict of names and numbers, got {found!r:.80}."
+            f"compute_metrics must return a dict of names and numbers, got {metrics!r:.80}."
         )
-    return found
+    return metrics
 
 
-def _single(entries: list[Tensor]) -> Any:
-    """Return a single tensor, or a tuple of several, as Trainer passes predictions and labels."""
-    if len(entries) == 1:
-        return entries[0]
-    return tuple(entries)
+def _single_or_tuple(tensors: list[Tensor]) -> Any:
+    """Return the tensor itself if there is one, otherwise a tuple of all of them, as Trainer passes
+    predictions and labels.
+    """
+    if len(tensors) == 1:
+        return tensors[0]
+    return tuple(tensors)
 
 
-def _of_samples(arrays: Any) -> Sequence[Any]:
-    """Return one entry per sample: the rows of an array, or tuples with a row of each of several
-    arrays.
+def _split_into_samples(arrays: Any) -> Sequence[Any]:
+    """Split the arrays of a batch into one entry per sample.
+
+    Args:
+        arrays: An array whose first dim is the samples, or a (nested) tuple or list of such arrays.
+
+    Returns:
+        The array itself, whose entries are the rows of the samples; for a tuple, a list with a
+        tuple of rows for each sample.
     """
     if not isinstance(arrays, tuple | list):
         return arrays
-    rows_of_arrays = [_of_samples(array) for array in arrays]
+    rows_of_arrays = [_split_into_samples(array) for array in arrays]
     return list(zip(*rows_of_arrays, strict=True))
 
 
-def _padded(samples: Sequence[Any]) -> Any:
-    """Join all samples to one array, or to a tuple of arrays if each sample is a tuple.
+def _join_samples(samples: Sequence[Any]) -> Any:
+    """Stack the arrays of all samples, padded with -100 to the largest length.
 
     Args:
-        samples: The array of each sample, of shape (), (width, ...); widths may differ.
+        samples: The array of each sample, all scalars, or all of shape (length, ...), where the
+            length may differ between samples. Or a tuple of arrays for each sample.
 
     Returns:
-        Shape (samples,) or (samples, largest width, ...), padded with -100.
+        An array of shape (samples,) or (samples, largest length, ...); for tuples, a tuple of such
+        arrays.
     """
     if isinstance(samples[0], tuple):
-        return tuple(_padded(column) for column in zip(*samples, strict=True))
-    widest = max(samples, key=lambda sample: sample.shape[:1])
-    padded = np.full_like(widest, IGNORED_LABEL, shape=(len(samples), *widest.shape))
+        return tuple(_join_samples(arrays) for arrays in zip(*samples, strict=True))
+    longest = max(samples, key=lambda sample: sample.shape[:1])
+    joined = np.full_like(longest, IGNORED_LABEL, shape=(len(samples), *longest.shape))
     for i, sample in enumerate(samples):
         if sample.ndim == 0:
-            padded[i] = sample
+            joined[i] = sample
         else:
-            padded[i, : len(sample)] = sample
-    return padded
+            joined[i, : len(sample)] = sample
+    return joined
 
 
 def generated_ids(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Generate a text for each source, without sampling.
+    """Generate the token ids of a text for each source text, by greedy or beam search.
 
     Sources are right-padded as in training, and the attention mask hides the padding. So a text
     does not depend on the rest of its batch, except that rounding can decide between two almost
     equally likely tokens.
 
     Args:
-        setup: What the parts of the run share.
-        model: The prepared model.
-        batch: `input_ids` and `attention_mask` of shape (samples, width), right-padded, on the
-            model's device.
+        setup: The setup of the run.
+        model: The prepared seq2seq model.
+        batch: `input_ids` and `attention_mask` of shape (samples, padded length), right-padded, on
+            the model's device.
 
     Returns:
-        Token ids of shape (samples, longest), right-padded.
+        Token ids of shape (samples, longest generated length), right-padded.
     """
-    base: Any = unwrapped(model)
+    plain_model: Any = unwrapped(model)
     tokenizer = setup.data.tokenizer
-    # For the whole generation: only the model's forward has autocast already.
+    # A prepared model has autocast around its forward only; generation calls more than that.
     with setup.accelerator.autocast():
-        return base.generate(
+        return plain_model.generate(
             input_ids=batch["input_ids"],
             attention_mask=batch["attention_mask"],
             max_new_tokens=setup.config.max_new_tokens,
             num_beams=setup.config.num_beams,
             do_sample=False,
             pad_token_id=tokenizer.pad_token_id,
-            eos_token_id=base.generation_config.eos_token_id or tokenizer.eos_token_id,
+            eos_token_id=plain_model.generation_config.eos_token_id or tokenizer.eos_token_id,
         )
 
 
 def generated_targets(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> list[str]:
-    """Generate a text for each source, see `generated_ids`."""
+    """Generate a text for each source text of a seq2seq batch, and decode it without special tokens
+    and surrounding white space.
+
+    Args:
+        setup: The setup of the run.
+        model: The prepared seq2seq model.
+        batch: See `generated_ids`.
+    """
     ids = generated_ids(setup, model, batch)
     texts = setup.data.tokenizer.batch_decode(ids, skip_special_tokens=True)
     return [text.strip() for text in texts]
 
 
 def are_entities(labels: list[str]) -> bool:
-    """Whether tags mark entities by B (begin) and I (inside).
+    """Return whether the labels of token classification mark entities in the IOB format: O, and at
+    least one label that begins with B- (begin) or I- (inside), but no other labels.
 
     >>> are_entities(["O", "B-PER", "I-PER"]), are_entities(["NOUN", "VERB"])
     (True, False)

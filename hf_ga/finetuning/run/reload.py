@@ -1,13 +1,13 @@
-"""Load a saved folder as a user would, and compare it with the trained model: its tensors one by
-one, and its outputs on a few rows.
+"""Check that a saved model is the trained one: load its folder as a user would, and compare all of
+its tensors, and its outputs for a few rows, with those of the trained model.
 """
 
 import inspect
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf, isnan
 from pathlib import Path
 
 import numpy as np
@@ -31,19 +31,25 @@ from hf_ga.exact.forward import (
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.finetuning.run.adapters import is_lora, keep_4_bit_layout
 from hf_ga.finetuning.run.build import proof_samples
-from hf_ga.finetuning.run.models import base_dtype, compute_dtype, load_model, quiet_transformers
+from hf_ga.finetuning.run.models import (
+    compute_dtype,
+    load_model,
+    loading_dtype,
+    quiet_transformers,
+)
 from hf_ga.finetuning.run.run import Setup
 from hf_ga.recovery.latest import newest
 
-Check = dict[str, float]  # the entry of summary.json
+# `relative_error`, `tolerance` and `rows`: the result of a check in summary.json.
+CheckResult = dict[str, float]
 Outputs = dict[str, Tensor]
 Weights = Mapping[str, Tensor]
 
 NUM_ROWS = 4
-NUM_POSITIONS = 64  # of which a decoder computes logits, at most
-NUM_NAMES = 5  # of tensors in the message
+MAX_LOGIT_POSITIONS = 64  # positions for which a decoder computes logits
+MAX_LISTED_TENSORS = 5  # tensors that an error message names
 # See `_tolerances`.
-NUM_NUDGES = 4
+NUM_PERTURBATIONS = 4
 SAFETY_FACTOR = 4
 FLOAT32_TOLERANCE = 1e-4
 FLOAT32_ROUNDING = 2.0**-21
@@ -52,11 +58,12 @@ TF32_ROUNDING = 2.0**-11
 
 @dataclass(frozen=True)
 class Expected:
-    """What a saved folder must compute.
+    """The inputs and outputs of the trained model that a saved folder must reproduce.
 
     Attributes:
-        batch: A few training rows, on the host.
-        outputs: Of the trained model for them, float32 on the host, by name.
+        batch: A few training rows, on the CPU.
+        outputs: The trained model's outputs for them by name, such as `logits`: float32, on the
+            CPU.
     """
 
     batch: Batch
@@ -64,31 +71,34 @@ class Expected:
 
 
 def expected_outputs(setup: Setup, model: nn.Module) -> Expected:
-    """The trained model's outputs on a few training rows, from the shortest to one of median
-    length; at most an evaluation batch, which fits into memory.
+    """Compute the trained model's outputs for a few training rows, before it is saved, to compare
+    the saved folder with them.
 
-    All processes must call it before the model is saved: under FSDP, forwards are collectives.
+    All processes must call it: under FSDP, a forward is a collective. The rows range from the
+    shortest to one of median length, and are at most one evaluation batch, which fits into memory.
 
     Args:
-        setup: Of the run.
+        setup: The setup of the run.
         model: The prepared model.
     """
-    samples = proof_samples(setup.data, "train")
+    samples = proof_samples(setup.data, "train")  # sorted by length
     num_rows = min(NUM_ROWS, len(samples), setup.config.per_device_eval_batch_size)
-    chosen = np.linspace(0, len(samples) // 2, num_rows).astype(int)  # sorted by length
-    batch = as_batch(setup.data.collate([samples[i] for i in chosen]))
-    return Expected(batch, _outputs(setup, model, batch, setup.accelerator.device))
+    indices = np.linspace(0, len(samples) // 2, num_rows).astype(int)
+    batch = as_batch(setup.data.collate([samples[i] for i in indices]))
+    outputs = _compute_outputs(setup, model, batch, setup.accelerator.device)
+    return Expected(batch, outputs)
 
 
-def check_model(setup: Setup, folder: Path, weights: Weights, expected: Expected) -> Check:
-    """Load a model with `from_pretrained(folder)`, and compare it with the trained one. For the
-    main process; needs memory for one more model.
+def check_model(setup: Setup, folder: Path, weights: Weights, expected: Expected) -> CheckResult:
+    """Load a saved model with `from_pretrained(folder)`, and compare it with the trained one.
+
+    Call on the main process only. It needs memory for one more model.
 
     Args:
-        setup: Of the run.
-        folder: Of the saved model.
+        setup: The setup of the run.
+        folder: The folder of the saved model.
         weights: The full `state_dict()` of the trained model (with LoRA, of the merged one).
-        expected: From `expected_outputs`.
+        expected: The result of `expected_outputs` for the trained model.
 
     Returns:
         `relative_error` of the outputs, its `tolerance`, and the number of `rows`.
@@ -98,31 +108,36 @@ def check_model(setup: Setup, folder: Path, weights: Weights, expected: Expected
             dtype, the model has another dtype, or the outputs differ by more than the tolerance.
     """
     with _loading(setup, folder):
-        loaded = _from_pretrained(setup, folder)
+        loaded = _load_saved_model(setup, folder)
     if loaded.config.dtype != setup.dtype:
-        what = f"it loads in {loaded.config.dtype}, not in {setup.dtype}"
-        raise _differs(setup, folder, what)
+        difference = f"it loads in {loaded.config.dtype}, not in {setup.dtype}"
+        raise _difference_error(setup, folder, difference)
+    # The temperature of an embedding loss is not part of the saved model.
     trained = {name: tensor for name, tensor in weights.items() if name != LOG_TEMPERATURE}
-    saved_in = {name: setup.dtype for name, _ in loaded.named_parameters(remove_duplicate=False)}
-    _compare_tensors(setup, folder, loaded.state_dict(), trained, saved_in)
+    saved_dtypes = {
+        name: setup.dtype for name, _ in loaded.named_parameters(remove_duplicate=False)
+    }
+    _compare_tensors(setup, folder, loaded.state_dict(), trained, saved_dtypes)
     return _compare_outputs(setup, folder, loaded.float(), trained, expected)
 
 
 def check_adapter(
     setup: Setup, folder: Path, model: nn.Module, weights: Weights, expected: Expected
-) -> Check:
-    """Load the base model in its own precision (QLoRA: in 4 bits) with `PeftModel.from_pretrained`,
-    and compare it with the trained model. For the main process; needs memory for one more model.
+) -> CheckResult:
+    """Load a saved LoRA adapter onto its base model, and compare the result with the trained model.
+
+    The base is loaded in its own dtype (QLoRA: in 4 bits). Call on the main process only. It needs
+    memory for one more model.
 
     Args:
-        setup: Of the run.
-        folder: Of the saved adapter.
+        setup: The setup of the run.
+        folder: The folder of the saved adapter.
         model: The trained model.
         weights: Its full `state_dict()`.
-        expected: From `expected_outputs`.
+        expected: The result of `expected_outputs` for the trained model.
 
     Returns:
-        As `check_model`.
+        See `check_model`.
 
     Raises:
         SavedModelDiffers: If a trained tensor is missing or differs, or the outputs differ by more
@@ -132,46 +147,65 @@ def check_adapter(
 
     in_4_bits = setup.config.load_in_4bit
     with _loading(setup, folder):
-        base, _ = load_model(setup, dtype=base_dtype(setup) if in_4_bits else setup.dtype)
-        loaded = peft.PeftModel.from_pretrained(base, str(folder))
+        base_model, _ = load_model(setup, dtype=loading_dtype(setup) if in_4_bits else setup.dtype)
+        loaded = peft.PeftModel.from_pretrained(base_model, str(folder))
     keep_4_bit_layout(loaded)
-    names = {
+    trained_names = {
         name.replace("_fsdp_wrapped_module.", "")
         for name, parameter in unwrapped(model).named_parameters()
         if parameter.requires_grad
     }
-    trained = {name: weights[name] for name in names}
-    found = {name: tensor for name, tensor in loaded.state_dict().items() if name in names}
-    _compare_tensors(setup, folder, found, trained, {})
-    if base_dtype(setup) == torch.float32 and not in_4_bits:
-        loaded = loaded.float()  # as it was trained
+    trained = {name: weights[name] for name in trained_names}
+    found = {name: tensor for name, tensor in loaded.state_dict().items() if name in trained_names}
+    # An adapter is saved in the dtype in which it was trained.
+    _compare_tensors(setup, folder, found, trained, saved_dtypes={})
+    if loading_dtype(setup) == torch.float32 and not in_4_bits:
+        loaded = loaded.float()  # the base was float32 in training, too
     return _compare_outputs(setup, folder, loaded, trained, expected)
 
 
-def _from_pretrained(setup: Setup, folder: Path) -> PreTrainedModel | EmbeddingModel:
-    task = setup.data.task
-    model = task.auto_class.from_pretrained(
+def _load_saved_model(setup: Setup, folder: Path) -> PreTrainedModel | EmbeddingModel:
+    """Load the model that a run saved in a folder, as a user would, on the CPU.
+
+    Args:
+        setup: The setup of the run.
+        folder: The folder of the saved model.
+
+    Returns:
+        The model with the head of the task. For embeddings, the encoder with the saved pooling (by
+        default the mean), which `from_pretrained` does not load.
+    """
+    model = setup.data.task.auto_class.from_pretrained(
         folder, trust_remote_code=setup.config.trust_remote_code
     )
-    if task.labels != "pairs":
-        return model
-    return EmbeddingModel(model, saved_pooling(str(folder)) or "mean")
+    if setup.config.task == "embedding":
+        pooling = saved_pooling(str(folder)) or "mean"
+        model = EmbeddingModel(model, pooling)
+    return model
 
 
 @contextmanager
 def _loading(setup: Setup, folder: Path) -> Iterator[None]:
-    """Turn errors of loading into a SavedModelDiffers; keep torch's generator, which draws first
-    weights.
+    """Turn an error of the block, which loads a saved model, into SavedModelDiffers; out-of-memory
+    errors are raised unchanged.
+
+    Warnings about missing weights are suppressed. The state of torch's CPU generator, from which
+    loading draws initial weights, is restored.
+
+    Args:
+        setup: The setup of the run.
+        folder: The folder of the saved model.
     """
     try:
         with torch.random.fork_rng(devices=[]), quiet_transformers(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # what is missing is named by the comparison
+            # `_compare_tensors` names missing weights.
+            warnings.simplefilter("ignore")
             yield
     except Exception as error:
         if is_out_of_memory(error):
             raise
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise _differs(setup, folder, f"it cannot be loaded ({reason})") from error
+        raise _difference_error(setup, folder, f"it cannot be loaded ({reason})") from error
 
 
 def _compare_tensors(
@@ -179,180 +213,276 @@ def _compare_tensors(
     folder: Path,
     loaded: Weights,
     trained: Weights,
-    saved_in: Mapping[str, torch.dtype],
+    saved_dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Raise SavedModelDiffers if names, shapes or values differ.
+    """Check that a saved model has the names, shapes and values of the trained model's tensors.
 
     Args:
-        setup: Of the run.
-        folder: For the message.
-        loaded: Tensors of the loaded model, in whatever dtype they are loaded.
-        trained: Those of the trained model.
-        saved_in: The dtypes that tensors are rounded to in the file. Others are saved as they are.
+        setup: The setup of the run.
+        folder: The folder of the saved model, for the error message.
+        loaded: The tensors of the loaded model by name, in any dtype.
+        trained: The tensors of the trained model by name.
+        saved_dtypes: The dtypes to which tensors were rounded when they were saved, by name. Other
+            tensors were saved in the dtype they have.
+
+    Raises:
+        SavedModelDiffers: If it has not.
     """
-    faults = dict.fromkeys(trained.keys() - loaded.keys(), "missing")
-    faults |= dict.fromkeys(loaded.keys() - trained.keys(), "not of the trained model")
+    differences = dict.fromkeys(trained.keys() - loaded.keys(), "missing")
+    differences |= dict.fromkeys(loaded.keys() - trained.keys(), "not of the trained model")
     for name in trained.keys() & loaded.keys():
         found = loaded[name]
-        saved = trained[name].to(saved_in.get(name, trained[name].dtype))
+        saved = trained[name].to(saved_dtypes.get(name, trained[name].dtype))
         if found.shape != saved.shape:
-            faults[name] = f"shape {list(found.shape)}, not {list(saved.shape)}"
+            differences[name] = f"shape {list(found.shape)}, not {list(saved.shape)}"
         elif not torch.equal(found, saved.to(found)):
-            faults[name] = "other values"
-    if faults:
-        raise _differs(setup, folder, _listed(faults))
+            differences[name] = "other values"
+    if differences:
+        raise _difference_error(setup, folder, _describe_differences(differences))
 
 
-def _listed(faults: Mapping[str, str]) -> str:
-    named = [f"{name} ({fault})" for name, fault in sorted(faults.items())[:NUM_NAMES]]
-    more = f", and {len(faults) - NUM_NAMES} more" if len(faults) > NUM_NAMES else ""
-    return f"tensors differ: {', '.join(named)}{more}"
+def _describe_differences(differences: Mapping[str, str]) -> str:
+    """Return the part of an error message that names the first tensors in which a saved model
+    differs from the trained one, and counts the others.
+
+    Args:
+        differences: Name of a tensor -> its difference, such as "missing".
+    """
+    listed = sorted(differences.items())[:MAX_LISTED_TENSORS]
+    text = ", ".join(f"{name} ({difference})" for name, difference in listed)
+    num_others = len(differences) - len(listed)
+    if num_others:
+        text += f", and {num_others} more"
+    return f"tensors differ: {text}"
 
 
 def _compare_outputs(
     setup: Setup, folder: Path, loaded: nn.Module, trained: Weights, expected: Expected
-) -> Check:
-    """Raise SavedModelDiffers if the outputs differ by more than the tolerance.
+) -> CheckResult:
+    """Check that the outputs of a saved model are those of the trained model, up to rounding.
 
     Args:
-        setup: Of the run.
-        folder: For the message.
-        loaded: The loaded model; gets the trained weights.
-        trained: Weights of the trained model by the names of the loaded one, before they were
-            rounded.
-        expected: Of the trained model.
+        setup: The setup of the run.
+        folder: The folder of the saved model, for the error message.
+        loaded: The loaded model. Its weights are changed.
+        trained: The trained model's weights by the names of the loaded one, not rounded to the
+            saved dtype.
+        expected: The rows, and the trained model's outputs for them.
+
+    Returns:
+        See `check_model`.
+
+    Raises:
+        SavedModelDiffers: If the relative error is above the tolerance.
     """
     outputs = _outputs_where_it_fits(setup, loaded, expected.batch)
     error = relative_error(outputs, expected.outputs)
     for tolerance in _tolerances(setup, loaded, trained, expected.batch, outputs):
         if error <= tolerance:
-            rows = len(next(iter(expected.outputs.values())))
-            return {"relative_error": error, "tolerance": tolerance, "rows": rows}
-    what = (
+            num_rows = len(next(iter(expected.outputs.values())))
+            return {"relative_error": error, "tolerance": tolerance, "rows": num_rows}
+    difference = (
         "its weights are those that were saved, but the relative error of its outputs "
         f"({', '.join(expected.outputs)}) is {error:.1e}, more than the {tolerance:.1e} of rounding"
     )
-    raise _differs(setup, folder, what)
+    raise _difference_error(setup, folder, difference)
 
 
 def _outputs_where_it_fits(setup: Setup, loaded: nn.Module, batch: Batch) -> Outputs:
-    """Outputs computed on the run's device, or on the CPU if the second model does not fit."""
-    if setup.config.load_in_4bit and is_lora(loaded):  # was loaded to where it computes
-        return _outputs(setup, loaded, batch, setup.accelerator.device)
+    """Compute the outputs of a loaded model on the run's device, or on the CPU if the device has
+    not enough memory for a second model. The loaded model stays where it was computed.
+
+    Args:
+        setup: The setup of the run.
+        loaded: The loaded model.
+        batch: The rows, on the CPU.
+    """
+    device = setup.accelerator.device
+    # bitsandbytes has loaded a 4-bit model onto the device already.
+    if setup.config.load_in_4bit and is_lora(loaded):
+        return _compute_outputs(setup, loaded, batch, device)
     try:
-        return _outputs(setup, loaded.to(setup.accelerator.device), batch, setup.accelerator.device)
+        return _compute_outputs(setup, loaded.to(device), batch, device)
     except Exception as error:
         if not is_out_of_memory(error):
             raise
     clear_device_cache()
-    return _outputs(setup, loaded.cpu(), batch, torch.device("cpu"))
+    return _compute_outputs(setup, loaded.cpu(), batch, torch.device("cpu"))
 
 
 @torch.no_grad()
-def _outputs(setup: Setup, model: nn.Module, batch: Batch, device: torch.device) -> Outputs:
-    """The floating-point outputs of a model in evaluation mode that have a row for each sample: not
-    the loss, nor a learned temperature, which is not saved.
+def _compute_outputs(setup: Setup, model: nn.Module, batch: Batch, device: torch.device) -> Outputs:
+    """Run a model in evaluation mode and return its floating-point outputs, except scalars, in
+    float32 on the CPU.
+
+    Scalars are the loss, and a learned temperature, which is not saved. A decoder computes the
+    logits of at most 64 positions, to save memory.
+
+    Args:
+        setup: The setup of the run.
+        model: The model; the modes of its modules are restored.
+        batch: The collated rows, on the CPU.
+        device: The device of the model.
+
+    Returns:
+        Name of an output, such as `logits` -> its values.
     """
-    plain = unwrapped(model)
-    plain = plain.get_base_model() if is_lora(plain) else plain
-    inputs = argument_filter(plain)(batch)
-    if "logits_to_keep" in inspect.signature(type(plain).forward).parameters:
-        width = inputs["input_ids"].shape[1]
-        step = -(-width // NUM_POSITIONS)
-        inputs.pop("labels", None)  # the loss would need all positions
-        inputs["logits_to_keep"] = torch.arange(0, width, step)
+    plain_model = unwrapped(model)
+    if is_lora(plain_model):
+        plain_model = plain_model.get_base_model()
+    inputs = argument_filter(plain_model)(batch)
+    if "logits_to_keep" in inspect.signature(type(plain_model).forward).parameters:
+        sequence_length = inputs["input_ids"].shape[1]
+        step = math.ceil(sequence_length / MAX_LOGIT_POSITIONS)
+        inputs["logits_to_keep"] = torch.arange(0, sequence_length, step)
+        # The loss would need the logits of all positions.
+        inputs.pop("labels", None)
     with restored_modes(model), not_compiled(), setup.accelerator.autocast():
         model.eval()
         outputs = callable_module(model)(**send_to_device(inputs, device))
-    named = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
+    outputs_by_name = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
     return {
         str(name): value.float().cpu()
-        for name, value in named.items()
+        for name, value in outputs_by_name.items()
         if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
     }
 
 
 def relative_error(found: Outputs, expected: Outputs) -> float:
-    """The largest relative L2 error of the outputs; infinite if one is missing.
+    """Return the largest relative L2 error of a model's outputs; infinity if their names, shapes or
+    NaNs differ.
+
+    Args:
+        found: The outputs of the loaded model by name.
+        expected: The outputs of the trained model by name.
 
     >>> relative_error({"logits": torch.tensor([3.0, 5.0])}, {"logits": torch.tensor([3.0, 4.0])})
     0.2
     """
     if found.keys() != expected.keys():
-        return inf
+        return math.inf
     return max(_relative_distance(found[name], expected[name]) for name in expected)
 
 
 def _relative_distance(found: Tensor, expected: Tensor) -> float:
+    """Return the L2 norm of the difference of two outputs, divided by the norm of the expected one.
+
+    Equal entries count as 0, also where both are NaN or, as masked logits, -inf.
+
+    Returns:
+        The distance; infinity if the shapes differ, or only one of two entries is NaN or infinite.
+    """
     if found.shape != expected.shape:
-        return inf
-    same = (found == expected) | (found.isnan() & expected.isnan())  # masked logits are -inf
-    distance = (found - expected).masked_fill(same, 0.0).double().norm()
+        return math.inf
+    is_equal = (found == expected) | (found.isnan() & expected.isnan())
+    distance = (found - expected).masked_fill(is_equal, 0.0).double().norm()
     norm = expected.nan_to_num(0.0, 0.0, 0.0).double().norm()
     error = float(distance / norm.clamp(min=torch.finfo(torch.float32).tiny))
-    return inf if isnan(error) else error
+    return math.inf if math.isnan(error) else error
 
 
 def _tolerances(
     setup: Setup, loaded: nn.Module, trained: Weights, batch: Batch, outputs: Outputs
 ) -> Iterator[float]:
-    """How far rounding may move the outputs, relative to them. Three bounds, each larger than the
-    one before and more expensive, so that the first one that holds is enough:
+    """Yield upper bounds of the relative error that rounding may cause in a saved model's outputs.
 
-    1. 1e-4, for sums in float32 in another order.
-    2. For a model saved in bf16 or fp16, also the effect of rounding the weights: how far the
-       outputs move if the loaded model gets the trained weights as they were before.
-    3. Instead of 1e-4, 4 times the largest of four changes of the outputs, each time all weights
-       move up or down, at random, by one rounding error of the forward: 2^-8 of a weight if
-       products are computed in bf16, 2^-11 in fp16 and TF32, 2^-21 in float32 (for longer sums).
+    Each bound is at least as large as the one before and takes longer to compute, so the caller
+    stops at the first one that is large enough:
+
+    1. 1e-4, for float32 sums in another order.
+    2. For a model saved in bf16 or fp16, this plus the effect of rounding the weights: the relative
+       change of the outputs if the loaded model gets the trained weights, which are not rounded.
+    3. As the second, but if larger with `SAFETY_FACTOR` times the effect of rounding in the forward
+       (see `_rounding_effect`) instead of 1e-4.
 
     Args:
-        setup: Of the run.
-        loaded: The loaded model; its weights are changed.
+        setup: The setup of the run.
+        loaded: The loaded model. Its weights are changed.
         trained: See `_compare_outputs`.
         batch: The rows.
-        outputs: Of the loaded model for them.
+        outputs: The loaded model's outputs for them.
     """
     yield FLOAT32_TOLERANCE
     device = next(loaded.parameters()).device
-    of_weights = 0.0
+    weights_effect = 0.0
     if setup.dtype != torch.float32:
         loaded.load_state_dict(trained, strict=False)
-        exact = _outputs(setup, loaded, batch, device)
-        of_weights = relative_error(outputs, exact)
-        outputs = exact
-        yield of_weights + FLOAT32_TOLERANCE
+        exact_outputs = _compute_outputs(setup, loaded, batch, device)
+        weights_effect = relative_error(outputs, exact_outputs)
+        outputs = exact_outputs
+        yield weights_effect + FLOAT32_TOLERANCE
+    forward_effect = _rounding_effect(setup, loaded, batch, outputs)
+    yield weights_effect + max(FLOAT32_TOLERANCE, SAFETY_FACTOR * forward_effect)
+
+
+def _rounding_effect(setup: Setup, model: nn.Module, batch: Batch, outputs: Outputs) -> float:
+    """Estimate how much rounding in the forward changes a model's outputs.
+
+    Move all weights up or down, at random, by one rounding error: relative to the weight, 2^-8 if
+    matrix products are computed in bf16, 2^-11 in fp16 and TF32, 2^-21 in float32 (more than its
+    own 2^-24, for long sums). Repeat this four times.
+
+    Args:
+        setup: The setup of the run.
+        model: The model. Its weights are changed.
+        batch: The rows.
+        outputs: The model's outputs for them.
+
+    Returns:
+        The largest relative change of the outputs from one time to the next.
+    """
+    device = next(model.parameters()).device
     rounding = max(torch.finfo(compute_dtype(setup)).eps / 2, FLOAT32_ROUNDING)
     if setup.config.tf32:
         rounding = max(rounding, TF32_ROUNDING)
     generator = torch.Generator(device).manual_seed(0)
     changes = []
-    for _ in range(NUM_NUDGES):
-        _nudge(loaded, rounding, generator)
-        nudged = _outputs(setup, loaded, batch, device)
-        changes.append(relative_error(nudged, outputs))
-        outputs = nudged
-    yield of_weights + max(FLOAT32_TOLERANCE, SAFETY_FACTOR * max(changes))
+    for _ in range(NUM_PERTURBATIONS):
+        _perturb_weights_(model, rounding, generator)
+        new_outputs = _compute_outputs(setup, model, batch, device)
+        changes.append(relative_error(new_outputs, outputs))
+        outputs = new_outputs
+    return max(changes)
 
 
 @torch.no_grad()
-def _nudge(model: nn.Module, rounding: float, generator: torch.Generator) -> None:
+def _perturb_weights_(model: nn.Module, rounding: float, generator: torch.Generator) -> None:
+    """Multiply each floating-point weight in place by 1 + `rounding` or 1 - `rounding`, chosen at
+    random.
+
+    Args:
+        model: The model.
+        rounding: The relative rounding error.
+        generator: The generator of the choice, on the model's device.
+    """
     for parameter in model.parameters():
         if parameter.is_floating_point():
-            exact = parameter.float()
-            up = torch.empty_like(exact).bernoulli_(generator=generator)
-            parameter.copy_(exact * (1 + rounding * (2 * up - 1)))
+            weight = parameter.float()
+            is_up = torch.empty_like(weight).bernoulli_(generator=generator)
+            sign = 2 * is_up - 1
+            parameter.copy_(weight * (1 + rounding * sign))
 
 
-def _differs(setup: Setup, folder: Path, what: str) -> SavedModelDiffers:
+def _difference_error(setup: Setup, folder: Path, difference: str) -> SavedModelDiffers:
+    """Build the error for a saved folder that is not the trained model, with a remedy that depends
+    on whether the run has a checkpoint.
+
+    Args:
+        setup: The setup of the run.
+        folder: The folder of the saved model.
+        difference: A clause on what differs.
+    """
     checkpoint = newest(setup.output_dir)
-    remedy = (
-        "update transformers and peft, or correct the model's own code, and resume with "
-        "--resume_from_checkpoint auto, which saves the model again; or train with other adapters"
-    )
-    kept = f"The checkpoint {checkpoint} is kept: {remedy}."
     if checkpoint is None:
-        kept = "There is no checkpoint yet: update transformers and peft, or train other adapters."
+        remedy = (
+            "There is no checkpoint yet: update transformers and peft, or train other adapters."
+        )
+    else:
+        remedy = (
+            f"The checkpoint {checkpoint} is kept: update transformers and peft, or correct the "
+            "model's own code, and resume with --resume_from_checkpoint auto, which saves the "
+            "model again; or train with other adapters."
+        )
     return SavedModelDiffers(
-        f"{folder} is not the trained model: {what}. Do not use this folder. {kept}"
+        f"{folder} is not the trained model: {difference}. Do not use this folder. {remedy}"
     )

@@ -1,4 +1,6 @@
-"""Metrics of vectors: retrieval by pytrec_eval (TREC's measures), rank correlation by scipy."""
+"""Metrics of text embeddings: retrieval metrics, computed by pytrec_eval (TREC's measures), and
+Spearman's rank correlation, computed by scipy.
+"""
 
 from collections import defaultdict
 
@@ -11,9 +13,9 @@ from torch import Tensor
 from hf_ga.finetuning.data.pairs import NO_TEXT
 
 NUM_RETRIEVED = 10
-# Queries whose similarities to all documents are computed at once.
-NUM_QUERIES = 1024
-# Our name -> TREC's. The reciprocal rank is that among the 10 documents that are retrieved.
+# Number of queries whose similarities to all documents are computed at once.
+QUERIES_PER_BLOCK = 1024
+# Our name of a metric -> TREC's. The reciprocal rank is that among the 10 retrieved documents.
 MEASURES = {
     "recall_at_1": "recall_1",
     "recall_at_10": "recall_10",
@@ -25,77 +27,99 @@ MEASURES = {
 def retrieval_metrics(
     queries: Tensor, documents: Tensor, query_ids: Tensor, document_ids: Tensor
 ) -> dict[str, float]:
-    """Compute recall at 1 and 10, mean reciprocal rank and nDCG at 10 of a search for the positives
-    of each anchor among all positives and negatives of a split, by the cosine.
+    """Compute retrieval metrics of text embeddings: recall at 1 and 10, mean reciprocal rank and
+    nDCG at 10.
 
-    Equal texts are one query or one document, so a query has as many relevant documents as its text
-    has different positives.
+    Each anchor is a query, and its positive is a relevant document. The search ranks all positives
+    and negatives of the split by cosine similarity. Equal texts are one query or one document, so a
+    query has as many relevant documents as its text has different positives.
 
     Args:
-        queries: Vectors of the anchors, of length 1, shape (n, size).
-        documents: Vectors of the positives, then of the negatives, shape (m, size).
-        query_ids: int64, equal for equal texts, shape (n,).
-        document_ids: The same of the documents, shape (m,); 0 for a missing negative.
+        queries: Unit vectors of the anchors, shape (num_queries, dim).
+        documents: Unit vectors of the positives, in the order of their anchors, then of the
+            negatives, shape (num_documents, dim).
+        query_ids: Ids of the queries' texts, equal for equal texts: int64, shape (num_queries,).
+        document_ids: Ids of the documents' texts, shape (num_documents,); 0 for a missing negative.
 
     Returns:
-        Name of `MEASURES` -> mean over the queries.
+        Name of a metric in `MEASURES` -> mean over the queries.
     """
     relevant: dict[str, dict[str, int]] = defaultdict(dict)
     positive_ids = document_ids[: len(query_ids)]
-    for query, document in zip(query_ids.tolist(), positive_ids.tolist(), strict=True):
-        relevant[str(query)][str(document)] = 1
+    for query_id, positive_id in zip(query_ids.tolist(), positive_ids.tolist(), strict=True):
+        relevant[str(query_id)][str(positive_id)] = 1
     queries, query_ids = _distinct(queries, query_ids)
     documents, document_ids = _distinct(documents, document_ids)
-    found = _retrieved(queries, documents, query_ids, document_ids)
+    retrieved = _retrieve(queries, documents, query_ids, document_ids)
     evaluator = pytrec_eval.RelevanceEvaluator(relevant, {"recall.1,10", "recip_rank", "ndcg_cut"})
-    measured = evaluator.evaluate(found).values()
+    metrics_of_queries = evaluator.evaluate(retrieved).values()
     return {
-        name: float(np.mean([of_query[measure] for of_query in measured]))
+        name: float(np.mean([metrics[measure] for metrics in metrics_of_queries]))
         for name, measure in MEASURES.items()
     }
 
 
-def _retrieved(
+def _retrieve(
     queries: Tensor, documents: Tensor, query_ids: Tensor, document_ids: Tensor
 ) -> dict[str, dict[str, float]]:
-    """Retrieve the nearest documents of each query.
+    """Retrieve for each query the 10 documents with the largest cosine similarity.
+
+    Args:
+        queries: Unit vectors, shape (num_queries, dim).
+        documents: Unit vectors, shape (num_documents, dim).
+        query_ids: Shape (num_queries,).
+        document_ids: Shape (num_documents,).
 
     Returns:
-        Id of a query -> id of a document -> cosine, the form of pytrec_eval.
+        Id of a query -> {id of a document: cosine similarity}, the format of pytrec_eval.
     """
-    found: dict[str, dict[str, float]] = {}
+    retrieved: dict[str, dict[str, float]] = {}
     num_retrieved = min(NUM_RETRIEVED, len(documents))
-    for block, ids in zip(queries.split(NUM_QUERIES), query_ids.split(NUM_QUERIES), strict=True):
-        cosines = block @ documents.T
-        scores, places = cosines.topk(num_retrieved)
-        retrieved = document_ids[places.cpu()]
-        of_queries = zip(ids.tolist(), retrieved.tolist(), scores.tolist(), strict=True)
-        for query, names, values in of_queries:
-            found[str(query)] = dict(zip(map(str, names), values, strict=True))
-    return found
+    # By blocks, because the similarities of all queries may not fit into memory.
+    query_blocks = queries.split(QUERIES_PER_BLOCK)
+    id_blocks = query_ids.split(QUERIES_PER_BLOCK)
+    for query_block, id_block in zip(query_blocks, id_blocks, strict=True):
+        similarities = query_block @ documents.T
+        scores, indices = similarities.topk(num_retrieved)
+        retrieved_ids = document_ids[indices.cpu()]
+        for query_id, ids_of_query, scores_of_query in zip(
+            id_block.tolist(), retrieved_ids.tolist(), scores.tolist(), strict=True
+        ):
+            names = map(str, ids_of_query)
+            retrieved[str(query_id)] = dict(zip(names, scores_of_query, strict=True))
+    return retrieved
 
 
-def _distinct(vectors: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Keep the first vector of each text, in their order, and leave out missing texts."""
-    _, first = np.unique(ids.numpy(), return_index=True)
-    places = torch.from_numpy(np.sort(first))
-    places = places[ids[places] != NO_TEXT]
-    return vectors[places.to(vectors.device)], ids[places]
+def _distinct(vectors: Tensor, text_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Drop the vectors of repeated texts, except the first of each, and those of missing texts.
+
+    Args:
+        vectors: Shape (texts, dim).
+        text_ids: Ids of the texts, equal for equal texts, 0 for a missing one: shape (texts,).
+
+    Returns:
+        The other vectors and their ids, in their order.
+    """
+    _, first_indices = np.unique(text_ids.numpy(), return_index=True)
+    indices = torch.from_numpy(np.sort(first_indices))
+    indices = indices[text_ids[indices] != NO_TEXT]
+    return vectors[indices.to(vectors.device)], text_ids[indices]
 
 
 def spearman(first: Tensor, second: Tensor, scores: Tensor) -> float:
-    """Compute Spearman's rank correlation of the cosines of pairs with their scores.
+    """Compute Spearman's rank correlation between the cosine similarities of pairs of texts and
+    their true similarity scores.
 
     Args:
-        first: Vectors of length 1, shape (n, size).
-        second: The vectors of the pairs' second texts, shape (n, size).
-        scores: Shape (n,).
+        first: Unit vectors of the first texts, shape (pairs, dim).
+        second: Unit vectors of the second texts, shape (pairs, dim).
+        scores: The true scores, shape (pairs,).
 
     Returns:
-        The correlation; 0 if cosines or scores are constant.
+        The correlation; 0 if the similarities or the scores are constant.
     """
-    cosines = (first * second).sum(-1).double().cpu().numpy()
-    if not np.ptp(cosines) or not np.ptp(scores.numpy()):
+    similarities = (first * second).sum(-1).double().cpu().numpy()
+    if not np.ptp(similarities) or not np.ptp(scores.numpy()):
         return 0.0
-    correlation = scipy.stats.spearmanr(cosines, scores.numpy())
+    correlation = scipy.stats.spearmanr(similarities, scores.numpy())
     return float(correlation.statistic)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
-from hf_ga.finetuning.run.readers import logits_reader, own_reader
+from hf_ga.finetuning.run.readers import logits_reader, user_metrics_reader
 from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 7, 1000]
@@ -215,7 +215,9 @@ def measured(accelerator, name):
     if name == "own metrics":
         data = SimpleNamespace(task=SimpleNamespace(metrics=("f1",)))
         own = {"compute_metrics": weighted_by_place, "preprocess_logits_for_metrics": None}
-        reader = own_reader(SimpleNamespace(config=FinetuneConfig(), data=data, **own), model)
+        reader = user_metrics_reader(
+            SimpleNamespace(config=FinetuneConfig(), data=data, **own), model
+        )
     return evaluated(accelerator.prepare(model), samples, 7, rule, reader, accelerator)
 
 

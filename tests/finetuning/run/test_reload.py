@@ -106,7 +106,7 @@ def saved(models, tmp_path) -> Callable[..., SimpleNamespace]:
             save_adapter(folder, model, weights, config)
             check = lambda: reload.check_adapter(setup, folder, model, weights, expected)  # noqa: E731
         else:
-            outputs._save(folder, model, setup.dtype, weights)
+            outputs._save_in_original_dtype(folder, model, setup.dtype, weights)
             check = lambda: reload.check_model(setup, folder, weights, expected)  # noqa: E731
         return SimpleNamespace(folder=folder, model=model, expected=expected, check=check)
 
@@ -434,13 +434,13 @@ def test_a_wrong_model_ends_the_command(models, tmp_path, monkeypatch, capsys):
 
 def test_a_wrong_best_model_ends_the_run_at_once(models, tmp_path, monkeypatch):
     """At the first evaluation, before there is a checkpoint."""
-    save = outputs._save
+    save = outputs._save_in_original_dtype
 
     def save_without_a_bias(folder: Path, *args) -> None:
         save(folder, *args)
         without("h.0.mlp.c_fc.bias")(folder)
 
-    monkeypatch.setattr(outputs, "_save", save_without_a_bias)
+    monkeypatch.setattr(outputs, "_save_in_original_dtype", save_without_a_bias)
     flags = {"max_steps": 4, "eval_steps": 1, "save_steps": 4}
     with pytest.raises(SavedModelDiffers, match=r"best is not .*c_fc\.bias \(other values\)") as e:
         train_job(models, tmp_path / "out", CAUSAL, **flags)
