@@ -59,7 +59,7 @@ def find_dropout_sites(
     unkeyed = list(finder.moved)
     for site in finder.sites.values():
         try:
-            site.axis = sample_axis(site.shapes)
+            site.sample_dim = sample_axis(site.shapes)
         except ValueError as error:
             site.is_keyed = False
             unkeyed.append(site.module)

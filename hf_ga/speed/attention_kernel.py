@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_ga.exact.mask_kernel import is_kept, mixed
-from hf_ga.exact.masks import _threshold
+from hf_ga.exact.masks import keep_threshold
 
 LARGEST_SIZE = 256  # of a head
 SMALLEST_BLOCK = 16  # tl.dot multiplies no smaller matrices
@@ -523,7 +523,7 @@ class Problem:
             "inner_scale": self.scale / self.softcap if has_softcap else self.scale * LOG2_E,
             "outer_scale": self.softcap * LOG2_E if has_softcap else 1.0,
             "rescale": 1.0 / (1.0 - self.drop_probability),
-            "threshold": _threshold(self.drop_probability),
+            "threshold": keep_threshold(self.drop_probability),
             "window": 0 if self.window is None else self.window,
             "IS_CAUSAL": self.is_causal,
             "HAS_WINDOW": self.window is not None,

@@ -162,7 +162,7 @@ class PackedAttention:
         if not self._dropout.is_keyed(drop_probability):
             return None
         site = self._dropout.next_site()
-        if site is None or site.axis != 0:
+        if site is None or site.sample_dim != 0:
             return None
         shape = site.shapes[0]
         return site if len(shape) == 4 and shape[1] == num_heads else None

@@ -9,7 +9,7 @@ from torch import Tensor
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout import DropoutSite, SampleMasks
 from hf_ga.exact.hashing import mixed, signed
-from hf_ga.exact.masks import apply_dropout_mask, drop, keep_columns, over_axes, row_keys
+from hf_ga.exact.masks import apply_dropout_mask, drop, fold_in_coordinates, keep_columns, row_keys
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class PackedMasks:
         # As for padded samples: keyed by the sample, its single row, then the column.
         of_samples = row_keys(self.padded.keys ^ signed(site.key), [1])[:, 0]
         of_tokens = mixed(of_samples[self.tokens.samples] ^ self.tokens.columns)
-        rows = over_axes(of_tokens, shape[2:-1])
+        rows = fold_in_coordinates(of_tokens, shape[2:-1])
         return keep_columns(rows, shape[-1], drop_probability).view(shape)
 
     def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
@@ -148,7 +148,7 @@ class PackedMasks:
 
     def _check(self, site: DropoutSite, shape: torch.Size) -> None:
         is_of_tokens = len(shape) >= 3 and shape[:2] == self.tokens.packed_shape
-        is_like_padded = site.axis == 0 and len(shape) == len(site.shapes[0])
+        is_like_padded = site.sample_dim == 0 and len(shape) == len(site.shapes[0])
         if not is_of_tokens or not is_like_padded:
             raise UnkeyedRandomness(
                 f"{site.name} draws a mask of shape {list(shape)} for packed tokens, but "
