@@ -414,7 +414,7 @@ def test_an_audit_stops_a_model_that_compares_samples_later(is_switched):
             hf_ga.train_step(accelerator, prepared, optimizer, window)
             done += 1
     except LossNotAdditive as error:
-        assert "not those of two parts" in str(error)
+        assert "differ from those for two parts" in str(error)
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert done == (3 if is_switched else 4)
 
