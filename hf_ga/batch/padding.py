@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_ga.exact.batches import IGNORED_LABEL, Batch, marks_tokens
+from hf_ga.exact.batches import IGNORED_LABEL, Batch, is_padding_mask
 
 LABELS = "labels"
 
@@ -98,7 +98,7 @@ def _sorted_with_marks(groups: Sequence[TokenEntries]) -> tuple[TokenEntries, ..
 def _is_mark(name: str, value: Tensor) -> bool:
     """Whether an entry shows which tokens a sample has: a mask, or labels of tokens."""
     if "mask" in name:
-        return marks_tokens(value)
+        return is_padding_mask(value)
     is_integer = not value.is_floating_point() and value.dtype != torch.bool
     return name == LABELS and value.dim() == 2 and is_integer
 

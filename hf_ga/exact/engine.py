@@ -287,7 +287,7 @@ class Engine:
         if self.has_targets:
             self.window.state.has_gradient[unwrapped(self.model)] = status.has_gradient
         self.backend.reduce_gradients(self.model, status, self.rule.unused)
-        for parameter, gradient in self.loss.own_gradients:
+        for parameter, gradient in self.loss.direct_gradients:
             add_gradient(parameter, gradient)
         total = sum(status.counts)
         if total == 0 and self.loss.counts_in_forward and bool(status.loss != 0):

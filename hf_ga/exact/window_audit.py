@@ -29,7 +29,7 @@ from hf_ga.exact.audit import (
 from hf_ga.exact.forward import extra_forwards, not_compiled
 from hf_ga.exact.generators import random_states
 from hf_ga.exact.hooks import Call, Counts
-from hf_ga.exact.loss import OwnSum, Sums
+from hf_ga.exact.loss import Sums, UserLoss
 from hf_ga.exact.memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class WindowAudit:
             return
         call = self.engine.call
         is_chosen = any(chosen.call.index == call.index for chosen in self._chosen)
-        keeps_outputs = isinstance(self.engine.loss, OwnSum) and call.weight and is_small(outputs)
+        keeps_outputs = isinstance(self.engine.loss, UserLoss) and call.weight and is_small(outputs)
         if not is_chosen and not keeps_outputs:
             return
         additive_loss = self.engine.loss.additive

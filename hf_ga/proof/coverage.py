@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.exact.batches import IGNORED_LABEL, Batch
-from hf_ga.exact.forward import output_of
+from hf_ga.exact.forward import get_output
 from hf_ga.proof.probes import NUM_IN_A, POSITIONS, SECOND_LABELS
 
 MOST_ROUNDS = 10  # batches to show all classes of a head
@@ -42,7 +42,7 @@ def num_classes(outputs: Any, labels: Tensor) -> int | None:
         The last size of its logits, of shape (..., classes). None if it returned none: a label that
         is not a class would end a GPU's process.
     """
-    logits = output_of(outputs, "logits")
+    logits = get_output(outputs, "logits")
     if not isinstance(logits, Tensor) and isinstance(outputs, tuple) and len(outputs) > 1:
         logits = outputs[1]  # (loss, logits), as transformers returns without return_dict
     if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:

@@ -29,11 +29,11 @@ from hf_ga.exact.fetch import BatchFetcher, WindowRequest
 from hf_ga.exact.forward import (
     LossFunction,
     argument_filter,
+    call_loss_fn,
     extra_forwards,
     gradients_apart,
     head_loss,
     not_compiled,
-    own_loss,
     restored_modes,
     run_forward,
     unwrapped,
@@ -117,7 +117,7 @@ class Prober:
             if not self.model.training:
                 self.model.train()
             self._entries = Entries(self._in_full_precision, self.by_length[-1])
-            self._entries.look_at(self.candidates[::4])
+            self._entries.inspect_samples(self.candidates[::4])
             self.collate([self.by_length[0], self.by_length[-1]])  # can be cut into samples
             self._buffers = {name: b.clone() for name, b in self.model.named_buffers()}
             try:
@@ -138,7 +138,7 @@ class Prober:
             partial(self._forward_copies, self.by_length[-1]),
             allow_split_dependent_randomness=allow_split_dependent_randomness,
         )
-        if self._entries.joined and self.dropout.sites:
+        if self._entries.ragged and self.dropout.sites:
             self._check_masks_of_samples(allow_split_dependent_randomness)
         for module in self.dropout.unkeyed:
             module.training = False
@@ -150,7 +150,7 @@ class Prober:
         Raises:
             UnkeyedRandomness: If one is.
         """
-        by_number = sorted(self.candidates, key=self._entries.num_joined)
+        by_number = sorted(self.candidates, key=self._entries.count_ragged_rows)
         with_few, with_many = [
             find_dropout_sites(
                 self.model,
@@ -166,7 +166,7 @@ class Prober:
                 of_rows.append(site)
         if of_rows and not allow_split_dependent_randomness:
             names = ", ".join(dict.fromkeys(site.name for site in of_rows))
-            entries = ", ".join(sorted(self._entries.joined))
+            entries = ", ".join(sorted(self._entries.ragged))
             raise UnkeyedRandomness(
                 f"{names} draws dropout masks for the rows of {entries}, of which samples do not "
                 "have one each, so the masks cannot be tied to samples. Set this dropout to 0."
@@ -185,8 +185,8 @@ class Prober:
         """Collate with seeded generators, so that random collate functions are repeatable.
 
         Returns:
-            The batch, with `Parts` in place of entries without one row for each sample, to be cut
-            into samples; half precision becomes float32, as all of the proof.
+            The batch, with `RowsPerSample` in place of entries without one row for each sample, to
+            be cut into samples; half precision becomes float32, as all of the proof.
         """
         return self._entries.split(self._seeded(samples), samples)
 
@@ -355,5 +355,5 @@ class BatchLoss(Loss):
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
         if self.loss_fn is None:
             return (head_loss(outputs),), (1,)
-        total, self.number = own_loss(self.loss_fn, outputs, call.batch)
+        total, self.number = call_loss_fn(self.loss_fn, outputs, call.batch)
         return (total,), (1,)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.batches import IGNORED_LABEL, Batch, marks_tokens
+from hf_ga.exact.batches import IGNORED_LABEL, Batch, is_padding_mask
 
 # Limits of rounding errors. A parameter with a small gradient is compared with FLOOR times the norm
 # over all parameters.
@@ -153,7 +153,7 @@ def applicable_rules(arguments: Batch) -> list[str]:
         return ["samples"]
     if labels.dim() == 1:
         return ["labels", "samples"]
-    attended = ["attended tokens"] if marks_tokens(arguments.get("attention_mask")) else []
+    attended = ["attended tokens"] if is_padding_mask(arguments.get("attention_mask")) else []
     return ["shifted labels", "labels", "samples", *attended]
 
 

@@ -16,11 +16,11 @@ from hf_ga.exact.batches import Batch, take_rows
 from hf_ga.exact.entries import put_together
 from hf_ga.exact.forward import LossFunction, restored_buffers, restored_modes
 from hf_ga.exact.hooks import SpeedUp
-from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans, WithRouter
+from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, SumOfMeans, UserLoss, WithRouter
 from hf_ga.exact.override import override
 from hf_ga.exact.router import Router
 from hf_ga.exact.rule import structure_of
-from hf_ga.exact.sums_of_means import kind_of
+from hf_ga.exact.sums_of_means import find_sum_of_means
 from hf_ga.proof import causes
 from hf_ga.proof.coverage import (
     num_classes,
@@ -118,7 +118,9 @@ class Prover(Prober):
 
     def _try(self, speed_up: SpeedUp, batch: Batch, plain: Probe, tolerance: float) -> str | None:
         """Return the reason why a speed-up fails. None: it passes."""
-        reads_logits = self.loss_fn is not None or kind_of(self._accepted(batch)) is not None
+        reads_logits = (
+            self.loss_fn is not None or find_sum_of_means(self._accepted(batch)) is not None
+        )
         is_routed = self.router is not None
         reason = speed_up.attach(
             self.model, self.dropout, reads_logits=reads_logits, has_router=is_routed
@@ -171,7 +173,7 @@ class Prover(Prober):
 
     def _sum_of_means(self, batches: dict[str, Batch], whole: Probe) -> tuple[Loss, float] | None:
         """Recognise a head by its labels, if `sums_of_means.py` reproduces its loss."""
-        name = kind_of(self._accepted(batches["A+B"])) if self.loss_fn is None else None
+        name = find_sum_of_means(self._accepted(batches["A+B"])) if self.loss_fn is None else None
         if name is None:
             return None
         self.loss = SumOfMeans(name)
@@ -210,7 +212,7 @@ class Prover(Prober):
             message = _no_single_rule(self.model, cause, fitting, residuals, counts, losses)
             raise _not_additive(message, cause)
         rule = fitting[0]
-        loss = OwnSum(self.loss_fn) if is_sum else HeadMean(rule)
+        loss = UserLoss(self.loss_fn) if is_sum else HeadMean(rule)
         return loss, residuals[rule]
 
     def _counts(
@@ -218,7 +220,7 @@ class Prover(Prober):
     ) -> dict[str, list[float]]:
         """Count the targets of A, B and A+B by each counting rule that may apply."""
         if self.loss_fn is not None:
-            return {OwnSum.name: [probes[name].number for name in GROUPS]}
+            return {UserLoss.name: [probes[name].number for name in GROUPS]}
         rules = applicable_rules(self._accepted(batches["A+B"]))
         return {
             rule: [COUNTING_RULES[rule](batches[name], len(GROUPS[name])) for name in GROUPS]

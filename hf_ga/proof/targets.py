@@ -64,7 +64,7 @@ def prove(
     return Rule(
         loss=loss,
         dropout=prover.dropout,
-        pad_to_window=width_matters is not False or loss.one_width,
+        pad_to_window=width_matters is not False or loss.needs_same_padded_length,
         width_matters=width_matters,
         residual=residual,
         modes=modes,

@@ -77,10 +77,10 @@ def find_used_outputs(prover: Prover, whole_batch: WholeBatchLoss) -> UsedOutput
             "compute them from those that have."
         )
     return UsedOutputs(
-        of_samples=frozenset(of_samples & set(used) | (set() if is_enough else may_be_used)),
+        per_sample=frozenset(of_samples & set(used) | (set() if is_enough else may_be_used)),
         shared=frozenset(shared),
-        read=frozenset() if is_enough else frozenset(others - may_be_used),
-        parameters=any(gradient is not None for gradient in found[len(leaves) :]),
+        without_gradient=frozenset() if is_enough else frozenset(others - may_be_used),
+        uses_parameters=any(gradient is not None for gradient in found[len(leaves) :]),
     )
 
 

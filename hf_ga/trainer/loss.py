@@ -10,7 +10,7 @@ from transformers import Trainer
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import Batch
 from hf_ga.exact.forward import argument_filter
-from hf_ga.exact.sums_of_means import kind_of
+from hf_ga.exact.sums_of_means import find_sum_of_means
 from hf_ga.trainer.pairs import chosen_first, forward_of_pairs, has_pairs
 
 
@@ -49,7 +49,7 @@ class TrainerLoss(nn.Module):
             return self._compute_loss(
                 partial(forward_of_pairs, self.model), chosen_first(batch), num_items_in_batch=items
             )
-        if kind_of(batch) is None:
+        if find_sum_of_means(batch) is None:
             return self._compute_loss(self.model, batch, num_items_in_batch=items)
         loss, outputs = self._compute_loss(
             self.model, batch, return_outputs=True, num_items_in_batch=items

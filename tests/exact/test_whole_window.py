@@ -322,7 +322,7 @@ def test_models_whose_outputs_are_not_those_of_each_sample():
         pairs.collate_pairs,
         whole_batch=pairs.info_nce(similar),
     )
-    assert pairs_only.loss.used.kept == {"anchor", "positive"}
+    assert pairs_only.loss.used.names == {"anchor", "positive"}
     centred = Centred(0.0, False).train()
     refused(centred, pairs.info_nce(centred), LossNotAdditive, "order|relative error|parts")
 
