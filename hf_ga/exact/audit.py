@@ -74,12 +74,12 @@ class Audits:
     Attributes:
         num_windows: How many windows have begun.
         num_audits: How many micro-batches have been audited.
-        seen: The data patterns that occurred in audited micro-batches.
+        covered: The data patterns that occurred in audited micro-batches.
     """
 
     num_windows: int = 0
     num_audits: int = 0
-    seen: set[Pattern] = field(default_factory=set)
+    covered: set[Pattern] = field(default_factory=set)
     # For each batch entry, how many audits a new integer value of it has caused.
     _audits_by_value: Counter[str] = field(default_factory=Counter)
 
@@ -94,7 +94,7 @@ class Audits:
         """
         self.num_windows += 1
         chosen = []
-        covered = set(self.seen)
+        covered = set(self.covered)
         for call in calls:
             if not call.weight:
                 continue
@@ -133,7 +133,7 @@ class Audits:
         """Record that a micro-batch was audited, so that its data patterns are covered."""
         micro_batch = chosen.call.micro_batch
         self.num_audits += 1
-        self.seen |= count_patterns(micro_batch.batch, len(micro_batch)).keys()
+        self.covered |= count_patterns(micro_batch.batch, len(micro_batch)).keys()
         self._audits_by_value.update(
             {entry for entry, content in chosen.new_patterns if isinstance(content, int)}
         )

@@ -135,17 +135,17 @@ class ModuleStack:
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
-        self.draws: list[int] = []
+        self.num_draws: list[int] = []
 
     def enter(self, module: nn.Module, args: tuple) -> None:
         """Push a module whose forward begins; a pre-forward hook."""
         self.modules.append(module)
-        self.draws.append(0)
+        self.num_draws.append(0)
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
         """Pop the module whose forward ends; a forward hook."""
         self.modules.pop()
-        self.draws.pop()
+        self.num_draws.pop()
 
     def enter_root(self, module: nn.Module, args: tuple) -> None:
         """Start an empty stack with an outermost compiled module; its pre-forward hook."""
@@ -163,7 +163,7 @@ class ModuleStack:
         of a forward as soon as it has all tensors that the backward needs.
         """
         self.modules.clear()
-        self.draws.clear()
+        self.num_draws.clear()
 
     def next_site(self) -> SiteInput:
         """Return the dropout site of the innermost module's next draw, and count the draw.
@@ -173,14 +173,14 @@ class ModuleStack:
         """
         module = self.modules[-1]
         sites = getattr(module, SITES_ATTRIBUTE, ())
-        index = self.draws[-1]
+        index = self.num_draws[-1]
         if index >= len(sites):
             raise UnkeyedRandomness(
                 f"a compiled {type(module).__name__} draws dropout that the probing forward did "
                 "not draw: the model's path depends on its data or has changed. Prove the model "
                 "again, or set this dropout to 0."
             )
-        self.draws[-1] += 1
+        self.num_draws[-1] += 1
         return sites[index]
 
 

@@ -98,19 +98,19 @@ class Frame:
     Attributes:
         module: The module whose forward is running.
         key: 64-bit hash of the path of module calls from the model down to this one.
-        calls: How often this forward has called each submodule so far.
+        call_counts: How often this forward has called each submodule so far.
         num_calls: How many calls of submodules it has made so far, all of them together.
-        draws: How many dropout masks it has drawn so far.
+        num_draws: How many dropout masks it has drawn so far.
     """
 
-    __slots__ = ("calls", "draws", "key", "module", "num_calls")
+    __slots__ = ("call_counts", "key", "module", "num_calls", "num_draws")
 
     def __init__(self, module: nn.Module, key: int) -> None:
         self.module = module
         self.key = key
-        self.calls: Counter[nn.Module] = Counter()
+        self.call_counts: Counter[nn.Module] = Counter()
         self.num_calls = 0
-        self.draws = 0
+        self.num_draws = 0
 
 
 class RecordedCall(NamedTuple):
@@ -349,10 +349,10 @@ class KeyedDropout(Hook):
                 )
             return False
         frame = self._stack[-1]
-        site = self.sites.get(cached_key(frame.key, frame.draws))
+        site = self.sites.get(cached_key(frame.key, frame.num_draws))
         if site is None or site.is_keyed:
             return True
-        frame.draws += 1  # allowed to depend on the split
+        frame.num_draws += 1  # allowed to depend on the split
         return False
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
@@ -368,8 +368,8 @@ class KeyedDropout(Hook):
     def _next_key(self) -> int:
         """Return the site key of the running module's next draw, and count the draw."""
         frame = self._stack[-1]
-        key = cached_key(frame.key, frame.draws)
-        frame.draws += 1
+        key = cached_key(frame.key, frame.num_draws)
+        frame.num_draws += 1
         return key
 
     def _dropped(self, key: int, input: Tensor, drop_probability: float) -> Tensor:
@@ -387,11 +387,11 @@ class KeyedDropout(Hook):
         Returns None if the proof's forward drew no mask there.
         """
         frame = self._stack[-1]
-        return self.sites.get(cached_key(frame.key, frame.draws))
+        return self.sites.get(cached_key(frame.key, frame.num_draws))
 
     def skip_draw(self) -> None:
         """Count a draw of the running module whose mask a kernel has drawn itself."""
-        self._stack[-1].draws += 1
+        self._stack[-1].num_draws += 1
 
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
         """Draw the dropout mask of the site that has this key: bool, of the given shape.
@@ -428,9 +428,9 @@ class KeyedDropout(Hook):
         inputs = tuple(_identity(v) for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         if self._stack:
             parent = self._stack[-1]
-            key = cached_key(parent.key, self._name_keys[module], parent.calls[module])
+            key = cached_key(parent.key, self._name_keys[module], parent.call_counts[module])
             call = RecordedCall(key, inputs, parent.key, parent.num_calls)
-            parent.calls[module] += 1
+            parent.call_counts[module] += 1
             parent.num_calls += 1
             if not is_in_backward():
                 self._calls.setdefault(module, []).append(call)

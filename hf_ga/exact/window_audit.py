@@ -207,24 +207,24 @@ class WindowAudit:
             Pairs of offsets of samples in the window.
         """
         window = self.engine.window
-        own = window.offsets_of(chosen.call.micro_batch)
-        others = np.setdiff1d(window.offsets, own)
+        inside = window.offsets_of(chosen.call.micro_batch)
+        outside = np.setdiff1d(window.offsets, inside)
 
-        def spread_others(num_samples: int) -> np.ndarray:
+        def spread_outside(num_samples: int) -> np.ndarray:
             """Choose at most this many samples of other micro-batches, evenly spread."""
-            indices = np.linspace(0, len(others) - 1, num_samples).astype(int)
-            return others[np.unique(indices)]
+            indices = np.linspace(0, len(outside) - 1, num_samples).astype(int)
+            return outside[np.unique(indices)]
 
-        first_part = uneven_part(len(own))
-        two_parts = own[first_part], np.delete(own, first_part)
+        first_part = uneven_part(len(inside))
+        two_parts = inside[first_part], np.delete(inside, first_part)
         if self.engine.audits_together:
-            if len(others) == 0:
+            if len(outside) == 0:
                 return [two_parts]
-            return [(own, spread_others(max(1, len(own) - 1)))]
-        pairs = [two_parts] if len(own) > 1 else []
-        if len(others) and (chosen.is_uniform or len(own) == 1):
-            num_samples = max(1, len(own) // 2)
-            pairs.append((own[:num_samples], spread_others(num_samples)))
+            return [(inside, spread_outside(max(1, len(inside) - 1)))]
+        pairs = [two_parts] if len(inside) > 1 else []
+        if len(outside) and (chosen.is_uniform or len(inside) == 1):
+            num_samples = max(1, len(inside) // 2)
+            pairs.append((inside[:num_samples], spread_outside(num_samples)))
         return pairs
 
     def _check_additivity(self, first: np.ndarray, second: np.ndarray, chosen: ChosenCall) -> None:
@@ -243,8 +243,8 @@ class WindowAudit:
         engine = self.engine
         groups = [first, second]
         both = np.concatenate(groups)
-        own = engine.window.offsets_of(chosen.call.micro_batch)
-        is_micro_batch = np.array_equal(np.sort(both), np.sort(own))
+        micro_batch_offsets = engine.window.offsets_of(chosen.call.micro_batch)
+        is_micro_batch = np.array_equal(np.sort(both), np.sort(micro_batch_offsets))
         known = self._results.get(chosen.call.index) if is_micro_batch else None
         if known is None or engine.audits_together:
             *parts, whole = self._compute([*groups, both])

@@ -248,7 +248,7 @@ def test_no_false_alarm_in_a_run_with_dropout(precision, own_accelerator_state):
         accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1), windows
     )
     for window in [*windows, *windows]:
-        windows.state.audits.seen.clear()
+        windows.state.audits.covered.clear()
         hf_ga.train_step(accelerator, model, optimizer, window)
     assert windows.state.audits.num_audits >= 8
 
