@@ -143,7 +143,7 @@ class KeyedDropout(Hook):
         hooked: The modules that get forward hooks, because their calls are on the path to a site.
         unkeyed: The modules that draw random numbers in a way that depends on the split, which the
             user allowed.
-        source: Draws the masks of the next forward: `SampleMasks`, or a speed-up in its place.
+        mask_source: Draws the masks of the next forward: `SampleMasks`, or a speed-up in its place.
         attend: Computes attention with a given dropout mask of its weights: `dropped_attention`, or
             a faster function that a speed-up puts in its place.
 
@@ -172,7 +172,7 @@ class KeyedDropout(Hook):
         # The call that checkpointing recomputed last, and the autograd node whose backward
         # triggered it.
         self._last_recomputed: tuple[RecordedCall, Any] | None = None
-        self.source: Any = None
+        self.mask_source: Any = None
         self._compiled: CompiledDropout | None = None
 
     def set_keys(self, keys: Tensor, shared: Tensor) -> None:
@@ -183,7 +183,7 @@ class KeyedDropout(Hook):
             shared: The key of masks that all samples of a window share: int64, shape (1,), on the
                 model's device.
         """
-        self.source = SampleMasks(keys, shared)
+        self.mask_source = SampleMasks(keys, shared)
         if self._compiled is not None:
             self._compiled.set_keys(keys, shared)
 
@@ -378,7 +378,7 @@ class KeyedDropout(Hook):
         Raises:
             UnkeyedRandomness: If the proof's forward drew no mask there.
         """
-        return self.source.drop(self._site(key), input, drop_probability)
+        return self.mask_source.drop(self._site(key), input, drop_probability)
 
     def next_site(self) -> DropoutSite | None:
         """Return the site of the running module's next draw without counting the draw, for a
@@ -399,7 +399,7 @@ class KeyedDropout(Hook):
         Raises:
             UnkeyedRandomness: If the proof's forward drew no mask there.
         """
-        return self.source.mask(self._site(key), shape, drop_probability)
+        return self.mask_source.mask(self._site(key), shape, drop_probability)
 
     def _site(self, key: int) -> DropoutSite:
         """Return the dropout site with this key.

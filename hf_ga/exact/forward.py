@@ -193,7 +193,7 @@ def check_not_wrapped(model: nn.Module) -> None:
 
 
 @contextmanager
-def not_compiled() -> Iterator[None]:
+def force_eager() -> Iterator[None]:
     """Run everything in the block eagerly, also modules and functions that are compiled by
     torch.compile.
     """
@@ -227,7 +227,7 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
     """Restore all buffers of a model at the end of the block: training forwards in it change
     running statistics (BatchNorm).
     """
-    restore = buffers_as_now(model)
+    restore = snapshot_buffers(model)
     try:
         yield
     finally:
@@ -245,7 +245,7 @@ def extra_forwards(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def buffers_as_now(model: nn.Module) -> Callable[[], None]:
+def snapshot_buffers(model: nn.Module) -> Callable[[], None]:
     """Copy all buffers of a model, and return a function that restores them: it registers the same
     buffer tensors again, if they were replaced, and writes the copied values into them.
     """
@@ -257,7 +257,7 @@ def buffers_as_now(model: nn.Module) -> Callable[[], None]:
     ]
 
     def restore() -> None:
-        """Restore the buffers to their values when `buffers_as_now` was called."""
+        """Restore the buffers to their values when `snapshot_buffers` was called."""
         with torch.no_grad():
             for module, name, buffer, value in saved:
                 module._buffers[name] = buffer
@@ -267,7 +267,7 @@ def buffers_as_now(model: nn.Module) -> Callable[[], None]:
 
 
 @contextmanager
-def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+def fresh_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
     """Set the gradients of parameters to None for the block, and add the earlier gradients to the
     new ones at its end.
 

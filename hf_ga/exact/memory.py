@@ -48,7 +48,7 @@ def is_out_of_memory(error: Exception) -> bool:
     )
 
 
-def too_large_for(
+def out_of_memory_error(
     rank: int, micro_batch: MicroBatch, reason_not_to_cut: str | None = None
 ) -> OutOfMemory:
     """Build the OutOfMemory exception for a micro-batch that cannot be split into smaller ones.

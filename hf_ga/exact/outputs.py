@@ -26,20 +26,20 @@ def named_tensors(outputs: Any, name: str = "") -> dict[str, Tensor]:
     return found
 
 
-def plain_values(outputs: Any) -> list[Any]:
+def non_tensor_values(outputs: Any) -> list[Any]:
     """Return the values in a model's nested outputs that are not tensors, such as numbers and None,
     in their order.
 
     Args:
         outputs: See `named_tensors`.
 
-    >>> plain_values({"a": Tensor([1.0]), "b": (2.0, None)})
+    >>> non_tensor_values({"a": Tensor([1.0]), "b": (2.0, None)})
     [2.0, None]
     """
     if isinstance(outputs, Tensor):
         return []
     if isinstance(outputs, Mapping | list | tuple):
-        return [plain for _, value in _items(outputs) for plain in plain_values(value)]
+        return [plain for _, value in _items(outputs) for plain in non_tensor_values(value)]
     return [outputs]
 
 

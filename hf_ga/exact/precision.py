@@ -92,7 +92,7 @@ def at_least_float32(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
 
 
-def not_autocast(device: torch.device) -> torch.autocast:
+def autocast_disabled(device: torch.device) -> torch.autocast:
     """Return a context with autocast disabled, so that operations run in the dtype of their
     inputs.
     """

@@ -24,8 +24,8 @@ from hf_ga.exact.batches import Batch
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import FirstPass, Loss, Sums, UserLoss
-from hf_ga.exact.outputs import named_tensors, plain_values, with_tensors
-from hf_ga.exact.precision import at_least_float32, not_autocast
+from hf_ga.exact.outputs import named_tensors, non_tensor_values, with_tensors
+from hf_ga.exact.precision import at_least_float32, autocast_disabled
 from hf_ga.exact.window import Window
 
 # (outputs of all samples of a window, its batch) -> the loss, a scalar
@@ -192,7 +192,8 @@ class WholeWindow(Loss):
         parameters = _distinct([*first_pass.parameters, *parameters_of(self.whole_batch)])
         batch = LazyWindowBatch(window, first_pass.device)
         loss = loss_of_all(self.whole_batch, outputs, batch, first_pass.device)
-        with not_autocast(first_pass.device):  # which would compute this backward in half precision
+        # Autocast would compute this backward in half precision.
+        with autocast_disabled(first_pass.device):
             gradients = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
         output_gradients = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
@@ -225,33 +226,46 @@ class WholeWindow(Loss):
         other_values: list[Any] | None = None
         for call in first_pass.calls:
             outputs = first_pass.forward(call)
-            if other_values is not None and other_values != plain_values(outputs):
-                raise LossNotAdditive(
-                    "the model returns numbers that are not the same for all micro-batches "
-                    f"({other_values[:4]} and {plain_values(outputs)[:4]}), but the loss of the "
-                    "whole window would use those of one micro-batch: return tensors with one row "
-                    "per sample."
-                )
-            other_values = plain_values(outputs)
-            offsets = torch.as_tensor(window.offsets_of(call.micro_batch))
-            call_tensors = named_tensors(outputs)
-            for name in self.used.names:
-                if name not in call_tensors:
-                    raise LossNotAdditive(
-                        f"the model does not return {name!r} for every micro-batch, which the loss "
-                        "of the whole window needs."
-                    )
-                output = at_least_float32(call_tensors[name])
-                if name in self.used.shared:
-                    tensors[name] = output.clone()
-                    continue
-                rows = tensors.setdefault(name, _zero_rows(output, window))
-                _check_rows(name, output, rows, len(offsets))
-                if call.weight:
-                    rows[offsets.to(output.device)] = output
+            values = non_tensor_values(outputs)
+            if other_values is not None:
+                _check_same_values(other_values, values)
+            other_values = values
+            self._copy_outputs(outputs, call, window, tensors)
         for name in sorted(set(tensors) - self.used.shared):
             tensors[name] = _merge_rows_of_ranks(tensors[name], first_pass)
         return with_tensors(outputs, tensors), tensors
+
+    def _copy_outputs(
+        self, outputs: Any, call: Call, window: Window, tensors: dict[str, Tensor]
+    ) -> None:
+        """Copy the outputs of a micro-batch to the rows of its samples in the window's outputs.
+
+        Args:
+            outputs: What the model returned for the micro-batch.
+            call: The forward of the micro-batch. With weight 0, no rows are copied.
+            window: The window.
+            tensors: The outputs of the window by name, filled in place.
+
+        Raises:
+            LossNotAdditive: If an output that the loss uses is missing, or its rows have another
+                shape than in other micro-batches.
+        """
+        offsets = torch.as_tensor(window.offsets_of(call.micro_batch))
+        call_tensors = named_tensors(outputs)
+        for name in self.used.names:
+            if name not in call_tensors:
+                raise LossNotAdditive(
+                    f"the model does not return {name!r} for every micro-batch, which the loss "
+                    "of the whole window needs."
+                )
+            output = at_least_float32(call_tensors[name])
+            if name in self.used.shared:
+                tensors[name] = output.clone()
+                continue
+            rows = tensors.setdefault(name, _zero_rows(output, window))
+            _check_rows(name, output, rows, len(offsets))
+            if call.weight:
+                rows[offsets.to(output.device)] = output
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
         """Return a micro-batch's term of the window's loss.
@@ -301,7 +315,7 @@ def loss_of_all(
         UnkeyedRandomness: If it draws from a random generator.
     """
     before = random_states()
-    with torch.enable_grad(), not_autocast(device):
+    with torch.enable_grad(), autocast_disabled(device):
         loss = whole_batch(outputs, batch)
     moved = moved_generators(before)
     if moved:
@@ -334,6 +348,21 @@ def _merge_rows_of_ranks(rows: Tensor, first_pass: FirstPass) -> Tensor:
     if rows.dtype != torch.bool:
         return first_pass.all_reduce(rows)
     return first_pass.all_reduce(rows.to(torch.uint8)).bool()
+
+
+def _check_same_values(expected: list[Any], values: list[Any]) -> None:
+    """Check that the values other than tensors in the model's outputs are the same for two
+    micro-batches, as the loss of the whole window gets those of one of them.
+
+    Raises:
+        LossNotAdditive: If they differ.
+    """
+    if expected != values:
+        raise LossNotAdditive(
+            "the model returns numbers that are not the same for all micro-batches "
+            f"({expected[:4]} and {values[:4]}), but the loss of the whole window would use those "
+            "of one micro-batch: return tensors with one row per sample."
+        )
 
 
 def _zero_rows(output: Tensor, window: Window) -> Tensor:

@@ -26,7 +26,7 @@ from hf_ga.exact.audit import (
     sums_and_counts,
     uneven_part,
 )
-from hf_ga.exact.forward import extra_forwards, not_compiled
+from hf_ga.exact.forward import extra_forwards, force_eager
 from hf_ga.exact.generators import random_states
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import Sums, UserLoss
@@ -109,7 +109,7 @@ class WindowAudit:
             return
         current_call = engine.call
         # Compiled layers would be compiled again for forwards without gradients.
-        with torch.no_grad(), extra_forwards(engine.model), not_compiled():
+        with torch.no_grad(), extra_forwards(engine.model), force_eager():
             self._audit_outputs()
             for chosen in self._chosen:
                 self._audit_call(chosen)

@@ -31,9 +31,9 @@ from hf_ga.exact.forward import (
     argument_filter,
     call_loss_fn,
     extra_forwards,
-    gradients_apart,
+    force_eager,
+    fresh_gradients,
     head_loss,
-    not_compiled,
     restored_modes,
     run_forward,
     unwrapped,
@@ -110,7 +110,7 @@ class Prober:
             extra_forwards(self.model),
             restored_modes(self.model),
             full_precision(self.model),
-            not_compiled(),
+            force_eager(),
         ):
             # A model in training mode keeps its submodules in evaluation mode: it will be trained
             # this way.
@@ -297,7 +297,7 @@ class Prober:
         with ExitStack() as stack:
             for speed_up in self.speed_ups:
                 stack.enter_context(speed_up.trial())
-            stack.enter_context(gradients_apart(self.parameters))
+            stack.enter_context(fresh_gradients(self.parameters))
             result = compute(engine, self._window(batches, rows, whole))
             named = self.model.named_parameters()
             self.unused -= {name for name, p in named if p.grad is not None}

@@ -111,10 +111,10 @@ class Packing(SpeedUp):
         self._tokens = _tokens(call, self._gain_needed(call.keys.device))
         if self._tokens is not None:
             self._was_packed = True
-            self._padded_masks = self._dropout.source
+            self._padded_masks = self._dropout.mask_source
             self._packed_masks = PackedMasks(self._tokens, self._padded_masks)
             self._attention.start(self._samples_for_kernel(call))
-            self._dropout.source = self
+            self._dropout.mask_source = self
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:

@@ -24,7 +24,7 @@ from hf_ga.exact.batches import Batch, as_batch
 from hf_ga.exact.forward import (
     argument_filter,
     callable_module,
-    not_compiled,
+    force_eager,
     restored_modes,
     unwrapped,
 )
@@ -261,7 +261,7 @@ def _outputs(setup: Setup, model: nn.Module, batch: Batch, device: torch.device)
         step = -(-width // NUM_POSITIONS)
         inputs.pop("labels", None)  # the loss would need all positions
         inputs["logits_to_keep"] = torch.arange(0, width, step)
-    with restored_modes(model), not_compiled(), setup.accelerator.autocast():
+    with restored_modes(model), force_eager(), setup.accelerator.autocast():
         model.eval()
         outputs = callable_module(model)(**send_to_device(inputs, device))
     named = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
