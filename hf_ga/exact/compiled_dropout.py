@@ -32,7 +32,8 @@ SITES_ATTRIBUTE = "_hf_ga_sites"
 def draw_mask(
     seeds: Tensor, shape: Sequence[int], sample_dim: int | None, drop_probability: float
 ) -> Tensor:
-    """Draw a keyed dropout mask: `masks.keep_mask` as a custom operator for compiled code.
+    """Draw a dropout mask from the random keys of samples: `masks.keep_mask` as a custom operator,
+    for compiled code.
 
     Args:
         seeds: int64, shape (samples,) or (1,): keys of the samples, or of the window if all samples
@@ -63,7 +64,8 @@ def _(
 def draw_and_drop(
     x: Tensor, seeds: Tensor, sample_dim: int | None, drop_probability: float
 ) -> Tensor:
-    """Apply keyed dropout to a tensor, elementwise, as a custom operator for compiled code.
+    """Apply dropout to a tensor, elementwise, with a mask drawn from the random keys of samples. A
+    custom operator, for compiled code.
 
     No mask is saved for the backward, which draws the same mask again.
 
@@ -185,7 +187,7 @@ class ModuleStack:
 
 
 class CompiledMasks:
-    """Draws the keyed dropout masks of compiled modules; implements
+    """Draws the dropout masks of compiled modules from one random key per sample. Implements
     `dropout_functions.MaskDrawer`.
 
     Args:
@@ -236,7 +238,8 @@ class CompiledMasks:
 
 
 class CompiledDropout:
-    """The keyed dropout of the compiled modules of one model.
+    """Keyed dropout (masks drawn from one random key per sample) in the compiled modules of one
+    model.
 
     Args:
         roots: The outermost compiled modules of the model.
@@ -263,7 +266,9 @@ class CompiledDropout:
 
     @property
     def problem(self) -> str | None:
-        """Why the dropout of the compiled modules cannot be keyed, or None if it can."""
+        """Why the compiled modules cannot draw their dropout masks from the random keys of the
+        samples, or None if they can.
+        """
         if not self._sites:
             return None
         problem = _find_checkpointing(self.modules)
@@ -289,14 +294,15 @@ class CompiledDropout:
     def replacement_of(
         self, original: Callable, keyed: Callable, eager_masks: MaskDrawer
     ) -> Callable:
-        """Return the keyed function that is called in place of a dropout function of torch, both
-        in compiled modules and in the rest of the model.
+        """Return the function that is called in place of a dropout function of torch, both in
+        compiled modules and in the rest of the model. It draws masks from per-sample random keys.
 
         Repeated calls return the same function object, as torch.compile recompiles for another one.
 
         Args:
             original: The function of torch, such as `F.dropout`.
-            keyed: Its keyed version from `dropout_functions`.
+            keyed: The replacement from `dropout_functions`, which gets the object that draws masks
+                and the original as first arguments.
             eager_masks: Draws the masks of modules that are not compiled.
         """
         if original not in self._replacements:
@@ -305,7 +311,7 @@ class CompiledDropout:
 
             @wraps(original)
             def replacement(*args: Any, **kwargs: Any) -> Any:
-                """Call the keyed function, with the masks of compiled code if that is running."""
+                """Call the replacement, with the masks of compiled code if that is running."""
                 masks = compiled_masks if stack.modules else eager_masks
                 return keyed(masks, original, *args, **kwargs)
 
@@ -314,8 +320,8 @@ class CompiledDropout:
 
     @contextmanager
     def scope(self, device: torch.device) -> Iterator[None]:
-        """Prepare the compiled modules for keyed dropout within the block: give each that draws its
-        dropout sites, and register the hooks that keep track of which one is running.
+        """Prepare the compiled modules for drawing their dropout masks within the block: set the
+        dropout sites of each, and register the hooks that keep track of which one is running.
 
         Args:
             device: The device of the model, where the keys of the sites are put.
@@ -383,7 +389,8 @@ def _find_checkpointing(modules: Iterable[nn.Module]) -> str | None:
 
 
 def _find_problem(sites: list[DropoutSite]) -> str | None:
-    """Return why the dropout of one compiled module cannot be keyed, or None if it can.
+    """Return why one compiled module cannot draw its dropout masks from the random keys of the
+    samples, or None if it can.
 
     It cannot if a mask has no single sample dim, or if one forward calls the module several times.
 

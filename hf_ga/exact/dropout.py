@@ -192,11 +192,11 @@ class KeyedDropout(Hook):
         self.set_keys(call.keys, call.window_key)
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the model's dropout is keyed, in every forward and in what
-        `backward()` recomputes.
+        """Return a context in which the model's dropout is keyed: masks are derived from the random
+        keys of the samples, in every forward and in what `backward()` recomputes.
 
-        It is a no-op for a model without dropout. Where the dropout of compiled modules cannot be
-        keyed inside their compiled code, all modules get hooks.
+        It is a no-op for a model without dropout. If compiled code cannot draw such masks, compiled
+        modules get forward hooks as all others.
         """
         if not self.sites:
             return nullcontext()  # without patches a compiled model stays compiled
@@ -206,14 +206,14 @@ class KeyedDropout(Hook):
         return self._patched_around(compiled)
 
     def check_compiled(self, model: nn.Module) -> None:
-        """Check that keyed dropout works in the modules that were given to `torch.compile`.
+        """Check that compiled modules can draw keyed dropout: masks that are derived from the
+        random keys of the samples.
 
         Args:
             model: The prepared model, with the wrappers of DDP or FSDP.
 
         Raises:
-            ConfigError: If compiled modules draw dropout in a way that cannot be keyed, or a
-                wrapper around the model is compiled.
+            ConfigError: If they cannot, or if a wrapper around the model is compiled.
         """
         if not self.sites:
             return
@@ -229,8 +229,8 @@ class KeyedDropout(Hook):
             )
 
     def _find_compiled(self) -> CompiledDropout | None:
-        """Return the keyed dropout of the modules that are compiled now, or None if no module is
-        compiled. It is kept until other modules are compiled.
+        """Return the object that draws the dropout masks of the model's compiled modules, or None
+        if no module is compiled now. It is reused until other modules are compiled.
         """
         roots = compiled_modules(self.model)
         if not roots:
@@ -241,15 +241,21 @@ class KeyedDropout(Hook):
 
     @contextmanager
     def _patched_around(self, compiled: CompiledDropout) -> Iterator[None]:
-        """Make dropout keyed within the block, in a model with compiled modules.
+        """Within the block, derive all dropout masks from the random keys of the samples, in a
+        model with compiled modules.
 
         Modules outside of compiled code get forward hooks, which keep track of the path of module
-        calls; compiled modules know the keys of their dropout sites beforehand.
+        calls; compiled modules get the keys of their dropout sites beforehand.
+
+        Args:
+            compiled: The keyed dropout of the compiled modules.
         """
         eager_masks = proxy(self)  # weak: torch.compile never frees the functions that it traced
 
         def replacement(owner: object, name: str, keyed: Callable) -> Callable:
-            """Return the keyed function that is called in place of `owner.name`."""
+            """Return the function that is called in place of `owner.name`, in eager and compiled
+            code.
+            """
             return compiled.replacement_of(getattr(owner, name), keyed, eager_masks)
 
         hooked = [module for module in self.hooked if module not in compiled.modules]
@@ -258,8 +264,8 @@ class KeyedDropout(Hook):
             yield
 
     def _patched(self) -> AbstractContextManager[None]:
-        """Return a context in which dropout is keyed, with forward hooks on all modules on the path
-        to a dropout site, compiled ones too.
+        """Return a context in which dropout masks are derived from the random keys of the samples,
+        with forward hooks on all modules on the path to a dropout site, also on compiled ones.
         """
         return self._replaced(self.hooked, self._replacement)
 
@@ -267,8 +273,9 @@ class KeyedDropout(Hook):
     def _replaced(
         self, hooked: Iterable[nn.Module], replacement: Callable[..., Callable]
     ) -> Iterator[None]:
-        """Replace torch's dropout functions by keyed ones within the block, and register the
-        forward hooks that keep track of the path of module calls.
+        """Within the block, replace torch's dropout functions by functions that draw keyed masks
+        (one random key per sample), and register the forward hooks that keep track of the path of
+        module calls.
 
         Args:
             hooked: The modules that get the hooks.
@@ -290,7 +297,8 @@ class KeyedDropout(Hook):
             yield
 
     def _replacement(self, owner: object, name: str, keyed: Callable) -> Callable:
-        """Return the keyed function that is called in place of a random function of torch.
+        """Return the function that is called in place of a dropout function of torch, and that
+        draws its masks from this object (one random key per sample).
 
         It keeps the name of the original, because torch.compile looks up the names of all torch
         functions. It refers to this object weakly, because torch.compile never frees the functions
@@ -299,7 +307,8 @@ class KeyedDropout(Hook):
         Args:
             owner: Where the original is, such as `torch.nn.functional`.
             name: The name of the original there, such as "dropout".
-            keyed: Its keyed version from `dropout_functions`.
+            keyed: The replacement from `dropout_functions`, which gets this object and the original
+                as first arguments.
         """
         original = getattr(owner, name)
         return update_wrapper(partial(keyed, proxy(self), original), original)
@@ -324,9 +333,10 @@ class KeyedDropout(Hook):
         return self._stack[-1].module if self._stack else None
 
     def is_keyed(self, drop_probability: float, training: bool = True) -> bool:
-        """Whether a call of a dropout function needs a keyed mask.
+        """Whether a call of a dropout function must draw its mask here, from the random keys of the
+        samples.
 
-        It needs none if it drops nothing or everything, is not in training mode, is called outside
+        It need not if it drops nothing or everything, is not in training mode, is called outside
         of the model's forward, or is at a site that the user allowed to depend on the split. The
         last is counted as a draw of the running module.
 

@@ -1,4 +1,5 @@
-"""The functions through which torch draws dropout, each with its keyed replacement.
+"""The functions through which torch draws dropout, each with its keyed replacement: one that
+derives the mask from the random keys of the samples.
 
 A replacement takes the object that draws keyed masks and the original function, then the original's
 arguments. It calls the original where no keyed mask is needed: nothing is dropped, or the call does
@@ -17,8 +18,8 @@ from hf_ga.exact.masks import apply_dropout_mask
 
 
 class MaskDrawer(Protocol):
-    """Interface of the object that draws keyed dropout masks: `dropout.KeyedDropout` in eager code,
-    `compiled_dropout.CompiledMasks` in compiled code.
+    """Interface of the object that draws keyed dropout masks (from one random key per sample):
+    `dropout.KeyedDropout` in eager code, `compiled_dropout.CompiledMasks` in compiled code.
 
     Attributes:
         attend: Computes attention with a given dropout mask, as `dropped_attention`.
@@ -31,7 +32,7 @@ class MaskDrawer(Protocol):
         """The innermost module whose forward is running, or None if no forward is running."""
 
     def is_keyed(self, drop_probability: float, training: bool = True) -> bool:
-        """Whether a call of a dropout function with these arguments needs a keyed mask."""
+        """Whether a call of a dropout function with these arguments must draw its mask here."""
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
         """Draw the next dropout mask of the running module: bool, True where dropout keeps."""
@@ -49,14 +50,14 @@ def dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    """Keyed replacement of `F.dropout`, which `nn.Dropout` calls, and of `F.dropout1d`, `2d` and
-    `3d`, which drop whole channels.
+    """Replacement of `F.dropout`, which `nn.Dropout` calls, and of `F.dropout1d`, `2d` and `3d`,
+    which drop whole channels. The mask is derived from the random keys of the samples.
 
     Args:
         num_drawn_dims: Returns how many of the input's leading dims the mask has; it is broadcast
             over the other dims.
-        masks: Draws the keyed masks.
-        original: The torch function, called where no keyed mask is needed.
+        masks: Draws the masks.
+        original: The torch function, called where `masks` need not draw.
         input: As in `F.dropout`.
         p: As in `F.dropout`.
         training: As in `F.dropout`.
@@ -78,11 +79,12 @@ def dropout(
 def torch_dropout(
     masks: MaskDrawer, original: Callable, input: Tensor, p: float, train: bool
 ) -> Tensor:
-    """Keyed replacement of `torch.dropout`, which has no `inplace` argument.
+    """Replacement of `torch.dropout`, which has no `inplace` argument. The mask is derived from the
+    random keys of the samples.
 
     Args:
-        masks: Draws the keyed masks.
-        original: `torch.dropout` itself, called where no keyed mask is needed.
+        masks: Draws the masks.
+        original: `torch.dropout` itself, called where `masks` need not draw.
         input: As in `torch.dropout`.
         p: As in `torch.dropout`.
         train: As in `torch.dropout`.
@@ -104,14 +106,15 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Keyed replacement of `F.scaled_dot_product_attention`.
+    """Replacement of `F.scaled_dot_product_attention`.
 
-    Torch's fused kernels draw their own dropout masks. So with dropout, this function draws a keyed
-    mask of the attention weights, and `masks.attend` computes the attention with it.
+    Torch's fused kernels draw their own dropout masks. So with dropout, this function draws a mask
+    of the attention weights from the random keys of the samples, and `masks.attend` computes the
+    attention with it.
 
     Args:
-        masks: Draws the keyed masks.
-        original: The torch function, called where no keyed mask is needed.
+        masks: Draws the masks.
+        original: The torch function, called where `masks` need not draw.
         query: The other arguments are as in `F.scaled_dot_product_attention`.
     """
     if not masks.is_keyed(dropout_p):
@@ -178,18 +181,18 @@ def dropped_attention(
 
 
 def stochastic_depth(masks: MaskDrawer, original: Callable, *size: Any, **kwargs: Any) -> Tensor:
-    """Keyed replacement of `torch.rand` where a model draws stochastic depth (Huang et al. 2016),
-    that is, where a DropPath module of transformers skips the whole branch of some samples.
+    """Replacement of `torch.rand` where a model draws stochastic depth (Huang et al. 2016), that
+    is, where a DropPath module of transformers skips the whole branch of some samples.
 
-    Such a module computes floor(rand + 1 - p), so this function returns numbers that make the
-    result 1 where the keyed mask keeps a sample, and 0 elsewhere.
+    Such a module computes floor(rand + 1 - p). This function draws a mask from the random keys of
+    the samples, and returns numbers that make the result 1 where it keeps a sample, 0 elsewhere.
 
     It also replaces the draw of a module that decides whether to skip a layer (`rand < layerdrop`)
     although its layerdrop is 0, as transformers did before 5.23. All other calls go to `torch.rand`
     itself.
 
     Args:
-        masks: Draws the keyed masks.
+        masks: Draws the masks.
         original: `torch.rand` itself.
         *size: As in `torch.rand`.
         **kwargs: As in `torch.rand`.

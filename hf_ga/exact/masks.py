@@ -58,7 +58,7 @@ def window_key(seed: int, epoch: int, window_index: int) -> Tensor:
 def keep_mask(
     keys: Tensor, site: int, shape: Sequence[int], sample_dim: int | None, drop_probability: float
 ) -> Tensor:
-    """Draw a keyed dropout mask: True where dropout keeps an element.
+    """Draw a dropout mask from the random keys of samples: True where dropout keeps an element.
 
     Args:
         keys: One random key per sample: int64, shape (samples,); or the key of the window, shape
@@ -121,8 +121,8 @@ def drop(
     drop_probability: float,
     tokens: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
-    """Apply keyed dropout to a tensor with a Triton kernel that draws the mask of `keep_mask`
-    without storing it.
+    """Apply dropout to a tensor with a Triton kernel that draws the mask of `keep_mask` without
+    storing it.
 
     Args:
         x: The input of dropout.
