@@ -211,7 +211,7 @@ class CompiledMasks:
         """The innermost compiled module whose forward is running."""
         return self.stack.modules[-1]
 
-    def is_keyed(self, drop_probability: float, training: bool = True) -> bool:
+    def needs_mask(self, drop_probability: float, training: bool = True) -> bool:
         """Whether a call of a dropout function needs a mask: it is in training mode, and drops
         something but not everything.
         """

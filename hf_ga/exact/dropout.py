@@ -203,7 +203,7 @@ class KeyedDropout(Hook):
         compiled = self._find_compiled()
         if compiled is None or compiled.problem is not None:
             return self._patched()
-        return self._patched_around(compiled)
+        return self._patched_with_compiled(compiled)
 
     def check_compiled(self, model: nn.Module) -> None:
         """Check that compiled modules can draw keyed dropout: masks that are derived from the
@@ -240,7 +240,7 @@ class KeyedDropout(Hook):
         return self._compiled
 
     @contextmanager
-    def _patched_around(self, compiled: CompiledDropout) -> Iterator[None]:
+    def _patched_with_compiled(self, compiled: CompiledDropout) -> Iterator[None]:
         """Within the block, derive all dropout masks from the random keys of the samples, in a
         model with compiled modules.
 
@@ -260,17 +260,17 @@ class KeyedDropout(Hook):
 
         hooked = [module for module in self.hooked if module not in compiled.modules]
         device = next(self.model.parameters(), torch.empty(0)).device
-        with compiled.scope(device), self._replaced(hooked, replacement):
+        with compiled.scope(device), self._patch_functions(hooked, replacement):
             yield
 
     def _patched(self) -> AbstractContextManager[None]:
         """Return a context in which dropout masks are derived from the random keys of the samples,
         with forward hooks on all modules on the path to a dropout site, also on compiled ones.
         """
-        return self._replaced(self.hooked, self._replacement)
+        return self._patch_functions(self.hooked, self._replacement)
 
     @contextmanager
-    def _replaced(
+    def _patch_functions(
         self, hooked: Iterable[nn.Module], replacement: Callable[..., Callable]
     ) -> Iterator[None]:
         """Within the block, replace torch's dropout functions by functions that draw keyed masks
@@ -279,8 +279,8 @@ class KeyedDropout(Hook):
 
         Args:
             hooked: The modules that get the hooks.
-            replacement: (owner of a torch function, its name, its keyed version) -> the function
-                that takes its place.
+            replacement: (owner of a torch function, its name, its entry in `DRAWING_FUNCTIONS`) ->
+                the function that takes its place.
         """
         with ExitStack() as stack:
             for module in hooked:
@@ -332,13 +332,13 @@ class KeyedDropout(Hook):
         """The innermost module whose forward is running, or None if no forward is running."""
         return self._stack[-1].module if self._stack else None
 
-    def is_keyed(self, drop_probability: float, training: bool = True) -> bool:
-        """Whether a call of a dropout function must draw its mask here, from the random keys of the
-        samples.
+    def needs_mask(self, drop_probability: float, training: bool = True) -> bool:
+        """Whether a call of a dropout function needs a mask from the random keys of the samples.
+        Otherwise it is left to torch.
 
-        It need not if it drops nothing or everything, is not in training mode, is called outside
-        of the model's forward, or is at a site that the user allowed to depend on the split. The
-        last is counted as a draw of the running module.
+        It needs none if it drops nothing or everything, is not in training mode, is called outside
+        of the model's forward, or is at a site that the user allowed to depend on the split. In the
+        last case, this method counts the draw of the running module.
 
         Args:
             drop_probability: The `p` of the call.
@@ -437,6 +437,7 @@ class KeyedDropout(Hook):
             self._compiled.leave_all()
         inputs = tuple(_identity(v) for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
         if self._stack:
+            # A submodule call, in a forward or in a recomputation.
             parent = self._stack[-1]
             key = cached_key(parent.key, self._name_keys[module], parent.call_counts[module])
             call = RecordedCall(key, inputs, parent.key, parent.num_calls)
@@ -445,8 +446,10 @@ class KeyedDropout(Hook):
             if not is_in_backward():
                 self._calls.setdefault(module, []).append(call)
         elif module is not self.model and is_in_backward():
+            # The first module of a recomputation: its outer modules are not running.
             key = self._key_of_recomputed(module, inputs)
         else:
+            # The model itself, or a submodule that is called directly from outside.
             if module is self.model:
                 self._forget_calls()
             calls = self._calls.setdefault(module, [])

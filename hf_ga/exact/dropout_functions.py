@@ -31,8 +31,8 @@ class MaskDrawer(Protocol):
     def running(self) -> nn.Module | None:
         """The innermost module whose forward is running, or None if no forward is running."""
 
-    def is_keyed(self, drop_probability: float, training: bool = True) -> bool:
-        """Whether a call of a dropout function with these arguments must draw its mask here."""
+    def needs_mask(self, drop_probability: float, training: bool = True) -> bool:
+        """Whether a call of a dropout function with these arguments needs a mask of this object."""
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
         """Draw the next dropout mask of the running module: bool, True where dropout keeps."""
@@ -57,13 +57,13 @@ def dropout(
         num_drawn_dims: Returns how many of the input's leading dims the mask has; it is broadcast
             over the other dims.
         masks: Draws the masks.
-        original: The torch function, called where `masks` need not draw.
+        original: The torch function, called where no such mask is needed.
         input: As in `F.dropout`.
         p: As in `F.dropout`.
         training: As in `F.dropout`.
         inplace: As in `F.dropout`.
     """
-    if not masks.is_keyed(p, training):
+    if not masks.needs_mask(p, training):
         return original(input, p, training, inplace)
     num_drawn = num_drawn_dims(input)
     num_broadcast = input.dim() - num_drawn
@@ -72,6 +72,7 @@ def dropout(
     mask_shape = [*input.shape[:num_drawn], *[1] * num_broadcast]
     kept = masks.mask(torch.Size(mask_shape), p)
     if inplace:
+        # As uint8: a CPU has no vector instructions for bool times float.
         return input.mul_(kept.view(torch.uint8)).mul_(1 / (1 - p))
     return apply_dropout_mask(input, p, kept)
 
@@ -84,12 +85,12 @@ def torch_dropout(
 
     Args:
         masks: Draws the masks.
-        original: `torch.dropout` itself, called where `masks` need not draw.
+        original: `torch.dropout` itself, called where no such mask is needed.
         input: As in `torch.dropout`.
         p: As in `torch.dropout`.
         train: As in `torch.dropout`.
     """
-    if not masks.is_keyed(p, train):
+    if not masks.needs_mask(p, train):
         return original(input, p, train)
     return masks.drop(input, p)
 
@@ -114,10 +115,10 @@ def attention(
 
     Args:
         masks: Draws the masks.
-        original: The torch function, called where `masks` need not draw.
+        original: The torch function, called where no such mask is needed.
         query: The other arguments are as in `F.scaled_dot_product_attention`.
     """
-    if not masks.is_keyed(dropout_p):
+    if not masks.needs_mask(dropout_p):
         return original(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -206,7 +207,7 @@ def stochastic_depth(masks: MaskDrawer, original: Callable, *size: Any, **kwargs
     p = 0.0
     if type(module).__name__.endswith("DropPath"):
         p = getattr(module, "drop_prob", 0.0)
-    if not masks.is_keyed(p):
+    if not masks.needs_mask(p):
         return original(*size, **kwargs)
     # (1 + p) / 2 is in the middle of [p, 1), the numbers that keep a branch; rounding to bf16
     # cannot move it out. 0 drops the branch.

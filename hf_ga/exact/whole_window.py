@@ -89,7 +89,7 @@ class LazyWindowBatch(Mapping):
         return len(self._collated())
 
 
-class Projection:
+class ProbeLoss:
     """A loss function of the model's outputs that is additive over samples if and only if the
     outputs of a sample do not depend on the other samples in its micro-batch.
 
@@ -163,7 +163,7 @@ class WholeWindow(Loss):
         """The loss that the proof and the audits check instead: it is additive if and only if the
         outputs of a sample do not depend on the split.
         """
-        return UserLoss(Projection(self.used))
+        return UserLoss(ProbeLoss(self.used))
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
         """Return the number of samples: every sample is a target."""

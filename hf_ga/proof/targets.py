@@ -19,7 +19,7 @@ from torch import nn
 from hf_ga.exact.forward import LossFunction, module_modes, restored_buffers
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.rule import Rule
-from hf_ga.exact.whole_window import Projection, WholeBatchLoss
+from hf_ga.exact.whole_window import ProbeLoss, WholeBatchLoss
 from hf_ga.proof.prover import Prover
 from hf_ga.proof.whole_batch import (
     check_same_in_both_passes,
@@ -47,7 +47,7 @@ def prove(
         modes = module_modes(prover.model)
         if whole_batch is not None:
             used = find_used_outputs(prover, whole_batch)
-            prover.loss_fn = Projection(used)
+            prover.loss_fn = ProbeLoss(used)
         prover.find_dropout(allow_split_dependent_randomness)
         if whole_batch is not None:
             check_same_in_both_passes(prover)

@@ -159,7 +159,7 @@ class PackedAttention:
 
     def _site(self, drop_probability: float, num_heads: int) -> DropoutSite | None:
         """Return the site of the next draw, if it drops attention weights sample by sample."""
-        if not self._dropout.is_keyed(drop_probability):
+        if not self._dropout.needs_mask(drop_probability):
             return None
         site = self._dropout.next_site()
         if site is None or site.sample_dim != 0:

@@ -70,7 +70,7 @@ class _NativeDropout(KeyedDropout):
         """Change nothing."""
         yield
 
-    def is_keyed(self, *_: Any) -> bool:
+    def needs_mask(self, *_: Any) -> bool:
         """Return False: no dropout is keyed."""
         return False
 
