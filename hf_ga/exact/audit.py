@@ -69,7 +69,8 @@ class ChosenCall:
 
 @dataclass
 class Audits:
-    """Decides which micro-batches of a training run are audited, and records what was covered.
+    """Decides on which micro-batches of a training run the additivity of the loss is checked (an
+    audit), and records which data patterns the audits have covered.
 
     Attributes:
         num_windows: How many windows have begun.
@@ -84,7 +85,8 @@ class Audits:
     _audits_by_value: Counter[str] = field(default_factory=Counter)
 
     def choose(self, calls: Sequence[Call]) -> list[ChosenCall]:
-        """Choose the micro-batches to audit in the next window.
+        """Choose the micro-batches of the next window on which the additivity of the loss is
+        checked.
 
         They are the first ones that together have all data patterns of the window that no earlier
         audit covered. If there are none, one micro-batch is chosen in windows 1, 2, 4, 8, ...
@@ -96,7 +98,7 @@ class Audits:
         chosen = []
         covered = set(self.covered)
         for call in calls:
-            if not call.weight:
+            if not call.weight:  # only there because other ranks make a forward (FSDP)
                 continue
             num_samples = len(call.micro_batch)
             patterns = count_patterns(call.micro_batch.batch, num_samples)
@@ -114,8 +116,8 @@ class Audits:
         return chosen
 
     def choose_more(self, calls: Sequence[Call], num_audits: int) -> list[ChosenCall]:
-        """Choose micro-batches for audits that are not due to a new data pattern: for the schedule,
-        or because other ranks make more audits than this one.
+        """Choose micro-batches for additivity checks (audits) that no new data pattern requires:
+        for the schedule, or because other ranks make more audits than this one.
 
         Consecutive windows choose different micro-batches, round-robin.
 
@@ -130,7 +132,9 @@ class Audits:
         return [ChosenCall(calls[(self.num_windows + i) % len(calls)]) for i in range(num_audits)]
 
     def record(self, chosen: ChosenCall) -> None:
-        """Record that a micro-batch was audited, so that its data patterns are covered."""
+        """Record that the additivity of the loss was checked on a micro-batch, so that its data
+        patterns count as covered.
+        """
         micro_batch = chosen.call.micro_batch
         self.num_audits += 1
         self.covered |= count_patterns(micro_batch.batch, len(micro_batch)).keys()
@@ -139,8 +143,8 @@ class Audits:
         )
 
     def _is_worth_an_audit(self, pattern: Pattern) -> bool:
-        """Whether a new data pattern is a reason for an audit: always, except for integer values of
-        an entry whose values have caused `MAX_AUDITS_PER_ENTRY` audits.
+        """Whether a data pattern that is new requires an audit. It does, unless it is an integer
+        value of a batch entry whose values have caused `MAX_AUDITS_PER_ENTRY` audits (token ids).
         """
         entry, content = pattern
         is_integer_value = isinstance(content, int)
@@ -282,11 +286,11 @@ def _count_label_patterns(labels: np.ndarray) -> dict[Any, int]:
 
 
 def uneven_part(num_samples: int) -> np.ndarray:
-    """Split a micro-batch into two parts for an audit, and return the rows of the first: about half
-    of them, evenly spread.
+    """Split a micro-batch into two parts on which the additivity of its loss is checked, and return
+    the rows of the first part: about half of them, evenly spread.
 
     The number of rows in the part has no common divisor with the number of all rows. Otherwise two
-    different sample weights might occur equally often in both parts, and the audit would miss their
+    different sample weights might be equally frequent in both parts, and the check would miss their
     effect.
 
     >>> uneven_part(8)
@@ -308,16 +312,16 @@ def sums_and_counts(sums: Sequence[Tensor | float], counts: Counts) -> SumsAndCo
 
 
 def additivity_error(whole: SumsAndCounts, parts: Sequence[SumsAndCounts]) -> float:
-    """Return the relative error of the assumption that sums and counts of samples are the sum of
-    those of its parts: the largest over all sums and counts.
+    """Return how far a loss is from being additive: the largest relative difference between the
+    sums and counts of some samples and the total over parts of these samples.
 
     It is infinite if a part is not finite (a mean over no targets) but the whole is. Values of the
     whole that are not finite are skipped, as the optimizer step checks for them and names the
     cause.
 
     Args:
-        whole: Of some samples, computed together.
-        parts: Of disjoint groups of the same samples, computed separately.
+        whole: Loss sums and target counts of some samples, computed in one batch.
+        parts: Those of disjoint groups of the same samples, computed separately.
     """
     largest_error = 0.0
     for whole_value, *part_values in zip(*_to_host_float64([whole, *parts]), strict=True):

@@ -56,6 +56,7 @@ def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
         model: The model, with or without wrappers.
     """
     model = unwrapped(model)
+    # Accelerate's mixed precision replaces the forward, and keeps the original.
     forwards = [getattr(model, "_original_forward", model.forward)]
     if isinstance(model, PreTrainedModel):
         bases = [vars(base) for base in type(model).__mro__]

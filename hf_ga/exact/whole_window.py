@@ -285,6 +285,8 @@ class WholeWindow(Loss):
                 term = term + (output * micro_batch_gradient).sum()
             else:  # the gradient of a shared output counts once, in one micro-batch of the window
                 term = term + (output * gradient).sum() * has_first_sample
+        # The term has the right gradient, but not a meaningful value: replace its value by a share
+        # of the window's loss, so that the values of all micro-batches add up to that loss.
         value = gradients.loss * (len(offsets) / gradients.window.num_samples)
         only_gradient = term - term.detach()  # its value is 0
         return (only_gradient + value,), call.counts
