@@ -95,7 +95,7 @@ def head_loss(outputs: Any) -> Tensor:
             item of a tuple, or a tensor that was returned alone.
 
     Raises:
-        NoLoss: If the outputs contain no loss, or it has more than one element.
+        NoLoss: If the outputs contain no loss, or it does not have exactly one element.
     """
     first = outputs[0] if type(outputs) is tuple and outputs else outputs
     loss = first if isinstance(first, Tensor) else get_output(first, "loss")

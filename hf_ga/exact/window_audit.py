@@ -60,10 +60,10 @@ class WindowAudit:
 
     @property
     def is_on(self) -> bool:
-        """Whether this window may be audited.
+        """Whether the additivity of the loss is checked (audited) in this window.
 
-        It is not if it is a single micro-batch (nothing is split), in evaluation, if audits are
-        turned off, or if the training loop computes the loss sums itself.
+        It is not if the window is a single micro-batch (nothing is split), in evaluation, if audits
+        are turned off, or if the training loop computes the loss sums itself.
         """
         engine = self.engine
         is_one_batch = engine.backend.num_processes == 1 and len(engine.window.batches) == 1
@@ -71,12 +71,12 @@ class WindowAudit:
         return is_wanted and not is_one_batch
 
     def keep(self, outputs: Any, sums: Sums, counts: Counts) -> None:
-        """Store the results of the current micro-batch's own forward for the audits at the end of
-        the window.
+        """Store the loss sums of the current micro-batch's training forward, as the additivity
+        check at the end of the window compares with them.
 
         Args:
-            outputs: What the model returned for the micro-batch. They are kept only if they are
-                small and the loss is a function of the user's.
+            outputs: What the model returned for the micro-batch. They are kept, too, if they are
+                small and the loss is the user's `loss_fn`.
             sums: Its loss sums, see `Loss.sums`.
             counts: Its numbers of targets, see `Loss.sums`.
         """
@@ -116,11 +116,11 @@ class WindowAudit:
         engine.call = current_call  # the forwards of the audits replaced it
 
     def run_together(self) -> None:
-        """Run the audits on all ranks before the window's own forwards, if forwards are collectives
-        (FSDP).
+        """Check the additivity of the loss before the window's training forwards, if forwards are
+        collectives (FSDP). All ranks must call it, as they make the same number of forwards.
 
-        They come first because FSDP holds gradients of the window between its forwards, which the
-        forwards of audits would disturb.
+        The check comes first because FSDP holds gradients of the window between its training
+        forwards, which other forwards would disturb.
 
         Raises:
             LossNotAdditive: If the loss is not additive on this rank.
@@ -139,8 +139,8 @@ class WindowAudit:
             engine.backend.all_reduce_status(engine.status)  # raises on all ranks
 
     def _choose(self) -> None:
-        """Choose the micro-batches to audit. If forwards are collectives, all ranks choose the same
-        number of them.
+        """Choose the micro-batches on which the additivity of the loss is checked. If forwards are
+        collectives (FSDP), all ranks choose the same number of micro-batches.
         """
         engine = self.engine
         audits = engine.window.state.audits
@@ -170,10 +170,10 @@ class WindowAudit:
             raise failed_audit(engine.window.description, error, engine.rule.name)
 
     def _audit_call(self, chosen: ChosenCall) -> None:
-        """Audit one micro-batch, and record that it was audited.
+        """Check the additivity of the loss on one micro-batch, and record that it was audited.
 
-        If its forwards run out of memory, warn and skip the audit; where forwards are collectives,
-        raise instead.
+        If the forwards run out of memory, warn and skip the check; if forwards are collectives
+        (FSDP), raise instead.
 
         Raises:
             LossNotAdditive: If the loss is not additive.
