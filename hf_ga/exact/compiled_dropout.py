@@ -97,13 +97,18 @@ def _(x: Tensor, seeds: Tensor, sample_dim: int | None, drop_probability: float)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    """Save what the backward of `draw_and_drop` needs to draw the same mask again."""
-    _, seeds, ctx.sample_dim, ctx.drop_probability = inputs
+    """Save what the backward of the dropout operator `draw_and_drop` needs to draw the same mask
+    again: all inputs but the tensor to which dropout is applied.
+    """
+    _, seeds, sample_dim, drop_probability = inputs
     ctx.save_for_backward(seeds)
+    ctx.sample_dim = sample_dim
+    ctx.drop_probability = drop_probability
 
 
 def _backward_of_drop(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Backward of `draw_and_drop`: apply the same dropout to the gradient of the output.
+    """Backward of the dropout operator `draw_and_drop`: apply the same dropout to the gradient of
+    its output.
 
     Returns the gradients of its four arguments, of which only the first has one.
     """
@@ -140,26 +145,28 @@ class ModuleStack:
         self.num_draws: list[int] = []
 
     def enter(self, module: nn.Module, args: tuple) -> None:
-        """Push a module whose forward begins; a pre-forward hook."""
+        """Push a compiled module onto the stack when its forward begins; a pre-forward hook."""
         self.modules.append(module)
         self.num_draws.append(0)
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Pop the module whose forward ends; a forward hook."""
+        """Pop a compiled module from the stack when its forward ends; a forward hook."""
         self.modules.pop()
         self.num_draws.pop()
 
     def enter_root(self, module: nn.Module, args: tuple) -> None:
-        """Start an empty stack with an outermost compiled module; its pre-forward hook."""
+        """Empty the stack and push an outermost compiled module when its forward begins; a
+        pre-forward hook.
+        """
         self.clear()
         self.enter(module, args)
 
     def leave_root(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Empty the stack when an outermost compiled module ends; its forward hook."""
+        """Empty the stack when the forward of an outermost compiled module ends; a forward hook."""
         self.clear()
 
     def clear(self) -> None:
-        """Empty the stack.
+        """Empty the stack of compiled modules whose forward is running.
 
         Modules may be left on it by an error, and by checkpointing, which stops the recomputation
         of a forward as soon as it has all tensors that the backward needs.
@@ -168,7 +175,8 @@ class ModuleStack:
         self.num_draws.clear()
 
     def next_site(self) -> SiteInput:
-        """Return the dropout site of the innermost module's next draw, and count the draw.
+        """Return the dropout site of the next draw of the innermost compiled module, and count the
+        draw.
 
         Raises:
             UnkeyedRandomness: If the proof's forward drew no mask there.
@@ -301,8 +309,8 @@ class CompiledDropout:
 
         Args:
             original: The function of torch, such as `F.dropout`.
-            keyed: The replacement from `dropout_functions`, which gets the object that draws masks
-                and the original as first arguments.
+            keyed: Its keyed version from `dropout_functions`, which gets the object that draws
+                masks and the original as first arguments.
             eager_masks: Draws the masks of modules that are not compiled.
         """
         if original not in self._replacements:
@@ -311,7 +319,9 @@ class CompiledDropout:
 
             @wraps(original)
             def replacement(*args: Any, **kwargs: Any) -> Any:
-                """Call the replacement, with the masks of compiled code if that is running."""
+                """Call the keyed version with the object that draws masks: that of compiled code if
+                a compiled module is running.
+                """
                 masks = compiled_masks if stack.modules else eager_masks
                 return keyed(masks, original, *args, **kwargs)
 

@@ -307,8 +307,8 @@ class KeyedDropout(Hook):
         Args:
             owner: Where the original is, such as `torch.nn.functional`.
             name: The name of the original there, such as "dropout".
-            keyed: The replacement from `dropout_functions`, which gets this object and the original
-                as first arguments.
+            keyed: Its keyed version from `dropout_functions`, which gets this object and the
+                original as first arguments.
         """
         original = getattr(owner, name)
         return update_wrapper(partial(keyed, proxy(self), original), original)
@@ -463,7 +463,9 @@ class KeyedDropout(Hook):
         self._last_recomputed = None
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Pop a module from the stack of running forwards; a forward hook that is always called."""
+        """Pop a module from the stack of running forwards; a forward hook that is called also if
+        the forward raises.
+        """
         is_on_top = bool(self._stack) and self._stack[-1].module is module
         if is_on_top:  # otherwise `_enter` raised for this call and pushed nothing
             self._stack.pop()

@@ -214,11 +214,13 @@ class HeadMean(Loss):
         return (COUNTING_RULES[self.name](batch, num_samples),)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """Multiply the head's mean loss by the number of targets; 0.0 without targets."""
-        (number,) = call.counts
-        if not number:
-            return (0.0,), call.counts  # its mean is 0 / 0
-        return (head_loss(outputs) * number,), call.counts
+        """Sum the loss over the targets of a micro-batch: the head's mean loss times the number of
+        targets; 0.0 without targets.
+        """
+        (num_targets,) = call.counts
+        if not num_targets:
+            return (0.0,), call.counts  # the head's mean is 0 / 0
+        return (head_loss(outputs) * num_targets,), call.counts
 
 
 class SumOfMeans(Loss):
@@ -244,8 +246,8 @@ class SumOfMeans(Loss):
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
         """Sum each mean's loss over its targets; 0.0 for a mean without targets."""
         sums = [
-            mean.total(outputs, call.batch) if number else 0.0
-            for mean, number in zip(self.means, call.counts, strict=True)
+            mean.total(outputs, call.batch) if num_targets else 0.0
+            for mean, num_targets in zip(self.means, call.counts, strict=True)
         ]
         return tuple(sums), call.counts
 
@@ -272,11 +274,13 @@ class UserLoss(Loss):
         return () if self.counts_in_forward else (self.loss_fn.count_targets(batch),)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """Call the user's loss function. NaN over 0 targets becomes 0.0."""
-        total, number = call_loss_fn(self.loss_fn, outputs, call.batch)
-        if number == 0 and bool(total.isnan()):
+        """Return the sum of the loss and the number of targets from the user's loss function. A sum
+        that is NaN becomes 0.0 if there are no targets.
+        """
+        total, num_targets = call_loss_fn(self.loss_fn, outputs, call.batch)
+        if num_targets == 0 and bool(total.isnan()):
             total = 0.0  # the mean over no targets is 0 / 0
-        return (total,), call.counts or (number,)
+        return (total,), call.counts or (num_targets,)
 
 
 class WithRouter(Loss):
@@ -300,11 +304,11 @@ class WithRouter(Loss):
         self.needs_same_padded_length = loss.needs_same_padded_length
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the model's own balancing loss is replaced by 0."""
+        """Return a context in which the load-balancing loss that the model itself adds is 0."""
         return self.router.patched()
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
-        """Count the targets of the loss without the balancing loss."""
+        """Count the targets of the loss without the load-balancing loss."""
         return self.loss.count(batch, num_samples)
 
     def contributes(self, counts: Counts) -> bool:
@@ -312,8 +316,11 @@ class WithRouter(Loss):
         return True
 
     def prepare(self, first_pass: FirstPass) -> Counts:
-        """Count how often the router chooses each expert in the whole window, over all ranks, by
-        forwards without gradients. Returns the counts as the last item of the totals.
+        """Count how often the router of the mixture of experts chooses each expert in the whole
+        window, over all ranks, by forwards without gradients.
+
+        Returns:
+            The numbers of targets of the window, then the router's counts as the last item.
         """
         device = first_pass.device
         local_counts = torch.zeros(sum(self.router.sizes), dtype=sum_dtype(device), device=device)
@@ -324,13 +331,15 @@ class WithRouter(Loss):
         return (*first_pass.totals, window_counts)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """Return the sums and counts of the other loss, and the router's counts as last items."""
+        """Return the sums and counts of the loss without load balancing, and the counts of the
+        router as the last item of both.
+        """
         sums, counts = self.loss.sums(outputs, call)
         router_counts = self.router.take()
         return (*sums, router_counts), (*counts, router_counts.detach())
 
     def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
-        """Add up the mean of the other loss and the balancing loss."""
+        """Return the mean of the loss without load balancing, plus the load-balancing loss."""
         *other_sums, router_counts = sums
         *other_totals, window_router_counts = totals
         balancing_loss = self.router.loss(router_counts, window_router_counts)

@@ -32,7 +32,7 @@ KNOWN_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 class Router:
-    """The load-balancing loss of one model.
+    """The load-balancing loss of one model with a mixture of experts.
 
     Within `patched`, the model's own balancing loss is replaced by 0, and `take` returns what each
     of its calls in a forward counted.
@@ -61,9 +61,10 @@ class Router:
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Replace the model's balancing loss within the block: it returns 0 and records its counts.
+        """Within the block, replace the model's load-balancing loss (mixture of experts) by a
+        function that returns 0 and records how often each expert is chosen.
 
-        A balancing loss with unknown parameters is replaced by a function that raises
+        A load-balancing loss with unknown parameters is replaced by a function that raises
         LossNotAdditive.
         """
         with ExitStack() as stack:
@@ -76,22 +77,25 @@ class Router:
             yield
 
     def take(self) -> Tensor:
-        """Return the counts of the last forward's calls of the balancing loss, and forget them.
+        """Return what the router of the mixture of experts counted in the last forward (choices,
+        probabilities, tokens), and forget it.
 
         The counts of micro-batches add up to those of the window.
 
         Returns:
-            float32, shape (sum of `sizes`,): for each call, how often each expert was chosen, the
-            sum of the router's probabilities of each expert (with a gradient), and the number of
-            tokens times the number of layers.
+            float32, shape (sum of `sizes`,): for each call of the load-balancing loss, how often
+            each expert was chosen, the sum of the router's probabilities of each expert (with a
+            gradient), and the number of tokens times the number of layers.
         """
         calls = self._calls
         self._calls = []
         return torch.cat([counts for counts, _ in calls])
 
     def find_coefficients(self) -> None:
-        """Find the factor with which the model adds each call's balancing loss to its loss. Call
-        this within `patched`, after the forward and backward of one batch.
+        """Find the factors with which the model adds its load-balancing losses (mixture of experts)
+        to its loss, and store them in `coefficients`.
+
+        Call this within `patched`, after the forward and backward of one batch.
         """
         self.coefficients = []
         self.sizes = []
@@ -101,11 +105,12 @@ class Router:
         self._calls.clear()
 
     def loss(self, micro_batch: Tensor, window: Tensor) -> Tensor:
-        """Compute what a micro-batch adds to the balancing loss of its window.
+        """Compute what a micro-batch adds to the load-balancing loss (mixture of experts) of its
+        window.
 
         Args:
-            micro_batch: The result of `take` for the micro-batch. With the sum of those of all
-                micro-batches, the result is the balancing loss of the window.
+            micro_batch: The result of `take` for the micro-batch. With that of the whole window
+                instead, this returns the load-balancing loss of the window.
             window: The sum of the results of `take` over all micro-batches of the window.
 
         Returns:
@@ -115,12 +120,12 @@ class Router:
         calls = zip(
             self.coefficients, micro_batch.split(self.sizes), window.split(self.sizes), strict=True
         )
-        for coefficient, of_micro_batch, of_window in calls:
-            # Each has the choices of the experts, then their probabilities, then the tokens.
-            num_experts = len(of_window) // 2
-            num_tokens = of_window[-1]
-            share_of_choices = of_window[:num_experts] / num_tokens
-            mean_probability = of_micro_batch[num_experts:-1] / num_tokens
+        for coefficient, micro_batch_counts, window_counts in calls:
+            # Both have the choices of each expert, then its probabilities, then the tokens.
+            num_experts = len(window_counts) // 2
+            num_tokens = window_counts[-1]
+            share_of_choices = window_counts[:num_experts] / num_tokens
+            mean_probability = micro_batch_counts[num_experts:-1] / num_tokens
             terms.append(coefficient * num_experts * share_of_choices @ mean_probability)
         return torch.stack(terms).sum()
 
@@ -131,7 +136,8 @@ class Router:
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Tensor | int:
-        """Replacement of the model's balancing loss: record its counts, and return 0.
+        """Replacement of the model's load-balancing loss: record how often the router chooses each
+        expert, and return 0.
 
         The 0 has a gradient, from which `find_coefficients` reads the factor of the loss.
 
@@ -184,8 +190,8 @@ def _count_choices(
 
 
 def _refuse(module_name: str, *args: object, **kwargs: object) -> None:
-    """Replacement of a balancing loss with unknown parameters, which cannot be split over
-    micro-batches.
+    """Replacement of a load-balancing loss (mixture of experts) with unknown parameters, which
+    hf_ga cannot split over micro-batches: raises an error.
 
     Args:
         module_name: Name of the Python module that defines the loss.
