@@ -36,6 +36,7 @@ class MicroBatch:
     sample_ids: np.ndarray
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.positions)
 
 
@@ -44,10 +45,10 @@ def sample_length(sample: Any) -> int:
     among its values; 1 if all of them are numbers or strings.
     """
     values = sample.values() if isinstance(sample, Mapping) else [sample]
-    return max((len(value) for value in values if _is_list(value)), default=1)
+    return max((len(value) for value in values if _has_length(value)), default=1)
 
 
-def _is_list(value: Any) -> bool:
+def _has_length(value: Any) -> bool:
     """Whether a value has a length other than a string's: a list, or a tensor or array with at
     least one dim.
     """
@@ -122,6 +123,8 @@ def equal_batches(value: Any, other: Any) -> bool:
 def count_padded_elements(batch: Batch, num_samples: int) -> int:
     """Return the number of elements, including padding, of the largest tensor in a batch that has
     one row per sample; at least the number of samples.
+
+    It is the size by which micro-batches are limited if memory runs out.
     """
     sizes = [num_samples]
     for value in batch.values():

@@ -141,8 +141,9 @@ class ModuleStack:
     """
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
-        self.num_draws: list[int] = []
+        """Create an empty stack."""
+        self.modules: list[nn.Module] = []  # outermost first
+        self.num_draws: list[int] = []  # dropout masks drawn so far, for each of these modules
 
     def enter(self, module: nn.Module, args: tuple) -> None:
         """Push a compiled module onto the stack when its forward begins; a pre-forward hook."""
@@ -210,6 +211,9 @@ class CompiledMasks:
     attend = staticmethod(dropped_attention)
 
     def __init__(self, stack: ModuleStack) -> None:
+        """Create an object that draws dropout masks in compiled code, without keys: set them before
+        each forward.
+        """
         self.stack = stack
         self.keys = torch.empty(0, dtype=torch.int64)
         self.window_key = torch.empty(0, dtype=torch.int64)
@@ -259,6 +263,7 @@ class CompiledDropout:
     """
 
     def __init__(self, roots: list[nn.Module], sites: Iterable[DropoutSite]) -> None:
+        """Group the dropout sites inside compiled code by the module that draws there."""
         self.roots = roots
         self.modules = frozenset(module for root in roots for module in root.modules())
         self._sites: dict[nn.Module, list[DropoutSite]] = {}

@@ -46,7 +46,8 @@ class SampleMasks:
     window_key: Tensor
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
-        """Draw the dropout mask of a site: bool, of the given shape, True where dropout keeps.
+        """Draw the dropout mask of a site in the model: bool, of the given shape, True where
+        dropout keeps.
 
         Raises:
             UnkeyedRandomness: If the size of the sample dim is not a multiple of the number of
@@ -106,6 +107,7 @@ class Frame:
     __slots__ = ("call_counts", "key", "module", "num_calls", "num_draws")
 
     def __init__(self, module: nn.Module, key: int) -> None:
+        """Create an entry for a module whose forward begins: it has called and drawn nothing."""
         self.module = module
         self.key = key
         self.call_counts: Counter[nn.Module] = Counter()
@@ -158,6 +160,10 @@ class KeyedDropout(Hook):
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Create keyed dropout for a model, without dropout sites: `find_dropout_sites` adds them.
+
+        All modules of the model get forward hooks, unless `hooked` is restricted later.
+        """
         self.model = model
         self.sites: dict[int, DropoutSite] = {}
         self.unkeyed: list[nn.Module] = []
@@ -167,7 +173,7 @@ class KeyedDropout(Hook):
         }
         self._name_keys = {module: name_key(name) for module, name in self.names.items()}
         self.hooked = list(self.names)
-        self._stack: list[Frame] = []
+        self._stack: list[Frame] = []  # of running forwards, outermost first
         self._calls: dict[nn.Module, list[RecordedCall]] = {}  # of the last forward
         # The call that checkpointing recomputed last, and the autograd node whose backward
         # triggered it.
@@ -175,20 +181,20 @@ class KeyedDropout(Hook):
         self.mask_source: Any = None
         self._compiled: CompiledDropout | None = None
 
-    def set_keys(self, keys: Tensor, shared: Tensor) -> None:
+    def set_keys(self, keys: Tensor, window_key: Tensor) -> None:
         """Set the random keys from which the next forward draws its dropout masks.
 
         Args:
             keys: One key per sample: int64, shape (samples,), on the model's device.
-            shared: The key of masks that all samples of a window share: int64, shape (1,), on the
-                model's device.
+            window_key: The key of masks that all samples of a window share: int64, shape (1,), on
+                the model's device.
         """
-        self.mask_source = SampleMasks(keys, shared)
+        self.mask_source = SampleMasks(keys, window_key)
         if self._compiled is not None:
-            self._compiled.set_keys(keys, shared)
+            self._compiled.set_keys(keys, window_key)
 
     def before(self, call: Call) -> None:
-        """Set the dropout keys of a micro-batch before its forward."""
+        """Set the random keys of a micro-batch's dropout masks before its forward."""
         self.set_keys(call.keys, call.window_key)
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -376,7 +382,9 @@ class KeyedDropout(Hook):
         return self._dropped(self._next_key(), input, drop_probability)
 
     def _next_key(self) -> int:
-        """Return the site key of the running module's next draw, and count the draw."""
+        """Return the key of the dropout site of the running module's next draw, and count the
+        draw.
+        """
         frame = self._stack[-1]
         key = cached_key(frame.key, frame.num_draws)
         frame.num_draws += 1
@@ -400,7 +408,9 @@ class KeyedDropout(Hook):
         return self.sites.get(cached_key(frame.key, frame.num_draws))
 
     def skip_draw(self) -> None:
-        """Count a draw of the running module whose mask a kernel has drawn itself."""
+        """Count a draw of the running module without drawing a dropout mask, because a kernel has
+        drawn it itself.
+        """
         self._stack[-1].num_draws += 1
 
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:

@@ -49,6 +49,7 @@ class Entries:
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], sample: Any) -> None:
+        """Collate 2 and 3 copies of a sample, and record which batch entries grow with them."""
         self.collate_fn = collate_fn
         self.of_samples: set[str] = set()
         self.ragged: set[str] = set()
@@ -185,10 +186,10 @@ class Entries:
         return rows_per_sample
 
     def _record_row_counts(self, batch: Batch, num_samples: int) -> None:
-        """Record entries of a batch as ragged if they do not have one row per sample.
+        """Record batch entries as ragged if they do not have one row per sample.
 
-        An entry that did not grow with the first sample counts as ragged, too, if it had no rows
-        there but has some now.
+        Also record an entry as ragged that was empty so far, so that all samples seemed to share
+        it, and has rows now.
         """
         for name, value in batch.items():
             number = num_rows(value)
@@ -200,7 +201,7 @@ class Entries:
                 self.ragged.add(name)
 
     def _record_missing(self, batches: Sequence[Batch]) -> None:
-        """Record entries as ragged that only some of these batches have."""
+        """Record batch entries as ragged if some of these batches do not have them."""
         for name in self.of_samples:
             if any(name not in batch for batch in batches):
                 self.ragged.add(name)

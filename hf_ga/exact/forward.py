@@ -134,8 +134,8 @@ def call_loss_fn(loss_fn: LossFunction, outputs: Any, batch: Batch) -> tuple[Ten
             "loss_fn must return (sum of the loss as a scalar tensor, number of targets), got "
             f'{returned!r:.80}: sum the loss (reduction="sum"), and count what it is summed over.'
         )
-    total, number = returned
-    return at_least_float32(total), float(number)
+    total, num_targets = returned
+    return at_least_float32(total), float(num_targets)
 
 
 def run_forward(

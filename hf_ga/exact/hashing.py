@@ -41,7 +41,9 @@ def mix(value: int) -> int:
 
 
 def mix_in_place(values: Tensor) -> Tensor:
-    """Apply `mix` to every element of an int64 tensor, in place, and return the tensor."""
+    """Hash every element of an int64 tensor in place with `mix` (the finaliser of splitmix64), and
+    return the tensor.
+    """
     values.bitwise_xor_(_shifted_right(values, 30)).mul_(signed(MULTIPLIER_1))
     values.bitwise_xor_(_shifted_right(values, 27)).mul_(signed(MULTIPLIER_2))
     return values.bitwise_xor_(_shifted_right(values, 31))

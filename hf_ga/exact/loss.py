@@ -91,7 +91,9 @@ class FirstPass:
     scaled: Callable[[Tensor], Tensor]
 
     def from_first_rank(self, tensor: Tensor) -> Tensor:
-        """Broadcast the first rank's tensor to all ranks, which may have rounded differently."""
+        """Broadcast the first rank's tensor to all ranks, as they may have rounded differently: an
+        all-reduce in which the other ranks pass zeros.
+        """
         return self.all_reduce(tensor if self.process_index == 0 else torch.zeros_like(tensor))
 
 
@@ -207,6 +209,7 @@ class HeadMean(Loss):
     """
 
     def __init__(self, name: str) -> None:
+        """Create the loss of a head that counts its targets by the rule with this name."""
         self.name = name
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
@@ -232,6 +235,7 @@ class SumOfMeans(Loss):
     """
 
     def __init__(self, name: str) -> None:
+        """Create the loss of the kind of head with this name, from its means."""
         self.name = name
         self.means = SUM_OF_MEANS_HEADS[name]
         self.num_means = len(self.means)
@@ -240,11 +244,13 @@ class SumOfMeans(Loss):
         )
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
-        """Count the targets of each mean."""
+        """Count the targets of each mean of the head's loss in a batch."""
         return tuple(mean.count(batch) for mean in self.means)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """Sum each mean's loss over its targets; 0.0 for a mean without targets."""
+        """Sum the loss over the targets of a micro-batch separately for each mean of the head's
+        loss; 0.0 for a mean without targets.
+        """
         sums = [
             mean.total(outputs, call.batch) if num_targets else 0.0
             for mean, num_targets in zip(self.means, call.counts, strict=True)
@@ -262,11 +268,14 @@ class UserLoss(Loss):
     name = "loss_fn"
 
     def __init__(self, loss_fn: LossFunction) -> None:
+        """Wrap the user's loss function, and find out whether it can count targets beforehand."""
         self.loss_fn = loss_fn
         self.counts_in_forward = not hasattr(loss_fn, "count_targets")
 
     def contributes(self, counts: Counts) -> bool:
-        """Return True: a sum may have a gradient although its number of targets is 0."""
+        """Whether a micro-batch may contribute to the loss: always, as a sum may have a gradient
+        although its number of targets is 0.
+        """
         return True
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
@@ -297,6 +306,7 @@ class WithRouter(Loss):
     needs_first_pass = True
 
     def __init__(self, loss: Loss, router: Router) -> None:
+        """Combine a loss with the load-balancing loss of a router, which keeps its name."""
         self.loss = loss
         self.router = router
         self.name = loss.name
@@ -312,7 +322,9 @@ class WithRouter(Loss):
         return self.loss.count(batch, num_samples)
 
     def contributes(self, counts: Counts) -> bool:
-        """Return True: the tokens of a micro-batch without targets are routed to experts, too."""
+        """Whether a micro-batch contributes to the loss: always, as the load-balancing loss counts
+        the tokens of a micro-batch without targets, too.
+        """
         return True
 
     def prepare(self, first_pass: FirstPass) -> Counts:

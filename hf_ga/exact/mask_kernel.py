@@ -224,15 +224,22 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *settings: Any) -> Tensor:
-        """Apply dropout to x. The settings are the other arguments of `dropped`."""
+        """Apply dropout to x, and save the settings for the backward.
+
+        Args:
+            ctx: The autograd context.
+            x: The input of dropout.
+            *settings: The other arguments of `dropped`: seeds, sizes, tokens, threshold, scale.
+        """
         ctx.settings = settings
         return _launch(x, torch.empty_like(x), *settings)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Apply the same dropout to the gradient of the output.
+        """Backward of dropout: apply the same dropout to the gradient of the output.
 
-        Uses the autograd function itself, so that second derivatives work.
+        It calls this autograd function again, so that second derivatives work. The other arguments
+        of `dropped` have no gradient.
         """
         x_gradient = _Dropped.apply(gradient.contiguous(), *ctx.settings)
         return x_gradient, None, None, None, None, None
@@ -247,7 +254,7 @@ def _launch(
     threshold: int,
     scale: float,
 ) -> Tensor:
-    """Launch the dropout kernel, and return `out`.
+    """Launch the Triton kernel that draws a dropout mask or applies it, and return `out`.
 
     Args:
         x: The input of dropout; not read if `out` is bool.

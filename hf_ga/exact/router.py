@@ -50,6 +50,9 @@ class Router:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        """Find the Python modules that define the load-balancing loss of the model's mixture of
+        experts.
+        """
         # The Python modules that define the classes of the model's layers.
         python_modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
         self.owners = [module for module in python_modules if hasattr(module, LOSS_FUNCTION)]

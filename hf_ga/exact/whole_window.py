@@ -69,23 +69,27 @@ class LazyWindowBatch(Mapping):
     """
 
     def __init__(self, window: Window, device: torch.device) -> None:
+        """Create the batch of a window without collating it yet."""
         self._window = window
         self._device = device
         self._batch: Batch | None = None
 
     def _collated(self) -> Batch:
-        """Return the batch, which is collated in the first call."""
+        """Collate all samples of the window in the first call, and return their batch."""
         if self._batch is None:
             self._batch = self._window.whole_batch(self._device)
         return self._batch
 
     def __getitem__(self, name: str) -> Any:
+        """Return an entry of the batch, which is collated at the first access."""
         return self._collated()[name]
 
     def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the batch's entries."""
         return iter(self._collated())
 
     def __len__(self) -> int:
+        """Return the number of entries of the batch."""
         return len(self._collated())
 
 
@@ -102,6 +106,7 @@ class ProbeLoss:
     """
 
     def __init__(self, used: UsedOutputs) -> None:
+        """Create a loss function of the model outputs that a `whole_batch` loss uses."""
         self.used = used
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, int]:
@@ -147,6 +152,7 @@ class WholeWindow(Loss):
     needs_first_pass = True
 
     def __init__(self, whole_batch: WholeBatchLoss, used: UsedOutputs) -> None:
+        """Wrap the user's loss of a whole window, given the model outputs that it uses."""
         self.whole_batch = whole_batch
         self.used = used
         self.uses_parameters = used.uses_parameters
@@ -398,10 +404,11 @@ def _check_rows(name: str, output: Tensor, rows: Tensor, num_samples: int) -> No
 
 
 def _row_constants(output: Tensor) -> Tensor:
-    """Return a constant for each element of an output's rows: a product of cosines of its
-    coordinates in the row.
+    """Return the constants that `ProbeLoss` adds to a model output: one for each element of a row,
+    a product of cosines of its coordinates.
 
-    It depends only on the coordinates, not on the size of the row, so padding does not change it.
+    A constant depends only on the coordinates, not on the size of the row, so padding does not
+    change it.
 
     Returns:
         A tensor of shape output.shape[1:].

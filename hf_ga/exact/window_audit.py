@@ -49,6 +49,9 @@ class WindowAudit:
     """
 
     def __init__(self, engine: "Engine") -> None:
+        """Choose the micro-batches on which the additivity of the loss is checked, if it is checked
+        in this window.
+        """
         # The engine refers to this object. A strong reference back would be a cycle, which keeps
         # the window's tensors in memory until the garbage collector runs.
         self.engine = weakref.proxy(engine)
@@ -192,8 +195,8 @@ class WindowAudit:
         engine.window.state.audits.record(chosen)
 
     def _groups_to_compare(self, chosen: ChosenCall) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Choose pairs of groups of samples whose loss sums are compared with those of both groups
-        together.
+        """Choose the groups of samples of an additivity check: pairs whose loss sums are compared
+        with the sum of both groups computed together.
 
         The first pair is the micro-batch, split in two. If all of its samples have the same new
         data pattern, or it is a single sample, another pair is half of it and as many samples of
@@ -278,7 +281,8 @@ class WindowAudit:
                 counts = loss.count(micro_batch.batch, len(micro_batch))
                 outputs = engine.forward_of(Call(micro_batch, index=index, counts=counts))
                 results.append(sums_and_counts(*loss.sums(outputs, engine.call)))
-        state.num_plain = num_plain  # counts training forwards only
+        # The number of micro-batches computed without speed-ups counts training forwards only.
+        state.num_plain = num_plain
         engine.check_generators(before)
         return results
 
