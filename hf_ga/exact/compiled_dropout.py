@@ -49,7 +49,11 @@ def draw_mask(
         UnkeyedRandomness: If the size of the sample dim is not a multiple of the number of samples.
     """
     _check_sample_dim(seeds, shape, sample_dim)
-    return keep_mask(seeds, 0, shape, sample_dim, drop_probability).contiguous()
+    # The seeds contain the key of the site, so none is passed.
+    kept = keep_mask(
+        seeds, site=0, shape=shape, sample_dim=sample_dim, drop_probability=drop_probability
+    )
+    return kept.contiguous()
 
 
 @draw_mask.register_fake
@@ -83,9 +87,12 @@ def draw_and_drop(
     """
     _check_sample_dim(seeds, x.shape, sample_dim)
     x = x.contiguous()
-    dropped = drop(x, seeds, 0, sample_dim, drop_probability)
-    if dropped is None:
-        kept = keep_mask(seeds, 0, x.shape, sample_dim, drop_probability)
+    # The seeds contain the key of the site, so none is passed.
+    dropped = drop(x, seeds, site=0, sample_dim=sample_dim, drop_probability=drop_probability)
+    if dropped is None:  # there is no kernel for this input
+        kept = keep_mask(
+            seeds, site=0, shape=x.shape, sample_dim=sample_dim, drop_probability=drop_probability
+        )
         dropped = apply_dropout_mask(x, drop_probability, kept)
     return dropped.contiguous()
 

@@ -54,7 +54,13 @@ class SampleMasks:
                 samples.
         """
         self._check_sample_dim(site, shape)
-        return keep_mask(self._keys_of(site), site.key, shape, site.sample_dim, drop_probability)
+        return keep_mask(
+            self._keys_of(site),
+            site=site.key,
+            shape=shape,
+            sample_dim=site.sample_dim,
+            drop_probability=drop_probability,
+        )
 
     def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
         """Apply dropout to a tensor, elementwise, with the mask of a site.
@@ -66,7 +72,13 @@ class SampleMasks:
                 samples.
         """
         self._check_sample_dim(site, input.shape)
-        dropped = drop(input, self._keys_of(site), site.key, site.sample_dim, drop_probability)
+        dropped = drop(
+            input,
+            self._keys_of(site),
+            site=site.key,
+            sample_dim=site.sample_dim,
+            drop_probability=drop_probability,
+        )
         if dropped is not None:
             return dropped
         kept = self.mask(site, input.shape, drop_probability)

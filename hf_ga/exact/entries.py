@@ -91,18 +91,19 @@ class Entries:
         has_same_row_shape = (
             len(shape_of_two) == len(shape_of_three) and shape_of_two[1:] == shape_of_three[1:]
         )
-        if (
-            not has_same_row_shape
-            or shape_of_two[0] % 2
-            or shape_of_two[0] * 3 != shape_of_three[0] * 2
-        ):
+        grows_evenly = (
+            has_same_row_shape
+            and shape_of_two[0] % 2 == 0
+            and shape_of_two[0] * 3 == shape_of_three[0] * 2
+        )
+        if not grows_evenly:
             raise DataError(
                 f"the collate function's {name!r} has shape {shape_of_two} for 2 samples and "
                 f"{shape_of_three} for 3: every tensor needs its samples in the first dim, one row "
                 "per sample."
             )
         self.of_samples.add(name)
-        if shape_of_two[0] != 2:
+        if shape_of_two[0] != 2:  # not one row per sample
             self.ragged.add(name)
 
     def inspect_samples(self, samples: Sequence[Any]) -> None:

@@ -57,7 +57,8 @@ def _shifted_right(values: Tensor, bits: int) -> Tensor:
 
 
 def mixed(values: Tensor) -> Tensor:
-    """Hash every element of an int64 tensor: one step of `fold_in`, `mix(value + GOLDEN)`.
+    """Return a tensor with the hash of every element of an int64 tensor: one step of `fold_in`,
+    `mix(value + GOLDEN)`. The argument is unchanged.
 
     So `mixed(values ^ signed(fold_in(*parts)))` equals `fold_in(*parts, value)` for every value.
     """

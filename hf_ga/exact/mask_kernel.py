@@ -190,7 +190,8 @@ def keep_mask(seeds: Tensor, sizes: Sequence[int], threshold: int) -> Tensor:
         bool, shape (samples, *sizes).
     """
     kept = torch.empty((len(seeds), *sizes), dtype=torch.bool, device=seeds.device)
-    _launch(kept, kept, seeds, sizes, None, threshold, 0.0)
+    tokens = None  # not packed
+    _launch(kept, kept, seeds, sizes, tokens, threshold, 0.0)  # x and scale are not read
     return kept
 
 

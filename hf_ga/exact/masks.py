@@ -149,7 +149,9 @@ def drop(
     threshold = keep_threshold(drop_probability)
     scale = 1.0 / (1.0 - drop_probability)
     seeds = keys ^ signed(site)
-    return mask_kernel.dropped(x.contiguous(), seeds, sizes, tokens, threshold, scale)
+    return mask_kernel.dropped(
+        x.contiguous(), seeds, sizes, tokens=tokens, threshold=threshold, scale=scale
+    )
 
 
 def has_kernels(device: torch.device) -> bool:

@@ -110,7 +110,9 @@ class ProbeLoss:
         self.used = used
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, int]:
-        """Return the sum of (o + r)^2 / 2 and the number of samples, as a `loss_fn` does."""
+        """Return the sum of (o + r)^2 / 2 over all elements o of the outputs, with constants r, and
+        the number of samples; a `loss_fn`.
+        """
         tensors = named_tensors(outputs)
         total = torch.zeros(())
         num_samples = 0
