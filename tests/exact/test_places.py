@@ -408,8 +408,8 @@ def drawn_masks(bench, monkeypatch, num_windows):
     """The masks of full-batch forwards: site -> (drop probability, [mask of every window])."""
     masks = defaultdict(lambda: [None, []])
 
-    def recorded(keys, site, shape, axis, drop_probability):
-        kept = keep_mask(keys, site, shape, axis, drop_probability)
+    def recorded(keys, site, shape, sample_dim, drop_probability):
+        kept = keep_mask(keys, site, shape, sample_dim, drop_probability)
         masks[site][0] = drop_probability
         masks[site][1].append(kept)
         return kept
