@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from hf_ga.accelerator.criteria import CriteriaRecorder
 from hf_ga.errors import ConfigError, HfGaError
-from hf_ga.exact.forward import output_of, unwrapped
+from hf_ga.exact.forward import get_output, unwrapped
 from hf_ga.exact.outputs import named_tensors
 from hf_ga.speed.lazy_logits import LazyLogits
 
@@ -278,7 +278,7 @@ def model_loss_of(outputs: Any) -> Tensor | None:
         loss = dict.get(outputs, "loss")
     else:
         first = outputs[0] if type(outputs) is tuple and outputs else outputs
-        loss = first if isinstance(first, Tensor) else output_of(first, "loss")
+        loss = first if isinstance(first, Tensor) else get_output(first, "loss")
     if isinstance(loss, Tensor) and loss.numel() == 1 and loss.requires_grad:
         return loss
     return None

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_ga.exact.batches import IGNORED_LABEL, Batch, marks_tokens
+from hf_ga.exact.batches import IGNORED_LABEL, Batch, is_padding_mask
 
 LABELS = "labels"
 
@@ -125,7 +125,7 @@ def _is_marker(name: str, value: Tensor) -> bool:
     ones with "mask" in its name, or integer labels of shape (samples, tokens).
     """
     if "mask" in name:
-        return marks_tokens(value)
+        return is_padding_mask(value)
     is_integer = not value.is_floating_point() and value.dtype != torch.bool
     return name == LABELS and value.dim() == 2 and is_integer
 

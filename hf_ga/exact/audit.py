@@ -1,4 +1,4 @@
-"""Audits: the identity that a rule was proven by, tested again on the data that is trained on.
+"""Audits: the additivity of the loss, by which a rule was proven, is checked on training data, too.
 
 A proof sees a few samples. What they do not show (a rare class with a weight, a row without a
 label, a column that switches another loss on) is found here, before the update of the window in
@@ -6,10 +6,11 @@ which it first matters:
 
     n L = n1 L1 + n2 L2
 
-for a micro-batch of n targets and two parts of it, by forwards without gradients and with the same
-keyed dropout. A micro-batch is audited in windows 1, 2, 4, 8, ..., and whenever it has a kind of
-row that no audit has seen. A loss function of the user's on small outputs is audited in every
-window, by calling it once more on the outputs of all micro-batches together.
+for a micro-batch of n targets with mean loss L and two parts of it, by forwards without gradients
+and with the same keyed dropout. A micro-batch is audited in windows 1, 2, 4, 8, ..., and whenever
+some of its rows have a data pattern that no earlier audit covered. A loss function of the user's on
+small outputs is audited in every window, by calling it once more on the joined outputs of all
+micro-batches.
 """
 
 from collections import Counter
@@ -27,141 +28,196 @@ from hf_ga.exact.batches import IGNORED_LABEL, Batch
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.precision import sum_dtype
 
-MOST_BY_VALUE = 16  # audits because of new values of one integer entry, as a vocabulary has many
-MOST_ELEMENTS = 4096  # of a float entry of one sample that is looked at
-# sizes of a row's largest float that are told apart
-SMALLEST = 2.0**-4
-LARGEST = 2.0**10
-MOST_KEPT = 2**16  # elements of a micro-batch's outputs that are kept for the end of the window
-# Relative error of the identity that rounding may cause, for the numbers of a forward.
+# Maximum number of audits because of new values of one integer entry, which may be token ids of a
+# large vocabulary.
+MAX_AUDITS_PER_ENTRY = 16
+MAX_ELEMENTS_PER_SAMPLE = 4096  # float entries with more elements per sample are not inspected
+# Rows are told apart by the order of magnitude of their largest number, between these two.
+SMALLEST_MAGNITUDE = 2.0**-4
+LARGEST_MAGNITUDE = 2.0**10
+# Outputs of a micro-batch are kept until the end of the window if they have at most this many
+# elements.
+MAX_KEPT_ELEMENTS = 2**16
+# Relative error of additivity that rounding may cause, for each dtype of the forward.
 TOLERANCES = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
-TIMES_ROUNDING = 20.0  # as many times the error of another order of the samples
+# Also tolerated: this many times the relative error that reversing the order of the samples causes.
+ROUNDING_FACTOR = 20.0
 
-Kind = tuple[str, Any]  # (entry of the batch, what is special about some of its rows)
+# What occurs in some rows of a batch: (name of the batch entry, description of its content or an
+# integer value), such as ("attention_mask", "left padding") or ("labels", 2).
+Pattern = tuple[str, Any]
+# The first item of the pattern that stands for the names of all entries of a batch.
+ENTRY_NAMES = "entries"
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """A call to audit.
+class ChosenCall:
+    """A micro-batch that is chosen for an audit.
 
     Attributes:
-        call: One of this rank's calls, on the host.
-        new: The kinds of its rows that no audit has seen.
-        is_uniform: Whether all of its rows are of one of these kinds, so that its halves would not
-            differ in it.
+        call: The planned forward of the micro-batch, one of this rank's, with its batch on the
+            host.
+        new_patterns: The data patterns of its rows that no earlier audit covered.
+        is_uniform: Whether all of its rows have the same new pattern, so that a split of this
+            micro-batch alone would not show its effect.
     """
 
     call: Call
-    new: frozenset[Kind] = frozenset()
+    new_patterns: frozenset[Pattern] = frozenset()
     is_uniform: bool = False
 
 
 @dataclass
 class Audits:
-    """Which micro-batches of a run are audited.
+    """Decides on which micro-batches of a training run the additivity of the loss is checked (an
+    audit), and records which data patterns the audits have covered.
 
     Attributes:
-        num_windows: Windows that were begun.
-        num_audits: Audits that were made.
-        seen: The kinds of rows that audits have seen.
+        num_windows: How many windows have begun.
+        num_audits: How many micro-batches have been audited.
+        covered: The data patterns that occurred in audited micro-batches.
     """
 
     num_windows: int = 0
     num_audits: int = 0
-    seen: set[Kind] = field(default_factory=set)
-    _by_value: Counter[str] = field(default_factory=Counter)
+    covered: set[Pattern] = field(default_factory=set)
+    # For each batch entry, how many audits a new integer value of it has caused.
+    _audits_by_value: Counter[str] = field(default_factory=Counter)
 
-    def choose(self, calls: Sequence[Call]) -> list[Chosen]:
-        """Choose the calls to audit in the next window: so many that together they have all kinds
-        of rows that no audit has seen; at least one in windows 1, 2, 4, 8, ...
+    def choose(self, calls: Sequence[Call]) -> list[ChosenCall]:
+        """Choose the micro-batches of the next window on which the additivity of the loss is
+        checked.
+
+        They are the first ones that together have all data patterns of the window that no earlier
+        audit covered. If there are none, one micro-batch is chosen in windows 1, 2, 4, 8, ...
 
         Args:
-            calls: This rank's calls, on the host.
+            calls: The planned forwards of this rank, with their batches on the host.
         """
         self.num_windows += 1
         chosen = []
-        covered = set(self.seen)
+        covered = set(self.covered)
         for call in calls:
-            if not call.weight:
+            if not call.weight:  # only there because other ranks make a forward (FSDP)
                 continue
-            number = len(call.micro_batch)
-            kinds = kinds_of(call.micro_batch.batch, number)
-            new = frozenset(kind for kind in kinds if self._counts(kind) and kind not in covered)
-            if new:
-                is_uniform = any(kinds[kind] == number for kind in new)
-                chosen.append(Chosen(call, new, is_uniform))
-                covered |= new
+            num_samples = len(call.micro_batch)
+            patterns = count_patterns(call.micro_batch.batch, num_samples)
+            new_patterns = frozenset(
+                pattern
+                for pattern in patterns
+                if self._is_worth_an_audit(pattern) and pattern not in covered
+            )
+            if new_patterns:
+                is_uniform = any(patterns[pattern] == num_samples for pattern in new_patterns)
+                chosen.append(ChosenCall(call, new_patterns, is_uniform))
+                covered |= new_patterns
         if not chosen and is_power_of_two(self.num_windows):
-            return self.more(calls, 1)
+            return self.choose_more(calls, 1)
         return chosen
 
-    def more(self, calls: Sequence[Call], number: int) -> list[Chosen]:
-        """Choose further calls, as the schedule or other ranks ask for them, each in its turn."""
+    def choose_more(self, calls: Sequence[Call], num_audits: int) -> list[ChosenCall]:
+        """Choose micro-batches for additivity checks (audits) that no new data pattern requires:
+        for the schedule, or because other ranks make more audits than this one.
+
+        Consecutive windows choose different micro-batches, round-robin.
+
+        Args:
+            calls: The planned forwards of this rank.
+            num_audits: How many to choose; the same may be chosen again. None are chosen on a rank
+                without samples.
+        """
         calls = [call for call in calls if call.weight] or list(calls)
         if not calls:
-            return []  # of a rank without samples
-        return [Chosen(calls[(self.num_windows + i) % len(calls)]) for i in range(number)]
+            return []  # a rank without samples
+        return [ChosenCall(calls[(self.num_windows + i) % len(calls)]) for i in range(num_audits)]
 
-    def note(self, chosen: Chosen) -> None:
-        """Called when a call was audited."""
+    def record(self, chosen: ChosenCall) -> None:
+        """Record that the additivity of the loss was checked on a micro-batch, so that its data
+        patterns count as covered.
+        """
         micro_batch = chosen.call.micro_batch
         self.num_audits += 1
-        self.seen |= kinds_of(micro_batch.batch, len(micro_batch)).keys()
-        self._by_value.update({entry for entry, what in chosen.new if isinstance(what, int)})
+        self.covered |= count_patterns(micro_batch.batch, len(micro_batch)).keys()
+        self._audits_by_value.update(
+            {entry for entry, content in chosen.new_patterns if isinstance(content, int)}
+        )
 
-    def _counts(self, kind: Kind) -> bool:
-        entry, what = kind
-        return not isinstance(what, int) or self._by_value[entry] < MOST_BY_VALUE
+    def _is_worth_an_audit(self, pattern: Pattern) -> bool:
+        """Whether a data pattern that is new requires an audit. It does, unless it is an integer
+        value of a batch entry whose values have caused `MAX_AUDITS_PER_ENTRY` audits (token ids).
+        """
+        entry, content = pattern
+        is_integer_value = isinstance(content, int)
+        return not is_integer_value or self._audits_by_value[entry] < MAX_AUDITS_PER_ENTRY
 
 
 def is_power_of_two(number: int) -> bool:
-    """Whether a number is 1, 2, 4, 8, ..."""
+    """Whether a positive integer is 1, 2, 4, 8, ..."""
     return number & (number - 1) == 0
 
 
-def kinds_of(batch: Batch, num_samples: int) -> dict[Kind, int]:
-    """Find out what is special about the rows of a batch on the host, entry by entry.
+def count_patterns(batch: Batch, num_samples: int) -> dict[Pattern, int]:
+    """Find the data patterns that a loss may treat in a special way: labels, NaN, padding, ...
+
+    Inspects every CPU tensor with one row per sample. The names of all entries are a pattern, too.
 
     Args:
-        batch: What the collate function returned.
-        num_samples: Its samples.
+        batch: The batch that the collate function returned, on the host.
+        num_samples: Its number of samples.
 
     Returns:
-        For each kind the number of rows that are of it.
+        The number of rows that have each pattern, for patterns that occur.
 
-    >>> kinds_of({"labels": torch.tensor([0, 2])}, 2)[("labels", 2)]
+    >>> count_patterns({"labels": torch.tensor([0, 2])}, 2)[("labels", 2)]
     1
     """
-    kinds: dict[Kind, int] = {("entries", frozenset(batch)): 1}
+    patterns: dict[Pattern, int] = {(ENTRY_NAMES, frozenset(batch)): 1}
     for name, value in batch.items():
         has_rows = isinstance(value, Tensor) and value.dim() and len(value) == num_samples
         if not has_rows or value.device.type != "cpu":
             continue
-        for what, number in _kinds_of_entry(name, value).items():
-            if number:
-                kinds[name, what] = number
-    return kinds
+        for content, num_rows in _count_patterns_of_entry(name, value).items():
+            if num_rows:
+                patterns[name, content] = num_rows
+    return patterns
 
 
-def _kinds_of_entry(name: str, value: Tensor) -> dict[Any, int]:
-    """Count the rows of each kind in one entry of a batch."""
+def _count_patterns_of_entry(name: str, value: Tensor) -> dict[Any, int]:
+    """Count the rows of one batch entry that have each data pattern of its type.
+
+    Inspects floats (unless a sample has very many), masks (2-D tensors of bool, or with "mask" in
+    their name) and labels (other 1-D integers, or with "label" in their name). Returns {} for other
+    entries.
+
+    Args:
+        name: Name of the entry.
+        value: Its tensor on the CPU, one row per sample.
+    """
     if value.is_floating_point():
-        if value[0].numel() > MOST_ELEMENTS:
+        if value[0].numel() > MAX_ELEMENTS_PER_SAMPLE:
             return {}
-        return _kinds_of_floats(value.float().numpy().reshape(len(value), -1))
-    numbers = value.numpy().reshape(len(value), -1)
+        return _count_float_patterns(value.float().numpy().reshape(len(value), -1))
+    rows = value.numpy().reshape(len(value), -1)
     if value.dim() == 2 and (value.dtype == torch.bool or "mask" in name):
-        return _kinds_of_masks(numbers != 0)
+        return _count_mask_patterns(rows != 0)
     if value.dim() == 1 or "label" in name:
-        return _kinds_of_labels(numbers)
+        return _count_label_patterns(rows)
     return {}
 
 
-def _kinds_of_floats(rows: np.ndarray) -> dict[str, int]:
-    """Count the rows with special numbers, and those of each order of magnitude."""
+def _count_float_patterns(rows: np.ndarray) -> dict[str, int]:
+    """Count the rows that contain special numbers (NaN, 0, negative, ...), and the rows of each
+    order of magnitude.
+
+    Args:
+        rows: float32, shape (samples, elements).
+
+    Returns:
+        The description of each pattern with the number of rows that have it.
+    """
     is_nan = np.isnan(rows)
     is_zero = rows == 0
-    has = {
+    special_numbers = {
         "NaN": is_nan,
         "infinite": np.isinf(rows),
         "0": is_zero,
@@ -169,51 +225,73 @@ def _kinds_of_floats(rows: np.ndarray) -> dict[str, int]:
         "negative": rows < 0,
         "positive": (rows > 0) & (rows != 1),
     }
-    kinds = {kind: int(holds.any(1).sum()) for kind, holds in has.items()}
-    sizes = np.nan_to_num(np.abs(rows), posinf=0.0).max(1)
-    exponents = np.ceil(np.log2(np.clip(sizes, SMALLEST, LARGEST))).astype(int)
-    for exponent, number in zip(*np.unique(exponents, return_counts=True), strict=True):
-        kinds[f"at most {2.0**exponent:g}"] = int(number)
-    kinds["nothing but NaN"] = int(is_nan.all(1).sum())
-    kinds["nothing but 0"] = int(is_zero.all(1).sum())
-    return kinds
+    patterns = {name: int(holds.any(1).sum()) for name, holds in special_numbers.items()}
+    largest = np.nan_to_num(np.abs(rows), posinf=0.0).max(1)
+    largest = np.clip(largest, SMALLEST_MAGNITUDE, LARGEST_MAGNITUDE)
+    exponents = np.ceil(np.log2(largest)).astype(int)
+    for exponent, num_rows in zip(*np.unique(exponents, return_counts=True), strict=True):
+        patterns[f"at most {2.0**exponent:g}"] = int(num_rows)
+    patterns["only NaN"] = int(is_nan.all(1).sum())
+    patterns["only 0"] = int(is_zero.all(1).sum())
+    return patterns
 
 
-def _kinds_of_masks(mask: np.ndarray) -> dict[str, int]:
-    """Count the rows padded in each way, and those of each length up to a factor of 2."""
+def _count_mask_patterns(mask: np.ndarray) -> dict[str, int]:
+    """Count the rows of an attention mask with each kind of padding, and the rows of each length,
+    rounded up to a power of two.
+
+    Args:
+        mask: bool, shape (samples, padded length), True at real tokens.
+
+    Returns:
+        The description of each pattern with the number of rows that have it.
+    """
     lengths = mask.sum(1)
-    falls = (mask[:, :-1] & ~mask[:, 1:]).any(1)
-    rises = (~mask[:, :-1] & mask[:, 1:]).any(1)
-    kinds = {
-        "an empty row": int((lengths == 0).sum()),
-        "a full row": int((lengths == mask.shape[1]).sum()),
-        "right padding": int((falls & ~rises).sum()),
-        "left padding": int((rises & ~falls).sum()),
-        "a hole": int((rises & falls).sum()),
+    token_before_padding = (mask[:, :-1] & ~mask[:, 1:]).any(1)
+    padding_before_token = (~mask[:, :-1] & mask[:, 1:]).any(1)
+    patterns = {
+        "only padding": int((lengths == 0).sum()),
+        "no padding": int((lengths == mask.shape[1]).sum()),
+        "right padding": int((token_before_padding & ~padding_before_token).sum()),
+        "left padding": int((padding_before_token & ~token_before_padding).sum()),
+        "padding on both sides or between tokens": int(
+            (padding_before_token & token_before_padding).sum()
+        ),
     }
-    sizes = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
-    for size, number in zip(*np.unique(sizes, return_counts=True), strict=True):
-        kinds[f"at most {2**size} tokens"] = int(number)
-    return kinds
+    exponents = np.ceil(np.log2(np.maximum(lengths, 1))).astype(int)
+    for exponent, num_rows in zip(*np.unique(exponents, return_counts=True), strict=True):
+        patterns[f"at most {2**exponent} tokens"] = int(num_rows)
+    return patterns
 
 
-def _kinds_of_labels(labels: np.ndarray) -> dict[Any, int]:
-    """Count the rows of each label; where a row has several, note which labels there are."""
-    is_alone = labels.shape[1] == 1
-    values, numbers = np.unique(labels, return_counts=True)
-    kinds: dict[Any, int] = dict(zip(values.tolist(), numbers.tolist(), strict=True))
-    if not is_alone:
-        kinds = dict.fromkeys(kinds, 1)
-        kinds["a row without targets"] = int((labels == IGNORED_LABEL).all(1).sum())
-    return kinds
+def _count_label_patterns(labels: np.ndarray) -> dict[Any, int]:
+    """Find the label values in a batch, and count the rows that have them.
+
+    Rows with several labels are not counted per value: the count is 1 for every value that occurs.
+    For these, rows that only have the ignored label -100 are counted, too.
+
+    Args:
+        labels: Integers, shape (samples, labels per sample).
+
+    Returns:
+        Each label value, or "a row without targets", with the number of rows.
+    """
+    has_one_per_row = labels.shape[1] == 1
+    values, num_occurrences = np.unique(labels, return_counts=True)
+    patterns: dict[Any, int] = dict(zip(values.tolist(), num_occurrences.tolist(), strict=True))
+    if not has_one_per_row:
+        patterns = dict.fromkeys(patterns, 1)
+        patterns["a row without targets"] = int((labels == IGNORED_LABEL).all(1).sum())
+    return patterns
 
 
 def uneven_part(num_samples: int) -> np.ndarray:
-    """Choose the rows of the first of two parts of a micro-batch: about half of them, spread over
-    it.
+    """Split a micro-batch into two parts on which the additivity of its loss is checked, and return
+    the rows of the first part: about half of them, evenly spread.
 
-    Their number has no common divisor with that of all rows. Otherwise weights of two values could
-    be distributed over both parts in the same way, and weigh nothing.
+    The number of rows in the part has no common divisor with the number of all rows. Otherwise two
+    different sample weights might be equally frequent in both parts, and the check would miss their
+    effect.
 
     >>> uneven_part(8)
     array([0, 4, 7])
@@ -222,119 +300,136 @@ def uneven_part(num_samples: int) -> np.ndarray:
     return np.linspace(0, num_samples - 1, size).round().astype(int)
 
 
-Numbers = list[Tensor]  # the sums of a loss and its counts, float64 on the host
+# The sums of a loss over some samples, then their numbers of targets; detached tensors.
+SumsAndCounts = list[Tensor]
 
 
-def numbers_of(sums: Sequence[Tensor | float], counts: Counts) -> Numbers:
-    """Return what must be additive: sums and counts of some samples, detached."""
+def sums_and_counts(sums: Sequence[Tensor | float], counts: Counts) -> SumsAndCounts:
+    """Join the loss sums and target counts of some samples to one list of detached tensors: the
+    values whose additivity is checked.
+    """
     return [torch.as_tensor(value).detach() for value in (*sums, *counts)]
 
 
-def residual(whole: Numbers, parts: Sequence[Numbers]) -> float:
-    """Compute the largest relative error of the sum of the parts.
+def additivity_error(whole: SumsAndCounts, parts: Sequence[SumsAndCounts]) -> float:
+    """Return how far a loss is from being additive: the largest relative difference between the
+    sums and counts of some samples and the total over parts of these samples.
 
-    It is infinite where a part is not finite (a mean over nothing), although the whole is.
+    It is infinite if a part is not finite (a mean over no targets) but the whole is. Values of the
+    whole that are not finite are skipped, as the optimizer step checks for them and names the
+    cause.
 
     Args:
-        whole: Of some samples together.
-        parts: Of groups of them.
+        whole: Loss sums and target counts of some samples, computed in one batch.
+        parts: Those of disjoint groups of the same samples, computed separately.
     """
-    worst = 0.0
-    for expected, *found in zip(*_on_host([whole, *parts]), strict=True):
-        if not expected.isfinite().all():
-            continue  # found, and its cause named, by the update's own check
-        size = max(float(expected.norm()), sum(float(part.norm()) for part in found))
-        difference = float((sum(found) - expected).norm())
-        error = difference / max(size, 1e-12)
-        worst = max(worst, error if np.isfinite(error) else np.inf)
-    return worst
+    largest_error = 0.0
+    for whole_value, *part_values in zip(*_to_host_float64([whole, *parts]), strict=True):
+        if not whole_value.isfinite().all():
+            continue
+        scale = max(float(whole_value.norm()), sum(float(part.norm()) for part in part_values))
+        difference = float((sum(part_values) - whole_value).norm())
+        error = difference / max(scale, 1e-12)
+        largest_error = max(largest_error, error if np.isfinite(error) else np.inf)
+    return largest_error
 
 
-def _on_host(groups: Sequence[Numbers]) -> list[Numbers]:
-    """Bring numbers to the host, in float64, as vectors. Waits for the device once."""
-    values = [value for numbers in groups for value in numbers]
+def _to_host_float64(groups: Sequence[SumsAndCounts]) -> list[SumsAndCounts]:
+    """Copy all values of several lists to the host as 1-D float64 tensors, in a single transfer, so
+    that the device is waited for only once.
+    """
+    values = [value for group in groups for value in group]
     device = next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
     dtype = sum_dtype(device)
     flat = torch.cat([value.reshape(-1).to(device, dtype) for value in values]).cpu().double()
     vectors = iter(flat.split([value.numel() for value in values]))
-    return [[next(vectors) for _ in numbers] for numbers in groups]
+    return [[next(vectors) for _ in group] for group in groups]
 
 
 @dataclass(frozen=True)
-class Outputs:
-    """What the user's loss function got and returned for a micro-batch.
+class KeptOutputs:
+    """The arguments and the result of the user's loss function for one micro-batch, kept until the
+    end of the window.
 
     Attributes:
-        outputs: Of the model.
-        batch: On the device.
-        number: Its samples.
-        numbers: Sum of the loss and number of targets.
+        outputs: What the model returned.
+        batch: The batch on the device.
+        num_samples: Samples in the micro-batch.
+        result: The sum of the loss and the number of targets.
     """
 
     outputs: Any
     batch: Batch
-    number: int
-    numbers: Numbers
+    num_samples: int
+    result: SumsAndCounts
 
 
-def together(kept: Sequence[Outputs]) -> tuple[Any, Batch] | None:
-    """Join outputs and batch of several micro-batches as if they were one.
+def join_outputs(kept: Sequence[KeptOutputs]) -> tuple[Any, Batch] | None:
+    """Concatenate the outputs and the batches of several micro-batches, as if they were one.
 
-    Returns None if there are fewer than two, or if they have different shapes (tokens padded to
-    different widths).
+    Returns:
+        (outputs, batch) for the user's loss function, or None if there are fewer than two
+        micro-batches, or if their shapes differ (tokens padded to different lengths).
     """
     if len(kept) < 2:
         return None
-    numbers = [micro_batch.number for micro_batch in kept]
+    sizes = [micro_batch.num_samples for micro_batch in kept]
     try:
-        outputs = rows_together([micro_batch.outputs for micro_batch in kept], numbers)
-        batch = rows_together([micro_batch.batch for micro_batch in kept], numbers)
+        outputs = concatenate_rows([micro_batch.outputs for micro_batch in kept], sizes)
+        batch = concatenate_rows([micro_batch.batch for micro_batch in kept], sizes)
     except ValueError:
         return None
     return outputs, batch
 
 
-def rows_together(batches: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Join outputs or batches of several micro-batches as if they were one.
+def concatenate_rows(structures: Sequence[Any], sizes: Sequence[int]) -> Any:
+    """Concatenate the outputs (or the batches) of several micro-batches along the first dim.
 
     Args:
-        batches: Tensors, or equally nested dicts and sequences of them. They are concatenated;
-            of everything else the first is taken.
-        sizes: The samples of each.
+        structures: For each micro-batch, a tensor, or equally nested dicts, lists and tuples of
+            tensors. Tensors and lists of one value per sample are concatenated; of scalars and
+            everything that is not a tensor, the first micro-batch's is taken.
+        sizes: The number of samples of each micro-batch.
 
     Raises:
-        ValueError: If rows have different shapes, as those of tokens padded to different widths,
-            or a tensor has not one row for each sample.
+        ValueError: If a tensor does not have one row per sample, or rows have different shapes in
+            different micro-batches (tokens padded to different lengths).
     """
-    first = batches[0]
+    first = structures[0]
     if isinstance(first, Tensor):
         if first.dim() == 0:
             return first
-        has_rows = [len(value) for value in batches] == list(sizes)
-        if not has_rows or len({tuple(value.shape[1:]) for value in batches}) > 1:
-            raise ValueError("rows of different shapes, or not one for each sample")
-        return torch.cat(list(batches))
+        has_rows = [len(value) for value in structures] == list(sizes)
+        if not has_rows or len({tuple(value.shape[1:]) for value in structures}) > 1:
+            raise ValueError("rows of different shapes, or not one row per sample")
+        return torch.cat(list(structures))
     if isinstance(first, Mapping):
-        together = {
-            name: rows_together([batch[name] for batch in batches], sizes) for name in first
+        joined = {
+            name: concatenate_rows([structure[name] for structure in structures], sizes)
+            for name in first
         }
-        return type(first)(**together) if hasattr(first, "to_tuple") else together
+        is_model_output = hasattr(first, "to_tuple")  # of transformers
+        return type(first)(**joined) if is_model_output else joined
     if isinstance(first, list | tuple) and not hasattr(first, "_fields"):
         if len(first) == sizes[0] and not any(isinstance(value, Tensor) for value in first):
-            return [value for batch in batches for value in batch]
+            return [value for structure in structures for value in structure]
         return type(first)(
-            rows_together(list(parts), sizes) for parts in zip(*batches, strict=True)
+            concatenate_rows(list(items), sizes) for items in zip(*structures, strict=True)
         )
     return first
 
 
 def is_small(outputs: Any) -> bool:
-    """Whether outputs are nothing but a few numbers, which can be kept."""
-    return _num_elements(outputs) <= MOST_KEPT
+    """Whether a model's outputs for a micro-batch are small enough to be kept until the end of the
+    window: tensors with at most `MAX_KEPT_ELEMENTS` elements in all, and nothing else.
+    """
+    return _num_elements(outputs) <= MAX_KEPT_ELEMENTS
 
 
 def _num_elements(outputs: Any) -> float:
-    """Count the elements of all tensors in outputs; infinite where there is something else."""
+    """Count the elements of all tensors in nested outputs of a model; infinite if the outputs
+    contain anything other than tensors, dicts, lists, tuples and None.
+    """
     if isinstance(outputs, Tensor):
         return outputs.numel()
     if isinstance(outputs, Mapping):
@@ -344,28 +439,39 @@ def _num_elements(outputs: Any) -> float:
     return 0 if outputs is None else float("inf")
 
 
-def not_additive(
-    where: str, error: float, name: str, kinds: Collection[Kind] = ()
+def failed_audit(
+    where: str,
+    relative_error: float,
+    counting_rule: str,
+    new_patterns: Collection[Pattern] = (),
 ) -> LossNotAdditive:
-    """Make the error of an audit that failed."""
-    special = ""
-    if kinds:
-        shown = sorted(f"{entry} {what}" for entry, what in kinds if entry != "entries")[:4]
-        special = f" What no audit had seen before: {', '.join(shown)}." if shown else ""
-    if name == "whole_batch":
+    """Build the LossNotAdditive exception for a failed additivity check on training data.
+
+    Args:
+        where: Names the window, and the samples if they are known.
+        relative_error: How far the loss of the samples is from the sum over their two parts.
+        counting_rule: Name of the rule by which the model was proven, or "whole_batch" if the
+            model's outputs were checked instead of its loss.
+        new_patterns: Data patterns of these samples that no earlier audit covered: likely causes.
+    """
+    shown = sorted(f"{entry} {content}" for entry, content in new_patterns if entry != ENTRY_NAMES)
+    patterns = f" New in this data: {', '.join(shown[:4])}." if shown else ""
+    if counting_rule == "whole_batch":
         return LossNotAdditive(
-            f"{where}: the model's outputs for these samples together are not those of two parts "
-            f"of them (relative error {error:.1e}), although they were for the samples of the "
-            f"proof. No parameter was updated.{special} Likely cause: the model normalises over "
-            "its batch, or compares samples: let whole_batch do that, which gets all samples."
+            f"{where}: the model's outputs for these samples differ from those for two parts of "
+            f"them (relative error {relative_error:.1e}), although they did not for the samples of "
+            f"the proof. No parameter was updated.{patterns} Likely cause: the model normalises "
+            "over its batch, or compares samples. Remedy: move this into whole_batch, which gets "
+            "all samples of a window."
         )
     return LossNotAdditive(
-        f"{where}: the loss of these samples together is not that of two parts of them (targets "
-        f"counted as {name}, relative error {error:.1e}), although it was for the samples of the "
-        f"proof. No parameter was updated.{special} Likely cause: the loss averages over something "
-        "else than its targets: class weights, sample weights, valid entries only, the hardest "
-        "samples. Remedy: pass the sum and what it is to be divided by, "
-        "loss_fn(outputs, batch) -> ((weights * losses).sum(), weights.sum()); with the "
-        "Accelerator, accelerator.backward((weights * losses).sum(), num_targets=weights.sum()). "
-        "A loss that is no such quotient of sums: whole_batch=, which gets all samples of a window."
+        f"{where}: the loss of these samples is not the weighted mean of the losses of two parts "
+        f"of them (targets counted as {counting_rule}, relative error {relative_error:.1e}), "
+        f"although it was for the samples of the proof. No parameter was updated.{patterns} Likely "
+        "cause: the loss averages over something other than its targets: class weights, sample "
+        "weights, valid entries only, the hardest samples. Remedy: return the sum of the loss and "
+        "its divisor, loss_fn(outputs, batch) -> ((weights * losses).sum(), weights.sum()); with "
+        "the Accelerator, accelerator.backward((weights * losses).sum(), "
+        "num_targets=weights.sum()). A loss that is not a sum over samples divided by another sum "
+        "over samples: pass it as whole_batch=, which gets all samples of a window."
     )

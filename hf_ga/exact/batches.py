@@ -1,4 +1,4 @@
-"""Small helpers on samples and on what a collate function returns."""
+"""Samples, collated batches and micro-batches: lengths, rows, comparisons, token counts."""
 
 from collections.abc import Collection, Mapping, Sequence, Sized
 from dataclasses import dataclass
@@ -11,22 +11,24 @@ from hf_ga.errors import DataError
 from hf_ga.exact.precision import at_least_float32
 
 Batch = Mapping[str, Any]
-IGNORED_LABEL = -100  # the label that torch's cross entropy leaves out
+IGNORED_LABEL = -100  # the label that torch's cross entropy ignores
 
 
-class Parts(list):
-    """An entry of a batch in which samples do not have one row each, as the rows of each sample."""
+class RowsPerSample(list):
+    """A ragged batch entry (samples have different numbers of rows in it), split by sample: one
+    tensor, array or list of rows for each sample.
+    """
 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The samples of one forward/backward on this process.
+    """The samples of one forward and backward on this process.
 
     Attributes:
-        batch: what the collate function returned (CPU tensors, sample axis first).
-        positions: int64, shape (n,): where the samples come in the order of the epoch; they key all
-            randomness.
-        sample_ids: int64, shape (n,): indices in the dataset.
+        batch: The batch that the collate function returned: CPU tensors, samples in the first dim.
+        positions: The samples' positions in the order of the epoch, from which their random keys
+            are derived: int64, shape (samples,).
+        sample_ids: The samples' indices in the dataset: int64, shape (samples,).
     """
 
     batch: dict[str, Any]
@@ -34,28 +36,30 @@ class MicroBatch:
     sample_ids: np.ndarray
 
     def __len__(self) -> int:
+        """Return the number of samples."""
         return len(self.positions)
 
 
 def sample_length(sample: Any) -> int:
-    """Return the length of the longest list, array or vector in a sample (tokens, usually).
-
-    It is 1 if the sample holds numbers only.
+    """Return the length of a sample, usually in tokens: that of the longest list, array or tensor
+    among its values; 1 if all of them are numbers or strings.
     """
     values = sample.values() if isinstance(sample, Mapping) else [sample]
-    return max((len(value) for value in values if _is_list(value)), default=1)
+    return max((len(value) for value in values if _has_length(value)), default=1)
 
 
-def _is_list(value: Any) -> bool:
-    """Whether a value has a length: not a text, a number, or a tensor without axes."""
+def _has_length(value: Any) -> bool:
+    """Whether a value has a length other than a string's: a list, or a tensor or array with at
+    least one dim.
+    """
     return isinstance(value, Sized) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
 
 
 def as_batch(collated: Any) -> dict[str, Any]:
-    """Return what a collate function returned as a dict.
+    """Copy the mapping that a collate function returned to a dict.
 
     Raises:
-        DataError: If it is not a mapping of names to values.
+        DataError: If it did not return a mapping.
     """
     if not isinstance(collated, Mapping):
         raise DataError(
@@ -68,29 +72,31 @@ def as_batch(collated: Any) -> dict[str, Any]:
 def take_rows(
     batch: Batch, rows: Sequence[int] | np.ndarray, names: Collection[str]
 ) -> dict[str, Any]:
-    """Take some samples of a collated batch.
+    """Select some samples of a collated batch.
 
     Args:
-        batch: The batch.
-        rows: Which samples.
-        names: The entries with rows of samples (see `entries.Entries`). The others stay whole.
+        batch: The batch. Its ragged entries are split by sample (`RowsPerSample`).
+        rows: The indices of the samples.
+        names: The entries with rows of samples (see `entries.Entries`). The others, which all
+            samples share, are unchanged.
     """
-    taken = dict(batch)
-    rows = np.array(rows)  # a copy: torch has no negative strides
+    selected = dict(batch)
+    rows = np.array(rows)  # a copy: torch does not support negative strides
     for name in names:
         value = batch[name]
         if isinstance(value, Tensor | np.ndarray):
-            taken[name] = value[rows]
+            selected[name] = value[rows]
         else:
-            kind = Parts if isinstance(value, Parts) else list
-            taken[name] = kind(value[row] for row in rows)
-    return taken
+            list_type = RowsPerSample if isinstance(value, RowsPerSample) else list
+            selected[name] = list_type(value[row] for row in rows)
+    return selected
 
 
 def equal_batches(value: Any, other: Any) -> bool:
-    """Whether two batches hold the same values.
+    """Whether two batches, or two of their entries, hold the same values.
 
-    NaN equals NaN. Objects that are no numbers are not compared.
+    NaN equals NaN. Values other than tensors, arrays, numbers, strings, lists, tuples and mappings
+    count as equal.
     """
     if isinstance(value, Mapping):
         if not isinstance(other, Mapping) or value.keys() != other.keys():
@@ -99,7 +105,7 @@ def equal_batches(value: Any, other: Any) -> bool:
     if isinstance(value, list | tuple):
         return len(value) == len(other) and all(map(equal_batches, value, other))
     if isinstance(value, Tensor) and isinstance(other, Tensor):
-        # numpy has no bfloat16
+        # Converted, because numpy has no bfloat16.
         value = at_least_float32(value)
         other = at_least_float32(other)
     if isinstance(value, Tensor | np.ndarray):
@@ -114,8 +120,12 @@ def equal_batches(value: Any, other: Any) -> bool:
     return value == other or value != value
 
 
-def widest(batch: Batch, num_samples: int) -> int:
-    """Return the elements of the largest tensor with one row a sample, padding included."""
+def count_padded_elements(batch: Batch, num_samples: int) -> int:
+    """Return the number of elements, including padding, of the largest tensor in a batch that has
+    one row per sample; at least the number of samples.
+
+    It is the size by which micro-batches are limited if memory runs out.
+    """
     sizes = [num_samples]
     for value in batch.values():
         if isinstance(value, Tensor) and value.dim() and len(value) == num_samples:
@@ -123,11 +133,10 @@ def widest(batch: Batch, num_samples: int) -> int:
     return max(sizes)
 
 
-def marks_tokens(mask: Any) -> bool:
-    """Whether an attention mask has a 1 for each real token and 0 elsewhere.
+def is_padding_mask(mask: Any) -> bool:
+    """Whether an attention mask has shape (samples, tokens), with 1 at tokens and 0 at padding.
 
-    Others are added to the attention scores: 0 and minus infinity, of shape (samples, 1, tokens,
-    tokens).
+    A bias of the attention scores (0 and -inf, shape (samples, 1, tokens, tokens)) is none.
     """
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return False
@@ -137,13 +146,14 @@ def marks_tokens(mask: Any) -> bool:
 def count_tokens(batch: Batch, num_samples: int) -> int:
     """Count the real tokens of a batch.
 
-    They are the sum of `attention_mask` (of `attention_mask_anchor`, ..., if its samples have
-    several texts), else the elements of `input_ids`, else the samples.
+    They are the ones in the attention masks: `attention_mask`, or `attention_mask_anchor` and so on
+    if a sample has several texts. Without a mask, all elements of `input_ids` count; without
+    `input_ids`, every sample counts as one token.
     """
     masks = [
         value
         for name, value in batch.items()
-        if name.startswith("attention_mask") and marks_tokens(value)
+        if name.startswith("attention_mask") and is_padding_mask(value)
     ]
     if masks:
         return int(sum(mask.sum() for mask in masks))

@@ -1,8 +1,9 @@
-"""The functions through which torch draws dropout, each with its keyed replacement.
+"""The functions through which torch draws dropout, each with its keyed replacement: one that
+derives the mask from the random keys of the samples.
 
-A replacement gets the keyed dropout of the model that is running and the original function, then
-the original's own arguments. It calls the original where nothing is drawn, or where the call is not
-the model's.
+A replacement takes the object that draws keyed masks and the original function, then the original's
+arguments. It calls the original where no keyed mask is needed: nothing is dropped, or the call does
+not come from the model.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,19 +18,31 @@ from hf_ga.exact.masks import apply_dropout_mask
 
 
 class MaskDrawer(Protocol):
-    """What the replacements need of `dropout.KeyedDropout`; see there."""
+    """Interface of the object that draws keyed dropout masks (from one random key per sample):
+    `dropout.KeyedDropout` in eager code, `compiled_dropout.CompiledMasks` in compiled code.
+
+    Attributes:
+        attend: Computes attention with a given dropout mask, as `dropped_attention`.
+    """
 
     attend: Callable[..., Tensor]
 
     @property
-    def running(self) -> nn.Module | None: ...
-    def is_keyed(self, drop_probability: float, training: bool = True) -> bool: ...
-    def mask(self, shape: torch.Size, drop_probability: float) -> Tensor: ...
-    def drop(self, input: Tensor, drop_probability: float) -> Tensor: ...
+    def running(self) -> nn.Module | None:
+        """The innermost module whose forward is running, or None if no forward is running."""
+
+    def needs_mask(self, drop_probability: float, training: bool = True) -> bool:
+        """Whether a call of a dropout function with these arguments needs a mask of this object."""
+
+    def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
+        """Draw the next dropout mask of the running module: bool, True where dropout keeps."""
+
+    def drop(self, input: Tensor, drop_probability: float) -> Tensor:
+        """Apply dropout to a tensor, elementwise, with the next mask of the running module."""
 
 
 def dropout(
-    drawn_axes: Callable[[Tensor], int],
+    num_drawn_dims: Callable[[Tensor], int],
     masks: MaskDrawer,
     original: Callable,
     input: Tensor,
@@ -37,23 +50,29 @@ def dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> Tensor:
-    """Replace `F.dropout`, which `nn.Dropout` calls, and its kin that drop whole channels.
+    """Replacement of `F.dropout`, which `nn.Dropout` calls, and of `F.dropout1d`, `2d` and `3d`,
+    which drop whole channels. The mask is derived from the random keys of the samples.
 
     Args:
-        drawn_axes: How many of the input's first axes have separate draws; each draw is for all
-            elements of the other axes.
+        num_drawn_dims: Returns how many of the input's leading dims the mask has; it is broadcast
+            over the other dims.
         masks: Draws the masks.
-        original: The function of torch.
-        input: See `F.dropout`, as the other arguments.
+        original: The torch function, called where no such mask is needed.
+        input: As in `F.dropout`.
+        p: As in `F.dropout`.
+        training: As in `F.dropout`.
+        inplace: As in `F.dropout`.
     """
-    if not masks.is_keyed(p, training):
+    if not masks.needs_mask(p, training):
         return original(input, p, training, inplace)
-    num_drawn = drawn_axes(input)
-    if num_drawn == input.dim() and not inplace:
+    num_drawn = num_drawn_dims(input)
+    num_broadcast = input.dim() - num_drawn
+    if num_broadcast == 0 and not inplace:
         return masks.drop(input, p)
-    shape = [*input.shape[:num_drawn], *[1] * (input.dim() - num_drawn)]
-    kept = masks.mask(torch.Size(shape), p)
+    mask_shape = [*input.shape[:num_drawn], *[1] * num_broadcast]
+    kept = masks.mask(torch.Size(mask_shape), p)
     if inplace:
+        # As uint8: a CPU has no vector instructions for bool times float.
         return input.mul_(kept.view(torch.uint8)).mul_(1 / (1 - p))
     return apply_dropout_mask(input, p, kept)
 
@@ -61,8 +80,17 @@ def dropout(
 def torch_dropout(
     masks: MaskDrawer, original: Callable, input: Tensor, p: float, train: bool
 ) -> Tensor:
-    """Replace `torch.dropout`, which cannot work in place."""
-    if not masks.is_keyed(p, train):
+    """Replacement of `torch.dropout`, which has no `inplace` argument. The mask is derived from the
+    random keys of the samples.
+
+    Args:
+        masks: Draws the masks.
+        original: `torch.dropout` itself, called where no such mask is needed.
+        input: As in `torch.dropout`.
+        p: As in `torch.dropout`.
+        train: As in `torch.dropout`.
+    """
+    if not masks.needs_mask(p, train):
         return original(input, p, train)
     return masks.drop(input, p)
 
@@ -79,10 +107,18 @@ def attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Replace `F.scaled_dot_product_attention`: with dropout, the attention weights are computed
-    and dropped here.
+    """Replacement of `F.scaled_dot_product_attention`.
+
+    Torch's fused kernels draw their own dropout masks. So with dropout, this function draws a mask
+    of the attention weights from the random keys of the samples, and `masks.attend` computes the
+    attention with it.
+
+    Args:
+        masks: Draws the masks.
+        original: The torch function, called where no such mask is needed.
+        query: The other arguments are as in `F.scaled_dot_product_attention`.
     """
-    if not masks.is_keyed(dropout_p):
+    if not masks.needs_mask(dropout_p):
         return original(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -94,18 +130,20 @@ def attention(
     bias = None
     if is_causal:
         bias = torch.full(
-            kept.shape[-2:], -torch.inf, dtype=_dtype_of_scores(query), device=query.device
+            kept.shape[-2:], -torch.inf, dtype=_scores_dtype(query), device=query.device
         ).triu_(1)
     elif attn_mask is not None:
-        bias, has_keys = _bias_of(attn_mask, _dtype_of_scores(query))
-        kept = kept & has_keys  # a row without keys has weight 0
+        bias, has_keys = _mask_to_bias(attn_mask, _scores_dtype(query))
+        kept = kept & has_keys  # a query that may attend to no key gets the output 0
     if scale is None:
         scale = query.shape[-1] ** -0.5
     return masks.attend(query, key, value, kept, bias, scale, dropout_p)
 
 
-def _dtype_of_scores(query: Tensor) -> torch.dtype:
-    """Return the type in which query and key are multiplied."""
+def _scores_dtype(query: Tensor) -> torch.dtype:
+    """Return the dtype of the attention scores query @ key^T: that of autocast if it is enabled,
+    otherwise that of the query.
+    """
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
@@ -121,20 +159,21 @@ def dropped_attention(
     scale: float,
     drop_probability: float,
 ) -> Tensor:
-    """Compute attention with a given dropout mask: dropout(softmax(query key^T * scale + bias))
-    value.
+    """Compute attention with a given dropout mask: dropout(softmax(query @ key^T * scale + bias))
+    @ value.
 
     Args:
-        query: Of shape (..., heads, L, E).
-        key: Of shape (..., heads, S, E).
-        value: Of shape (..., heads, S, V).
-        kept: Which weights dropout keeps: bool, of shape (..., heads, L, S).
-        bias: What is added to the scores. None: nothing.
-        scale: What the scores are multiplied by.
-        drop_probability: p, with 0 < p < 1.
+        query: Shape (..., num_heads, query length, head_dim).
+        key: Shape (..., num_heads, key length, head_dim).
+        value: Shape (..., num_heads, key length, value dim).
+        kept: The dropout mask, True where an attention weight is kept: bool, shape (..., num_heads,
+            query length, key length).
+        bias: Added to the attention scores, broadcastable to the shape of `kept`; or None.
+        scale: Factor of the attention scores before the bias is added.
+        drop_probability: Dropout probability p, with 0 < p < 1.
 
     Returns:
-        A tensor of shape (..., heads, L, V).
+        A tensor of shape (..., num_heads, query length, value dim).
     """
     scores = (query * scale) @ key.mT
     if bias is not None:
@@ -143,32 +182,44 @@ def dropped_attention(
 
 
 def stochastic_depth(masks: MaskDrawer, original: Callable, *size: Any, **kwargs: Any) -> Tensor:
-    """Replace `torch.rand` where a module of stochastic depth drops a sample's whole branch (Huang
-    et al. 2016), as transformers writes it: floor(rand + 1 - p) is 0 or 1.
+    """Replacement of `torch.rand` where a model draws stochastic depth (Huang et al. 2016), that
+    is, where a DropPath module of transformers skips the whole branch of some samples.
 
-    Also where a module draws whether to skip a layer (`rand < layerdrop`) although layerdrop is 0,
-    as transformers did before 5.23. All other calls go to torch.
+    Such a module computes floor(rand + 1 - p). This function draws a mask from the random keys of
+    the samples, and returns numbers that make the result 1 where it keeps a sample, 0 elsewhere.
+
+    It also replaces the draw of a module that decides whether to skip a layer (`rand < layerdrop`)
+    although its layerdrop is 0, as transformers did before 5.23. All other calls go to `torch.rand`
+    itself.
+
+    Args:
+        masks: Draws the masks.
+        original: `torch.rand` itself.
+        *size: As in `torch.rand`.
+        **kwargs: As in `torch.rand`.
     """
     module = masks.running
     shape = torch.Size(size[0] if size and isinstance(size[0], Sequence) else size)
     if not shape and getattr(module, "layerdrop", None) == 0:
-        masks.mask(shape, 0.0)  # a dropout site, so that this module's calls are followed
+        # Registers a dropout site, so that hooks count the calls of this module, too.
+        masks.mask(shape, 0.0)
         return torch.ones(shape, **kwargs)
     p = 0.0
     if type(module).__name__.endswith("DropPath"):
         p = getattr(module, "drop_prob", 0.0)
-    if not masks.is_keyed(p):
+    if not masks.needs_mask(p):
         return original(*size, **kwargs)
-    # A number of the middle of [p, 1) keeps a branch, and is far enough from both ends in bf16 too.
+    # (1 + p) / 2 is in the middle of [p, 1), the numbers that keep a branch; rounding to bf16
+    # cannot move it out. 0 drops the branch.
     return torch.full(shape, (1 + p) / 2, **kwargs) * masks.mask(shape, p)
 
 
-# (where the function lives, its name, its replacement). Draws by other functions are found by the
-# generators that they move.
+# (owner of a torch function, its name, its keyed replacement). Draws by other functions are found,
+# because they change the state of a random generator.
 DRAWING_FUNCTIONS: list[tuple[object, str, Callable]] = [
     (F, "dropout", partial(dropout, Tensor.dim)),
-    # One draw for each (sample, channel), or for each channel where torch takes the input for a
-    # single sample.
+    # The mask has one element per (sample, channel); or one per channel, if the input has so few
+    # dims that torch treats it as a single sample.
     (F, "dropout1d", partial(dropout, lambda input: 1 if input.dim() == 2 else 2)),
     (F, "dropout2d", partial(dropout, lambda input: 2)),
     (F, "dropout3d", partial(dropout, lambda input: 1 if input.dim() == 4 else 2)),
@@ -178,18 +229,24 @@ DRAWING_FUNCTIONS: list[tuple[object, str, Callable]] = [
 ]
 
 
-def _bias_of(attn_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Convert a mask to what is added to the scores.
+def _mask_to_bias(attn_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Convert an attention mask to a bias that is added to the attention scores.
 
-    Nothing is masked in a row without keys, so that its softmax is not NaN.
+    In a row in which every key is masked, the bias is 0 everywhere, so that its softmax is not NaN.
+
+    Args:
+        attn_mask: The mask of `F.scaled_dot_product_attention`: bool, True where a query may attend
+            to a key; or float, already a bias.
+        dtype: Of the bias, if the mask is bool.
 
     Returns:
-        What is added, and which rows have keys: bool, of shape (..., L, 1).
+        The bias, and whether each row has a key that is not masked: bool, shape (..., query length,
+        1).
     """
     if attn_mask.dtype == torch.bool:
         has_keys = attn_mask.any(-1, keepdim=True)
-        is_open = attn_mask | ~has_keys
+        may_attend = attn_mask | ~has_keys
         # 1 - 1/1 is 0 and 1 - 1/0 is -inf: faster than masked_fill.
-        return 1 - is_open.to(dtype).reciprocal_(), has_keys
+        return 1 - may_attend.to(dtype).reciprocal_(), has_keys
     has_keys = (attn_mask != -torch.inf).any(-1, keepdim=True)
     return attn_mask.masked_fill(~has_keys, 0.0), has_keys

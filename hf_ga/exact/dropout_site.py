@@ -8,27 +8,34 @@ from torch import nn
 
 @dataclass
 class DropoutSite:
-    """Where a model draws a mask, as two probing forwards with 2 and 3 samples found it.
+    """One place in a model's forward where a dropout mask is drawn: a path of module calls and the
+    index of the draw within the innermost module. Found by two forwards of the proof, on a batch of
+    2 and a batch of 3 samples.
 
     Attributes:
-        name: Of the innermost module that runs.
+        name: Qualified name of the innermost module that runs.
         module: The innermost module that runs.
-        key: Of the path and the draw, 64 bits.
-        shapes: Of the masks in the two forwards.
-        axis: The sample axis. None: the window shares the mask.
-        is_keyed: False where no sample axis was found and the user allowed that.
-        path: Key of the call of the module, 64 bits: the draws of one call share it.
+        key: 64-bit hash of the path and the index of the draw.
+        shapes: The shapes of the mask in the two forwards.
+        sample_dim: The dim of the mask that grows with the number of samples. None if none does, so
+            that all samples of a window share the mask.
+        is_keyed: Whether the mask is drawn from the keys of the samples. False if no single sample
+            dim was found, and the user allowed masks that depend on the split.
+        path: 64-bit hash of the path without the index of the draw; equal for all draws of one
+            call of the module.
     """
 
     name: str
     module: nn.Module
     key: int
     shapes: list[torch.Size] = field(default_factory=list)
-    axis: int | None = None
+    sample_dim: int | None = None
     is_keyed: bool = True
     path: int = 0
 
     @property
     def rows_per_sample(self) -> int:
-        """Rows of its masks for each sample; 1 where the window shares the mask."""
-        return 1 if self.axis is None else self.shapes[0][self.axis] // 2
+        """How many consecutive rows of the mask's sample dim belong to one sample; 1 if all samples
+        of a window share the mask.
+        """
+        return 1 if self.sample_dim is None else self.shapes[0][self.sample_dim] // 2

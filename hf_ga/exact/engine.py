@@ -25,7 +25,7 @@ from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import FirstPass, Loss, Sums
 from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, too_large_for
+from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, out_of_memory_error
 from hf_ga.exact.precision import sum_dtype
 from hf_ga.exact.rule import Rule
 from hf_ga.exact.update import StepResult
@@ -287,7 +287,7 @@ class Engine:
         if self.has_targets:
             self.window.state.has_gradient[unwrapped(self.model)] = status.has_gradient
         self.backend.reduce_gradients(self.model, status, self.rule.unused)
-        for parameter, gradient in self.loss.own_gradients:
+        for parameter, gradient in self.loss.direct_gradients:
             add_gradient(parameter, gradient)
         total = sum(status.counts)
         if total == 0 and self.loss.counts_in_forward and bool(status.loss != 0):
@@ -358,7 +358,7 @@ class Engine:
         reason_not_to_cut = self.backend.reason_not_to_cut
         if len(micro_batch) > 1 and not reason_not_to_cut:
             return TooLarge(num_elements(micro_batch))
-        return too_large_for(self.backend.process_index, micro_batch, reason_not_to_cut)
+        return out_of_memory_error(self.backend.process_index, micro_batch, reason_not_to_cut)
 
     def _empty_status(self) -> RankStatus:
         """The status of this rank before its first forward."""

@@ -1,8 +1,8 @@
-"""Which entries of a collated batch belong to which of its samples.
+"""Which rows of a collated batch's entries belong to which of its samples.
 
-Most entries have one row for each sample. Some are the rows of all samples one after the other, of
-each sample as many as it has: the patches of all images (Qwen-VL), or one image of some samples
-(LLaVA). How many rows a sample has shows where it is collated alone.
+Most entries have one row per sample. Ragged entries have the rows of all samples one after the
+other, a different number for each sample: the patches of all images (Qwen-VL), or one image of some
+samples (LLaVA). How many rows a sample has is found by collating it alone.
 """
 
 import copy
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from hf_ga.errors import DataError
-from hf_ga.exact.batches import Batch, Parts, as_batch, equal_batches, shape_of
+from hf_ga.exact.batches import Batch, RowsPerSample, as_batch, equal_batches, shape_of
 from hf_ga.exact.generators import (
     moved_generators,
     preserved_random_states,
@@ -22,41 +22,45 @@ from hf_ga.exact.generators import (
     seed_generators,
 )
 
-TARGETS = ("labels", "start_positions", "end_positions")  # the counting rules read their rows
+# Entries whose rows the counting rules count as targets.
+TARGETS = ("labels", "start_positions", "end_positions")
 
 
-ABSENT = object()  # an entry of a sample that has none
+ABSENT = object()  # stands for an entry that is missing where a sample is collated alone
 
 
 class Entries:
-    """The entries of what one collate function returns.
+    """Finds out how the entries of a collated batch depend on its samples, and splits ragged
+    entries by sample.
 
     Args:
         collate_fn: List of samples -> batch.
-        sample: Any sample. Batches of 2 and 3 copies show which entries grow with the samples.
+        sample: Any sample. Batches of 2 and 3 copies show which entries grow with the number of
+            samples.
 
     Attributes:
-        of_samples: Names of the entries that hold rows of samples. The others are shared by all.
-        joined: Those of them that do not have exactly one row for each sample.
-        draws: The collate function draws random numbers.
+        of_samples: Names of the entries that hold rows of samples. All samples share the others.
+        ragged: Those of them that do not have exactly one row for each sample.
+        draws: Whether the collate function draws random numbers.
 
     Raises:
-        DataError: If a batch cannot be cut into samples: no entry grows with the samples, or not on
-            its first axis.
+        DataError: If a batch cannot be split into samples: no entry has one row per sample, or an
+            entry grows in another dim than the first.
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], sample: Any) -> None:
+        """Collate 2 and 3 copies of a sample, and record which batch entries grow with them."""
         self.collate_fn = collate_fn
         self.of_samples: set[str] = set()
-        self.joined: set[str] = set()
-        self._num_shared: dict[str, int] = {}  # rows of an entry that did not grow
+        self.ragged: set[str] = set()
+        self._num_shared_rows: dict[str, int] = {}  # of entries that do not grow with the samples
         with preserved_random_states():
             seed_generators(0)
             before = random_states()
-            two = self._collated([sample] * 2)
+            two = self._collate([sample] * 2)
             self.draws = bool(moved_generators(before))
             seed_generators(0)
-            three = self._collated([sample] * 3)
+            three = self._collate([sample] * 3)
         for name in two:
             self._find_growth(name, shape_of(two[name]), shape_of(three[name]))
         for name, value in two.items():
@@ -67,163 +71,189 @@ class Entries:
                 )
         self._check(two)
 
-    def _find_growth(self, name: str, of_two: tuple[int, ...], of_three: tuple[int, ...]) -> None:
-        """Note whether an entry grows with the samples.
+    def _find_growth(
+        self, name: str, shape_of_two: tuple[int, ...], shape_of_three: tuple[int, ...]
+    ) -> None:
+        """Record whether a batch entry is shared by all samples, has one row per sample, or is
+        ragged.
 
         Args:
-            name: Of the entry.
-            of_two: Its shape for two samples.
-            of_three: Its shape for three samples.
+            name: Name of the entry.
+            shape_of_two: Its shape in a batch of two equal samples.
+            shape_of_three: Its shape in a batch of three equal samples.
 
         Raises:
             DataError: If it grows in another way than by the same number of rows for each sample.
         """
-        if of_two == of_three:
-            self._num_shared[name] = of_two[0] if of_two else 0
+        if shape_of_two == shape_of_three:
+            self._num_shared_rows[name] = shape_of_two[0] if shape_of_two else 0
             return
-        is_first_axis = len(of_two) == len(of_three) and of_two[1:] == of_three[1:]
-        if not is_first_axis or of_two[0] % 2 or of_two[0] * 3 != of_three[0] * 2:
+        has_same_row_shape = (
+            len(shape_of_two) == len(shape_of_three) and shape_of_two[1:] == shape_of_three[1:]
+        )
+        grows_evenly = (
+            has_same_row_shape
+            and shape_of_two[0] % 2 == 0
+            and shape_of_two[0] * 3 == shape_of_three[0] * 2
+        )
+        if not grows_evenly:
             raise DataError(
-                f"the collate function's {name!r} has shape {of_two} for 2 samples and {of_three} "
-                "for 3: every tensor needs its samples on the first axis, one row per sample."
+                f"the collate function's {name!r} has shape {shape_of_two} for 2 samples and "
+                f"{shape_of_three} for 3: every tensor needs its samples in the first dim, one row "
+                "per sample."
             )
         self.of_samples.add(name)
-        if of_two[0] != 2:
-            self.joined.add(name)
+        if shape_of_two[0] != 2:  # not one row per sample
+            self.ragged.add(name)
 
-    def look_at(self, samples: Sequence[Any]) -> None:
-        """Find entries that have other than one row for some of these samples."""
+    def inspect_samples(self, samples: Sequence[Any]) -> None:
+        """Collate each of these samples alone, and record entries that are ragged.
+
+        A no-op if the collate function draws random numbers: one that mixes samples may need
+        several.
+        """
         if self.draws:
-            return  # such a collate function may need several samples
+            return
         with preserved_random_states():
-            alone = [self._collated([sample]) for sample in samples]
-        for batch in alone:
-            self._note(batch, 1)
-        self._note_missing(alone)
+            batches_of_one = [self._collate([sample]) for sample in samples]
+        for batch in batches_of_one:
+            self._record_row_counts(batch, 1)
+        self._record_missing(batches_of_one)
 
-    def num_joined(self, sample: Any) -> int:
-        """Count the rows of a sample in the joined entries."""
+    def count_ragged_rows(self, sample: Any) -> int:
+        """Count the rows that a sample has in all ragged entries together."""
         with preserved_random_states():
-            alone = self._collated([sample])
-        return sum(num_rows(alone.get(name)) for name in self.joined)
+            batch = self._collate([sample])
+        return sum(num_rows(batch.get(name)) for name in self.ragged)
 
     def split(self, batch: Batch, samples: Sequence[Any]) -> dict[str, Any]:
-        """Replace each joined entry of a batch by `Parts`.
+        """Return a batch in which each ragged entry is split into the rows of each sample
+        (`RowsPerSample`). Also record entries that turn out to be ragged.
 
         Args:
-            batch: What the collate function returned.
-            samples: Of which.
+            batch: The batch that the collate function returned.
+            samples: The samples that it was called with.
 
         Raises:
-            DataError: If the rows of a sample are not those that it has alone.
+            DataError: If the rows of a sample differ from those of the sample collated alone.
         """
-        self._note(batch, len(samples))
-        if not self.joined:
+        self._record_row_counts(batch, len(samples))
+        if not self.ragged:
             return dict(batch)
         with preserved_random_states():
-            alone = [self._collated([sample]) for sample in samples]
-        for each in alone:
-            self._note(each, 1)
-        self._note_missing([*alone, batch])
+            batches_of_one = [self._collate([sample]) for sample in samples]
+        for batch_of_one in batches_of_one:
+            self._record_row_counts(batch_of_one, 1)
+        self._record_missing([*batches_of_one, batch])
         self._check(batch)
-        changed = dict(batch)
-        for name in self.joined:
-            parts = self._parts(name, batch.get(name), [each.get(name, ABSENT) for each in alone])
-            changed[name] = parts
-        return changed
+        result = dict(batch)
+        for name in self.ragged:
+            alone = [batch_of_one.get(name, ABSENT) for batch_of_one in batches_of_one]
+            result[name] = self._split_entry(name, batch.get(name), alone)
+        return result
 
-    def _parts(self, name: str, value: Any, alone: list[Any]) -> Parts:
-        """Cut an entry into the rows of each sample.
+    def _split_entry(self, name: str, value: Any, alone: list[Any]) -> RowsPerSample:
+        """Split a ragged batch entry into the rows of each sample.
 
         Args:
-            name: Of the entry.
+            name: Name of the entry.
             value: The entry of the whole batch.
-            alone: For each sample, the entry where it is collated alone.
+            alone: For each sample, the entry of a batch with this sample alone.
 
         Raises:
-            DataError: If the rows of a sample are not those that it has alone.
+            DataError: If the rows of a sample differ from those of the sample collated alone.
         """
-        numbers = [num_rows(each) for each in alone]
-        if sum(numbers) != num_rows(value):
+        row_counts = [num_rows(each) for each in alone]
+        if sum(row_counts) != num_rows(value):
             raise DataError(
                 f"the collate function's {name!r} has {num_rows(value)} rows for {len(alone)} "
-                f"samples, which have {sum(numbers)} rows when each is collated alone, so a batch "
-                "cannot be cut into samples: give it one row per sample, or the rows of one sample "
-                "after those of another."
+                f"samples, which have {sum(row_counts)} rows when each is collated alone, so a "
+                "batch cannot be split into samples: return one row per sample, or the rows of one "
+                "sample after those of another."
             )
-        parts = Parts()
+        rows_per_sample = RowsPerSample()
         start = 0
-        for number, own in zip(numbers, alone, strict=True):
-            part = value[start : start + number] if number else own
+        for number, rows_alone in zip(row_counts, alone, strict=True):
+            rows = value[start : start + number] if number else rows_alone
             start += number
-            is_comparable = number and not self.draws and shape_of(part) == shape_of(own)
-            if is_comparable and not equal_batches(part, own):
+            is_comparable = number and not self.draws and shape_of(rows) == shape_of(rows_alone)
+            if is_comparable and not equal_batches(rows, rows_alone):
                 raise DataError(
                     f"the collate function's {name!r} has several rows for each sample, and those "
-                    "of one sample do not follow each other (torch.cat([x, x])): let the model "
-                    "repeat its inputs, with x.repeat_interleave(2, dim=0)."
+                    "of one sample are not consecutive (torch.cat([x, x])): let the model repeat "
+                    "its inputs, with x.repeat_interleave(2, dim=0)."
                 )
-            parts.append(part)
-        return parts
+            rows_per_sample.append(rows)
+        return rows_per_sample
 
-    def _note(self, batch: Batch, num_samples: int) -> None:
-        """Note entries with other numbers of rows than were seen before."""
+    def _record_row_counts(self, batch: Batch, num_samples: int) -> None:
+        """Record batch entries as ragged if they do not have one row per sample.
+
+        Also record an entry as ragged that was empty so far, so that all samples seemed to share
+        it, and has rows now.
+        """
         for name, value in batch.items():
             number = num_rows(value)
             if name in self.of_samples:
                 if number != num_samples:
-                    self.joined.add(name)
-            elif number and not self._num_shared.get(name):  # the first sample had none
+                    self.ragged.add(name)
+            elif number and not self._num_shared_rows.get(name):
                 self.of_samples.add(name)
-                self.joined.add(name)
+                self.ragged.add(name)
 
-    def _note_missing(self, batches: Sequence[Batch]) -> None:
-        """Note entries that only some batches have."""
+    def _record_missing(self, batches: Sequence[Batch]) -> None:
+        """Record batch entries as ragged if some of these batches do not have them."""
         for name in self.of_samples:
             if any(name not in batch for batch in batches):
-                self.joined.add(name)
+                self.ragged.add(name)
 
     def _check(self, batch: Batch) -> None:
-        """Check that there is an entry with one row for each sample, and the targets are.
+        """Check that some entry has one row per sample, and that labels do.
 
         Raises:
-            DataError: If not.
+            DataError: If no entry has, or labels have not.
         """
-        several = [name for name in TARGETS if name in self.joined]
-        if several:
+        ragged_targets = [name for name in TARGETS if name in self.ragged]
+        if ragged_targets:
             raise DataError(
-                f"the collate function's {several[0]!r} does not have one row for each sample, so "
-                "the targets of a sample cannot be counted: give it one row per sample. If the "
-                "collate function repeats its samples, let the model repeat its inputs, with "
-                "x.repeat_interleave(2, dim=0)."
+                f"the collate function's {ragged_targets[0]!r} does not have one row for each "
+                "sample, so the targets of a sample cannot be counted: return one row per sample. "
+                "If the collate function repeats its samples, let the model repeat its inputs "
+                "instead, with x.repeat_interleave(2, dim=0)."
             )
-        if not self.of_samples - self.joined:
+        if not self.of_samples - self.ragged:
             raise DataError(
                 f"nothing that the collate function returns ({', '.join(batch)}) has one row per "
                 "sample: let it return tensors."
             )
 
-    def _collated(self, samples: list[Any]) -> dict[str, Any]:
-        # Copies: a collate function may take entries out of its samples.
+    def _collate(self, samples: list[Any]) -> dict[str, Any]:
+        """Call the collate function on shallow copies of samples, as it may remove entries from
+        them.
+        """
         return as_batch(self.collate_fn([copy.copy(sample) for sample in samples]))
 
 
 def put_together(batch: Batch) -> dict[str, Any]:
-    """Return a batch with each entry of `Parts` as the collate function would return it."""
-    whole = dict(batch)
+    """Concatenate the ragged entries of a batch (`RowsPerSample`) over its samples, as the collate
+    function returns them. Other entries are unchanged.
+
+    A ragged entry without any rows is dropped if the collate function omits it for such a sample.
+    """
+    result = dict(batch)
     for name, value in batch.items():
-        if not isinstance(value, Parts):
+        if not isinstance(value, RowsPerSample):
             continue
-        parts = [part for part in value if num_rows(part)]
+        parts = [rows for rows in value if num_rows(rows)]
         if not parts and value[0] is ABSENT:
-            del whole[name]
+            del result[name]
         else:
-            whole[name] = concatenated(parts) if parts else value[0]
-    return whole
+            result[name] = concatenated(parts) if parts else value[0]
+    return result
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """Concatenate the rows of several tensors, arrays or lists."""
+    """Concatenate several tensors, arrays or lists along the first dim."""
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], np.ndarray):
@@ -232,6 +262,8 @@ def concatenated(parts: Sequence[Any]) -> Any:
 
 
 def num_rows(value: Any) -> int:
-    """Return the size of the first axis."""
+    """Return the size of the first dim of a tensor or array, the length of a list, and 0 for
+    anything else.
+    """
     shape = shape_of(value)
     return shape[0] if shape else 0

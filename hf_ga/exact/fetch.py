@@ -130,7 +130,7 @@ class Fetcher:
         samples = self.samples(request, np.arange(len(request.positions)))
         if self.entries is None:
             self.entries = Entries(self.collate_fn, samples[0])
-            self.entries.look_at(samples)
+            self.entries.inspect_samples(samples)
         seed_generators(fold_in(Purpose.COLLATE, request.seed, request.epoch, request.index))
         batch = as_batch(self.collate_fn(samples))
         batch = self.entries.split(batch, samples)

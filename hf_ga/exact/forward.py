@@ -1,4 +1,6 @@
-"""One forward of any model on one batch: which arguments it gets, and the loss that comes out."""
+"""One forward of any model on one batch: which entries of the batch it gets, and its loss. Also the
+state of a model around a forward: training modes, buffers, gradients and torch.compile.
+"""
 
 import inspect
 import sys
@@ -18,22 +20,25 @@ from hf_ga.errors import ConfigError, NoLoss
 from hf_ga.exact.batches import Batch
 from hf_ga.exact.precision import at_least_float32
 
+# Modules that wrap a model or its layers after it was proven.
 WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, CheckpointWrapper)
 # (outputs of the model, batch) -> (sum of the loss over its targets, number of targets)
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's own module inside DDP and the like; mixed-precision wrappers stay."""
+    """Return the user's module inside the wrappers of DDP, FSDP and Accelerate. Accelerate's
+    mixed-precision wrapper of its forward is kept.
+    """
     return extract_model_from_parallel(model, keep_fp32_wrapper=True)
 
 
 def callable_module(model: nn.Module) -> nn.Module:
-    """Return the module to call in a window.
+    """Return the module to call for the forwards of a window: the module inside DDP, or the model
+    itself under FSDP or without a wrapper.
 
-    That is the module inside DDP, whose wrapper would broadcast buffers and prepare its reducer,
-    both of them collectives of all ranks in every forward. Under FSDP it is the model itself, whose
-    forward must gather the parameters.
+    The forward of DDP would broadcast buffers and prepare its own gradient all-reduce, which all
+    ranks would have to do equally often. The forward of FSDP is needed: it gathers the parameters.
     """
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return model.module
@@ -43,54 +48,62 @@ def callable_module(model: nn.Module) -> nn.Module:
 def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
     """Return a function that drops the entries of a batch that the model's forward does not accept.
 
-    It accepts the entries that it names, or all where it takes `**kwargs`.
+    A forward with `**kwargs` accepts all entries, except in a transformers model, whose `**kwargs`
+    are for settings: it accepts the parameters that its forward names and, as long as each forward
+    passes `**kwargs` on, also those that the forwards of its base classes name.
 
-    A transformers model's `**kwargs` are for settings, so other columns are not passed. Its inputs
-    are those that its forward names and, as long as each hands `**kwargs` on, the forwards of its
-    base classes.
+    Args:
+        model: The model, with or without wrappers.
     """
     model = unwrapped(model)
+    # Accelerate's mixed precision replaces the forward, and keeps the original.
     forwards = [getattr(model, "_original_forward", model.forward)]
     if isinstance(model, PreTrainedModel):
         bases = [vars(base) for base in type(model).__mro__]
         forwards += [base["forward"] for base in bases if "forward" in base]
-    named: set[str] = set()
+    accepted_names: set[str] = set()
 
-    def accepted(batch: Batch) -> dict[str, Any]:
-        return {name: value for name, value in batch.items() if name in named}
+    def keep_accepted(batch: Batch) -> dict[str, Any]:
+        """Return the entries of a batch that the model's forward accepts."""
+        return {name: value for name, value in batch.items() if name in accepted_names}
 
     for forward in forwards:
         parameters = inspect.signature(forward).parameters.values()
-        named |= {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-        hands_others_on = any(p.kind == p.VAR_KEYWORD for p in parameters)
-        if not hands_others_on:
-            return accepted
-    return dict
+        accepted_names |= {
+            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
+        has_kwargs = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        if not has_kwargs:
+            return keep_accepted
+    return dict  # every forward has **kwargs: nothing is dropped
 
 
-def output_of(outputs: Any, name: str) -> Any:
-    """Return an entry or attribute of what a model returned; None if there is none."""
+def get_output(outputs: Any, name: str) -> Any:
+    """Return an item of a model's outputs by name ("loss", "logits"): an entry of a dict, or an
+    attribute of another object. None if it does not exist.
+    """
     if isinstance(outputs, Mapping):
         return outputs.get(name)
     return getattr(outputs, name, None)
 
 
 def head_loss(outputs: Any) -> Tensor:
-    """Return the loss of the model's own head, in at least float32.
+    """Return the loss that a model computed itself, from its outputs: a scalar of at least float32.
 
     Args:
-        outputs: What the model returned. The loss is `outputs.loss`, `outputs["loss"]`, a tuple's
-            first entry, or a scalar itself.
+        outputs: What the model returned. The loss is `outputs.loss`, `outputs["loss"]`, the first
+            item of a tuple, or a tensor that was returned alone.
 
     Raises:
-        NoLoss: If there is none, or it is not one number.
+        NoLoss: If the outputs contain no loss, or it does not have exactly one element.
     """
     first = outputs[0] if type(outputs) is tuple and outputs else outputs
-    loss = first if isinstance(first, Tensor) else output_of(first, "loss")
+    loss = first if isinstance(first, Tensor) else get_output(first, "loss")
     if loss is not None and loss.numel() == 1:
         return at_least_float32(loss.reshape(()))
-    found = f"a {type(outputs).__name__} without one"
-    if loss is not None:
+    if loss is None:
+        found = f"a {type(outputs).__name__} without one"
+    else:
         found = f"shape {list(loss.shape)}"
     raise NoLoss(
         f"the model's loss must be one number, got {found}. Let it return a dict with a loss, give "
@@ -98,76 +111,78 @@ def head_loss(outputs: Any) -> Tensor:
     )
 
 
-def own_loss(loss_fn: LossFunction, outputs: Any, batch: Batch) -> tuple[Tensor, float]:
-    """Call the user's loss function.
+def call_loss_fn(loss_fn: LossFunction, outputs: Any, batch: Batch) -> tuple[Tensor, float]:
+    """Call the user's loss function, and check what it returns.
+
+    Waits for the device if the number of targets is a tensor there.
 
     Args:
-        loss_fn: Where its number of targets is a tensor on the device, this waits for the device.
+        loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets).
         outputs: What the model returned.
         batch: The batch, on the device.
 
     Returns:
-        The sum, of at least float32, and the number of targets.
+        The sum, a scalar of at least float32, and the number of targets.
 
     Raises:
-        ConfigError: If it returns something else than a scalar tensor and a number.
+        ConfigError: If it returns something other than a scalar tensor and a number.
     """
     returned = loss_fn(outputs, batch)
     is_pair = isinstance(returned, tuple) and len(returned) == 2
     if not is_pair or not isinstance(returned[0], Tensor) or returned[0].dim():
         raise ConfigError(
             "loss_fn must return (sum of the loss as a scalar tensor, number of targets), got "
-            f"{returned!r:.80}: sum the loss "
-            '(reduction="sum"), and count what it is summed over.'
+            f'{returned!r:.80}: sum the loss (reduction="sum"), and count what it is summed over.'
         )
-    total, number = returned
-    return at_least_float32(total), float(number)
+    total, num_targets = returned
+    return at_least_float32(total), float(num_targets)
 
 
 def run_forward(
     model: nn.Module, batch: Batch, loss_fn: LossFunction | None
 ) -> tuple[Tensor, float | None]:
-    """Compute the loss of a batch.
+    """Run the model on a batch, and return the loss.
 
     Args:
         model: The model.
-        batch: On the model's device.
-        loss_fn: The user's loss function. None: the loss of the model's head.
+        batch: The batch on the model's device. Entries that the forward does not accept are not
+            passed.
+        loss_fn: The user's loss function. None: the loss that the model returns.
 
     Returns:
-        (mean loss of the head, None), or (sum, number of targets) of `loss_fn`.
+        (the model's mean loss, None), or the (sum, number of targets) of `loss_fn`.
     """
-    arguments = argument_filter(model)(batch)
-    outputs = model(**arguments)
+    accepted = argument_filter(model)(batch)
+    outputs = model(**accepted)
     if loss_fn is None:
         return head_loss(outputs), None
-    return own_loss(loss_fn, outputs, batch)
+    return call_loss_fn(loss_fn, outputs, batch)
 
 
 def compiled_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules of a model for which `Module.compile` was called, or whose
-    forward was given to `torch.compile`.
+    """Return the outermost modules of a model that are compiled in place: `Module.compile` was
+    called for them, or their forward was replaced by `torch.compile(forward)`.
 
-    A module that `torch.compile` wrapped is refused elsewhere (`check_not_wrapped`).
+    Modules wrapped by `torch.compile(module)` are not found; see `check_not_wrapped`.
     """
-    is_compiled_itself = model._compiled_call_impl is not None or hasattr(
-        model.forward, "_torchdynamo_orig_callable"
-    )
-    if is_compiled_itself:
+    is_module_compiled = model._compiled_call_impl is not None
+    is_forward_compiled = hasattr(model.forward, "_torchdynamo_orig_callable")
+    if is_module_compiled or is_forward_compiled:
         return [model]
     return [found for child in model.children() for found in compiled_modules(child)]
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a module in it is compiled."""
+    """Whether the model or a module in it is compiled in place, see `compiled_modules`."""
     return bool(compiled_modules(model))
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """Check that neither the model nor a module in it is a wrapper that `torch.compile` returned.
+    """Check that neither the model nor a module in it is the wrapper that `torch.compile(module)`
+    returns. Modules compiled in place are accepted.
 
     Raises:
-        ConfigError: If one is.
+        ConfigError: If there is such a wrapper.
     """
     for name, module in model.named_modules():
         if hasattr(module, "_orig_mod"):
@@ -179,9 +194,11 @@ def check_not_wrapped(model: nn.Module) -> None:
 
 
 @contextmanager
-def not_compiled() -> Iterator[None]:
-    """Run the block without compiled code: everything given to torch.compile runs as written."""
-    if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes a second
+def force_eager() -> Iterator[None]:
+    """Run everything in the block eagerly, also modules and functions that are compiled by
+    torch.compile.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -189,16 +206,17 @@ def not_compiled() -> Iterator[None]:
 
 
 def module_modes(model: nn.Module) -> tuple[bool, ...]:
-    """Return for every module whether it is in training mode.
+    """Return whether each module of a model is in training mode, in the order of `modules()`.
 
-    Wrappers of DDP, FSDP and checkpointing are left out, as they come later.
+    Wrappers of DDP, FSDP and activation checkpointing are skipped, so that the result can be
+    compared with that of the same model before it was wrapped.
     """
     return tuple(module.training for module in model.modules() if not isinstance(module, WRAPPERS))
 
 
 @contextmanager
 def restored_modes(model: nn.Module) -> Iterator[None]:
-    """Give every module its own training or evaluation mode back at the end of the block."""
+    """Restore the training or evaluation mode of every module at the end of the block."""
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
@@ -207,8 +225,10 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Undo what training forwards in the block do to buffers (running statistics)."""
-    restore = buffers_as_now(model)
+    """Restore all buffers of a model at the end of the block: training forwards in it change
+    running statistics (BatchNorm).
+    """
+    restore = snapshot_buffers(model)
     try:
         yield
     finally:
@@ -217,16 +237,19 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def extra_forwards(model: nn.Module) -> Iterator[None]:
-    """Around training forwards besides the window's own, without gradients: no buffer changes, and
-    torch does not warn that checkpointing has nothing to do.
+    """Context for additional forwards in training mode, under `no_grad`, as in audits: restores all
+    buffers at the end, and silences torch's warning that activation checkpointing gets no input
+    with a gradient.
     """
     with restored_buffers(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         yield
 
 
-def buffers_as_now(model: nn.Module) -> Callable[[], None]:
-    """Return a function that puts all buffers of a model back, also those that were replaced."""
+def snapshot_buffers(model: nn.Module) -> Callable[[], None]:
+    """Copy all buffers of a model, and return a function that restores them: it registers the same
+    buffer tensors again, if they were replaced, and writes the copied values into them.
+    """
     saved = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()
@@ -235,6 +258,7 @@ def buffers_as_now(model: nn.Module) -> Callable[[], None]:
     ]
 
     def restore() -> None:
+        """Restore the buffers to their values when `snapshot_buffers` was called."""
         with torch.no_grad():
             for module, name, buffer, value in saved:
                 module._buffers[name] = buffer
@@ -244,12 +268,13 @@ def buffers_as_now(model: nn.Module) -> Callable[[], None]:
 
 
 @contextmanager
-def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Start a block without gradients, and add those that were there before at its end.
+def fresh_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Set the gradients of parameters to None for the block, and add the earlier gradients to the
+    new ones at its end.
 
-    After an error in the block, only those that were there before are there again.
+    If the block raises, the new gradients are dropped and the earlier ones restored.
     """
-    earlier = [p.grad for p in parameters]
+    earlier_gradients = [p.grad for p in parameters]
     for parameter in parameters:
         parameter.grad = None
     try:
@@ -259,7 +284,7 @@ def gradients_apart(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
             parameter.grad = None
         raise
     finally:
-        for parameter, gradient in zip(parameters, earlier, strict=True):
+        for parameter, gradient in zip(parameters, earlier_gradients, strict=True):
             if gradient is None:
                 continue
             if parameter.grad is None:

@@ -1,5 +1,5 @@
-"""The global random generators of torch, numpy and Python: seed and restore them, and detect
-draws.
+"""The global random generators of torch, numpy and Python: seed and restore them, and detect that
+code drew from them.
 """
 
 import random
@@ -11,38 +11,47 @@ import torch
 
 
 def random_states() -> dict[str, bytes]:
-    """Return the states of all global generators, to compare with `==`.
+    """Return the states of the global random generators of torch, numpy and Python, to find out
+    with `==` whether one was drawn from in the meantime.
 
-    On a GPU this reads counters on the host, no synchronisation.
+    On a GPU this reads counters that are on the host, without synchronisation.
+
+    Returns:
+        The name of each generator ("torch", "numpy", "random" and, if CUDA is initialised,
+        "torch.cuda" for all GPUs) with its state.
     """
-    kind, words, *rest = np.random.get_state(legacy=True)
+    numpy_algorithm, numpy_words, *numpy_rest = np.random.get_state(legacy=True)
     states = {
         "torch": torch.get_rng_state().numpy().tobytes(),
-        "numpy": words.tobytes() + repr((kind, rest)).encode(),
+        "numpy": numpy_words.tobytes() + repr((numpy_algorithm, numpy_rest)).encode(),
         "random": repr(hash(random.getstate())).encode(),
     }
     if _is_cuda_in_use():
-        of_devices = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
-        states["torch.cuda"] = b"".join(of_devices)
+        gpu_states = [state.numpy().tobytes() for state in torch.cuda.get_rng_state_all()]
+        states["torch.cuda"] = b"".join(gpu_states)
     return states
 
 
 def _is_cuda_in_use() -> bool:
+    """Whether a GPU is available and this process has initialised CUDA."""
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def moved_generators(before: dict[str, bytes]) -> list[str]:
-    """Return the names of the generators that somebody drew from.
+    """Return the names of the global random generators whose state has changed since an earlier
+    call of `random_states`: those that code drew from or seeded.
 
     Args:
-        before: Result of `random_states` at an earlier time.
+        before: The result of that call.
     """
     return [name for name, state in random_states().items() if state != before.get(name, state)]
 
 
 @contextmanager
 def preserved_random_states() -> Iterator[None]:
-    """Put all global generators back at the end, also after an error."""
+    """Restore the states of all global random generators at the end of the block, also after an
+    error.
+    """
     devices = list(range(torch.cuda.device_count())) if _is_cuda_in_use() else []
     with torch.random.fork_rng(devices=devices), ExitStack() as stack:
         stack.callback(random.setstate, random.getstate())
@@ -51,9 +60,10 @@ def preserved_random_states() -> Iterator[None]:
 
 
 def seed_generators(key: int) -> None:
-    """Seed the CPU generators of torch, numpy and Python from a 64-bit key.
+    """Seed the global CPU generators of torch, numpy and Python.
 
-    Numpy's legacy generator takes 32 of its bits.
+    Args:
+        key: A 64-bit random key; numpy uses its lower 32 bits, torch its lower 63 bits.
     """
     torch.default_generator.manual_seed(key & ((1 << 63) - 1))
     np.random.seed(key & 0xFFFFFFFF)

@@ -1,9 +1,9 @@
-"""The one 64-bit hash that order, dropout and data seeds are drawn from.
+"""The 64-bit hash from which sample order, dropout masks and data seeds are drawn.
 
 `mix` is the finaliser of splitmix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number
-generators"; constants of Stafford's variant 13). It is written out for Python integers and for
+generators"; constants of Stafford's variant 13). It is implemented for Python integers and for
 int64 tensors: integer arithmetic modulo 2**64 gives the same bits on every device, platform and
-version, which a library's random generator does not promise.
+version, which a library's random generator does not guarantee.
 """
 
 import enum
@@ -18,18 +18,22 @@ MULTIPLIER_2 = 0x94D049BB133111EB
 
 
 class Purpose(enum.IntEnum):
-    """What random numbers are for. Keys of different purposes are never the same."""
+    """What a random key is used for: the first argument of `fold_in`, so that keys with different
+    purposes are independent.
+    """
 
-    ORDER = 1
+    ORDER = 1  # the order of samples in an epoch
     SAMPLE = 2  # random transforms of one sample
-    COLLATE = 3  # random collators, one key a window
-    DROPOUT = 4  # draws that belong to a sample
-    WINDOW = 5  # draws that belong to the whole window
+    COLLATE = 3  # random collate functions, one key per window
+    DROPOUT = 4  # dropout masks of a sample
+    WINDOW = 5  # dropout masks that all samples of a window share
     BUFFER = 6  # which sample leaves a shuffle buffer; opening a stream
 
 
 def mix(value: int) -> int:
-    """Scramble the bits of a 64-bit integer. Different integers stay different."""
+    """Hash a 64-bit integer to another (the finaliser of splitmix64). Different integers have
+    different hashes.
+    """
     value &= MASK64
     value = ((value ^ (value >> 30)) * MULTIPLIER_1) & MASK64
     value = ((value ^ (value >> 27)) * MULTIPLIER_2) & MASK64
@@ -37,33 +41,40 @@ def mix(value: int) -> int:
 
 
 def mix_in_place(values: Tensor) -> Tensor:
-    """Apply `mix` to every element of an int64 tensor, in place, and return the tensor."""
+    """Hash every element of an int64 tensor in place with `mix` (the finaliser of splitmix64), and
+    return the tensor.
+    """
     values.bitwise_xor_(_shifted_right(values, 30)).mul_(signed(MULTIPLIER_1))
     values.bitwise_xor_(_shifted_right(values, 27)).mul_(signed(MULTIPLIER_2))
     return values.bitwise_xor_(_shifted_right(values, 31))
 
 
 def _shifted_right(values: Tensor, bits: int) -> Tensor:
-    """Shift logically: zeros come in from the left, where torch copies the sign."""
+    """Shift int64 values right logically, filling with zeros; torch's own shift copies the sign
+    bit.
+    """
     return values.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mixed(values: Tensor) -> Tensor:
-    """Return `mix(value + GOLDEN)` for every element of an int64 tensor.
+    """Return a tensor with the hash of every element of an int64 tensor: one step of `fold_in`,
+    `mix(value + GOLDEN)`. The argument is unchanged.
 
-    So `mixed(values ^ signed(fold_in(*parts)))` is `fold_in(*parts, value)` for every value.
+    So `mixed(values ^ signed(fold_in(*parts)))` equals `fold_in(*parts, value)` for every value.
     """
     return mix_in_place(values + signed(GOLDEN))
 
 
 def signed(value: int) -> int:
-    """Return the int64 with the bits of a 64-bit unsigned integer."""
+    """Convert a 64-bit unsigned integer to the signed one with the same bits, as torch's int64
+    needs it.
+    """
     value &= MASK64
     return value - (1 << 64) if value >> 63 else value
 
 
 def fold_in(*parts: int) -> int:
-    """Make a 64-bit key of any number of integers, whose order counts.
+    """Hash any number of integers to a 64-bit random key, which depends on their order.
 
     >>> fold_in(1, 2) == fold_in(2, 1)
     False
@@ -75,5 +86,7 @@ def fold_in(*parts: int) -> int:
 
 
 def name_key(name: str) -> int:
-    """Make a 64-bit key of a text (BLAKE2b), the same in every process, unlike Python's `hash`."""
+    """Hash a string to a 64-bit key (BLAKE2b). It is the same in every process, unlike Python's
+    `hash`.
+    """
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_ga.exact.batches import as_batch, widest
+from hf_ga.exact.batches import as_batch, count_padded_elements
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.generators import preserved_random_states
 
@@ -28,7 +28,9 @@ def find_lengths(dataset: Any, collate_fn: Collate) -> np.ndarray | None:
         return lengths
     with preserved_random_states():
         ends = [dataset[int(i)] for i in (lengths.argmin(), lengths.argmax())]
-        narrow, wide = (widest(as_batch(collate_fn([copy.copy(sample)])), 1) for sample in ends)
+        narrow, wide = (
+            count_padded_elements(as_batch(collate_fn([copy.copy(sample)])), 1) for sample in ends
+        )
     return lengths if narrow < wide else None
 
 

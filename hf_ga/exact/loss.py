@@ -1,4 +1,5 @@
-"""What a micro-batch adds to the mean loss of its window. This is the one owner of the divisor:
+"""What a micro-batch adds to the mean loss of its window. Only this file divides a loss by a number
+of targets:
 
     mean loss of the window = sum over its micro-batches of (sum of the loss over the micro-batch's
     targets) / targets of the window
@@ -16,35 +17,42 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.exact.batches import IGNORED_LABEL, Batch
-from hf_ga.exact.forward import LossFunction, head_loss, own_loss
+from hf_ga.exact.forward import LossFunction, call_loss_fn, head_loss
 from hf_ga.exact.hooks import Call, Counts, Hook
 from hf_ga.exact.precision import sum_dtype
 from hf_ga.exact.router import Router
-from hf_ga.exact.sums_of_means import KINDS
+from hf_ga.exact.sums_of_means import SUM_OF_MEANS_HEADS
 from hf_ga.exact.window import Window
 
+# For each mean of a loss, the sum of the loss over the targets of a micro-batch.
 Sums = tuple[Tensor | float, ...]
 
 
 def _count_shifted_labels(batch: Batch, num_samples: int) -> int:
-    """Count for a causal head, which predicts column 1 first."""
+    """Count the targets of a causal language model: all labels except -100 and those in the first
+    column, which no token predicts.
+    """
     return int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
 
 
 def _count_labels(batch: Batch, num_samples: int) -> int:
+    """Count the targets of a head that predicts every label except the ignored label -100."""
     return int((batch["labels"] != IGNORED_LABEL).sum())
 
 
 def _count_samples(batch: Batch, num_samples: int) -> int:
+    """Count the targets of a head that has one target per sample."""
     return num_samples
 
 
 def _count_attended_tokens(batch: Batch, num_samples: int) -> int:
-    """Count the tokens of the attention mask, with any labels."""
+    """Count the targets of a head whose loss averages over all real tokens, whatever their
+    labels.
+    """
     return int(batch["attention_mask"].sum())
 
 
-# How a head may count its targets: (collated batch on the host, samples) -> targets.
+# How a head may count its targets: (collated batch on the host, its number of samples) -> targets.
 COUNTING_RULES: dict[str, Callable[[Batch, int], int]] = {
     "shifted labels": _count_shifted_labels,
     "labels": _count_labels,
@@ -55,18 +63,21 @@ COUNTING_RULES: dict[str, Callable[[Batch, int], int]] = {
 
 @dataclass(frozen=True)
 class FirstPass:
-    """What a loss may use to look at a whole window before its terms are computed.
+    """What `Loss.prepare` gets: a whole window, and the means to run forwards on it without
+    gradients, before the forwards that are trained on.
 
     Attributes:
         window: The window.
-        calls: The forwards of this rank, at least one; one with weight 0 does not count.
-        totals: Targets of the window over all ranks.
-        device: Of the model.
-        process_index: Of this rank.
-        parameters: Those of the model that are trained.
-        forward: Gives the outputs of a call, without gradients. The second pass has the same.
+        calls: The planned forwards of this rank, at least one. One with weight 0 is only there
+            because other ranks make a forward, and must not count.
+        totals: The numbers of targets of the window over all ranks.
+        device: The device of the model.
+        process_index: The index of this rank.
+        parameters: The trainable parameters of the model.
+        forward: Returns the outputs of a planned forward, without gradients. The forward that is
+            trained on later returns the same, as dropout masks are the same.
         all_reduce: Sums a tensor over the ranks.
-        scaled: Multiplies by the loss scale of fp16.
+        scaled: Multiplies a tensor by the fp16 loss scale.
     """
 
     window: Window
@@ -80,79 +91,92 @@ class FirstPass:
     scaled: Callable[[Tensor], Tensor]
 
     def from_first_rank(self, tensor: Tensor) -> Tensor:
-        """Give all ranks the bits of the first one's tensor: the others may have rounded
-        differently.
+        """Broadcast the first rank's tensor to all ranks, as they may have rounded differently: an
+        all-reduce in which the other ranks pass zeros.
         """
         return self.all_reduce(tensor if self.process_index == 0 else torch.zeros_like(tensor))
 
 
 class Loss(Hook):
-    """A way to split a loss over micro-batches: what `sums` returns is additive, and `mean` makes a
-    loss of it.
+    """Base class: how a loss is split over the micro-batches of a window.
+
+    `sums` returns sums over the targets of a micro-batch, which add up over micro-batches, and
+    `mean` divides them by numbers of targets.
 
     Attributes:
-        name: How reports call it.
-        num_means: How many means the loss is a sum of.
-        one_width: The counts depend on the padded width, so all micro-batches of a window need the
-            same width.
-        counts_in_forward: Targets are known only after the forward, not on the host.
-        needs_first_pass: `prepare` makes a pass over the window's micro-batches.
-        is_audited: What `sums` returns can be computed again for other groups of samples.
-        uses_parameters: The loss depends on parameters other than through the outputs.
-        own_gradients: After `prepare`, the gradients of these parameters in this window, the same
-            on all ranks and times the scale of fp16. One more term of the window's gradient.
+        name: Its name in reports.
+        num_means: The loss is a sum of this many means.
+        needs_same_padded_length: Numbers of targets depend on the padded length, so all
+            micro-batches of a window must be padded to the same length.
+        counts_in_forward: The number of targets is known only after the forward, not before on the
+            host.
+        needs_first_pass: `prepare` must be called before the window's forwards.
+        is_audited: Audits can recompute `sums` for other groups of samples.
+        uses_parameters: The loss depends on trainable parameters directly, not only through the
+            model's outputs.
+        direct_gradients: After `prepare`, the gradients of these parameters in this window,
+            multiplied by the fp16 loss scale; the same on all ranks. They are added to the window's
+            gradient once.
     """
 
     name = ""
     num_means = 1
-    one_width = False
+    needs_same_padded_length = False
     counts_in_forward = False
     needs_first_pass = False
     is_audited = True
     uses_parameters = False
-    own_gradients: Sequence[tuple[nn.Parameter, Tensor]] = ()
+    direct_gradients: Sequence[tuple[nn.Parameter, Tensor]] = ()
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
         """Count the targets of a collated batch on the host.
 
         Args:
             batch: The batch.
-            num_samples: Its samples.
+            num_samples: Its number of samples.
 
         Returns:
-            One number for each mean; () if they are counted in the forward.
+            One number for each mean; () if targets are counted in the forward.
         """
         raise NotImplementedError
 
     def contributes(self, counts: Counts) -> bool:
-        """Whether a micro-batch with these counts may add anything. Without targets, its own mean
-        would be 0 / 0.
+        """Whether a micro-batch with these numbers of targets may contribute to the window's loss.
+
+        One without targets does not, and its mean would be 0 / 0. If the numbers are not known yet
+        (`()`), it may.
         """
         return not counts or any(counts)
 
     def prepare(self, first_pass: FirstPass) -> Counts:
-        """Look at a whole window before its terms are computed; called where `needs_first_pass`.
+        """Compute what the loss needs to know about the whole window before its first training
+        forward. Called only if `needs_first_pass`.
+
+        Args:
+            first_pass: The window, and functions that run forwards without gradients.
 
         Returns:
-            What `mean` divides by in this window.
+            The `totals` that `mean` gets in this window.
         """
         return first_pass.totals
 
     @property
     def additive(self) -> "Loss":
-        """The loss that a proof and the audits test: its sums are additive."""
+        """The loss whose additivity the proof and the audits check: this one, unless a subclass
+        has another.
+        """
         return self
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """Sum the loss of a micro-batch over its targets.
+        """Sum the loss of a micro-batch over its targets, and count them.
 
         Args:
             outputs: What the model returned for `call.batch`.
-            call: The micro-batch.
+            call: The forward of the micro-batch.
 
         Returns:
-            For each mean, the sum (a scalar of at least float32; 0.0 without targets), and the
-            number of targets.
+            (sums, counts), both with one item for each mean: the sum of the loss (a scalar of at
+            least float32; 0.0 without targets) and the number of targets.
 
         Raises:
             LossNotAdditive: If the model returned no loss.
@@ -160,15 +184,15 @@ class Loss(Hook):
         raise NotImplementedError
 
     def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
-        """Divide sums by numbers of targets.
+        """Divide loss sums by numbers of targets, and add up the quotients.
 
         Args:
-            sums: Of a micro-batch.
-            totals: Of the window. Then the result is what the micro-batch adds to the window's mean
-                loss; with those of the micro-batch, it is the micro-batch's mean loss.
+            sums: The sums of a micro-batch from `sums`.
+            totals: With the numbers of targets of the window, the result is what the micro-batch
+                adds to the window's mean loss; with its own, it is the micro-batch's mean loss.
 
         Returns:
-            A scalar.
+            A scalar. Means over no targets are skipped.
         """
         total_loss: Tensor | float = 0.0
         for sum_of_loss, num_targets in zip(sums, totals, strict=True):
@@ -178,118 +202,157 @@ class Loss(Hook):
 
 
 class HeadMean(Loss):
-    """A head whose loss is one mean over its targets.
+    """The loss of a model's head that is one mean over its targets.
 
     Args:
-        name: How it counts them: a key of `COUNTING_RULES`.
+        name: How the head counts its targets: a key of `COUNTING_RULES`.
     """
 
     def __init__(self, name: str) -> None:
+        """Create the loss of a head that counts its targets by the rule with this name."""
         self.name = name
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
+        """Count the targets of a batch by the head's counting rule."""
         return (COUNTING_RULES[self.name](batch, num_samples),)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        (number,) = call.counts
-        if not number:
-            return (0.0,), call.counts  # its mean is 0 / 0
-        return (head_loss(outputs) * number,), call.counts
+        """Sum the loss over the targets of a micro-batch: the head's mean loss times the number of
+        targets; 0.0 without targets.
+        """
+        (num_targets,) = call.counts
+        if not num_targets:
+            return (0.0,), call.counts  # the head's mean is 0 / 0
+        return (head_loss(outputs) * num_targets,), call.counts
 
 
 class SumOfMeans(Loss):
-    """A head whose loss is a sum of several means, each recomputed from the logits.
+    """The loss of a model's head that is a sum of several means over different targets. Each mean
+    is recomputed from the logits.
 
     Args:
-        name: Of the kind of head: a key of `KINDS`.
+        name: The kind of head: a key of `SUM_OF_MEANS_HEADS`.
     """
 
     def __init__(self, name: str) -> None:
+        """Create the loss of the kind of head with this name, from its means."""
         self.name = name
-        self.means = KINDS[name]
+        self.means = SUM_OF_MEANS_HEADS[name]
         self.num_means = len(self.means)
-        self.one_width = any(mean.one_width for mean in self.means)
+        self.needs_same_padded_length = any(
+            mean.count_depends_on_padded_length for mean in self.means
+        )
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
+        """Count the targets of each mean of the head's loss in a batch."""
         return tuple(mean.count(batch) for mean in self.means)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
+        """Sum the loss over the targets of a micro-batch separately for each mean of the head's
+        loss; 0.0 for a mean without targets.
+        """
         sums = [
-            mean.total(outputs, call.batch) if number else 0.0
-            for mean, number in zip(self.means, call.counts, strict=True)
+            mean.total(outputs, call.batch) if num_targets else 0.0
+            for mean, num_targets in zip(self.means, call.counts, strict=True)
         ]
         return tuple(sums), call.counts
 
 
-class OwnSum(Loss):
+class UserLoss(Loss):
     """The user's `loss_fn(outputs, batch) -> (sum of the loss, number of targets)`.
 
-    A `loss_fn` with a method `count_targets(batch) -> number` has its targets counted on the host,
-    before any forward.
+    If `loss_fn` has a method `count_targets(batch) -> number`, targets are counted on the host
+    before any forward, otherwise in the forward.
     """
 
     name = "loss_fn"
 
     def __init__(self, loss_fn: LossFunction) -> None:
+        """Wrap the user's loss function, and find out whether it can count targets beforehand."""
         self.loss_fn = loss_fn
         self.counts_in_forward = not hasattr(loss_fn, "count_targets")
 
     def contributes(self, counts: Counts) -> bool:
-        return True  # a sum may have a gradient although its number is 0
+        """Whether a micro-batch may contribute to the loss: always, as a sum may have a gradient
+        although its number of targets is 0.
+        """
+        return True
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
+        """Count the targets by `loss_fn.count_targets`; () if it has no such method."""
         return () if self.counts_in_forward else (self.loss_fn.count_targets(batch),)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        total, number = own_loss(self.loss_fn, outputs, call.batch)
-        if number == 0 and bool(total.isnan()):
+        """Return the sum of the loss and the number of targets from the user's loss function. A sum
+        that is NaN becomes 0.0 if there are no targets.
+        """
+        total, num_targets = call_loss_fn(self.loss_fn, outputs, call.batch)
+        if num_targets == 0 and bool(total.isnan()):
             total = 0.0  # the mean over no targets is 0 / 0
-        return (total,), call.counts or (number,)
+        return (total,), call.counts or (num_targets,)
 
 
 class WithRouter(Loss):
-    """Another loss plus a router's balancing loss, which is its last sum and count.
+    """Another loss plus the load-balancing loss of a mixture of experts.
+
+    The balancing loss has one more item, the last, in sums, counts and totals: the counts of
+    `Router.take`.
 
     Args:
-        loss: The loss without the router's.
-        router: The balancing loss, with the shares of the whole window.
+        loss: The loss without the balancing loss.
+        router: Computes the balancing loss.
     """
 
     needs_first_pass = True
 
     def __init__(self, loss: Loss, router: Router) -> None:
+        """Combine a loss with the load-balancing loss of a router, which keeps its name."""
         self.loss = loss
         self.router = router
         self.name = loss.name
         self.num_means = loss.num_means
-        self.one_width = loss.one_width
+        self.needs_same_padded_length = loss.needs_same_padded_length
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which the load-balancing loss that the model itself adds is 0."""
         return self.router.patched()
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
+        """Count the targets of the loss without the load-balancing loss."""
         return self.loss.count(batch, num_samples)
 
     def contributes(self, counts: Counts) -> bool:
-        return True  # its tokens are routed
+        """Whether a micro-batch contributes to the loss: always, as the load-balancing loss counts
+        the tokens of a micro-batch without targets, too.
+        """
+        return True
 
     def prepare(self, first_pass: FirstPass) -> Counts:
-        """Count the choices of the whole window."""
+        """Count how often the router of the mixture of experts chooses each expert in the whole
+        window, over all ranks, by forwards without gradients.
+
+        Returns:
+            The numbers of targets of the window, then the router's counts as the last item.
+        """
         device = first_pass.device
-        own = torch.zeros(sum(self.router.sizes), dtype=sum_dtype(device), device=device)
+        local_counts = torch.zeros(sum(self.router.sizes), dtype=sum_dtype(device), device=device)
         for call in first_pass.calls:
             first_pass.forward(call)
-            own += self.router.take().detach() * call.weight
-        of_window = first_pass.all_reduce(own).float()
-        return (*first_pass.totals, of_window)
+            local_counts += self.router.take().detach() * call.weight
+        window_counts = first_pass.all_reduce(local_counts).float()
+        return (*first_pass.totals, window_counts)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
+        """Return the sums and counts of the loss without load balancing, and the counts of the
+        router as the last item of both.
+        """
         sums, counts = self.loss.sums(outputs, call)
-        routed = self.router.take()
-        return (*sums, routed), (*counts, routed.detach())
+        router_counts = self.router.take()
+        return (*sums, router_counts), (*counts, router_counts.detach())
 
     def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
-        *other_sums, routed = sums
-        *other_totals, routed_in_window = totals
-        balancing_loss = self.router.loss(routed, routed_in_window)
+        """Return the mean of the loss without load balancing, plus the load-balancing loss."""
+        *other_sums, router_counts = sums
+        *other_totals, window_router_counts = totals
+        balancing_loss = self.router.loss(router_counts, window_router_counts)
         return self.loss.mean(tuple(other_sums), tuple(other_totals)) + balancing_loss

@@ -1,10 +1,10 @@
 """Counter-based dropout masks: every bit is a pure function of (sample key, dropout site,
 coordinate).
 
-There is no generator and so no state: the mask of a sample depends neither on the samples beside
-it, nor on the padded width, nor on what ran before. Each axis is hashed by itself (not the flat
-index), so padding moves no coordinate. All arithmetic is on integers modulo 2**32 and 2**64, so a
-GPU draws the bits of a CPU.
+There is no generator and so no state: the mask of a sample depends neither on the other samples of
+the micro-batch, nor on the padded length, nor on what ran before. The coordinate in each dim is
+hashed separately (not the flat index), so padding does not change the coordinates of real tokens.
+All arithmetic is on integers modulo 2**32 and 2**64, so a GPU draws the same bits as a CPU.
 """
 
 from collections.abc import Sequence
@@ -20,78 +20,96 @@ from hf_ga.exact.hashing import Purpose, fold_in, mixed, signed
 # `lowbias32` pair).
 MULTIPLIER_32_1 = 0x7FEB352D
 MULTIPLIER_32_2 = 0x846CA68B - (1 << 32)  # as a signed integer
-MOST_AXES_OF_KERNELS = 5  # of a sample's mask
-# A CPU makes 10 passes over a part of a mask; 2**17 and 2**22 were measured to be slower.
+MAX_DIMS_OF_KERNELS = 5  # dims of one sample's mask that the Triton kernels support
+# Elements of a mask that are drawn at a time on a CPU, which makes 10 passes over them; 2**17 and
+# 2**22 were measured to be slower.
 ELEMENTS_IN_CACHE = 1 << 19
 
 
 def sample_keys(seed: int, epoch: int, positions: np.ndarray) -> Tensor:
-    """Return the dropout keys of samples.
+    """Return the random keys from which the dropout masks of samples are drawn.
 
     Args:
-        seed: Of the run.
-        epoch: Of the window.
-        positions: Of the samples in the order of the epoch, shape (samples,).
+        seed: Seed of the training run.
+        epoch: Epoch of the window.
+        positions: Positions of the samples in the order of the epoch: integers, shape (samples,).
 
     Returns:
         int64, shape (samples,), on the CPU.
     """
-    key_of_epoch = signed(fold_in(Purpose.DROPOUT, seed, epoch))
-    return mixed(torch.from_numpy(np.array(positions, np.int64)) ^ key_of_epoch)
+    epoch_key = signed(fold_in(Purpose.DROPOUT, seed, epoch))
+    return mixed(torch.from_numpy(np.array(positions, np.int64)) ^ epoch_key)
 
 
 def window_key(seed: int, epoch: int, window_index: int) -> Tensor:
-    """Return the key of masks that a whole window shares: int64, shape (1,), on the CPU."""
+    """Return the random key of dropout masks that all samples of a window share.
+
+    Args:
+        seed: Seed of the training run.
+        epoch: Epoch of the window.
+        window_index: Index of the window in the epoch.
+
+    Returns:
+        int64, shape (1,), on the CPU.
+    """
     return torch.tensor([signed(fold_in(Purpose.WINDOW, seed, epoch, window_index))], device="cpu")
 
 
 def keep_mask(
-    keys: Tensor, site: int, shape: Sequence[int], axis: int | None, drop_probability: float
+    keys: Tensor, site: int, shape: Sequence[int], sample_dim: int | None, drop_probability: float
 ) -> Tensor:
-    """Draw which elements dropout keeps.
+    """Draw a dropout mask from the random keys of samples: True where dropout keeps an element.
 
     Args:
-        keys: int64, shape (n,): one key a sample, or (1,) for a mask that the window shares.
+        keys: One random key per sample: int64, shape (samples,); or the key of the window, shape
+            (1,), if all samples share the mask.
         site: 64-bit key of the dropout site.
         shape: Shape of the mask.
-        axis: The sample axis; `shape[axis]` is a multiple of n: the rows of a sample are
-            consecutive, as in attention over n x heads. None: no sample axis.
+        sample_dim: The dim of the mask that holds the samples. Its size is a multiple of their
+            number; the rows of one sample are consecutive, as in attention over samples x heads.
+            None: all samples share the mask.
         drop_probability: p, with 0 <= p < 1, at a resolution of 2**-32.
 
     Returns:
-        bool, of `shape`, on the device of `keys`. Each element is True with probability 1 - p.
+        bool, of the given shape, on the device of `keys`. Each element is True with probability
+        1 - p.
     """
     seeds = keys ^ signed(site)
-    if axis is None:
-        inner = [1, *shape]
+    if sample_dim is None:
+        sizes = [1, *shape]
     else:
-        inner = [shape[axis] // len(keys), *shape[:axis], *shape[axis + 1 :]]
-    if has_kernels(keys.device) and len(inner) <= MOST_AXES_OF_KERNELS:
+        rows_per_sample = shape[sample_dim] // len(keys)
+        sizes = [rows_per_sample, *shape[:sample_dim], *shape[sample_dim + 1 :]]
+    if has_kernels(keys.device) and len(sizes) <= MAX_DIMS_OF_KERNELS:
         from hf_ga.exact import mask_kernel
 
-        kept = mask_kernel.keep_mask(seeds, inner, _threshold(drop_probability))
+        kept = mask_kernel.keep_mask(seeds, sizes, keep_threshold(drop_probability))
     else:
-        kept = keep_columns(row_keys(seeds, inner[:-1]), inner[-1], drop_probability)
-    if axis is None:
+        kept = keep_columns(row_keys(seeds, sizes[:-1]), sizes[-1], drop_probability)
+    if sample_dim is None:
         return kept.view(tuple(shape))
-    return kept.view(shape[axis], *shape[:axis], *shape[axis + 1 :]).movedim(0, axis)
+    samples_first = kept.view(shape[sample_dim], *shape[:sample_dim], *shape[sample_dim + 1 :])
+    return samples_first.movedim(0, sample_dim)
 
 
 def apply_dropout_mask(x: Tensor, drop_probability: float, kept: Tensor) -> Tensor:
-    """Return x / (1 - p) where `kept` is True, and 0 elsewhere.
+    """Apply dropout with a given mask: x / (1 - p) where the mask is True, and 0 elsewhere.
 
-    The backward needs the mask only, one byte an element.
+    Only the mask is saved for the backward, one byte per element.
 
     Args:
-        x: What to drop from.
-        drop_probability: p.
-        kept: bool, broadcastable to x.
+        x: The input of dropout.
+        drop_probability: Dropout probability p.
+        kept: The mask, True where dropout keeps: bool, broadcastable to x.
+
+    Returns:
+        A tensor like x.
     """
     scale = 1.0 / (1.0 - drop_probability)
     if x.device.type == "cpu":
-        # In a quarter of the time: a CPU has no vector code for bool times float.
+        # Four times faster than with bool: a CPU has no vector instructions for bool times float.
         return (x * kept.view(torch.uint8)).mul_(scale)
-    # x * kept * scale in one pass.
+    # Computes x * kept * scale in one pass.
     return torch.ops.aten.native_dropout_backward(x, kept.expand_as(x), scale)
 
 
@@ -99,103 +117,116 @@ def drop(
     x: Tensor,
     keys: Tensor,
     site: int,
-    axis: int | None,
+    sample_dim: int | None,
     drop_probability: float,
     tokens: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
-    """Apply the mask that `keep_mask` draws, in one kernel that does not store it.
+    """Apply dropout to a tensor with a Triton kernel that draws the mask of `keep_mask` without
+    storing it.
 
     Args:
-        x: What to drop from.
+        x: The input of dropout.
         keys: As in `keep_mask`.
         site: As in `keep_mask`.
-        axis: As in `keep_mask`.
+        sample_dim: As in `keep_mask`.
         drop_probability: As in `keep_mask`.
-        tokens: For packed tokens, x of shape (1, tokens, features), the sample and the position of
-            each: int64, of shape (tokens,).
+        tokens: For packed tokens, x of shape (1, tokens, features): the index of each token's
+            sample, and the token's position in its sample; both int64, shape (tokens,).
 
     Returns:
-        A tensor like x. None where no kernel does this: not on a GPU, in float64, for another
-        sample axis than the first one.
+        x / (1 - p) where the mask keeps, 0 elsewhere. None where there is no kernel: not on a GPU,
+        for float64, for another sample dim than the first, or for fewer than 2 or too many dims.
     """
     if not has_kernels(x.device) or x.dtype == torch.float64:
         return None
-    if axis not in (0, None) or not 2 <= x.dim() <= MOST_AXES_OF_KERNELS:
+    if sample_dim not in (0, None) or not 2 <= x.dim() <= MAX_DIMS_OF_KERNELS:
         return None
     from hf_ga.exact import mask_kernel
 
-    sizes = [1, *x.shape] if axis is None else [x.shape[0] // len(keys), *x.shape[1:]]
-    if len(sizes) > MOST_AXES_OF_KERNELS:
+    sizes = [1, *x.shape] if sample_dim is None else [x.shape[0] // len(keys), *x.shape[1:]]
+    if len(sizes) > MAX_DIMS_OF_KERNELS:
         return None
-    threshold = _threshold(drop_probability)
+    threshold = keep_threshold(drop_probability)
     scale = 1.0 / (1.0 - drop_probability)
     seeds = keys ^ signed(site)
-    return mask_kernel.dropped(x.contiguous(), seeds, sizes, tokens, threshold, scale)
+    return mask_kernel.dropped(
+        x.contiguous(), seeds, sizes, tokens=tokens, threshold=threshold, scale=scale
+    )
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether Triton's kernels run on a device."""
+    """Whether a device runs the dropout kernels: a CUDA GPU, with Triton installed."""
     return device.type == "cuda" and has_triton()
 
 
 def row_keys(seeds: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Hash all coordinates but the last.
+    """Return a random key for every row of a dropout mask: the hash of a sample's seed with all
+    coordinates except the last.
 
-    Axes of size 1 are hashed too: micro-batches padded to width 1 and to width 2 must agree on
-    column 0.
+    Dims of size 1 are hashed too, because micro-batches padded to length 1 and to length 2 must
+    agree on column 0.
 
     Args:
-        seeds: int64.
-        sizes: Of the axes.
+        seeds: Keys of the samples, XOR the key of the dropout site: int64.
+        sizes: Sizes of the dims of one sample's mask, without the last.
 
     Returns:
         int64, shape (*seeds.shape, *sizes).
     """
-    return over_axes(mixed(seeds), sizes)
+    return fold_in_coordinates(mixed(seeds), sizes)
 
 
-def over_axes(rows: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Hash each row key with all coordinates of further axes.
+def fold_in_coordinates(keys: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Hash each random key with all coordinates of further dims, so that every element of these
+    dims gets a key of its own.
 
     Args:
-        rows: int64.
-        sizes: Of the axes.
+        keys: int64.
+        sizes: Sizes of the further dims.
 
     Returns:
-        int64, shape (*rows.shape, *sizes).
+        int64, shape (*keys.shape, *sizes).
     """
     for size in sizes:
-        rows = mixed(rows.unsqueeze(-1) ^ torch.arange(size, device=rows.device))
-    return rows
+        keys = mixed(keys.unsqueeze(-1) ^ torch.arange(size, device=keys.device))
+    return keys
 
 
 def keep_columns(rows: Tensor, size: int, drop_probability: float) -> Tensor:
-    """Draw which elements of each row dropout keeps.
+    """Draw the rows of a dropout mask, True where dropout keeps an element.
 
     Args:
-        rows: int64, of any shape, from `row_keys`.
-        size: Elements of a row.
+        rows: The random keys of the rows from `row_keys`: int64, any shape.
+        size: Elements per row.
         drop_probability: p, with 0 <= p < 1.
 
     Returns:
-        bool, of shape (*rows.shape, size).
+        bool, shape (*rows.shape, size).
     """
-    flat = rows.reshape(-1)
-    threshold = _threshold(drop_probability)
-    part = max(1, len(flat))
+    flat_rows = rows.reshape(-1)
+    threshold = keep_threshold(drop_probability)
+    rows_at_a_time = max(1, len(flat_rows))
     if rows.device.type == "cpu":
-        part = max(1, ELEMENTS_IN_CACHE // max(1, size))
-    kept = torch.empty((len(flat), size), dtype=torch.uint8, device=rows.device)
-    for start in range(0, len(flat), part):
-        # Compared in place, on int32: torch has no vector code for comparisons that return bool on
-        # a CPU (an eighth of its speed).
-        uniform = _uniform_int32(flat[start : start + part], size)
-        kept[start : start + part] = uniform.ge_(threshold)
+        rows_at_a_time = max(1, ELEMENTS_IN_CACHE // max(1, size))
+    kept = torch.empty((len(flat_rows), size), dtype=torch.uint8, device=rows.device)
+    for start in range(0, len(flat_rows), rows_at_a_time):
+        # Compared in place, as int32: torch has no vector code for comparisons that return bool on
+        # a CPU, so that they are eight times slower.
+        uniform = _uniform_int32(flat_rows[start : start + rows_at_a_time], size)
+        kept[start : start + rows_at_a_time] = uniform.ge_(threshold)
     return kept.view(torch.bool).view(*rows.shape, size)
 
 
 def _uniform_int32(rows: Tensor, size: int) -> Tensor:
-    """Return uniform int32 of shape (*rows.shape, size), from both halves of the row keys."""
+    """Draw uniformly distributed int32 numbers by hashing each row's key with the column index.
+
+    Args:
+        rows: The random keys of the rows: int64, shape (rows,). Both of their 32-bit halves count.
+        size: Columns of each row.
+
+    Returns:
+        int32, shape (rows, size).
+    """
     upper = (rows >> 32).to(torch.int32).mul_(MULTIPLIER_32_2)
     columns = torch.arange(1, size + 1, dtype=torch.int32, device=rows.device) * MULTIPLIER_32_2
     bits = rows.to(torch.int32).unsqueeze(-1) ^ columns
@@ -206,6 +237,8 @@ def _uniform_int32(rows: Tensor, size: int) -> Tensor:
     return torch.add(upper.unsqueeze(-1), bits, alpha=MULTIPLIER_32_2, out=bits)
 
 
-def _threshold(drop_probability: float) -> int:
-    """Return the least uniform int32 that is kept."""
+def keep_threshold(drop_probability: float) -> int:
+    """Return the threshold with which a mask is drawn: dropout keeps an element if its uniformly
+    distributed int32 is at least this number, which has probability 1 - p.
+    """
     return max(-(1 << 31), min((1 << 31) - 1, round(drop_probability * 2**32) - (1 << 31)))

@@ -1,4 +1,4 @@
-"""The tensors among what a model returns: by name, and put back."""
+"""The tensors in the nested outputs of a model: list them by name, and replace them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,11 +7,13 @@ from torch import Tensor
 
 
 def named_tensors(outputs: Any, name: str = "") -> dict[str, Tensor]:
-    """Return the tensors in outputs, by name.
+    """Return all tensors in a model's nested outputs by name: the keys and indices on the way to
+    the tensor, joined with dots.
 
     Args:
-        outputs: A tensor, or nested mappings (also of transformers), lists and tuples of them.
-        name: Of the outputs themselves.
+        outputs: A tensor, or nested mappings (also ModelOutput of transformers), lists and tuples
+            of tensors and other values. Other values are skipped.
+        name: Prefix of the names; for the recursion. A tensor without a name is called "output".
 
     >>> list(named_tensors({"a": Tensor([1.0]), "b": (Tensor([2.0]), None)}))
     ['a', 'b.0']
@@ -24,29 +26,31 @@ def named_tensors(outputs: Any, name: str = "") -> dict[str, Tensor]:
     return found
 
 
-def plain_values(outputs: Any) -> list[Any]:
-    """List what is no tensor in outputs, such as numbers.
+def non_tensor_values(outputs: Any) -> list[Any]:
+    """Return the values in a model's nested outputs that are not tensors, such as numbers and None,
+    in their order.
 
     Args:
         outputs: See `named_tensors`.
 
-    >>> plain_values({"a": Tensor([1.0]), "b": (2.0, None)})
+    >>> non_tensor_values({"a": Tensor([1.0]), "b": (2.0, None)})
     [2.0, None]
     """
     if isinstance(outputs, Tensor):
         return []
     if isinstance(outputs, Mapping | list | tuple):
-        return [plain for _, value in _items(outputs) for plain in plain_values(value)]
+        return [plain for _, value in _items(outputs) for plain in non_tensor_values(value)]
     return [outputs]
 
 
 def with_tensors(outputs: Any, tensors: Mapping[str, Tensor], name: str = "") -> Any:
-    """Return outputs of the same kind with other tensors.
+    """Return a copy of a model's nested outputs in which every tensor is replaced.
 
     Args:
         outputs: See `named_tensors`.
-        tensors: By the names that `named_tensors` gives. None takes the place of the others.
-        name: Of the outputs themselves.
+        tensors: The new tensors by the names that `named_tensors` returns. A tensor without a new
+            one is replaced by None.
+        name: Prefix of the names; for the recursion.
     """
     if isinstance(outputs, Tensor):
         return tensors.get(name or "output")
@@ -55,13 +59,18 @@ def with_tensors(outputs: Any, tensors: Mapping[str, Tensor], name: str = "") ->
         for key, value in _items(outputs)
     }
     if isinstance(outputs, Mapping):
-        return type(outputs)(**replaced) if hasattr(outputs, "to_tuple") else replaced
-    if isinstance(outputs, tuple) and hasattr(outputs, "_fields"):
+        is_model_output = hasattr(outputs, "to_tuple")  # of transformers
+        return type(outputs)(**replaced) if is_model_output else replaced
+    is_named_tuple = isinstance(outputs, tuple) and hasattr(outputs, "_fields")
+    if is_named_tuple:
         return type(outputs)(*replaced.values())
     return type(outputs)(replaced.values()) if replaced else outputs
 
 
 def _items(outputs: Any) -> list[tuple[Any, Any]]:
+    """Return the (key, value) pairs of a mapping, the (index, value) pairs of a list or tuple, and
+    [] for anything else.
+    """
     if isinstance(outputs, Mapping):
         return list(outputs.items())
     if isinstance(outputs, list | tuple):

@@ -1,4 +1,6 @@
-"""Mixed precision: whether Accelerate applies the requested one, and the dtypes of sums."""
+"""Mixed precision: check that Accelerate applies the requested one and that the optimizer works
+with it; the dtypes of sums.
+"""
 
 import inspect
 
@@ -12,12 +14,14 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def check_precision(accelerator: Accelerator) -> None:
-    """Refuse a precision that would silently be another one.
+    """Check that Accelerate applies the requested mixed precision, instead of silently training in
+    another.
 
-    Reads attributes only: no device is waited for.
+    Reads attributes only, and does not wait for the device.
 
     Raises:
-        ConfigError: If it is fp8, or one that Accelerate leaves out (fp16 on a CPU).
+        ConfigError: If fp8 is requested, or a precision that Accelerate ignores on this device
+            (fp16 on a CPU).
     """
     requested = accelerator.mixed_precision
     scaler = accelerator.scaler
@@ -34,12 +38,13 @@ def check_precision(accelerator: Accelerator) -> None:
 
 
 def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that would take scaled gradients for the true ones, or that cannot step
-    with the gradient of a window.
+    """Check that the optimizer removes the fp16 loss scale from the gradients, and that it can step
+    with the gradient of a window (see `check_step`).
 
     Raises:
-        ConfigError: If the accelerator scales the loss, and the optimizer was not prepared by it
-            (or before it had its scaler). See also `check_step`.
+        ConfigError: If the accelerator scales the loss, but did not prepare the optimizer, or
+            prepared it before it had a scaler; or if the optimizer needs a closure or sparse
+            gradients.
     """
     check_step(optimizer)
     if accelerator.scaler is None or getattr(optimizer, "scaler", None) is accelerator.scaler:
@@ -52,20 +57,21 @@ def check_optimizer(accelerator: Accelerator, optimizer: torch.optim.Optimizer) 
 
 
 def check_step(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer that cannot step with the gradient of a window.
+    """Check that an optimizer can step with the gradient of a window, which is computed once and
+    dense.
 
     Raises:
         ConfigError: If its step needs a closure (LBFGS), or sparse gradients (SparseAdam).
     """
     while hasattr(optimizer, "optimizer"):  # wrapped by Accelerate
         optimizer = optimizer.optimizer
-    kind = type(optimizer)
-    closure = inspect.signature(kind.step).parameters.get("closure")
+    optimizer_class = type(optimizer)
+    closure = inspect.signature(optimizer_class.step).parameters.get("closure")
     if closure is not None and closure.default is inspect.Parameter.empty:
         raise ConfigError(
-            f"{kind.__name__} computes the loss several times in each step, by a closure, but a "
-            "window is computed once and then updated: use an optimizer whose step() needs no "
-            "closure, such as AdamW."
+            f"{optimizer_class.__name__} computes the loss several times in each step, by a "
+            "closure, but a window is computed once and then updated: use an optimizer whose "
+            "step() needs no closure, such as AdamW."
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(
@@ -75,15 +81,19 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the type in which losses and counts are added up: float64 where the device has it."""
+    """Return the dtype in which losses and numbers of targets are summed: float64, or float32 on
+    MPS, which has no float64.
+    """
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Convert float16 and bfloat16 to float32; other dtypes are unchanged."""
+    """Convert a float16 or bfloat16 tensor to float32; other tensors are returned unchanged."""
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
 
 
-def not_autocast(device: torch.device) -> torch.autocast:
-    """Return a context in which operations have the precision of their inputs."""
+def autocast_disabled(device: torch.device) -> torch.autocast:
+    """Return a context with autocast disabled, so that operations run in the dtype of their
+    inputs.
+    """
     return torch.autocast(device.type, enabled=False)

@@ -1,14 +1,15 @@
 """The load-balancing loss of mixtures of experts, exact for any split of a window.
 
-The loss of Switch Transformer (Fedus et al. 2021, equations 4 to 6), as the model families share
-it: with E experts, over all T tokens of a batch (padding left out) and all layers,
+The loss of Switch Transformer (Fedus et al. 2021, equations 4 to 6), as the model families of
+transformers implement it: with E experts, over all T tokens of a batch (without padding) and all
+layers,
 
     loss = E x sum over experts e of f_e P_e,   f_e = (choices of e) / T,   P_e = (sum of the
     router's probabilities of e) / T
 
 is a product of two means over the batch, so the losses of micro-batches do not add up to it. But
-the choices carry no gradient: with f and T counted over the whole window first (a pass without
-gradients), what is left is a sum over tokens.
+the choices have no gradient: if f and T are counted over the whole window first (by forwards
+without gradients), the rest is a sum over tokens.
 """
 
 import inspect
@@ -23,87 +24,111 @@ from torch import Tensor, nn
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.override import override
 
-FUNCTION = "load_balancing_loss_func"  # in the modules of all these families, with one meaning
-ARGUMENTS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
+# The function of transformers that computes this loss; each model family defines it in its Python
+# module.
+LOSS_FUNCTION = "load_balancing_loss_func"
+# Its parameters, where it computes the loss above.
+KNOWN_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
 class Router:
-    """The balancing loss of one model.
+    """The load-balancing loss of one model with a mixture of experts.
 
-    While `patched`, the head's own is zero, and what its calls count is kept for `take`.
+    Within `patched`, the model's own balancing loss is replaced by 0, and `take` returns what each
+    of its calls in a forward counted.
 
     Args:
         model: The model.
 
     Attributes:
-        owners: Python modules that define such a loss; empty if the model's family has none.
-        coefficients: For each call in a forward, its weight in the head's loss.
-        sizes: For each call, how many numbers it adds to what `take` returns: two for each expert
-            and one.
+        owners: The Python modules of the model's code that define a balancing loss; empty if the
+            model has none.
+        coefficients: For each call of the balancing loss in a forward, the factor with which the
+            model adds it to its loss.
+        sizes: For each call, how many numbers it contributes to the result of `take`: two for each
+            expert, and one.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        # The Python modules that the classes of the model's modules are from.
-        files = {sys.modules.get(type(module).__module__) for module in model.modules()}
-        self.owners = [file for file in files if hasattr(file, FUNCTION)]
-        # What was counted, and what the head got: its gradient is its coefficient.
+        """Find the Python modules that define the load-balancing loss of the model's mixture of
+        experts.
+        """
+        # The Python modules that define the classes of the model's layers.
+        python_modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
+        self.owners = [module for module in python_modules if hasattr(module, LOSS_FUNCTION)]
+        # For each call of the balancing loss in the last forward, its counts, and the 0 that the
+        # model got as its loss: the gradient of this 0 is the coefficient.
         self._calls: list[tuple[Tensor, Tensor]] = []
         self.coefficients: list[float] = []
         self.sizes: list[int] = []
 
     @contextmanager
     def patched(self) -> Iterator[None]:
-        """Replace the head's balancing loss by zero, and keep its calls, within the block."""
+        """Within the block, replace the model's load-balancing loss (mixture of experts) by a
+        function that returns 0 and records how often each expert is chosen.
+
+        A load-balancing loss with unknown parameters is replaced by a function that raises
+        LossNotAdditive.
+        """
         with ExitStack() as stack:
             stack.callback(self._calls.clear)
             for owner in self.owners:
-                arguments = list(inspect.signature(getattr(owner, FUNCTION)).parameters)
-                is_known = arguments == ARGUMENTS
+                parameters = list(inspect.signature(getattr(owner, LOSS_FUNCTION)).parameters)
+                is_known = parameters == KNOWN_PARAMETERS
                 replacement = self._count if is_known else partial(_refuse, owner.__name__)
-                stack.enter_context(override(owner, **{FUNCTION: replacement}))
+                stack.enter_context(override(owner, **{LOSS_FUNCTION: replacement}))
             yield
 
     def take(self) -> Tensor:
-        """Return what the calls of the last forward counted. It adds up over micro-batches.
+        """Return what the router of the mixture of experts counted in the last forward (choices,
+        probabilities, tokens), and forget it.
+
+        The counts of micro-batches add up to those of the window.
 
         Returns:
-            float32, shape (sum of `sizes`,): for each call, how often each expert was among the
-            chosen, the sums of the router's probabilities (with a gradient), and the number of
-            tokens times layers.
+            float32, shape (sum of `sizes`,): for each call of the load-balancing loss, how often
+            each expert was chosen, the sum of the router's probabilities of each expert (with a
+            gradient), and the number of tokens times the number of layers.
         """
         calls = self._calls
         self._calls = []
-        return torch.cat([counted for counted, _ in calls])
+        return torch.cat([counts for counts, _ in calls])
 
     def find_coefficients(self) -> None:
-        """After forward and backward of one batch, find out what the head multiplies each call's
-        loss by.
+        """Find the factors with which the model adds its load-balancing losses (mixture of experts)
+        to its loss, and store them in `coefficients`.
+
+        Call this within `patched`, after the forward and backward of one batch.
         """
         self.coefficients = []
         self.sizes = []
-        for counted, zero in self._calls:
+        for counts, zero in self._calls:
             self.coefficients.append(0.0 if zero.grad is None else float(zero.grad))
-            self.sizes.append(len(counted))
+            self.sizes.append(len(counts))
         self._calls.clear()
 
-    def loss(self, own: Tensor, window: Tensor) -> Tensor:
-        """Compute what a micro-batch adds to the balancing loss of its window.
+    def loss(self, micro_batch: Tensor, window: Tensor) -> Tensor:
+        """Compute what a micro-batch adds to the load-balancing loss (mixture of experts) of its
+        window.
 
         Args:
-            own: What `take` returned for the micro-batch. With that of the whole window, the result
-                is the window's loss.
-            window: The same, summed over the window.
+            micro_batch: The result of `take` for the micro-batch. With that of the whole window
+                instead, this returns the load-balancing loss of the window.
+            window: The sum of the results of `take` over all micro-batches of the window.
 
         Returns:
             A scalar.
         """
         terms = []
-        calls = zip(self.coefficients, own.split(self.sizes), window.split(self.sizes), strict=True)
-        for coefficient, of_micro_batch, of_window in calls:
-            num_experts = len(of_window) // 2
-            num_tokens = of_window[-1]
-            share_of_choices = of_window[:num_experts] / num_tokens
-            mean_probability = of_micro_batch[num_experts:-1] / num_tokens
+        calls = zip(
+            self.coefficients, micro_batch.split(self.sizes), window.split(self.sizes), strict=True
+        )
+        for coefficient, micro_batch_counts, window_counts in calls:
+            # Both have the choices of each expert, then its probabilities, then the tokens.
+            num_experts = len(window_counts) // 2
+            num_tokens = window_counts[-1]
+            share_of_choices = window_counts[:num_experts] / num_tokens
+            mean_probability = micro_batch_counts[num_experts:-1] / num_tokens
             terms.append(coefficient * num_experts * share_of_choices @ mean_probability)
         return torch.stack(terms).sum()
 
@@ -114,47 +139,67 @@ class Router:
         top_k: int = 2,
         attention_mask: Tensor | None = None,
     ) -> Tensor | int:
+        """Replacement of the model's load-balancing loss: record how often the router chooses each
+        expert, and return 0.
+
+        The 0 has a gradient, from which `find_coefficients` reads the factor of the loss.
+
+        Args:
+            gate_logits: For each layer, the router's logits of shape (tokens, experts). Without
+                any, nothing is recorded.
+            num_experts: Not used; part of the signature of the function in transformers.
+            top_k: How many experts are chosen per token.
+            attention_mask: 1 at real tokens, 0 at padding. None: all tokens are real.
+        """
         if not isinstance(gate_logits, tuple) or not gate_logits:
             return 0
-        counted = _count_choices(gate_logits, top_k, attention_mask)
-        zero = torch.zeros((), device=counted.device, requires_grad=True)
-        self._calls.append((counted, zero))
+        counts = _count_choices(gate_logits, top_k, attention_mask)
+        zero = torch.zeros((), device=counts.device, requires_grad=True)
+        self._calls.append((counts, zero))
         return zero
 
 
 def _count_choices(
     gate_logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None
 ) -> Tensor:
-    """Count choices and add up probabilities over the tokens of all layers.
+    """Count how often a mixture of experts chooses each expert, and sum the router's probabilities
+    of each expert, over the real tokens of all layers.
 
     Args:
-        gate_logits: For each layer, logits of shape (tokens, experts).
-        top_k: Experts that are chosen for a token.
-        attention_mask: 1 for each real token. None: all are.
+        gate_logits: For each layer, the router's logits of shape (tokens, experts).
+        top_k: How many experts are chosen per token.
+        attention_mask: 1 at real tokens, 0 at padding. None: all tokens are real.
 
     Returns:
-        See `Router.take`.
+        float32, shape (2 * experts + 1,): the number of choices of each expert, the sum of its
+        probabilities (with a gradient), and the number of tokens times layers.
     """
     device = gate_logits[0].device
     num_experts = gate_logits[0].shape[-1]
-    chosen = torch.zeros(num_experts, device=device)
-    probability = torch.zeros(num_experts, device=device)
+    num_choices = torch.zeros(num_experts, device=device)
+    sum_of_probabilities = torch.zeros(num_experts, device=device)
     num_tokens = torch.zeros(1, device=device)
     for logits in gate_logits:
-        probabilities = logits.to(device).softmax(-1)  # in the head's own type
+        probabilities = logits.to(device).softmax(-1)  # in the model's own dtype
         choices = probabilities.detach().topk(top_k, dim=-1).indices.reshape(-1)
         if attention_mask is None:
-            counted = torch.ones(len(logits), device=device)
+            is_token = torch.ones(len(logits), device=device)
         else:
-            counted = attention_mask.reshape(-1).to(device, torch.float32)
-        chosen = chosen.scatter_add(0, choices, counted.repeat_interleave(top_k))
-        probability = probability + counted @ probabilities.float()
-        num_tokens = num_tokens + counted.sum()
-    return torch.cat([chosen, probability, num_tokens])
+            is_token = attention_mask.reshape(-1).to(device, torch.float32)
+        num_choices = num_choices.scatter_add(0, choices, is_token.repeat_interleave(top_k))
+        sum_of_probabilities = sum_of_probabilities + is_token @ probabilities.float()
+        num_tokens = num_tokens + is_token.sum()
+    return torch.cat([num_choices, sum_of_probabilities, num_tokens])
 
 
 def _refuse(module_name: str, *args: object, **kwargs: object) -> None:
-    """Replace a balancing loss with other arguments.
+    """Replacement of a load-balancing loss (mixture of experts) with unknown parameters, which
+    hf_ga cannot split over micro-batches: raises an error.
+
+    Args:
+        module_name: Name of the Python module that defines the loss.
+        *args: Arguments of the call; not used.
+        **kwargs: Arguments of the call; not used.
 
     Raises:
         LossNotAdditive: Always.

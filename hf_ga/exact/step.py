@@ -8,7 +8,7 @@ from dataclasses import replace
 from accelerate.utils.memory import clear_device_cache
 
 from hf_ga.exact.engine import Engine
-from hf_ga.exact.forward import buffers_as_now, gradients_apart
+from hf_ga.exact.forward import fresh_gradients, snapshot_buffers
 from hf_ga.exact.memory import TooLarge
 from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
@@ -29,9 +29,9 @@ def add_gradients(engine: Engine, window: Window) -> StepResult:
         See `hf_ga.backward_window`.
     """
     for retries in itertools.count():
-        restore_buffers = buffers_as_now(engine.model)
+        restore_buffers = snapshot_buffers(engine.model)
         try:
-            with gradients_apart(engine.parameters):
+            with fresh_gradients(engine.parameters):
                 result = compute(engine, window)
             return replace(result, retries=retries)
         except TooLarge as error:

@@ -1,5 +1,5 @@
-"""A loss of all samples of a window together: in-batch negatives, the hardest samples, a mean over
-anything. No sum over micro-batches is this loss, but one has its gradient:
+"""A loss of all samples of a window together: in-batch negatives, the hardest samples, any mean. It
+is not a sum over micro-batches, but a sum over micro-batches has the same gradient:
 
 1. A first pass without gradients computes the outputs o of all micro-batches. The ranks exchange
    them, in the order of the window.
@@ -23,9 +23,9 @@ from hf_ga.errors import ConfigError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.batches import Batch
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts
-from hf_ga.exact.loss import FirstPass, Loss, OwnSum, Sums
-from hf_ga.exact.outputs import named_tensors, plain_values, with_tensors
-from hf_ga.exact.precision import at_least_float32, not_autocast
+from hf_ga.exact.loss import FirstPass, Loss, Sums, UserLoss
+from hf_ga.exact.outputs import named_tensors, non_tensor_values, with_tensors
+from hf_ga.exact.precision import at_least_float32, autocast_disabled
 from hf_ga.exact.window import Window
 
 # (outputs of all samples of a window, its batch) -> the loss, a scalar
@@ -34,104 +34,119 @@ WholeBatchLoss = Callable[[Any, Batch], Tensor]
 
 @dataclass(frozen=True)
 class UsedOutputs:
-    """The tensors among a model's outputs that a loss of a whole window uses, by name.
+    """The names of the model outputs that a loss of a whole window uses, and whether it also uses
+    parameters directly.
 
     Attributes:
-        of_samples: The loss has a gradient with respect to them; they have one row per sample.
-        shared: So it has to these, which do not depend on the samples (a learned temperature).
-        read: The loss needs them, but has no gradient with respect to them.
-        parameters: Whether the loss depends on parameters directly.
+        per_sample: Outputs with one row per sample, with respect to which the loss has a gradient.
+        shared: Outputs that do not depend on the samples (a learned temperature), with respect to
+            which the loss has a gradient.
+        without_gradient: Outputs that the loss reads, but with respect to which it has no gradient.
+        uses_parameters: Whether the loss depends on trainable parameters directly.
     """
 
-    of_samples: frozenset[str] = frozenset()
+    per_sample: frozenset[str] = frozenset()
     shared: frozenset[str] = frozenset()
-    read: frozenset[str] = frozenset()
-    parameters: bool = False
+    without_gradient: frozenset[str] = frozenset()
+    uses_parameters: bool = False
 
     @property
-    def kept(self) -> frozenset[str]:
-        """All of them."""
-        return self.of_samples | self.shared | self.read
+    def names(self) -> frozenset[str]:
+        """The names of all outputs that the loss uses, with or without a gradient."""
+        return self.per_sample | self.shared | self.without_gradient
 
 
-class WindowBatch(Mapping):
-    """The collated batch of all samples of a window, on the device. It is collated when an entry is
-    read for the first time: many losses read none.
+class LazyWindowBatch(Mapping):
+    """The collated batch of all samples of a window, on the device, as the batch argument of the
+    user's `whole_batch` loss.
+
+    It is collated lazily, when an entry is read for the first time, as many losses only use the
+    model's outputs.
 
     Args:
         window: The window.
-        device: Where the tensors go.
+        device: The device on which the tensors are put.
     """
 
     def __init__(self, window: Window, device: torch.device) -> None:
+        """Create the batch of a window without collating it yet."""
         self._window = window
         self._device = device
         self._batch: Batch | None = None
 
     def _collated(self) -> Batch:
+        """Collate all samples of the window in the first call, and return their batch."""
         if self._batch is None:
             self._batch = self._window.whole_batch(self._device)
         return self._batch
 
     def __getitem__(self, name: str) -> Any:
+        """Return an entry of the batch, which is collated at the first access."""
         return self._collated()[name]
 
     def __iter__(self) -> Iterator[str]:
+        """Iterate over the names of the batch's entries."""
         return iter(self._collated())
 
     def __len__(self) -> int:
+        """Return the number of entries of the batch."""
         return len(self._collated())
 
 
-class Projection:
-    """A loss function by which a proof sees whether the outputs of a sample depend on others.
+class ProbeLoss:
+    """A loss function of the model's outputs that is additive over samples if and only if the
+    outputs of a sample do not depend on the other samples in its micro-batch.
 
-    It is the sum of (o + r)^2 / 2 over all elements o of the outputs, with fixed numbers r that
-    differ from element to element. So nothing cancels in it, and it is additive just if the outputs
-    of a sample do not depend on its micro-batch.
+    The proof and the audits of a `whole_batch` loss use it as `loss_fn`. It is the sum of
+    (o + r)^2 / 2 over all elements o of the outputs. The constants r differ from element to
+    element, so that changes of different outputs do not cancel.
 
     Args:
-        used: The outputs that it takes.
+        used: The outputs that the `whole_batch` loss uses.
     """
 
     def __init__(self, used: UsedOutputs) -> None:
+        """Create a loss function of the model outputs that a `whole_batch` loss uses."""
         self.used = used
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, int]:
-        """Compute the sum of (o + r)^2 / 2, and count the samples; as a `loss_fn`."""
+        """Return the sum of (o + r)^2 / 2 over all elements o of the outputs, with constants r, and
+        the number of samples; a `loss_fn`.
+        """
         tensors = named_tensors(outputs)
         total = torch.zeros(())
-        number = 0
-        for name in sorted(self.used.of_samples):
-            value = at_least_float32(tensors[name])
-            shifted = value + _fixed_numbers(value)
-            total = total.to(value.device) + shifted.square().sum() / 2
-            number = len(value)
-        return total, number
+        num_samples = 0
+        for name in sorted(self.used.per_sample):
+            output = at_least_float32(tensors[name])
+            shifted = output + _row_constants(output)
+            total = total.to(output.device) + shifted.square().sum() / 2
+            num_samples = len(output)
+        return total, num_samples
 
 
 @dataclass(frozen=True)
 class _Gradients:
-    """The gradient of the loss of one window.
+    """The loss of one window and its gradients with respect to the model's outputs.
 
     Attributes:
-        loss: A scalar.
-        of_outputs: For each used output, the gradient of the loss with respect to it: one row per
-            sample of the window, or like the output where it is shared.
+        loss: The loss, a scalar.
+        output_gradients: By the name of the output, the gradient of the loss with respect to it:
+            one row per sample of the window, or the shape of an output that all samples share.
         window: The window.
     """
 
     loss: Tensor
-    of_outputs: dict[str, Tensor]
+    output_gradients: dict[str, Tensor]
     window: Window
 
 
 class WholeWindow(Loss):
-    """The user's loss of all samples of a window together.
+    """The user's loss of all samples of a window together, with a first pass over the window that
+    computes its gradient with respect to the model's outputs.
 
     Args:
-        whole_batch: (outputs of all samples, batch of all samples) -> the loss, a scalar. If it is
-            a module, its parameters are trained, too.
+        whole_batch: The user's function (outputs of all samples, batch of all samples) -> scalar
+            loss. If it is a module, its parameters are trained, too.
         used: The outputs that it uses.
     """
 
@@ -139,27 +154,38 @@ class WholeWindow(Loss):
     needs_first_pass = True
 
     def __init__(self, whole_batch: WholeBatchLoss, used: UsedOutputs) -> None:
+        """Wrap the user's loss of a whole window, given the model outputs that it uses."""
         self.whole_batch = whole_batch
         self.used = used
-        self.uses_parameters = used.parameters
-        self.own_gradients: list[tuple[nn.Parameter, Tensor]] = []
+        self.uses_parameters = used.uses_parameters
+        self.direct_gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._gradients: _Gradients | None = None
 
     @property
     def value(self) -> Tensor:
-        """The loss of the window, a scalar, after `prepare`."""
+        """The loss of the window that was passed to `prepare`, a scalar."""
         return self._gradients.loss
 
     @property
-    def additive(self) -> OwnSum:
-        """A loss of the same outputs that is additive just if they do not depend on the split."""
-        return OwnSum(Projection(self.used))
+    def additive(self) -> UserLoss:
+        """The loss that the proof and the audits check instead: it is additive if and only if the
+        outputs of a sample do not depend on the split.
+        """
+        return UserLoss(ProbeLoss(self.used))
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
+        """Return the number of samples: every sample is a target."""
         return (num_samples,)
 
     def prepare(self, first_pass: FirstPass) -> Counts:
-        """Compute the loss of the window and its gradient with respect to the outputs.
+        """Compute the loss of the window, and its gradients with respect to the model's outputs and
+        to parameters that it uses directly.
+
+        Args:
+            first_pass: The window, and functions that run forwards without gradients.
+
+        Returns:
+            The number of samples of the window.
 
         Raises:
             ConfigError: If the loss is not a scalar tensor.
@@ -168,113 +194,145 @@ class WholeWindow(Loss):
             UnkeyedRandomness: If the loss draws random numbers.
         """
         window = first_pass.window
-        outputs, tensors = self._outputs_of_window(first_pass)
-        names = sorted(self.used.of_samples | self.used.shared)
+        outputs, tensors = self._window_outputs(first_pass)
+        names = sorted(self.used.per_sample | self.used.shared)
         leaves = [tensors[name].requires_grad_() for name in names]
         parameters = _distinct([*first_pass.parameters, *parameters_of(self.whole_batch)])
-        batch = WindowBatch(window, first_pass.device)
+        batch = LazyWindowBatch(window, first_pass.device)
         loss = loss_of_all(self.whole_batch, outputs, batch, first_pass.device)
-        with not_autocast(first_pass.device):  # which would compute this backward in half precision
-            found = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
-        of_outputs = {
+        # Autocast would compute this backward in half precision.
+        with autocast_disabled(first_pass.device):
+            gradients = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
+        output_gradients = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
-            for name, leaf, gradient in zip(names, leaves, found, strict=False)
+            for name, leaf, gradient in zip(names, leaves, gradients, strict=False)
         }
-        self.own_gradients = [
-            # Autograd gives one tensor, or an expanded one, to several parameters.
+        parameter_gradients = gradients[len(leaves) :]
+        self.direct_gradients = [
+            # Cloned, as autograd may return one tensor for several parameters, or an expanded one.
             (parameter, first_pass.from_first_rank(first_pass.scaled(gradient.clone())))
-            for parameter, gradient in zip(parameters, found[len(leaves) :], strict=True)
+            for parameter, gradient in zip(parameters, parameter_gradients, strict=True)
             if gradient is not None
         ]
-        self._gradients = _Gradients(loss.detach(), of_outputs, window)
+        self._gradients = _Gradients(loss.detach(), output_gradients, window)
         return (window.num_samples,)
 
-    def _outputs_of_window(self, first_pass: FirstPass) -> tuple[Any, dict[str, Tensor]]:
-        """Compute the outputs of all samples of the window on all ranks, in its order, and return
-        them with the tensors in them.
+    def _window_outputs(self, first_pass: FirstPass) -> tuple[Any, dict[str, Tensor]]:
+        """Run the forwards of this rank without gradients, and exchange their outputs, so that all
+        ranks have those of all samples, in the order of the window.
+
+        Returns:
+            The outputs as `whole_batch` gets them (those that it does not use are None), and the
+            tensors in them by name, in at least float32.
+
+        Raises:
+            LossNotAdditive: If the outputs of the micro-batches cannot be concatenated: one is
+                missing, its rows have another shape, or values that are not tensors differ.
         """
         window = first_pass.window
         tensors: dict[str, Tensor] = {}
-        plain: list[Any] | None = None
+        other_values: list[Any] | None = None
         for call in first_pass.calls:
             outputs = first_pass.forward(call)
-            if plain is not None and plain != plain_values(outputs):
-                raise LossNotAdditive(
-                    "the model returns numbers that are not the same for all micro-batches "
-                    f"({plain[:4]} and {plain_values(outputs)[:4]}), which the loss of the whole "
-                    "window would take from one of them: return tensors with one row per sample."
-                )
-            plain = plain_values(outputs)
-            offsets = torch.as_tensor(window.offsets_of(call.micro_batch))
-            found = named_tensors(outputs)
-            for name in self.used.kept:
-                if name not in found:
-                    raise LossNotAdditive(
-                        f"the model does not return {name!r} for every micro-batch, which the loss "
-                        "of the whole window needs."
-                    )
-                value = at_least_float32(found[name])
-                if name in self.used.shared:
-                    tensors[name] = value.clone()
-                    continue
-                rows = tensors.setdefault(name, value.new_zeros(_with_rows(value, window)))
-                _check_rows(name, value, rows, len(offsets))
-                if call.weight:
-                    rows[offsets.to(value.device)] = value
+            values = non_tensor_values(outputs)
+            if other_values is not None:
+                _check_same_values(other_values, values)
+            other_values = values
+            self._copy_outputs(outputs, call, window, tensors)
         for name in sorted(set(tensors) - self.used.shared):
-            tensors[name] = _sum_over_ranks(tensors[name], first_pass)
+            tensors[name] = _merge_rows_of_ranks(tensors[name], first_pass)
         return with_tensors(outputs, tensors), tensors
 
-    def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """Compute a micro-batch's share of the loss of the window.
+    def _copy_outputs(
+        self, outputs: Any, call: Call, window: Window, tensors: dict[str, Tensor]
+    ) -> None:
+        """Copy the outputs of a micro-batch to the rows of its samples in the window's outputs.
 
-        Its gradient with respect to the micro-batch's outputs is that of the loss of the window.
+        Args:
+            outputs: What the model returned for the micro-batch.
+            call: The forward of the micro-batch. With weight 0, no rows are copied.
+            window: The window.
+            tensors: The outputs of the window by name, filled in place.
+
+        Raises:
+            LossNotAdditive: If an output that the loss uses is missing, or its rows have another
+                shape than in other micro-batches.
+        """
+        offsets = torch.as_tensor(window.offsets_of(call.micro_batch))
+        call_tensors = named_tensors(outputs)
+        for name in self.used.names:
+            if name not in call_tensors:
+                raise LossNotAdditive(
+                    f"the model does not return {name!r} for every micro-batch, which the loss "
+                    "of the whole window needs."
+                )
+            output = at_least_float32(call_tensors[name])
+            if name in self.used.shared:
+                tensors[name] = output.clone()
+                continue
+            rows = tensors.setdefault(name, _zero_rows(output, window))
+            _check_rows(name, output, rows, len(offsets))
+            if call.weight:
+                rows[offsets.to(output.device)] = output
+
+    def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
+        """Return a micro-batch's term of the window's loss.
+
+        Its gradient with respect to the outputs of the micro-batch is that of the loss of the
+        window. Its value is the loss of the window, times the micro-batch's share of the samples.
         """
         gradients = self._gradients
         offsets = torch.as_tensor(gradients.window.offsets_of(call.micro_batch))
         has_first_sample = bool((offsets == 0).any())
         tensors = named_tensors(outputs)
         term = torch.zeros((), device=gradients.loss.device)
-        for name, gradient in gradients.of_outputs.items():
+        for name, gradient in gradients.output_gradients.items():
             output = at_least_float32(tensors[name])
-            if name in self.used.of_samples:
-                own_gradient = gradient[offsets.to(gradient.device)]
-                term = term + (output * own_gradient).sum()
-            else:  # one of the window's micro-batches has all of its gradient
+            if name in self.used.per_sample:
+                micro_batch_gradient = gradient[offsets.to(gradient.device)]
+                term = term + (output * micro_batch_gradient).sum()
+            else:  # the gradient of a shared output counts once, in one micro-batch of the window
                 term = term + (output * gradient).sum() * has_first_sample
-        share = gradients.loss * (len(offsets) / gradients.window.num_samples)
-        only_gradient = term - term.detach()  # the value is 0
-        return (only_gradient + share,), call.counts
+        # The term has the right gradient, but not a meaningful value: replace its value by a share
+        # of the window's loss, so that the values of all micro-batches add up to that loss.
+        value = gradients.loss * (len(offsets) / gradients.window.num_samples)
+        only_gradient = term - term.detach()  # its value is 0
+        return (only_gradient + value,), call.counts
 
     def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
+        """Return a micro-batch's term as it is: `whole_batch` has already divided it."""
         return sums[0]
 
 
 def loss_of_all(
     whole_batch: WholeBatchLoss, outputs: Any, batch: Batch, device: torch.device
 ) -> Tensor:
-    """Compute the loss of all samples of a window, in the precision of the outputs.
+    """Call the user's loss of a whole window with gradients enabled and without autocast, and check
+    what it returns.
 
     Args:
         whole_batch: The user's loss function.
-        outputs: Of all samples.
-        batch: Of all samples.
-        device: Of the model.
+        outputs: The model's outputs for all samples of the window.
+        batch: The batch of all samples of the window.
+        device: The device of the model.
+
+    Returns:
+        The loss, a tensor of shape ().
 
     Raises:
         ConfigError: If the loss is not a scalar tensor.
         LossNotAdditive: If it has no gradient.
-        UnkeyedRandomness: If it draws random numbers.
+        UnkeyedRandomness: If it draws from a random generator.
     """
     before = random_states()
-    with torch.enable_grad(), not_autocast(device):
+    with torch.enable_grad(), autocast_disabled(device):
         loss = whole_batch(outputs, batch)
     moved = moved_generators(before)
     if moved:
         raise UnkeyedRandomness(
-            f"whole_batch drew from {' and '.join(moved)}, so every rank would compute another "
-            "loss. Let it depend on the outputs and the batch only; what is random belongs into "
-            "the dataset, the collate function or the model."
+            f"whole_batch drew from {' and '.join(moved)}, so every rank would compute a "
+            "different loss. Let it depend on the outputs and the batch only; draw random "
+            "numbers in the dataset, the collate function or the model."
         )
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise ConfigError(
@@ -284,47 +342,95 @@ def loss_of_all(
     if not loss.requires_grad:
         raise LossNotAdditive(
             "the loss of whole_batch does not depend on the outputs of the model: it is detached, "
-            "or computed from something else than its arguments."
+            "or computed from something other than its arguments."
         )
     return loss.reshape(())
 
 
-def _sum_over_ranks(tensor: Tensor, first_pass: FirstPass) -> Tensor:
-    """Sum rows of which each is zero on all ranks but one."""
-    if tensor.dtype != torch.bool:
-        return first_pass.all_reduce(tensor)
-    return first_pass.all_reduce(tensor.to(torch.uint8)).bool()
+def _merge_rows_of_ranks(rows: Tensor, first_pass: FirstPass) -> Tensor:
+    """Merge the output rows that each rank has computed for its own samples of the window, and
+    return the merged rows on all ranks.
+
+    Args:
+        rows: One row per sample of the window; zeros for samples of other ranks.
+        first_pass: Has the all-reduce, a sum over the ranks.
+    """
+    if rows.dtype != torch.bool:
+        return first_pass.all_reduce(rows)
+    return first_pass.all_reduce(rows.to(torch.uint8)).bool()
 
 
-def _with_rows(value: Tensor, window: Window) -> tuple[int, ...]:
-    return (window.num_samples, *value.shape[1:])
+def _check_same_values(expected: list[Any], values: list[Any]) -> None:
+    """Check that the values other than tensors in the model's outputs are the same for two
+    micro-batches, as the loss of the whole window gets those of one of them.
+
+    Raises:
+        LossNotAdditive: If they differ.
+    """
+    if expected != values:
+        raise LossNotAdditive(
+            "the model returns numbers that are not the same for all micro-batches "
+            f"({expected[:4]} and {values[:4]}), but the loss of the whole window would use those "
+            "of one micro-batch: return tensors with one row per sample."
+        )
 
 
-def _check_rows(name: str, value: Tensor, rows: Tensor, num_samples: int) -> None:
-    if value.dim() and len(value) == num_samples and value.shape[1:] == rows.shape[1:]:
+def _zero_rows(output: Tensor, window: Window) -> Tensor:
+    """Return zeros with one row per sample of the window, with the row shape, dtype and device of a
+    micro-batch's output.
+    """
+    return output.new_zeros((window.num_samples, *output.shape[1:]))
+
+
+def _check_rows(name: str, output: Tensor, rows: Tensor, num_samples: int) -> None:
+    """Check that an output of a micro-batch has one row per sample, of the same shape as in the
+    other micro-batches of the window.
+
+    Args:
+        name: The name of the output.
+        output: The output of the micro-batch.
+        rows: The rows of the whole window, into which it will be copied.
+        num_samples: The number of samples of the micro-batch.
+
+    Raises:
+        LossNotAdditive: If it does not.
+    """
+    has_rows = output.dim() > 0 and len(output) == num_samples
+    if has_rows and output.shape[1:] == rows.shape[1:]:
         return
     raise LossNotAdditive(
-        f"the model's {name!r} has shape {list(value.shape)} for {num_samples} samples, and rows "
+        f"the model's {name!r} has shape {list(output.shape)} for {num_samples} samples, and rows "
         f"of shape {list(rows.shape[1:])} in another micro-batch, so the rows of a window cannot "
-        "be put together. Pad all batches to one width, or return one vector per sample."
+        "be concatenated. Pad all batches to one length, or return one vector per sample."
     )
 
 
-def _fixed_numbers(like: Tensor) -> Tensor:
-    """Return a number for each place in a row, which does not depend on the size of the row."""
-    numbers = torch.ones((), device=like.device, dtype=like.dtype)
-    for axis, size in enumerate(like.shape[1:]):
-        places = torch.arange(1, size + 1, device=like.device, dtype=like.dtype)
-        numbers = numbers.unsqueeze(-1) * torch.cos(places * (axis + 1.5))
-    return numbers
+def _row_constants(output: Tensor) -> Tensor:
+    """Return the constants that `ProbeLoss` adds to a model output: one for each element of a row,
+    a product of cosines of its coordinates.
+
+    A constant depends only on the coordinates, not on the size of the row, so padding does not
+    change it.
+
+    Returns:
+        A tensor of shape output.shape[1:].
+    """
+    constants = torch.ones((), device=output.device, dtype=output.dtype)
+    for dim, size in enumerate(output.shape[1:]):
+        coordinates = torch.arange(1, size + 1, device=output.device, dtype=output.dtype)
+        constants = constants.unsqueeze(-1) * torch.cos(coordinates * (dim + 1.5))
+    return constants
 
 
 def parameters_of(whole_batch: WholeBatchLoss) -> list[nn.Parameter]:
-    """Return the trainable parameters of a loss that is a module."""
+    """Return the trainable parameters of the user's loss of a whole window, if it is a module;
+    otherwise [].
+    """
     if not isinstance(whole_batch, nn.Module):
         return []
     return [p for p in whole_batch.parameters() if p.requires_grad]
 
 
 def _distinct(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
+    """Drop repeated parameters, and keep the order."""
     return list(dict.fromkeys(parameters))

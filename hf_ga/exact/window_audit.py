@@ -1,8 +1,8 @@
 """The audits of one window, by forwards of the engine that computes it (see `audit.py`).
 
-begin    decides which micro-batches are audited
-keep     takes the numbers of the window's own forwards, which need not be computed again
-run      compares, before the gradients are reduced and the model is updated
+When created   decides which micro-batches are audited
+keep           stores the sums and counts of the window's own forwards, which need not be recomputed
+run            checks additivity, before the gradients are reduced and the model is updated
 """
 
 import warnings
@@ -14,22 +14,22 @@ import torch
 
 from hf_ga.errors import LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.audit import (
-    TIMES_ROUNDING,
+    ROUNDING_FACTOR,
     TOLERANCES,
-    Chosen,
-    Numbers,
-    Outputs,
+    ChosenCall,
+    KeptOutputs,
+    SumsAndCounts,
+    additivity_error,
+    failed_audit,
     is_small,
-    not_additive,
-    numbers_of,
-    residual,
-    together,
+    join_outputs,
+    sums_and_counts,
     uneven_part,
 )
-from hf_ga.exact.forward import extra_forwards, not_compiled
+from hf_ga.exact.forward import extra_forwards, force_eager
 from hf_ga.exact.generators import random_states
 from hf_ga.exact.hooks import Call, Counts
-from hf_ga.exact.loss import OwnSum, Sums
+from hf_ga.exact.loss import Sums, UserLoss
 from hf_ga.exact.memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -37,81 +37,98 @@ if TYPE_CHECKING:
 
 
 class WindowAudit:
-    """Tests an engine's rule on the window that it began.
+    """Checks on the training data of one window that the loss is additive, as the engine's rule
+    assumes.
+
+    Creating it chooses the micro-batches to audit.
 
     Args:
-        engine: It has planned its forwards. Its settings `is_audited` and `audits_together` decide
-            whether there are audits, and whether all ranks make the same number of forwards.
+        engine: The engine, which has begun the window and planned its forwards. Its settings
+            `is_audited` and `audits_together` decide whether there are audits, and whether all
+            ranks make the same number of forwards.
     """
 
     def __init__(self, engine: "Engine") -> None:
-        # The engine holds this audit: a circle would keep a window's tensors from being freed.
+        """Choose the micro-batches on which the additivity of the loss is checked, if it is checked
+        in this window.
+        """
+        # The engine refers to this object. A strong reference back would be a cycle, which keeps
+        # the window's tensors in memory until the garbage collector runs.
         self.engine = weakref.proxy(engine)
-        self._chosen: list[Chosen] = []
-        self._numbers: dict[int, Numbers] = {}
-        self._outputs: list[Outputs] = []
+        self._chosen: list[ChosenCall] = []
+        self._results: dict[int, SumsAndCounts] = {}  # by the index of the micro-batch
+        self._kept_outputs: list[KeptOutputs] = []
         if self.is_on and engine.has_targets and engine.window.num_samples > 1:
             self._choose()
 
     @property
     def is_on(self) -> bool:
-        """Whether this window is audited: not where it is one micro-batch, as nothing is split, nor
-        where the loop computes the loss."""
+        """Whether the additivity of the loss is checked (audited) in this window.
+
+        It is not if the window is a single micro-batch (nothing is split), in evaluation, if audits
+        are turned off, or if the training loop computes the loss sums itself.
+        """
         engine = self.engine
-        is_whole = engine.backend.num_processes == 1 and len(engine.window.batches) == 1
+        is_one_batch = engine.backend.num_processes == 1 and len(engine.window.batches) == 1
         is_wanted = engine.is_audited and engine.is_training and engine.loss.is_audited
-        return is_wanted and not is_whole
+        return is_wanted and not is_one_batch
 
     def keep(self, outputs: Any, sums: Sums, counts: Counts) -> None:
-        """Keep what was computed for the current micro-batch, to compare with.
+        """Store the loss sums of the current micro-batch's training forward, as the additivity
+        check at the end of the window compares with them.
 
         Args:
-            outputs: What the model returned for it. They are kept if they are small and the loss
-                is a function of them.
-            sums: See `Loss.sums`.
-            counts: See `Loss.sums`.
+            outputs: What the model returned for the micro-batch. They are kept, too, if they are
+                small and the loss is the user's `loss_fn`.
+            sums: Its loss sums, see `Loss.sums`.
+            counts: Its numbers of targets, see `Loss.sums`.
         """
         if not self.is_on:
             return
         call = self.engine.call
         is_chosen = any(chosen.call.index == call.index for chosen in self._chosen)
-        is_kept = isinstance(self.engine.loss, OwnSum) and call.weight and is_small(outputs)
-        if not is_chosen and not is_kept:
+        keeps_outputs = isinstance(self.engine.loss, UserLoss) and call.weight and is_small(outputs)
+        if not is_chosen and not keeps_outputs:
             return
-        additive = self.engine.loss.additive
-        if additive is not self.engine.loss:
-            sums, counts = additive.sums(outputs, call)
-        numbers = numbers_of(sums, counts)
-        self._numbers[call.index] = numbers
-        if is_kept:
-            self._outputs.append(Outputs(outputs, call.batch, len(call.micro_batch), numbers))
+        additive_loss = self.engine.loss.additive
+        if additive_loss is not self.engine.loss:
+            sums, counts = additive_loss.sums(outputs, call)
+        result = sums_and_counts(sums, counts)
+        self._results[call.index] = result
+        if keeps_outputs:
+            num_samples = len(call.micro_batch)
+            self._kept_outputs.append(KeptOutputs(outputs, call.batch, num_samples, result))
 
     def run(self) -> None:
-        """Test the rule on this window.
+        """Check that the loss is additive on the chosen micro-batches of this window.
 
         Raises:
-            LossNotAdditive: If it does not hold.
+            LossNotAdditive: If it is not.
             UnkeyedRandomness: If a forward drew from a random generator.
         """
         engine = self.engine
-        has_work = self._chosen or len(self._outputs) > 1
+        has_work = self._chosen or len(self._kept_outputs) > 1
         if not has_work or not self.is_on or engine.status.failure is not None:
             return
-        call = engine.call
+        current_call = engine.call
         # Compiled layers would be compiled again for forwards without gradients.
-        with torch.no_grad(), extra_forwards(engine.model), not_compiled():
+        with torch.no_grad(), extra_forwards(engine.model), force_eager():
             self._audit_outputs()
             for chosen in self._chosen:
                 self._audit_call(chosen)
-        engine.call = call  # the audits made others
+        engine.call = current_call  # the forwards of the audits replaced it
 
     def run_together(self) -> None:
-        """Run the audits of ranks whose forwards are collectives, before the window's own: FSDP
-        keeps the gradients of a window where other forwards would disturb them.
+        """Check the additivity of the loss before the window's training forwards, if forwards are
+        collectives (FSDP). All ranks must call it, as they make the same number of forwards.
+
+        The check comes first because FSDP holds gradients of the window between its training
+        forwards, which other forwards would disturb.
 
         Raises:
-            LossNotAdditive: If the rule does not hold.
-            ProcessFailed: If it does not hold on another rank.
+            LossNotAdditive: If the loss is not additive on this rank.
+            UnkeyedRandomness: If a forward of this rank drew from a random generator.
+            ProcessFailed: If the audit failed on another rank.
         """
         if not self._chosen:
             return
@@ -120,127 +137,173 @@ class WindowAudit:
             try:
                 self.run()
             except (LossNotAdditive, UnkeyedRandomness) as error:
-                engine.status.failure = error  # of all ranks, which are all here
+                engine.status.failure = error  # exchanged below: all ranks reach that point
         if engine.backend.num_processes > 1 or engine.status.failure is not None:
             engine.backend.all_reduce_status(engine.status)  # raises on all ranks
 
     def _choose(self) -> None:
+        """Choose the micro-batches on which the additivity of the loss is checked. If forwards are
+        collectives (FSDP), all ranks choose the same number of micro-batches.
+        """
         engine = self.engine
         audits = engine.window.state.audits
         self._chosen = audits.choose(engine.calls)
         if engine.audits_together:
-            number = engine.backend.most_on_a_rank(len(self._chosen))
-            self._chosen += audits.more(engine.calls, number - len(self._chosen))
+            max_over_ranks = engine.backend.most_on_a_rank(len(self._chosen))
+            num_missing = max_over_ranks - len(self._chosen)
+            self._chosen += audits.choose_more(engine.calls, num_missing)
 
     def _audit_outputs(self) -> None:
-        """Check that the user's loss of all outputs together is that of the micro-batches."""
-        whole = together(self._outputs)
-        if whole is None:
+        """Check the user's loss function on the kept outputs: its sum for all of them together must
+        be the sum of those for each micro-batch.
+
+        Raises:
+            LossNotAdditive: If it is not.
+        """
+        joined = join_outputs(self._kept_outputs)
+        if joined is None:
             return
         engine = self.engine
-        outputs, batch = whole
+        outputs, batch = joined
         with engine.backend.autocast():
             sums, counts = engine.loss.sums(outputs, Call(engine.call.micro_batch, batch))
-        parts = [kept.numbers for kept in self._outputs]
-        error = residual(numbers_of(sums, counts), parts)
+        results = [kept.result for kept in self._kept_outputs]
+        error = additivity_error(sums_and_counts(sums, counts), results)
         if error > TOLERANCES[torch.float32]:
-            raise not_additive(engine.window.description, error, engine.rule.name)
+            raise failed_audit(engine.window.description, error, engine.rule.name)
 
-    def _audit_call(self, chosen: Chosen) -> None:
-        """Audit one call, and note it. If it does not fit into memory, warn and leave it out."""
+    def _audit_call(self, chosen: ChosenCall) -> None:
+        """Check the additivity of the loss on one micro-batch, and record that it was audited.
+
+        If the forwards run out of memory, warn and skip the check; if forwards are collectives
+        (FSDP), raise instead.
+
+        Raises:
+            LossNotAdditive: If the loss is not additive.
+        """
         engine = self.engine
         try:
-            for first, second in self._comparisons(chosen):
-                self._compare(first, second, chosen)
+            for first, second in self._groups_to_compare(chosen):
+                self._check_additivity(first, second, chosen)
         except Exception as error:
             if not is_out_of_memory(error) or engine.audits_together:
                 raise
             where = engine.window.description
             warnings.warn(
-                f"hf_ga: {where}: an audit ran out of memory and was left out.", stacklevel=2
+                f"hf_ga: {where}: an audit ran out of memory and was skipped.", stacklevel=2
             )
-        engine.window.state.audits.note(chosen)
+        engine.window.state.audits.record(chosen)
 
-    def _comparisons(self, chosen: Chosen) -> list[tuple[np.ndarray, np.ndarray]]:
-        """Choose pairs of groups of samples, as offsets in the window, to be compared with both
-        together.
+    def _groups_to_compare(self, chosen: ChosenCall) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Choose the groups of samples of an additivity check: pairs whose loss sums are compared
+        with the sum of both groups computed together.
 
-        They are the two parts of the call; where all of its samples are of the new kind, also some
-        of them and as many others.
+        The first pair is the micro-batch, split in two. If all of its samples have the same new
+        data pattern, or it is a single sample, another pair is half of it and as many samples of
+        other micro-batches. If forwards are collectives, there is exactly one pair on all ranks:
+        the micro-batch and samples of others.
+
+        Args:
+            chosen: The micro-batch to audit.
+
+        Returns:
+            Pairs of offsets of samples in the window.
         """
         window = self.engine.window
-        own = window.offsets_of(chosen.call.micro_batch)
-        others = np.setdiff1d(window.offsets, own)
+        inside = window.offsets_of(chosen.call.micro_batch)
+        outside = np.setdiff1d(window.offsets, inside)
 
-        def some_others(number: int) -> np.ndarray:
-            spread = np.linspace(0, len(others) - 1, number).astype(int)
-            return others[np.unique(spread)]
+        def spread_outside(num_samples: int) -> np.ndarray:
+            """Choose at most this many samples of other micro-batches, evenly spread."""
+            indices = np.linspace(0, len(outside) - 1, num_samples).astype(int)
+            return outside[np.unique(indices)]
 
-        first = uneven_part(len(own))
-        halves = own[first], np.delete(own, first)
-        if self.engine.audits_together:  # the same number of forwards on all ranks
-            return [(own, some_others(max(1, len(own) - 1))) if len(others) else halves]
-        pairs = [halves] if len(own) > 1 else []
-        if len(others) and (chosen.is_uniform or len(own) == 1):
-            number = max(1, len(own) // 2)
-            pairs.append((own[:number], some_others(number)))
+        first_part = uneven_part(len(inside))
+        two_parts = inside[first_part], np.delete(inside, first_part)
+        if self.engine.audits_together:
+            if len(outside) == 0:
+                return [two_parts]
+            return [(inside, spread_outside(max(1, len(inside) - 1)))]
+        pairs = [two_parts] if len(inside) > 1 else []
+        if len(outside) and (chosen.is_uniform or len(inside) == 1):
+            num_samples = max(1, len(inside) // 2)
+            pairs.append((inside[:num_samples], spread_outside(num_samples)))
         return pairs
 
-    def _compare(self, first: np.ndarray, second: np.ndarray, chosen: Chosen) -> None:
-        """Check that the numbers of two groups of samples add up to those of both together.
+    def _check_additivity(self, first: np.ndarray, second: np.ndarray, chosen: ChosenCall) -> None:
+        """Check that the loss sums and target counts of two groups of samples add up to those of
+        both groups together.
+
+        Args:
+            first: Offsets in the window of the samples of one group.
+            second: Those of the other group.
+            chosen: The micro-batch that is audited. If it consists of the two groups, the result of
+                its own forward is used again.
 
         Raises:
-            LossNotAdditive: If they do not.
+            LossNotAdditive: If they do not add up, up to rounding.
         """
         engine = self.engine
         groups = [first, second]
-        own = engine.window.offsets_of(chosen.call.micro_batch)
-        is_call = np.array_equal(np.sort(np.concatenate(groups)), np.sort(own))
-        known = self._numbers.get(chosen.call.index) if is_call else None
+        both = np.concatenate(groups)
+        micro_batch_offsets = engine.window.offsets_of(chosen.call.micro_batch)
+        is_micro_batch = np.array_equal(np.sort(both), np.sort(micro_batch_offsets))
+        known = self._results.get(chosen.call.index) if is_micro_batch else None
         if known is None or engine.audits_together:
-            *numbers, whole = self._numbers_of([*groups, np.concatenate(groups)])
+            *parts, whole = self._compute([*groups, both])
         else:
-            numbers = self._numbers_of(groups)
+            parts = self._compute(groups)
             whole = known
-        error = residual(whole, numbers)
-        if error > self._tolerance(error, groups):
-            ids = engine.window.sample_ids[np.concatenate(groups)].tolist()
-            where = f"{engine.window.description}, samples {ids[:8]}"
-            raise not_additive(where, error, engine.rule.name, chosen.new)
+        error = additivity_error(whole, parts)
+        if error > self._tolerance(error, both):
+            sample_ids = engine.window.sample_ids[both].tolist()
+            where = f"{engine.window.description}, samples {sample_ids[:8]}"
+            raise failed_audit(where, error, engine.rule.name, chosen.new_patterns)
 
-    def _numbers_of(self, groups: list[np.ndarray]) -> list[Numbers]:
-        """Compute sums and counts of groups of the window's samples, by forwards without gradients.
+    def _compute(self, groups: list[np.ndarray]) -> list[SumsAndCounts]:
+        """Compute the loss sums and target counts of groups of the window's samples, with one
+        forward without gradients per group and the dropout masks of the training forwards.
 
         Args:
-            groups: Offsets in the window.
+            groups: For each group, the offsets of its samples in the window.
+
+        Raises:
+            UnkeyedRandomness: If a forward drew from a random generator.
         """
         engine = self.engine
         loss = engine.loss.additive
         state = engine.window.state
         num_plain = state.num_plain
         before = random_states()
-        found = []
+        results = []
         with engine.scope(), engine.backend.autocast():
             for index, micro_batch in enumerate(engine.window.split(groups).micro_batches):
                 counts = loss.count(micro_batch.batch, len(micro_batch))
                 outputs = engine.forward_of(Call(micro_batch, index=index, counts=counts))
-                found.append(numbers_of(*loss.sums(outputs, engine.call)))
-        state.num_plain = num_plain  # which counts what is trained on
+                results.append(sums_and_counts(*loss.sums(outputs, engine.call)))
+        # The number of micro-batches computed without speed-ups counts training forwards only.
+        state.num_plain = num_plain
         engine.check_generators(before)
-        return found
+        return results
 
-    def _tolerance(self, error: float, halves: list[np.ndarray]) -> float:
-        """Return the relative error that rounding may cause: in doubt, as much as another order of
-        the same samples does.
+    def _tolerance(self, error: float, offsets: np.ndarray) -> float:
+        """Return the relative error of additivity that rounding may cause.
+
+        It is a constant for each dtype. If the error is larger and forwards are not collectives,
+        the samples are also computed in two orders, and a multiple of the difference is tolerated.
+
+        Args:
+            error: The relative error that was found.
+            offsets: Offsets in the window of the samples that were compared.
         """
         engine = self.engine
-        device = engine.backend.device.type
+        device_type = engine.backend.device.type
         with engine.backend.autocast():
-            is_autocast = torch.is_autocast_enabled(device)
-            dtype = torch.get_autocast_dtype(device) if is_autocast else torch.float32
+            is_autocast = torch.is_autocast_enabled(device_type)
+            dtype = torch.get_autocast_dtype(device_type) if is_autocast else torch.float32
         tolerance = TOLERANCES[dtype]
         if error <= tolerance or engine.audits_together:
             return tolerance
-        whole = np.concatenate(halves)
-        in_order, reversed_order = self._numbers_of([whole, whole[::-1]])
-        return max(tolerance, TIMES_ROUNDING * residual(in_order, [reversed_order]))
+        in_order, reversed_order = self._compute([offsets, offsets[::-1]])
+        rounding_error = additivity_error(in_order, [reversed_order])
+        return max(tolerance, ROUNDING_FACTOR * rounding_error)

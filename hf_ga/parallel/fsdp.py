@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.backend import Backend, RankStatus, sum_over_ranks
 from hf_ga.exact.engine import FILLER, stand_in
-from hf_ga.exact.forward import gradients_apart
+from hf_ga.exact.forward import fresh_gradients
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.precision import LOW_PRECISION
@@ -251,7 +251,7 @@ class ShardedBackend(Backend):
         if isinstance(model, FullyShardedDataParallel):
             # FSDP1 clips all gradients of the model: hide those that belong to other optimizers.
             others = set(model.parameters()) - set(parameters)
-            with gradients_apart(list(others)):
+            with fresh_gradients(list(others)):
                 return model.clip_grad_norm_(max_norm)
         norm = super().clip(model, parameters, max_norm)
         if isinstance(norm, DTensor):

@@ -27,7 +27,7 @@ from hf_ga.errors import ConfigError, NonFinite
 from hf_ga.exact.backend import check_supported
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.engine import Engine
-from hf_ga.exact.forward import gradients_apart, module_modes
+from hf_ga.exact.forward import fresh_gradients, module_modes
 from hf_ga.exact.generators import random_states
 from hf_ga.exact.loss import HeadMean
 from hf_ga.exact.precision import check_optimizer, check_precision
@@ -157,7 +157,7 @@ class Pipeline:
                 "gradients in the order of their schedule: omit it."
             )
         before = random_states()
-        with gradients_apart(engine.parameters):
+        with fresh_gradients(engine.parameters):
             engine.begin(window)
             with engine.keeping_failures(), engine.scope():
                 if engine.calls and engine.has_targets:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.exact.batches import IGNORED_LABEL, Batch
-from hf_ga.exact.forward import output_of
+from hf_ga.exact.forward import get_output
 from hf_ga.proof.probes import ANSWER_POSITIONS, NUM_IN_A, SENTENCE_LABELS
 
 MAX_LABEL_BATCHES = 10  # maximum number of batches to show the classes of a head
@@ -52,7 +52,7 @@ def num_classes(outputs: Any, labels: Tensor) -> int | None:
         returned no logits of this shape. A caller must not guess then: a label that is not a class
         triggers a device-side assert on a GPU, which ends the process.
     """
-    logits = output_of(outputs, "logits")
+    logits = get_output(outputs, "logits")
     if not isinstance(logits, Tensor) and isinstance(outputs, tuple) and len(outputs) > 1:
         logits = outputs[1]  # (loss, logits), as transformers returns without return_dict
     if not isinstance(logits, Tensor) or logits.shape[:-1] != labels.shape:

@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive, UnkeyedRandomness
-from hf_ga.exact.backend import LocalBackend, added
+from hf_ga.exact.backend import LocalBackend, sum_counts
 from hf_ga.exact.batches import (
     IGNORED_LABEL,
     Batch,
@@ -30,11 +30,11 @@ from hf_ga.exact.fetch import BatchFetcher, WindowRequest
 from hf_ga.exact.forward import (
     LossFunction,
     argument_filter,
+    call_loss_fn,
     extra_forwards,
-    gradients_apart,
+    force_eager,
+    fresh_gradients,
     head_loss,
-    not_compiled,
-    own_loss,
     restored_modes,
     run_forward,
     unwrapped,
@@ -129,7 +129,7 @@ class Prober:
             extra_forwards(self.model),
             restored_modes(self.model),
             full_precision(self.model),
-            not_compiled(),
+            force_eager(),
         ):
             # If the model is in training mode, its submodules keep their modes, evaluation mode
             # included: this is how it will be trained.
@@ -137,7 +137,7 @@ class Prober:
                 self.model.train()
             self._entries = Entries(self._collate_in_float32, self.samples_by_length[-1])
             # A few samples, one by one, show entries that do not have one row per sample.
-            self._entries.look_at(self.candidates[::4])
+            self._entries.inspect_samples(self.candidates[::4])
             # Raises if a batch of the shortest and the longest sample cannot be split into samples.
             self.collate([self.samples_by_length[0], self.samples_by_length[-1]])
             self._initial_buffers = {name: b.clone() for name, b in self.model.named_buffers()}
@@ -164,7 +164,7 @@ class Prober:
             partial(self._forward_copies, self.samples_by_length[-1]),
             allow_split_dependent_randomness=allow_split_dependent_randomness,
         )
-        if self._entries.joined and self.dropout.sites:
+        if self._entries.ragged and self.dropout.sites:
             self._check_masks_of_joined_rows(allow_split_dependent_randomness)
         for module in self.dropout.unkeyed:
             module.training = False
@@ -182,7 +182,7 @@ class Prober:
         joined_sites = self._sites_of_joined_rows(allow_split_dependent_randomness)
         if joined_sites and not allow_split_dependent_randomness:
             site_names = ", ".join(dict.fromkeys(site.name for site in joined_sites))
-            entry_names = ", ".join(sorted(self._entries.joined))
+            entry_names = ", ".join(sorted(self._entries.ragged))
             raise UnkeyedRandomness(
                 f"{site_names} draws dropout masks for the rows of {entry_names}, which does not "
                 "have exactly one row per sample, so the masks cannot be tied to samples. Set this "
@@ -199,7 +199,7 @@ class Prober:
         Runs the model on copies of the sample with the fewest rows in the entries that concatenate
         the rows of all samples, then on copies of the sample with the most rows.
         """
-        by_num_rows = sorted(self.candidates, key=self._entries.num_joined)
+        by_num_rows = sorted(self.candidates, key=self._entries.count_ragged_rows)
         sites_with_fewest, sites_with_most = [
             find_dropout_sites(
                 self.model,
@@ -235,14 +235,14 @@ class Prober:
 
         Returns:
             The batch. An entry in which samples do not have one row each (the patches of all
-            images) is replaced by `Parts`, a list with the rows of each sample.
+            images) is replaced by `RowsPerSample`, a list with the rows of each sample.
         """
         return self._entries.split(self._collate_seeded(samples), samples)
 
     def on_device(self, batch: Batch) -> dict[str, Any]:
         """Return a probe batch on the model's device, in the form that the model gets.
 
-        Each entry of `Parts`, which `collate` has split, is concatenated again.
+        Each entry of `RowsPerSample`, which `collate` has split, is concatenated again.
         """
         return send_to_device(put_together(batch), self.device)
 
@@ -322,7 +322,7 @@ class Prober:
             positions=window_positions,
             sample_ids=window_positions,
             micro_batches=np.split(np.arange(len(window_positions)), ends[:-1]),
-            whole_window=True,  # so that the engine never collates these samples to another width
+            pad_to_window=True,  # so that the engine never collates these samples to another width
         )
         fetcher = BatchFetcher({} if window_batch is None else window_batch, self.sample_entries)
         return Window(request, fetcher, [put_together(batch) for batch in batches])
@@ -379,7 +379,7 @@ class Prober:
         with ExitStack() as stack:
             for speed_up in self.speed_ups:
                 stack.enter_context(speed_up.trial())
-            stack.enter_context(gradients_apart(self.parameters))
+            stack.enter_context(fresh_gradients(self.parameters))
             result = compute(engine, self._window(batches, positions, window_batch))
             for name, parameter in self.model.named_parameters():
                 if parameter.grad is not None:
@@ -403,10 +403,10 @@ class Prober:
         with torch.no_grad(), engine.scope():
             for index in range(len(engine.calls)):
                 with engine.micro_batch(index) as batch:
-                    term, counts = engine.term(engine.forward(batch))
+                    term, counts = engine.loss_term(engine.forward(batch))
                     mean_loss += float(term)
                     if self.loss.counts_in_forward:
-                        engine.status.counts = added(engine.status.counts, counts)
+                        engine.status.counts = sum_counts(engine.status.counts, counts)
         if self.loss.counts_in_forward:
             # The terms were divided by the number of samples, because only the forwards show the
             # number of targets. NaN if there are none.
@@ -451,5 +451,5 @@ class BatchLoss(Loss):
         """Return the batch's own loss, and 1 target. Sets `num_targets` if there is a `loss_fn`."""
         if self.loss_fn is None:
             return (head_loss(outputs),), (1,)
-        total, self.num_targets = own_loss(self.loss_fn, outputs, call.batch)
+        total, self.num_targets = call_loss_fn(self.loss_fn, outputs, call.batch)
         return (total,), (1,)

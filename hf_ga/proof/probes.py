@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.batches import IGNORED_LABEL, Batch, marks_tokens
+from hf_ga.exact.batches import IGNORED_LABEL, Batch, is_padding_mask
 
 # Maximum relative error of a loss or a gradient that may be rounding. The error of a parameter's
 # gradient is relative to its own norm plus FLOOR times the norm of the gradient of all parameters.
@@ -205,7 +205,7 @@ def applicable_rules(arguments: Batch) -> list[str]:
     if labels.dim() == 1:
         return ["labels", "samples"]
     rules = ["shifted labels", "labels", "samples"]
-    if marks_tokens(arguments.get("attention_mask")):
+    if is_padding_mask(arguments.get("attention_mask")):
         rules.append("attended tokens")
     return rules
 

@@ -16,11 +16,11 @@ from hf_ga.exact.batches import Batch, take_rows
 from hf_ga.exact.entries import put_together
 from hf_ga.exact.forward import LossFunction, restored_buffers, restored_modes
 from hf_ga.exact.hooks import SpeedUp
-from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, OwnSum, SumOfMeans, WithRouter
+from hf_ga.exact.loss import COUNTING_RULES, HeadMean, Loss, SumOfMeans, UserLoss, WithRouter
 from hf_ga.exact.override import override
 from hf_ga.exact.router import Router
 from hf_ga.exact.rule import structure_of
-from hf_ga.exact.sums_of_means import kind_of
+from hf_ga.exact.sums_of_means import find_sum_of_means
 from hf_ga.proof import causes
 from hf_ga.proof.coverage import (
     num_classes,
@@ -150,7 +150,7 @@ class Prover(Prober):
             effect on the trial batch, or changes loss or gradient. None if it passes.
         """
         # A loss_fn, and a head whose loss is a sum of several means, read the logits.
-        is_sum_of_means = kind_of(self._model_arguments(batch)) is not None
+        is_sum_of_means = find_sum_of_means(self._model_arguments(batch)) is not None
         reason = speed_up.attach(
             self.model,
             self.dropout,
@@ -250,7 +250,7 @@ class Prover(Prober):
         """
         if self.loss_fn is not None:
             return None
-        name = kind_of(self._model_arguments(batches["A+B"]))
+        name = find_sum_of_means(self._model_arguments(batches["A+B"]))
         if name is None:
             return None
         self.loss = SumOfMeans(name)
@@ -304,7 +304,7 @@ class Prover(Prober):
                 message = _no_rule_message(self.model, cause, residuals, counts, losses)
             raise _loss_not_additive(message, cause)
         rule = fitting[0]
-        loss = OwnSum(self.loss_fn) if is_sum else HeadMean(rule)
+        loss = UserLoss(self.loss_fn) if is_sum else HeadMean(rule)
         return loss, residuals[rule]
 
     def _count_targets(
@@ -322,7 +322,7 @@ class Prover(Prober):
             numbers that it returned.
         """
         if self.loss_fn is not None:
-            return {OwnSum.name: [results[group].num_targets for group in GROUP_ROWS]}
+            return {UserLoss.name: [results[group].num_targets for group in GROUP_ROWS]}
         rules = applicable_rules(self._model_arguments(batches["A+B"]))
         return {
             rule: [

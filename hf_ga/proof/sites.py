@@ -55,7 +55,7 @@ def find_dropout_sites(
     ]
     for site in finder.sites.values():
         try:
-            site.axis = sample_dim(site.shapes)
+            site.sample_dim = sample_dim(site.shapes)
         except ValueError as error:
             site.is_keyed = False
             unkeyed_modules.append(site.module)

@@ -19,7 +19,7 @@ from torch import nn
 from hf_ga.exact.forward import LossFunction, module_modes, restored_buffers
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.rule import Rule
-from hf_ga.exact.whole_window import Projection, WholeBatchLoss
+from hf_ga.exact.whole_window import ProbeLoss, WholeBatchLoss
 from hf_ga.proof.prover import Prover
 from hf_ga.proof.whole_batch import (
     check_same_in_both_passes,
@@ -65,7 +65,7 @@ def prove(
             used_outputs = find_used_outputs(prover, whole_batch)
             # Prove a simple loss of the same outputs first: it is additive only if the outputs of
             # a sample do not depend on the other samples of its micro-batch.
-            prover.loss_fn = Projection(used_outputs)
+            prover.loss_fn = ProbeLoss(used_outputs)
         prover.find_dropout(allow_split_dependent_randomness)
         if whole_batch is not None:
             check_same_in_both_passes(prover)
@@ -82,7 +82,7 @@ def prove(
     return Rule(
         loss=loss,
         dropout=prover.dropout,
-        pad_to_window=width_matters is not False or loss.one_width,
+        pad_to_window=width_matters is not False or loss.needs_same_padded_length,
         width_matters=width_matters,
         residual=residual,
         modes=modes,

@@ -87,10 +87,10 @@ def find_used_outputs(prover: Prover, whole_batch: WholeBatchLoss) -> UsedOutput
         differentiable_rows = {name for name in per_sample if tensors[name].requires_grad}
         read_only = per_sample - differentiable_rows
     return UsedOutputs(
-        of_samples=frozenset(differentiable_rows),
+        per_sample=frozenset(differentiable_rows),
         shared=frozenset(shared),
-        read=frozenset(read_only),
-        parameters=uses_parameters,
+        without_gradient=frozenset(read_only),
+        uses_parameters=uses_parameters,
     )
 
 

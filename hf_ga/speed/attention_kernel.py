@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from hf_ga.exact.mask_kernel import is_kept, mixed
-from hf_ga.exact.masks import _threshold
+from hf_ga.exact.masks import keep_threshold
 
 MAX_HEAD_DIM = 256
 MIN_BLOCK = 16  # tl.dot multiplies no smaller matrices
@@ -726,7 +726,7 @@ class AttentionConfig:
             "product_scale": self.scale / self.softcap if has_softcap else self.scale * LOG2_E,
             "tanh_scale": self.softcap * LOG2_E if has_softcap else 1.0,
             "dropout_scale": 1.0 / (1.0 - self.drop_probability),
-            "keep_threshold": _threshold(self.drop_probability),
+            "keep_threshold": keep_threshold(self.drop_probability),
             "sliding_window": 0 if self.sliding_window is None else self.sliding_window,
             "IS_CAUSAL": self.is_causal,
             "HAS_SLIDING_WINDOW": self.sliding_window is not None,

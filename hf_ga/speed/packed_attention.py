@@ -198,10 +198,10 @@ class PackedAttention:
         Its mask must be keyed by sample and have the shape (samples, num_heads, queries, keys).
         Otherwise, or if the site is not known, returns None.
         """
-        if not self._dropout.is_keyed(drop_probability):
+        if not self._dropout.needs_mask(drop_probability):
             return None
         site = self._dropout.next_site()
-        if site is None or site.axis != 0:
+        if site is None or site.sample_dim != 0:
             return None
         shape = site.shapes[0]
         return site if len(shape) == 4 and shape[1] == num_heads else None

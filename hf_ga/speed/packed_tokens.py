@@ -13,7 +13,7 @@ from torch import Tensor
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout import DropoutSite, SampleMasks
 from hf_ga.exact.hashing import mixed, signed
-from hf_ga.exact.masks import apply_dropout_mask, drop, keep_columns, over_axes, row_keys
+from hf_ga.exact.masks import apply_dropout_mask, drop, fold_in_coordinates, keep_columns, row_keys
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ class PackedMasks:
         # Hash the same coordinates as for padded samples: sample, row 0, column, then the rest.
         sample_keys = row_keys(self.padded_masks.keys ^ signed(site.key), [1])[:, 0]
         token_keys = mixed(sample_keys[self.tokens.samples] ^ self.tokens.columns)
-        keys = over_axes(token_keys, shape[2:-1])
+        keys = fold_in_coordinates(token_keys, shape[2:-1])
         return keep_columns(keys, shape[-1], drop_probability).view(shape)
 
     def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
@@ -176,7 +176,7 @@ class PackedMasks:
             UnkeyedRandomness: If not, so that the mask cannot be tied to tokens.
         """
         is_packed = len(shape) >= 3 and shape[:2] == self.tokens.packed_shape
-        matches_padded_mask = site.axis == 0 and len(shape) == len(site.shapes[0])
+        matches_padded_mask = site.sample_dim == 0 and len(shape) == len(site.shapes[0])
         if not is_packed or not matches_padded_mask:
             raise UnkeyedRandomness(
                 f"{site.name} draws a mask of shape {list(shape)} for packed tokens, but "

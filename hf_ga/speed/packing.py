@@ -131,10 +131,10 @@ class Packing(SpeedUp):
         self._tokens = _tokens_to_pack(call, self._padding_ratio_to_exceed(device))
         if self._tokens is not None:
             self._was_packed = True
-            self._padded_masks = self._dropout.source
+            self._padded_masks = self._dropout.mask_source
             self._packed_masks = PackedMasks(self._tokens, self._padded_masks)
             self._attention.start_micro_batch(self._samples_for_kernel(call))
-            self._dropout.source = self
+            self._dropout.mask_source = self
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:

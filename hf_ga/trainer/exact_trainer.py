@@ -32,9 +32,9 @@ from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import (
     LossFunction,
     argument_filter,
+    call_loss_fn,
     callable_module,
     module_modes,
-    own_loss,
 )
 from hf_ga.exact.lengths import find_lengths
 from hf_ga.exact.override import override
@@ -429,7 +429,7 @@ class ExactTrainerMixin:
                 model, inputs, return_outputs, num_items_in_batch=num_items_in_batch
             )
         outputs = model(**argument_filter(model)(inputs))
-        loss_sum, num_targets = own_loss(self.loss_sums, outputs, inputs)
+        loss_sum, num_targets = call_loss_fn(self.loss_sums, outputs, inputs)
         loss = loss_sum / (num_targets or 1.0)
         return (loss, outputs) if return_outputs else loss
 

@@ -10,7 +10,7 @@ from transformers import Trainer
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import Batch
 from hf_ga.exact.forward import argument_filter
-from hf_ga.exact.sums_of_means import kind_of
+from hf_ga.exact.sums_of_means import find_sum_of_means
 from hf_ga.trainer.pairs import chosen_first, forward_of_pairs, has_pairs
 
 
@@ -60,7 +60,7 @@ class TrainerLoss(nn.Module):
         if self._has_pairs:
             model = partial(forward_of_pairs, self.model)
             return self._compute_loss(model, chosen_first(batch), num_items_in_batch=num_items)
-        has_sum_of_means = kind_of(batch) is not None
+        has_sum_of_means = find_sum_of_means(batch) is not None
         if not has_sum_of_means:
             return self._compute_loss(self.model, batch, num_items_in_batch=num_items)
         loss, outputs = self._compute_loss(

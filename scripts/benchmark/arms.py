@@ -77,7 +77,7 @@ class _NativeDropout(KeyedDropout):
         """Run the block without replacing any dropout."""
         yield
 
-    def is_keyed(self, *_: Any) -> bool:
+    def needs_mask(self, *_: Any) -> bool:
         """Return False: no dropout is keyed."""
         return False
 

@@ -17,7 +17,7 @@ from torch import nn
 
 import hf_ga
 from hf_ga.errors import DataError, HfGaError, LossNotAdditive
-from hf_ga.exact.audit import Audits, Outputs, kinds_of, residual, together
+from hf_ga.exact.audit import Audits, KeptOutputs, additivity_error, count_patterns, join_outputs
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.hooks import Call
 
@@ -157,7 +157,7 @@ def test_weights_that_add_up_to_0_have_no_mean():
         train(points(6), KnownOnly(), size=2, window=6, proof=points(7), loss_fn=signed)
 
 
-def test_the_kinds_of_rows():
+def test_the_patterns_of_rows():
     batch = {
         "labels": torch.tensor([0, 2, 2, -100]),
         "weight": torch.tensor([1.0, 0.5, float("nan"), 0.0]),
@@ -165,13 +165,18 @@ def test_the_kinds_of_rows():
         "shared": torch.ones(7),
         "text": ["a", "b", "c", "d"],
     }
-    kinds = kinds_of(batch, 4)
-    assert kinds["weight", "at most 0.5"] == 1
-    assert kinds["labels", 2] == 2 and ("labels", 1) not in kinds
-    assert {what for entry, what in kinds if entry == "weight"} >= {"NaN", "0", "1", "positive"}
-    masks = {what for entry, what in kinds if entry == "attention_mask"}
-    assert masks >= {"right padding", "left padding", "a hole", "an empty row"}
-    assert not any(entry == "shared" for entry, _ in kinds)
+    patterns = count_patterns(batch, 4)
+    assert patterns["weight", "at most 0.5"] == 1
+    assert patterns["labels", 2] == 2 and ("labels", 1) not in patterns
+    assert {what for entry, what in patterns if entry == "weight"} >= {"NaN", "0", "1", "positive"}
+    masks = {what for entry, what in patterns if entry == "attention_mask"}
+    assert masks >= {
+        "right padding",
+        "left padding",
+        "padding on both sides or between tokens",
+        "only padding",
+    }
+    assert not any(entry == "shared" for entry, _ in patterns)
 
 
 def calls_of(*labels: list[int]) -> list[Call]:
@@ -184,12 +189,12 @@ def calls_of(*labels: list[int]) -> list[Call]:
     ]
 
 
-def test_all_new_kinds_of_a_window_are_audited_and_then_the_schedule():
+def test_all_new_patterns_of_a_window_are_audited_and_then_the_schedule():
     audits = Audits()
     chosen = audits.choose(calls_of([0, 1], [0, 0], [1, 2], [2, 2]))
     assert [one.call.index for one in chosen] == [0, 2]
     for one in chosen:
-        audits.note(one)
+        audits.record(one)
     due = [number for number in range(2, 20) if audits.choose(calls_of([0, 1], [2, 1]))]
     assert due == [2, 4, 8, 16]
     (new,) = audits.choose(calls_of([0, 1], [7, 7]))
@@ -202,32 +207,32 @@ def test_a_vocabulary_is_not_audited_for_ever():
     for token in range(100):
         found += (chosen := audits.choose(calls_of([token, token])))
         for one in chosen:
-            audits.note(one)
+            audits.record(one)
     assert 16 <= len(found) <= 20
 
 
 def test_outputs_of_several_micro_batches_are_put_together():
     def kept(number, width=3):
         outputs = {"logits": torch.full((number, width), float(number)), "loss": torch.tensor(1.0)}
-        return Outputs(
+        return KeptOutputs(
             outputs, {"labels": torch.arange(number), "names": ["a"] * number}, number, []
         )
 
-    outputs, batch = together([kept(2), kept(3)])
+    outputs, batch = join_outputs([kept(2), kept(3)])
     assert outputs["logits"].shape == (5, 3) and batch["names"] == ["a"] * 5
     assert batch["labels"].tolist() == [0, 1, 0, 1, 2]
-    assert together([kept(2), kept(2, width=4)]) is None, "tokens of different widths"
-    assert together([kept(2)]) is None
+    assert join_outputs([kept(2), kept(2, width=4)]) is None, "tokens of different widths"
+    assert join_outputs([kept(2)]) is None
 
 
-def test_the_residual_compares_each_number():
+def test_the_additivity_error_compares_each_number():
     def numbers(*values):
         return [torch.tensor(value) for value in values]
 
-    assert residual(numbers(3.0, 2.0), [numbers(1.0, 1.0), numbers(2.0, 1.0)]) == 0
-    assert residual(numbers(3.0, 2.0), [numbers(1.0, 1.0), numbers(2.0, 2.0)]) == pytest.approx(
-        1 / 3
-    )
+    assert additivity_error(numbers(3.0, 2.0), [numbers(1.0, 1.0), numbers(2.0, 1.0)]) == 0
+    assert additivity_error(
+        numbers(3.0, 2.0), [numbers(1.0, 1.0), numbers(2.0, 2.0)]
+    ) == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize("precision", ["no", "bf16"])
@@ -243,12 +248,12 @@ def test_no_false_alarm_in_a_run_with_dropout(precision, own_accelerator_state):
         accelerator, model, torch.optim.SGD(model.parameters(), lr=0.1), windows
     )
     for window in [*windows, *windows]:
-        windows.state.audits.seen.clear()
+        windows.state.audits.covered.clear()
         hf_ga.train_step(accelerator, model, optimizer, window)
     assert windows.state.audits.num_audits >= 8
 
 
-def test_an_audit_that_does_not_fit_into_memory_is_left_out_and_said():
+def test_an_audit_that_does_not_fit_into_memory_is_skipped_and_said():
     """Two samples together do not fit; each one does."""
     model = KnownOnly()
 

@@ -42,7 +42,7 @@ def attend(way, inputs, kept, *arguments, p=P, **more):
     """As torch's function is replaced in a scope; the arguments are those of torch behind query,
     key and value.
     """
-    masks = SimpleNamespace(is_keyed=lambda p: True, mask=lambda shape, p: kept, attend=way)
+    masks = SimpleNamespace(needs_mask=lambda p: True, mask=lambda shape, p: kept, attend=way)
     return attention(masks, None, *inputs, *arguments, dropout_p=p, **more)
 
 

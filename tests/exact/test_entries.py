@@ -33,7 +33,7 @@ def test_any_rows_are_those_of_their_samples(first):
     """Whichever sample shows the entries: one without pixels, with one row, with two."""
     samples = samples_of([], [10], [20, 21], [], [40])
     entries = Entries(collate, samples[first])
-    entries.look_at(samples)
+    entries.inspect_samples(samples)
     whole = entries.split(collate(samples), samples)
     for rows in ([0], [1], [2], [0, 3], [2, 4], [4, 2, 0], [0, 1, 2, 3, 4]):
         taken = put_together(take_rows(whole, rows, entries.of_samples))
@@ -50,7 +50,7 @@ def test_as_many_rows_as_samples_that_are_not_theirs():
     """Two samples with two rows and none: a slice by samples would give each of them one."""
     samples = samples_of([10, 11], [], [20, 21], [])
     entries = Entries(collate, samples_of([5])[0])
-    entries.look_at(samples)
+    entries.inspect_samples(samples)
     whole = entries.split(collate(samples), samples)
     assert len(collate(samples)["pixels"]) == len(samples)
     taken = put_together(take_rows(whole, [0, 1], entries.of_samples))
@@ -81,18 +81,18 @@ def test_shared_entries_may_depend_on_the_width():
 
     samples = samples_of([], [10], [20, 21])
     entries = Entries(with_table, samples[1])
-    entries.look_at(samples)
+    entries.inspect_samples(samples)
     whole = entries.split(with_table(samples), samples)
     assert len(take_rows(whole, [0], entries.of_samples)["columns"]) == 3
-    assert not entries.joined
+    assert not entries.ragged
 
 
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (lambda batch: {"x": torch.cat([batch["x"]] * 2)}, "do not follow each other"),
+        (lambda batch: {"x": torch.cat([batch["x"]] * 2)}, "are not consecutive"),
         (lambda batch: {"labels": torch.cat([batch["x"]] * 2)}, "'labels' does not have one row"),
-        (lambda batch: {"x": batch["x"].mT}, "samples on the first axis"),
+        (lambda batch: {"x": batch["x"].mT}, "samples in the first dim"),
         (lambda batch: {"pixels": batch["pixels"][:2]}, "2 rows for 3 samples, which have 3 rows"),
     ],
     ids=["repeated", "labels", "second axis", "rows missing"],

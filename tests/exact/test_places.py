@@ -353,7 +353,7 @@ def test_what_cannot_be_identified_is_refused_when_run_again(use_reentrant):
     assert repeated_gradient("one input", None).norm() > 0
     with pytest.raises(
         UnkeyedRandomness,
-        match=r"runs block again.*8 times, and 2 of these calls had the same inputs",
+        match=r"recomputes block, .*8 times, and 2 of these calls had the same inputs",
     ):
         repeated_gradient("one input", use_reentrant)
     reference = repeated_gradient("functional", None)
@@ -408,8 +408,8 @@ def drawn_masks(bench, monkeypatch, num_windows):
     """The masks of full-batch forwards: site -> (drop probability, [mask of every window])."""
     masks = defaultdict(lambda: [None, []])
 
-    def recorded(keys, site, shape, axis, drop_probability):
-        kept = keep_mask(keys, site, shape, axis, drop_probability)
+    def recorded(keys, site, shape, sample_dim, drop_probability):
+        kept = keep_mask(keys, site, shape, sample_dim, drop_probability)
         masks[site][0] = drop_probability
         masks[site][1].append(kept)
         return kept
@@ -457,12 +457,12 @@ def test_sample_axes():
     """Catches the largest or the first axis taken for the sample axis: time-first attention, and a
     table without samples.
     """
-    axes = {site.name: site.axis for site in bench_of("deberta").dropout.sites.values()}
+    axes = {site.name: site.sample_dim for site in bench_of("deberta").dropout.sites.values()}
     tables = {f"deberta.encoder.layer.{layer}.attention.self.pos_dropout" for layer in (0, 1)}
     assert {name for name, axis in axes.items() if axis is None} == tables
     assert {axis for name, axis in axes.items() if name not in tables} == {0}
     dropout, _ = keyed(nn.Sequential(Drawing(lambda x: x.mT), nn.Dropout(0.1)), torch.ones(2, 5))
-    assert [site.axis for site in dropout.sites.values()] == [1]
+    assert [site.sample_dim for site in dropout.sites.values()] == [1]
 
 
 def test_dropout1d_of_two_axes_drops_rows():

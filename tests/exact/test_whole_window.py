@@ -322,7 +322,7 @@ def test_models_whose_outputs_are_not_those_of_each_sample():
         pairs.collate_pairs,
         whole_batch=pairs.info_nce(similar),
     )
-    assert pairs_only.loss.used.kept == {"anchor", "positive"}
+    assert pairs_only.loss.used.names == {"anchor", "positive"}
     centred = Centred(0.0, False).train()
     refused(centred, pairs.info_nce(centred), LossNotAdditive, "order|relative error|parts")
 
@@ -414,7 +414,7 @@ def test_an_audit_stops_a_model_that_compares_samples_later(is_switched):
             hf_ga.train_step(accelerator, prepared, optimizer, window)
             done += 1
     except LossNotAdditive as error:
-        assert "not those of two parts" in str(error)
+        assert "differ from those for two parts" in str(error)
         assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
     assert done == (3 if is_switched else 4)
 

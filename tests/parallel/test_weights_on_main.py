@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hf_ga
-from hf_ga.exact.loss import COUNTING_RULES, HeadMean, OwnSum, SumOfMeans, WithRouter
+from hf_ga.exact.loss import COUNTING_RULES, HeadMean, SumOfMeans, UserLoss, WithRouter
 from hf_ga.parallel.main_proof import pack, unpack
 from hf_ga.parallel.main_weights import loads_on_main
 from hf_ga.proof.sites import find_dropout_sites
@@ -270,7 +270,7 @@ def test_a_loss_of_the_whole_window():
     [
         *map(HeadMean, COUNTING_RULES),
         SumOfMeans("start and end positions"),
-        OwnSum(lambda outputs, batch: (outputs, 1)),
+        UserLoss(lambda outputs, batch: (outputs, 1)),
     ],
     ids=lambda loss: loss.name,
 )

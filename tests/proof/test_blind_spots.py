@@ -111,7 +111,7 @@ def test_pixels_are_counted():
     [
         (
             lambda samples: {"x": torch.stack([s["x"] for s in samples], 1)},
-            "samples on the first axis",
+            "samples in the first dim",
         ),
         (lambda samples: {"batch": stack(samples)}, "nested dict"),
         (lambda samples: {"x": object()}, "one row per sample"),

@@ -22,7 +22,7 @@ from torch import nn
 
 import hf_ga
 from hf_ga import errors
-from hf_ga.exact.memory import too_large_for
+from hf_ga.exact.memory import out_of_memory_error
 from hf_ga.finetuning.data.tasks import TASKS
 from hf_ga.finetuning.run.cli import parse_config
 from hf_ga.finetuning.run.reload import Expected, check_model
@@ -103,7 +103,7 @@ def damaged_checkpoint():
 
 def long_sample():
     ids = torch.ones(1, 4096, dtype=torch.long)
-    raise too_large_for(
+    raise out_of_memory_error(
         0,
         hf_ga.MicroBatch(
             {"input_ids": ids, "attention_mask": ids}, np.array([0]), np.array([1834])

@@ -73,7 +73,9 @@ def test_packed_tokens_are_refused_by_the_operators():
         lambda: draw_mask(seeds, (7, 2), 0, 0.3),
         lambda: draw_and_drop(torch.ones(7, 2), seeds, 0, 0.3),
     ):
-        with pytest.raises(hf_ga.UnkeyedRandomness, match="does not contain whole samples"):
+        with pytest.raises(
+            hf_ga.UnkeyedRandomness, match="is not a multiple of the number of samples"
+        ):
             draw()
 
 

@@ -24,7 +24,7 @@ from hf_ga.exact.batches import Batch, as_batch
 from hf_ga.exact.forward import (
     argument_filter,
     callable_module,
-    not_compiled,
+    force_eager,
     restored_modes,
     unwrapped,
 )
@@ -337,7 +337,7 @@ def _compute_outputs(setup: Setup, model: nn.Module, batch: Batch, device: torch
         inputs["logits_to_keep"] = torch.arange(0, sequence_length, step)
         # The loss would need the logits of all positions.
         inputs.pop("labels", None)
-    with restored_modes(model), not_compiled(), setup.accelerator.autocast():
+    with restored_modes(model), force_eager(), setup.accelerator.autocast():
         model.eval()
         outputs = callable_module(model)(**send_to_device(inputs, device))
     outputs_by_name = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
