@@ -160,7 +160,7 @@ def rebalanced_batches(lengths: np.ndarray, window: int, micro_batch: int) -> li
 def planned_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
     """Make micro-batches by hf_ga's plan for a GPU, of windows in any order."""
     order = np.random.default_rng(0).permutation(len(lengths))
-    plan = ByLength(micro_batch, None, GPU_OVERHEAD, in_step=False)
+    plan = ByLength(micro_batch, None, GPU_OVERHEAD, lockstep=False)
     batches = []
     for start in range(0, len(order), window):
         samples = order[start : start + window]

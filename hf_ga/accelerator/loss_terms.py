@@ -101,10 +101,10 @@ class LossTerms:
         head = loss_of(watch.outputs)
         without_router = engine.loss.loss if isinstance(engine.loss, WithRouter) else engine.loss
         if isinstance(without_router, HeadMean):
-            engine.backward(loss, is_whole=loss is head)
+            engine.backward(loss, is_recomputable=loss is head)
             return
         # A sum of means is computed from the outputs; a penalty on the weights is in the loss only.
-        term, counts = engine.term(watch.outputs)
+        term, counts = engine.loss_term(watch.outputs)
         if loss is not head and head is not None:
             share = len(engine.call.micro_batch) / engine.window.num_samples
             term = term + (loss - head) * share
@@ -131,7 +131,7 @@ class LossTerms:
         """
         self._check_kind(kind)
         engine.window.state.pad_to_window = True
-        if not engine.window.request.whole_window:
+        if not engine.window.request.pad_to_window:
             raise ConfigError(OTHER_LOSS)
         if isinstance(engine.loss, GivenSum):
             return

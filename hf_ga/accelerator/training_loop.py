@@ -112,7 +112,7 @@ class TrainingLoop:
         """
         self._check_fetch()
         window = self._begin_window(model, window, has_names)
-        num_calls = window.request.most_micro_batches
+        num_calls = window.request.max_micro_batches
         for index in range(num_calls):
             self._check_fetch()
             self.order.begin_micro_batch(index)
@@ -201,7 +201,7 @@ class TrainingLoop:
         engine = self.engine
         passes_own_loss = self.terms.passes_own_loss
         engine.rule = rule_for_loop(engine.rule, self.accelerator, passes_own_loss=passes_own_loss)
-        engine.begin(window, num_calls=window.request.most_micro_batches)
+        engine.begin(window, num_calls=window.request.max_micro_batches)
         if self.accelerator.scaler is not None and not engine.has_targets:
             raise DataError(
                 f"window {window.index} of epoch {window.epoch} has no targets, so it has no loss "

@@ -291,7 +291,7 @@ def _window(
         positions=step * MOST_SAMPLES + places,
         sample_ids=places,
         micro_batches=[first + rows for rows in micro_batches],
-        whole_window=state.pad_to_window,
+        pad_to_window=state.pad_to_window,
     )
     return BatchWindow(request, fetcher, fetcher[request], state)
 

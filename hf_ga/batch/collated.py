@@ -127,7 +127,7 @@ class CollatedFetcher(Fetcher):
         self.samples_of_proof = samples_of_proof
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
-        is_cut = not request.whole_window
+        is_cut = not request.pad_to_window
         rows = [offsets - self.first for offsets in request.micro_batches]
         return [self.batch.rows(part, is_cut=is_cut) for part in rows]
 

@@ -67,7 +67,7 @@ def own_share(window: Window, accelerator: Accelerator) -> Window:
     own = slice(accelerator.process_index, None, accelerator.num_processes)
     most = -(-len(window.batches) // accelerator.num_processes)
     request = replace(
-        window.request, micro_batches=window.request.micro_batches[own], most_micro_batches=most
+        window.request, micro_batches=window.request.micro_batches[own], max_micro_batches=most
     )
     return replace(window, request=request, batches=window.batches[own])
 

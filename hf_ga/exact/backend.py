@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType, reduce
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, ProcessFailed
-from hf_ga.exact.early_sums import EarlySums, sum_gradients
+from hf_ga.exact.early_sums import BucketedAllReduce, sum_gradients
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.memory import TooLarge
@@ -61,17 +61,17 @@ class Backend:
     Attributes:
         is_sharded: Parameters are sharded (FSDP), so that every forward and backward is a
             collective of all ranks.
-        reason_not_to_cut: Why a micro-batch for which memory runs out is not computed in parts.
+        reason_not_to_split: Why a micro-batch for which memory runs out is not computed in parts.
             None: it is.
         can_rejoin: A rank that ran out of memory can make the collectives that others wait for.
-        can_sum_early: Gradients may be summed while the last backward still runs.
+        can_overlap_all_reduce: Gradients may be summed while the last backward still runs.
     """
 
     is_sharded = False
-    reason_not_to_cut: str | None = None
+    reason_not_to_split: str | None = None
     can_rejoin = False
-    can_sum_early = True
-    _early: EarlySums | None = None  # of this window
+    can_overlap_all_reduce = True
+    _early: BucketedAllReduce | None = None  # of this window
 
     def __init__(self, accelerator: Accelerator) -> None:
         self.accelerator = accelerator
@@ -80,9 +80,9 @@ class Backend:
         self.process_index = accelerator.process_index
 
     @property
-    def can_cut(self) -> bool:
+    def can_split(self) -> bool:
         """Whether micro-batches over a limit that was found are computed in parts."""
-        return self.can_rejoin or not self.reason_not_to_cut
+        return self.can_rejoin or not self.reason_not_to_split
 
     def autocast(self) -> AbstractContextManager[None]:
         """Around forwards and losses: the mixed precision of the run."""
@@ -110,8 +110,8 @@ class Backend:
                 ranks. None: not known, so the sums come after the last backward.
         """
         self._early = None
-        if self.can_sum_early and self.num_processes > 1 and has_gradient is not None:
-            self._early = EarlySums(list(compress(parameters, has_gradient)))
+        if self.can_overlap_all_reduce and self.num_processes > 1 and has_gradient is not None:
+            self._early = BucketedAllReduce(list(compress(parameters, has_gradient)))
 
     @property
     def sums_early(self) -> bool:
@@ -124,7 +124,7 @@ class Backend:
             self._early.finish(has_failed=status.failure is not None)
             status.must_sum_again = self._early.must_repeat
 
-    def shard_again(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         """Let the model's parameters be those that the optimizer has: its shards, if any."""
 
     def rejoin(self, model: nn.Module) -> None:
@@ -160,9 +160,9 @@ class Backend:
         """
         status.loss += loss
         if counts:
-            status.counts = added(status.counts, counts)
+            status.counts = sum_counts(status.counts, counts)
 
-    def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
+    def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Return the calls to make: where forwards are collectives, as many as the other ranks
         make.
         """
@@ -193,7 +193,7 @@ class Backend:
             _raise_on_all_ranks(own)
         counts = numbers[: len(status.counts)]
         given = numbers[len(status.counts) :]
-        self.check_use(given)
+        self.check_partial_gradients(given)
         return replace(
             status,
             loss=row[1],
@@ -202,7 +202,7 @@ class Backend:
             must_sum_again=bool(must_sum_again),
         )
 
-    def check_use(self, num_ranks: Sequence[float]) -> None:
+    def check_partial_gradients(self, num_ranks: Sequence[float]) -> None:
         """Check that the gradients of all parameters can be summed.
 
         Args:
@@ -212,7 +212,7 @@ class Backend:
             ConfigError: If gradients that only some ranks have cannot be summed.
         """
 
-    def most_on_a_rank(self, number: int) -> int:
+    def max_over_ranks(self, number: int) -> int:
         """Return the largest of a number that each rank has."""
         if self.num_processes == 1:
             return number
@@ -278,7 +278,7 @@ class LocalBackend(Backend):
         device: The model's device.
     """
 
-    reason_not_to_cut = (
+    reason_not_to_split = (
         "It is one of the few samples of the proof: lower max_length, or turn on "
         "gradient_checkpointing"
     )
@@ -351,7 +351,7 @@ def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> tuple[
     return tuple(reduce(own, "sum").tolist())
 
 
-def added(*counts: Counts) -> Counts:
+def sum_counts(*counts: Counts) -> Counts:
     """Add up the counts of several means, each by itself."""
     return tuple(map(sum, zip(*counts, strict=True)))
 

@@ -11,7 +11,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.chunks import Chunks
+from hf_ga.exact.chunks import ChunkTree
 from hf_ga.exact.fetch import WindowRequest
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import CPU_OVERHEAD, GPU_OVERHEAD, ByLength
@@ -43,7 +43,7 @@ class Splitter:
         index: int,
         sample_ids: np.ndarray,
         lengths: np.ndarray,
-        whole_window: bool = False,
+        pad_to_window: bool = False,
     ) -> WindowRequest:
         """Plan a window.
 
@@ -52,18 +52,18 @@ class Splitter:
             index: Its number in the epoch.
             sample_ids: Of its samples, in the order of the epoch, shape (n,).
             lengths: Tokens of its samples, shape (n,).
-            whole_window: Whether all micro-batches are padded to one width.
+            pad_to_window: Whether all micro-batches are padded to one width.
 
         Raises:
             ConfigError: If the planner drops or repeats samples.
         """
-        plan = self.plan(lengths, whole_window)
+        plan = self.plan(lengths, pad_to_window)
         chunks = None
         if self.canonical_micro_batch is not None:
             of_window = plan[0]
             costs = [len(chunk) * max(1, int(lengths[chunk].max())) for chunk in of_window]
-            chunks = Chunks(tuple(costs), self.layout.num_processes)
-            plan = [of_window[own.start : own.stop] for own in chunks.of_ranks]
+            chunks = ChunkTree(tuple(costs), self.layout.num_processes)
+            plan = [of_window[own.start : own.stop] for own in chunks.chunks_per_rank]
         check_plan(plan, len(sample_ids), self.layout.num_processes)
         positions = index * self.layout.window_size + np.arange(len(sample_ids))
         return WindowRequest(
@@ -73,18 +73,18 @@ class Splitter:
             positions=positions,
             sample_ids=sample_ids,
             micro_batches=plan[self.process_index],
-            whole_window=whole_window,
-            most_micro_batches=max(map(len, plan)),
+            pad_to_window=pad_to_window,
+            max_micro_batches=max(map(len, plan)),
             lengths=lengths if isinstance(self.planner, ByLength) else None,
             chunks=chunks,
         )
 
-    def plan(self, lengths: np.ndarray, whole_window: bool) -> Plan:
+    def plan(self, lengths: np.ndarray, pad_to_window: bool) -> Plan:
         """Split a window into micro-batches, or into chunks as for a single process.
 
         Args:
             lengths: Tokens of its samples, shape (n,).
-            whole_window: Whether all micro-batches are padded to one width. A plan by length is
+            pad_to_window: Whether all micro-batches are padded to one width. A plan by length is
                 then one of equal lengths.
         """
         num_processes = self.layout.num_processes
@@ -94,14 +94,14 @@ class Splitter:
             size = self.canonical_micro_batch
         if self.planner is None:
             return plan_window(len(lengths), num_processes, size)
-        if whole_window and isinstance(self.planner, ByLength):
+        if pad_to_window and isinstance(self.planner, ByLength):
             lengths = np.full_like(lengths, lengths.max())
         return self.planner(lengths, num_processes)
 
     def padded(self, request: WindowRequest) -> WindowRequest:
         """Plan a window again for micro-batches as wide as its longest sample."""
         return self.request(
-            request.epoch, request.index, request.sample_ids, request.lengths, whole_window=True
+            request.epoch, request.index, request.sample_ids, request.lengths, pad_to_window=True
         )
 
 
@@ -186,7 +186,7 @@ class BaseLoader:
             size,
             max_tokens or None,
             overhead=CPU_OVERHEAD if is_cpu else GPU_OVERHEAD,
-            in_step=is_fsdp,  # its ranks wait for each other in every forward
+            lockstep=is_fsdp,  # its ranks wait for each other in every forward
         )
 
     def use_seed(self, seed: int) -> None:

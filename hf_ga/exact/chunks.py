@@ -19,7 +19,7 @@ Node = tuple[int, int]  # the chunks from the first to before the second
 
 
 @dataclass(frozen=True)
-class Chunks:
+class ChunkTree:
     """The chunks of a window, their tree, and which rank computes which of them.
 
     A node is cut where its halves cost most nearly the same; two ranks share a window at the root's
@@ -29,10 +29,10 @@ class Chunks:
         costs: Of each chunk, in any unit, at least 1.
         num_processes: Ranks that share the window.
 
-    >>> chunks = Chunks((1, 1, 2, 2), num_processes=2)
-    >>> chunks.of_ranks
+    >>> chunks = ChunkTree((1, 1, 2, 2), num_processes=2)
+    >>> chunks.chunks_per_rank
     [range(0, 2), range(2, 4)]
-    >>> chunks.subtrees_of_ranks
+    >>> chunks.subtrees_per_rank
     [[(0, 2)], [(2, 4)]]
     """
 
@@ -45,7 +45,7 @@ class Chunks:
         return np.concatenate([[0], np.cumsum(self.costs)])
 
     @cached_property
-    def of_ranks(self) -> list[range]:
+    def chunks_per_rank(self) -> list[range]:
         """For each rank, the chunks that it computes: consecutive, of about equal cost."""
         total = int(self._ends[-1])
         num = self.num_processes
@@ -75,9 +75,9 @@ class Chunks:
         return start + 1 + int(difference.argmin())
 
     @cached_property
-    def subtrees_of_ranks(self) -> list[list[Node]]:
+    def subtrees_per_rank(self) -> list[list[Node]]:
         """For each rank, the largest subtrees that it can sum locally."""
-        return [self._subtrees(chunks) for chunks in self.of_ranks]
+        return [self._subtrees(chunks) for chunks in self.chunks_per_rank]
 
     def _subtrees(self, chunks: range) -> list[Node]:
         tree = TreeSum(self, lambda left, right: None)
@@ -100,7 +100,7 @@ class TreeSum:
         nodes: Pairs (node, value) that could not be added up further, first chunks first.
     """
 
-    def __init__(self, chunks: Chunks, plus: Callable) -> None:
+    def __init__(self, chunks: ChunkTree, plus: Callable) -> None:
         self.parents = chunks.parents
         self.plus = plus
         self.nodes: list[tuple[Node, Any]] = []

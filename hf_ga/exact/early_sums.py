@@ -17,7 +17,7 @@ from torch import Tensor, nn
 BUCKET_BYTES = 25 * 2**20
 
 
-class EarlySums:
+class BucketedAllReduce:
     """The sums of one window.
 
     Args:
@@ -113,7 +113,7 @@ def sum_gradients(
         group: The ranks. None: all of them.
     """
     used = [p for p, is_used in zip(parameters, has_gradient, strict=True) if is_used]
-    sums = EarlySums(used, bucket_bytes, group)
+    sums = BucketedAllReduce(used, bucket_bytes, group)
     sums.finish(has_failed=False)
     sums.apply()
 

@@ -19,7 +19,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, DataError, ProcessFailed, UnkeyedRandomness
-from hf_ga.exact.backend import Backend, RankStatus, added
+from hf_ga.exact.backend import Backend, RankStatus, sum_counts
 from hf_ga.exact.forward import argument_filter, callable_module, extra_forwards, unwrapped
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts
@@ -32,7 +32,7 @@ from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_audit import WindowAudit
 
-FILLER = -1  # the index of a call that repeats a sample because a loop needs one more batch
+FILLER_INDEX = -1  # the index of a call that repeats a sample because a loop needs one more batch
 
 
 class Engine:
@@ -84,7 +84,7 @@ class Engine:
         self.rule = rule
         self.loss = rule.loss
         self.hooks = (rule.loss, rule.dropout)
-        backend.shard_again(model)
+        backend.reshard(model)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.allow_split_dependent_randomness = allow_split_dependent_randomness
         self.calls: list[Call] = []
@@ -127,7 +127,7 @@ class Engine:
         self.status = self._empty_status()
         if training:
             self.backend.begin(self.model, self.loss)
-        with self.keeping_failures():
+        with self.deferring_failures():
             self._plan(window, skip_empty, num_calls)
             self.audit = WindowAudit(self)
         # Sums that are made during the backward are no place to learn that a rank has failed.
@@ -157,9 +157,9 @@ class Engine:
         self.has_targets = True
         self.status.counts = (0,)
         self.calls = [
-            call if call.index == FILLER else replace(call, weight=1) for call in self.calls
+            call if call.index == FILLER_INDEX else replace(call, weight=1) for call in self.calls
         ]
-        self.call = replace(self.call, weight=int(self.call.index != FILLER))
+        self.call = replace(self.call, weight=int(self.call.index != FILLER_INDEX))
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -229,27 +229,27 @@ class Engine:
         """Compute the mean loss over the targets of the current micro-batch alone."""
         return torch.as_tensor(self.loss.mean(*self.sums(outputs)))
 
-    def term(self, outputs: Any, *, is_whole: bool = True) -> tuple[Tensor | float, Counts]:
+    def loss_term(self, outputs: Any, *, is_recomputable: bool = True) -> tuple[Tensor | float, Counts]:
         """Compute what the current micro-batch adds to the window's mean loss, and its targets.
 
         Args:
             outputs: What the model returned for it, or its loss alone.
-            is_whole: Nothing was added to that loss (a penalty), so another forward gives it again.
+            is_recomputable: False if the loop added something to that loss (a penalty).
         """
         sums, counts = self.sums(outputs)
-        if is_whole:
+        if is_recomputable:
             self.audit.keep(outputs, sums, counts)
         return self.loss.mean(sums, self.totals), counts
 
-    def backward(self, outputs: Any, *, is_whole: bool = True) -> None:
+    def backward(self, outputs: Any, *, is_recomputable: bool = True) -> None:
         """Make the backward of the current micro-batch's term.
 
         Args:
             outputs: What the model returned for it, or its loss alone.
-            is_whole: See `term`.
+            is_recomputable: See `loss_term`.
         """
         with self.backend.autocast():
-            term, counts = self.term(outputs, is_whole=is_whole)
+            term, counts = self.loss_term(outputs, is_recomputable=is_recomputable)
         self.backward_term(term, counts)
 
     def backward_term(self, term: Tensor | float, counts: Counts) -> None:
@@ -274,11 +274,11 @@ class Engine:
             The window's mean loss and its number of targets; `.grad` has the window's gradient.
 
         Raises:
-            Exception: A failure of this rank that was kept (see `keeping_failures`).
+            Exception: A failure of this rank that was kept (see `deferring_failures`).
             ProcessFailed: If another rank failed. Nothing was updated on any rank.
         """
         if not self.audits_together:
-            with self.keeping_failures():
+            with self.deferring_failures():
                 self.audit.run()
         self.status.has_gradient = [p.grad is not None for p in self.parameters]
         if self.has_targets:
@@ -313,7 +313,7 @@ class Engine:
             torch._foreach_mul_(gradients, factor)
 
     @contextmanager
-    def keeping_failures(self) -> Iterator[None]:
+    def deferring_failures(self) -> Iterator[None]:
         """Keep an error of the block for the exchange of status, in which all ranks raise.
 
         So no rank waits for one that is gone. Under FSDP, where every forward is a collective, a
@@ -345,7 +345,7 @@ class Engine:
             index: Of the call in which memory ran out.
         """
         self.status.failure = TooLarge(num_elements(self.call.micro_batch))
-        filler = replace(stand_in(self.window, self.loss), weight=0, index=FILLER)
+        filler = replace(stand_in_call(self.window, self.loss), weight=0, index=FILLER_INDEX)
         self.calls[index:] = [filler] * (len(self.calls) - index)
         self.backend.rejoin(self.model)
         clear_device_cache(garbage_collection=True)
@@ -355,10 +355,10 @@ class Engine:
         if not is_out_of_memory(error) or self.call is None:
             return error
         micro_batch = self.call.micro_batch
-        reason_not_to_cut = self.backend.reason_not_to_cut
-        if len(micro_batch) > 1 and not reason_not_to_cut:
+        reason_not_to_split = self.backend.reason_not_to_split
+        if len(micro_batch) > 1 and not reason_not_to_split:
             return TooLarge(num_elements(micro_batch))
-        return too_large_for(self.backend.process_index, micro_batch, reason_not_to_cut)
+        return too_large_for(self.backend.process_index, micro_batch, reason_not_to_split)
 
     def _empty_status(self) -> RankStatus:
         """The status of this rank before its first forward."""
@@ -378,7 +378,7 @@ class Engine:
         """
         if self.rule.pad_to_window:
             window = window.padded_to_window()
-        if self.backend.can_cut:
+        if self.backend.can_split:
             window = window.fitting()
         self.window = window
         calls = [
@@ -410,13 +410,13 @@ class Engine:
         others = [replace(call, weight=0) for call in calls if call.index not in planned]
         self.calls = [*self.calls, *others][:num_calls]
         if len(self.calls) < num_calls:
-            first = self.calls[0] if self.calls else stand_in(self.window, self.loss)
-            filler = replace(first, weight=0, index=FILLER)
+            first = self.calls[0] if self.calls else stand_in_call(self.window, self.loss)
+            filler = replace(first, weight=0, index=FILLER_INDEX)
             self.calls += [filler] * (num_calls - len(self.calls))
 
     def _first_pass(self) -> FirstPass:
         """Collect what a loss may use to look at the whole window before its terms are computed."""
-        calls = self.calls or [replace(stand_in(self.window, self.loss), weight=0)]
+        calls = self.calls or [replace(stand_in_call(self.window, self.loss), weight=0)]
         return FirstPass(
             window=self.window,
             calls=calls,
@@ -424,7 +424,7 @@ class Engine:
             device=self.backend.device,
             process_index=self.backend.process_index,
             parameters=self.parameters,
-            forward=torch.no_grad()(self.forward_of),
+            forward=torch.no_grad()(self.forward_only),
             all_reduce=partial(self.backend.all_reduce, status=self.status),
             scaled=self.backend.scaled,
         )
@@ -433,7 +433,7 @@ class Engine:
         """Keep the calls to make; where forwards are collectives, as many as on other ranks."""
         if skip_empty:
             calls = [call for call in calls if self.loss.contributes(call.counts)]
-        self.calls = self.backend.equalize(self.window, calls, self.loss)
+        self.calls = self.backend.equalize_calls(self.window, calls, self.loss)
 
     def _count(self, window: Window, calls: list[Call]) -> Counts:
         """Count the targets of the window over all ranks.
@@ -443,10 +443,10 @@ class Engine:
         """
         if self.loss.counts_in_forward:
             return (window.num_samples,)
-        self.status.counts = added(self.status.counts, *(call.counts for call in calls))
+        self.status.counts = sum_counts(self.status.counts, *(call.counts for call in calls))
         return self.backend.all_reduce_status(self.status).counts
 
-    def forward_of(self, call: Call) -> Any:
+    def forward_only(self, call: Call) -> Any:
         """Compute the model's outputs for a call that has no backward, within `scope`.
 
         Args:
@@ -495,7 +495,7 @@ def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
         parameter.grad += gradient
 
 
-def stand_in(window: Window, loss: Loss) -> Call:
+def stand_in_call(window: Window, loss: Loss) -> Call:
     """Make a call for a rank without micro-batches, of one sample of the window.
 
     Returns:

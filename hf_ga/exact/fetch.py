@@ -10,7 +10,7 @@ import numpy as np
 
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.batches import Batch, as_batch, equal_batches, take_rows
-from hf_ga.exact.chunks import Chunks
+from hf_ga.exact.chunks import ChunkTree
 from hf_ga.exact.entries import Entries, put_together
 from hf_ga.exact.generators import (
     moved_generators,
@@ -35,8 +35,8 @@ class WindowRequest:
         sample_ids: Of its samples: int64, shape (samples,).
         micro_batches: For each micro-batch of this process, the offsets of its samples in the
             window.
-        whole_window: Whether all micro-batches are padded to one width.
-        most_micro_batches: How many the process has that has most of them.
+        pad_to_window: Whether all micro-batches are padded to one width.
+        max_micro_batches: How many the process has that has most of them.
         lengths: Tokens of the samples, if the window was planned by them. None: the micro-batches
             are somebody's own.
         chunks: Of the window, if it is cut into chunks (same bits): each micro-batch is one.
@@ -48,10 +48,10 @@ class WindowRequest:
     positions: np.ndarray
     sample_ids: np.ndarray
     micro_batches: list[np.ndarray]
-    whole_window: bool
-    most_micro_batches: int = 0
+    pad_to_window: bool
+    max_micro_batches: int = 0
     lengths: np.ndarray | None = None
-    chunks: Chunks | None = None
+    chunks: ChunkTree | None = None
 
 
 class Fetcher:
@@ -105,7 +105,7 @@ class Fetcher:
             )
 
     def _collated(self, request: WindowRequest) -> list[dict[str, Any]]:
-        batches = None if request.whole_window else self._one_by_one(request)
+        batches = None if request.pad_to_window else self._one_by_one(request)
         return self._cut_from_whole_window(request) if batches is None else batches
 
     def _one_by_one(self, request: WindowRequest) -> list[dict[str, Any]] | None:

@@ -37,18 +37,18 @@ class ByLength:
         max_tokens: Most padded tokens in one. None: what `micro_batch_size` samples as long as the
             window's longest have.
         overhead: See `plan_by_length`.
-        in_step: See `plan_by_length`.
+        lockstep: See `plan_by_length`.
     """
 
     micro_batch_size: int
     max_tokens: int | None
     overhead: int
-    in_step: bool
+    lockstep: bool
 
     def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
         limit = self.max_tokens or self.micro_batch_size * int(lengths.max(initial=1))
         return plan_by_length(
-            lengths, num_processes, limit, overhead=self.overhead, in_step=self.in_step
+            lengths, num_processes, limit, overhead=self.overhead, lockstep=self.lockstep
         )
 
 
@@ -58,7 +58,7 @@ def plan_by_length(
     max_tokens: int,
     *,
     overhead: int = CPU_OVERHEAD,
-    in_step: bool = False,
+    lockstep: bool = False,
 ) -> Plan:
     """Split a window into micro-batches of samples of similar lengths, of at most `max_tokens`
     padded tokens.
@@ -75,8 +75,8 @@ def plan_by_length(
         max_tokens: Maximum samples x padded width in one micro-batch; a longer sample is alone in
             its own.
         overhead: What a micro-batch costs however small it is, in tokens.
-        in_step: Whether processes wait for each other in every micro-batch (FSDP), so that the n-th
-            ones must be of equal cost.
+        lockstep: Whether ranks wait for each other in every micro-batch (FSDP), so that the n-th
+            micro-batches of all ranks must have about the same cost.
 
     Returns:
         For each process its micro-batches, cheapest first; together every offset once. A function
@@ -97,14 +97,14 @@ def plan_by_length(
         return [[] for _ in range(num_processes)]
     order = np.argsort(lengths, kind="stable")
     widths = np.maximum(lengths[order].astype(np.int64), 1)
-    deal = _in_turns if in_step else longest_first
+    deal = _in_turns if lockstep else assign_longest_first
     if widths[0] == widths[-1]:
         return plan_window(len(widths), num_processes, max(1, max_tokens // int(widths[0])))
     twice_a_share = -(-2 * int(widths.sum()) // num_processes)  # more than balance allows
     largest = min(max_tokens, twice_a_share)
     plans = []
     for sixteenths in LIMITS:
-        cuts = cheapest_cuts(widths, max(1, largest * sixteenths // 16), overhead)
+        cuts = cheapest_boundaries(widths, max(1, largest * sixteenths // 16), overhead)
         costs = np.diff(cuts) * _prices(widths[cuts[1:] - 1]) + overhead * ATTENTION_WIDTH
         time, dealt = deal(costs, num_processes)
         plans.append((time, dealt, cuts))
@@ -124,7 +124,7 @@ def _prices(widths: np.ndarray) -> np.ndarray:
     return widths * (ATTENTION_WIDTH + widths)
 
 
-def longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
+def assign_longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
     """Deal micro-batches to processes, longest first, each to the process that has least so far.
 
     The time is at most 4/3 of the best deal's (Graham 1969, Bounds on multiprocessing timing
@@ -147,7 +147,7 @@ def longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list
     return longest_time, [share[::-1] for share in dealt]
 
 
-def cheapest_cuts(widths: np.ndarray, max_tokens: int, overhead: int) -> np.ndarray:
+def cheapest_boundaries(widths: np.ndarray, max_tokens: int, overhead: int) -> np.ndarray:
     """Find where to cut a window, shortest sample first, so that the sum of costs is least.
 
     Dynamic programming over where a micro-batch ends: with the last sample of its width, or because
@@ -205,7 +205,7 @@ def _in_turns(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int
     """Deal micro-batches to processes that wait for the longest in each turn.
 
     A rank without a micro-batch in the first turn, which has the cheapest, repeats its own first
-    one (`Backend.equalize`).
+    one (`Backend.equalize_calls`).
 
     Args:
         costs: Of each micro-batch.

@@ -42,14 +42,14 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def too_large_for(
-    rank: int, micro_batch: MicroBatch, reason_not_to_cut: str | None = None
+    rank: int, micro_batch: MicroBatch, reason_not_to_split: str | None = None
 ) -> OutOfMemory:
     """Return the error for a micro-batch that cannot be cut into smaller ones.
 
     Args:
         rank: Where it did not fit.
         micro_batch: A single sample, or any micro-batch of a backend with a reason not to cut.
-        reason_not_to_cut: See `Backend`.
+        reason_not_to_split: See `Backend`.
     """
     padded = num_elements(micro_batch)
     if len(micro_batch) == 1:
@@ -63,5 +63,5 @@ def too_large_for(
     return OutOfMemory(
         f"a micro-batch of {len(micro_batch)} samples = {padded} tokens (padding included) does "
         "not fit into the memory of process "
-        f"{rank}. {reason_not_to_cut}."
+        f"{rank}. {reason_not_to_split}."
     )

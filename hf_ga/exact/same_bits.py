@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend, RankStatus
-from hf_ga.exact.chunks import Chunks, TreeSum
+from hf_ga.exact.chunks import ChunkTree, TreeSum
 from hf_ga.exact.early_sums import BUCKET_BYTES, buckets
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import Loss
@@ -30,8 +30,8 @@ class ChunkBackend(Backend):
     Keeps the gradient of each subtree that this rank computes, about log2(chunks) of them at most.
     """
 
-    can_sum_early = False
-    reason_not_to_cut = (
+    can_overlap_all_reduce = False
+    reason_not_to_split = (
         "It is a chunk of same_bits, whose size is part of the result: turn on "
         "gradient_checkpointing, use a device with more memory, or start a different run with a "
         "smaller same_bits"
@@ -51,12 +51,12 @@ class ChunkBackend(Backend):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.used = [False] * len(self.parameters)
         self.num_counts = loss.num_means if loss.counts_in_forward else 0
-        self.chunks: Chunks | None = None  # until the window has targets
+        self.chunks: ChunkTree | None = None  # until the window has targets
 
-    def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
+    def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Begin the sums of a window with targets. Ranks make different numbers of forwards."""
         self.chunks = window.request.chunks
-        self.own_chunks = self.chunks.of_ranks[self.process_index]
+        self.own_chunks = self.chunks.chunks_per_rank[self.process_index]
         self.sum = TreeSum(self.chunks, _added)
         return [_with_aligned_batch(call) for call in calls]
 
@@ -148,7 +148,7 @@ class ChunkBackend(Backend):
         return sums
 
 
-def sum_along_tree(own: Tensor, chunks: Chunks) -> Tensor:
+def sum_along_tree(own: Tensor, chunks: ChunkTree) -> Tensor:
     """Sum the subtrees of all ranks along the tree. Each rank adds up one slice of the elements.
 
     With one subtree a rank, as much is sent as in an all-reduce.
@@ -165,7 +165,7 @@ def sum_along_tree(own: Tensor, chunks: Chunks) -> Tensor:
     width = -(-size // num_ranks)
     padded = torch.nn.functional.pad(own, (0, num_ranks * width - size))
     slices = padded.view(num_roots, num_ranks, width).transpose(0, 1)
-    subtrees = chunks.subtrees_of_ranks
+    subtrees = chunks.subtrees_per_rank
     sizes = [len(of_rank) for of_rank in subtrees]
     received = own.new_empty(sum(sizes), width)
     dist.all_to_all_single(received, slices.reshape(-1, width), sizes, [num_roots] * num_ranks)

@@ -45,9 +45,9 @@ def compute(engine: Engine, window: Window) -> StepResult:
     """The gradient of one window, added up in `.grad`, which should be empty before."""
     engine.begin(window)
     index = 0
-    with engine.keeping_failures(), engine.scope():
+    with engine.deferring_failures(), engine.scope():
         # After forwards without gradients: a micro-batch that is repeated gathers the same units.
-        engine.backend.shard_again(engine.model)
+        engine.backend.reshard(engine.model)
         while index < len(engine.calls):
             outputs = None  # frees those of the last micro-batch, or of one that failed
             must_rejoin = False

@@ -154,11 +154,11 @@ def _is_finite(
 
 def _own_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
     """Return the gradients, or their shards on this rank, without empty ones."""
-    gradients = [own_part(parameter.grad) for parameter in parameters]
+    gradients = [local_shard(parameter.grad) for parameter in parameters]
     return [gradient for gradient in gradients if gradient.numel()]
 
 
-def own_part(gradient: Tensor) -> Tensor:
+def local_shard(gradient: Tensor) -> Tensor:
     """Return the shard of this process of a gradient in shards, or else the gradient."""
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 

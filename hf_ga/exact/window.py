@@ -124,10 +124,10 @@ class Window:
         be too large now.
         """
         request = self.request
-        if request.whole_window:
+        if request.pad_to_window:
             return self
         if request.lengths is None:
-            return self._collated(replace(request, whole_window=True))
+            return self._collated(replace(request, pad_to_window=True))
         return self._collated(self.padded(request))
 
     def _collated(self, request: WindowRequest) -> "Window":

@@ -116,7 +116,7 @@ class WindowAudit:
         if not self._chosen:
             return
         engine = self.engine
-        with engine.keeping_failures():
+        with engine.deferring_failures():
             try:
                 self.run()
             except (LossNotAdditive, UnkeyedRandomness) as error:
@@ -129,7 +129,7 @@ class WindowAudit:
         audits = engine.window.state.audits
         self._chosen = audits.choose(engine.calls)
         if engine.audits_together:
-            number = engine.backend.most_on_a_rank(len(self._chosen))
+            number = engine.backend.max_over_ranks(len(self._chosen))
             self._chosen += audits.more(engine.calls, number - len(self._chosen))
 
     def _audit_outputs(self) -> None:
@@ -223,7 +223,7 @@ class WindowAudit:
         with engine.scope(), engine.backend.autocast():
             for index, micro_batch in enumerate(engine.window.split(groups).micro_batches):
                 counts = loss.count(micro_batch.batch, len(micro_batch))
-                outputs = engine.forward_of(Call(micro_batch, index=index, counts=counts))
+                outputs = engine.forward_only(Call(micro_batch, index=index, counts=counts))
                 found.append(numbers_of(*loss.sums(outputs, engine.call)))
         state.num_plain = num_plain  # which counts what is trained on
         engine.check_generators(before)

@@ -145,7 +145,7 @@ class WindowLoader(BaseLoader):
             positions=np.empty(0, np.int64),
             sample_ids=np.empty(0, np.int64),
             micro_batches=[],
-            whole_window=False,
+            pad_to_window=False,
         )
         return self.fetcher.probe_samples(position, count)
 

@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.backend import Backend, RankStatus, sum_over_ranks
-from hf_ga.exact.engine import FILLER, stand_in
+from hf_ga.exact.engine import FILLER_INDEX, stand_in_call
 from hf_ga.exact.forward import gradients_apart
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.precision import LOW_PRECISION
 from hf_ga.exact.same_bits import ChunkBackend
-from hf_ga.exact.update import own_part
+from hf_ga.exact.update import local_shard
 from hf_ga.exact.window import Window
 from hf_ga.parallel.rejoin import Progress, can_rejoin, units_of
 
@@ -69,8 +69,8 @@ class ShardedBackend(Backend):
 
     is_sharded = True
     # FSDP reduces gradients itself.
-    can_sum_early = False
-    reason_not_to_cut = (
+    can_overlap_all_reduce = False
+    reason_not_to_split = (
         "Under FSDP it cannot be cut here, as a process that fails cannot rejoin the others: make "
         "it smaller (per_device_train_batch_size, in an evaluation per_device_eval_batch_size; the "
         "results stay the same)"
@@ -106,7 +106,7 @@ class ShardedBackend(Backend):
         if self.can_rejoin:
             self._progress.attach(model)
 
-    def shard_again(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         """A forward without a backward (an evaluation) leaves some units of FSDP2 gathered."""
         for unit in units_of(model):
             unit.reshard()
@@ -149,18 +149,18 @@ class ShardedBackend(Backend):
             )
         super().backward(term * (weight * self.num_processes), weight=1)
 
-    def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
+    def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Repeat the first call with weight 0, up to the largest number of calls of any rank."""
-        most = window.request.most_micro_batches
+        most = window.request.max_micro_batches
         if window.state.max_elements is not None:  # micro-batches are cut, on each rank by itself
-            most = self.most_on_a_rank(len(calls))
+            most = self.max_over_ranks(len(calls))
         missing = most - len(calls)
         if not missing:
             return calls
         fillers = [_filler(window, calls, loss)] * missing
         return [*fillers, *calls]
 
-    def check_use(self, num_ranks: Sequence[float]) -> None:
+    def check_partial_gradients(self, num_ranks: Sequence[float]) -> None:
         """Check that FSDP reduces the gradients that only some ranks have.
 
         Args:
@@ -215,7 +215,7 @@ def _sum_of_sizes(gradient: Tensor | None) -> float:
     """Add the absolute values of this rank's part of a gradient; 0 if there is none."""
     if gradient is None:
         return 0.0
-    return float(own_part(gradient).abs().sum())
+    return float(local_shard(gradient).abs().sum())
 
 
 def _has_finite_backward(term: Tensor | float) -> bool:
@@ -225,8 +225,8 @@ def _has_finite_backward(term: Tensor | float) -> bool:
 
 def _filler(window: Window, calls: list[Call], loss: Loss) -> Call:
     """Return a call that is made only because other ranks make one."""
-    first = calls[0] if calls else stand_in(window, loss)
-    return replace(first, weight=0, index=FILLER)
+    first = calls[0] if calls else stand_in_call(window, loss)
+    return replace(first, weight=0, index=FILLER_INDEX)
 
 
 def own_name(name: str) -> str:

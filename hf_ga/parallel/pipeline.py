@@ -147,7 +147,7 @@ class Pipeline:
         before = random_states()
         with gradients_apart(engine.parameters):
             engine.begin(window)
-            with engine.keeping_failures(), engine.scope():
+            with engine.deferring_failures(), engine.scope():
                 if engine.calls and engine.has_targets:
                     self._run_schedule()
                 engine.check_generators(before)
@@ -251,7 +251,7 @@ class StageForward(nn.Module):
             num_samples, num_tokens = batch["input_ids"].shape
             batch = {**batch, "inputs_embeds": received[0][:num_samples, :num_tokens]}
         micro_batch = replace(call.micro_batch, batch=batch)
-        outputs = self.engine.forward_of(replace(call, micro_batch=micro_batch))
+        outputs = self.engine.forward_only(replace(call, micro_batch=micro_batch))
         if self.stage_model.is_last:
             return self._term(outputs)
         return self._padded(outputs)
@@ -260,7 +260,7 @@ class StageForward(nn.Module):
         """Return the micro-batch's term of the window's mean loss, 0 for a repeated micro-batch."""
         engine = self.engine
         with engine.backend.autocast():
-            term, counts = engine.term(outputs, is_whole=False)
+            term, counts = engine.loss_term(outputs, is_recomputable=False)
         # Adds the term to the window's loss; the schedule runs the backward.
         engine.backward_term(term, counts)
         return term * engine.call.weight

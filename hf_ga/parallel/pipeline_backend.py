@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend, RankStatus, sum_gradients, sum_over_ranks
-from hf_ga.exact.engine import FILLER
+from hf_ga.exact.engine import FILLER_INDEX
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.window import Window
@@ -44,8 +44,8 @@ class PipelineBackend(Backend):
     """
 
     is_sharded = True
-    can_sum_early = False
-    reason_not_to_cut = (
+    can_overlap_all_reduce = False
+    reason_not_to_split = (
         "In a pipeline it cannot be cut, as a stage that fails cannot rejoin the others: make it "
         "smaller (per_device_batch_size; the results stay the same)"
     )
@@ -84,12 +84,12 @@ class PipelineBackend(Backend):
     def backward(self, term: Tensor | float, weight: int) -> None:
         """Do nothing: torch's schedule runs the backward."""
 
-    def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
+    def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Repeat the first call with weight 0 up to the fewest that the schedule can run."""
         missing = self.min_calls - len(calls)
         if not calls or missing <= 0:
             return calls
-        filler = replace(calls[0], weight=0, index=FILLER)
+        filler = replace(calls[0], weight=0, index=FILLER_INDEX)
         return calls + [filler] * missing
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:

@@ -15,7 +15,7 @@ from accelerate.utils import send_to_device
 from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive, UnkeyedRandomness
-from hf_ga.exact.backend import LocalBackend, added
+from hf_ga.exact.backend import LocalBackend, sum_counts
 from hf_ga.exact.batches import (
     IGNORED_LABEL,
     Batch,
@@ -257,7 +257,7 @@ class Prober:
             positions=positions,
             sample_ids=positions,
             micro_batches=np.split(np.arange(len(positions)), ends[:-1]),
-            whole_window=True,  # nothing is to be collated again
+            pad_to_window=True,  # nothing is to be collated again
         )
         fetcher = BatchFetcher({} if whole is None else whole, self.entries)
         return Window(request, fetcher, [put_together(b) for b in batches])
@@ -316,10 +316,10 @@ class Prober:
         with torch.no_grad(), engine.scope():
             for index in range(len(engine.calls)):
                 with engine.micro_batch(index) as batch:
-                    term, counts = engine.term(engine.forward(batch))
+                    term, counts = engine.loss_term(engine.forward(batch))
                     value += float(term)
                     if self.loss.counts_in_forward:
-                        engine.status.counts = added(engine.status.counts, counts)
+                        engine.status.counts = sum_counts(engine.status.counts, counts)
         if self.loss.counts_in_forward:  # until now the divisor was the number of samples
             value *= engine.window.num_samples / (sum(engine.status.counts) or np.nan)
         return value

@@ -49,7 +49,7 @@ class MicroBatches(Dataset):
     def __getitem__(self, item: Item) -> WindowBatch:
         request, index = item
         is_own = index < len(request.micro_batches)
-        if is_own and request.whole_window:
+        if is_own and request.pad_to_window:
             batches = self._whole(request)
             return WindowBatch(batches[index], item)
         offsets = request.micro_batches[index] if is_own else np.array([0])
@@ -90,7 +90,7 @@ class WindowSampler(Sampler):
 
     def __iter__(self) -> Iterator[list[Item]]:
         for request in self.windows.requests():
-            for index in range(request.most_micro_batches):
+            for index in range(request.max_micro_batches):
                 yield [(request, index)]
 
 

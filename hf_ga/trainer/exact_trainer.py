@@ -211,7 +211,7 @@ class TrainerWindow:
         self._counts = ()
         if engine.call.weight or (engine.backend.is_sharded and any(engine.totals)):
             outputs = engine.forward(engine.call.batch)
-            self._term, self._counts = engine.term(outputs)
+            self._term, self._counts = engine.loss_term(outputs)
         elif engine.backend.num_processes > 1:
             # A user's loss may be a collective (TRL's gathers metrics): all ranks compute it.
             with torch.no_grad():
