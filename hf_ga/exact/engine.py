@@ -229,7 +229,9 @@ class Engine:
         """Compute the mean loss over the targets of the current micro-batch alone."""
         return torch.as_tensor(self.loss.mean(*self.sums(outputs)))
 
-    def loss_term(self, outputs: Any, *, is_recomputable: bool = True) -> tuple[Tensor | float, Counts]:
+    def loss_term(
+        self, outputs: Any, *, is_recomputable: bool = True
+    ) -> tuple[Tensor | float, Counts]:
         """Compute what the current micro-batch adds to the window's mean loss, and its targets.
 
         Args:
