@@ -131,7 +131,7 @@ class Engine:
             self._plan(window, skip_empty, num_calls)
             self.audit = WindowAudit(self)
         # Sums that are made during the backward are no place to learn that a rank has failed.
-        if self.status.failure is not None or self.backend.sums_early:
+        if self.status.failure is not None or self.backend.overlaps_all_reduce:
             self.backend.all_reduce_status(self.status)  # raises on all ranks
         if self.audits_together:
             self.audit.run_together()
@@ -267,7 +267,9 @@ class Engine:
         self.backend.backward(term, weight)
         if weight:
             found = counts if self.loss.counts_in_forward else ()
-            self.backend.collect(self.call, torch.as_tensor(term).detach(), found, self.status)
+            self.backend.after_backward(
+                self.call, torch.as_tensor(term).detach(), found, self.status
+            )
 
     def end(self) -> StepResult:
         """After the last backward: one status of all ranks, one sum of their gradients.
@@ -284,7 +286,7 @@ class Engine:
                 self.audit.run()
         self.status.has_gradient = [p.grad is not None for p in self.parameters]
         if self.has_targets:
-            self.backend.finish_early_sums(self.status)
+            self.backend.finish_overlap(self.status)
         status = self.backend.all_reduce_status(self.status)
         if self.has_targets:
             self.window.state.has_gradient[unwrapped(self.model)] = status.has_gradient
@@ -394,7 +396,7 @@ class Engine:
             self._equalize(calls, skip_empty)
         if self.has_targets and self.is_training:
             known = window.state.has_gradient.get(unwrapped(self.model))
-            self.backend.sum_early(self.parameters, known)
+            self.backend.set_up_overlap(self.parameters, known)
         if num_calls is not None:
             self._fill_up(calls, num_calls)
         if self.loss.needs_first_pass and self.has_targets and self.is_training:
