@@ -112,7 +112,7 @@ class Window:
         whole = self.split([np.arange(self.num_samples)])
         return send_to_device(whole.batches[0], device)
 
-    def fitting(self) -> "Window":
+    def split_to_memory_limit(self) -> "Window":
         """Cut this rank's micro-batches over the memory limit into even parts, collated again."""
         parts = [part for micro_batch in self.micro_batches for part in self._parts(micro_batch)]
         return self if len(parts) == len(self.batches) else self.split(parts)
