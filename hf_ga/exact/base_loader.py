@@ -36,7 +36,7 @@ class Splitter:
     planner: Planner | None
     canonical_micro_batch: int | None = None
 
-    def request(
+    def make_request(
         self,
         epoch: int,
         index: int,
@@ -102,13 +102,13 @@ class Splitter:
             lengths = np.full_like(lengths, lengths.max())
         return self.planner(lengths, num_processes)
 
-    def padded(self, request: WindowRequest) -> WindowRequest:
+    def replan_padded(self, request: WindowRequest) -> WindowRequest:
         """Plan a window again, for micro-batches that are all padded to its longest sample.
 
         Args:
             request: The plan of the window, which was planned by lengths.
         """
-        return self.request(
+        return self.make_request(
             request.epoch, request.index, request.sample_ids, request.lengths, pad_to_window=True
         )
 
@@ -274,7 +274,10 @@ class BaseLoader:
         changed = [name for name in identity if state.get(name) != identity[name]]
         if changed and not allow_changes:
             listed = ", ".join(f"{name} {state.get(name)} -> {identity[name]}" for name in changed)
-            raise ConfigError(f"this position belongs to another order of windows: {listed}")
+            raise ConfigError(
+                f"this position belongs to another order of windows: {listed}. Make the loader "
+                "with the saved settings, or pass allow_changes=True."
+            )
         self.epoch = state["epoch"]
         if changed:
             self.num_consumed = self._num_windows_to_skip(state)
@@ -285,8 +288,8 @@ class BaseLoader:
     def _num_windows_to_skip(self, state: dict[str, Any]) -> int:
         """Return how many of this loader's windows to skip for a state of another order of samples.
 
-        They hold as many samples as were consumed, rounded down to whole windows. If all samples of
-        the epoch were consumed, they are all windows.
+        The skipped windows hold as many samples as were consumed, rounded down to whole windows. If
+        all samples of the epoch were consumed, all windows are skipped.
 
         Args:
             state: A `state_dict()` of a loader with, for example, another window size.

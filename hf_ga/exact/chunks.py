@@ -31,9 +31,9 @@ class ChunkTree:
 
     Attributes:
         costs: Cost of each chunk in any unit, at least 1.
-        num_processes: Number of ranks that share the window.
+        num_ranks: Number of ranks that share the window.
 
-    >>> tree = ChunkTree((1, 1, 2, 2), num_processes=2)
+    >>> tree = ChunkTree((1, 1, 2, 2), num_ranks=2)
     >>> tree.chunks_per_rank
     [range(0, 2), range(2, 4)]
     >>> tree.subtrees_per_rank
@@ -41,7 +41,7 @@ class ChunkTree:
     """
 
     costs: tuple[int, ...]
-    num_processes: int
+    num_ranks: int
 
     @cached_property
     def _cumulative_costs(self) -> np.ndarray:
@@ -57,9 +57,9 @@ class ChunkTree:
         """
         total = int(self._cumulative_costs[-1])
         boundaries = []
-        for rank in range(self.num_processes + 1):
+        for rank in range(self.num_ranks + 1):
             # The chunk at which the cost is closest to total * rank / num_processes, in integers.
-            difference = np.abs(self._cumulative_costs * self.num_processes - total * rank)
+            difference = np.abs(self._cumulative_costs * self.num_ranks - total * rank)
             boundaries.append(int(difference.argmin()))
         return [range(start, stop) for start, stop in pairwise(boundaries)]
 

@@ -222,9 +222,9 @@ class Engine:
         moved = moved_generators(states_before)
         if moved and not self.allow_split_dependent_randomness:
             raise UnkeyedRandomness(
-                f"{self.window.description} drew from {' and '.join(moved)} although the probing "
-                "forward did not: this randomness depends on the split of the window. Switch it "
-                "off, or accept it with allow_split_dependent_randomness."
+                f"{self.window.description} drew from {' and '.join(moved)} although the proof's "
+                "forwards did not: these random numbers depend on the split of the window. Turn "
+                "them off, or accept them with allow_split_dependent_randomness."
             )
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
@@ -247,7 +247,8 @@ class Engine:
             outputs: What the model returned for the micro-batch, or its loss alone.
 
         Returns:
-            (sums, counts), each with one entry for each mean of the loss.
+            (sums, counts): the sums of the loss and the numbers of targets. Each is a tuple with
+            one entry, or several entries if the head's loss is a sum of several means.
         """
         return self.loss.sums(outputs, self.call)
 
@@ -274,8 +275,8 @@ class Engine:
                 example a penalty.
 
         Returns:
-            (term, counts): the term, a scalar; the micro-batch's number of targets, one for each
-            mean of the loss.
+            (term, counts): the term, a scalar, and the numbers of targets of the micro-batch, a
+            tuple with one entry (several if the head's loss is a sum of several means).
         """
         sums, counts = self.sums(outputs)
         if is_recomputable:
@@ -301,7 +302,7 @@ class Engine:
 
         Args:
             term: A scalar, already divided by the number of targets of the window.
-            counts: Number of targets of the micro-batch, one for each mean of the loss.
+            counts: Numbers of targets of the micro-batch, as `loss_term` returns them.
         """
         if not self.has_targets:
             return
@@ -336,6 +337,7 @@ class Engine:
         if self.has_targets:
             self.window.state.has_gradient[unwrapped(self.model)] = status.has_gradient
         self.backend.reduce_gradients(self.model, status, self.rule.unused)
+        # Gradients that the loss computed itself for the whole window, before the forwards.
         for parameter, gradient in self.loss.own_gradients:
             accumulate_gradient(parameter, gradient)
         total = sum(status.counts)
@@ -361,6 +363,7 @@ class Engine:
             total: Number of targets of the window over all ranks.
             result: The result of the window.
         """
+        # If no targets were counted, loss and gradients are 0, and any divisor will do.
         factor = self.window.num_samples / (total or 1.0)
         result.loss_tensor = result.loss_tensor * factor
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -381,7 +384,7 @@ class Engine:
         except (ProcessFailed, TooLarge):
             raise
         except Exception as error:
-            self.status.failure = self._with_remedy(error)
+            self.status.failure = self._error_to_report(error)
             if self.backend.is_sharded:
                 raise self.status.failure from error
 
@@ -414,7 +417,7 @@ class Engine:
         self.backend.rejoin(self.model)
         clear_device_cache(garbage_collection=True)
 
-    def _with_remedy(self, error: Exception) -> Exception:
+    def _error_to_report(self, error: Exception) -> Exception:
         """Return the exception to report for an exception in a micro-batch.
 
         For an out-of-memory error it is a `TooLarge`, if the window can be computed again in
@@ -440,8 +443,8 @@ class Engine:
     def _plan(self, window: Window, skip_empty: bool, num_calls: int | None) -> None:
         """Choose the forwards of this rank and count the targets of the window over all ranks.
 
-        Sets `window`, `calls`, `totals` and `has_targets`. Runs the loss's pass over the window
-        before the forwards, if it needs one.
+        Sets `window`, `calls`, `totals` and `has_targets`, and sets up the all-reduces that overlap
+        with the last backward. A loss that needs a first pass over the window makes it here.
 
         Args:
             window: See `begin`.
@@ -469,7 +472,7 @@ class Engine:
             self._add_fillers(calls, num_calls)
         if self.loss.needs_first_pass and self.has_targets and self.is_training:
             with self.scope(), self.backend.autocast(), extra_forwards(self.model):
-                self.totals = self.loss.prepare(self._first_pass())
+                self.totals = self.loss.prepare(self._make_first_pass())
 
     def _with_final_micro_batches(self, window: Window) -> Window:
         """Return the window in the micro-batches that are computed.
@@ -500,10 +503,10 @@ class Engine:
             filler = replace(first, weight=0, index=FILLER_INDEX)
             self.calls += [filler] * (num_calls - len(self.calls))
 
-    def _first_pass(self) -> FirstPass:
-        """Return what `Loss.prepare` needs to run over the whole window before the forwards.
+    def _make_first_pass(self) -> FirstPass:
+        """Return the inputs of `Loss.prepare`, which runs over the window before its forwards.
 
-        On a rank without micro-batches, its calls are one sample of weight 0.
+        A rank without micro-batches gets one sample with weight 0.
         """
         calls = self.calls or [replace(stand_in_call(self.window, self.loss), weight=0)]
         return FirstPass(

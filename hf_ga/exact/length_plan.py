@@ -1,5 +1,5 @@
 """Plan a window by the lengths of its samples: little padding, a limit on the padded tokens of a
-micro-batch, and about equal compute time on all ranks.
+micro-batch, and about equal compute time on all processes.
 
 The samples are sorted by length, and a micro-batch is a run of consecutive ones. Nothing is lost by
 that: for any split into micro-batches there is one into consecutive samples of the sorted window
@@ -72,9 +72,9 @@ class _Candidate(NamedTuple):
     """A plan that `plan_by_length` considers.
 
     Attributes:
-        time: When the slowest rank is done, in units of cost.
+        time: When the slowest process is done, in units of cost.
         boundaries: The micro-batches, as boundaries in the sorted window (`cheapest_boundaries`).
-        assignment: For each rank, the indices of its micro-batches.
+        assignment: For each process, the indices of its micro-batches.
     """
 
     time: int
@@ -90,7 +90,7 @@ def plan_by_length(
     overhead: int = CPU_OVERHEAD,
     lockstep: bool = False,
 ) -> Plan:
-    """Split a window into micro-batches of samples of similar lengths, and assign them to ranks.
+    """Split a window into micro-batches of similar lengths, and assign them to processes.
 
     The cost of a micro-batch, in tokens, is modelled as
 
@@ -108,9 +108,9 @@ def plan_by_length(
         max_tokens: Maximum number of samples x padded length of one micro-batch. A sample that is
             longer than that gets a micro-batch of its own.
         overhead: The part of the cost of a micro-batch that does not depend on its size, in tokens.
-        lockstep: Whether ranks wait for each other in every micro-batch (FSDP). If so, the i-th
-            micro-batches of all ranks get about the same cost; otherwise only the sums of the ranks
-            do.
+        lockstep: Whether processes wait for each other in every micro-batch (FSDP). If so, the i-th
+            micro-batches of all processes have about the same cost. If not, only the total costs of
+            the processes are balanced.
 
     Returns:
         For each process, the list of its micro-batches (offsets of samples in the window), cheapest
@@ -136,7 +136,7 @@ def plan_by_length(
         micro_batch_size = max(1, max_tokens // int(sorted_lengths[0]))
         return plan_window(len(lengths), num_processes, micro_batch_size)
 
-    # One micro-batch of more than twice the tokens per process would unbalance the ranks.
+    # One micro-batch of more than twice the tokens per process would unbalance the processes.
     twice_tokens_per_process = -(-2 * int(sorted_lengths.sum()) // num_processes)
     largest_limit = min(max_tokens, twice_tokens_per_process)
     candidates = []
@@ -284,20 +284,20 @@ def _even_out(boundaries: np.ndarray, sorted_lengths: np.ndarray) -> np.ndarray:
 
 
 def _assign_in_rounds(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
-    """Assign micro-batches to ranks that wait for each other after every micro-batch (FSDP).
+    """Assign micro-batches to processes that wait for each other after every micro-batch (FSDP).
 
-    In each round, every rank computes one micro-batch, so a round takes as long as its most
+    In each round, every process computes one micro-batch, so a round takes as long as its most
     expensive one. Micro-batches of similar cost are put into the same round. Rounds run from the
     cheapest to the most expensive. If there are too few micro-batches for the first round, the
-    remaining ranks run their own next micro-batch twice, the first time with weight 0
-    (`Backend.equalize_calls`).
+    remaining processes run their next micro-batch twice, the first time with weight 0
+    (`ShardedBackend.equalize_calls`).
 
     Args:
         costs: Cost of each micro-batch (integers).
-        num_processes: Number of ranks.
+        num_processes: Number of processes.
 
     Returns:
-        The sum of the times of all rounds, and for each rank the indices of its micro-batches,
+        The sum of the times of all rounds, and for each process the indices of its micro-batches,
         cheapest first.
     """
     most_expensive_first = np.argsort(costs, kind="stable")[::-1]
@@ -311,7 +311,7 @@ def _assign_in_rounds(costs: np.ndarray, num_processes: int) -> tuple[int, list[
     ]
     times = [int(costs[indices[0]]) for indices in rounds]
     if len(rounds) > 1 and len(rounds[-1]) < num_processes:
-        # The most expensive micro-batch that a rank repeats in the round that is not full.
+        # The most expensive micro-batch that a process repeats in the round that is not full.
         repeated = rounds[-2][len(rounds[-1])]
         times[-1] = max(times[-1], int(costs[repeated]))
     return sum(times), assignment

@@ -152,7 +152,7 @@ class StreamLoader(BaseLoader):
             self._check_same_stream(request.index, samples)
             self.num_consumed += 1
             fetcher = reader.fetcher.for_window(samples)
-            window = Window(request, fetcher, batches, self.state, self.splitter.padded)
+            window = Window(request, fetcher, batches, self.state, self.splitter.replan_padded)
             del request, samples, batches, fetcher  # the caller alone keeps the window in memory
             yield window
             del window

@@ -141,7 +141,9 @@ class WindowReader(IterableDataset):
                 return
             ids = np.array(list(held.samples), np.int64)
             lengths = np.array([self.length_of(held.samples[i]) for i in held.samples], np.int64)
-            request = self.splitter.request(self.epoch, index, ids, lengths, self.pad_to_window)
+            request = self.splitter.make_request(
+                self.epoch, index, ids, lengths, self.pad_to_window
+            )
             self.fetcher.dataset = held
             batches = self.fetcher[request]
             self.fetcher.dataset = None
@@ -166,13 +168,7 @@ class WindowReader(IterableDataset):
         first = sorted((sample for _, sample in beginning), key=self.length_of)
         samples = shuffled(chain(beginning, stream), self.shuffle_buffer_size, seed, self.epoch)
         del beginning
-        num_skipped = sum(1 for _ in islice(samples, size * self.num_consumed))
-        if num_skipped <= size * (self.num_consumed - 1):
-            raise DataError(
-                f"the stream ended after {num_skipped} samples in epoch {self.epoch}, but "
-                f"{self.num_consumed} windows of {size} were consumed before the checkpoint. "
-                "Resume with the same stream, not split by process."
-            )
+        self._skip_consumed(samples)
         num_windows = self.num_consumed
         while True:
             window = list(islice(samples, size))
@@ -190,6 +186,24 @@ class WindowReader(IterableDataset):
             raise DataError(
                 f"drop_last_window drops the whole stream of {len(window)} samples: use a window "
                 f"below {size}."
+            )
+
+    def _skip_consumed(self, samples: Iterator[Numbered]) -> None:
+        """Skip the samples of the windows that were consumed before the checkpoint.
+
+        Args:
+            samples: The shuffled stream; the iterator is advanced.
+
+        Raises:
+            DataError: If the stream ends before the last of these windows.
+        """
+        size = self.splitter.layout.window_size
+        num_skipped = sum(1 for _ in islice(samples, size * self.num_consumed))
+        if num_skipped <= size * (self.num_consumed - 1):
+            raise DataError(
+                f"the stream ended after {num_skipped} samples in epoch {self.epoch}, but "
+                f"{self.num_consumed} windows of {size} were consumed before the checkpoint. "
+                "Resume with the same stream, not split by process."
             )
 
 

@@ -93,11 +93,11 @@ def update(
     scaler = accelerator.scaler
     checks_gradients = scaler is not None and scaler.is_enabled()  # the scaler finds overflows
     if not checks_gradients:
-        numbers = _loss_and_norm_on_host(result, parameters)
-        result.loss_tensor = numbers[0]
+        loss_and_norm = _loss_and_norm_on_host(result, parameters)
+        result.loss_tensor = loss_and_norm[0]
         if result.grad_norm_tensor is not None:
-            result.grad_norm_tensor = numbers[1]
-        if not _is_finite(backend, numbers, parameters, is_clipped=bool(max_grad_norm)):
+            result.grad_norm_tensor = loss_and_norm[1]
+        if not _is_finite(backend, loss_and_norm, parameters, is_clipped=bool(max_grad_norm)):
             result.nonfinite = True
             result.skipped = True
             return
@@ -136,19 +136,23 @@ def _loss_and_norm_on_host(result: StepResult, parameters: Sequence[nn.Parameter
 
 
 def _is_finite(
-    backend: Backend, numbers: Tensor, parameters: Sequence[nn.Parameter], *, is_clipped: bool
+    backend: Backend,
+    loss_and_norm: Tensor,
+    parameters: Sequence[nn.Parameter],
+    *,
+    is_clipped: bool,
 ) -> bool:
     """Return whether the loss and all gradients are finite on all ranks.
 
     Args:
         backend: How ranks communicate.
-        numbers: Loss and gradient norm on the host, shape (2,).
+        loss_and_norm: Loss and gradient norm on the host, shape (2,).
         parameters: Parameters with a gradient.
         is_clipped: Whether the gradients were clipped with that norm, which is then the global one.
             If not, it is the norm of this rank's shards.
     """
-    loss = numbers[0]
-    are_finite = numbers.isfinite().all()
+    loss = loss_and_norm[0]
+    are_finite = loss_and_norm.isfinite().all()
     if is_clipped:
         # A norm that overflowed would have clipped every gradient to zero, so it must be finite.
         return bool(are_finite)

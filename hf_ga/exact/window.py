@@ -48,15 +48,15 @@ class Window:
         fetcher: Fetches and collates samples of the window, also in other micro-batches.
         batches: The micro-batches of this process, as collated batches on the host.
         state: The state that all windows of a loader share.
-        padded: A function that plans the window again, for micro-batches that are all padded to the
-            longest sample. Needed only if the window was planned by lengths.
+        replan_padded: A function that plans the window again, for micro-batches that are all padded
+            to the longest sample. Needed only if the window was planned by lengths.
     """
 
     request: WindowRequest
     fetcher: Fetcher
     batches: list[dict[str, Any]]
     state: LoaderState = field(default_factory=LoaderState)
-    padded: Callable[[WindowRequest], WindowRequest] | None = None
+    replan_padded: Callable[[WindowRequest], WindowRequest] | None = None
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
@@ -141,7 +141,7 @@ class Window:
             return self
         if request.lengths is None:
             return self._collate_again(replace(request, pad_to_window=True))
-        return self._collate_again(self.padded(request))
+        return self._collate_again(self.replan_padded(request))
 
     def _collate_again(self, request: WindowRequest) -> "Window":
         """Return this window collated according to another plan of the same samples."""

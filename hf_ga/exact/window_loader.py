@@ -127,11 +127,13 @@ class WindowLoader(BaseLoader):
 
         After the last one, the loader is set to the next epoch.
         """
-        requests, to_load = tee(self.requests())
-        loaded = load_items(self.fetcher, self.num_workers, self.accelerator.device, to_load)
+        # The workers read their copy of the requests ahead, to prefetch windows.
+        requests, requests_to_load = tee(self.requests())
+        device = self.accelerator.device
+        loaded = load_items(self.fetcher, self.num_workers, device, sampler=requests_to_load)
         for batches, request in zip(loaded, requests, strict=True):
             self.num_consumed += 1
-            yield Window(request, self.fetcher, batches, self.state, self.splitter.padded)
+            yield Window(request, self.fetcher, batches, self.state, self.splitter.replan_padded)
         self.set_epoch(self.epoch + 1)
 
     def requests(self) -> Iterator[WindowRequest]:
@@ -140,7 +142,7 @@ class WindowLoader(BaseLoader):
         size = self.layout.window_size
         for index in range(self.num_consumed, len(self)):
             ids = order[index * size : (index + 1) * size]
-            yield self.splitter.request(
+            yield self.splitter.make_request(
                 self.epoch, index, ids, self.lengths[ids], self.state.pad_to_window
             )
 
