@@ -80,6 +80,7 @@ class Backend:
     _overlapped: BucketedAllReduce | None = None
 
     def __init__(self, accelerator: Accelerator) -> None:
+        """Read device, number of processes and index of this process from the accelerator."""
         self.accelerator = accelerator
         self.device = accelerator.device
         self.num_processes = accelerator.num_processes
@@ -153,9 +154,10 @@ class Backend:
         """
 
     def rejoin(self, model: nn.Module) -> None:
-        """Prepare to run a micro-batch again after this rank ran out of memory in it (FSDP2).
+        """Prepare to run a micro-batch again, in which this rank ran out of memory (FSDP2).
 
-        A no-op for other backends. Only called if `can_rejoin`.
+        The engine calls it if `can_rejoin`, so that this rank takes part in the collectives that
+        the other ranks wait for. A no-op for other backends.
         """
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
@@ -202,17 +204,16 @@ class Backend:
             status.counts = sum_counts(status.counts, counts)
 
     def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Add fillers so that all ranks run the same number of forwards, if they are collectives.
+        """Return the forwards to run: the same number on all ranks, if forwards are collectives.
 
-        Here they are not collectives, so `calls` is returned unchanged.
+        Fillers (forwards of weight 0) are added for that. In this class forwards are not
+        collectives, so `calls` is returned unchanged.
 
         Args:
             window: The window.
             calls: The forwards that this rank needs.
             loss: How the loss is split over micro-batches.
 
-        Returns:
-            The forwards to run. Fillers have weight 0.
         """
         return calls
 
@@ -271,7 +272,7 @@ class Backend:
         )
 
     def check_partial_gradients(self, num_ranks: Sequence[float]) -> None:
-        """Check that gradients that only some ranks have can be summed. Here they always can.
+        """Check that gradients that only some ranks have can be summed; in this class, always.
 
         Args:
             num_ranks: For each parameter, how many ranks have a gradient of it.
@@ -349,8 +350,8 @@ class Backend:
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
         """Return whether a condition on the gradients holds on all ranks.
 
-        Here all ranks hold the same gradients, so each can tell alone. With shards, ranks
-        communicate.
+        In this class all ranks hold the same gradients, so they need not communicate. Backends for
+        sharded gradients ask all ranks.
 
         Args:
             value: The condition on this rank, a bool or a tensor with one element.
@@ -373,6 +374,7 @@ class LocalBackend(Backend):
     )
 
     def __init__(self, device: torch.device) -> None:
+        """Set up a single process on a device."""
         self.device = device
         self.num_processes = 1
         self.process_index = 0

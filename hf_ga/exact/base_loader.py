@@ -144,9 +144,14 @@ class BaseLoader:
         pad_to_window: bool,
         canonical_micro_batch: int | None,
     ) -> None:
+        """Derive the layout from the sizes, and start at the first window of epoch 0."""
+        # A global batch size determines the number of accumulation steps.
         steps = accelerator.gradient_accumulation_steps if global_batch_size is None else None
         self.layout = Layout.from_sizes(
-            accelerator.num_processes, per_device_batch_size, steps, global_batch_size
+            num_processes=accelerator.num_processes,
+            micro_batch_size=per_device_batch_size,
+            accumulation_steps=steps,
+            global_batch_size=global_batch_size,
         )
         chunk_size = canonical_micro_batch
         if chunk_size is not None and not 0 < chunk_size <= per_device_batch_size:
@@ -188,11 +193,11 @@ class BaseLoader:
         if planner is None and by_length:
             planner = self._planner_by_length(longest, max_tokens)
         return Splitter(
-            self.seed,
-            self.layout,
-            self.accelerator.process_index,
-            planner,
-            self.canonical_micro_batch,
+            seed=self.seed,
+            layout=self.layout,
+            process_index=self.accelerator.process_index,
+            planner=planner,
+            canonical_micro_batch=self.canonical_micro_batch,
         )
 
     def _planner_by_length(self, longest: int | None, max_tokens: int | None) -> ByLength:
@@ -211,8 +216,8 @@ class BaseLoader:
         is_cpu = self.accelerator.device.type == "cpu"
         is_fsdp = self.accelerator.distributed_type == DistributedType.FSDP
         return ByLength(
-            size,
-            max_tokens or None,
+            micro_batch_size=size,
+            max_tokens=max_tokens or None,
             overhead=CPU_OVERHEAD if is_cpu else GPU_OVERHEAD,
             lockstep=is_fsdp,  # FSDP's ranks wait for each other in every forward
         )
@@ -233,7 +238,9 @@ class BaseLoader:
             replica: Index of the replica that this process is part of (0-based).
         """
         self.layout = Layout.from_sizes(
-            num_replicas, self.layout.micro_batch_size, None, self.layout.window_size
+            num_processes=num_replicas,
+            micro_batch_size=self.layout.micro_batch_size,
+            global_batch_size=self.layout.window_size,
         )
         self.splitter = replace(self.splitter, layout=self.layout, process_index=replica)
 

@@ -118,16 +118,17 @@ class TreeSum:
 
     Args:
         chunks: The tree over the chunks of the window.
-        plus: A function (left value, right value) -> their sum. It may overwrite both.
+        add_values: A function (left value, right value) -> their sum. It may overwrite both.
 
     Attributes:
         nodes: The pairs (node, value) that have no sibling to be added to yet, from the first chunk
             to the last. When all chunks of the window are added, only the root is left.
     """
 
-    def __init__(self, chunks: ChunkTree, plus: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, chunks: ChunkTree, add_values: Callable[[Any, Any], Any]) -> None:
+        """Start with an empty sum over the chunks of a window."""
         self.parents = chunks.parents
-        self.plus = plus
+        self.add_values = add_values
         self.nodes: list[tuple[Node, Any]] = []
 
     def add(self, node: Node, value: object) -> None:
@@ -144,5 +145,5 @@ class TreeSum:
                 break
             self.nodes.pop()
             node = parent
-            value = self.plus(left_value, value)
+            value = self.add_values(left_value, value)
         self.nodes.append((node, value))

@@ -42,6 +42,7 @@ class BucketedAllReduce:
         bucket_bytes: int = BUCKET_BYTES,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        """Group the parameters into buckets; nothing is sent yet."""
         self.group = group
         # A backward computes the gradients of the last parameters first.
         in_backward_order = list(reversed(parameters))

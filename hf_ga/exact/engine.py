@@ -79,6 +79,7 @@ class Engine:
         is_audited: bool = False,
         audits_together: bool = False,
     ) -> None:
+        """Prepare to compute windows of a model; see the class for the arguments."""
         self.backend = backend
         self.model = model
         # Audits compare repeated forwards, so every random draw must be keyed.
@@ -176,9 +177,9 @@ class Engine:
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Enable keyed dropout and the other hooks in the `with` block.
+        """Enable keyed dropout and the loss's patches of the model in the `with` block.
 
-        All forwards and backwards of the window run in it.
+        All forwards and backwards of a window run in this block.
         """
         with ExitStack() as stack:
             for hook in self.hooks:

@@ -69,6 +69,7 @@ class Fetcher:
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate) -> None:
+        """Store dataset and collate function; nothing is fetched yet."""
         self.dataset = dataset
         self.collate_fn = collate_fn
         self.is_repeatable = False  # set after the first window is collated twice
@@ -90,7 +91,7 @@ class Fetcher:
                     "the dataset or the collate function gave two different batches for the same "
                     "samples and seeds: it draws from its own generator, so the split of a window "
                     "would change its result. Let it draw from torch's, numpy's or Python's global "
-                    "generator, which are seeded for it: leave its seed or generator argument out."
+                    "generator, which are seeded for it: omit its seed or generator argument."
                 )
         self.is_repeatable = True
         return batches
@@ -182,17 +183,18 @@ class BatchFetcher:
 
     Args:
         batch: The batch of all samples of the window, as `Entries.split` returns it.
-        of_samples: Names of the entries that hold rows of samples. The other entries are the same
-            for all samples.
+        per_sample_entries: Names of the entries that hold rows of samples. All samples share the
+            other entries.
     """
 
-    def __init__(self, batch: Batch, of_samples: Collection[str]) -> None:
+    def __init__(self, batch: Batch, per_sample_entries: Collection[str]) -> None:
+        """Store the collated window and the names of its entries to take rows of."""
         self.batch = batch
-        self.of_samples = of_samples
+        self.per_sample_entries = per_sample_entries
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
         """Return the rows of each micro-batch of a request as a batch."""
         return [
-            put_together(take_rows(self.batch, rows, self.of_samples))
+            put_together(take_rows(self.batch, rows, self.per_sample_entries))
             for rows in request.micro_batches
         ]

@@ -75,6 +75,7 @@ class Layout:
         return cls(num_processes, micro_batch_size, needed, global_batch_size)
 
     def __str__(self) -> str:
+        """Describe the layout, as in "window of 64 samples = 2 processes x 4 micro-batches x 8"."""
         processes = "1 process" if self.num_processes == 1 else f"{self.num_processes} processes"
         steps = self.accumulation_steps
         micro_batches = "1 micro-batch" if steps == 1 else f"{steps} micro-batches"

@@ -25,6 +25,7 @@ class BatchPlan:
     shares: dict[tuple[int, ...], int]
 
     def __str__(self) -> str:
+        """Return the plan as a table of several lines, for the terminal."""
         return "\n".join(f"{label:<21}{text}" for label, text in self._rows())
 
     def _rows(self) -> Iterable[tuple[str, str]]:

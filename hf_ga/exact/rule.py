@@ -121,10 +121,14 @@ class Rule:
         self.dropout.check_compiled(model)
 
     def __str__(self) -> str:
-        width = {
-            True: "micro-batches padded to the window's width (the loss depends on it)",
+        """Summarize the rule in one line for logs: what is averaged over, padding, speed-ups."""
+        padding = {
+            True: "micro-batches padded to the window's longest sample (the loss depends on it)",
             False: "loss independent of padding",
-            None: "micro-batches padded to the window's width (effect of padding not tested)",
+            None: "micro-batches padded to the window's longest sample (effect of padding not "
+            "tested)",
         }[self.width_matters]
-        used = "".join(f", {speed_up.name}" for speed_up in self.speed_ups)
-        return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{used}"
+        speed_ups = "".join(f", {speed_up.name}" for speed_up in self.speed_ups)
+        return (
+            f"targets counted as {self.name} (residual {self.residual:.0e}), {padding}{speed_ups}"
+        )

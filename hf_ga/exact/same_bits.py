@@ -194,7 +194,8 @@ def all_reduce_in_tree_order(local_sums: Tensor, chunks: ChunkTree) -> Tensor:
 
     Args:
         local_sums: One row per subtree that this rank summed locally, shape (subtrees, elements).
-        chunks: The tree over the chunks of the window.
+        chunks: The binary tree over the window's chunks (groups of samples that are computed in one
+            forward). It fixes the order of summation.
 
     Returns:
         The sum over all subtrees of all ranks, shape (elements,), the same on all ranks.

@@ -36,7 +36,7 @@ def add_gradients(engine: Engine, window: Window) -> StepResult:
                 result = compute(engine, window)
             return replace(result, retries=retries)
         except TooLarge as error:
-            window.state.max_elements = error.num_elements // 2
+            window.state.max_elements = error.num_elements // 2  # half of what did not fit
         restore_buffers()  # what counts samples (BatchNorm) must not count them twice
         # Only here, as the traceback keeps the tensors of the failed try until the `except` ends.
         clear_device_cache(garbage_collection=True)

@@ -87,10 +87,9 @@ class StreamLoader(BaseLoader):
         canonical_micro_batch: int | None = None,
     ) -> None:
         if isinstance(dataset, Iterator):
-            name = type(dataset).__name__
             raise DataError(
-                f"a {name} can be read only once, but every epoch reads it again: pass a "
-                "restartable iterable."
+                f"a {type(dataset).__name__} can be read only once, but every epoch reads it "
+                "again: pass a restartable iterable."
             )
         if shuffle_buffer_size < 0:
             raise ConfigError(f"shuffle_buffer_size must be at least 0, got {shuffle_buffer_size}.")
@@ -101,21 +100,27 @@ class StreamLoader(BaseLoader):
             )
         super().__init__(
             accelerator,
-            per_device_batch_size,
-            global_batch_size,
-            seed,
-            pad_to_window,
-            canonical_micro_batch,
+            per_device_batch_size=per_device_batch_size,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            pad_to_window=pad_to_window,
+            canonical_micro_batch=canonical_micro_batch,
         )
         self.splitter = self._make_splitter(
-            planner, length_of is not None, None, max_tokens_per_micro_batch
+            planner,
+            by_length=length_of is not None,
+            longest=None,
+            max_tokens=max_tokens_per_micro_batch,
         )
         self.num_workers = num_workers
         self.collate_fn = collate_fn
-        fetcher = StreamFetcher(collate_fn)
-        length_of = length_of or sample_length
         self.reader = WindowReader(
-            dataset, fetcher, self.splitter, shuffle_buffer_size, length_of, drop_last_window
+            dataset=dataset,
+            fetcher=StreamFetcher(collate_fn),
+            splitter=self.splitter,
+            shuffle_buffer_size=shuffle_buffer_size,
+            length_of=length_of or sample_length,
+            drop_last_window=drop_last_window,
         )
 
     def use_seed(self, seed: int) -> None:
@@ -151,9 +156,14 @@ class StreamLoader(BaseLoader):
         ):
             self._check_same_stream(request.index, samples)
             self.num_consumed += 1
-            fetcher = reader.fetcher.for_window(samples)
-            window = Window(request, fetcher, batches, self.state, self.splitter.replan_padded)
-            del request, samples, batches, fetcher  # the caller alone keeps the window in memory
+            window = Window(
+                request=request,
+                fetcher=reader.fetcher.for_window(samples),
+                batches=batches,
+                state=self.state,
+                replan_padded=self.splitter.replan_padded,
+            )
+            del request, samples, batches  # the caller alone keeps the window in memory
             yield window
             del window
             # The first step may have enabled padding. Has no effect on a reader in a worker; the

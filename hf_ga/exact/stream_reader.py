@@ -38,11 +38,13 @@ class HeldSamples:
     def __init__(
         self, numbered: Sequence[Numbered], first: Sequence[Any] = (), digest: int = 0
     ) -> None:
+        """Index the samples of a window by their ids."""
         self.samples = dict(numbered)
         self.first = first
         self.digest = digest
 
     def __len__(self) -> int:
+        """Return the number of samples of the window."""
         return len(self.samples)
 
     def __getitem__(self, sample_id: int) -> Any:
@@ -74,6 +76,7 @@ class StreamFetcher(Fetcher):
     """
 
     def __init__(self, collate_fn: Collate) -> None:
+        """Start without samples; `dataset` is set for each window."""
         super().__init__(None, collate_fn)
         self.first: Sequence[Any] = ()
 
@@ -139,10 +142,14 @@ class WindowReader(IterableDataset):
                 held = next(windows, None)
             if held is None:
                 return
-            ids = np.array(list(held.samples), np.int64)
-            lengths = np.array([self.length_of(held.samples[i]) for i in held.samples], np.int64)
+            ids = list(held.samples)
+            lengths = [self.length_of(sample) for sample in held.samples.values()]
             request = self.splitter.make_request(
-                self.epoch, index, ids, lengths, self.pad_to_window
+                self.epoch,
+                index,
+                sample_ids=np.array(ids, np.int64),
+                lengths=np.array(lengths, np.int64),
+                pad_to_window=self.pad_to_window,
             )
             self.fetcher.dataset = held
             batches = self.fetcher[request]

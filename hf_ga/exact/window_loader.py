@@ -84,11 +84,11 @@ class WindowLoader(BaseLoader):
     ) -> None:
         super().__init__(
             accelerator,
-            per_device_batch_size,
-            global_batch_size,
-            seed,
-            pad_to_window,
-            canonical_micro_batch,
+            per_device_batch_size=per_device_batch_size,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            pad_to_window=pad_to_window,
+            canonical_micro_batch=canonical_micro_batch,
         )
         self.shuffle = shuffle
         self.drop_last_window = drop_last_window
@@ -132,8 +132,15 @@ class WindowLoader(BaseLoader):
         device = self.accelerator.device
         loaded = load_items(self.fetcher, self.num_workers, device, sampler=requests_to_load)
         for batches, request in zip(loaded, requests, strict=True):
+            window = Window(
+                request=request,
+                fetcher=self.fetcher,
+                batches=batches,
+                state=self.state,
+                replan_padded=self.splitter.replan_padded,
+            )
             self.num_consumed += 1
-            yield Window(request, self.fetcher, batches, self.state, self.splitter.replan_padded)
+            yield window
         self.set_epoch(self.epoch + 1)
 
     def requests(self) -> Iterator[WindowRequest]:
