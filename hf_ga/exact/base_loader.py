@@ -75,13 +75,14 @@ class Splitter:
             pad_to_window=pad_to_window,
             max_micro_batches=max(map(len, plan)),
             lengths=lengths if isinstance(self.planner, ByLength) else None,
-            chunks=chunk_tree,
+            chunk_tree=chunk_tree,
         )
 
     def plan(self, lengths: np.ndarray, pad_to_window: bool) -> Plan:
         """Split a window into the micro-batches of all processes.
 
-        For same bits, split it into chunks instead, as if there were a single process.
+        For same bits, split it into chunks (groups of `canonical_micro_batch` samples) instead, as
+        if there were a single process.
 
         Args:
             lengths: Number of tokens of each sample of the window, shape (samples,).
@@ -126,7 +127,8 @@ class BaseLoader:
             the other sizes.
         seed: Seed of the order.
         pad_to_window: Whether all micro-batches are padded to the longest sample of their window.
-        canonical_micro_batch: For same bits, the number of samples in one chunk. None: no chunks.
+        canonical_micro_batch: For same bits, the number of samples in one chunk of a window, which
+            is computed in one forward. None: windows are not split into chunks.
 
     Attributes:
         layout: Batch sizes and number of processes.
@@ -153,12 +155,12 @@ class BaseLoader:
             accumulation_steps=steps,
             global_batch_size=global_batch_size,
         )
-        chunk_size = canonical_micro_batch
-        if chunk_size is not None and not 0 < chunk_size <= per_device_batch_size:
+        samples_per_chunk = canonical_micro_batch
+        if samples_per_chunk is not None and not 0 < samples_per_chunk <= per_device_batch_size:
             raise ConfigError(
                 "canonical_micro_batch (same_bits) must be at least 1 and at most the per-device "
-                f"batch size {per_device_batch_size}, as one forward computes a chunk, got "
-                f"{chunk_size}."
+                f"batch size {per_device_batch_size}, as one forward computes a chunk of that many "
+                f"samples, got {samples_per_chunk}."
             )
         self.accelerator = accelerator
         self.seed = seed

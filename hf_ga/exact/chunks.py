@@ -117,7 +117,7 @@ class TreeSum:
     node is the sum of the same two numbers on every rank, and has the same bits.
 
     Args:
-        chunks: The tree over the chunks of the window.
+        chunk_tree: The tree over the chunks of the window.
         add_values: A function (left value, right value) -> their sum. It may overwrite both.
 
     Attributes:
@@ -125,9 +125,9 @@ class TreeSum:
             to the last. When all chunks of the window are added, only the root is left.
     """
 
-    def __init__(self, chunks: ChunkTree, add_values: Callable[[Any, Any], Any]) -> None:
+    def __init__(self, chunk_tree: ChunkTree, add_values: Callable[[Any, Any], Any]) -> None:
         """Start with an empty sum over the chunks of a window."""
-        self.parents = chunks.parents
+        self.parents = chunk_tree.parents
         self.add_values = add_values
         self.nodes: list[tuple[Node, Any]] = []
 

@@ -41,7 +41,7 @@ class WindowRequest:
         max_micro_batches: Maximum number of micro-batches of any process in this window.
         lengths: Number of tokens of each sample, if the window was planned by them (`ByLength`).
             None if the micro-batches were chosen in another way.
-        chunks: For same bits, the tree over the chunks of the window; every micro-batch is one
+        chunk_tree: For same bits, the tree over the chunks of the window; every micro-batch is one
             chunk. None otherwise.
     """
 
@@ -54,7 +54,7 @@ class WindowRequest:
     pad_to_window: bool
     max_micro_batches: int = 0
     lengths: np.ndarray | None = None
-    chunks: ChunkTree | None = None
+    chunk_tree: ChunkTree | None = None
 
 
 class Fetcher:

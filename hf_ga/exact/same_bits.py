@@ -60,28 +60,32 @@ class ChunkBackend(Backend):
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.has_gradient = [False] * len(self.parameters)
         self.num_counts = loss.num_means if loss.counts_in_forward else 0
-        self.chunks: ChunkTree | None = None  # stays None if the window has no targets
+        self.chunk_tree: ChunkTree | None = None  # stays None if the window has no targets
 
     def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Start the sums of a window that has targets, and align the tensors of its batches.
+        """Start the sums of gradients for a window that has targets, and return its forwards.
 
-        No calls are added: under DDP, ranks may run different numbers of forwards.
+        No forwards are added: under DDP, ranks may run different numbers of them. The tensors of
+        the batches are aligned in memory, so that the result does not depend on the alignment.
         """
-        self.chunks = window.request.chunks
-        self.own_chunks = self.chunks.chunks_per_rank[self.process_index]
-        self.tree_sum = TreeSum(self.chunks, _add_in_place)
+        self.chunk_tree = window.request.chunk_tree
+        self.local_chunks = self.chunk_tree.chunks_per_rank[self.process_index]
+        self.tree_sum = TreeSum(self.chunk_tree, _add_in_place)
         return [_with_aligned_batch(call) for call in calls]
 
     def after_backward(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
-        """Move the gradients of a chunk from `.grad` into the tree sum, with its loss and counts.
+        """Move the gradients of a chunk from `.grad` into the sum over the chunks of this rank.
+
+        The chunk's loss and target counts are summed with them, in the same fixed order.
 
         Args:
-            call: The chunk's forward and backward.
+            call: The forward and backward of the chunk (a micro-batch that does not depend on the
+                number of ranks).
             loss: The chunk's term of the window's mean loss, a scalar.
             counts: Numbers of targets that the forward counted, if it counts them.
             status: Only its dtype is used. The window's loss is set in `reduce_gradients`.
         """
-        chunk = self.own_chunks.start + call.index
+        chunk = self.local_chunks.start + call.index
         self._add_zeros(until=chunk)
         gradients = []
         for index, parameter in enumerate(self.parameters):
@@ -92,7 +96,8 @@ class ChunkBackend(Backend):
                 self.has_gradient[index] = True
             parameter.grad = None
         numbers = [torch.as_tensor(number).to(status.loss) for number in (loss, *counts)]
-        self.tree_sum.add((chunk, chunk + 1), [torch.stack(numbers), *gradients])
+        loss_and_counts = torch.stack(numbers)
+        self.tree_sum.add((chunk, chunk + 1), [loss_and_counts, *gradients])
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
         """All-reduce the status, as in the base class; target counts must be whole numbers.
@@ -113,50 +118,50 @@ class ChunkBackend(Backend):
     def reduce_gradients(
         self, model: nn.Module, status: RankStatus, unused: Collection[str]
     ) -> None:
-        """Sum gradients, loss and target counts over all ranks in the order that the tree fixes.
+        """Sum gradients, loss and target counts over all ranks in a fixed order, for the same bits.
 
         Sets `.grad` of all trainable parameters (None if no rank has a gradient), `status.loss`,
         and `status.counts` if the forwards count targets. Does nothing if the window has no
         targets.
         """
-        if self.chunks is None:
+        if self.chunk_tree is None:
             return
-        self._add_zeros(until=self.own_chunks.stop)
+        self._add_zeros(until=self.local_chunks.stop)
         sums = [value for _, value in self.tree_sum.nodes]
         if self.num_processes > 1:
-            templates = [self._zero_numbers(status.loss.dtype), *self.parameters]
-            numbers, *gradients = self._sum_over_ranks(sums, templates)
+            templates = [self._zero_loss_and_counts(status.loss.dtype), *self.parameters]
+            loss_and_counts, *gradients = self._sum_over_ranks(sums, templates)
         else:
-            numbers, *gradients = sums[0]
-        status.loss = numbers[0]
+            loss_and_counts, *gradients = sums[0]
+        status.loss = loss_and_counts[0]
         if self.num_counts:
-            status.counts = tuple(numbers[1:].tolist())
+            status.counts = tuple(loss_and_counts[1:].tolist())
         for index, parameter in enumerate(self.parameters):
             parameter.grad = gradients[index] if status.has_gradient[index] else None
 
     def _add_zeros(self, until: int) -> None:
-        """Add zero gradients to the tree sum for chunks that had no forward (no targets).
+        """Add zero gradients to the sum for chunks of samples that had no forward (no targets).
 
         Args:
             until: Zeros are added for the chunks after the last one that was added, up to but not
                 including this index.
         """
-        begin = self.own_chunks.start
+        begin = self.local_chunks.start
         if self.tree_sum.nodes:
             (_, begin), _ = self.tree_sum.nodes[-1]
         for chunk in range(begin, until):
-            numbers = self._zero_numbers(sum_dtype(self.device))
+            loss_and_counts = self._zero_loss_and_counts(sum_dtype(self.device))
             gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
-            self.tree_sum.add((chunk, chunk + 1), [numbers, *gradients])
+            self.tree_sum.add((chunk, chunk + 1), [loss_and_counts, *gradients])
 
-    def _zero_numbers(self, dtype: torch.dtype) -> Tensor:
+    def _zero_loss_and_counts(self, dtype: torch.dtype) -> Tensor:
         """Return zeros for the loss and the target counts of a node, shape (1 + num_counts,)."""
         return torch.zeros(1 + self.num_counts, dtype=dtype, device=self.device)
 
     def _sum_over_ranks(
         self, local_sums: Sequence[Sequence[Tensor]], templates: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Sum lists of tensors over all ranks in the order that the tree fixes.
+        """Sum lists of tensors over all ranks, in an order that does not depend on their number.
 
         The tensors are sent in large buckets.
 
@@ -179,13 +184,13 @@ class ChunkBackend(Backend):
                 local = torch.stack(flat_subtrees)
             else:
                 local = templates[indices[0]].new_empty(0, sum(sizes))
-            parts = all_reduce_in_tree_order(local, self.chunks).split(sizes)
+            parts = all_reduce_in_tree_order(local, self.chunk_tree).split(sizes)
             for i, part in zip(indices, parts, strict=True):
                 sums[i].copy_(part.view(sums[i].shape))
         return sums
 
 
-def all_reduce_in_tree_order(local_sums: Tensor, chunks: ChunkTree) -> Tensor:
+def all_reduce_in_tree_order(local_sums: Tensor, chunk_tree: ChunkTree) -> Tensor:
     """All-reduce gradients in a fixed order of summation, for the same bits on any number of ranks.
 
     Like a ring all-reduce, in two steps: an all-to-all gives each rank one slice of the elements
@@ -194,7 +199,7 @@ def all_reduce_in_tree_order(local_sums: Tensor, chunks: ChunkTree) -> Tensor:
 
     Args:
         local_sums: One row per subtree that this rank summed locally, shape (subtrees, elements).
-        chunks: The binary tree over the window's chunks (groups of samples that are computed in one
+        chunk_tree: The binary tree over the window's chunks of samples (each is computed in one
             forward). It fixes the order of summation.
 
     Returns:
@@ -208,13 +213,13 @@ def all_reduce_in_tree_order(local_sums: Tensor, chunks: ChunkTree) -> Tensor:
     # Rows to send, first those for rank 0: shape (ranks, subtrees, slice_size).
     slices = padded.view(num_local_subtrees, num_ranks, slice_size).transpose(0, 1)
 
-    subtrees_per_rank = chunks.subtrees_per_rank
+    subtrees_per_rank = chunk_tree.subtrees_per_rank
     num_received = [len(subtrees) for subtrees in subtrees_per_rank]
     num_sent = [num_local_subtrees] * num_ranks
     received = local_sums.new_empty(sum(num_received), slice_size)
     dist.all_to_all_single(received, slices.reshape(-1, slice_size), num_received, num_sent)
 
-    tree_sum = TreeSum(chunks, Tensor.add_)
+    tree_sum = TreeSum(chunk_tree, Tensor.add_)
     for node, value in zip(chain.from_iterable(subtrees_per_rank), received, strict=True):
         tree_sum.add(node, value)
     ((_, summed_slice),) = tree_sum.nodes  # the root of the tree

@@ -108,7 +108,7 @@ class Window:
             micro_batches: For each new micro-batch of this process, the offsets in the window of
                 its samples. They need not cover the window.
         """
-        request = replace(self.request, micro_batches=micro_batches, lengths=None, chunks=None)
+        request = replace(self.request, micro_batches=micro_batches, lengths=None, chunk_tree=None)
         return self._collate_again(request)
 
     def whole_batch(self, device: torch.device) -> dict[str, Any]:

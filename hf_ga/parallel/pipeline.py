@@ -139,7 +139,7 @@ class Pipeline:
                 "another one gives the stages of a model different samples. Use that loader, or "
                 "call its load_state_dict to go on elsewhere."
             )
-        if window.request.chunks is not None:
+        if window.request.chunk_tree is not None:
             raise ConfigError(
                 "a pipeline does not support same_bits (canonical_micro_batch), because stages add "
                 "gradients in the order of their schedule: omit it."

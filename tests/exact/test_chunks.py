@@ -90,7 +90,7 @@ def test_what_cannot_have_the_same_bits_is_refused(monkeypatch):
     samples = h.weighted_samples(8)
     with pytest.raises(
         ConfigError,
-        match="at most the per-device batch size 4, as one forward computes a chunk, got 5",
+        match="at most the per-device batch size 4, as one forward computes a chunk of that many samples, got 5",
     ):
         chunked_window(samples, **{"canonical_micro_batch": 5})
     window, model = chunked_window(samples), h.plain_tagger()
