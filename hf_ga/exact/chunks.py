@@ -58,7 +58,7 @@ class ChunkTree:
         total = int(self._cumulative_costs[-1])
         boundaries = []
         for rank in range(self.num_ranks + 1):
-            # The chunk at which the cost is closest to total * rank / num_processes, in integers.
+            # Where the cumulative cost is closest to total * rank / num_ranks, in integers.
             difference = np.abs(self._cumulative_costs * self.num_ranks - total * rank)
             boundaries.append(int(difference.argmin()))
         return [range(start, stop) for start, stop in pairwise(boundaries)]

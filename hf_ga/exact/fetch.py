@@ -124,7 +124,7 @@ class Fetcher:
         The samples of a single window may be too few or too similar for a proof.
 
         Args:
-            request: The seed and the epoch of it are used.
+            request: Provides the seed and the epoch, for random transforms.
             count: Number of samples. A smaller dataset gives fewer.
         """
         ids = np.unique(np.linspace(0, len(self.dataset) - 1, count).astype(np.int64))
