@@ -429,7 +429,7 @@ def engine_for(accelerator: Accelerator, model: nn.Module, window: Window) -> En
     rule = rule_for(model, window, settings)
     rule.check_fits(model)
     return Engine(
-        backend_for(accelerator, same_bits=window.request.chunks is not None),
+        backend_for(accelerator, same_bits=window.request.chunk_tree is not None),
         model,
         rule,
         allow_split_dependent_randomness=settings.allow_split_dependent_randomness,

@@ -210,7 +210,7 @@ def planned_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[
         The sample indices of each micro-batch.
     """
     order = np.random.default_rng(0).permutation(len(lengths))
-    plan = ByLength(micro_batch, None, GPU_OVERHEAD, in_step=False)
+    plan = ByLength(micro_batch, None, GPU_OVERHEAD, lockstep=False)
     batches = []
     for start in range(0, len(order), window):
         samples = order[start : start + window]

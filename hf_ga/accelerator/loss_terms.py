@@ -127,11 +127,11 @@ class LossTerms:
         returned_loss = model_loss_of(recorder.outputs)
         without_router = engine.loss.loss if isinstance(engine.loss, WithRouter) else engine.loss
         if isinstance(without_router, HeadMean):
-            engine.backward(loss, is_whole=loss is returned_loss)
+            engine.backward(loss, is_recomputable=loss is returned_loss)
             return
         # A loss that is a sum of means is computed again from the outputs. If the loop added a
         # penalty on the weights, the difference of the two losses is this penalty.
-        term, counts = engine.term(recorder.outputs)
+        term, counts = engine.loss_term(recorder.outputs)
         if loss is not returned_loss and returned_loss is not None:
             share = len(engine.call.micro_batch) / engine.window.num_samples
             term = term + (loss - returned_loss) * share
@@ -170,7 +170,7 @@ class LossTerms:
         """
         self._check_loss_kind(kind)
         engine.window.state.pad_to_window = True
-        if not engine.window.request.whole_window:
+        if not engine.window.request.pad_to_window:
             raise ConfigError(LOSS_CHANGED)
         if isinstance(engine.loss, SumPassedByLoop):
             return

@@ -131,7 +131,7 @@ class TrainingLoop:
         """
         self._check_fetch()
         window = self._begin_window(model, window, batches_are_mappings)
-        num_micro_batches = window.request.most_micro_batches  # the same on all ranks
+        num_micro_batches = window.request.max_micro_batches  # the same on all ranks
         for index in range(num_micro_batches):
             self._check_fetch()
             self.call_order.begin_micro_batch(index)
@@ -263,7 +263,7 @@ class TrainingLoop:
         passes_own_loss = self.loss_terms.passes_own_loss
         # Removing speed-ups again changes nothing, so this may be repeated in every window.
         engine.rule = rule_for_loop(engine.rule, self.accelerator, passes_own_loss=passes_own_loss)
-        engine.begin(window, num_calls=window.request.most_micro_batches)
+        engine.begin(window, num_calls=window.request.max_micro_batches)
         if self.accelerator.scaler is not None and not engine.has_targets:
             raise DataError(
                 f"window {window.index} of epoch {window.epoch} has no targets, so it has no loss "

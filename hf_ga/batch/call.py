@@ -336,7 +336,7 @@ def _make_window(
         positions=step * MAX_SAMPLES + offsets,
         sample_ids=offsets,
         micro_batches=[first_offset + indices for indices in micro_batches],
-        whole_window=state.pad_to_window,
+        pad_to_window=state.pad_to_window,
     )
     return BatchWindow(request, fetcher, fetcher[request], state)
 

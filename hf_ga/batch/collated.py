@@ -155,9 +155,9 @@ class CollatedFetcher(Fetcher):
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
         """Return the micro-batches that a window's plan assigns to this rank, each as a collated
         dict. They are truncated to their longest sample, unless the plan asks for one padded length
-        for the whole window (`whole_window`).
+        for the whole window (`pad_to_window`).
         """
-        trim_padding = not request.whole_window
+        trim_padding = not request.pad_to_window
         return [
             self.batch.take(offsets - self.first_offset, trim_padding=trim_padding)
             for offsets in request.micro_batches

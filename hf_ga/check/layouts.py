@@ -80,7 +80,7 @@ def local_micro_batches(window: Window, accelerator: Accelerator) -> Window:
     request = replace(
         window.request,
         micro_batches=window.request.micro_batches[local],
-        most_micro_batches=max_per_process,
+        max_micro_batches=max_per_process,
     )
     return replace(window, request=request, batches=window.batches[local])
 

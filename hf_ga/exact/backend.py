@@ -1,11 +1,11 @@
-"""What differs between one process, DDP and FSDP. Ranks communicate here and nowhere else in a
-window.
+"""How ranks communicate in a window: the differences between one process, DDP and FSDP.
 
-This backend serves one process and DDP: ranks hold replicas, exchange a small status before and
-    after the forwards, and sum the
-gradients once per window. DDP's own reducer stays silent, and no factor of the number of ranks
-enters, so ranks may have different numbers of micro-batches, or none. FSDP's is
-`hf_ga.parallel.fsdp.ShardedBackend`.
+Within a window, ranks communicate here and nowhere else. `Backend` serves one process and DDP: all
+ranks hold replicas of the model, exchange a small status before and after the forwards, and sum the
+gradients once per window. DDP's own reducer is not used, and the gradients are not divided by the
+number of ranks, so ranks may have different numbers of micro-batches, or none.
+
+The backend for FSDP is `hf_ga.parallel.fsdp.ShardedBackend`.
 """
 
 import os
@@ -21,7 +21,7 @@ from accelerate.utils import DistributedType, reduce
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, ProcessFailed
-from hf_ga.exact.early_sums import EarlySums, sum_gradients
+from hf_ga.exact.early_sums import BucketedAllReduce, sum_gradients
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.memory import TooLarge
@@ -37,15 +37,16 @@ SUPPORTED = (
 
 @dataclass
 class RankStatus:
-    """What one rank computed of a window or, after `all_reduce_status`, what all ranks did.
+    """What one rank computed in a window. `Backend.all_reduce_status` makes it that of all ranks.
 
     Attributes:
-        loss: sum of the micro-batches' terms, float64 scalar on the device.
-        counts: targets, one number for each mean of the loss.
-        has_gradient: of each trainable parameter, whether this rank (then: any rank) has a gradient
-            of it.
-        failure: what went wrong on this rank.
-        must_sum_again: gradients that were summed early have changed since.
+        loss: Sum of the loss terms of the micro-batches, a float64 scalar on the device.
+        counts: Number of targets, one for each mean of the loss.
+        has_gradient: For each trainable parameter, whether this rank (after the all-reduce: any
+            rank) has a gradient of it.
+        failure: The exception that occurred on this rank, or None.
+        must_sum_again: Whether a gradient changed after it was all-reduced during the last
+            backward.
     """
 
     loss: Tensor
@@ -56,164 +57,232 @@ class RankStatus:
 
 
 class Backend:
-    """One process, or replicas on several (DDP).
+    """Communication of a single process, or of DDP ranks that each hold a replica of the model.
+
+    Subclasses implement other kinds of parallelism (FSDP, pipelines, same bits).
 
     Attributes:
-        is_sharded: Parameters are sharded (FSDP), so that every forward and backward is a
-            collective of all ranks.
-        reason_not_to_cut: Why a micro-batch for which memory runs out is not computed in parts.
-            None: it is.
-        can_rejoin: A rank that ran out of memory can make the collectives that others wait for.
-        can_sum_early: Gradients may be summed while the last backward still runs.
+        is_sharded: Whether each rank holds only a part of the parameters (FSDP, pipeline), so that
+            every forward and backward is a collective of all ranks.
+        reason_not_to_split: The reason why a micro-batch that runs out of memory cannot be split
+            into smaller ones, as text for the error message. None: it is split.
+        can_rejoin: Whether a rank that ran out of memory can still run the collectives that the
+            other ranks wait for (FSDP2).
+        can_overlap_all_reduce: Whether gradients may be all-reduced while the last backward still
+            runs.
     """
 
     is_sharded = False
-    reason_not_to_cut: str | None = None
+    reason_not_to_split: str | None = None
     can_rejoin = False
-    can_sum_early = True
-    _early: EarlySums | None = None  # of this window
+    can_overlap_all_reduce = True
+    # The all-reduces that overlap with the last backward of the current window, or None.
+    _overlapped: BucketedAllReduce | None = None
 
     def __init__(self, accelerator: Accelerator) -> None:
+        """Read device, number of processes and index of this process from the accelerator."""
         self.accelerator = accelerator
         self.device = accelerator.device
         self.num_processes = accelerator.num_processes
         self.process_index = accelerator.process_index
 
     @property
-    def can_cut(self) -> bool:
-        """Whether micro-batches over a limit that was found are computed in parts."""
-        return self.can_rejoin or not self.reason_not_to_cut
+    def can_split(self) -> bool:
+        """Whether micro-batches above the memory limit are split into smaller ones."""
+        return self.can_rejoin or self.reason_not_to_split is None
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Around forwards and losses: the mixed precision of the run."""
+        """Return a context for forwards and losses with the mixed precision of the accelerator."""
         return self.accelerator.autocast()
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
-        """Before the first forward of a window.
+        """Prepare a window; the engine calls this before its first forward.
+
+        Under DDP, resets the state of DDP's reducer, which hf_ga does not use.
+
+        Args:
+            model: The prepared model.
+            loss: How the loss is split over micro-batches.
 
         Raises:
-            ConfigError: If gradients would not be exact under a setting.
+            ConfigError: If gradients would not be exact with the current settings.
         """
         if isinstance(model, nn.parallel.DistributedDataParallel):
             # A forward through DDP without a backward (an evaluation) leaves its reducer waiting.
             model.reducer._reset_state()
             keep_process_group_alive(model)
 
-    def sum_early(
+    def set_up_overlap(
         self, parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool] | None
     ) -> None:
-        """Before the forwards of a window: sum gradients during the last backward.
+        """Set up gradient all-reduces that overlap with the window's last backward.
+
+        Call this before the window's first forward. Without effect on a single process, and if the
+        backend cannot overlap them; gradients are then summed after the last backward.
 
         Args:
-            parameters: The trainable ones.
-            has_gradient: Of each, whether any rank is expected to have a gradient, the same on all
-                ranks. None: not known, so the sums come after the last backward.
+            parameters: The trainable parameters.
+            has_gradient: For each parameter, whether any rank is expected to have a gradient of it;
+                the same on all ranks. None if that is unknown; nothing is overlapped then.
         """
-        self._early = None
-        if self.can_sum_early and self.num_processes > 1 and has_gradient is not None:
-            self._early = EarlySums(list(compress(parameters, has_gradient)))
+        self._overlapped = None
+        if self.can_overlap_all_reduce and self.num_processes > 1 and has_gradient is not None:
+            self._overlapped = BucketedAllReduce(list(compress(parameters, has_gradient)))
 
     @property
-    def sums_early(self) -> bool:
-        """Whether this window's gradients are summed during its last backward."""
-        return self._early is not None
+    def overlaps_all_reduce(self) -> bool:
+        """Whether this window's gradients are all-reduced while its last backward still runs."""
+        return self._overlapped is not None
 
-    def finish_early_sums(self, status: RankStatus) -> None:
-        """After the last backward of this rank, before the status of all ranks is known."""
-        if self._early is not None:
-            self._early.finish(has_failed=status.failure is not None)
-            status.must_sum_again = self._early.must_repeat
+    def finish_overlap(self, status: RankStatus) -> None:
+        """Send the remaining gradients after the last backward, if all-reduces overlap with it.
 
-    def shard_again(self, model: nn.Module) -> None:
-        """Let the model's parameters be those that the optimizer has: its shards, if any."""
+        Sets `status.must_sum_again`. Call this before `all_reduce_status`, also if this rank
+        failed.
+
+        Args:
+            status: The status of this rank.
+        """
+        if self._overlapped is not None:
+            self._overlapped.finish(has_failed=status.failure is not None)
+            status.must_sum_again = self._overlapped.must_repeat
+
+    def reshard(self, model: nn.Module) -> None:
+        """Free gathered parameters, so that only this rank's shards remain (FSDP2; else a no-op).
+
+        The optimizer updates the shards.
+        """
 
     def rejoin(self, model: nn.Module) -> None:
-        """After memory ran out where `can_rejoin`, before the micro-batch is repeated."""
+        """Prepare to run a micro-batch again, in which this rank ran out of memory (FSDP2).
+
+        The engine calls it if `can_rejoin`, so that this rank takes part in the collectives that
+        the other ranks wait for. A no-op for other backends.
+        """
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
-        """Around each forward and backward."""
-        if is_last and self._early is not None:
-            return self._early.during_backward()
+        """Return a context for one forward and backward, in which gradients may be all-reduced.
+
+        Args:
+            model: The prepared model.
+            is_last: Whether this is the last micro-batch of the window on this rank.
+        """
+        if is_last and self._overlapped is not None:
+            return self._overlapped.during_backward()
         return nullcontext()
 
     def backward(self, term: Tensor | float, weight: int) -> None:
-        """Make the backward of a micro-batch's term, times the scale of fp16.
+        """Run the backward of a micro-batch's term of the window's mean loss.
 
-        Not by `accelerator.backward`, which divides by gradient_accumulation_steps: terms are
-        already divided by targets.
+        The term is multiplied by the loss scale of fp16. `accelerator.backward` is not used, as it
+        divides by gradient_accumulation_steps, but terms are already divided by the number of
+        targets.
 
         Args:
-            term: A scalar.
-            weight: 0: do nothing.
+            term: The loss term, a scalar. Nothing is done if it does not depend on parameters.
+            weight: 1, or 0 to do nothing.
         """
-        if weight and isinstance(term, Tensor) and term.requires_grad:  # else it is a constant
+        if weight and isinstance(term, Tensor) and term.requires_grad:
             self.scaled(term).backward()
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """Multiply a tensor by the loss scale of fp16."""
+        """Multiply a tensor by the loss scale of fp16. Return it unchanged without fp16."""
         scaler = self.accelerator.scaler
         return tensor if scaler is None else scaler.scale(tensor)
 
-    def collect(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
-        """After the backward of a micro-batch: add its loss, a scalar, and what its forward counted
-        to the status.
+    def after_backward(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
+        """Add the loss and the target counts of a micro-batch to this rank's status.
+
+        Args:
+            call: The forward and backward that just ran.
+            loss: The micro-batch's term of the window's mean loss, a scalar.
+            counts: Numbers of targets that the forward counted. () if they were counted before.
+            status: The status of this rank, changed in place.
         """
         status.loss += loss
         if counts:
-            status.counts = added(status.counts, counts)
+            status.counts = sum_counts(status.counts, counts)
 
-    def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Return the calls to make: where forwards are collectives, as many as the other ranks
-        make.
+    def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
+        """Return the forwards to run: the same number on all ranks, if forwards are collectives.
+
+        Fillers (forwards of weight 0) are added for that. In this class forwards are not
+        collectives, so `calls` is returned unchanged.
+
+        Args:
+            window: The window.
+            calls: The forwards that this rank needs.
+            loss: How the loss is split over micro-batches.
+
         """
         return calls
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
-        """Add up the status of all ranks: one small all-reduce in float64. On one process, the
-        status itself.
+        """Sum the status of all ranks in one small float64 all-reduce; raise if any rank failed.
+
+        On a single process, return the status itself.
+
+        Args:
+            status: The status of this rank.
+
+        Returns:
+            The status of all ranks: sums of losses and counts, and for each parameter whether any
+            rank has a gradient of it.
 
         Raises:
-            The rank's own failure; ProcessFailed: another rank's, with its message. TooLarge:
-            nothing else than memory that ran
-                out on a rank; the smallest micro-batch that failed.
+            Exception: The exception of this rank, if it failed.
+            ProcessFailed: If another rank failed, with its message.
+            TooLarge: If ranks ran out of memory, but nothing else failed; with the size of the
+                smallest micro-batch that did not fit.
+            ConfigError: If gradients that only some ranks have cannot be summed.
         """
-        own = status.failure
+        failure = status.failure
         if self.num_processes == 1:
-            if own is not None:
-                raise own
+            if failure is not None:
+                raise failure
             return status
-        row = [own is not None, 0.0, status.must_sum_again, *status.counts, *status.has_gradient]
-        row = torch.tensor(row, dtype=torch.float64, device=self.device)
-        row[1] = status.loss
-        dist.all_reduce(row)
-        failed, _, must_sum_again, *numbers = row.tolist()
-        if failed:
-            if self._early is not None:
-                self._early.drop()
-            _raise_on_all_ranks(own)
-        counts = numbers[: len(status.counts)]
-        given = numbers[len(status.counts) :]
-        self.check_use(given)
+        numbers = torch.tensor(
+            [
+                failure is not None,
+                0.0,  # the loss, set below without a copy to the host
+                status.must_sum_again,
+                *status.counts,
+                *status.has_gradient,
+            ],
+            dtype=torch.float64,
+            device=self.device,
+        )
+        numbers[1] = status.loss
+        dist.all_reduce(numbers)
+        num_failed, _, must_sum_again, *rest = numbers.tolist()
+        if num_failed:
+            if self._overlapped is not None:
+                self._overlapped.drop()
+            _raise_on_all_ranks(failure)
+        counts = rest[: len(status.counts)]
+        # For each parameter, how many ranks have a gradient of it.
+        num_ranks = rest[len(status.counts) :]
+        self.check_partial_gradients(num_ranks)
         return replace(
             status,
-            loss=row[1],
+            loss=numbers[1],
             counts=tuple(counts),
-            has_gradient=tuple(map(bool, given)),
+            has_gradient=tuple(map(bool, num_ranks)),
             must_sum_again=bool(must_sum_again),
         )
 
-    def check_use(self, num_ranks: Sequence[float]) -> None:
-        """Check that the gradients of all parameters can be summed.
+    def check_partial_gradients(self, num_ranks: Sequence[float]) -> None:
+        """Check that gradients that only some ranks have can be summed; in this class, always.
 
         Args:
             num_ranks: For each parameter, how many ranks have a gradient of it.
 
         Raises:
-            ConfigError: If gradients that only some ranks have cannot be summed.
+            ConfigError: If they cannot be summed.
         """
 
-    def most_on_a_rank(self, number: int) -> int:
-        """Return the largest of a number that each rank has."""
+    def max_over_ranks(self, number: int) -> int:
+        """Return the maximum of an integer over all ranks."""
         if self.num_processes == 1:
             return number
         largest = torch.tensor(number, device=self.device)
@@ -221,9 +290,18 @@ class Backend:
         return int(largest)
 
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
-        """Sum a tensor over all ranks, which each computed in the window so far."""
-        if not self.is_sharded:  # where a rank that fails ends at once
-            # A rank that failed meanwhile takes part in this collective instead.
+        """Sum a tensor over all ranks, in the middle of a window.
+
+        Args:
+            tensor: The tensor of this rank. It is not changed.
+            status: The status of this rank. DDP ranks exchange it first, as a rank that failed
+                already waits in that exchange, and then all of them raise.
+
+        Raises:
+            ProcessFailed: If another rank failed.
+        """
+        # With shards, a rank that fails ends at once, so no exchange is needed.
+        if not self.is_sharded:
             self.all_reduce_status(status)
         if self.num_processes == 1:
             return tensor
@@ -234,145 +312,178 @@ class Backend:
     def reduce_gradients(
         self, model: nn.Module, status: RankStatus, unused: Collection[str]
     ) -> None:
-        """Sum the gradients over all ranks.
+        """Replace the gradients of all trainable parameters by their sums over all ranks.
+
+        Called once per window, after `all_reduce_status`. Gradients that were already all-reduced
+        during the last backward are not summed again, unless one of them has changed since.
 
         Args:
             model: The prepared model.
-            status: Of all ranks.
-            unused: Names of parameters without a gradient in the proof.
+            status: The status of all ranks.
+            unused: Names of trainable parameters that got no gradient in the proof.
         """
         if self.num_processes == 1:
             return
         parameters = [p for p in model.parameters() if p.requires_grad]
         still_to_sum = list(status.has_gradient)
-        if self._early is not None and status.must_sum_again:
-            self._early.drop()
-        elif self._early is not None:
-            self._early.apply()
-            summed = {p for bucket in self._early.buckets for p in bucket}
+        if self._overlapped is not None and status.must_sum_again:
+            self._overlapped.drop()
+        elif self._overlapped is not None:
+            self._overlapped.apply()
+            summed = {p for bucket in self._overlapped.buckets for p in bucket}
             for index, parameter in enumerate(parameters):
-                if parameter in summed:
-                    if not still_to_sum[index]:
-                        parameter.grad = None  # no rank had one
-                    still_to_sum[index] = False
+                if parameter not in summed:
+                    continue
+                if not status.has_gradient[index]:  # no rank had one; zeros were summed
+                    parameter.grad = None
+                still_to_sum[index] = False
         sum_gradients(parameters, still_to_sum)
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """Scale the gradients of `parameters` to a global L2 norm of at most `max_norm`; returns
-        the norm before.
+        """Clip the gradients of `parameters` to a global L2 norm of at most `max_norm`.
+
+        Returns:
+            The norm before clipping, a scalar.
         """
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """Whether a condition on this rank's gradients is true on all ranks. Replicas hold the same
-        gradients.
+        """Return whether a condition on the gradients holds on all ranks.
+
+        In this class all ranks hold the same gradients, so they need not communicate. Backends for
+        sharded gradients ask all ranks.
+
+        Args:
+            value: The condition on this rank, a bool or a tensor with one element.
         """
         return bool(value)
 
 
 class LocalBackend(Backend):
-    """This process alone, in the precision of the caller: for the forwards and backwards of a
-    proof, which needs no accelerator.
+    """Backend for the proof's trial batches: this process alone, and no accelerator.
+
+    Forwards run in the precision of the caller, without a loss scale.
 
     Args:
         device: The model's device.
     """
 
-    reason_not_to_cut = (
+    reason_not_to_split = (
         "It is one of the few samples of the proof: lower max_length, or turn on "
         "gradient_checkpointing"
     )
 
     def __init__(self, device: torch.device) -> None:
+        """Set up a single process on a device."""
         self.device = device
         self.num_processes = 1
         self.process_index = 0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Leave the caller's precision."""
+        """Return a no-op context, so that the caller's autocast stays in effect."""
         return nullcontext()
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
-        """Do nothing."""
+        """Do nothing: there is no DDP reducer to reset."""
 
     def scaled(self, tensor: Tensor) -> Tensor:
         """Return the tensor itself: there is no loss scale."""
         return tensor
 
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
-        """Return the tensor itself."""
+        """Return the tensor itself: there are no other ranks."""
         return tensor
 
 
 def check_supported(accelerator: Accelerator) -> None:
-    """Refuse what cannot be reduced exactly.
+    """Check that hf_ga can reduce gradients exactly with this accelerator's kind of parallelism.
 
     Raises:
-        ConfigError: If the backend reduces gradients in another way (DeepSpeed, Megatron-LM, ...),
-            processes do not know of each other, or they need the same samples (tensor, context,
-            sequence parallelism).
+        ConfigError: If the accelerator reduces gradients itself (DeepSpeed, Megatron-LM, ...), if
+            several processes share the same samples (tensor, context or sequence parallelism), or
+            if several processes were launched, but Accelerate runs each of them alone.
     """
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if accelerator.num_processes != launched > 1:
+    num_launched = int(os.environ.get("WORLD_SIZE", "1"))
+    if num_launched > 1 and accelerator.num_processes != num_launched:
         raise ConfigError(
-            f"{launched} processes were launched, but Accelerate sees "
+            f"{num_launched} processes were launched, but Accelerate sees "
             f"{accelerator.num_processes}, so each would train alone: on a machine without a GPU "
             "use Accelerator(cpu=True), or set ACCELERATE_USE_CPU=true."
         )
-    sizes = getattr(accelerator, "parallelism_config", None)
-    dimensions = ("tp_size", "cp_size", "sp_size")
-    shared = [name for name in dimensions if (getattr(sizes, name, 1) or 1) > 1]
-    if shared or accelerator.distributed_type not in SUPPORTED:
+    parallelism = getattr(accelerator, "parallelism_config", None)
+    unsupported_sizes = [
+        name
+        for name in ("tp_size", "cp_size", "sp_size")
+        if (getattr(parallelism, name, 1) or 1) > 1
+    ]
+    if unsupported_sizes or accelerator.distributed_type not in SUPPORTED:
+        unsupported = ", ".join(unsupported_sizes) or accelerator.distributed_type.value
         raise ConfigError(
-            f"unsupported: {', '.join(shared) or accelerator.distributed_type.value}. hf_ga "
-            "splits windows over all processes and averages over targets: use "
-            f"{', '.join(t.value for t in SUPPORTED)} (accelerate_configs/fsdp2.yaml shards "
-            "weights and optimizer as ZeRO does), and leave tp_size, cp_size and sp_size at 1."
+            f"unsupported: {unsupported}. hf_ga splits windows over all processes and averages "
+            f"over targets: use {', '.join(t.value for t in SUPPORTED)} "
+            "(accelerate_configs/fsdp2.yaml shards weights and optimizer as ZeRO does), and leave "
+            "tp_size, cp_size and sp_size at 1."
         )
 
 
 def keep_process_group_alive(model: nn.parallel.DistributedDataParallel) -> None:
-    """Let a model under DDP end without hanging.
+    """Set a second reference to DDP's process group, so that the model is freed without hanging.
 
-    Python frees an object's attributes in the order in which they were set. The process group,
-    freed last, releases the GIL while gloo's threads end; the reducer's destructor keeps it, and
-    hangs if they need it for a tensor.
+    Python frees the attributes of an object in the order in which they were set. With the new
+    reference, which is set last, the process group is freed after DDP's reducer. Otherwise the
+    reducer's destructor would free it while holding the GIL, and hang if gloo's threads need the
+    GIL to free a tensor.
     """
     model.outlives_reducer = model.process_group
 
 
 def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> tuple[float, ...]:
-    """Sum numbers over the ranks, in float64 (exact for integers up to 2**53). Waits for the
-    device.
+    """Sum each of several numbers over all ranks, in one float64 all-reduce.
+
+    Exact for integers up to 2**53. Waits for the device.
+
+    Args:
+        accelerator: The accelerator.
+        numbers: The numbers of this rank, equally many on all ranks.
+
+    Returns:
+        The sums, as many as there are numbers.
     """
     if accelerator.num_processes == 1:
         return tuple(numbers)
-    own = torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
-    return tuple(reduce(own, "sum").tolist())
+    local = torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
+    return tuple(reduce(local, "sum").tolist())
 
 
-def added(*counts: Counts) -> Counts:
-    """Add up the counts of several means, each by itself."""
-    return tuple(map(sum, zip(*counts, strict=True)))
+def sum_counts(*counts: Counts) -> Counts:
+    """Add up target counts of several micro-batches, separately for each mean of the loss.
+
+    >>> sum_counts((3, 1), (2, 0))
+    (5, 1)
+    """
+    return tuple(sum(counts_of_mean) for counts_of_mean in zip(*counts, strict=True))
 
 
-def _raise_on_all_ranks(own: Exception | None) -> None:
-    """Raise an error on all ranks, as one of them has failed.
+def _raise_on_all_ranks(local_failure: Exception | None) -> None:
+    """Raise an exception on every rank after at least one rank failed; a collective.
 
     Args:
-        own: The failure of this rank. None: it did not fail.
+        local_failure: The exception of this rank, or None if it did not fail.
 
     Raises:
-        Exception: The own failure.
-        ProcessFailed: If another rank failed.
-        TooLarge: If the only failures are micro-batches that did not fit, and can be cut.
+        Exception: `local_failure`, if it is anything other than running out of memory.
+        ProcessFailed: If another rank failed, with its message.
+        TooLarge: If the only failures are micro-batches that did not fit into memory, with the size
+            of the smallest one. They can be split, so the window can be computed again.
     """
-    can_go_on = own is None or isinstance(own, TooLarge)
-    text = f"{type(own).__name__}: {own}"
-    text = text.encode(errors="replace").decode()  # printable characters only
+    is_recoverable = local_failure is None or isinstance(local_failure, TooLarge)
+    message = f"{type(local_failure).__name__}: {local_failure}"
+    message = message.encode(errors="replace").decode()  # printable characters only
     failures = [None] * dist.get_world_size()
-    dist.all_gather_object(failures, own if can_go_on else text)
+    dist.all_gather_object(failures, local_failure if is_recoverable else message)
     for rank, failure in enumerate(failures):
         if isinstance(failure, str):
-            raise ProcessFailed(f"process {rank} failed: {failure}") if can_go_on else own
+            if not is_recoverable:
+                raise local_failure
+            raise ProcessFailed(f"process {rank} failed: {failure}")
     raise TooLarge(min(failure.num_elements for failure in failures if failure is not None))

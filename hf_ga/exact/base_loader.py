@@ -1,6 +1,4 @@
-"""What the loaders of windows share: sizes, this rank's part of a window, and the position of an
-iteration.
-"""
+"""Base class of the loaders of windows: batch sizes, plans of windows, state to resume from."""
 
 import math
 from dataclasses import dataclass, replace
@@ -11,7 +9,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.chunks import Chunks
+from hf_ga.exact.chunks import ChunkTree
 from hf_ga.exact.fetch import WindowRequest
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.length_plan import CPU_OVERHEAD, GPU_OVERHEAD, ByLength
@@ -21,14 +19,15 @@ from hf_ga.exact.window import LoaderState
 
 @dataclass(frozen=True)
 class Splitter:
-    """Decides which part of a window this process computes, from what all processes know.
+    """Splits windows over processes and micro-batches. All processes compute the same split.
 
     Attributes:
-        seed: Of the order.
-        layout: How a window is computed.
-        process_index: Which process this is.
-        planner: Splits windows. None: evenly by number.
-        canonical_micro_batch: Samples in one chunk, for the same bits. None: no chunks.
+        seed: Seed of the order of the samples.
+        layout: Batch sizes and number of processes.
+        process_index: Index of this process, or of its replica of the model.
+        planner: Function that splits a window. None: evenly by number of samples.
+        canonical_micro_batch: For same bits, the number of samples in one chunk of a window; each
+            chunk is computed in one forward. None: windows are not split into chunks.
     """
 
     seed: int
@@ -37,33 +36,33 @@ class Splitter:
     planner: Planner | None
     canonical_micro_batch: int | None = None
 
-    def request(
+    def make_request(
         self,
         epoch: int,
         index: int,
         sample_ids: np.ndarray,
         lengths: np.ndarray,
-        whole_window: bool = False,
+        pad_to_window: bool = False,
     ) -> WindowRequest:
-        """Plan a window.
+        """Plan a window and return this process's part of it.
 
         Args:
-            epoch: Of the window.
-            index: Its number in the epoch.
-            sample_ids: Of its samples, in the order of the epoch, shape (n,).
-            lengths: Tokens of its samples, shape (n,).
-            whole_window: Whether all micro-batches are padded to one width.
+            epoch: The epoch of the window (0-based).
+            index: The index of the window in the epoch (0-based).
+            sample_ids: Ids of its samples in the order of the epoch, shape (samples,).
+            lengths: Number of tokens of each of its samples, shape (samples,).
+            pad_to_window: Whether all micro-batches are padded to the longest sample of the window.
 
         Raises:
-            ConfigError: If the planner drops or repeats samples.
+            ConfigError: If the plan drops or repeats samples, or has an empty micro-batch.
         """
-        plan = self.plan(lengths, whole_window)
-        chunks = None
+        plan = self.plan(lengths, pad_to_window)
+        chunk_tree = None
         if self.canonical_micro_batch is not None:
-            of_window = plan[0]
-            costs = [len(chunk) * max(1, int(lengths[chunk].max())) for chunk in of_window]
-            chunks = Chunks(tuple(costs), self.layout.num_processes)
-            plan = [of_window[own.start : own.stop] for own in chunks.of_ranks]
+            chunks = plan[0]  # of the whole window, as it was planned for a single process
+            costs = [len(chunk) * max(1, int(lengths[chunk].max())) for chunk in chunks]
+            chunk_tree = ChunkTree(tuple(costs), self.layout.num_processes)
+            plan = [[chunks[index] for index in indices] for indices in chunk_tree.chunks_per_rank]
         check_plan(plan, len(sample_ids), self.layout.num_processes)
         positions = index * self.layout.window_size + np.arange(len(sample_ids))
         return WindowRequest(
@@ -73,19 +72,25 @@ class Splitter:
             positions=positions,
             sample_ids=sample_ids,
             micro_batches=plan[self.process_index],
-            whole_window=whole_window,
-            most_micro_batches=max(map(len, plan)),
+            pad_to_window=pad_to_window,
+            max_micro_batches=max(map(len, plan)),
             lengths=lengths if isinstance(self.planner, ByLength) else None,
-            chunks=chunks,
+            chunk_tree=chunk_tree,
         )
 
-    def plan(self, lengths: np.ndarray, whole_window: bool) -> Plan:
-        """Split a window into micro-batches, or into chunks as for a single process.
+    def plan(self, lengths: np.ndarray, pad_to_window: bool) -> Plan:
+        """Split a window into the micro-batches of all processes.
+
+        For same bits, split it into chunks (groups of `canonical_micro_batch` samples) instead, as
+        if there were a single process.
 
         Args:
-            lengths: Tokens of its samples, shape (n,).
-            whole_window: Whether all micro-batches are padded to one width. A plan by length is
-                then one of equal lengths.
+            lengths: Number of tokens of each sample of the window, shape (samples,).
+            pad_to_window: Whether all micro-batches are padded to the longest sample of the window.
+                If so, a plan by length treats all samples as equally long.
+
+        Returns:
+            For each process, the list of its micro-batches (offsets of samples in the window).
         """
         num_processes = self.layout.num_processes
         size = self.layout.micro_batch_size
@@ -94,28 +99,42 @@ class Splitter:
             size = self.canonical_micro_batch
         if self.planner is None:
             return plan_window(len(lengths), num_processes, size)
-        if whole_window and isinstance(self.planner, ByLength):
+        if pad_to_window and isinstance(self.planner, ByLength):
             lengths = np.full_like(lengths, lengths.max())
         return self.planner(lengths, num_processes)
 
-    def padded(self, request: WindowRequest) -> WindowRequest:
-        """Plan a window again for micro-batches as wide as its longest sample."""
-        return self.request(
-            request.epoch, request.index, request.sample_ids, request.lengths, whole_window=True
+    def replan_padded(self, request: WindowRequest) -> WindowRequest:
+        """Plan a window again, for micro-batches that are all padded to its longest sample.
+
+        Args:
+            request: The plan of the window, which was planned by lengths.
+        """
+        return self.make_request(
+            request.epoch, request.index, request.sample_ids, request.lengths, pad_to_window=True
         )
 
 
 class BaseLoader:
-    """Sizes, position and shared state of a loader.
+    """Base class of loaders: batch sizes, the position of the iteration, and shared state.
 
-    A window counts as consumed when it is handed out, so a loop that was left continues behind it
-    (`set_epoch` resets it).
+    A window counts as consumed as soon as it is yielded. If a loop breaks, the next one continues
+    with the following window, unless `set_epoch` is called.
+
+    Args:
+        accelerator: Its number of processes and `gradient_accumulation_steps` are used.
+        per_device_batch_size: Maximum number of samples in one micro-batch.
+        global_batch_size: Number of samples in a window over all processes. None: the product of
+            the other sizes.
+        seed: Seed of the order.
+        pad_to_window: Whether all micro-batches are padded to the longest sample of their window.
+        canonical_micro_batch: For same bits, the number of samples in one chunk of a window, which
+            is computed in one forward. None: windows are not split into chunks.
 
     Attributes:
-        layout: How a window is computed.
-        epoch: The epoch of the iteration (0-based).
-        num_consumed: Windows of the epoch that were handed out.
-        state: What the loader shares with its windows.
+        layout: Batch sizes and number of processes.
+        epoch: The current epoch (0-based).
+        num_consumed: Number of windows of the epoch that were yielded.
+        state: State that the loader shares with its windows.
     """
 
     def __init__(
@@ -127,16 +146,21 @@ class BaseLoader:
         pad_to_window: bool,
         canonical_micro_batch: int | None,
     ) -> None:
+        """Derive the layout from the sizes, and start at the first window of epoch 0."""
+        # A global batch size determines the number of accumulation steps.
         steps = accelerator.gradient_accumulation_steps if global_batch_size is None else None
         self.layout = Layout.from_sizes(
-            accelerator.num_processes, per_device_batch_size, steps, global_batch_size
+            num_processes=accelerator.num_processes,
+            micro_batch_size=per_device_batch_size,
+            accumulation_steps=steps,
+            global_batch_size=global_batch_size,
         )
-        chunk_size = canonical_micro_batch
-        if chunk_size is not None and not 0 < chunk_size <= per_device_batch_size:
+        samples_per_chunk = canonical_micro_batch
+        if samples_per_chunk is not None and not 0 < samples_per_chunk <= per_device_batch_size:
             raise ConfigError(
                 "canonical_micro_batch (same_bits) must be at least 1 and at most the per-device "
-                f"batch size {per_device_batch_size}, as one forward computes a chunk, got "
-                f"{chunk_size}."
+                f"batch size {per_device_batch_size}, as one forward computes a chunk of that many "
+                f"samples, got {samples_per_chunk}."
             )
         self.accelerator = accelerator
         self.seed = seed
@@ -148,16 +172,18 @@ class BaseLoader:
     def _make_splitter(
         self, planner: Planner | None, by_length: bool, longest: int | None, max_tokens: int | None
     ) -> Splitter:
-        """Choose how windows are split.
+        """Return the `Splitter` of this loader, with a planner that fits the known lengths.
 
         Args:
-            planner: See `WindowLoader`.
-            by_length: Whether lengths are known.
-            longest: Tokens of the longest sample. None: unknown.
+            planner: The user's planner, or None.
+            by_length: Whether the lengths of samples are known. If so, and without a `planner`,
+                windows are planned by length.
+            longest: Number of tokens of the longest sample. None if unknown.
             max_tokens: See `max_tokens_per_micro_batch` of `WindowLoader`.
 
         Raises:
-            ConfigError: If the plan cannot keep the limit of tokens.
+            ConfigError: If `max_tokens` is set, but windows are not planned by length, or the
+                longest sample has more tokens.
         """
         if max_tokens is not None and (planner is not None or not by_length):
             raise ConfigError(
@@ -167,54 +193,70 @@ class BaseLoader:
             )
         check_limit(max_tokens, longest or 1, "the longest sample's")
         if planner is None and by_length:
-            planner = self._plan_by_length(longest, max_tokens)
+            planner = self._planner_by_length(longest, max_tokens)
         return Splitter(
-            self.seed,
-            self.layout,
-            self.accelerator.process_index,
-            planner,
-            self.canonical_micro_batch,
+            seed=self.seed,
+            layout=self.layout,
+            process_index=self.accelerator.process_index,
+            planner=planner,
+            canonical_micro_batch=self.canonical_micro_batch,
         )
 
-    def _plan_by_length(self, longest: int | None, max_tokens: int | None) -> ByLength:
+    def _planner_by_length(self, longest: int | None, max_tokens: int | None) -> ByLength:
+        """Return a planner by length for this device and kind of parallelism.
+
+        Args:
+            longest: Number of tokens of the longest sample. None if unknown.
+            max_tokens: Maximum number of padded tokens in one micro-batch. None or 0: as many as
+                `per_device_batch_size` samples of length `longest` (for same bits,
+                `canonical_micro_batch` samples); if that is unknown, of the longest sample of each
+                window.
+        """
         size = self.canonical_micro_batch or self.layout.micro_batch_size
         if not max_tokens and longest is not None:
             max_tokens = size * max(1, longest)
         is_cpu = self.accelerator.device.type == "cpu"
         is_fsdp = self.accelerator.distributed_type == DistributedType.FSDP
         return ByLength(
-            size,
-            max_tokens or None,
+            micro_batch_size=size,
+            max_tokens=max_tokens or None,
             overhead=CPU_OVERHEAD if is_cpu else GPU_OVERHEAD,
-            in_step=is_fsdp,  # its ranks wait for each other in every forward
+            lockstep=is_fsdp,  # FSDP's ranks wait for each other in every forward
         )
 
     def use_seed(self, seed: int) -> None:
-        """Take over the seed of a saved position."""
+        """Replace the seed of the order by that of a saved position."""
         self.seed = seed
         self.splitter = replace(self.splitter, seed=seed)
 
     def split_over(self, num_replicas: int, replica: int) -> None:
-        """Split windows over replicas of the model instead of processes, where several processes
-        hold one replica: the stages of a pipeline compute the same samples.
+        """Split windows over replicas of the model instead of processes, for pipeline parallelism.
+
+        The stages of a pipeline hold one replica together, and compute the same samples. The number
+        of samples in a window does not change.
 
         Args:
-            num_replicas: How many there are. The size of the windows stays.
-            replica: Which of them this process is part of, from 0.
+            num_replicas: Number of replicas.
+            replica: Index of the replica that this process is part of (0-based).
         """
         self.layout = Layout.from_sizes(
-            num_replicas, self.layout.micro_batch_size, None, self.layout.window_size
+            num_processes=num_replicas,
+            micro_batch_size=self.layout.micro_batch_size,
+            global_batch_size=self.layout.window_size,
         )
         self.splitter = replace(self.splitter, layout=self.layout, process_index=replica)
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin the given epoch (0-based) at its first window."""
+        """Set the epoch (0-based) of the next iteration, which begins at its first window."""
         self.epoch = epoch
         self.num_consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the iteration: epoch, windows consumed, what makes the order, and
-        the memory limit if there is one.
+        """Return the position of the iteration, for a checkpoint.
+
+        It holds the epoch, the number of consumed windows, everything that determines the order of
+        the samples (seed, window size, ...), and the memory limit of micro-batches, if there is
+        one.
         """
         state = {"epoch": self.epoch, "num_consumed": self.num_consumed, **self._identity()}
         if self.state.max_elements is not None:
@@ -222,41 +264,60 @@ class BaseLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, allow_changes: bool = False) -> None:
-        """Continue at a `state_dict()`, also one of another layout.
+        """Resume at the position of a `state_dict()`.
+
+        The number of processes and the size of micro-batches may differ from those of the run that
+        saved the state.
 
         Args:
-            state: The position.
-            allow_changes: Accept a position in another order, too. The loader then continues behind
-                as many samples of the epoch: whole windows of the new size that they fill, and the
-                whole epoch where there are no more.
+            state: The saved position.
+            allow_changes: Whether to accept a position in another order of samples. The loader then
+                skips about as many samples of the epoch as were consumed: as many windows of the
+                new size as these samples fill completely, or the whole epoch if it has no more.
 
         Raises:
-            ConfigError: If the state belongs to another order (of another seed, window size, ...),
-                and that is not allowed.
+            ConfigError: If the state belongs to another order (its seed, window size, ... differ),
+                and `allow_changes` is False.
         """
-        here = self._identity()
-        changed = [name for name in here if state.get(name) != here[name]]
+        identity = self._identity()
+        changed = [name for name in identity if state.get(name) != identity[name]]
         if changed and not allow_changes:
-            listed = ", ".join(f"{name} {state.get(name)} -> {here[name]}" for name in changed)
-            raise ConfigError(f"this position belongs to another order of windows: {listed}")
+            listed = ", ".join(f"{name} {state.get(name)} -> {identity[name]}" for name in changed)
+            raise ConfigError(
+                f"this position belongs to another order of windows: {listed}. Make the loader "
+                "with the saved settings, or pass allow_changes=True."
+            )
         self.epoch = state["epoch"]
-        self.num_consumed = self._carried_over(state) if changed else state["num_consumed"]
+        if changed:
+            self.num_consumed = self._num_windows_to_skip(state)
+        else:
+            self.num_consumed = state["num_consumed"]
         self.state.max_elements = state.get("max_elements", self.state.max_elements)
 
-    def _carried_over(self, state: dict[str, Any]) -> int:
-        """Count how many of this loader's windows are filled by the samples that were consumed in
-        another order.
+    def _num_windows_to_skip(self, state: dict[str, Any]) -> int:
+        """Return how many of this loader's windows to skip for a state of another order of samples.
+
+        The skipped windows hold as many samples as were consumed, rounded down to whole windows. If
+        all samples of the epoch were consumed, all windows are skipped.
+
+        Args:
+            state: A `state_dict()` of a loader with, for example, another window size.
         """
         size = self.layout.window_size
         consumed = state["num_consumed"] * state["window_size"]
-        consumed = min(consumed, state.get("num_samples", math.inf))  # its last window may be short
-        num_samples = self._identity().get("num_samples", math.inf)  # unknown of a stream
+        # The last window of the epoch may be short.
+        consumed = min(consumed, state.get("num_samples", math.inf))
+        # The number of samples of a stream is unknown.
+        num_samples = self._identity().get("num_samples", math.inf)
         if consumed >= num_samples:
             return math.ceil(num_samples / size)
         return int(consumed // size)
 
     def _identity(self) -> dict[str, int]:
-        """Return what must be equal for a position to mean the same samples."""
+        """Return the settings that determine the order of samples.
+
+        A saved position refers to the same samples only if all of them are equal.
+        """
         identity = {"seed": self.seed, "window_size": self.layout.window_size}
         if self.canonical_micro_batch is not None:
             identity["canonical_micro_batch"] = self.canonical_micro_batch
@@ -264,12 +325,12 @@ class BaseLoader:
 
 
 def check_limit(max_tokens: int | None, longest: int, what: str) -> None:
-    """Refuse a limit into which the longest sample does not fit.
+    """Check that the longest sample fits into the token limit of a micro-batch.
 
     Args:
-        max_tokens: The limit. None: there is none.
-        longest: Tokens of the longest sample.
-        what: How the message names these tokens.
+        max_tokens: Maximum number of padded tokens in one micro-batch. None: no limit.
+        longest: Number of tokens of the longest sample.
+        what: Phrase before that number in the error message, such as "the longest sample's".
 
     Raises:
         ConfigError: If the limit is below the longest sample.
@@ -277,6 +338,6 @@ def check_limit(max_tokens: int | None, longest: int, what: str) -> None:
     if max_tokens is not None and max_tokens < longest:
         raise ConfigError(
             f"max_tokens_per_micro_batch {max_tokens} is less than {what} {longest} tokens: every "
-            f"sample must fit into a micro-batch. Allow at least {longest}, or cut samples shorter "
+            f"sample must fit into a micro-batch. Allow at least {longest}, or truncate samples "
             "(max_length)."
         )

@@ -1,10 +1,12 @@
-"""Same bits: a window cut into chunks that no layout changes, and one order in which their
-gradients are added.
+"""Same bits: how a window is split into chunks, and the fixed order in which their gradients are
+summed.
 
-Floating-point sums depend on their order, so ranks that add up what they happen to compute agree to
-1e-7 only. Here a window's chunks depend on its samples alone, and a binary tree over them
-determines all sums: each rank computes consecutive chunks and adds up the subtrees within them, and
-the ranks' subtrees are added along the same tree.
+The sum of floating-point numbers depends on the order of summation, so ranks that sum whatever they
+happen to compute agree to about 1e-7 only. For the same bits on any number of ranks, a window is
+split into chunks (groups of samples that are computed in one forward) that depend on its samples
+alone. A binary tree over the chunks fixes the order of summation: each rank computes consecutive
+chunks and sums the subtrees that consist of its own chunks, and the sums of the ranks are summed
+along the same tree.
 """
 
 from collections.abc import Callable
@@ -15,98 +17,127 @@ from typing import Any
 
 import numpy as np
 
-Node = tuple[int, int]  # the chunks from the first to before the second
+# A node of the tree, as (index of its first chunk, index after its last chunk).
+Node = tuple[int, int]
 
 
 @dataclass(frozen=True)
-class Chunks:
-    """The chunks of a window, their tree, and which rank computes which of them.
+class ChunkTree:
+    """The binary tree over the chunks of a window, and which rank computes which chunks.
 
-    A node is cut where its halves cost most nearly the same; two ranks share a window at the root's
-    cut.
+    A chunk is a group of the window's samples that is computed in one forward. A node of the tree
+    is a run of consecutive chunks; its two children are the halves of that run whose costs are
+    closest to equal. The tree depends on `costs` only, not on the number of ranks.
 
     Attributes:
-        costs: Of each chunk, in any unit, at least 1.
-        num_processes: Ranks that share the window.
+        costs: Cost of each chunk in any unit, at least 1.
+        num_ranks: Number of ranks that share the window.
 
-    >>> chunks = Chunks((1, 1, 2, 2), num_processes=2)
-    >>> chunks.of_ranks
+    >>> tree = ChunkTree((1, 1, 2, 2), num_ranks=2)
+    >>> tree.chunks_per_rank
     [range(0, 2), range(2, 4)]
-    >>> chunks.subtrees_of_ranks
+    >>> tree.subtrees_per_rank
     [[(0, 2)], [(2, 4)]]
     """
 
     costs: tuple[int, ...]
-    num_processes: int
+    num_ranks: int
 
     @cached_property
-    def _ends(self) -> np.ndarray:
-        """The cost of the first 0, 1, 2, ... chunks."""
+    def _cumulative_costs(self) -> np.ndarray:
+        """The cost of the first 0, 1, 2, ... chunks, shape (chunks + 1,)."""
         return np.concatenate([[0], np.cumsum(self.costs)])
 
     @cached_property
-    def of_ranks(self) -> list[range]:
-        """For each rank, the chunks that it computes: consecutive, of about equal cost."""
-        total = int(self._ends[-1])
-        num = self.num_processes
-        cuts = [int(np.abs(self._ends * num - total * rank).argmin()) for rank in range(num + 1)]
-        return [range(start, stop) for start, stop in pairwise(cuts)]
+    def chunks_per_rank(self) -> list[range]:
+        """For each rank, the indices of the consecutive chunks that it computes.
+
+        All ranks get about the same cost. With two ranks, they split where the root of the tree
+        does.
+        """
+        total = int(self._cumulative_costs[-1])
+        boundaries = []
+        for rank in range(self.num_ranks + 1):
+            # Where the cumulative cost is closest to total * rank / num_ranks, in integers.
+            difference = np.abs(self._cumulative_costs * self.num_ranks - total * rank)
+            boundaries.append(int(difference.argmin()))
+        return [range(start, stop) for start, stop in pairwise(boundaries)]
 
     @cached_property
     def parents(self) -> dict[tuple[Node, Node], Node]:
-        """For each two siblings of the tree, (left, right), their parent."""
+        """The tree, as a map from two siblings (left child, right child) to their parent."""
         parents = {}
-        waiting = [(0, len(self.costs))]
-        while waiting:
-            start, stop = waiting.pop()
+        pending = [(0, len(self.costs))]
+        while pending:
+            start, stop = pending.pop()
             if stop - start == 1:
                 continue
             middle = self._middle(start, stop)
             left = (start, middle)
             right = (middle, stop)
             parents[left, right] = (start, stop)
-            waiting += [left, right]
+            pending += [left, right]
         return parents
 
     def _middle(self, start: int, stop: int) -> int:
-        """Find where the node of these chunks is cut: its halves cost most nearly the same."""
-        ends = self._ends[start + 1 : stop]
-        difference = np.abs(2 * ends - self._ends[start] - self._ends[stop])
+        """Return the chunk at which to split a node so that its halves cost about the same.
+
+        Args:
+            start: Index of the node's first chunk.
+            stop: Index after the node's last chunk.
+
+        Returns:
+            Index of the first chunk of the right half.
+        """
+        ends = self._cumulative_costs[start + 1 : stop]
+        difference = np.abs(2 * ends - self._cumulative_costs[start] - self._cumulative_costs[stop])
         return start + 1 + int(difference.argmin())
 
     @cached_property
-    def subtrees_of_ranks(self) -> list[list[Node]]:
-        """For each rank, the largest subtrees that it can sum locally."""
-        return [self._subtrees(chunks) for chunks in self.of_ranks]
+    def subtrees_per_rank(self) -> list[list[Node]]:
+        """For each rank, the largest subtrees that consist of its own chunks only.
+
+        These are what a rank can sum locally, from the first chunk to the last.
+        """
+        return [self._subtrees(chunks) for chunks in self.chunks_per_rank]
 
     def _subtrees(self, chunks: range) -> list[Node]:
-        tree = TreeSum(self, lambda left, right: None)
+        """Return the largest subtrees that consist only of the given consecutive chunks."""
+        # Merges nodes as for a sum, but without values.
+        tree_sum = TreeSum(self, lambda left, right: None)
         for chunk in chunks:
-            tree.add((chunk, chunk + 1), None)
-        return [node for node, _ in tree.nodes]
+            tree_sum.add((chunk, chunk + 1), None)
+        return [node for node, _ in tree_sum.nodes]
 
 
 class TreeSum:
-    """Adds up the values of consecutive nodes, two at a time wherever they are the children of one
-    node.
+    """Sums the values of consecutive nodes of a `ChunkTree` in the order that the tree fixes.
 
-    So the sum of a node is computed from the same two numbers on every rank.
+    Two values are added only if their nodes are the two children of one node. So the value of a
+    node is the sum of the same two numbers on every rank, and has the same bits.
 
     Args:
-        chunks: The chunks of the window.
-        plus: (left, right) -> their sum. It may use the memory of both.
+        chunk_tree: The tree over the chunks of the window.
+        add_values: A function (left value, right value) -> their sum. It may overwrite both.
 
     Attributes:
-        nodes: Pairs (node, value) that could not be added up further, first chunks first.
+        nodes: The pairs (node, value) that have no sibling to be added to yet, from the first chunk
+            to the last. When all chunks of the window are added, only the root is left.
     """
 
-    def __init__(self, chunks: Chunks, plus: Callable) -> None:
-        self.parents = chunks.parents
-        self.plus = plus
+    def __init__(self, chunk_tree: ChunkTree, add_values: Callable[[Any, Any], Any]) -> None:
+        """Start with an empty sum over the chunks of a window."""
+        self.parents = chunk_tree.parents
+        self.add_values = add_values
         self.nodes: list[tuple[Node, Any]] = []
 
     def add(self, node: Node, value: object) -> None:
-        """Add a node that begins where the last one ended."""
+        """Append a node, and sum it with the nodes to its left as far as the tree allows.
+
+        Args:
+            node: It must begin at the chunk at which the previous node ended.
+            value: The value of the node.
+        """
         while self.nodes:
             left, left_value = self.nodes[-1]
             parent = self.parents.get((left, node))
@@ -114,5 +145,5 @@ class TreeSum:
                 break
             self.nodes.pop()
             node = parent
-            value = self.plus(left_value, value)
+            value = self.add_values(left_value, value)
         self.nodes.append((node, value))

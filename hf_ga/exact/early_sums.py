@@ -1,8 +1,9 @@
-"""Sums gradients over the ranks while the last backward of a window still runs.
+"""All-reduces gradients in buckets, which may begin while the last backward of a window still runs.
 
-Gradients are put into buckets in the order in which a backward makes them, the same on all ranks. A
-bucket is sent as soon as all of its gradients, and all buckets before it, are there. What no
-backward made is sent at the end, as zeros.
+Gradients are put into buckets in the order in which a backward computes them, which is the same on
+all ranks. A bucket is all-reduced as soon as all of its gradients are computed and all earlier
+buckets are sent. After the backward, the remaining buckets are sent, with zeros for parameters
+without a gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -13,22 +14,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-# As DDP's own: large enough for the network's full rate, small enough to begin early.
+# As in DDP: large enough to use the full bandwidth, small enough for the first bucket to be sent
+# early.
 BUCKET_BYTES = 25 * 2**20
 
 
-class EarlySums:
-    """The sums of one window.
+class BucketedAllReduce:
+    """Sums the gradients of one window over all ranks, in buckets of many parameters.
+
+    Run the last backward within `during_backward` to overlap the all-reduces with it (optional).
+    Then call `finish`, and `apply` or `drop`.
 
     Args:
-        parameters: Those that are expected to have a gradient, in the order of the model; the same
-            on all ranks.
-        bucket_bytes: Of one message, at least.
-        group: The ranks. None: all of them.
+        parameters: Parameters that any rank is expected to have a gradient of, in the order of
+            `model.parameters()`; the same on all ranks.
+        bucket_bytes: Minimum size of a bucket, except for the last bucket of a dtype.
+        group: Process group to sum over. None: all ranks.
 
     Attributes:
-        must_repeat: A gradient changed after it was sent (reentrant checkpointing of a module that
-            is used twice), so all ranks must sum again.
+        must_repeat: Whether a gradient changed after it was sent, so that all ranks must sum again
+            (reentrant checkpointing of a module that is used twice does that).
     """
 
     def __init__(
@@ -37,63 +42,84 @@ class EarlySums:
         bucket_bytes: int = BUCKET_BYTES,
         group: dist.ProcessGroup | None = None,
     ) -> None:
+        """Group the parameters into buckets; nothing is sent yet."""
         self.group = group
-        in_order = list(reversed(parameters))  # a backward makes the last gradients first
-        self.buckets = [[in_order[i] for i in part] for part in buckets(in_order, bucket_bytes)]
+        # A backward computes the gradients of the last parameters first.
+        in_backward_order = list(reversed(parameters))
+        self.buckets: list[list[nn.Parameter]] = [
+            [in_backward_order[i] for i in indices]
+            for indices in bucket_indices(in_backward_order, bucket_bytes)
+        ]
         self.must_repeat = False
-        self._bucket_of = {p: i for i, bucket in enumerate(self.buckets) for p in bucket}
-        self._waits_for = [set(bucket) for bucket in self.buckets]
+        self._bucket_index = {
+            parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket
+        }
+        # For each bucket, the parameters whose gradients are not computed yet.
+        self._missing = [set(bucket) for bucket in self.buckets]
+        # For each bucket that was sent, its flat tensor and the handle of the all-reduce.
         self._sent: list[tuple[Tensor, Any]] = []
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """Around the last backward of a window on this rank."""
+        """All-reduce buckets while a backward runs in the `with` block, the last one of the window.
+
+        Registers a hook at each parameter, and removes it on exit.
+        """
         with ExitStack() as stack:
-            for parameter in self._bucket_of:
-                handle = parameter.register_post_accumulate_grad_hook(self._note)
+            for parameter in self._bucket_index:
+                handle = parameter.register_post_accumulate_grad_hook(self._on_gradient)
                 stack.callback(handle.remove)
             yield
 
     def finish(self, *, has_failed: bool) -> None:
-        """Send what was not sent yet.
+        """Send all buckets that were not sent yet; every rank must call this, even if it failed.
 
         Args:
-            has_failed: This rank failed. Its gradients are dropped, which frees their memory; the
-                other ranks learn of it after the sums.
+            has_failed: Whether this rank failed in the window. If so, its gradients are dropped to
+                free their memory, and it sends zeros. The other ranks learn about the failure
+                afterwards.
         """
         if has_failed:
-            for parameter in self._bucket_of:
+            for parameter in self._bucket_index:
                 parameter.grad = None
         while len(self._sent) < len(self.buckets):
-            self._send()
+            self._send_next_bucket()
 
     def apply(self) -> None:
-        """Wait for the sums, which take the place of the gradients."""
+        """Wait for the all-reduces and set `.grad` of all parameters to the sums over all ranks.
+
+        The gradients are views into the flat buckets, so nothing is copied.
+        """
         for bucket, (flat, work) in zip(self.buckets, self._sent, strict=True):
             work.wait()
-            parts = flat.split([p.numel() for p in bucket])
+            parts = flat.split([parameter.numel() for parameter in bucket])
             for parameter, part in zip(bucket, parts, strict=True):
                 parameter.grad = part.view_as(parameter)
 
     def drop(self) -> None:
-        """Wait for the sums, and leave the gradients as they are."""
+        """Wait for the all-reduces and discard their results; `.grad` stays as it is."""
         for _, work in self._sent:
             work.wait()
 
-    def _note(self, parameter: nn.Parameter) -> None:
-        """Called when a backward made the gradient of a parameter."""
-        index = self._bucket_of[parameter]
+    def _on_gradient(self, parameter: nn.Parameter) -> None:
+        """Send all buckets that are complete now; called when a parameter's `.grad` is computed.
+
+        Sets `must_repeat` if the parameter's bucket was sent already.
+        """
+        index = self._bucket_index[parameter]
         if index < len(self._sent):
             self.must_repeat = True
             return
-        self._waits_for[index].discard(parameter)
-        while len(self._sent) < len(self.buckets) and not self._waits_for[len(self._sent)]:
-            self._send()
+        self._missing[index].discard(parameter)
+        while len(self._sent) < len(self.buckets) and not self._missing[len(self._sent)]:
+            self._send_next_bucket()
 
-    def _send(self) -> None:
+    def _send_next_bucket(self) -> None:
+        """Start the asynchronous all-reduce of the first bucket that was not sent yet."""
         bucket = self.buckets[len(self._sent)]
-        flat = torch.cat([_gradient_of(parameter).reshape(-1) for parameter in bucket])
-        self._sent.append((flat, dist.all_reduce(flat, group=self.group, async_op=True)))
+        flat = torch.cat([_gradient_or_zeros(parameter).reshape(-1) for parameter in bucket])
+        work = dist.all_reduce(flat, group=self.group, async_op=True)
+        self._sent.append((flat, work))
 
 
 def sum_gradients(
@@ -102,39 +128,49 @@ def sum_gradients(
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Replace each `.grad` by its sum over all ranks; a rank without one adds zero.
+    """Replace the `.grad` of parameters by the sums over all ranks, after all backwards are done.
 
-    The gradients become views of the buckets that were sent, so nothing is copied back.
+    A rank without a gradient of a parameter adds zeros. The new gradients are views into the flat
+    buckets that were all-reduced, so nothing is copied back.
 
     Args:
         parameters: The same on all ranks, in the same order.
-        has_gradient: Of each, whether any rank has a gradient.
-        bucket_bytes: Of one message, at least.
-        group: The ranks. None: all of them.
+        has_gradient: For each parameter, whether any rank has a gradient of it; the others are
+            skipped. The same on all ranks.
+        bucket_bytes: Minimum size of one all-reduce, if there are enough gradients.
+        group: Process group to sum over. None: all ranks.
     """
     used = [p for p, is_used in zip(parameters, has_gradient, strict=True) if is_used]
-    sums = EarlySums(used, bucket_bytes, group)
-    sums.finish(has_failed=False)
-    sums.apply()
+    all_reduce = BucketedAllReduce(used, bucket_bytes, group)
+    all_reduce.finish(has_failed=False)
+    all_reduce.apply()
 
 
-def buckets(tensors: Sequence[Tensor], num_bytes: int) -> list[list[int]]:
-    """Group consecutive tensors of one type, which together fill at least `num_bytes`, or are the
-    last ones.
+def bucket_indices(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[int]]:
+    """Group consecutive tensors of the same dtype into buckets, to send each bucket at once.
 
-    >>> buckets([torch.zeros(2), torch.zeros(2), torch.zeros(1)], 12)
+    Args:
+        tensors: The tensors to group.
+        bucket_bytes: A bucket is complete when it has at least this size. Smaller ones occur only
+            where the dtype changes and at the end.
+
+    Returns:
+        For each bucket, the indices of its tensors.
+
+    >>> bucket_indices([torch.zeros(2), torch.zeros(2), torch.zeros(1)], 12)
     [[0, 1], [2]]
     """
-    found: list[list[int]] = []
-    filled = num_bytes
+    grouped: list[list[int]] = []
+    filled_bytes = bucket_bytes  # the first tensor starts a bucket
     for i, tensor in enumerate(tensors):
-        if filled >= num_bytes or tensor.dtype != tensors[i - 1].dtype:
-            found.append([])
-            filled = 0
-        found[-1].append(i)
-        filled += tensor.nbytes
-    return found
+        if filled_bytes >= bucket_bytes or tensor.dtype != tensors[i - 1].dtype:
+            grouped.append([])
+            filled_bytes = 0
+        grouped[-1].append(i)
+        filled_bytes += tensor.nbytes
+    return grouped
 
 
-def _gradient_of(parameter: nn.Parameter) -> Tensor:
+def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
+    """Return the gradient of a parameter, or zeros of the same shape if it has none."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -1,7 +1,7 @@
-"""The engine: turns the micro-batches of a window into the gradient of the window's mean loss.
+"""The engine: computes the gradient of a window's mean loss, micro-batch by micro-batch.
 
-Every loop drives it: `train_step`, Accelerate's own loop with `hf_ga.Accelerator`, Trainer's in
-`ExactTrainer`, evaluation, the search for non-finite numbers, and the proof.
+Every loop uses it: `train_step`, Accelerate's loop with `hf_ga.Accelerator`, Trainer's loop in
+`ExactTrainer`, the evaluation, the search for non-finite numbers, and the proof.
 
     loss of the window = sum over all micro-batches of (sum of the loss) / (targets of the window)
 """
@@ -19,7 +19,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, DataError, ProcessFailed, UnkeyedRandomness
-from hf_ga.exact.backend import Backend, RankStatus, added
+from hf_ga.exact.backend import Backend, RankStatus, sum_counts
 from hf_ga.exact.forward import argument_filter, callable_module, extra_forwards, unwrapped
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts
@@ -32,29 +32,32 @@ from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_audit import WindowAudit
 
-FILLER = -1  # the index of a call that repeats a sample because a loop needs one more batch
+# `Call.index` of a filler: a forward of weight 0 that runs because ranks or loops need one more.
+FILLER_INDEX = -1
 
 
 class Engine:
-    """Computes windows of one model.
+    """Computes the gradient of a window's mean loss for one model, as the sum over micro-batches.
 
     Args:
         backend: How ranks communicate, from `hf_ga.parallel.fsdp.backend_for`.
         model: The prepared model.
-        rule: What was proven about the model.
-        module: What computes the outputs and the loss of a batch, if it is not the model itself.
-        allow_split_dependent_randomness: Do not check that no random generator moved.
-        is_audited: Test the rule again on the data that is trained on (see `audit.py`).
-        audits_together: All ranks make the same number of forwards in their audits, because the
-            loss of a batch is a collective.
+        rule: The result of the proof: how the model's loss is split over micro-batches.
+        module: The module to call with a batch. None: the model (without its DDP wrapper).
+        allow_split_dependent_randomness: Whether to skip the check that no random numbers are drawn
+            other than keyed dropout.
+        is_audited: Whether to test the rule again on samples of the windows (see `audit.py`).
+        audits_together: Whether all ranks must run the same number of forwards in their audits,
+            because the loss of a batch is a collective.
 
     Attributes:
-        window: The window that was begun.
-        calls: The forwards of this rank in this window, in their order.
-        call: The last call that was begun, with its batch on the device.
-        totals: The targets of the window over all ranks.
-        has_targets: Whether there are any.
-        status: What this rank computed so far.
+        window: The current window, in the micro-batches that are computed.
+        calls: The forwards of this rank in the current window, in the order in which they run.
+        call: The current or last forward, with its batch on the device. None before the first one.
+        totals: Number of targets of the window over all ranks, one for each mean of the loss.
+        has_targets: Whether the window has any targets.
+        is_training: Whether the current window is computed with backwards.
+        status: The loss, the target counts and the failure of this rank so far.
 
     Example:
         engine.begin(window)
@@ -76,15 +79,18 @@ class Engine:
         is_audited: bool = False,
         audits_together: bool = False,
     ) -> None:
+        """Prepare to compute windows of a model; see the class for the arguments."""
         self.backend = backend
         self.model = model
-        draws_apart = allow_split_dependent_randomness or getattr(rule.dropout, "unkeyed", ())
-        self.is_audited = is_audited and not draws_apart
+        # Audits compare repeated forwards, so every random draw must be keyed.
+        has_unkeyed_draws = bool(getattr(rule.dropout, "unkeyed", ()))
+        is_random = allow_split_dependent_randomness or has_unkeyed_draws
+        self.is_audited = is_audited and not is_random
         self.audits_together = audits_together or backend.is_sharded
         self.rule = rule
         self.loss = rule.loss
         self.hooks = (rule.loss, rule.dropout)
-        backend.shard_again(model)
+        backend.reshard(model)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
         self.allow_split_dependent_randomness = allow_split_dependent_randomness
         self.calls: list[Call] = []
@@ -93,9 +99,9 @@ class Engine:
         self.has_targets = True
         self.is_training = True
         self._module = callable_module(model) if module is None else module
-        self._accepted = argument_filter(self._module)
+        self._filter_arguments = argument_filter(self._module)
 
-    # The order of calls: begin, then for each micro-batch forward and backward, then end.
+    # Call these in order: begin, then forward and backward for each micro-batch, then end.
 
     def begin(
         self,
@@ -105,18 +111,22 @@ class Engine:
         skip_empty: bool = True,
         num_calls: int | None = None,
     ) -> None:
-        """Count the targets of a window, and plan the forwards of this rank.
+        """Begin a window: count its targets over all ranks, and plan the forwards of this rank.
+
+        Sets `window`, `calls` and `totals`. Afterwards, run each of `calls` in `micro_batch`, then
+        call `end`.
 
         Args:
-            window: The window; its micro-batches are those of this rank.
-            training: False for forwards only, as in an evaluation: ranks exchange nothing.
-            skip_empty: Leave out micro-batches without targets, whose own mean would be 0 / 0.
-            num_calls: Plan exactly this many calls, for a loop that makes one forward for each
-                batch of a loader of known length. Those beyond this rank's micro-batches repeat a
-                sample and have weight 0.
+            window: The window. Its micro-batches are those of this rank.
+            training: Whether backwards follow. If False (an evaluation), ranks do not communicate.
+            skip_empty: Whether to skip micro-batches without targets, whose own mean loss would be
+                0 / 0.
+            num_calls: Plan exactly this many forwards, for a loop that runs one forward per batch
+                of a loader of known length. The forwards after this rank's micro-batches are
+                fillers of weight 0. None: as many as needed.
 
         Raises:
-            ConfigError: If a setting makes exact gradients impossible.
+            ConfigError: If exact gradients are impossible with the current settings.
             ProcessFailed: If another rank failed.
         """
         self.window = window
@@ -124,46 +134,53 @@ class Engine:
         self.call = None
         self.is_training = training
         self.loss = self.rule.loss
-        self.status = self._empty_status()
+        self.status = self._initial_status()
         if training:
             self.backend.begin(self.model, self.loss)
-        with self.keeping_failures():
+        with self.deferring_failures():
             self._plan(window, skip_empty, num_calls)
             self.audit = WindowAudit(self)
-        # Sums that are made during the backward are no place to learn that a rank has failed.
-        if self.status.failure is not None or self.backend.sums_early:
+        # If gradients are all-reduced during the last backward, a rank that has failed already
+        # would miss these collectives, so exchange failures before.
+        if self.status.failure is not None or self.backend.overlaps_all_reduce:
             self.backend.all_reduce_status(self.status)  # raises on all ranks
         if self.audits_together:
             self.audit.run_together()
 
     def count_in_forward(self, loss: Loss) -> None:
-        """Before the first backward: the loop passes other sums than the proven loss has, and
-        counts their targets itself.
+        """Replace the window's loss by one whose targets are counted in the forwards.
+
+        For a user's loop (`hf_ga.Accelerator`) that computes its own loss and passes it to
+        `backward` with its number of targets. Call this before the window's first backward. All
+        micro-batches then have weight 1, also those that had been skipped for lack of labels.
 
         Args:
-            loss: Takes what is passed to `backward`; it counts in the forward.
+            loss: The new loss. Its `sums` accepts what the loop passes to `backward`.
 
         Raises:
-            ConfigError: Under FSDP, if micro-batches were left out because they have no labels.
+            ConfigError: Under FSDP, if micro-batches were skipped because they have no labels.
         """
-        own = {call.index for call in self.calls if call.weight}
-        if self.backend.is_sharded and len(own) < len(self.window.micro_batches):
+        computed = {call.index for call in self.calls if call.weight}
+        if self.backend.is_sharded and len(computed) < len(self.window.micro_batches):
             raise ConfigError(
-                "under FSDP a micro-batch without labels is left out, so its num_targets cannot be "
-                "counted: use DDP, or leave samples without labels out."
+                "under FSDP a micro-batch without labels is skipped, so its num_targets cannot be "
+                "counted: use DDP, or remove samples without labels from the dataset."
             )
         self.loss = loss
         self.totals = (self.window.num_samples,)
         self.has_targets = True
         self.status.counts = (0,)
         self.calls = [
-            call if call.index == FILLER else replace(call, weight=1) for call in self.calls
+            call if call.index == FILLER_INDEX else replace(call, weight=1) for call in self.calls
         ]
-        self.call = replace(self.call, weight=int(self.call.index != FILLER))
+        self.call = replace(self.call, weight=int(self.call.index != FILLER_INDEX))
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Around forwards and backwards: keyed dropout is in effect."""
+        """Enable keyed dropout and the loss's patches of the model in the `with` block.
+
+        All forwards and backwards of a window run in this block.
+        """
         with ExitStack() as stack:
             for hook in self.hooks:
                 stack.enter_context(hook.scope(self._module))
@@ -171,141 +188,183 @@ class Engine:
 
     @contextmanager
     def micro_batch(self, index: int) -> Iterator[dict[str, Any]]:
-        """Around one forward and backward, with the speed-ups that change nothing for this
-        micro-batch. Gives the batch on the device.
+        """Run one forward and backward in the `with` block, which yields the batch on the device.
+
+        Uses the speed-ups that may be used for this micro-batch.
 
         Args:
-            index: Which of the planned `calls`.
+            index: Index of the planned forward in `calls`.
 
         Raises:
-            UnkeyedRandomness: If the block drew from a random generator.
+            UnkeyedRandomness: If the block drew random numbers from a global random generator.
         """
         planned = self.calls[index]
         is_last = index == len(self.calls) - 1
-        before = random_states() if self.is_training else {}
+        states_before = random_states() if self.is_training else {}
         with (
             self.backend.sync(self.model, is_last or not self.is_training),
-            self._started(planned),
+            self._as_current_call(planned),
         ):
             yield self.call.batch
-            self.check_generators(before)
+            self.check_generators(states_before)
 
-    def check_generators(self, before: dict[str, bytes]) -> None:
-        """Check that no random generator moved.
+    def check_generators(self, states_before: dict[str, bytes]) -> None:
+        """Check that no random numbers were drawn from the global generators since a point in time.
+
+        Such numbers would depend on how the window is split. No check is made if
+        `allow_split_dependent_randomness` is set.
 
         Args:
-            before: `random_states`.
+            states_before: The result of `random_states()` at that point in time.
 
         Raises:
-            UnkeyedRandomness: If one did.
+            UnkeyedRandomness: If random numbers were drawn.
         """
-        moved = moved_generators(before)
+        moved = moved_generators(states_before)
         if moved and not self.allow_split_dependent_randomness:
             raise UnkeyedRandomness(
-                f"{self.window.description} drew from {' and '.join(moved)} although the probing "
-                "forward did not: this randomness depends on the split of the window. Switch it "
-                "off, or accept it with allow_split_dependent_randomness."
+                f"{self.window.description} drew from {' and '.join(moved)} although the proof's "
+                "forwards did not: these random numbers depend on the split of the window. Turn "
+                "them off, or accept them with allow_split_dependent_randomness."
             )
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Take the entries of a batch that the model's forward accepts."""
-        return self._accepted(batch)
+        """Return only those entries of a batch that the model's forward accepts."""
+        return self._filter_arguments(batch)
 
     def forward(self, batch: dict[str, Any]) -> Any:
-        """Compute the model's outputs for a batch on the device, under autocast."""
-        # A prepared model has autocast of its own; another one must not be left in float32.
+        """Run the model's forward on a batch on the device, under autocast, and return its outputs.
+
+        Entries of the batch that the forward does not accept are dropped.
+        """
+        # A prepared model enables autocast itself, but `module` may be another one.
         with self.backend.autocast():
-            return self._module(**self._accepted(batch))
+            return self._module(**self._filter_arguments(batch))
 
     def sums(self, outputs: Any) -> tuple[Sums, Counts]:
-        """Sum the loss of the current micro-batch over its targets, and count them.
+        """Return the summed loss and the number of targets of the current micro-batch.
 
         Args:
-            outputs: What the model returned for it, or its loss alone.
+            outputs: What the model returned for the micro-batch, or its loss alone.
+
+        Returns:
+            (sums, counts): the sums of the loss and the numbers of targets. Each is a tuple with
+            one entry, or several entries if the head's loss is a sum of several means.
         """
         return self.loss.sums(outputs, self.call)
 
     def mean(self, outputs: Any) -> Tensor:
-        """Compute the mean loss over the targets of the current micro-batch alone."""
-        return torch.as_tensor(self.loss.mean(*self.sums(outputs)))
-
-    def term(self, outputs: Any, *, is_whole: bool = True) -> tuple[Tensor | float, Counts]:
-        """Compute what the current micro-batch adds to the window's mean loss, and its targets.
+        """Return the mean loss over the targets of the current micro-batch alone, a scalar.
 
         Args:
-            outputs: What the model returned for it, or its loss alone.
-            is_whole: Nothing was added to that loss (a penalty), so another forward gives it again.
+            outputs: What the model returned for the micro-batch, or its loss alone.
+        """
+        return torch.as_tensor(self.loss.mean(*self.sums(outputs)))
+
+    def loss_term(
+        self, outputs: Any, *, is_recomputable: bool = True
+    ) -> tuple[Tensor | float, Counts]:
+        """Return what the current micro-batch adds to the window's mean loss.
+
+        This term is the micro-batch's summed loss, divided by the number of targets of the whole
+        window. The terms of all micro-batches on all ranks add up to the window's mean loss.
+
+        Args:
+            outputs: What the model returned for the micro-batch, or its loss alone.
+            is_recomputable: Whether another forward would give this loss again. If so, it is
+                recorded for the audit. False if the training loop added something to the loss, for
+                example a penalty.
+
+        Returns:
+            (term, counts): the term, a scalar, and the numbers of targets of the micro-batch, a
+            tuple with one entry (several if the head's loss is a sum of several means).
         """
         sums, counts = self.sums(outputs)
-        if is_whole:
+        if is_recomputable:
             self.audit.keep(outputs, sums, counts)
         return self.loss.mean(sums, self.totals), counts
 
-    def backward(self, outputs: Any, *, is_whole: bool = True) -> None:
-        """Make the backward of the current micro-batch's term.
+    def backward(self, outputs: Any, *, is_recomputable: bool = True) -> None:
+        """Run the backward of the current micro-batch's term of the window's mean loss.
 
         Args:
-            outputs: What the model returned for it, or its loss alone.
-            is_whole: See `term`.
+            outputs: What the model returned for the micro-batch, or its loss alone.
+            is_recomputable: See `loss_term`.
         """
         with self.backend.autocast():
-            term, counts = self.term(outputs, is_whole=is_whole)
+            term, counts = self.loss_term(outputs, is_recomputable=is_recomputable)
         self.backward_term(term, counts)
 
     def backward_term(self, term: Tensor | float, counts: Counts) -> None:
-        """Make the backward of a term of the window's mean loss.
+        """Run the backward of the current micro-batch's term, and add it to the window's loss.
+
+        If the micro-batch has no targets or is a filler, its term is not added, and a backward runs
+        only if it is a collective (FSDP). If the window has no targets, nothing is done.
 
         Args:
-            term: A scalar, already divided by the targets of the window.
-            counts: The targets of the micro-batch, one number for each mean of the loss.
+            term: A scalar, already divided by the number of targets of the window.
+            counts: Numbers of targets of the micro-batch, as `loss_term` returns them.
         """
         if not self.has_targets:
             return
-        weight = self.call.weight * self.loss.contributes(counts)
+        weight = self.call.weight * self.loss.contributes(counts)  # 0 or 1
         self.backend.backward(term, weight)
         if weight:
-            found = counts if self.loss.counts_in_forward else ()
-            self.backend.collect(self.call, torch.as_tensor(term).detach(), found, self.status)
+            new_counts = counts if self.loss.counts_in_forward else ()
+            loss = torch.as_tensor(term).detach()
+            self.backend.after_backward(self.call, loss, new_counts, self.status)
 
     def end(self) -> StepResult:
-        """After the last backward: one status of all ranks, one sum of their gradients.
+        """End the window after its last backward: all-reduce the status and the gradients.
+
+        Afterwards, `.grad` of the trainable parameters is the gradient of the window's mean loss
+        (times the loss scale under fp16).
 
         Returns:
-            The window's mean loss and its number of targets; `.grad` has the window's gradient.
+            The window's mean loss and number of targets. `skipped` is set if it has no targets.
 
         Raises:
-            Exception: A failure of this rank that was kept (see `keeping_failures`).
-            ProcessFailed: If another rank failed. Nothing was updated on any rank.
+            Exception: The exception that `deferring_failures` recorded on this rank.
+            ProcessFailed: If another rank failed. No weights were changed on any rank.
+            DataError: If the forwards counted 0 targets in total, but the sum of the loss is not 0.
         """
         if not self.audits_together:
-            with self.keeping_failures():
+            with self.deferring_failures():
                 self.audit.run()
         self.status.has_gradient = [p.grad is not None for p in self.parameters]
         if self.has_targets:
-            self.backend.finish_early_sums(self.status)
+            self.backend.finish_overlap(self.status)
         status = self.backend.all_reduce_status(self.status)
         if self.has_targets:
             self.window.state.has_gradient[unwrapped(self.model)] = status.has_gradient
         self.backend.reduce_gradients(self.model, status, self.rule.unused)
+        # Gradients that the loss computed itself for the whole window, before the forwards.
         for parameter, gradient in self.loss.direct_gradients:
-            add_gradient(parameter, gradient)
+            accumulate_gradient(parameter, gradient)
         total = sum(status.counts)
         if total == 0 and self.loss.counts_in_forward and bool(status.loss != 0):
             raise DataError(
                 f"{self.window.description}: the numbers of targets (or weights) add up to 0, but "
-                f"the sum of the loss is {float(status.loss):.4g}, so there is no mean. Nothing "
-                "was updated: leave such samples out, or make the window larger."
+                f"the sum of the loss is {float(status.loss):.4g}, so there is no mean. No weights "
+                "were changed: remove such samples from the dataset, or make the window larger."
             )
         num_targets = int(total) if float(total).is_integer() else total
         result = StepResult(status.loss, num_targets, skipped=total == 0)
         if self.loss.counts_in_forward:
-            self._divide_by(total, result)
+            self._rescale_to_mean(total, result)
         return result
 
-    def _divide_by(self, total: float, result: StepResult) -> None:
-        """Divide by the targets that the forwards counted: until now the divisor was the number of
-        samples.
+    def _rescale_to_mean(self, total: float, result: StepResult) -> None:
+        """Divide the loss and the gradients by the number of targets that the forwards counted.
+
+        Before the forwards that number was unknown, so the terms were divided by the number of
+        samples of the window. Changes `result.loss_tensor` and `.grad` of all parameters.
+
+        Args:
+            total: Number of targets of the window over all ranks.
+            result: The result of the window.
         """
+        # If no targets were counted, loss and gradients are 0, and any divisor will do.
         factor = self.window.num_samples / (total or 1.0)
         result.loss_tensor = result.loss_tensor * factor
         gradients = [p.grad for p in self.parameters if p.grad is not None]
@@ -313,23 +372,29 @@ class Engine:
             torch._foreach_mul_(gradients, factor)
 
     @contextmanager
-    def keeping_failures(self) -> Iterator[None]:
-        """Keep an error of the block for the exchange of status, in which all ranks raise.
+    def deferring_failures(self) -> Iterator[None]:
+        """Record an exception of the `with` block in `status` instead of raising it.
 
-        So no rank waits for one that is gone. Under FSDP, where every forward is a collective, a
-        rank that fails ends at once, unless it can `rejoin` the others.
+        It is raised in the next all-reduce of the status, on all ranks, so that no rank waits
+        forever for one that has failed. Under FSDP, where every forward is a collective, the
+        exception is raised at once. `ProcessFailed` and `TooLarge` are raised at once, too, as all
+        ranks have them.
         """
         try:
             yield
         except (ProcessFailed, TooLarge):
             raise
         except Exception as error:
-            self.status.failure = self._with_remedy(error)
+            self.status.failure = self._error_to_report(error)
             if self.backend.is_sharded:
                 raise self.status.failure from error
 
     def can_rejoin(self, error: Exception) -> bool:
-        """Whether this rank can go on after an error in a micro-batch, with `rejoin`."""
+        """Return whether this rank can continue with `rejoin` after an exception in a micro-batch.
+
+        True for the first out-of-memory error of the window under FSDP2, in a micro-batch of
+        several samples.
+        """
         return (
             self.backend.can_rejoin
             and is_out_of_memory(error)
@@ -338,30 +403,38 @@ class Engine:
         )
 
     def rejoin(self, index: int) -> None:
-        """Make the forwards and backwards that the other ranks wait for, where every one of them is
-        a collective, with one sample that does not count. `end` tells all ranks of the failure.
+        """Continue the window under FSDP2 after this rank ran out of memory in a micro-batch.
+
+        The other ranks wait for this one in every forward and backward, so this and all later
+        micro-batches of this rank are replaced by fillers: one sample of the window with weight 0.
+        The failure is recorded, and `end` raises it on all ranks.
 
         Args:
-            index: Of the call in which memory ran out.
+            index: Index in `calls` of the micro-batch that did not fit.
         """
         self.status.failure = TooLarge(num_elements(self.call.micro_batch))
-        filler = replace(stand_in(self.window, self.loss), weight=0, index=FILLER)
+        filler = replace(stand_in_call(self.window, self.loss), weight=0, index=FILLER_INDEX)
         self.calls[index:] = [filler] * (len(self.calls) - index)
         self.backend.rejoin(self.model)
         clear_device_cache(garbage_collection=True)
 
-    def _with_remedy(self, error: Exception) -> Exception:
-        """Return the error, or where memory ran out one that says what can be done about it."""
+    def _error_to_report(self, error: Exception) -> Exception:
+        """Return the exception to report for an exception in a micro-batch.
+
+        For an out-of-memory error it is a `TooLarge`, if the window can be computed again in
+        smaller micro-batches, or else an error that names the micro-batch and remedies. Any other
+        exception is returned as it is.
+        """
         if not is_out_of_memory(error) or self.call is None:
             return error
         micro_batch = self.call.micro_batch
-        reason_not_to_cut = self.backend.reason_not_to_cut
-        if len(micro_batch) > 1 and not reason_not_to_cut:
+        reason_not_to_split = self.backend.reason_not_to_split
+        if len(micro_batch) > 1 and not reason_not_to_split:
             return TooLarge(num_elements(micro_batch))
-        return out_of_memory_error(self.backend.process_index, micro_batch, reason_not_to_cut)
+        return out_of_memory_error(self.backend.process_index, micro_batch, reason_not_to_split)
 
-    def _empty_status(self) -> RankStatus:
-        """The status of this rank before its first forward."""
+    def _initial_status(self) -> RankStatus:
+        """Return the status of this rank before its first forward: zero loss and target counts."""
         return RankStatus(
             loss=torch.zeros((), dtype=sum_dtype(self.backend.device), device=self.backend.device),
             counts=(0,) * self.loss.num_means,
@@ -369,54 +442,74 @@ class Engine:
         )
 
     def _plan(self, window: Window, skip_empty: bool, num_calls: int | None) -> None:
-        """Count targets, exchange the counts, make a first pass if the loss needs one.
+        """Choose the forwards of this rank and count the targets of the window over all ranks.
+
+        Sets `window`, `calls`, `totals` and `has_targets`, and sets up the all-reduces that overlap
+        with the last backward. A loss that needs a first pass over the window makes it here.
 
         Args:
             window: See `begin`.
             skip_empty: See `begin`.
             num_calls: See `begin`.
         """
-        if self.rule.pad_to_window:
-            window = window.padded_to_window()
-        if self.backend.can_cut:
-            window = window.fitting()
-        self.window = window
+        self.window = self._with_final_micro_batches(window)
         calls = [
             Call(micro_batch, index=i, counts=self.loss.count(micro_batch.batch, len(micro_batch)))
-            for i, micro_batch in enumerate(window.micro_batches)
+            for i, micro_batch in enumerate(self.window.micro_batches)
         ]
         if self.is_training:
-            self.totals = self._count(window, calls)
+            self.totals = self._count_targets(calls)
             self.has_targets = any(self.totals)
         if self.has_targets or not self.is_training:
-            self._equalize(calls, skip_empty)
+            needed = calls
+            if skip_empty:
+                needed = [call for call in calls if self.loss.contributes(call.counts)]
+            self.calls = self.backend.equalize_calls(self.window, needed, self.loss)
         if self.has_targets and self.is_training:
-            known = window.state.has_gradient.get(unwrapped(self.model))
-            self.backend.sum_early(self.parameters, known)
+            # Expect the same parameters to get a gradient as in the previous window.
+            has_gradient = self.window.state.has_gradient.get(unwrapped(self.model))
+            self.backend.set_up_overlap(self.parameters, has_gradient)
         if num_calls is not None:
-            self._fill_up(calls, num_calls)
+            self._add_fillers(calls, num_calls)
         if self.loss.needs_first_pass and self.has_targets and self.is_training:
             with self.scope(), self.backend.autocast(), extra_forwards(self.model):
-                self.totals = self.loss.prepare(self._first_pass())
+                self.totals = self.loss.prepare(self._make_first_pass())
 
-    def _fill_up(self, calls: list[Call], num_calls: int) -> None:
-        """Add calls with weight 0: those that were left out, then one that repeats a sample.
+    def _with_final_micro_batches(self, window: Window) -> Window:
+        """Return the window in the micro-batches that are computed.
+
+        They are padded to the window's longest sample if the rule needs that, and split where they
+        exceed the memory limit.
+        """
+        if self.rule.pad_to_window:
+            window = window.padded_to_window()
+        if self.backend.can_split:
+            window = window.split_to_memory_limit()
+        return window
+
+    def _add_fillers(self, calls: list[Call], num_calls: int) -> None:
+        """Extend `self.calls` to exactly `num_calls` forwards with forwards of weight 0.
+
+        First come the micro-batches that were skipped, then repetitions of one sample.
 
         Args:
-            calls: All of this rank's micro-batches.
-            num_calls: How many there must be.
+            calls: All micro-batches of this rank, also the skipped ones.
+            num_calls: Number of forwards that the training loop runs in this window.
         """
         planned = {call.index for call in self.calls if call.weight}
-        others = [replace(call, weight=0) for call in calls if call.index not in planned]
-        self.calls = [*self.calls, *others][:num_calls]
+        skipped = [replace(call, weight=0) for call in calls if call.index not in planned]
+        self.calls = [*self.calls, *skipped][:num_calls]
         if len(self.calls) < num_calls:
-            first = self.calls[0] if self.calls else stand_in(self.window, self.loss)
-            filler = replace(first, weight=0, index=FILLER)
+            first = self.calls[0] if self.calls else stand_in_call(self.window, self.loss)
+            filler = replace(first, weight=0, index=FILLER_INDEX)
             self.calls += [filler] * (num_calls - len(self.calls))
 
-    def _first_pass(self) -> FirstPass:
-        """Collect what a loss may use to look at the whole window before its terms are computed."""
-        calls = self.calls or [replace(stand_in(self.window, self.loss), weight=0)]
+    def _make_first_pass(self) -> FirstPass:
+        """Return the inputs of `Loss.prepare`, which runs over the window before its forwards.
+
+        A rank without micro-batches gets one sample with weight 0.
+        """
+        calls = self.calls or [replace(stand_in_call(self.window, self.loss), weight=0)]
         return FirstPass(
             window=self.window,
             calls=calls,
@@ -424,46 +517,54 @@ class Engine:
             device=self.backend.device,
             process_index=self.backend.process_index,
             parameters=self.parameters,
-            forward=torch.no_grad()(self.forward_of),
+            forward=torch.no_grad()(self.forward_only),
             all_reduce=partial(self.backend.all_reduce, status=self.status),
             scaled=self.backend.scaled,
         )
 
-    def _equalize(self, calls: list[Call], skip_empty: bool) -> None:
-        """Keep the calls to make; where forwards are collectives, as many as on other ranks."""
-        if skip_empty:
-            calls = [call for call in calls if self.loss.contributes(call.counts)]
-        self.calls = self.backend.equalize(self.window, calls, self.loss)
+    def _count_targets(self, calls: list[Call]) -> Counts:
+        """Count the targets of the window over all ranks, in an all-reduce.
 
-    def _count(self, window: Window, calls: list[Call]) -> Counts:
-        """Count the targets of the window over all ranks.
-
-        Where only the forwards can count them, return the number of samples for now, which keeps
-        the size of the gradients.
-        """
-        if self.loss.counts_in_forward:
-            return (window.num_samples,)
-        self.status.counts = added(self.status.counts, *(call.counts for call in calls))
-        return self.backend.all_reduce_status(self.status).counts
-
-    def forward_of(self, call: Call) -> Any:
-        """Compute the model's outputs for a call that has no backward, within `scope`.
+        If the loss counts targets in its forwards only, return the number of samples as a
+        preliminary divisor (see `_rescale_to_mean`). It keeps gradients at a normal scale.
 
         Args:
-            call: On the host. It becomes the engine's current call, on the device.
+            calls: All micro-batches of this rank, with their counts.
+
+        Returns:
+            One number for each mean of the loss.
         """
-        with self._started(call):
+        if self.loss.counts_in_forward:
+            return (self.window.num_samples,)
+        self.status.counts = sum_counts(self.status.counts, *(call.counts for call in calls))
+        return self.backend.all_reduce_status(self.status).counts
+
+    def forward_only(self, call: Call) -> Any:
+        """Run the forward of a call outside `micro_batch`, and return the model's outputs.
+
+        The engine runs no backward for it. Use it within `scope`.
+
+        Args:
+            call: A call whose batch is on the host. It becomes the engine's current call, with its
+                batch on the device.
+        """
+        with self._as_current_call(call):
             return self.forward(self.call.batch)
 
     @contextmanager
-    def _started(self, planned: Call) -> Iterator[None]:
-        """Bring a call to the device, with the speed-ups that fit it, for its forward and backward.
+    def _as_current_call(self, planned: Call) -> Iterator[None]:
+        """Set `self.call` to a call with its batch on the device, and enable its speed-ups.
+
+        The forward and backward of the call run in the `with` block. Micro-batches for which some
+        speed-up may not be used are counted in `LoaderState.num_plain`.
 
         Args:
-            planned: The call on the host.
+            planned: The call, with its batch on the host.
         """
-        self.call = planned  # for an error on the way
-        speed_ups = self.rule.speed_ups_for(planned, self._accepted(planned.micro_batch.batch))
+        # Set it before the transfer to the device, as the message of an error there needs it.
+        self.call = planned
+        arguments = self._filter_arguments(planned.micro_batch.batch)
+        speed_ups = self.rule.speed_ups_for(planned, arguments)
         if len(speed_ups) < len(self.rule.speed_ups):
             self.window.state.num_plain += 1
         with ExitStack() as stack:
@@ -475,7 +576,7 @@ class Engine:
             yield
 
     def _on_device(self, planned: Call) -> Call:
-        """Return a call with its batch and the keys of its dropout on the device."""
+        """Return a copy of a call with its batch and its dropout keys on the device."""
         request = self.window.request
         keys = sample_keys(request.seed, request.epoch, planned.micro_batch.positions)
         key_of_window = window_key(request.seed, request.epoch, request.index)
@@ -487,24 +588,29 @@ class Engine:
         return replace(planned, batch=batch, keys=keys, window_key=key_of_window)
 
 
-def add_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add a gradient to `.grad`, which may be None."""
+def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
+    """Add a gradient to `parameter.grad`, or set it if `.grad` is None."""
     if parameter.grad is None:
         parameter.grad = gradient
     else:
         parameter.grad += gradient
 
 
-def stand_in(window: Window, loss: Loss) -> Call:
-    """Make a call for a rank without micro-batches, of one sample of the window.
+def stand_in_call(window: Window, loss: Loss) -> Call:
+    """Return a call with one sample of the window, for a rank that has no micro-batch to run.
+
+    Args:
+        window: The window.
+        loss: Counts the targets of the samples.
 
     Returns:
-        The call of the first sample with targets, whose loss is finite; of the last sample if none
-        has targets.
+        The call for the first sample that has targets, so that its loss is finite; for the last
+        sample if none has.
     """
     for offset in range(window.num_samples):
         micro_batch = window.split([np.array([offset])]).micro_batches[0]
         call = Call(micro_batch, counts=loss.count(micro_batch.batch, 1))
-        if not call.counts or any(call.counts):
+        counts_in_forward = not call.counts
+        if counts_in_forward or any(call.counts):
             break
     return call

@@ -1,5 +1,6 @@
-"""Samples -> collated micro-batches, in the main process or in workers; everything random is seeded
-from the request.
+"""Fetches and collates the samples of windows, in the main process or in DataLoader workers.
+
+Random transforms and collate functions draw from generators that are seeded from the request.
 """
 
 from collections.abc import Callable, Collection
@@ -10,7 +11,7 @@ import numpy as np
 
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.batches import Batch, as_batch, equal_batches, take_rows
-from hf_ga.exact.chunks import Chunks
+from hf_ga.exact.chunks import ChunkTree
 from hf_ga.exact.entries import Entries, put_together
 from hf_ga.exact.generators import (
     moved_generators,
@@ -25,21 +26,23 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class WindowRequest:
-    """The plan of one window: all that a worker must know to make this process's micro-batches.
+    """The plan of one window: what a worker needs to fetch and collate this process's samples.
 
     Attributes:
-        seed: Of the run.
-        epoch: Of the window (0-based).
-        index: Of the window in its epoch (0-based).
-        positions: Of its samples in the order of the epoch: int64, shape (samples,).
-        sample_ids: Of its samples: int64, shape (samples,).
+        seed: Seed of the run.
+        epoch: Epoch of the window (0-based).
+        index: Index of the window in its epoch (0-based).
+        positions: Positions of the window's samples in the order of the epoch: int64, shape
+            (samples,).
+        sample_ids: Ids of the window's samples in the dataset: int64, shape (samples,).
         micro_batches: For each micro-batch of this process, the offsets of its samples in the
             window.
-        whole_window: Whether all micro-batches are padded to one width.
-        most_micro_batches: How many the process has that has most of them.
-        lengths: Tokens of the samples, if the window was planned by them. None: the micro-batches
-            are somebody's own.
-        chunks: Of the window, if it is cut into chunks (same bits): each micro-batch is one.
+        pad_to_window: Whether all micro-batches are padded to the longest sample of the window.
+        max_micro_batches: Maximum number of micro-batches of any process in this window.
+        lengths: Number of tokens of each sample, if the window was planned by them (`ByLength`).
+            None if the micro-batches were chosen in another way.
+        chunk_tree: For same bits, the tree over the chunks of the window; every micro-batch is one
+            chunk. None otherwise.
     """
 
     seed: int
@@ -48,43 +51,64 @@ class WindowRequest:
     positions: np.ndarray
     sample_ids: np.ndarray
     micro_batches: list[np.ndarray]
-    whole_window: bool
-    most_micro_batches: int = 0
+    pad_to_window: bool
+    max_micro_batches: int = 0
     lengths: np.ndarray | None = None
-    chunks: Chunks | None = None
+    chunk_tree: ChunkTree | None = None
 
 
 class Fetcher:
-    """Fetches and collates samples. Runs in the workers; everything random is seeded from the
-    request.
+    """Fetches and collates the samples of windows, by `fetcher[request]`.
+
+    Runs in DataLoader workers or in the main process. The global random generators are seeded from
+    the request, so that random transforms and collate functions give the same batches anywhere.
+
+    Args:
+        dataset: Any dataset with integer indexing.
+        collate_fn: A function from a list of samples to a batch, a dict of the model's arguments.
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate) -> None:
+        """Store dataset and collate function; nothing is fetched yet."""
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self.is_repeatable = False  # not known yet
-        self.entries: Entries | None = None  # not known yet
+        self.is_repeatable = False  # set after the first window is collated twice
+        self.entries: Entries | None = None  # set when it is first needed
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
+        """Return the collated micro-batches of this process for a window.
+
+        The first window is collated twice, to check that dataset and collate function are
+        repeatable. The states of the global random generators are restored.
+
+        Raises:
+            UnkeyedRandomness: If the two results differ.
+        """
         with preserved_random_states():
-            batches = self._collated(request)
-            if not self.is_repeatable and not equal_batches(batches, self._collated(request)):
+            batches = self._collate(request)
+            if not self.is_repeatable and not equal_batches(batches, self._collate(request)):
                 raise UnkeyedRandomness(
                     "the dataset or the collate function gave two different batches for the same "
                     "samples and seeds: it draws from its own generator, so the split of a window "
                     "would change its result. Let it draw from torch's, numpy's or Python's global "
-                    "generator, which are seeded for it: leave its seed or generator argument out."
+                    "generator, which are seeded for it: omit its seed or generator argument."
                 )
         self.is_repeatable = True
         return batches
 
     def offsets(self, request: WindowRequest) -> np.ndarray:
-        """Return the offsets of the samples of a window that can be collated here: all of them."""
+        """Return the offsets of those samples of a window that this process can fetch: all."""
         return np.arange(len(request.positions))
 
     def samples(self, request: WindowRequest, offsets: np.ndarray) -> list[Any]:
-        """Fetch samples by their offsets. A random transform draws from generators seeded by (seed,
-        epoch, position).
+        """Fetch some samples of a window from the dataset.
+
+        The global random generators are seeded with (seed, epoch, position) for each sample, so
+        random transforms do not depend on the split. The caller restores their states.
+
+        Args:
+            request: The plan of the window.
+            offsets: Offsets in the window of the samples to fetch.
         """
         samples = []
         for position, sample_id in zip(
@@ -95,37 +119,51 @@ class Fetcher:
         return samples
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """Fetch about `count` samples from all over the dataset, for a proof: one window's may be
-        too few or too alike.
+        """Fetch samples for the proof, evenly spaced over the whole dataset.
+
+        The samples of a single window may be too few or too similar for a proof.
+
+        Args:
+            request: Provides the seed and the epoch, for random transforms.
+            count: Number of samples. A smaller dataset gives fewer.
         """
         ids = np.unique(np.linspace(0, len(self.dataset) - 1, count).astype(np.int64))
+        request = replace(request, positions=ids, sample_ids=ids)
         with preserved_random_states():
-            return self.samples(
-                replace(request, positions=ids, sample_ids=ids), np.arange(len(ids))
-            )
+            return self.samples(request, np.arange(len(ids)))
 
-    def _collated(self, request: WindowRequest) -> list[dict[str, Any]]:
-        batches = None if request.whole_window else self._one_by_one(request)
-        return self._cut_from_whole_window(request) if batches is None else batches
+    def _collate(self, request: WindowRequest) -> list[dict[str, Any]]:
+        """Collate the micro-batches of this process for a window.
 
-    def _one_by_one(self, request: WindowRequest) -> list[dict[str, Any]] | None:
-        """Collate each micro-batch by itself.
+        Each one is collated separately, if that is possible. They are split from the collated
+        window if they are to be padded to its longest sample, or if the collate function is random.
+        """
+        if not request.pad_to_window:
+            batches = self._collate_separately(request)
+            if batches is not None:
+                return batches
+        return self._collate_window_and_split(request)
 
-        Returns None if the collate function drew random numbers: its result then depends on the
-        split.
+    def _collate_separately(self, request: WindowRequest) -> list[dict[str, Any]] | None:
+        """Collate each micro-batch of this process separately.
+
+        Return None if the collate function draws random numbers, as its result would then depend on
+        the split of the window.
         """
         batches = []
         for offsets in request.micro_batches:
             samples = self.samples(request, offsets)
-            before = random_states()
+            states_before = random_states()
             batches.append(as_batch(self.collate_fn(samples)))
-            if moved_generators(before):
+            if moved_generators(states_before):
                 return None
         return batches
 
-    def _cut_from_whole_window(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """Collate the window at once and cut rows: one width for all, and random collators draw
-        once, for any split.
+    def _collate_window_and_split(self, request: WindowRequest) -> list[dict[str, Any]]:
+        """Collate all samples of the window into one batch, and take the rows of each micro-batch.
+
+        All micro-batches then have the same padded length, and a random collate function draws the
+        same numbers for any split of the window.
         """
         samples = self.samples(request, np.arange(len(request.positions)))
         if self.entries is None:
@@ -134,22 +172,29 @@ class Fetcher:
         seed_generators(fold_in(Purpose.COLLATE, request.seed, request.epoch, request.index))
         batch = as_batch(self.collate_fn(samples))
         batch = self.entries.split(batch, samples)
-        parts = (take_rows(batch, o, self.entries.of_samples) for o in request.micro_batches)
-        return [put_together(part) for part in parts]
+        return [
+            put_together(take_rows(batch, offsets, self.entries.of_samples))
+            for offsets in request.micro_batches
+        ]
 
 
 class BatchFetcher:
-    """In place of a `Fetcher` where the samples of a window are collated already: cuts rows.
+    """A `Fetcher` for a window whose samples are collated already: it takes rows of the batch.
 
     Args:
-        batch: Of all samples of the window, as `Entries.split` returns it.
-        of_samples: Names of its entries that hold rows of samples.
+        batch: The batch of all samples of the window, as `Entries.split` returns it.
+        per_sample_entries: Names of the entries that hold rows of samples. All samples share the
+            other entries.
     """
 
-    def __init__(self, batch: Batch, of_samples: Collection[str]) -> None:
+    def __init__(self, batch: Batch, per_sample_entries: Collection[str]) -> None:
+        """Store the collated window and the names of its entries to take rows of."""
         self.batch = batch
-        self.of_samples = of_samples
+        self.per_sample_entries = per_sample_entries
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
-        parts = (take_rows(self.batch, rows, self.of_samples) for rows in request.micro_batches)
-        return [put_together(part) for part in parts]
+        """Return the rows of each micro-batch of a request as a batch."""
+        return [
+            put_together(take_rows(self.batch, rows, self.per_sample_entries))
+            for rows in request.micro_batches
+        ]

@@ -1,5 +1,6 @@
-"""Hooks around the forwards of a window: keyed dropout, the router's balancing loss and every
-speed-up are hooks.
+"""Hooks that run around the forwards of a window.
+
+Keyed dropout, the load-balancing loss of a mixture-of-experts router and every speed-up are hooks.
 """
 
 from contextlib import AbstractContextManager, nullcontext
@@ -11,22 +12,25 @@ from torch import Tensor, nn
 
 from hf_ga.exact.batches import MicroBatch
 
-# Targets: one number, or one for each mean of a loss that is a sum of means.
+# Numbers of targets: a single one, or one for each mean of a loss that is a sum of several means.
 Counts = tuple[float, ...]
 
 
 @dataclass(frozen=True)
 class Call:
-    """One forward and backward, as hooks and losses see it.
+    """The inputs of one forward and backward of a micro-batch, as hooks and losses receive them.
 
     Attributes:
-        micro_batch: Its samples, on the host.
-        batch: Its tensors, on the device.
-        counts: Targets, counted on the host; () for a loss that counts in its forward.
-        keys: Keys of the samples' dropout masks: int64, shape (samples,), on the device.
-        window_key: Key of masks that the whole window shares: int64, shape (1,), on the device.
-        weight: 0 for a call that is made only because other ranks make one (FSDP), else 1.
-        index: Which of this process's micro-batches in the window.
+        micro_batch: The collated samples, on the host.
+        batch: The tensors of `micro_batch`, on the device. Empty until the forward begins.
+        counts: Numbers of targets, counted on the host. () if the loss counts them in the forward.
+        keys: One dropout key per sample: int64, shape (samples,), on the device.
+        window_key: Key of the dropout masks that all samples of the window share: int64, shape
+            (1,), on the device.
+        weight: 1. Or 0 for a filler, which runs only so that all ranks run the same number of
+            forwards (FSDP) and adds nothing to the loss or the gradient.
+        index: 0-based index among this rank's micro-batches of the window; `FILLER_INDEX` for a
+            filler.
     """
 
     micro_batch: MicroBatch
@@ -39,12 +43,12 @@ class Call:
 
 
 class Hook:
-    """Takes part in the forwards of a window. Every method does nothing unless overridden."""
+    """Base class for code that runs around the forwards of a window. Its methods are no-ops."""
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context manager around the forwards and backwards of a window.
+        """Return a context manager to run all forwards and backwards of a window in.
 
-        It leaves nothing behind.
+        On exit it undoes everything that it changed, for example patched functions.
 
         Args:
             model: The prepared model.
@@ -52,16 +56,20 @@ class Hook:
         return nullcontext()
 
     def before(self, call: Call) -> None:
-        """Called before the forward of `call`."""
+        """Prepare for the next forward. The engine calls this just before each forward.
+
+        Args:
+            call: The inputs of that forward, already on the device.
+        """
 
 
 class SpeedUp(Hook):
-    """A hook that must change neither loss nor gradient.
+    """Base class for speed-ups: hooks that must not change the loss or the gradient.
 
-    The proof compares both with and without it, and leaves it out if they differ.
+    The proof computes both with and without the speed-up, and disables it if they differ.
 
     Attributes:
-        name: How reports call it.
+        name: The speed-up's name in logs and reports.
     """
 
     name = ""
@@ -69,34 +77,43 @@ class SpeedUp(Hook):
     def attach(
         self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool
     ) -> str | None:
-        """Attach to a model.
+        """Attach the speed-up to a model, if the model supports it.
 
         Args:
             model: The unwrapped model.
-            dropout: Its `KeyedDropout`.
-            reads_logits: Whether the loss is computed from the outputs after the forward (a
-                `loss_fn`, a sum of means).
-            has_router: Whether the head adds a router's balancing loss.
+            dropout: The model's keyed dropout (a `KeyedDropout`).
+            reads_logits: Whether the loss is computed from the model's outputs after the forward,
+                by the user's `loss_fn` or as a sum of several means.
+            has_router: Whether the model adds the load-balancing loss of a mixture-of-experts
+                router.
 
         Returns:
-            Why it is not tried on this model. None: it is tried.
+            None if the speed-up was attached, or the reason why it does not apply to this model.
         """
         return None
 
     def trial(self) -> AbstractContextManager[None]:
-        """Return a context manager around the proof's forwards.
+        """Return a context manager that forces the speed-up on for the proof's trial batches.
 
-        Within it the speed-up is used also where a batch is too small to gain from it.
+        The proof must test the speed-up, even if its few samples are too small to gain from it.
         """
         return nullcontext()
 
     def fits(self, call: Call) -> bool:
-        """Whether the speed-up changes nothing for a micro-batch of this structure.
+        """Return whether the speed-up may be used for a micro-batch without changing its result.
 
-        Decided on the host. A micro-batch that does not fit is computed without it.
+        Decided on the host, from the structure of the batch. If False, the micro-batch is computed
+        without the speed-up.
+
+        Args:
+            call: The micro-batch, whose tensors are still on the host (`call.micro_batch`).
         """
         return True
 
     def verdict(self) -> str | None:
-        """Return why the forward before had no use of the speed-up. None: it had."""
+        """Return why the proof's trial forward, which just ran, did not use the speed-up.
+
+        Returns:
+            The reason, or None if the speed-up was used.
+        """
         return None

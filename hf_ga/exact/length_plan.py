@@ -1,55 +1,85 @@
-"""One window -> who computes what, by length: least padding under a limit on padded tokens, all
-processes about equally long busy.
+"""Plan a window by the lengths of its samples: little padding, a limit on the padded tokens of a
+micro-batch, and about equal compute time on all processes.
 
-The window is sorted by length and cut: for any split into micro-batches there is one into
-consecutive samples of the sorted window with as many samples in each and no greater width in any.
+The samples are sorted by length, and a micro-batch is a run of consecutive ones. Nothing is lost by
+that: for any split into micro-batches there is one into consecutive samples of the sorted window
+with the same sizes, in which no micro-batch is padded to a greater length.
 """
 
 import heapq
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import numpy as np
 
 from hf_ga.exact.plan import Plan, plan_window
 
-# Attention computes 4 x width x hidden operations a token and layer, everything else of a layer 24
-# x hidden^2: they are equal at a width of 6 x hidden, here for the 768 of BERT-base and
-# GPT-2-small.
+# The padded length at which attention costs as much as everything else in a transformer layer. Per
+# token and layer, attention computes 4 x length x hidden_size operations, everything else 24 x
+# hidden_size^2, so the two are equal at a length of 6 x hidden_size. Here hidden_size is 768, that
+# of BERT-base and GPT-2-small.
 ATTENTION_WIDTH = 6 * 768
-# What a micro-batch costs however small it is, in tokens. On a CPU a fit of the times of some 150
-# micro-batches of 4 layers x 256 on two cores: 175 for a GPT, 219 for a BERT, for Python's work and
-# for weights and gradients that pass through memory. On a GPU an estimate: some 1,000 kernel
-# launches a forward and backward take about 10 ms, in which it computes 6,000 tokens of a model of
-# 100 million parameters, or 300 of one of 7 billion.
+# The cost of a micro-batch that does not depend on its size, in tokens.
+# On a CPU, a fit of the times of about 150 micro-batches of models with 4 layers and hidden size
+# 256, on two cores, gives 175 for a GPT and 219 for a BERT: Python's overhead, and weights and
+# gradients that pass through memory.
 CPU_OVERHEAD = 192
+# On a GPU, an estimate: about 1,000 kernel launches per forward and backward take about 10 ms. In
+# that time the GPU computes 6,000 tokens of a model with 100 million parameters, or 300 tokens of
+# one with 7 billion.
 GPU_OVERHEAD = 1024
-LIMITS = (16, 14, 12, 10, 8, 7, 6, 5, 4)  # in sixteenths of the largest limit: what is tried
-LITTLE_TIME = 32  # a plan that needs less memory may take 1/32 more time than the fastest
+# The limits on padded tokens that `plan_by_length` tries, in sixteenths of the largest one.
+LIMIT_SIXTEENTHS = (16, 14, 12, 10, 8, 7, 6, 5, 4)
+# A plan that needs less memory than the fastest plan may be slower by 1/32 of its time.
+SLOWDOWN_DENOMINATOR = 32
 
 
 @dataclass(frozen=True)
 class ByLength:
-    """The planner of loaders that know lengths.
+    """The planner that loaders use by default if the lengths of the samples are known.
 
     Attributes:
-        micro_batch_size: Samples that fit into one micro-batch however long they are.
-        max_tokens: Most padded tokens in one. None: what `micro_batch_size` samples as long as the
-            window's longest have.
+        micro_batch_size: Number of samples that fit into one micro-batch, however long they are.
+        max_tokens: Maximum number of padded tokens in one micro-batch. None: as many as
+            `micro_batch_size` samples of the length of the window's longest sample.
         overhead: See `plan_by_length`.
-        in_step: See `plan_by_length`.
+        lockstep: See `plan_by_length`.
     """
 
     micro_batch_size: int
     max_tokens: int | None
     overhead: int
-    in_step: bool
+    lockstep: bool
 
     def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
-        limit = self.max_tokens or self.micro_batch_size * int(lengths.max(initial=1))
+        """Plan a window.
+
+        Args:
+            lengths: Number of tokens of each sample of the window, shape (samples,).
+            num_processes: Number of processes.
+
+        Returns:
+            For each process, the list of its micro-batches (offsets of samples in the window).
+        """
+        max_tokens = self.max_tokens or self.micro_batch_size * int(lengths.max(initial=1))
         return plan_by_length(
-            lengths, num_processes, limit, overhead=self.overhead, in_step=self.in_step
+            lengths, num_processes, max_tokens, overhead=self.overhead, lockstep=self.lockstep
         )
+
+
+class _Candidate(NamedTuple):
+    """A plan that `plan_by_length` considers.
+
+    Attributes:
+        time: When the slowest process is done, in units of cost.
+        boundaries: The micro-batches, as boundaries in the sorted window (`cheapest_boundaries`).
+        assignment: For each process, the indices of its micro-batches.
+    """
+
+    time: int
+    boundaries: np.ndarray
+    assignment: list[list[int]]
 
 
 def plan_by_length(
@@ -58,32 +88,37 @@ def plan_by_length(
     max_tokens: int,
     *,
     overhead: int = CPU_OVERHEAD,
-    in_step: bool = False,
+    lockstep: bool = False,
 ) -> Plan:
-    """Split a window into micro-batches of samples of similar lengths, of at most `max_tokens`
-    padded tokens.
+    """Split a window into micro-batches of similar lengths, and assign them to processes.
 
-    The time of a micro-batch, in tokens, is taken to be overhead + samples x width x (1 + width /
-    ATTENTION_WIDTH). For a few limits from `max_tokens` (or twice a process's share) downwards, the
-    window is cut where the sum of times is least, and the micro-batches are dealt to the processes.
-    Of the plans that take at most 1/32 more time than the fastest, the one with the smallest limit
-    is taken: it needs the least memory. Samples of one length are split by number (`plan_window`).
+    The cost of a micro-batch, in tokens, is modelled as
+
+        overhead + samples x padded length x (1 + padded length / ATTENTION_WIDTH)
+
+    For several limits on the padded tokens of a micro-batch, from `max_tokens` (or twice the tokens
+    per process, if that is less) downwards, the sorted window is split so that the sum of costs is
+    smallest, and the micro-batches are assigned to processes. Among the plans that are at most 1/32
+    slower than the fastest one, the one with the smallest limit is returned, as it needs the least
+    memory. A window whose samples all have the same length is split by number (`plan_window`).
 
     Args:
-        lengths: Tokens of each sample of the window; one without tokens is as wide as one token.
-        num_processes: At least 1; a process may get nothing.
-        max_tokens: Maximum samples x padded width in one micro-batch; a longer sample is alone in
-            its own.
-        overhead: What a micro-batch costs however small it is, in tokens.
-        in_step: Whether processes wait for each other in every micro-batch (FSDP), so that the n-th
-            ones must be of equal cost.
+        lengths: Number of tokens of each sample of the window, shape (samples,). 0 counts as 1.
+        num_processes: At least 1. Some processes may get no micro-batch.
+        max_tokens: Maximum number of samples x padded length of one micro-batch. A sample that is
+            longer than that gets a micro-batch of its own.
+        overhead: The part of the cost of a micro-batch that does not depend on its size, in tokens.
+        lockstep: Whether processes wait for each other in every micro-batch (FSDP). If so, the i-th
+            micro-batches of all processes have about the same cost. If not, only the total costs of
+            the processes are balanced.
 
     Returns:
-        For each process its micro-batches, cheapest first; together every offset once. A function
-        of the arguments alone: all is computed in integers, in units of 1 / ATTENTION_WIDTH tokens.
+        For each process, the list of its micro-batches (offsets of samples in the window), cheapest
+        first. Every sample occurs once. The plan depends on the arguments alone, not on the
+        platform, as all costs are integers (in units of 1 / ATTENTION_WIDTH tokens).
 
     Raises:
-        ValueError: If a number is below 1.
+        ValueError: If `num_processes` or `max_tokens` is below 1.
 
     >>> [m.tolist() for m in plan_by_length(np.array([90, 10, 95, 12]), 1, 200)[0]]
     [[1, 3], [0, 2]]
@@ -96,133 +131,187 @@ def plan_by_length(
     if not len(lengths):
         return [[] for _ in range(num_processes)]
     order = np.argsort(lengths, kind="stable")
-    widths = np.maximum(lengths[order].astype(np.int64), 1)
-    deal = _in_turns if in_step else longest_first
-    if widths[0] == widths[-1]:
-        return plan_window(len(widths), num_processes, max(1, max_tokens // int(widths[0])))
-    twice_a_share = -(-2 * int(widths.sum()) // num_processes)  # more than balance allows
-    largest = min(max_tokens, twice_a_share)
-    plans = []
-    for sixteenths in LIMITS:
-        cuts = cheapest_cuts(widths, max(1, largest * sixteenths // 16), overhead)
-        costs = np.diff(cuts) * _prices(widths[cuts[1:] - 1]) + overhead * ATTENTION_WIDTH
-        time, dealt = deal(costs, num_processes)
-        plans.append((time, dealt, cuts))
-    fastest = min(time for time, _, _ in plans)
-    fast_enough = [plan for plan in plans if (plan[0] - fastest) * LITTLE_TIME <= fastest]
-    _, dealt, cuts = fast_enough[-1]  # of the smallest limit
-    return [[order[cuts[i] : cuts[i + 1]] for i in share] for share in dealt]
+    sorted_lengths = np.maximum(lengths[order].astype(np.int64), 1)
+    if sorted_lengths[0] == sorted_lengths[-1]:
+        micro_batch_size = max(1, max_tokens // int(sorted_lengths[0]))
+        return plan_window(len(lengths), num_processes, micro_batch_size)
+
+    # One micro-batch of more than twice the tokens per process would unbalance the processes.
+    twice_tokens_per_process = -(-2 * int(sorted_lengths.sum()) // num_processes)
+    largest_limit = min(max_tokens, twice_tokens_per_process)
+    candidates = []
+    for sixteenths in LIMIT_SIXTEENTHS:
+        limit = max(1, largest_limit * sixteenths // 16)
+        boundaries = cheapest_boundaries(sorted_lengths, limit, overhead)
+        sizes = np.diff(boundaries)
+        padded_lengths = sorted_lengths[boundaries[1:] - 1]
+        costs = sizes * _costs_per_sample(padded_lengths) + overhead * ATTENTION_WIDTH
+        if lockstep:
+            time, assignment = _assign_in_rounds(costs, num_processes)
+        else:
+            time, assignment = assign_longest_first(costs, num_processes)
+        candidates.append(_Candidate(time, boundaries, assignment))
+
+    fastest = min(candidate.time for candidate in candidates)
+    fast_enough = [
+        candidate
+        for candidate in candidates
+        if (candidate.time - fastest) * SLOWDOWN_DENOMINATOR <= fastest
+    ]
+    chosen = fast_enough[-1]  # the one with the smallest limit
+    micro_batches = [order[start:stop] for start, stop in pairwise(chosen.boundaries)]
+    return [[micro_batches[index] for index in indices] for indices in chosen.assignment]
 
 
 def padded_tokens(plan: Plan, lengths: np.ndarray) -> int:
-    """Return samples x padded width, summed over all micro-batches of a window."""
-    return sum(len(m) * int(lengths[m].max()) for share in plan for m in share)
-
-
-def _prices(widths: np.ndarray) -> np.ndarray:
-    """Return the cost of one more sample in a micro-batch of that width."""
-    return widths * (ATTENTION_WIDTH + widths)
-
-
-def longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
-    """Deal micro-batches to processes, longest first, each to the process that has least so far.
-
-    The time is at most 4/3 of the best deal's (Graham 1969, Bounds on multiprocessing timing
-    anomalies).
+    """Count the padded tokens of a window: samples x padded length, summed over its micro-batches.
 
     Args:
-        costs: Of each micro-batch.
-        num_processes: How many processes there are.
-
-    Returns:
-        The time of the busiest process, and for each process its micro-batches, shortest first.
+        plan: For each process, the list of its micro-batches (offsets of samples in the window).
+        lengths: Number of tokens of each sample of the window, shape (samples,).
     """
-    busy = [(0, process) for process in range(num_processes)]
-    dealt = [[] for _ in range(num_processes)]
-    for i in np.argsort(costs, kind="stable")[::-1].tolist():
-        time, process = busy[0]
-        dealt[process].append(i)
-        heapq.heapreplace(busy, (time + int(costs[i]), process))
-    longest_time, _ = max(busy)
-    return longest_time, [share[::-1] for share in dealt]
+    total = 0
+    for share in plan:
+        for micro_batch in share:
+            total += len(micro_batch) * int(lengths[micro_batch].max())
+    return total
 
 
-def cheapest_cuts(widths: np.ndarray, max_tokens: int, overhead: int) -> np.ndarray:
-    """Find where to cut a window, shortest sample first, so that the sum of costs is least.
+def _costs_per_sample(padded_lengths: np.ndarray) -> np.ndarray:
+    """Return the compute cost of one sample in micro-batches that are padded to these lengths.
 
-    Dynamic programming over where a micro-batch ends: with the last sample of its width, or because
-    it is full. If neither, one sample more would make a later one smaller at no cost.
+    In units of 1 / ATTENTION_WIDTH tokens, so that all costs are integers.
+    """
+    return padded_lengths * (ATTENTION_WIDTH + padded_lengths)
+
+
+def assign_longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
+    """Assign micro-batches to processes so that all processes take about equally long.
+
+    Goes through the micro-batches from the most to the least expensive, and gives each to the
+    process with the smallest sum of costs so far. The slowest process takes at most 4/3 of the time
+    of the best possible assignment (Graham 1969, Bounds on multiprocessing timing anomalies).
 
     Args:
-        widths: Of the samples, in ascending order.
-        max_tokens: Most padded tokens in one micro-batch.
-        overhead: What a micro-batch costs however small it is, in tokens.
+        costs: Cost of each micro-batch (integers).
+        num_processes: Number of processes.
 
     Returns:
-        Offsets 0 ... n; the micro-batches lie between two of them.
+        The sum of costs of the slowest process, and for each process the indices of its
+        micro-batches, cheapest first.
     """
-    num = len(widths)
-    fixed = overhead * ATTENTION_WIDTH
-    best = np.zeros(num + 1, np.int64)
-    begins = np.zeros(num + 1, np.int64)
-    best[1:] = np.iinfo(np.int64).max // 4  # not reached yet
-    is_last = np.append(widths[1:] != widths[:-1], True).tolist()
-    sizes = np.arange(num, 0, -1)
-    prices = _prices(widths).tolist()
-    most = np.maximum(1, max_tokens // widths).tolist()
-    for end, (price, limit) in enumerate(zip(prices, most, strict=True), start=1):
-        if is_last[end - 1]:
-            first = max(0, end - limit)
-            costs = best[first:end] + sizes[first - end :] * price
-            begin = int(costs.argmin())
-            best[end] = costs[begin] + fixed
-            begins[end] = first + begin
-        elif end >= limit:
-            best[end] = best[end - limit] + limit * price + fixed
-            begins[end] = end - limit
-    cuts = [num]
-    while cuts[-1]:
-        cuts.append(int(begins[cuts[-1]]))
-    return _even_in_width(np.array(cuts[::-1]), widths)
+    # A heap of pairs (sum of costs, process).
+    sums_of_costs = [(0, process) for process in range(num_processes)]
+    assignment: list[list[int]] = [[] for _ in range(num_processes)]
+    for index in np.argsort(costs, kind="stable")[::-1].tolist():
+        sum_of_costs, process = sums_of_costs[0]
+        assignment[process].append(index)
+        heapq.heapreplace(sums_of_costs, (sum_of_costs + int(costs[index]), process))
+    largest_sum, _ = max(sums_of_costs)
+    return largest_sum, [indices[::-1] for indices in assignment]
 
 
-def _even_in_width(cuts: np.ndarray, widths: np.ndarray) -> np.ndarray:
-    """Cut consecutive micro-batches of one width evenly, larger ones first: the same cost, less
-    memory.
-    """
-    of_width = widths[cuts[1:] - 1]
-    is_new_width = np.append(True, of_width[1:] != of_width[:-1])
-    firsts = np.append(np.flatnonzero(is_new_width), len(of_width)).tolist()
-    even_cuts = []
-    for first, last in pairwise(firsts):
-        samples = np.arange(cuts[first], cuts[last])
-        parts = np.array_split(samples, last - first)
-        even_cuts += [int(part[0]) for part in parts]
-    return np.array([*even_cuts, int(cuts[-1])], np.int64)
+def cheapest_boundaries(sorted_lengths: np.ndarray, max_tokens: int, overhead: int) -> np.ndarray:
+    """Split a sorted window into micro-batches so that the sum of their costs is smallest.
 
-
-def _in_turns(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
-    """Deal micro-batches to processes that wait for the longest in each turn.
-
-    A rank without a micro-batch in the first turn, which has the cheapest, repeats its own first
-    one (`Backend.equalize`).
+    Dynamic programming over the number of samples at which a micro-batch ends. Two kinds of ends
+    suffice: after the last sample of a length, or where the micro-batch is full. Any other end can
+    be moved one sample to the right, which makes a later micro-batch smaller at no cost.
 
     Args:
-        costs: Of each micro-batch.
-        num_processes: How many processes there are.
+        sorted_lengths: Number of tokens of each sample, in ascending order, at least 1.
+        max_tokens: Maximum number of padded tokens in one micro-batch.
+        overhead: Cost of a micro-batch that does not depend on its size, in tokens.
 
     Returns:
-        The time of all turns, and for each process its micro-batches, shortest first.
+        Ascending offsets from 0 to the number of samples. Each micro-batch consists of the samples
+        from one of them up to the next.
     """
-    order = np.argsort(costs, kind="stable")[::-1]
-    turns = [order[i : i + num_processes] for i in range(0, len(order), num_processes)]
-    dealt = [
-        [int(turn[process]) for turn in turns[::-1] if process < len(turn)]
+    num_samples = len(sorted_lengths)
+    fixed_cost = overhead * ATTENTION_WIDTH
+    # Smallest cost of the first 0, 1, 2, ... samples, and where their last micro-batch begins.
+    best_costs = np.zeros(num_samples + 1, np.int64)
+    best_costs[1:] = np.iinfo(np.int64).max // 4  # unknown; small enough to add to it
+    begins = np.zeros(num_samples + 1, np.int64)
+    is_last_of_length = np.append(sorted_lengths[1:] != sorted_lengths[:-1], True).tolist()
+    descending_sizes = np.arange(num_samples, 0, -1)
+    costs_per_sample = _costs_per_sample(sorted_lengths).tolist()
+    max_sizes = np.maximum(1, max_tokens // sorted_lengths).tolist()
+    for end in range(1, num_samples + 1):
+        # The last sample is the longest one and determines the padded length.
+        cost_per_sample = costs_per_sample[end - 1]
+        max_size = max_sizes[end - 1]
+        if is_last_of_length[end - 1]:
+            first_begin = max(0, end - max_size)
+            sizes = descending_sizes[first_begin - end :]  # of micro-batches from each begin to end
+            costs = best_costs[first_begin:end] + sizes * cost_per_sample
+            cheapest = int(costs.argmin())
+            best_costs[end] = costs[cheapest] + fixed_cost
+            begins[end] = first_begin + cheapest
+        elif end >= max_size:
+            begin = end - max_size
+            best_costs[end] = best_costs[begin] + max_size * cost_per_sample + fixed_cost
+            begins[end] = begin
+    boundaries = [num_samples]
+    while boundaries[-1]:
+        boundaries.append(int(begins[boundaries[-1]]))
+    return _even_out(np.array(boundaries[::-1]), sorted_lengths)
+
+
+def _even_out(boundaries: np.ndarray, sorted_lengths: np.ndarray) -> np.ndarray:
+    """Make consecutive micro-batches with the same padded length equally large.
+
+    The cost stays the same, but the largest micro-batch needs less memory. If the number of samples
+    does not divide, the larger micro-batches come first.
+
+    Args:
+        boundaries: See `cheapest_boundaries`.
+        sorted_lengths: Number of tokens of each sample, in ascending order.
+
+    Returns:
+        The new boundaries, as many as before.
+    """
+    padded_lengths = sorted_lengths[boundaries[1:] - 1]
+    is_new_length = np.append(True, padded_lengths[1:] != padded_lengths[:-1])
+    # Indices of the first micro-batch of each padded length, and the number of micro-batches.
+    starts = np.append(np.flatnonzero(is_new_length), len(padded_lengths)).tolist()
+    even_boundaries = []
+    for start, stop in pairwise(starts):
+        samples = np.arange(boundaries[start], boundaries[stop])
+        parts = np.array_split(samples, stop - start)
+        even_boundaries += [int(part[0]) for part in parts]
+    return np.array([*even_boundaries, int(boundaries[-1])], np.int64)
+
+
+def _assign_in_rounds(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
+    """Assign micro-batches to processes that wait for each other after every micro-batch (FSDP).
+
+    In each round, every process computes one micro-batch, so a round takes as long as its most
+    expensive one. Micro-batches of similar cost are put into the same round. Rounds run from the
+    cheapest to the most expensive. If there are too few micro-batches for the first round, the
+    remaining processes run their next micro-batch twice, the first time with weight 0
+    (`ShardedBackend.equalize_calls`).
+
+    Args:
+        costs: Cost of each micro-batch (integers).
+        num_processes: Number of processes.
+
+    Returns:
+        The sum of the times of all rounds, and for each process the indices of its micro-batches,
+        cheapest first.
+    """
+    most_expensive_first = np.argsort(costs, kind="stable")[::-1]
+    rounds = [
+        most_expensive_first[start : start + num_processes]
+        for start in range(0, len(most_expensive_first), num_processes)
+    ]
+    assignment = [
+        [int(indices[process]) for indices in reversed(rounds) if process < len(indices)]
         for process in range(num_processes)
     ]
-    times = [int(costs[turn[0]]) for turn in turns]  # of the costliest in each turn
-    if len(turns) > 1 and len(turns[-1]) < num_processes:
-        *_, turn_before, cheapest_turn = turns
-        repeated = turn_before[len(cheapest_turn)]  # the costliest that a rank repeats
+    times = [int(costs[indices[0]]) for indices in rounds]
+    if len(rounds) > 1 and len(rounds[-1]) < num_processes:
+        # The most expensive micro-batch that a process repeats in the round that is not full.
+        repeated = rounds[-2][len(rounds[-1])]
         times[-1] = max(times[-1], int(costs[repeated]))
-    return sum(times), dealt
+    return sum(times), assignment

@@ -1,4 +1,4 @@
-"""Lengths of samples, where finding them costs next to nothing."""
+"""Find the length of every sample of a dataset, if that takes almost no time."""
 
 import copy
 import sys
@@ -16,33 +16,50 @@ if TYPE_CHECKING:
 
 
 def find_lengths(dataset: Any, collate_fn: Collate) -> np.ndarray | None:
-    """Find the tokens of each sample: a `length` column or the lengths of `input_ids`, of a
-    `datasets.Dataset` or of a list of dicts.
+    """Find the number of tokens of each sample without tokenizing or loading all samples.
+
+    For a `datasets.Dataset` they are read from a `length` column, or are the lengths of the lists
+    in `input_ids`. For a list or tuple of dicts they are the lengths of `input_ids`.
+
+    Args:
+        dataset: Any dataset.
+        collate_fn: Called on the shortest and on the longest sample alone, to see whether it pads
+            both to the same length.
 
     Returns:
-        int64, shape (len(dataset),). None where there is no such column, or where `collate_fn` pads
-        all samples to one width, so that lengths would not determine the cost of a micro-batch.
+        Number of tokens per sample: int64, shape (len(dataset),). None if there is no such column,
+        or if `collate_fn` pads all samples to a fixed length, so that the number of tokens does not
+        determine the cost of a micro-batch.
     """
-    lengths = _of_columns(dataset) if _is_hf_dataset(dataset) else _of_list(dataset)
+    if _is_hf_dataset(dataset):
+        lengths = _lengths_from_columns(dataset)
+    else:
+        lengths = _lengths_from_list(dataset)
     if lengths is None or lengths.min() == lengths.max():
         return lengths
     with preserved_random_states():
-        ends = [dataset[int(i)] for i in (lengths.argmin(), lengths.argmax())]
-        narrow, wide = (
-            count_padded_elements(as_batch(collate_fn([copy.copy(sample)])), 1) for sample in ends
-        )
-    return lengths if narrow < wide else None
+        shortest = dataset[int(lengths.argmin())]
+        longest = dataset[int(lengths.argmax())]
+        shortest_padded = count_padded_elements(as_batch(collate_fn([copy.copy(shortest)])), 1)
+        longest_padded = count_padded_elements(as_batch(collate_fn([copy.copy(longest)])), 1)
+    return lengths if shortest_padded < longest_padded else None
 
 
 def _is_hf_dataset(dataset: Any) -> bool:
-    """Whether it is a `datasets.Dataset`. The package may not be installed, so it is not imported
-    here: as long as nobody has imported it, there are none of its datasets.
+    """Whether an object is a `datasets.Dataset`.
+
+    Does not import the optional package `datasets`: if nobody has imported it yet, the object
+    cannot be one of its datasets.
     """
     module = sys.modules.get("datasets.arrow_dataset")
     return module is not None and isinstance(dataset, module.Dataset)
 
 
-def _of_list(samples: Any) -> np.ndarray | None:
+def _lengths_from_list(samples: Any) -> np.ndarray | None:
+    """Return the length of `input_ids` of each sample in a list or tuple of dicts (int64).
+
+    Return None if `samples` is something else, or if a sample has no `input_ids` with a length.
+    """
     is_list_of_dicts = isinstance(samples, list | tuple) and isinstance(samples[0], Mapping)
     if not is_list_of_dicts:
         return None
@@ -52,15 +69,26 @@ def _of_list(samples: Any) -> np.ndarray | None:
         return None
 
 
-def _of_columns(dataset: "Dataset") -> np.ndarray | None:
+def _lengths_from_columns(dataset: "Dataset") -> np.ndarray | None:
+    """Return the length of each row of a `datasets.Dataset` (int64), or None if it is not known.
+
+    Reads the column `length`, else `input_ids`. If the column holds lists, their lengths are
+    returned, else the numbers themselves. Return None if the dataset has neither column, a value is
+    missing, or the numbers are not integers.
+    """
+    # Lazily, as `datasets`, which brings pyarrow, may not be installed.
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    name = next((name for name in ("length", "input_ids") if name in dataset.column_names), None)
-    if name is None:
+    if "length" in dataset.column_names:
+        name = "length"
+    elif "input_ids" in dataset.column_names:
+        name = "input_ids"
+    else:
         return None
     column = dataset.select_columns([name]).with_format("arrow")[:][name]
     if pa.types.is_list(column.type) or pa.types.is_large_list(column.type):
         column = pc.list_value_length(column)
-    is_known = pa.types.is_integer(column.type) and not column.null_count
-    return column.to_numpy().astype(np.int64) if is_known else None
+    if not pa.types.is_integer(column.type) or column.null_count:
+        return None
+    return column.to_numpy().astype(np.int64)

@@ -49,7 +49,7 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 def out_of_memory_error(
-    rank: int, micro_batch: MicroBatch, reason_not_to_cut: str | None = None
+    rank: int, micro_batch: MicroBatch, reason_not_to_split: str | None = None
 ) -> OutOfMemory:
     """Build the OutOfMemory exception for a micro-batch that cannot be split into smaller ones.
 
@@ -57,7 +57,7 @@ def out_of_memory_error(
         rank: The rank on which it did not fit.
         micro_batch: The micro-batch: a single sample, or larger if the backend does not split
             micro-batches.
-        reason_not_to_cut: Why the backend does not split micro-batches; a clause for the message.
+        reason_not_to_split: Why the backend does not split micro-batches; a clause for the message.
     """
     num_padded = num_elements(micro_batch)
     if len(micro_batch) == 1:
@@ -69,5 +69,5 @@ def out_of_memory_error(
         )
     return OutOfMemory(
         f"a micro-batch of {len(micro_batch)} samples = {num_padded} tokens (padding included) "
-        f"does not fit into the memory of process {rank}. {reason_not_to_cut}."
+        f"does not fit into the memory of process {rank}. {reason_not_to_split}."
     )

@@ -1,50 +1,50 @@
-"""Change attributes of an object, or a mapping, for a while."""
+"""Context managers that change an object's attributes or a mapping temporarily."""
 
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any
 
-MISSING = object()
+MISSING = object()  # marks an attribute that the object itself did not have
 
 
 @contextmanager
 def override(target: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes of an object (a module, a class, an instance) within the block.
+    """Set attributes of an object temporarily, for the duration of the `with` block.
 
-    At the end they are as before: an attribute that the object did not have itself is removed, so
-    that its class's is seen again.
+    On exit, every attribute gets its previous value back. An attribute that was not in the object's
+    own `__dict__` is deleted again, so that lookups find the attribute of its class as before.
 
     Args:
-        target: The object.
+        target: A module, a class or an instance.
         attributes: Names and temporary values.
 
     Example:
         with override(trainer.args, gradient_accumulation_steps=1):
             ...
     """
-    before = {name: vars(target).get(name, MISSING) for name in attributes}
+    previous_values = {name: vars(target).get(name, MISSING) for name in attributes}
     try:
         for name, value in attributes.items():
             setattr(target, name, value)
         yield
     finally:
-        for name, value in before.items():
-            if value is MISSING:
+        for name, previous_value in previous_values.items():
+            if previous_value is MISSING:
                 delattr(target, name)
             else:
-                setattr(target, name, value)
+                setattr(target, name, previous_value)
 
 
 @contextmanager
 def restored(mapping: MutableMapping) -> Iterator[None]:
-    """Give a mapping its entries back at the end of the block.
+    """Restore all entries of a mapping when the `with` block ends, whatever the block changed.
 
     Args:
-        mapping: The block may change it: `os.environ`, for example.
+        mapping: For example `os.environ`. It is restored in place.
     """
-    before = dict(mapping)
+    previous_entries = dict(mapping)
     try:
         yield
     finally:
         mapping.clear()
-        mapping.update(before)
+        mapping.update(previous_entries)

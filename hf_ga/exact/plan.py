@@ -1,5 +1,6 @@
-"""One window -> who computes what. A plan consists of integers only: offsets in the window,
-lengths, limits; no tensors.
+"""Plans: which process computes which samples of a window, in which micro-batches.
+
+A plan consists of integers only (offsets of samples in the window) and needs no tensors.
 """
 
 from collections.abc import Callable, Sequence
@@ -8,30 +9,30 @@ import numpy as np
 
 from hf_ga.errors import ConfigError
 
-# micro-batches[process][i]: the 0-based offsets in the window of one micro-batch.
+# plan[process][i] is one micro-batch: the 0-based offsets of its samples in the window.
 Plan = list[list[np.ndarray]]
-# A planner gets the window's lengths (one integer per sample, or ones where lengths are unknown)
-# and the number of processes.
+# (tokens of each sample of the window, or ones if lengths are unknown; number of processes) -> plan
 Planner = Callable[[np.ndarray, int], Plan]
 
 
 def plan_window(window_size: int, num_processes: int, micro_batch_size: int) -> Plan:
-    """Split a window evenly over processes, then every share into as few micro-batches as the limit
-    allows.
+    """Split a window evenly over processes, by number of samples.
 
-    Sizes that do not divide give uneven micro-batches, never dropped or repeated samples: 64
-    samples in micro-batches of at most 10 are 10 + 9 + 9 + 9 + 9 + 9 + 9.
+    Each process's samples are split evenly into as few micro-batches as `micro_batch_size` allows.
+    If the sizes do not divide, micro-batches are uneven, but no sample is dropped or repeated: 64
+    samples in micro-batches of at most 10 become 10 + 9 + 9 + 9 + 9 + 9 + 9.
 
     Args:
-        window_size: Samples in the window.
-        num_processes: At least 1; a process may get nothing.
-        micro_batch_size: Maximum samples in one micro-batch, at least 1.
+        window_size: Number of samples in the window, at least 0.
+        num_processes: At least 1. If there are more processes than samples, some get none.
+        micro_batch_size: Maximum number of samples in one micro-batch, at least 1.
 
     Returns:
-        For each process its micro-batches; together every offset 0 ... window_size - 1 once.
+        For each process, the list of its micro-batches, each an array of offsets of samples in the
+        window. Every offset from 0 to window_size - 1 occurs exactly once.
 
     Raises:
-        ValueError: If a size is below its least value.
+        ValueError: If an argument is too small.
     """
     if window_size < 0 or num_processes < 1 or micro_batch_size < 1:
         sizes = f"{window_size}, {num_processes}, {micro_batch_size}"
@@ -39,20 +40,32 @@ def plan_window(window_size: int, num_processes: int, micro_batch_size: int) -> 
             "plan_window needs window_size >= 0, num_processes >= 1 and micro_batch_size >= 1, "
             f"got {sizes}"
         )
-    shares = np.array_split(np.arange(window_size), num_processes)  # larger ones first
-    return [
-        np.array_split(share, -(-len(share) // micro_batch_size)) if len(share) else []
-        for share in shares
-    ]
+    plan = []
+    for share in np.array_split(np.arange(window_size), num_processes):  # larger ones first
+        num_micro_batches = -(-len(share) // micro_batch_size)  # rounded up
+        plan.append(np.array_split(share, num_micro_batches) if num_micro_batches else [])
+    return plan
 
 
 def plan_by_sizes(lengths: np.ndarray, num_processes: int, sizes: Sequence[int]) -> Plan:
-    """Sort a window by length (shortest first) and cut it into micro-batches of the given sizes,
-    dealt out in turn.
+    """Split a window into micro-batches of the given sizes, assigned to processes round-robin.
 
-    The sizes repeat until the window is used up, so `sizes=[5, 11]` gives uneven micro-batches of
+    The samples are sorted by length first (shortest first), so that a micro-batch holds samples of
     similar lengths. Since any split of a window is the same update, this trains the same model as
     `plan_window`.
+
+    Args:
+        lengths: Number of tokens of each sample, shape (samples of the window,).
+        num_processes: At least 1.
+        sizes: Numbers of samples of consecutive micro-batches, repeated as often as needed:
+            `[5, 11]` gives 5, 11, 5, 11, ... The last micro-batch may be smaller.
+
+    Returns:
+        For each process, the list of its micro-batches, each an array of offsets of samples in the
+        window.
+
+    Raises:
+        ValueError: If `sizes` is empty or has a number below 1, or if `num_processes` is below 1.
 
     >>> [m.tolist() for m in plan_by_sizes(np.array([9, 1, 5]), 1, [2])[0]]
     [[1, 2], [0]]
@@ -61,28 +74,30 @@ def plan_by_sizes(lengths: np.ndarray, num_processes: int, sizes: Sequence[int])
         raise ValueError(f"sizes must be integers of at least 1, got {list(sizes)}")
     if num_processes < 1:
         raise ValueError(f"num_processes must be at least 1, got {num_processes}")
-    ends = np.cumsum(np.resize(sizes, len(lengths)))
     micro_batches = []
     if len(lengths):
         by_length = np.argsort(lengths, kind="stable")
-        micro_batches = np.split(by_length, ends[ends < len(lengths)])
+        repeated_sizes = np.resize(sizes, len(lengths))
+        boundaries = np.cumsum(repeated_sizes)
+        micro_batches = np.split(by_length, boundaries[boundaries < len(lengths)])
     return [micro_batches[process::num_processes] for process in range(num_processes)]
 
 
 def check_plan(plan: Plan, window_size: int, num_processes: int) -> None:
-    """Check a plan of the user's own making.
+    """Check that a plan, which may come from the user's own planner, covers a window exactly.
 
     Args:
-        plan: The plan.
-        window_size: Samples in the window.
-        num_processes: How many lists it must have.
+        plan: For each process, the list of its micro-batches (offsets of samples in the window).
+        window_size: Number of samples in the window.
+        num_processes: Number of processes that the plan must be for.
 
     Raises:
-        ConfigError: If it is for another number of processes, has an empty micro-batch, or offsets
-            that do not occur exactly once.
+        ConfigError: If the plan is for another number of processes, has an empty micro-batch, or
+            does not contain each offset from 0 to window_size - 1 exactly once.
     """
     offsets = [np.asarray(micro_batch) for share in plan for micro_batch in share]
-    if len(plan) != num_processes or not all(len(o) for o in offsets):
+    has_empty_micro_batch = any(len(micro_batch) == 0 for micro_batch in offsets)
+    if len(plan) != num_processes or has_empty_micro_batch:
         raise ConfigError(
             f"a plan needs {num_processes} lists (one per process) of non-empty micro-batches, "
             f"got {plan}."

@@ -1,4 +1,4 @@
-"""Split a global batch exactly over the available devices: `plan_batch`."""
+"""`plan_batch`: show how a global batch is split exactly over the available devices."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -10,13 +10,13 @@ from hf_ga.exact.plan import plan_window
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """An exact layout of a global batch. `str()` lists its facts.
+    """An exact split of a global batch over nodes and devices. `str()` prints it as a table.
 
     Attributes:
-        layout: Processes, largest micro-batch, accumulation steps, global batch.
-        nodes: Machines.
-        devices_per_node: Processes on each of them.
-        shares: {sizes of the micro-batches of a process: number of such processes}.
+        layout: Numbers of processes and accumulation steps, sizes of micro-batch and global batch.
+        nodes: Number of machines.
+        devices_per_node: Number of processes on each machine.
+        shares: {sizes of the micro-batches of a process: number of processes with these sizes}.
     """
 
     layout: Layout
@@ -25,9 +25,15 @@ class BatchPlan:
     shares: dict[tuple[int, ...], int]
 
     def __str__(self) -> str:
-        return "\n".join(f"{name:<21}{fact}" for name, fact in self._facts())
+        """Return the plan as a table of several lines, for the terminal."""
+        return "\n".join(f"{label:<21}{text}" for label, text in self._rows())
 
-    def _facts(self) -> Iterable[tuple[str, str]]:
+    def _rows(self) -> Iterable[tuple[str, str]]:
+        """Yield the rows of the printed table as pairs (label, text).
+
+        The rows are: global batch size, processes, samples and micro-batches of each process,
+        accumulation steps, load balance, and a launch command.
+        """
         window = self.layout.window_size
         processes = self.layout.num_processes
         limit = self.layout.micro_batch_size
@@ -35,14 +41,16 @@ class BatchPlan:
         yield "global batch", text
         yield "processes", f"{processes} = {self.nodes} node(s) x {self.devices_per_node} device(s)"
         for sizes, count in self.shares.items():
-            counted = Counter(sizes).items()
-            micro_batches = " + ".join(f"{number} x {size}" for size, number in counted) or "none"
+            count_by_size = Counter(sizes)
+            micro_batches = " + ".join(f"{num} x {size}" for size, num in count_by_size.items())
+            micro_batches = micro_batches or "none"
             text = f"{count} process(es) x {sum(sizes)}, in micro-batches: {micro_batches}"
             yield "samples", text
         full_micro_batches = window / (processes * limit)
         steps = self.layout.accumulation_steps
         yield "accumulation steps", f"{steps} (full micro-batches: {full_micro_batches:.4g})"
-        balance = window / (processes * max(map(sum, self.shares)))
+        largest_share = max(sum(sizes) for sizes in self.shares)
+        balance = window / (processes * largest_share)
         yield "balance", f"{balance:.1%} of the device time is used if all samples cost the same"
         flags = f"--global_batch_size {window} --per_device_train_batch_size {limit}"
         launch = " ".join(launch_flags(self.nodes, self.devices_per_node))
@@ -56,14 +64,16 @@ def plan_batch(
     devices_per_node: int = 1,
     per_device_train_batch_size: int,
 ) -> BatchPlan:
-    """Split a global batch exactly over the available devices with `plan_window`; the sizes need
-    not divide evenly.
+    """Split a global batch exactly over the available devices, even if the sizes do not divide.
 
     Args:
-        global_batch_size: Samples in one optimizer step over all processes.
-        nodes: Machines.
-        devices_per_node: Processes on each of them.
-        per_device_train_batch_size: Maximum samples in one micro-batch.
+        global_batch_size: Number of samples in one optimizer step over all processes.
+        nodes: Number of machines.
+        devices_per_node: Number of processes on each machine.
+        per_device_train_batch_size: Maximum number of samples in one micro-batch.
+
+    Returns:
+        A `BatchPlan`. Print it to see the split and a command that trains with it.
 
     Raises:
         ConfigError: If a size is below 1.
@@ -75,15 +85,19 @@ def plan_batch(
         nodes * devices_per_node, per_device_train_batch_size, global_batch_size=global_batch_size
     )
     plan = plan_window(global_batch_size, layout.num_processes, per_device_train_batch_size)
-    return BatchPlan(
-        layout, nodes, devices_per_node, dict(Counter(tuple(map(len, share)) for share in plan))
-    )
+    sizes_per_process = [tuple(len(micro_batch) for micro_batch in share) for share in plan]
+    return BatchPlan(layout, nodes, devices_per_node, shares=dict(Counter(sizes_per_process)))
 
 
 def launch_flags(nodes: int, processes_per_node: int) -> list[str]:
-    """Return the flags of `accelerate launch` that all nodes share."""
+    """Return the flags of `accelerate launch` that are the same on all nodes.
+
+    Args:
+        nodes: Number of machines.
+        processes_per_node: Number of processes on each machine.
+    """
     num_processes = nodes * processes_per_node
     flags = ["--num_machines", str(nodes), "--num_processes", str(num_processes)]
     if num_processes == 1:
         return flags
-    return ["--multi_gpu", *flags]  # several processes, on a CPU too
+    return ["--multi_gpu", *flags]  # starts several processes, on CPUs too

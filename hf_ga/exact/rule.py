@@ -1,4 +1,4 @@
-"""What a proof found out about a model, and what the engine needs to know of it."""
+"""The result of the proof for a model: how the engine must split its loss, dropout and batches."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,36 +14,48 @@ from hf_ga.exact.loss import Loss
 
 
 def structure_of(arguments: Batch) -> frozenset:
-    """Return names, dtypes and numbers of dimensions of the entries of a batch."""
-    entries = []
+    """Describe the keyword arguments of a model's forward, to compare batches by their structure.
+
+    Args:
+        arguments: Names and values of the batch entries that the forward accepts.
+
+    Returns:
+        A set of (name, dtype, number of dims) for tensors and (name, type name, 0) for other
+        values.
+    """
+    described = []
     for name, value in arguments.items():
         if isinstance(value, Tensor):
-            entries.append((name, value.dtype, value.dim()))
+            described.append((name, value.dtype, value.dim()))
         else:
-            entries.append((name, type(value).__name__, 0))
-    return frozenset(entries)
+            described.append((name, type(value).__name__, 0))
+    return frozenset(described)
 
 
 @dataclass(frozen=True)
 class Rule:
     """How the micro-batches of one model add up to the loss and the gradient of their window.
 
-    `hf_ga.prepare` and `hf_ga.prove_targets` make it.
+    Made by `hf_ga.prepare` and `hf_ga.prove_targets`, which test it on the model (the proof).
 
     Attributes:
-        loss: How the terms of micro-batches sum to the loss of their window.
-        dropout: The model's keyed dropout. A plain `Hook` where nothing is drawn.
-        pad_to_window: The loss of a sample depends on the padded width, so all micro-batches of a
-            window need one width.
-        width_matters: Result of the test with padding. None if unknown (samples of one shape, a
-            random collate function): then padding is kept equal, too.
-        residual: The largest relative residual of the tested identity (see `proof.targets`).
-        modes: Whether each module was in training mode.
-        unused: Names of trainable parameters without a gradient in the proof.
-        speed_ups: Those in use. They change neither loss nor gradient.
-        left_out: Names of the other speed-ups, and why they are not used.
-        structure: The entries of the batch that the speed-ups were tested on (`structure_of`). A
-            micro-batch with other entries is computed without them. None: any entries.
+        loss: How to split the model's loss into terms of micro-batches that sum to the window's
+            mean loss.
+        dropout: The model's keyed dropout (`KeyedDropout`), or a no-op `Hook` if the model draws no
+            random numbers.
+        pad_to_window: Whether all micro-batches of a window must be padded to the same length,
+            because the loss of a sample depends on its padded length.
+        width_matters: Whether the loss changed in the test with more padding. None if that could
+            not be tested (all samples have the same shape, or the collate function is random);
+            padded lengths are then kept equal, too.
+        residual: The largest relative error in the tests of additivity (see `proof.targets`).
+        modes: For each module in the order of `model.modules()`, whether it was in training mode.
+        unused: Names of trainable parameters that got no gradient in the proof.
+        speed_ups: The speed-ups in use, none of which changed the loss or the gradient.
+        left_out: {name of a speed-up that is not in use: reason}.
+        structure: Structure of the batch that the speed-ups were tested on (see `structure_of`).
+            Micro-batches of another structure are computed without speed-ups. None: the speed-ups
+            apply to all structures.
     """
 
     loss: Loss
@@ -59,36 +71,41 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """The counting rule: "shifted labels", "labels", "samples", "attended tokens", a sum of
-        means, or "loss_fn".
+        """Name of what the loss is averaged over.
+
+        One of "shifted labels", "labels", "samples" and "attended tokens"; else the name of a head
+        whose loss is a sum of several means, or "loss_fn" for the user's own loss function.
         """
         return self.loss.name
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """Keyed dropout, then the speed-ups."""
+        """The hooks to run around a forward: keyed dropout first, then the speed-ups."""
         return (self.dropout, *self.speed_ups)
 
     def speed_ups_for(self, call: Call, arguments: Batch) -> list[SpeedUp]:
-        """Choose the speed-ups that change nothing for a micro-batch.
+        """Return the speed-ups that may be used for a micro-batch without changing its result.
+
+        Empty if the structure of the micro-batch differs from the one that was tested.
 
         Args:
             call: The micro-batch, on the host.
-            arguments: Its entries that the model takes.
+            arguments: The entries of its batch that the model's forward accepts.
         """
         if self.structure is not None and structure_of(arguments) != self.structure:
             return []
         return [speed_up for speed_up in self.speed_ups if speed_up.fits(call)]
 
     def check_fits(self, model: nn.Module) -> None:
-        """Check that the rule was proven for the current state of the model.
+        """Check that the model is in the state in which the rule was proven.
 
         Args:
-            model: As it was prepared.
+            model: The prepared model.
 
         Raises:
-            ConfigError: If the model is in evaluation mode or in other training modes than in the
-                proof, or if compiled layers draw dropout that cannot be keyed.
+            ConfigError: If the model is in evaluation mode, if any module's training mode differs
+                from that in the proof, or if the model was compiled and hf_ga cannot key the
+                dropout of the compiled layers.
         """
         if not model.training:
             raise ConfigError(
@@ -96,17 +113,22 @@ class Rule:
             )
         if self.modes != module_modes(model):
             raise ConfigError(
-                "the training modes (or the modules) of the model differ from those of the proof: "
-                "a frozen BatchNorm may be in training mode now. Call hf_ga.prepare (or "
-                "prove_targets) in the mode of training."
+                "the modules of the model, or their training modes, differ from those in the "
+                "proof: for example, a BatchNorm that was in evaluation mode may be in training "
+                "mode now. Set the modes as in training, then call hf_ga.prepare (or "
+                "prove_targets)."
             )
         self.dropout.check_compiled(model)
 
     def __str__(self) -> str:
-        width = {
-            True: "micro-batches padded to the window's width (the loss depends on it)",
+        """Summarize the rule in one line for logs: what is averaged over, padding, speed-ups."""
+        padding = {
+            True: "micro-batches padded to the window's longest sample (the loss depends on it)",
             False: "loss independent of padding",
-            None: "micro-batches padded to the window's width (effect of padding not tested)",
+            None: "micro-batches padded to the window's longest sample (effect of padding not "
+            "tested)",
         }[self.width_matters]
-        used = "".join(f", {speed_up.name}" for speed_up in self.speed_ups)
-        return f"targets counted as {self.name} (residual {self.residual:.0e}), {width}{used}"
+        speed_ups = "".join(f", {speed_up.name}" for speed_up in self.speed_ups)
+        return (
+            f"targets counted as {self.name} (residual {self.residual:.0e}), {padding}{speed_ups}"
+        )

@@ -1,5 +1,7 @@
-"""The backend of windows that are cut into chunks: gradients with the same bits on any number of
-processes.
+"""The backend for same bits: gradients do not depend on the number of processes, not even in bits.
+
+The window is split into chunks (see `hf_ga.exact.chunks`), and gradients are summed in a fixed
+order.
 """
 
 import warnings
@@ -14,30 +16,37 @@ from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend, RankStatus
-from hf_ga.exact.chunks import Chunks, TreeSum
-from hf_ga.exact.early_sums import BUCKET_BYTES, buckets
+from hf_ga.exact.chunks import ChunkTree, TreeSum
+from hf_ga.exact.early_sums import BUCKET_BYTES, bucket_indices
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.precision import sum_dtype
 from hf_ga.exact.window import Window
 
-ALIGNMENT = 64  # bytes
+ALIGNMENT = 64  # bytes; torch's CPU allocator aligns all tensors to that
 
 
 class ChunkBackend(Backend):
-    """One process or DDP, with gradients that are added along the tree of chunks.
+    """Backend for one process or DDP that sums gradients in an order fixed by the window's chunks.
 
-    Keeps the gradient of each subtree that this rank computes, about log2(chunks) of them at most.
+    Every micro-batch is one chunk of the window, which is a group of samples that does not depend
+    on the number of ranks. Gradients of chunks are summed along a binary tree (`ChunkTree`). A rank
+    keeps one copy of the gradients for each subtree that it has not yet merged, about log2(chunks)
+    of them at most.
     """
 
-    can_sum_early = False
-    reason_not_to_cut = (
+    can_overlap_all_reduce = False
+    reason_not_to_split = (
         "It is a chunk of same_bits, whose size is part of the result: turn on "
         "gradient_checkpointing, use a device with more memory, or start a different run with a "
         "smaller same_bits"
     )
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
+        """Prepare a window: align all weights and buffers in memory, and reset the sums.
+
+        Warns if a CPU process has several threads, as the bits then depend on their number.
+        """
         super().begin(model, loss)
         if self.device.type == "cpu" and torch.get_num_threads() > 1:
             warnings.warn(
@@ -49,22 +58,34 @@ class ChunkBackend(Backend):
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = aligned(tensor.data)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
-        self.used = [False] * len(self.parameters)
+        self.has_gradient = [False] * len(self.parameters)
         self.num_counts = loss.num_means if loss.counts_in_forward else 0
-        self.chunks: Chunks | None = None  # until the window has targets
+        self.chunk_tree: ChunkTree | None = None  # stays None if the window has no targets
 
-    def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Begin the sums of a window with targets. Ranks make different numbers of forwards."""
-        self.chunks = window.request.chunks
-        self.own_chunks = self.chunks.of_ranks[self.process_index]
-        self.sum = TreeSum(self.chunks, _added)
+    def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
+        """Start the sums of gradients for a window that has targets, and return its forwards.
+
+        No forwards are added: under DDP, ranks may run different numbers of them. The tensors of
+        the batches are aligned in memory, so that the result does not depend on the alignment.
+        """
+        self.chunk_tree = window.request.chunk_tree
+        self.local_chunks = self.chunk_tree.chunks_per_rank[self.process_index]
+        self.tree_sum = TreeSum(self.chunk_tree, _add_in_place)
         return [_with_aligned_batch(call) for call in calls]
 
-    def collect(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
-        """Take the chunk's gradient from `.grad` and add it along the tree, with its loss and
-        counts.
+    def after_backward(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
+        """Move the gradients of a chunk from `.grad` into the sum over the chunks of this rank.
+
+        The chunk's loss and target counts are summed with them, in the same fixed order.
+
+        Args:
+            call: The forward and backward of the chunk (a micro-batch that does not depend on the
+                number of ranks).
+            loss: The chunk's term of the window's mean loss, a scalar.
+            counts: Numbers of targets that the forward counted, if it counts them.
+            status: Only its dtype is used. The window's loss is set in `reduce_gradients`.
         """
-        chunk = self.own_chunks.start + call.index
+        chunk = self.local_chunks.start + call.index
         self._add_zeros(until=chunk)
         gradients = []
         for index, parameter in enumerate(self.parameters):
@@ -72,16 +93,19 @@ class ChunkBackend(Backend):
                 gradients.append(torch.zeros_like(parameter))
             else:
                 gradients.append(parameter.grad)
-                self.used[index] = True
+                self.has_gradient[index] = True
             parameter.grad = None
         numbers = [torch.as_tensor(number).to(status.loss) for number in (loss, *counts)]
-        self.sum.add((chunk, chunk + 1), [torch.stack(numbers), *gradients])
+        loss_and_counts = torch.stack(numbers)
+        self.tree_sum.add((chunk, chunk + 1), [loss_and_counts, *gradients])
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
-        """See the base class. Whole numbers have the same sum in any order.
+        """All-reduce the status, as in the base class; target counts must be whole numbers.
+
+        The sum of whole numbers does not depend on the order of summation.
 
         Raises:
-            ConfigError: If counts are not whole numbers.
+            ConfigError: If a count is not a whole number.
         """
         if not all(float(count).is_integer() for count in status.counts):
             raise ConfigError(
@@ -89,100 +113,127 @@ class ChunkBackend(Backend):
                 "their sum would depend on its order. Remove that method; what loss_fn itself "
                 "counts may be any number."
             )
-        return super().all_reduce_status(replace(status, has_gradient=self.used))
+        return super().all_reduce_status(replace(status, has_gradient=self.has_gradient))
 
     def reduce_gradients(
         self, model: nn.Module, status: RankStatus, unused: Collection[str]
     ) -> None:
-        """Sum gradients, loss and counts over all ranks along the tree."""
-        if self.chunks is None:
+        """Sum gradients, loss and target counts over all ranks in a fixed order, for the same bits.
+
+        Sets `.grad` of all trainable parameters (None if no rank has a gradient), `status.loss`,
+        and `status.counts` if the forwards count targets. Does nothing if the window has no
+        targets.
+        """
+        if self.chunk_tree is None:
             return
-        self._add_zeros(until=self.own_chunks.stop)
-        sums = [value for _, value in self.sum.nodes]
+        self._add_zeros(until=self.local_chunks.stop)
+        sums = [value for _, value in self.tree_sum.nodes]
         if self.num_processes > 1:
-            like = [self._no_numbers(status.loss.dtype), *self.parameters]
-            numbers, *gradients = self._over_ranks(sums, like)
+            templates = [self._zero_loss_and_counts(status.loss.dtype), *self.parameters]
+            loss_and_counts, *gradients = self._sum_over_ranks(sums, templates)
         else:
-            numbers, *gradients = sums[0]
-        status.loss = numbers[0]
+            loss_and_counts, *gradients = sums[0]
+        status.loss = loss_and_counts[0]
         if self.num_counts:
-            status.counts = tuple(numbers[1:].tolist())
-        is_used = status.has_gradient
+            status.counts = tuple(loss_and_counts[1:].tolist())
         for index, parameter in enumerate(self.parameters):
-            parameter.grad = gradients[index] if is_used[index] else None
+            parameter.grad = gradients[index] if status.has_gradient[index] else None
 
     def _add_zeros(self, until: int) -> None:
-        """Add zeros for chunks without targets, which are not computed."""
-        begin = self.own_chunks.start
-        if self.sum.nodes:
-            (_, begin), _ = self.sum.nodes[-1]
-        for chunk in range(begin, until):
-            numbers = self._no_numbers(sum_dtype(self.device))
-            gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
-            self.sum.add((chunk, chunk + 1), [numbers, *gradients])
-
-    def _no_numbers(self, dtype: torch.dtype) -> Tensor:
-        """Make zeros for the loss and the counts of a node."""
-        return torch.zeros(1 + self.num_counts, dtype=dtype, device=self.device)
-
-    def _over_ranks(
-        self, own_sums: Sequence[Sequence[Tensor]], like: Sequence[Tensor]
-    ) -> list[Tensor]:
-        """Sum over all ranks, in buckets of many tensors.
+        """Add zero gradients to the sum for chunks of samples that had no forward (no targets).
 
         Args:
-            own_sums: For each subtree of this rank, its tensors.
-            like: Tensors with the shapes and types of each subtree's.
+            until: Zeros are added for the chunks after the last one that was added, up to but not
+                including this index.
+        """
+        begin = self.local_chunks.start
+        if self.tree_sum.nodes:
+            (_, begin), _ = self.tree_sum.nodes[-1]
+        for chunk in range(begin, until):
+            loss_and_counts = self._zero_loss_and_counts(sum_dtype(self.device))
+            gradients = [torch.zeros_like(parameter) for parameter in self.parameters]
+            self.tree_sum.add((chunk, chunk + 1), [loss_and_counts, *gradients])
+
+    def _zero_loss_and_counts(self, dtype: torch.dtype) -> Tensor:
+        """Return zeros for the loss and the target counts of a node, shape (1 + num_counts,)."""
+        return torch.zeros(1 + self.num_counts, dtype=dtype, device=self.device)
+
+    def _sum_over_ranks(
+        self, local_sums: Sequence[Sequence[Tensor]], templates: Sequence[Tensor]
+    ) -> list[Tensor]:
+        """Sum lists of tensors over all ranks, in an order that does not depend on their number.
+
+        The tensors are sent in large buckets.
+
+        Args:
+            local_sums: For each subtree that this rank summed, its list of tensors.
+            templates: Tensors with the shapes and dtypes of such a list. A rank may have no
+                subtree.
 
         Returns:
-            The sums as separate tensors, as the result of a kernel may depend on their alignment.
+            The list of sums. They do not share memory, as views into a bucket may be misaligned,
+            and the result of a kernel may depend on the alignment.
         """
-        sums = [torch.empty_like(tensor) for tensor in like]
-        for indices in buckets(like, BUCKET_BYTES):
-            sizes = [like[i].numel() for i in indices]
-            flat = [torch.cat([tensors[i].reshape(-1) for i in indices]) for tensors in own_sums]
-            own = torch.stack(flat) if flat else like[indices[0]].new_empty(0, sum(sizes))
-            parts = sum_along_tree(own, self.chunks).split(sizes)
+        sums = [torch.empty_like(tensor) for tensor in templates]
+        for indices in bucket_indices(templates, BUCKET_BYTES):
+            sizes = [templates[i].numel() for i in indices]
+            flat_subtrees = [
+                torch.cat([tensors[i].reshape(-1) for i in indices]) for tensors in local_sums
+            ]
+            if flat_subtrees:
+                local = torch.stack(flat_subtrees)
+            else:
+                local = templates[indices[0]].new_empty(0, sum(sizes))
+            parts = all_reduce_in_tree_order(local, self.chunk_tree).split(sizes)
             for i, part in zip(indices, parts, strict=True):
                 sums[i].copy_(part.view(sums[i].shape))
         return sums
 
 
-def sum_along_tree(own: Tensor, chunks: Chunks) -> Tensor:
-    """Sum the subtrees of all ranks along the tree. Each rank adds up one slice of the elements.
+def all_reduce_in_tree_order(local_sums: Tensor, chunk_tree: ChunkTree) -> Tensor:
+    """All-reduce gradients in a fixed order of summation, for the same bits on any number of ranks.
 
-    With one subtree a rank, as much is sent as in an all-reduce.
+    Like a ring all-reduce, in two steps: an all-to-all gives each rank one slice of the elements
+    from all ranks, which it sums in the order of the tree; an all-gather collects the sums. If
+    every rank has one subtree, as much data is sent as in an ordinary all-reduce.
 
     Args:
-        own: This rank's subtrees, of shape (subtrees, n).
-        chunks: The chunks of the window.
+        local_sums: One row per subtree that this rank summed locally, shape (subtrees, elements).
+        chunk_tree: The binary tree over the window's chunks of samples (each is computed in one
+            forward). It fixes the order of summation.
 
     Returns:
-        A tensor of shape (n,), the same on all ranks.
+        The sum over all subtrees of all ranks, shape (elements,), the same on all ranks.
     """
     num_ranks = dist.get_world_size()
-    num_roots, size = own.shape
-    width = -(-size // num_ranks)
-    padded = torch.nn.functional.pad(own, (0, num_ranks * width - size))
-    slices = padded.view(num_roots, num_ranks, width).transpose(0, 1)
-    subtrees = chunks.subtrees_of_ranks
-    sizes = [len(of_rank) for of_rank in subtrees]
-    received = own.new_empty(sum(sizes), width)
-    dist.all_to_all_single(received, slices.reshape(-1, width), sizes, [num_roots] * num_ranks)
-    tree = TreeSum(chunks, Tensor.add_)
-    for node, value in zip(chain.from_iterable(subtrees), received, strict=True):
-        tree.add(node, value)
-    ((_, whole),) = tree.nodes
-    parts = [own.new_empty(width) for _ in range(num_ranks)]
-    dist.all_gather(parts, whole)
-    return torch.cat(parts)[:size]
+    num_local_subtrees, num_elements = local_sums.shape
+    slice_size = -(-num_elements // num_ranks)  # rounded up
+    padding = num_ranks * slice_size - num_elements
+    padded = torch.nn.functional.pad(local_sums, (0, padding))
+    # Rows to send, first those for rank 0: shape (ranks, subtrees, slice_size).
+    slices = padded.view(num_local_subtrees, num_ranks, slice_size).transpose(0, 1)
+
+    subtrees_per_rank = chunk_tree.subtrees_per_rank
+    num_received = [len(subtrees) for subtrees in subtrees_per_rank]
+    num_sent = [num_local_subtrees] * num_ranks
+    received = local_sums.new_empty(sum(num_received), slice_size)
+    dist.all_to_all_single(received, slices.reshape(-1, slice_size), num_received, num_sent)
+
+    tree_sum = TreeSum(chunk_tree, Tensor.add_)
+    for node, value in zip(chain.from_iterable(subtrees_per_rank), received, strict=True):
+        tree_sum.add(node, value)
+    ((_, summed_slice),) = tree_sum.nodes  # the root of the tree
+    summed_slices = [local_sums.new_empty(slice_size) for _ in range(num_ranks)]
+    dist.all_gather(summed_slices, summed_slice)
+    return torch.cat(summed_slices)[:num_elements]
 
 
 def aligned(value: Any) -> Any:
-    """Return a tensor as torch allocates it on a CPU; other values unchanged.
+    """Return a tensor whose memory is aligned to 64 bytes: the tensor itself or a copy.
 
-    MKL's products depend on where a matrix begins, and weights that were loaded from safetensors
-    begin anywhere.
+    The bits of MKL's matrix products depend on the alignment of the matrices, and weights that were
+    loaded from a safetensors file may begin anywhere. Values that are not tensors are returned
+    unchanged.
     """
     if isinstance(value, Tensor) and value.data_ptr() % ALIGNMENT:
         return value.clone()
@@ -190,10 +241,12 @@ def aligned(value: Any) -> Any:
 
 
 def _with_aligned_batch(call: Call) -> Call:
+    """Return a copy of a call whose batch on the host has only aligned tensors (see `aligned`)."""
     batch = {name: aligned(value) for name, value in call.micro_batch.batch.items()}
     return replace(call, micro_batch=replace(call.micro_batch, batch=batch))
 
 
-def _added(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+def _add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
+    """Add a list of tensors to another one in place, element by element, and return the sum."""
     torch._foreach_add_(left, right)
     return left

@@ -1,4 +1,4 @@
-"""A shuffle buffer whose choices are pure functions of (seed, epoch, position)."""
+"""A shuffle buffer for streams, whose order is a pure function of (seed, epoch)."""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -10,17 +10,22 @@ T = TypeVar("T")
 
 
 def shuffled(stream: Iterator[T], buffer_size: int, seed: int, epoch: int) -> Iterator[T]:
-    """Shuffle a stream with a buffer.
+    """Yield the items of a stream in a shuffled order, with a buffer of limited size.
 
-    The buffer is filled with the first `buffer_size` items. At position p = 0, 1, ... the item in
-    slot hash(seed, epoch, p) mod (items in the buffer) is yielded, and the next item of the stream
-    replaces it; at the end of the stream, the item of the last slot does. So the item at position p
-    has an index below p + buffer_size in the stream, and the buffer never exceeds `buffer_size`
-    items. No random state is needed: the order is the same on every process and whenever the stream
-    is read again.
+    The buffer is filled with the first `buffer_size` items. For position p = 0, 1, ... the item in
+    slot hash(seed, epoch, p) mod (number of items in the buffer) is yielded, and replaced by the
+    next item of the stream. After the end of the stream, it is replaced by the item in the last
+    slot. So the item that is yielded at position p has an index below p + buffer_size in the
+    stream.
+
+    There is no random state: the order is the same on every process, and whenever the stream is
+    read again.
 
     Args:
-        buffer_size: 0 and 1 keep the order of the stream.
+        stream: The items.
+        buffer_size: Maximum number of items in the buffer. 0 and 1 keep the order of the stream.
+        seed: Any integer.
+        epoch: 0-based; every epoch has its own order.
 
     >>> list(shuffled(iter(range(8)), 4, seed=0, epoch=0))
     [0, 4, 3, 1, 6, 7, 5, 2]

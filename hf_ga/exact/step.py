@@ -1,6 +1,4 @@
-"""The one loop of our own over the micro-batches of a window, and its repetition when memory runs
-out.
-"""
+"""hf_ga's own loop over the micro-batches of a window, which is retried if memory runs out."""
 
 import itertools
 from dataclasses import replace
@@ -15,15 +13,18 @@ from hf_ga.exact.window import Window
 
 
 def add_gradients(engine: Engine, window: Window) -> StepResult:
-    """Add the gradient of the window's mean loss to `.grad`.
+    """Add the gradient of a window's mean loss to the `.grad` of the model's parameters.
 
-    Where memory runs out on a rank, all ranks drop the window's gradients and compute it again in
-    smaller micro-batches: the same update. Under FSDP2 the rank first makes the collectives that
-    the others wait for.
+    If any rank runs out of memory, all ranks drop the window's gradients and compute the window
+    again in smaller micro-batches, which gives the same update. The model's buffers are restored
+    before that.
 
     Args:
-        engine: Of the prepared model, which is in training mode.
+        engine: The engine of the prepared model, which is in training mode.
         window: The samples of one optimizer step.
+
+    Returns:
+        The window's mean loss, its number of targets and the number of retries.
 
     Raises:
         See `hf_ga.backward_window`.
@@ -35,21 +36,37 @@ def add_gradients(engine: Engine, window: Window) -> StepResult:
                 result = compute(engine, window)
             return replace(result, retries=retries)
         except TooLarge as error:
-            window.state.max_elements = error.num_elements // 2
-        restore_buffers()  # what counts samples must not count them twice
-        # After the traceback has released the failed try's tensors.
+            window.state.max_elements = error.num_elements // 2  # half of what did not fit
+        restore_buffers()  # what counts samples (BatchNorm) must not count them twice
+        # Only here, as the traceback keeps the tensors of the failed try until the `except` ends.
         clear_device_cache(garbage_collection=True)
 
 
 def compute(engine: Engine, window: Window) -> StepResult:
-    """The gradient of one window, added up in `.grad`, which should be empty before."""
+    """Compute the gradient of a window's mean loss, with one forward and backward per micro-batch.
+
+    Under FSDP2, a rank that runs out of memory keeps running the collectives that the other ranks
+    wait for; all ranks raise at the end.
+
+    Args:
+        engine: The engine of the prepared model.
+        window: The samples of one optimizer step.
+
+    Returns:
+        The window's mean loss and number of targets. The gradient is in `.grad`, which should be
+        None before.
+
+    Raises:
+        TooLarge: If a micro-batch did not fit into memory on some rank, and can be split.
+    """
     engine.begin(window)
     index = 0
-    with engine.keeping_failures(), engine.scope():
-        # After forwards without gradients: a micro-batch that is repeated gathers the same units.
-        engine.backend.shard_again(engine.model)
+    with engine.deferring_failures(), engine.scope():
+        # Forwards without backwards (an evaluation, a first pass) leave FSDP2's units gathered. If
+        # a micro-batch is repeated, every rank must gather the same units again.
+        engine.backend.reshard(engine.model)
         while index < len(engine.calls):
-            outputs = None  # frees those of the last micro-batch, or of one that failed
+            outputs = None  # frees the outputs of the previous or failed micro-batch
             must_rejoin = False
             try:
                 with engine.micro_batch(index) as batch:
@@ -59,7 +76,7 @@ def compute(engine: Engine, window: Window) -> StepResult:
                 must_rejoin = engine.can_rejoin(error)
                 if not must_rejoin:
                     raise
-            if must_rejoin:  # after the traceback has released its tensors
+            if must_rejoin:  # not in the `except` block, where the traceback still keeps tensors
                 engine.rejoin(index)
             else:
                 index += 1

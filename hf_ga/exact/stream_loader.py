@@ -1,7 +1,7 @@
-"""StreamLoader: windows of an iterable dataset, the same Window objects as from a `WindowLoader`.
+"""StreamLoader: yields the windows of an iterable dataset (a stream).
 
-Every process reads the whole stream and keeps its share. So all processes have a window's lengths
-and compute the same plan without communication.
+Every process reads the whole stream and collates its own samples only. So all processes know the
+lengths of all samples of a window, and compute the same plan without communication.
 """
 
 from collections.abc import Callable, Iterator
@@ -22,39 +22,44 @@ from hf_ga.exact.workers import load_items
 
 
 class StreamLoader(BaseLoader):
-    """Iterates over one pass of a stream in windows of consecutive samples; the last window may be
-    short. With `shuffle_buffer_size=0` and `length_of` they equal, bit for bit, the windows of a
+    """Yields the windows of a stream: consecutive samples in the order of its shuffle buffer.
+
+    Iterating yields the remaining windows of one pass over the stream; the last window may be
+    short. With `shuffle_buffer_size=0` and `length_of`, the windows equal, bit for bit, those of a
     `WindowLoader` over a list of the same samples with `shuffle=False`.
 
-    A sample's position is its index in the order of the epoch, after the shuffle buffer. Its id is
-    its index in the stream, after filters and maps. Random transforms of the stream draw from
-    generators seeded with (seed, epoch, index in the stream) when the sample is read.
+    The position of a sample is its index in the shuffled order, and its id is its index in the
+    stream (after filters and maps). Random transforms of the stream draw from global generators
+    that are seeded with (seed, epoch, index in the stream) when the sample is read.
 
-    Every process reads the whole stream, and every pass begins with `iter(dataset)`, after
-    `dataset.set_epoch(epoch)` if there is such a method. In memory are the shuffle buffer, the
-    window being read and the one being trained on (and two more if a worker reads ahead), and for
-    the proof the stream's first 128 samples. The state counts consumed windows: resuming reads the
-    stream from its beginning (with all its maps) and skips consumed samples, and is exact for every
-    stream that yields the same samples again.
+    Every process reads the whole stream. Every pass begins with `iter(dataset)`, after
+    `dataset.set_epoch(epoch)` if there is such a method. Memory holds the shuffle buffer, the
+    window being read, the window being trained on (and two more windows with a worker), and for the
+    proof the first 128 samples of the stream. To resume, the stream is read from its beginning, and
+    consumed samples are skipped. That is exact if the stream yields the same samples again.
 
     The number of samples is unknown, so there is no `len()`.
 
     Args:
-        dataset: Yields samples (dicts, lists, tuples, tensors), with each `iter()` from the
-            beginning: a torch or `datasets` IterableDataset, not split by process.
-        collate_fn: See `WindowLoader`, as the arguments that are not listed here.
-        shuffle_buffer_size: In samples; see `shuffle_buffer`. 0: the stream's own order.
-        length_of: Sample -> number of tokens, for planning windows by length. Default: with a
-            `planner`, the longest list in a sample. Without a token limit, a micro-batch has at
-            most as many tokens as `per_device_batch_size` of its window's longest samples.
-        num_workers: 1 reads ahead in a worker process; 0 does not.
+        dataset: A torch or `datasets` IterableDataset, or any iterable whose `iter()` starts from
+            the beginning. It yields dicts, lists, tuples or tensors, and must not be split by
+            process.
+        collate_fn: See `WindowLoader`, also for the arguments that are not listed here.
+        shuffle_buffer_size: Number of samples in the shuffle buffer (see `shuffle_buffer`). 0: keep
+            the order of the stream.
+        length_of: A function from a sample to its number of tokens, to plan windows by length.
+            Without a token limit, a micro-batch then has at most as many padded tokens as
+            `per_device_batch_size` samples of the length of its window's longest sample. None:
+            windows are split by number of samples, and a `planner` gets the length of the longest
+            list in each sample.
+        num_workers: 1: read ahead in a worker process. 0: read in this process.
 
     Raises:
-        ConfigError: If sizes fit no layout, or there is more than one worker (each would read the
-            whole stream).
-        DataError: If the stream can be read only once. While iterating, if it is empty, ends before
-            the loaded position, or has a sample that is not a dict, list, tuple or tensor; or if
-            processes read different streams.
+        ConfigError: If the sizes contradict each other, or there is more than one worker (each
+            would read the whole stream).
+        DataError: If the stream can be read only once. While iterating: if the stream is empty,
+            ends before the loaded position, or yields a sample that is not a dict, list, tuple or
+            tensor, or if processes read different streams.
 
     Example:
         sizes = {"per_device_batch_size": 8, "shuffle_buffer_size": 1000}
@@ -82,10 +87,9 @@ class StreamLoader(BaseLoader):
         canonical_micro_batch: int | None = None,
     ) -> None:
         if isinstance(dataset, Iterator):
-            name = type(dataset).__name__
             raise DataError(
-                f"a {name} can be read only once, but every epoch reads it again: pass a "
-                "restartable iterable."
+                f"a {type(dataset).__name__} can be read only once, but every epoch reads it "
+                "again: pass a restartable iterable."
             )
         if shuffle_buffer_size < 0:
             raise ConfigError(f"shuffle_buffer_size must be at least 0, got {shuffle_buffer_size}.")
@@ -96,36 +100,51 @@ class StreamLoader(BaseLoader):
             )
         super().__init__(
             accelerator,
-            per_device_batch_size,
-            global_batch_size,
-            seed,
-            pad_to_window,
-            canonical_micro_batch,
+            per_device_batch_size=per_device_batch_size,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            pad_to_window=pad_to_window,
+            canonical_micro_batch=canonical_micro_batch,
         )
         self.splitter = self._make_splitter(
-            planner, length_of is not None, None, max_tokens_per_micro_batch
+            planner,
+            by_length=length_of is not None,
+            longest=None,
+            max_tokens=max_tokens_per_micro_batch,
         )
         self.num_workers = num_workers
         self.collate_fn = collate_fn
-        fetcher = StreamFetcher(collate_fn)
-        length_of = length_of or sample_length
         self.reader = WindowReader(
-            dataset, fetcher, self.splitter, shuffle_buffer_size, length_of, drop_last_window
+            dataset=dataset,
+            fetcher=StreamFetcher(collate_fn),
+            splitter=self.splitter,
+            shuffle_buffer_size=shuffle_buffer_size,
+            length_of=length_of or sample_length,
+            drop_last_window=drop_last_window,
         )
 
     def use_seed(self, seed: int) -> None:
-        """Take over the seed of a saved position."""
+        """Replace the seed of the order by that of a saved position, also in the reader."""
         super().use_seed(seed)
         self.reader = replace(self.reader, splitter=self.splitter)
 
     def probe_samples(self, count: int) -> list[Any]:
-        """Read about `count` samples of the stream's first window, for a proof."""
+        """Return up to `count` samples from the beginning of the stream, for the proof.
+
+        Reads the next window to get them. The window is not consumed.
+        """
         window = next(iter(self))
         self.num_consumed -= 1  # it is still to be trained on
         return window.fetcher.probe_samples(window.request, count)
 
     def __iter__(self) -> Iterator[Window]:
-        """Yield the remaining windows of the current pass; then the next pass begins."""
+        """Yield the remaining windows of the current pass over the stream.
+
+        After the last one, the loader is set to the next epoch.
+
+        Raises:
+            DataError: See the class.
+        """
         reader = replace(
             self.reader,
             epoch=self.epoch,
@@ -135,22 +154,33 @@ class StreamLoader(BaseLoader):
         for request, samples, batches in load_items(
             reader, self.num_workers, self.accelerator.device
         ):
-            self._check_same(request.index, samples)
+            self._check_same_stream(request.index, samples)
             self.num_consumed += 1
             window = Window(
-                request, reader.fetcher.of(samples), batches, self.state, self.splitter.padded
+                request=request,
+                fetcher=reader.fetcher.for_window(samples),
+                batches=batches,
+                state=self.state,
+                replan_padded=self.splitter.replan_padded,
             )
-            del request, samples, batches  # free them when the caller does
+            del request, samples, batches  # the caller alone keeps the window in memory
             yield window
             del window
-            # Without a worker; the step pads a worker's windows.
+            # The first step may have enabled padding. Has no effect on a reader in a worker; the
+            # training step pads its windows.
             reader.pad_to_window = self.state.pad_to_window
-        self._check_same(-1, HeldSamples([]))
+        self._check_same_stream(-1, HeldSamples([]))
         self.set_epoch(self.epoch + 1)
 
-    def _check_same(self, index: int, samples: HeldSamples) -> None:
-        """Check, by one all-gather per window (index -1: the end), that all processes read the same
-        stream.
+    def _check_same_stream(self, index: int, samples: HeldSamples) -> None:
+        """Check that all processes read the same window, in one small all-gather.
+
+        Args:
+            index: Index of the window in the epoch; -1 at the end of the stream.
+            samples: The samples of the window that this process read.
+
+        Raises:
+            DataError: If processes read different windows, or only some reached the end.
         """
         if self.layout.num_processes == 1 or not torch.distributed.is_initialized():
             return
@@ -162,8 +192,8 @@ class StreamLoader(BaseLoader):
         rows = self.accelerator.gather(row).cpu()
         if (rows != rows[0]).any():
             listed = "; ".join(
-                f"process {process}: {number:.0f} samples, digest {digest:.0f}"
-                for process, (_, _, number, digest) in enumerate(rows)
+                f"process {process}: {num_samples:.0f} samples, digest {digest:.0f}"
+                for process, (_, _, num_samples, digest) in enumerate(rows)
             )
             raise DataError(
                 f"the processes read different streams: window {self.num_consumed} of epoch "
@@ -172,4 +202,5 @@ class StreamLoader(BaseLoader):
             )
 
     def _identity(self) -> dict[str, int]:
+        """Return the settings that determine the order of samples (see the base class)."""
         return {**super()._identity(), "shuffle_buffer_size": self.reader.shuffle_buffer_size}

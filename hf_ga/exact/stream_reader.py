@@ -1,6 +1,4 @@
-"""Reading a stream: numbered samples -> the windows of one pass, in the main process or in a
-worker.
-"""
+"""Reads one pass over a stream in windows, in the main process or in a DataLoader worker."""
 
 import copy
 import json
@@ -23,70 +21,104 @@ from hf_ga.exact.generators import preserved_random_states, seed_generators
 from hf_ga.exact.hashing import Purpose, fold_in
 from hf_ga.exact.shuffle_buffer import shuffled
 
-Numbered = tuple[int, Any]  # a sample with its 0-based index in the stream
-NUM_FOR_PROOF = 128  # first samples of the stream, kept for the proof
+Numbered = tuple[int, Any]  # (0-based index in the stream, sample)
+NUM_FOR_PROOF = 128  # number of samples from the beginning of the stream to keep for the proof
 
 
 class HeldSamples:
-    """The samples of one window, by their index in the stream.
+    """The samples of one window of a stream, indexed by their sample id (index in the stream).
 
-    Attributes:
-        digest: 32-bit hash of the samples, to compare processes.
-        first: first samples of the stream, chosen by length, for the proof; with the first window
-            only.
+    Args:
+        numbered: The samples of the window with their ids.
+        first: The first samples of the stream, sorted by length, for the proof. Empty except in the
+            first window that is read.
+        digest: 32-bit hash of the samples, to compare processes. 0 if there is a single process.
     """
 
     def __init__(
         self, numbered: Sequence[Numbered], first: Sequence[Any] = (), digest: int = 0
     ) -> None:
+        """Index the samples of a window by their ids."""
         self.samples = dict(numbered)
         self.first = first
         self.digest = digest
 
     def __len__(self) -> int:
+        """Return the number of samples of the window."""
         return len(self.samples)
 
     def __getitem__(self, sample_id: int) -> Any:
-        """Copy a sample: collate functions may pop entries of it."""
+        """Return a shallow copy of a sample, as collate functions may pop entries from it."""
         return copy.copy(self.samples[sample_id])
 
     def __getstate__(self) -> bytes:
-        """Give plain bytes: in shared memory, every tensor of a worker's samples would use a file
-        descriptor.
+        """Return the samples as pickled bytes, for the transfer from a DataLoader worker.
+
+        Otherwise torch would move every tensor to shared memory, with one file descriptor each.
         """
         return pickle.dumps(self.__dict__)
 
     def __setstate__(self, state: bytes) -> None:
+        """Restore the samples from pickled bytes."""
         self.__dict__.update(pickle.loads(state))
 
 
 class StreamFetcher(Fetcher):
-    """Collates samples of one window; a proof uses the first samples of the stream."""
+    """A `Fetcher` for a stream: collates samples of one window, which are held in memory.
+
+    Its `dataset` is the `HeldSamples` of a window, or None between windows.
+
+    Args:
+        collate_fn: A function from a list of samples to a dict of the model's arguments.
+
+    Attributes:
+        first: The first samples of the stream, sorted by length, for the proof.
+    """
 
     def __init__(self, collate_fn: Collate) -> None:
-        super().__init__(None, collate_fn)  # a window's samples, while they are collated
+        """Start without samples; `dataset` is set for each window."""
+        super().__init__(None, collate_fn)
         self.first: Sequence[Any] = ()
 
-    def of(self, samples: HeldSamples) -> "StreamFetcher":
-        """Return the fetcher of one window, which the reader has collated; also keep what came with
-        the first window.
+    def for_window(self, samples: HeldSamples) -> "StreamFetcher":
+        """Return a fetcher for the samples of one window, to collate them again.
+
+        Also stores the samples for the proof in `first`, if they came with this window.
+
+        Args:
+            samples: The samples of a window, which the reader has already collated once.
         """
         self.first = samples.first or self.first
-        self.is_repeatable = True
+        self.is_repeatable = True  # the reader, perhaps in a worker, has checked that
         fetcher = copy.copy(self)
         fetcher.dataset = samples
         return fetcher
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """Take samples from the beginning of the stream, over the whole range of lengths."""
+        """Return `count` of the first samples of the stream, evenly spaced by rank of length.
+
+        Returns fewer if the stream has fewer. The shortest and the longest of them are included.
+        """
         chosen = np.linspace(0, len(self.first) - 1, min(count, len(self.first))).astype(int)
         return [copy.copy(self.first[i]) for i in chosen]
 
 
 @dataclass(eq=False)
 class WindowReader(IterableDataset):
-    """Reads one pass, in the main process or in a worker, and collates this process's share of each
-    window.
+    """Reads one pass over a stream, and collates this process's micro-batches of each window.
+
+    An IterableDataset for a torch DataLoader, so that it can run in a worker.
+
+    Attributes:
+        dataset: The user's stream.
+        fetcher: Collates the samples of a window.
+        splitter: Splits windows over processes and micro-batches.
+        shuffle_buffer_size: Number of samples in the shuffle buffer. 0: no shuffling.
+        length_of: A function from a sample to its number of tokens.
+        drop_last_window: Whether to drop a short last window.
+        epoch: The epoch of the pass (0-based).
+        num_consumed: Number of windows to skip at the beginning.
+        pad_to_window: Whether all micro-batches are padded to the longest sample of their window.
     """
 
     dataset: Any
@@ -100,8 +132,9 @@ class WindowReader(IterableDataset):
     pad_to_window: bool = False
 
     def __iter__(self) -> Iterator[tuple[WindowRequest, HeldSamples, list[dict[str, Any]]]]:
-        # Makes a worker read like the main process: in a worker, `datasets` shuffles with other
-        # generators.
+        """Yield (plan, samples, collated micro-batches of this process) for each window."""
+        # Hide from `datasets` that this is a worker, where it would shuffle in another order than
+        # in the main process.
         worker._worker_info = None
         windows = self._windows()
         for index in count(self.num_consumed):
@@ -109,9 +142,15 @@ class WindowReader(IterableDataset):
                 held = next(windows, None)
             if held is None:
                 return
-            ids = np.array(list(held.samples), np.int64)
-            lengths = np.array([self.length_of(held.samples[i]) for i in held.samples], np.int64)
-            request = self.splitter.request(self.epoch, index, ids, lengths, self.pad_to_window)
+            ids = list(held.samples)
+            lengths = [self.length_of(sample) for sample in held.samples.values()]
+            request = self.splitter.make_request(
+                self.epoch,
+                index,
+                sample_ids=np.array(ids, np.int64),
+                lengths=np.array(lengths, np.int64),
+                pad_to_window=self.pad_to_window,
+            )
             self.fetcher.dataset = held
             batches = self.fetcher[request]
             self.fetcher.dataset = None
@@ -119,29 +158,33 @@ class WindowReader(IterableDataset):
             del held, request, batches  # free the window while the next one is read
 
     def _windows(self) -> Iterator[HeldSamples]:
+        """Read the stream, shuffle it, skip consumed windows, and yield the samples of the others.
+
+        The first samples of the stream come with the first window that is yielded, for the proof.
+        Seeds the global random generators; the caller restores their states.
+
+        Raises:
+            DataError: If the stream ends before the consumed windows, or if it is so short that
+                `drop_last_window` drops all of it.
+        """
         size = self.splitter.layout.window_size
         seed = self.splitter.seed
-        has_others = self.splitter.layout.num_processes > 1
+        is_distributed = self.splitter.layout.num_processes > 1
         stream = numbered_samples(self.dataset, seed, self.epoch)
-        head = list(islice(stream, NUM_FOR_PROOF))
-        first = sorted((sample for _, sample in head), key=self.length_of)
-        samples = shuffled(chain(head, stream), self.shuffle_buffer_size, seed, self.epoch)
-        del head
-        num_skipped = sum(1 for _ in islice(samples, size * self.num_consumed))
-        if num_skipped <= size * (self.num_consumed - 1):
-            raise DataError(
-                f"the stream ended after {num_skipped} samples in epoch {self.epoch}, but "
-                f"{self.num_consumed} windows of {size} were consumed before the checkpoint. "
-                "Resume with the same stream, not split by process."
-            )
+        beginning = list(islice(stream, NUM_FOR_PROOF))
+        first = sorted((sample for _, sample in beginning), key=self.length_of)
+        samples = shuffled(chain(beginning, stream), self.shuffle_buffer_size, seed, self.epoch)
+        del beginning
+        self._skip_consumed(samples)
         num_windows = self.num_consumed
         while True:
             window = list(islice(samples, size))
             is_short = len(window) < size
             if not window or (is_short and self.drop_last_window):
                 break
-            held = HeldSamples(window, first, digest=_digest(window) if has_others else 0)
-            del window, first  # or they would stay in memory until the next window is read
+            digest = _digest(window) if is_distributed else 0
+            held = HeldSamples(window, first, digest)
+            del window, first  # otherwise they stay in memory until the next window is read
             yield held
             del held
             first = []
@@ -152,49 +195,84 @@ class WindowReader(IterableDataset):
                 f"below {size}."
             )
 
+    def _skip_consumed(self, samples: Iterator[Numbered]) -> None:
+        """Skip the samples of the windows that were consumed before the checkpoint.
+
+        Args:
+            samples: The shuffled stream; the iterator is advanced.
+
+        Raises:
+            DataError: If the stream ends before the last of these windows.
+        """
+        size = self.splitter.layout.window_size
+        num_skipped = sum(1 for _ in islice(samples, size * self.num_consumed))
+        if num_skipped <= size * (self.num_consumed - 1):
+            raise DataError(
+                f"the stream ended after {num_skipped} samples in epoch {self.epoch}, but "
+                f"{self.num_consumed} windows of {size} were consumed before the checkpoint. "
+                "Resume with the same stream, not split by process."
+            )
+
 
 def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
-    """Read a stream once, with the index of each sample.
+    """Read a stream once, and yield (index, sample) for each of its samples.
 
-    Seeds the global generators for every sample; the caller restores them
-    (`preserved_random_states`).
+    Calls `dataset.set_epoch` if there is such a method. Seeds the global random generators before
+    each sample is read, so that random transforms depend on (seed, epoch, index) only; the caller
+    restores their states (`preserved_random_states`).
+
+    Args:
+        dataset: The user's stream.
+        seed: Seed of the run.
+        epoch: Epoch of the pass (0-based).
 
     Raises:
-        DataError: If the stream is empty or can be read only once, or a sample is not a dict, list,
-            tuple or tensor.
+        DataError: If the stream is empty, for example because it can be read only once, or if a
+            sample is not a dict, list, tuple or tensor.
     """
     if hasattr(dataset, "set_epoch"):
         dataset.set_epoch(epoch)
     seed_generators(fold_in(Purpose.BUFFER, seed, epoch))
     iterator = iter(dataset)
-    for number in count():
-        seed_generators(fold_in(Purpose.SAMPLE, seed, epoch, number))
+    for index in count():
+        seed_generators(fold_in(Purpose.SAMPLE, seed, epoch, index))
         try:
             sample = next(iterator)
         except StopIteration:
             break
         if not isinstance(sample, Mapping | list | tuple | Tensor | np.ndarray):
             raise DataError(
-                f"sample {number} of the stream is a {type(sample).__name__} "
+                f"sample {index} of the stream is a {type(sample).__name__} "
                 f"({str(sample)[:40]!r}): a sample must be a dict (or a list, a tuple, a tensor). "
                 "From a dict of splits, choose one split."
             )
-        yield number, sample
-    if not number:
+        yield index, sample
+    if index == 0:
         raise DataError(
             f"the stream is empty in epoch {epoch}: `iter(dataset)` must restart it for every pass."
         )
 
 
 def _digest(samples: Sequence[Numbered]) -> int:
-    """Return a 32-bit hash of samples.
+    """Return a 32-bit hash of samples, to compare what different processes read.
 
-    Of float arrays and tensors only the shape counts, as decoders may round differently.
+    Of float arrays and tensors only the shape is hashed, as decoders of images or audio may round
+    differently on different machines.
+
+    Args:
+        samples: Pairs (index in the stream, sample).
     """
-    return zlib.crc32(json.dumps(samples, default=_digest_of_array, skipkeys=True).encode())
+    text = json.dumps(samples, default=_describe_for_digest, skipkeys=True)
+    return zlib.crc32(text.encode())
 
 
-def _digest_of_array(value: Any) -> Any:
+def _describe_for_digest(value: Any) -> int | str:
+    """Describe a value that JSON does not support (an array or tensor), for the hash of samples.
+
+    Returns:
+        A 32-bit hash of the values if they are integers, bools or bytes; else the shape as a
+        string.
+    """
     array = np.asarray(value)
     if array.dtype.kind in "iubS":
         return zlib.crc32(array.tobytes())

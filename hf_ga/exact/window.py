@@ -1,4 +1,4 @@
-"""The samples of one optimizer step."""
+"""A window: the samples of one optimizer step over all processes."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,19 +16,19 @@ from hf_ga.exact.memory import num_elements
 
 @dataclass
 class LoaderState:
-    """What a loader shares with its windows.
+    """State that a loader and all of its windows share; training steps read and change it.
 
     Attributes:
-        max_elements: Most padded elements in one micro-batch, the same on all ranks. None: memory
-            never ran out.
-        rules: For each model trained on these windows, what was proven about it.
-        has_gradient: For each model, which of its trainable parameters had a gradient in the last
-            window, on any rank.
-        pad_to_window: Whether micro-batches are collated as wide as their window: the user wants
-            that, or a proven loss needs it.
-        num_plain: Micro-batches that were computed without some speed-up, because it was not proven
-            for their structure.
-        audits: Which micro-batches were audited.
+        max_elements: Memory limit: maximum number of padded elements in one micro-batch, the same
+            on all ranks. None if memory never ran out.
+        rules: For each model that is trained on the windows, the result of its proof (a `Rule`).
+        has_gradient: For each model, whether any rank had a gradient of each trainable parameter in
+            the last window.
+        pad_to_window: Whether all micro-batches are padded to the longest sample of their window,
+            because the user asked for it or a proven loss needs it.
+        num_plain: Number of micro-batches that were computed without some of the speed-ups, as
+            those were not tested on such batches.
+        audits: Which micro-batches were audited so far, and which kinds of rows they had.
     """
 
     max_elements: int | None = None
@@ -41,26 +41,26 @@ class LoaderState:
 
 @dataclass
 class Window:
-    """The samples of one optimizer step: what a step may need, and nothing else.
+    """The samples of one optimizer step, as this process's collated micro-batches.
 
     Attributes:
-        request: The plan of the window.
-        fetcher: Collates other micro-batches of its samples.
-        batches: This process's batches, collated on the host.
-        state: What all windows of a loader share.
-        padded: Plans the window again, to be padded to one width; needed where it was planned by
-            lengths.
+        request: The plan of the window: its samples, and their split into micro-batches.
+        fetcher: Fetches and collates samples of the window, also in other micro-batches.
+        batches: The micro-batches of this process, as collated batches on the host.
+        state: The state that all windows of a loader share.
+        replan_padded: A function that plans the window again, for micro-batches that are all padded
+            to the longest sample. Needed only if the window was planned by lengths.
     """
 
     request: WindowRequest
     fetcher: Fetcher
     batches: list[dict[str, Any]]
     state: LoaderState = field(default_factory=LoaderState)
-    padded: Callable[[WindowRequest], WindowRequest] | None = None
+    replan_padded: Callable[[WindowRequest], WindowRequest] | None = None
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """This process's micro-batches."""
+        """The micro-batches of this process, with the positions and ids of their samples."""
         request = self.request
         return [
             MicroBatch(batch, request.positions[offsets], request.sample_ids[offsets])
@@ -69,75 +69,99 @@ class Window:
 
     @property
     def epoch(self) -> int:
-        """The epoch (0-based)."""
+        """The epoch of the window (0-based)."""
         return self.request.epoch
 
     @property
     def index(self) -> int:
-        """Which window of the epoch it is (0-based)."""
+        """The index of the window in its epoch (0-based)."""
         return self.request.index
 
     @property
     def sample_ids(self) -> np.ndarray:
-        """Ids of its samples over all processes, shape (samples,)."""
+        """Ids of the window's samples over all processes, shape (samples,)."""
         return self.request.sample_ids
 
     @property
     def num_samples(self) -> int:
-        """How many samples it has over all processes."""
+        """Number of samples of the window over all processes."""
         return len(self.request.sample_ids)
 
     @property
     def description(self) -> str:
-        """How errors name it."""
+        """The name of the window in error messages."""
         return f"window {self.index} of epoch {self.epoch}"
 
     @property
     def offsets(self) -> np.ndarray:
-        """Offsets in the window of the samples that this rank can collate."""
+        """Offsets in the window of those samples that this rank can fetch and collate."""
         return self.fetcher.offsets(self.request)
 
     def offsets_of(self, micro_batch: MicroBatch) -> np.ndarray:
-        """Return where the samples of a micro-batch are in the window."""
+        """Return the offsets in the window of the samples of a micro-batch."""
         return micro_batch.positions - self.request.positions[0]
 
     def split(self, micro_batches: list[np.ndarray]) -> "Window":
-        """Collate the same window in other micro-batches (offsets in the window)."""
-        return self._collated(
-            replace(self.request, micro_batches=micro_batches, lengths=None, chunks=None)
-        )
+        """Return the same window, collated into other micro-batches.
+
+        Args:
+            micro_batches: For each new micro-batch of this process, the offsets in the window of
+                its samples. They need not cover the window.
+        """
+        request = replace(self.request, micro_batches=micro_batches, lengths=None, chunk_tree=None)
+        return self._collate_again(request)
 
     def whole_batch(self, device: torch.device) -> dict[str, Any]:
-        """Collate all samples of the window, in its order, as one batch on a device."""
-        whole = self.split([np.arange(self.num_samples)])
-        return send_to_device(whole.batches[0], device)
+        """Collate all samples of the window, in their order, into one batch on a device."""
+        in_one_batch = self.split([np.arange(self.num_samples)])
+        return send_to_device(in_one_batch.batches[0], device)
 
-    def fitting(self) -> "Window":
-        """Cut this rank's micro-batches over the memory limit into even parts, collated again."""
-        parts = [part for micro_batch in self.micro_batches for part in self._parts(micro_batch)]
+    def split_to_memory_limit(self) -> "Window":
+        """Split this rank's micro-batches that exceed the memory limit into smaller ones.
+
+        Returns:
+            The window in the new micro-batches, collated again; the window itself if all
+            micro-batches are within the limit, or there is none (`LoaderState.max_elements`).
+        """
+        if self.state.max_elements is None:
+            return self
+        parts: list[np.ndarray] = []
+        for micro_batch in self.micro_batches:
+            parts += self._parts_within_limit(micro_batch, self.state.max_elements)
         return self if len(parts) == len(self.batches) else self.split(parts)
 
     def padded_to_window(self) -> "Window":
-        """Pad all micro-batches to the window's longest sample.
+        """Return the window with all micro-batches padded to the window's longest sample.
 
-        A window planned by lengths is planned again, as micro-batches of many short samples would
-        be too large now.
+        A window that was planned by lengths is planned again, as micro-batches of many short
+        samples would become too large. The window itself is returned if it is padded already.
         """
         request = self.request
-        if request.whole_window:
+        if request.pad_to_window:
             return self
         if request.lengths is None:
-            return self._collated(replace(request, whole_window=True))
-        return self._collated(self.padded(request))
+            return self._collate_again(replace(request, pad_to_window=True))
+        return self._collate_again(self.replan_padded(request))
 
-    def _collated(self, request: WindowRequest) -> "Window":
+    def _collate_again(self, request: WindowRequest) -> "Window":
+        """Return this window collated according to another plan of the same samples."""
         return replace(self, request=request, batches=self.fetcher[request])
 
-    def _parts(self, micro_batch: MicroBatch) -> list[np.ndarray]:
-        """Return the offsets in the window of each part that fits. One sample is never cut."""
+    def _parts_within_limit(self, micro_batch: MicroBatch, max_elements: int) -> list[np.ndarray]:
+        """Split a micro-batch evenly into parts within the memory limit.
+
+        Args:
+            micro_batch: A micro-batch of this window.
+            max_elements: Maximum number of padded elements in one part. A single sample may have
+                more.
+
+        Returns:
+            For each part, the offsets in the window of its samples.
+        """
         offsets = self.offsets_of(micro_batch)
-        limit = self.state.max_elements
-        if limit is None or num_elements(micro_batch) <= limit:
+        elements = num_elements(micro_batch)
+        if elements <= max_elements:
             return [offsets]
-        samples = max(1, limit * len(micro_batch) // num_elements(micro_batch))
-        return np.array_split(offsets, -(-len(micro_batch) // samples))
+        samples_per_part = max(1, max_elements * len(micro_batch) // elements)
+        num_parts = -(-len(micro_batch) // samples_per_part)  # rounded up
+        return np.array_split(offsets, num_parts)

@@ -133,7 +133,7 @@ class WindowAudit:
         if not self._chosen:
             return
         engine = self.engine
-        with engine.keeping_failures():
+        with engine.deferring_failures():
             try:
                 self.run()
             except (LossNotAdditive, UnkeyedRandomness) as error:
@@ -149,7 +149,7 @@ class WindowAudit:
         audits = engine.window.state.audits
         self._chosen = audits.choose(engine.calls)
         if engine.audits_together:
-            max_over_ranks = engine.backend.most_on_a_rank(len(self._chosen))
+            max_over_ranks = engine.backend.max_over_ranks(len(self._chosen))
             num_missing = max_over_ranks - len(self._chosen)
             self._chosen += audits.choose_more(engine.calls, num_missing)
 
@@ -279,7 +279,7 @@ class WindowAudit:
         with engine.scope(), engine.backend.autocast():
             for index, micro_batch in enumerate(engine.window.split(groups).micro_batches):
                 counts = loss.count(micro_batch.batch, len(micro_batch))
-                outputs = engine.forward_of(Call(micro_batch, index=index, counts=counts))
+                outputs = engine.forward_only(Call(micro_batch, index=index, counts=counts))
                 results.append(sums_and_counts(*loss.sums(outputs, engine.call)))
         # The number of micro-batches computed without speed-ups counts training forwards only.
         state.num_plain = num_plain

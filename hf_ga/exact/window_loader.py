@@ -1,4 +1,4 @@
-"""WindowLoader: dataset + order + plan -> windows, with workers that prefetch the next ones."""
+"""WindowLoader: yields the windows of a map-style dataset, with workers that prefetch them."""
 
 from collections.abc import Iterator, Sequence
 from itertools import tee
@@ -19,39 +19,42 @@ from hf_ga.exact.workers import load_items
 
 
 class WindowLoader(BaseLoader):
-    """Iterates over one epoch in windows; `set_epoch` chooses which.
+    """Yields the windows of a map-style dataset: the samples of each optimizer step.
 
-    The windows do not depend on the layout.
+    Iterating yields the remaining windows of the current epoch (see `set_epoch`). Which samples a
+    window holds does not depend on the number of processes or the size of micro-batches.
 
     Args:
         dataset: Anything with `len` and integer indexing.
-        collate_fn: List of samples -> keyword arguments of the model.
-        accelerator: Gives the number of processes and `gradient_accumulation_steps`.
-        per_device_batch_size: Maximum samples in one micro-batch.
-        global_batch_size: Samples in a window over all processes. None: processes x
+        collate_fn: A function from a list of samples to a dict of the model's keyword arguments.
+        accelerator: Its number of processes and `gradient_accumulation_steps` are used.
+        per_device_batch_size: Maximum number of samples in one micro-batch.
+        global_batch_size: Number of samples in a window over all processes. None: processes x
             per_device_batch_size x gradient accumulation steps.
-        seed: Of the order and of everything drawn in training.
-        shuffle: False visits 0, 1, 2, ...
-        lengths: Tokens of each sample, shape (len(dataset),): windows are planned by them
-            (`plan_by_length`), or by `planner`. None: they are taken from a `length` or `input_ids`
-            column if there is one (`find_lengths`); without lengths, windows are split evenly by
-            number.
-        max_tokens_per_micro_batch: Maximum samples x padded width in one micro-batch, with lengths.
-            None: what `per_device_batch_size` samples as long as the longest have: no more memory,
-            fewer micro-batches.
-        planner: Another way to split a window: `(lengths of the window, processes) -> Plan`. Its
-            micro-batches are not changed.
-        pad_to_window: Collate every micro-batch as wide as its window; a loss that needs it turns
-            this on by itself.
-        drop_last_window: Leave a short last window out.
-        num_workers: Processes that prefetch windows; 0: none.
-        canonical_micro_batch: Samples in one chunk: the window's gradient then has the same bits
-            for any number of processes (not under FSDP) and any `per_device_batch_size`, which must
-            be at least as large. Limits count for chunks.
+        seed: Seed of the order and of all random numbers that are drawn in training.
+        shuffle: Whether to shuffle. If False, the order is 0, 1, 2, ...
+        lengths: Number of tokens of each sample, shape (len(dataset),). Windows are planned by
+            length (`plan_by_length`), or by `planner`. None: the lengths are read from a `length`
+            or `input_ids` column, if there is one (`find_lengths`). Without lengths, windows are
+            split evenly by number of samples.
+        max_tokens_per_micro_batch: Maximum number of samples x padded length in one micro-batch, if
+            windows are planned by length. None: as many as `per_device_batch_size` samples of the
+            length of the longest sample. That needs no more memory, and fewer micro-batches.
+        planner: Another function to split a window: (lengths of its samples, number of processes)
+            -> `Plan`. Its micro-batches are not changed.
+        pad_to_window: Whether to pad all micro-batches to the longest sample of their window. It is
+            enabled automatically if the proof finds that the loss needs it.
+        drop_last_window: Whether to drop the last window of the epoch if it is short.
+        num_workers: Number of worker processes that prefetch windows. 0: load in this process.
+        canonical_micro_batch: For same bits: windows are split into chunks of this many samples,
+            each computed in one forward. The window's gradient then has the same bits for any
+            number of processes (not under FSDP) and any `per_device_batch_size`, which must be at
+            least as large. Token limits apply to chunks.
 
     Raises:
-        ConfigError: If sizes fit no layout, or a limit is below the longest sample.
-        DataError: If the dataset is a stream or empty.
+        ConfigError: If the sizes contradict each other, or the token limit is below the longest
+            sample.
+        DataError: If the dataset is a stream, or is too small for a single window.
 
     Example:
         windows = WindowLoader(
@@ -81,11 +84,11 @@ class WindowLoader(BaseLoader):
     ) -> None:
         super().__init__(
             accelerator,
-            per_device_batch_size,
-            global_batch_size,
-            seed,
-            pad_to_window,
-            canonical_micro_batch,
+            per_device_batch_size=per_device_batch_size,
+            global_batch_size=global_batch_size,
+            seed=seed,
+            pad_to_window=pad_to_window,
+            canonical_micro_batch=canonical_micro_batch,
         )
         self.shuffle = shuffle
         self.drop_last_window = drop_last_window
@@ -94,62 +97,81 @@ class WindowLoader(BaseLoader):
         if not len(self):
             raise DataError(
                 f"{self.num_samples} samples are fewer than one window of "
-                f"{self.layout.window_size}: the dataset is empty, or drop_last_window leaves "
-                "nothing of it. Use a smaller global batch, or keep the last window."
+                f"{self.layout.window_size}: the dataset is empty, or drop_last_window drops all "
+                "of it. Use a smaller global batch, or keep the last window."
             )
         if lengths is None and planner is None:
             lengths = find_lengths(dataset, collate_fn)
-        by_length = lengths is not None
-        self.lengths = np.asarray(lengths) if by_length else np.ones(self.num_samples, np.int64)
-        longest = int(self.lengths.max()) if by_length else None
-        self.splitter = self._make_splitter(planner, by_length, longest, max_tokens_per_micro_batch)
+        if lengths is not None:
+            self.lengths = np.asarray(lengths)
+            longest = int(self.lengths.max())
+        else:
+            self.lengths = np.ones(self.num_samples, np.int64)
+            longest = None
+        self.splitter = self._make_splitter(
+            planner,
+            by_length=lengths is not None,
+            longest=longest,
+            max_tokens=max_tokens_per_micro_batch,
+        )
         self.collate_fn = collate_fn
         self.fetcher = Fetcher(dataset, collate_fn)
 
     def __len__(self) -> int:
-        """Count the windows in an epoch."""
+        """Return the number of windows in an epoch."""
         full, rest = divmod(self.num_samples, self.layout.window_size)
         return full + (rest > 0 and not self.drop_last_window)
 
     def __iter__(self) -> Iterator[Window]:
-        """Yield the windows of the current epoch that are not consumed yet; after the last one the
-        next epoch begins.
+        """Yield the windows of the current epoch that are not consumed yet.
+
+        After the last one, the loader is set to the next epoch.
         """
-        requests, to_load = tee(self.requests())
-        loaded = load_items(self.fetcher, self.num_workers, self.accelerator.device, to_load)
+        # The workers read their copy of the requests ahead, to prefetch windows.
+        requests, requests_to_load = tee(self.requests())
+        device = self.accelerator.device
+        loaded = load_items(self.fetcher, self.num_workers, device, sampler=requests_to_load)
         for batches, request in zip(loaded, requests, strict=True):
+            window = Window(
+                request=request,
+                fetcher=self.fetcher,
+                batches=batches,
+                state=self.state,
+                replan_padded=self.splitter.replan_padded,
+            )
             self.num_consumed += 1
-            yield Window(request, self.fetcher, batches, self.state, self.splitter.padded)
+            yield window
         self.set_epoch(self.epoch + 1)
 
     def requests(self) -> Iterator[WindowRequest]:
-        """Plan the windows of the current epoch that are not consumed yet."""
+        """Yield the plans of the windows of the current epoch that are not consumed yet."""
         order = self.order(self.epoch)
         size = self.layout.window_size
         for index in range(self.num_consumed, len(self)):
             ids = order[index * size : (index + 1) * size]
-            yield self.splitter.request(
+            yield self.splitter.make_request(
                 self.epoch, index, ids, self.lengths[ids], self.state.pad_to_window
             )
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the sample ids of an epoch in the order in which they are visited."""
+        """Return the sample ids of an epoch (0-based) in the order in which they are visited."""
         return epoch_order(self.num_samples, self.seed, epoch, self.shuffle)
 
     def probe_samples(self, count: int) -> list[Any]:
-        """Fetch about `count` samples from all over the dataset, for a proof."""
-        position = WindowRequest(
+        """Fetch about `count` samples for the proof, evenly spaced over the whole dataset."""
+        no_window = WindowRequest(
             seed=self.seed,
             epoch=self.epoch,
             index=0,
             positions=np.empty(0, np.int64),
             sample_ids=np.empty(0, np.int64),
             micro_batches=[],
-            whole_window=False,
+            pad_to_window=False,
         )
-        return self.fetcher.probe_samples(position, count)
+        return self.fetcher.probe_samples(no_window, count)
 
     def _identity(self) -> dict[str, int]:
+        """Return the settings that determine the order of samples (see the base class)."""
         return {
             **super()._identity(),
             "num_samples": self.num_samples,
@@ -158,17 +180,21 @@ class WindowLoader(BaseLoader):
 
 
 def _checked_length(dataset: Any, lengths: Any) -> int:
-    """Return the length of a dataset.
+    """Return the number of samples of a dataset, after checking that it fits a `WindowLoader`.
+
+    Args:
+        dataset: The user's dataset.
+        lengths: The user's lengths of samples, or None.
 
     Raises:
         ConfigError: If there is not one length per sample.
         DataError: If the dataset has no length or no random access.
     """
-    has_both = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
-    if isinstance(dataset, IterableDataset) or not has_both:
+    is_map_style = hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__")
+    if isinstance(dataset, IterableDataset) or not is_map_style:
         raise DataError(
             f"a {type(dataset).__name__} has no length or no random access, but the order needs "
-            "both: load the dataset without streaming, or take a StreamLoader."
+            "both: load the dataset without streaming, or use a StreamLoader."
         )
     if lengths is not None and len(lengths) != len(dataset):
         raise ConfigError(

@@ -1,6 +1,4 @@
-"""Items of a torch DataLoader, with clear errors, and workers that survive a SIGTERM to the whole
-job.
-"""
+"""DataLoader workers with clear errors, which survive a SIGTERM to all processes of the job."""
 
 import multiprocessing
 import os
@@ -18,12 +16,18 @@ from hf_ga.errors import DataError, HfGaError
 def load_items(
     dataset: Any, num_workers: int, device: torch.device, sampler: Iterator | None = None
 ) -> Iterator[Any]:
-    """Yield the items of a dataset or stream, fetched by worker processes (0: here), in order and
-    not collated.
+    """Yield the items of a dataset or stream in order, uncollated, loaded by worker processes.
+
+    Args:
+        dataset: A map-style or iterable dataset.
+        num_workers: Number of DataLoader workers. 0: load in this process.
+        device: The device that batches are copied to. Host memory is pinned if it is a GPU.
+        sampler: Yields the indices of the items to load. None for an iterable dataset.
 
     Raises:
-        DataError: a worker died. What the dataset raised; from a worker as torch raises it: the
-            same type, with a traceback in its message (an `HfGaError` keeps its message).
+        DataError: If a worker died.
+        Exception: Any exception that the dataset raises. From a worker it has the same type, but
+            torch puts a traceback into its message (not for an `HfGaError`).
     """
     loader = DataLoader(
         dataset,
@@ -33,11 +37,12 @@ def load_items(
         num_workers=num_workers,
         worker_init_fn=obey_parent_only,
         pin_memory=device.type == "cuda",
-        generator=torch.Generator(),  # or else the global one would move
+        generator=torch.Generator(),  # so that the DataLoader does not draw from the global one
     )
     try:
-        yield from loader  # not by a variable, which would hold what the caller releases
+        yield from loader  # no variable for the item, which would keep it alive too long
     except HfGaError as error:
+        # Drop the traceback that torch put before the message.
         error.args = (str(error).rsplit(f"{type(error).__name__}: ", 1)[-1].strip(),)
         raise
     except RuntimeError as error:
@@ -45,30 +50,35 @@ def load_items(
             raise
         raise DataError(
             f"{' '.join(str(error).split()).rstrip('.')}. Likely causes: memory ran out (a worker "
-            "has its own copy of what it "
-            "touches), shared memory is full (/dev/shm; --shm-size of a container), or code of "
-            "the dataset crashed. Use fewer "
-            "workers (--dataloader_num_workers, num_workers); with 0 the training process loads "
-            "the data and shows the error."
+            "has its own copy of what it touches), shared memory is full (/dev/shm; --shm-size of "
+            "a container), or code of the dataset crashed. Use fewer workers "
+            "(--dataloader_num_workers, num_workers); with 0 the training process loads the data "
+            "and shows the error."
         ) from error
 
 
 def _unchanged(value: Any) -> Any:
+    """Return the value itself; the `collate_fn` of a DataLoader whose items are batches already."""
     return value
 
 
-def obey_parent_only(worker: int) -> None:
-    """Let a worker of a DataLoader obey a SIGTERM of its parent only, as its `worker_init_fn`.
+def obey_parent_only(worker_id: int) -> None:
+    """Make a DataLoader worker ignore a SIGTERM unless its parent sends it; a `worker_init_fn`.
 
-    With torch's handler, a SIGTERM that is sent to all processes of a job ends the workers, and the
-    run would fail for want of samples instead of finishing its window and saving.
+    Cluster schedulers send a SIGTERM to all processes of a job. With torch's handler, the workers
+    would exit, and training would fail for lack of samples instead of finishing its window and
+    saving a checkpoint. A no-op on macOS and Windows, which do not tell who sent a signal.
+
+    Args:
+        worker_id: Index of the worker. Unused.
     """
-    if hasattr(signal, "sigwaitinfo"):  # macOS and Windows do not tell who sent a signal
+    if hasattr(signal, "sigwaitinfo"):
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_wait_for_parent, daemon=True).start()
+        threading.Thread(target=_exit_on_sigterm_of_parent, daemon=True).start()
 
 
-def _wait_for_parent() -> None:
+def _exit_on_sigterm_of_parent() -> None:
+    """Wait for a SIGTERM from the parent process, then exit this DataLoader worker at once."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:

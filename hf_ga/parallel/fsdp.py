@@ -15,13 +15,13 @@ from torch.distributed.tensor import DTensor
 
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.backend import Backend, RankStatus, sum_over_ranks
-from hf_ga.exact.engine import FILLER, stand_in
+from hf_ga.exact.engine import FILLER_INDEX, stand_in_call
 from hf_ga.exact.forward import fresh_gradients
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.precision import LOW_PRECISION
 from hf_ga.exact.same_bits import ChunkBackend
-from hf_ga.exact.update import own_part
+from hf_ga.exact.update import local_shard
 from hf_ga.exact.window import Window
 from hf_ga.parallel.rejoin import CollectiveCounter, can_rejoin, fsdp2_units
 
@@ -74,8 +74,8 @@ class ShardedBackend(Backend):
 
     is_sharded = True
     # FSDP reduces gradients itself.
-    can_sum_early = False
-    reason_not_to_cut = (
+    can_overlap_all_reduce = False
+    reason_not_to_split = (
         "Under FSDP it cannot be split here, because a process that fails cannot rejoin the "
         "others: make it smaller (per_device_train_batch_size, in an evaluation "
         "per_device_eval_batch_size; the results stay the same)"
@@ -117,7 +117,7 @@ class ShardedBackend(Backend):
         if self.can_rejoin:
             self._counter.attach(model)
 
-    def shard_again(self, model: nn.Module) -> None:
+    def reshard(self, model: nn.Module) -> None:
         """Shard the parameters of all FSDP2 modules again. A forward without a backward (an
         evaluation) leaves some of them gathered.
         """
@@ -180,7 +180,7 @@ class ShardedBackend(Backend):
             )
         super().backward(term * (weight * self.num_processes), weight=1)
 
-    def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
+    def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Add forwards of weight 0 (fillers) before those of this rank's micro-batches, so that all
         ranks make the same number of forwards, which are collectives under FSDP.
 
@@ -192,17 +192,17 @@ class ShardedBackend(Backend):
         Returns:
             As many forwards as the rank with the most micro-batches makes.
         """
-        max_calls = window.request.most_micro_batches
+        max_calls = window.request.max_micro_batches
         if window.state.max_elements is not None:
             # Each rank has split its micro-batches that were too large for the memory.
-            max_calls = self.most_on_a_rank(len(calls))
+            max_calls = self.max_over_ranks(len(calls))
         num_missing = max_calls - len(calls)
         if not num_missing:
             return calls
         fillers = [_make_filler(window, calls, loss)] * num_missing
         return [*fillers, *calls]
 
-    def check_use(self, num_ranks: Sequence[float]) -> None:
+    def check_partial_gradients(self, num_ranks: Sequence[float]) -> None:
         """Check that this version of FSDP reduces the gradients of all parameters correctly, also
         of those that have a gradient on some ranks only.
 
@@ -270,7 +270,7 @@ def _sum_of_absolute_values(gradient: Tensor | None) -> float:
     """Return the sum of the absolute values of this rank's shard of a gradient; 0 if it is None."""
     if gradient is None:
         return 0.0
-    return float(own_part(gradient).abs().sum())
+    return float(local_shard(gradient).abs().sum())
 
 
 def _has_finite_backward(term: Tensor | float) -> bool:
@@ -290,8 +290,8 @@ def _make_filler(window: Window, calls: list[Call], loss: Loss) -> Call:
         calls: The forwards of this rank's own micro-batches.
         loss: The loss, which counts the targets of a sample.
     """
-    first = calls[0] if calls else stand_in(window, loss)
-    return replace(first, weight=0, index=FILLER)
+    first = calls[0] if calls else stand_in_call(window, loss)
+    return replace(first, weight=0, index=FILLER_INDEX)
 
 
 def unwrapped_name(name: str) -> str:

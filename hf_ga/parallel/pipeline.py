@@ -151,7 +151,7 @@ class Pipeline:
                 "with another loader the stages of a model may get different samples. Use that "
                 "loader; its load_state_dict continues at another position."
             )
-        if window.request.chunks is not None:
+        if window.request.chunk_tree is not None:
             raise ConfigError(
                 "a pipeline does not support same_bits (canonical_micro_batch), because stages add "
                 "gradients in the order of their schedule: omit it."
@@ -159,7 +159,7 @@ class Pipeline:
         before = random_states()
         with fresh_gradients(engine.parameters):
             engine.begin(window)
-            with engine.keeping_failures(), engine.scope():
+            with engine.deferring_failures(), engine.scope():
                 if engine.calls and engine.has_targets:
                     self._run_schedule()
                 engine.check_generators(before)
@@ -283,7 +283,7 @@ class StageForward(nn.Module):
             num_samples, num_tokens = batch["input_ids"].shape
             batch = {**batch, "inputs_embeds": received[0][:num_samples, :num_tokens]}
         micro_batch = replace(call.micro_batch, batch=batch)
-        outputs = self.engine.forward_of(replace(call, micro_batch=micro_batch))
+        outputs = self.engine.forward_only(replace(call, micro_batch=micro_batch))
         if self.stage_model.is_last:
             return self._loss_term(outputs)
         return self._pad_hidden_states(outputs)
@@ -297,7 +297,7 @@ class StageForward(nn.Module):
         """
         engine = self.engine
         with engine.backend.autocast():
-            term, counts = engine.term(outputs, is_whole=False)
+            term, counts = engine.loss_term(outputs, is_recomputable=False)
         # This adds the term to the window's loss. The backward itself is run by torch's schedule.
         engine.backward_term(term, counts)
         return term * engine.call.weight

@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend, RankStatus, sum_gradients, sum_over_ranks
-from hf_ga.exact.engine import FILLER
+from hf_ga.exact.engine import FILLER_INDEX
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.window import Window
@@ -46,8 +46,8 @@ class PipelineBackend(Backend):
     """
 
     is_sharded = True
-    can_sum_early = False
-    reason_not_to_cut = (
+    can_overlap_all_reduce = False
+    reason_not_to_split = (
         "In a pipeline it cannot be split, because a stage that fails cannot rejoin the others: "
         "make it smaller (per_device_batch_size; the results stay the same)"
     )
@@ -88,7 +88,7 @@ class PipelineBackend(Backend):
     def backward(self, term: Tensor | float, weight: int) -> None:
         """Do nothing: in a pipeline, torch's schedule runs the backward of each micro-batch."""
 
-    def equalize(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
+    def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
         """Return the forwards of this replica's micro-batches. If there are fewer than the schedule
         can run, add fillers: the first one again, with weight 0. No micro-batches stay none.
 
@@ -100,7 +100,7 @@ class PipelineBackend(Backend):
         num_missing = self.min_calls - len(calls)
         if not calls or num_missing <= 0:
             return calls
-        filler = replace(calls[0], weight=0, index=FILLER)
+        filler = replace(calls[0], weight=0, index=FILLER_INDEX)
         return calls + [filler] * num_missing
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:

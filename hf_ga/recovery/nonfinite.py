@@ -26,7 +26,7 @@ from hf_ga.exact.forward import callable_module, extra_forwards
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.hooks import Call
 from hf_ga.exact.rule import Rule
-from hf_ga.exact.update import own_part
+from hf_ga.exact.update import local_shard
 from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import unwrapped_name
 
@@ -204,7 +204,7 @@ def _find_nonfinite_gradient(engine: Engine, mean: Tensor) -> str | None:
     for name, parameter in reversed(list(module.named_parameters())):
         if parameter.grad is None:
             continue
-        if not _is_finite(own_part(parameter.grad)):
+        if not _is_finite(local_shard(parameter.grad)):
             return unwrapped_name(name)
     return None
 

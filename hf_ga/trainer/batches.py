@@ -66,7 +66,7 @@ class MicroBatches(Dataset):
         """
         request, index = key
         is_filler = index >= len(request.micro_batches)
-        if request.whole_window and not is_filler:
+        if request.pad_to_window and not is_filler:
             batches = self._batches_of_window(request)
             return WindowBatch(batches[index], key)
         offsets = np.array([0]) if is_filler else request.micro_batches[index]
@@ -121,7 +121,7 @@ class WindowSampler(Sampler):
     def __iter__(self) -> Iterator[list[MicroBatchKey]]:
         """Yield the key of each micro-batch of the epoch in a list of its own, window by window."""
         for request in self.windows.requests():
-            for index in range(request.most_micro_batches):
+            for index in range(request.max_micro_batches):
                 yield [(request, index)]
 
 

@@ -273,7 +273,7 @@ class TrainerWindow:
         is_needed_by_fsdp = engine.backend.is_sharded and any(engine.totals)
         if counts_in_window or is_needed_by_fsdp:
             outputs = engine.forward(engine.call.batch)
-            self._term, self._counts = engine.term(outputs)
+            self._term, self._counts = engine.loss_term(outputs)
         elif engine.backend.num_processes > 1:
             # A user's loss may contain a collective (TRL's gathers metrics): all ranks compute it.
             with torch.no_grad():

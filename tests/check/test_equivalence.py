@@ -325,7 +325,7 @@ def test_micro_batches_are_dealt_out_in_turn():
         [[0, 3], [4, 2]],
         [[1]],
     ]
-    assert [share.request.most_micro_batches for share in shares] == [2, 2] and shares[
+    assert [share.request.max_micro_batches for share in shares] == [2, 2] and shares[
         1
     ].num_samples == 5
 

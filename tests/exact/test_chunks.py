@@ -17,14 +17,14 @@ from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.errors import ConfigError, OutOfMemory
-from hf_ga.exact.chunks import Chunks, TreeSum
+from hf_ga.exact.chunks import ChunkTree, TreeSum
 from hf_ga.exact.same_bits import ALIGNMENT
 
 
-def sum_over(chunks: Chunks, values: np.ndarray) -> np.float32:
+def sum_over(chunks: ChunkTree, values: np.ndarray) -> np.float32:
     """As the ranks compute it: each its own roots, then all roots in order."""
     whole = TreeSum(chunks, np.add)
-    for run in chunks.of_ranks:
+    for run in chunks.chunks_per_rank:
         own = TreeSum(chunks, np.add)
         for chunk in run:
             own.add((chunk, chunk + 1), values[chunk])
@@ -43,7 +43,7 @@ def test_any_number_of_ranks_gives_the_same_bits(num_chunks):
         generator.standard_normal((num_chunks, 64))
         * 10.0 ** generator.integers(-3, 4, (num_chunks, 64))
     ).astype(np.float32)
-    by_ranks = [sum_over(Chunks(costs, ranks), values).tobytes() for ranks in range(1, 10)]
+    by_ranks = [sum_over(ChunkTree(costs, ranks), values).tobytes() for ranks in range(1, 10)]
     assert set(by_ranks) == {by_ranks[0]}
     if num_chunks > 3:  # the values' sums do depend on the order
         halves = [
@@ -55,12 +55,12 @@ def test_any_number_of_ranks_gives_the_same_bits(num_chunks):
 
 @given(st.lists(st.integers(1, 10**6), min_size=1, max_size=64), st.integers(1, 9))
 def test_chunks_are_shared_out_evenly_in_few_roots(costs, num_processes):
-    chunks = Chunks(tuple(costs), num_processes)
-    assert [chunk for run in chunks.of_ranks for chunk in run] == list(range(len(costs)))
-    busiest = max(sum(costs[run.start : run.stop]) for run in chunks.of_ranks)
+    chunks = ChunkTree(tuple(costs), num_processes)
+    assert [chunk for run in chunks.chunks_per_rank for chunk in run] == list(range(len(costs)))
+    busiest = max(sum(costs[run.start : run.stop]) for run in chunks.chunks_per_rank)
     assert busiest <= sum(costs) / num_processes + max(costs)
-    for rank, run in enumerate(chunks.of_ranks):
-        roots = chunks.subtrees_of_ranks[rank]
+    for rank, run in enumerate(chunks.chunks_per_rank):
+        roots = chunks.subtrees_per_rank[rank]
         assert [chunk for start, stop in roots for chunk in range(start, stop)] == list(run)
         assert (
             num_processes > 2 or len(roots) <= 1
@@ -78,7 +78,7 @@ def chunked_window(samples, **more):
 
 
 def test_a_window_without_targets_is_skipped():
-    """Chunks without targets in other windows: test_step.py."""
+    """ChunkTree without targets in other windows: test_step.py."""
     samples, model = h.plain_samples(12), h.plain_tagger()
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
     assert window_gradient(
@@ -90,7 +90,7 @@ def test_what_cannot_have_the_same_bits_is_refused(monkeypatch):
     samples = h.weighted_samples(8)
     with pytest.raises(
         ConfigError,
-        match="at most the per-device batch size 4, as one forward computes a chunk, got 5",
+        match="at most the per-device batch size 4, as one forward computes a chunk of that many samples, got 5",
     ):
         chunked_window(samples, **{"canonical_micro_batch": 5})
     window, model = chunked_window(samples), h.plain_tagger()

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hf_ga.exact.length_plan import (
     ATTENTION_WIDTH,
     ByLength,
-    cheapest_cuts,
+    cheapest_boundaries,
     padded_tokens,
     plan_by_length,
 )
@@ -70,7 +70,7 @@ def fits(group, lengths, limit, overhead):
 def cheapest(lengths, limit, overhead):
     """The micro-batches between the cheapest cuts, one a list of lengths."""
     widths = np.maximum(np.sort(lengths), 1)
-    cuts = cheapest_cuts(widths, limit, overhead).tolist()
+    cuts = cheapest_boundaries(widths, limit, overhead).tolist()
     return [widths[a:b] for a, b in pairwise(cuts)]
 
 
@@ -94,21 +94,21 @@ def test_cheapest_cuts_of_all_plans(lengths, limit, overhead):
 
 
 @given(lengths_lists, processes, limits, overheads, st.booleans())
-def test_properties(lengths, num_processes, limit, overhead, in_step):
+def test_properties(lengths, num_processes, limit, overhead, lockstep):
     """Catches lost or repeated samples, broken limits, a plan that is no function of its arguments,
     an order in a share that is not from the cheapest to the dearest, and under FSDP numbers of
     micro-batches that differ by more than one.
     """
     window = np.array(lengths, np.int64)
-    plan = plan_by_length(window, num_processes, limit, overhead=overhead, in_step=in_step)
+    plan = plan_by_length(window, num_processes, limit, overhead=overhead, lockstep=lockstep)
     check_plan(plan, len(lengths), num_processes)
     for share in plan:
         assert all(fits(m, lengths, limit, overhead) for m in share)
         one_by_one = [priced([m], lengths, overhead) for m in share]
         assert one_by_one == sorted(one_by_one)
-    assert not in_step or max(map(len, plan)) - min(map(len, plan)) <= 1
+    assert not lockstep or max(map(len, plan)) - min(map(len, plan)) <= 1
     assert as_lists(
-        plan_by_length(window.copy(), num_processes, limit, overhead=overhead, in_step=in_step)
+        plan_by_length(window.copy(), num_processes, limit, overhead=overhead, lockstep=lockstep)
     ) == as_lists(plan)
 
 
@@ -119,7 +119,9 @@ def test_properties(lengths, num_processes, limit, overhead, in_step):
     overheads,
     st.booleans(),
 )
-def test_hardly_slower_than_plans_by_number(lengths, num_processes, micro_batch, overhead, in_step):
+def test_hardly_slower_than_plans_by_number(
+    lengths, num_processes, micro_batch, overhead, lockstep
+):
     """With the memory of `micro_batch` samples of the longest. The others: the window's own order
     in even shares, and sorted by length in equal numbers, dealt out in turn.
     """
@@ -129,13 +131,13 @@ def test_hardly_slower_than_plans_by_number(lengths, num_processes, micro_batch,
         num_processes,
         micro_batch * max(1, max(lengths)),
         overhead=overhead,
-        in_step=in_step,
+        lockstep=lockstep,
     )
 
     def time(plan):
         return (
             time_in_turns(plan, lengths, overhead)
-            if in_step
+            if lockstep
             else max(priced(share, lengths, overhead) for share in plan)
         )
 
@@ -147,25 +149,25 @@ def test_hardly_slower_than_plans_by_number(lengths, num_processes, micro_batch,
         assert time(plan) <= time(other) * slack * (1 + 1e-12)
 
 
-@pytest.mark.parametrize("in_step", [False, True], ids=["ddp", "fsdp"])
+@pytest.mark.parametrize("lockstep", [False, True], ids=["ddp", "fsdp"])
 @pytest.mark.parametrize(
     ("window", "num_processes", "micro_batch"), [(64, 8, 8), (1024, 16, 8), (100, 7, 4)]
 )
-def test_balance_on_ragged_lengths(window, num_processes, micro_batch, in_step):
+def test_balance_on_ragged_lengths(window, num_processes, micro_batch, lockstep):
     """Sizes of a log-normal distribution, as texts have. Control: plans by number, the sorted one
     too, take longer.
     """
     overhead = 32  # cuts finely, whatever the constants of a device are
     lengths = np.clip(np.random.default_rng(0).lognormal(4, 1, window), 2, 256).astype(int)
     plan = plan_by_length(
-        lengths, num_processes, micro_batch * 256, overhead=overhead, in_step=in_step
+        lengths, num_processes, micro_batch * 256, overhead=overhead, lockstep=lockstep
     )
     others = (
         plan_window(window, num_processes, micro_batch),
         plan_by_sizes(lengths, num_processes, [micro_batch]),
     )
     shares = [priced(share, lengths, overhead) for share in plan]
-    if in_step:
+    if lockstep:
         assert time_in_turns(plan, lengths, overhead) < 1.3 * np.mean(shares)
         ratios = [
             time_in_turns(other, lengths, overhead) / time_in_turns(plan, lengths, overhead)
@@ -181,10 +183,10 @@ def test_balance_on_ragged_lengths(window, num_processes, micro_batch, in_step):
 
 
 @given(st.integers(1, 300), processes, st.integers(1, 40), st.integers(1, 30), st.booleans())
-def test_equal_lengths_are_split_by_number(window, num_processes, micro_batch, length, in_step):
+def test_equal_lengths_are_split_by_number(window, num_processes, micro_batch, length, lockstep):
     """As `plan_window` does."""
     plan = plan_by_length(
-        np.full(window, length), num_processes, micro_batch * length, in_step=in_step
+        np.full(window, length), num_processes, micro_batch * length, lockstep=lockstep
     )
     assert as_lists(plan) == as_lists(plan_window(window, num_processes, micro_batch))
 
@@ -196,12 +198,12 @@ def test_refuses_impossible_sizes(sizes):
 
 
 def test_without_a_limit_it_is_that_of_the_windows_longest():
-    planner = ByLength(2, None, 1000, in_step=False)
+    planner = ByLength(2, None, 1000, lockstep=False)
     assert as_lists(planner(np.array([4, 4, 4, 4, 8]), 1)) == [
         [[4], [0, 1, 2, 3]]
     ]  # 2 x 8 = 16 tokens
     assert as_lists(planner(np.array([4, 4, 4, 4]), 1)) == [[[0, 1], [2, 3]]]  # 2 x 4 = 8 tokens
-    assert as_lists(ByLength(2, 16, 1000, in_step=False)(np.array([4, 4, 4, 4]), 1)) == [
+    assert as_lists(ByLength(2, 16, 1000, lockstep=False)(np.array([4, 4, 4, 4]), 1)) == [
         [[0, 1, 2, 3]]
     ]
 

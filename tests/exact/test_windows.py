@@ -252,7 +252,7 @@ def test_global_random_states_do_not_move(num_workers):
     ("dataset", "options", "error", "message"),
     [
         (Numbers(0), {}, hf_ga.DataError, "0 samples .* the dataset is empty"),
-        (ChainDataset([]), {}, hf_ga.DataError, "ChainDataset has no length .*take a StreamLoader"),
+        (ChainDataset([]), {}, hf_ga.DataError, "ChainDataset has no length .*use a StreamLoader"),
         (iter(()), {}, hf_ga.DataError, "tuple_iterator has no length"),
         (Numbers(5), {"lengths": np.ones(6)}, hf_ga.ConfigError, "6 lengths, 5 samples"),
         (Numbers(5), {"per_device_batch_size": 0}, hf_ga.ConfigError, "at least 1, got 0"),

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hf_ga
 from hf_ga.exact import early_sums
-from hf_ga.exact.early_sums import EarlySums
+from hf_ga.exact.early_sums import BucketedAllReduce
 
 NUM_LAYERS = 6
 
@@ -109,7 +109,7 @@ def gradients(model):
 
 def small_buckets():
     """Of this rank: several for such a small model."""
-    early_sums.EarlySums.__init__.__defaults__ = (100, None)
+    early_sums.BucketedAllReduce.__init__.__defaults__ = (100, None)
 
 
 def of_rank(build, number=8):
@@ -180,7 +180,7 @@ def test_a_backward_that_fails_on_one_rank_ends_all():
 def test_a_gradient_that_changes_after_it_was_sent_is_noticed(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group, async_op: None)
     first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
-    sums = EarlySums([first, second], bucket_bytes=1)
+    sums = BucketedAllReduce([first, second], bucket_bytes=1)
     with sums.during_backward():
         (second * first).sum().backward()
         assert not sums.must_repeat

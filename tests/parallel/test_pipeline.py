@@ -75,7 +75,7 @@ def number_sites_by_stage(pipeline: hf_ga.Pipeline) -> None:
 def divide_by_own_targets(pipeline: hf_ga.Pipeline) -> None:
     """Each micro-batch gives its own mean."""
     engine = pipeline._engine
-    engine.term = lambda outputs, is_whole: (outputs.loss, engine.call.counts)
+    engine.loss_term = lambda outputs, is_recomputable: (outputs.loss, engine.call.counts)
 
 
 def keep_copies_apart(pipeline: hf_ga.Pipeline) -> None:

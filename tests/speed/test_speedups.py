@@ -47,8 +47,8 @@ NUM_SAMPLES = 24
 PLANS = {
     "one": h.by_number(NUM_SAMPLES),
     "by number": h.by_number(5),
-    "by length": ByLength(5, None, overhead=4, in_step=False),
-    "small": ByLength(5, 24, overhead=8, in_step=False),
+    "by length": ByLength(5, None, overhead=4, lockstep=False),
+    "small": ByLength(5, 24, overhead=8, lockstep=False),
 }
 
 

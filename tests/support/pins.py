@@ -117,7 +117,7 @@ def integers() -> dict[str, str]:
             "count": plan_window(61, processes, 8),
             "sizes": plan_by_sizes(lengths, processes, [5, 11]),
             "length": plan_by_length(lengths, processes, 2048),
-            "length in step": plan_by_length(lengths, processes, 2048, in_step=True),
+            "length in step": plan_by_length(lengths, processes, 2048, lockstep=True),
         }
         pins |= {
             f"plan by {name}, {processes}": sha256(*(m for share in plan for m in share))

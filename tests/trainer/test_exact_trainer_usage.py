@@ -431,7 +431,7 @@ class MakesNoise(tf.TrainerCallback):
 
 def test_randomness_that_begins_after_the_proof_is_found(case):
     with pytest.raises(
-        UnkeyedRandomness, match="drew from torch although the probing forward did not"
+        UnkeyedRandomness, match="drew from torch although the proof's forwards did not"
     ):
         prepared(case, NoisyLater, callbacks=[MakesNoise()]).train()
 

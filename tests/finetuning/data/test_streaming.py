@@ -264,7 +264,7 @@ def test_processes_share_each_window_without_communication(num_processes, buffer
         sizes = [sum(map(len, ids_of(w))) for w in windows]
         assert max(sizes) - min(sizes) <= 1
         most = max(len(w.micro_batches) for w in windows)
-        assert {w.request.most_micro_batches for w in windows} == {most}
+        assert {w.request.max_micro_batches for w in windows} == {most}
 
 
 # -- stop and resume

@@ -100,7 +100,7 @@ def test_under_fsdp_processes_wait_in_every_forward(sharded):
         [{}] * 100, dict, accelerator=accelerator, lengths=LENGTHS, global_batch_size=50
     )
     found = windows.splitter.plan(LENGTHS[:50], False)
-    expected = plan_by_length(LENGTHS[:50], 3, 8 * max(LENGTHS), in_step=sharded)
+    expected = plan_by_length(LENGTHS[:50], 3, 8 * max(LENGTHS), lockstep=sharded)
     assert [[m.tolist() for m in share] for share in found] == [
         [m.tolist() for m in share] for share in expected
     ]
