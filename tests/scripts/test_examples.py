@@ -24,7 +24,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 import hf_ga
 from hf_ga.exact.order import epoch_order
 from hf_ga.finetuning.run import loop, outputs
-from hf_ga.finetuning.run.arguments import SCRIPTS
+from hf_ga.finetuning.run.arguments import TASK_OF_SCRIPT
 from hf_ga.finetuning.run.cli import parse_config
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
@@ -276,7 +276,7 @@ def test_published_line(name, tmp_path, monkeypatch):
     line = [*shlex.split(LINES[name].replace("/tmp", str(tmp_path))), "--max_steps", "2"]
     config = parse_config(["--task", script, *line])
     if "--do_train" in line:
-        assert parse_config(["--task", SCRIPTS[script], *line]) == config
+        assert parse_config(["--task", TASK_OF_SCRIPT[script], *line]) == config
     published, _ = tf.HfArgumentParser(tf.Seq2SeqTrainingArguments).parse_known_args(line)
     published.max_grad_norm *= not script.endswith("_no_trainer")
     for setting in SETTINGS.split():
