@@ -338,7 +338,7 @@ def test_flags_and_files_give_numbers(tmp_path):
 @pytest.mark.parametrize(
     ("weight", "message"),
     [
-        (-1.0, r"1 of 20 train rows have -1.0. The first of them is train row 3, counted from 0"),
+        (-1.0, r"1 of 20 train rows have -1.0 .first: row 3, counted from 0"),
         (float("nan"), "20 train rows have nan"),
         (None, "20 train rows have None"),
         (1e39, "20 train rows have 1e.39"),
