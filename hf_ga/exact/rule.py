@@ -59,8 +59,8 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """The counting rule: "shifted labels", "labels", "samples", "attended tokens", a sum of
-        means, or "loss_fn".
+        """The counting rule: "shifted labels", "labels", "samples", "attended tokens",
+        "positive labels", a sum of means, or "loss_fn".
         """
         return self.loss.name
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.batches import Batch, take_rows
+from hf_ga.exact.batches import IGNORED_LABEL, Batch, take_rows
 from hf_ga.exact.entries import put_together
 from hf_ga.exact.forward import LossFunction, restored_buffers, restored_modes
 from hf_ga.exact.hooks import SpeedUp
@@ -36,6 +36,7 @@ from hf_ga.proof.probes import (
     ProbeResult,
     additivity_error,
     applicable_rules,
+    integer_labels,
     relative_error,
     same_shapes,
     separating_labels,
@@ -81,6 +82,7 @@ class Prover(Prober):
         structure: Names, dtypes and numbers of dims of the forward's arguments in the trials of the
             speed-ups (see `structure_of`).
         tolerance: Maximum relative error that counts as rounding, as measured by `prove_loss`.
+        ignored_label: The label that the head ignores: -100, or 0 (see `find_ignored_label`).
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Prover(Prober):
         self.rejected_speed_ups: dict[str, str] = {}
         self.structure: frozenset | None = None
         self.tolerance = TOLERANCE
+        self.ignored_label = IGNORED_LABEL
 
     def find_router(self) -> None:
         """Set `router` if the head adds the load-balancing loss of a mixture of experts.
@@ -110,6 +113,46 @@ class Prover(Prober):
             self._probe(self.probe_batch(), ALL_ROWS)
             router.find_coefficients()
         self.router = router if any(router.coefficients) else None
+
+    def find_ignored_label(self) -> None:
+        """Set `ignored_label` to 0 if the head treats label 0 as padding (`ignore_index=0`).
+
+        Then the probe batches are masked with 0: such a head may not support labels of -100, which
+        on a GPU is a device-side assert.
+        """
+        if self.loss_fn is None and self._ignores_zeros():
+            self.ignored_label = 0
+
+    def _ignores_zeros(self) -> bool:
+        """Whether labels of 0 add nothing to the head's loss.
+
+        Tests a probe batch in which all labels of group A are 0: the loss of A is then 0, or NaN (a
+        mean over no targets), and A and B together have the loss and the gradient of B. False if
+        that is unknown: the labels are no classes, none is positive, or the head fails on them.
+        """
+        try:
+            batch = self.probe_batch(ignored_label=0)
+            batch = separating_labels(batch, NUM_PROBE_SAMPLES, ignored_label=0)
+            labels = integer_labels(batch, NUM_PROBE_SAMPLES)
+            if labels is None:
+                return False
+            labels = labels.clone()
+            labels[:NUM_IN_A] = 0
+            batch = {**batch, "labels": labels}
+            parts = {
+                group: take_rows(batch, rows, self.sample_entries)
+                for group, rows in GROUP_ROWS.items()
+            }
+            with self._without_router():
+                loss_of_a = self._batch_loss(parts["A"], GROUP_ROWS["A"])
+                if np.isfinite(loss_of_a) and loss_of_a != 0:
+                    return False
+                together = self._probe(batch, ALL_ROWS)
+                only_b = self._probe(parts["B"], GROUP_ROWS["B"])
+                tolerance = self._measure_tolerance(batch, ALL_ROWS, together)
+        except (IndexError, RuntimeError, ValueError):
+            return False
+        return relative_error(together, only_b) <= tolerance
 
     def choose_speed_ups(self, candidates: Sequence[SpeedUp]) -> None:
         """Try each speed-up together with those that have passed before it.
@@ -323,7 +366,7 @@ class Prover(Prober):
         """
         if self.loss_fn is not None:
             return {OwnSum.name: [results[group].num_targets for group in GROUP_ROWS]}
-        rules = applicable_rules(self._model_arguments(batches["A+B"]))
+        rules = applicable_rules(self._model_arguments(batches["A+B"]), self.ignored_label)
         return {
             rule: [
                 COUNTING_RULES[rule](batches[group], len(rows))
@@ -426,7 +469,9 @@ class Prover(Prober):
         shorter = self.candidates[:-1]
         if not shorter:
             return None
-        with_targets = np.flatnonzero(targets_per_sample(self.collate(shorter), len(shorter)))
+        with_targets = np.flatnonzero(
+            targets_per_sample(self.collate(shorter), len(shorter), self.ignored_label)
+        )
         if not len(with_targets) or self.is_collate_random:
             return None
         evenly_spaced = np.unique(np.linspace(0, len(with_targets) - 1, NUM_WIDTHS).astype(int))
@@ -495,13 +540,13 @@ class Prover(Prober):
         still finite. With a `loss_fn` nothing is masked: it counts its own targets, and may not
         support ignored labels.
         """
-        batch = self.probe_batch()
+        batch = self.probe_batch(self.ignored_label)
         if self.loss_fn is not None:
             return batch
-        batch = separating_labels(batch, NUM_PROBE_SAMPLES)
+        batch = separating_labels(batch, NUM_PROBE_SAMPLES, self.ignored_label)
         separated = separating_means(batch, NUM_PROBE_SAMPLES)
         try:
-            is_finite = self._is_loss_finite(separated, ALL_ROWS)
+            is_finite = np.isfinite(self._batch_loss(separated, ALL_ROWS))
         except (IndexError, RuntimeError):  # this head does not support positions beyond the text
             return batch
         return separated if is_finite else batch

@@ -246,3 +246,75 @@ def test_a_model_with_several_end_tokens_is_proven(eos):
     assert special_tokens(model)[-1] == (3 if eos == 3 else 7)
     samples = h.token_samples(32)
     assert hf_ga.prove_targets(model, samples, h.pad_right).name == "shifted labels"
+
+
+def with_labels(make_label):
+    """Samples whose labels are `make_label(label)` of each label that is not -100, and of 0 for
+    -100.
+    """
+    samples = h.plain_samples(16)
+    return [{**s, "labels": [make_label(max(v, 0)) for v in s["labels"]]} for s in samples]
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [None, lambda losses, is_target: losses[is_target].mean()],
+    ids=["ignore_index=0", "selected"],
+)
+@pytest.mark.parametrize(
+    "make_label",
+    [lambda label: label % 3, lambda label: label % 39 + 1, lambda label: label // 30],
+    ids=["many zeros", "no zeros", "hardly anything else"],
+)
+def test_a_head_that_ignores_labels_of_0_counts_positive_labels(mean, make_label):
+    """With any labels: without zeros, all labels would fit as well; with some, the samples may have
+    the same share by chance. Control: a head to which 0 is a class.
+    """
+    samples = with_labels(make_label)
+    rule = hf_ga.prove_targets(h.positive_tagger(mean), samples, h.pad_with_zeros)
+    assert (rule.name, rule.width_matters) == ("positive labels", False)
+    assert hf_ga.prove_targets(h.plain_tagger(), samples, h.pad_right).name == "labels"
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [
+        lambda losses, is_target: losses.sum() / is_target.sum(),
+        lambda losses, is_target: losses[is_target].mean() if is_target.any() else losses.mean(),
+    ],
+    ids=["of all labels", "of all labels if none is positive"],
+)
+def test_a_loss_over_positive_labels_that_zeros_add_to_is_refused(mean):
+    """By its counts alone, the second would pass."""
+    with pytest.raises(hf_ga.LossNotAdditive, match="not the mean over its targets"):
+        hf_ga.prove_targets(h.positive_tagger(mean), with_labels(lambda v: v), h.pad_with_zeros)
+
+
+class CausalTagger(h.PositiveTagger):
+    """Each token predicts the label of the next one."""
+
+    def forward(self, input_ids, labels):
+        ignored = torch.zeros_like(labels[:, :1])
+        return super().forward(input_ids, torch.cat([labels[:, 1:], ignored], 1))
+
+
+def test_a_causal_head_that_ignores_labels_of_0_is_refused():
+    """No rule counts its targets, although "shifted labels" does where no label is 0."""
+    model = h.seeded(CausalTagger)(lambda losses, is_target: losses[is_target].mean())
+    samples = [{**s, "labels": s["input_ids"]} for s in h.plain_samples(16)]
+    with pytest.raises(hf_ga.LossNotAdditive, match="not the mean over its targets"):
+        hf_ga.prove_targets(model, samples, h.pad_right)
+
+
+def test_a_head_that_ignores_another_label_is_refused():
+    """It does not support labels of -100. If they were masked with 0 instead, every label would
+    count as a target, also those of 255 that the samples have elsewhere.
+    """
+
+    class Ignores255(h.PositiveTagger):
+        def forward(self, input_ids, labels):
+            logits = self.output(torch.tanh(self.embedding(input_ids))).flatten(0, 1)
+            return {"loss": F.cross_entropy(logits, labels.flatten(), ignore_index=255)}
+
+    with pytest.raises(hf_ga.LossNotAdditive, match="ignores a label other than -100 and 0"):
+        hf_ga.prove_targets(h.seeded(Ignores255)(), with_labels(lambda v: v), h.pad_with_zeros)
