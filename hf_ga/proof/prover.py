@@ -427,8 +427,10 @@ class Prover(Prober):
                 loss_of_parts = self._proven_loss(parts, split_rows)
             except (IndexError, RuntimeError, ValueError):
                 continue  # values that the model does not support
+            if not np.isfinite(loss):
+                continue  # values that the model does not support
             error = abs(loss_of_parts - loss) / max(abs(loss), 1e-12)
-            if np.isfinite(error) and error > self.tolerance:
+            if not error <= self.tolerance:  # also if it is NaN: a part without targets
                 raise LossNotAdditive(
                     f"the loss of a batch is not the mean over its targets ({self.loss.name}) when "
                     f"samples differ in {changed[0]!r}: {loss:.4g} for a batch, "

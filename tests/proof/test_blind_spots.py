@@ -276,6 +276,34 @@ def test_a_head_that_ignores_labels_of_0_counts_positive_labels(mean, make_label
     assert hf_ga.prove_targets(h.plain_tagger(), samples, h.pad_right).name == "labels"
 
 
+def without_one(skipped_class):
+    """A classifier whose loss averages over the samples of all other classes."""
+
+    class Skipping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x, labels):
+            logits = self.head(x)
+            losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+            is_target = (labels != skipped_class) & (labels >= 0)
+            return {"loss": losses[is_target].mean(), "logits": logits}
+
+    return h.seeded(Skipping)()
+
+
+def test_a_classifier_that_ignores_a_class():
+    """Of the probe samples A has one of three targets and two of six samples, so "samples" fits by
+    chance. Class 0 has a rule of its own. Class 1 has none: a part of class 1 only has a loss of
+    NaN.
+    """
+    samples = features()
+    assert hf_ga.prove_targets(without_one(0), samples, stack).name == "positive labels"
+    with pytest.raises(hf_ga.LossNotAdditive, match="nan from its two parts"):
+        hf_ga.prove_targets(without_one(1), samples, stack)
+
+
 @pytest.mark.parametrize(
     "mean",
     [
