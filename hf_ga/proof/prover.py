@@ -311,8 +311,9 @@ class Prover(Prober):
         """Find the counting rule by which the loss is one mean over its targets.
 
         For each rule that may apply, tests whether the losses of two groups of samples add up to
-        that of both, weighted by their numbers of targets. Several rules may fit if they make the
-        same update: if they all give A the same share of the targets of A+B.
+        that of both, weighted by their numbers of targets. Several rules fit by chance if they give
+        A the same share of the targets of A+B; then the last sample's labels are masked, too. Rules
+        that still give the same share make the same update.
 
         Args:
             batches: The probe batches: two groups of samples, "A" and "B", and both together,
@@ -332,12 +333,12 @@ class Prover(Prober):
             for rule, num_targets in counts.items()
         }
         fitting = [rule for rule, residual in residuals.items() if residual <= self.tolerance]
-        shares_of_a = set()
-        for rule in fitting:
-            num_in_a, _, num_in_both = counts[rule]
-            if num_in_both:
-                shares_of_a.add(round(num_in_a / num_in_both, 9))
-        if not fitting or len(shares_of_a) > 1:
+        fitting_masked = fitting
+        are_indistinguishable = _num_shares(fitting, counts) > 1
+        if len(fitting) > 1 and not are_indistinguishable:
+            fitting_masked = self._fitting_without_last_labels(batches["A+B"], fitting)
+            are_indistinguishable = not fitting_masked
+        if not fitting or are_indistinguishable:
             losses = {group: result.loss for group, result in results.items()}
             self._check_state(batches["A+B"], ALL_ROWS, is_additive=False)
             cause = causes.likely_cause(self.model, losses)
@@ -346,9 +347,34 @@ class Prover(Prober):
             else:
                 message = _no_rule_message(self.model, cause, residuals, counts, losses)
             raise _loss_not_additive(message, cause)
-        rule = fitting[0]
+        rule = fitting_masked[0]
         loss = OwnSum(self.loss_fn) if is_sum else HeadMean(rule)
         return loss, residuals[rule]
+
+    def _fitting_without_last_labels(self, batch: Batch, rules: list[str]) -> list[str]:
+        """Return the counting rules that still fit if the last sample has no labels.
+
+        Rules that count labels then give group A another share of the targets than rules that count
+        samples or tokens.
+
+        Args:
+            batch: The probe batch. Its labels are integers, as more than one rule applies.
+            rules: The names of the counting rules to test.
+        """
+        labels = batch["labels"].clone()
+        labels[-1] = self.ignored_label
+        masked = {**batch, "labels": labels}
+        batches = {}
+        results = {}
+        for group, rows in GROUP_ROWS.items():
+            batches[group] = take_rows(masked, rows, self.sample_entries)
+            results[group] = self._probe(batches[group], rows)
+        counts = self._count_targets(batches, results)
+        return [
+            rule
+            for rule in rules
+            if additivity_error(list(results.values()), counts[rule], False) <= self.tolerance
+        ]
 
     def _count_targets(
         self, batches: dict[str, Batch], results: dict[str, ProbeResult]
@@ -826,6 +852,21 @@ def _loss_not_additive(message: str, cause: str) -> LossNotAdditive:
     error = LossNotAdditive(message)
     error.cause = cause
     return error
+
+
+def _num_shares(rules: list[str], counts: dict[str, list[float]]) -> int:
+    """Return how many different shares of the targets of A+B some counting rules give to group A.
+
+    Args:
+        rules: The names of the counting rules.
+        counts: For each counting rule, the numbers of targets of A, B and A+B.
+    """
+    shares = set()
+    for rule in rules:
+        num_in_a, _, num_in_both = counts[rule]
+        if num_in_both:
+            shares.add(round(num_in_a / num_in_both, 9))
+    return len(shares)
 
 
 def _several_rules_message(fitting: list[str]) -> str:
