@@ -102,6 +102,21 @@ def with_other_labels(
         yield {**batch, "labels": changed.view_as(labels)}
 
 
+def with_sorted_labels(batch: Batch) -> Batch:
+    """Return a copy of a probe batch whose labels are sorted: the first samples get the smallest.
+
+    Group A of a proof then has other classes than group B, although the classes of the head are
+    unknown. Ignored labels (-100) stay.
+
+    Args:
+        batch: The probe batch, with integer "labels" of shape (samples, ...).
+    """
+    labels = batch["labels"].clone()
+    is_target = labels != IGNORED_LABEL
+    labels[is_target] = labels[is_target].sort().values
+    return {**batch, "labels": labels}
+
+
 def with_extreme_values(batch: Batch, data: Batch, names: Collection[str]) -> Iterator[Batch]:
     """Yield copies of a probe batch with extreme values of one entry that may weight the loss.
 

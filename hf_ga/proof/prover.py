@@ -27,6 +27,7 @@ from hf_ga.proof.coverage import (
     special_tokens,
     with_extreme_values,
     with_other_labels,
+    with_sorted_labels,
 )
 from hf_ga.proof.prober import BatchLoss, Prober
 from hf_ga.proof.probes import (
@@ -469,8 +470,9 @@ class Prover(Prober):
     def _with_all_classes(self, batch: Batch) -> Iterator[Batch]:
         """Yield copies of a probe batch whose labels together contain all classes of the head.
 
-        Runs one forward to see the number of classes. Yields nothing for a head without integer
-        labels or logits. Special tokens are not used as labels where a sample has several labels.
+        Runs one forward to see the number of classes. If the head returns no logits, yields one
+        copy with the same labels in another order; nothing if its labels are no integers. Special
+        tokens are not used as labels where a sample has several labels.
         """
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
@@ -480,6 +482,7 @@ class Prover(Prober):
         with torch.no_grad(), engine.scope(), engine.micro_batch(0) as on_device:
             classes = num_classes(engine.forward(on_device), labels)
         if classes is None:
+            yield with_sorted_labels(batch)
             return
         excluded = special_tokens(self.model) if labels.dim() > 1 else []
         yield from with_other_labels(batch, classes, excluded)

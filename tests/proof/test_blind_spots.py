@@ -276,7 +276,7 @@ def test_a_head_that_ignores_labels_of_0_counts_positive_labels(mean, make_label
     assert hf_ga.prove_targets(h.plain_tagger(), samples, h.pad_right).name == "labels"
 
 
-def without_one(skipped_class):
+def without_one(skipped_class, returns_logits=True):
     """A classifier whose loss averages over the samples of all other classes."""
 
     class Skipping(nn.Module):
@@ -288,7 +288,8 @@ def without_one(skipped_class):
             logits = self.head(x)
             losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
             is_target = (labels != skipped_class) & (labels >= 0)
-            return {"loss": losses[is_target].mean(), "logits": logits}
+            loss = {"loss": losses[is_target].mean()}
+            return {**loss, "logits": logits} if returns_logits else loss
 
     return h.seeded(Skipping)()
 
@@ -296,12 +297,14 @@ def without_one(skipped_class):
 def test_a_classifier_that_ignores_a_class():
     """Of the probe samples A has one of three targets and two of six samples, so "samples" fits by
     chance. Class 0 has a rule of its own. Class 1 has none: a part of class 1 only has a loss of
-    NaN.
+    NaN, and without logits, which show the classes, the sorted labels do not fit.
     """
     samples = features()
     assert hf_ga.prove_targets(without_one(0), samples, stack).name == "positive labels"
     with pytest.raises(hf_ga.LossNotAdditive, match="nan from its two parts"):
         hf_ga.prove_targets(without_one(1), samples, stack)
+    with pytest.raises(hf_ga.LossNotAdditive, match=r"not the mean over its targets \(samples\)"):
+        hf_ga.prove_targets(without_one(1, returns_logits=False), samples, stack)
 
 
 @pytest.mark.parametrize(
