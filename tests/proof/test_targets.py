@@ -46,6 +46,13 @@ def own_mean_over_samples(features, labels, mask):
     return (losses.sum(1) / (labels != h.IGNORED).sum(1).clamp(min=1)).mean()
 
 
+def own_mean_of_positive_labels(features, labels, mask):
+    """Ignores labels of 0 and -100, but counts a sample that has no others."""
+    labels = labels.clamp(min=0)
+    losses = F.cross_entropy(features.transpose(1, 2), labels, reduction="none", ignore_index=0)
+    return (losses.sum(1) / (labels > 0).sum(1).clamp(min=1)).mean()
+
+
 def mean_over_samples(features, labels, mask):
     return F.cross_entropy(pooled(features, mask), labels)
 
@@ -171,6 +178,12 @@ RIGHT = {
     ),
     "BatchNorm in evaluation mode": (frozen_batch_norm, h.class_samples, "labels", False),
     "own mean over samples": (lambda: head(own_mean_over_samples), h.tag_samples, "samples", False),
+    "own mean over samples, positive labels": (
+        lambda: head(own_mean_of_positive_labels),
+        h.tag_samples,
+        "samples",
+        False,
+    ),
     "own mean over samples, equal lengths": (
         lambda: head(own_mean_over_samples),
         equal_length_tag_samples,
