@@ -295,11 +295,13 @@ def without_one(skipped_class, returns_logits=True):
 
 
 def test_a_classifier_that_ignores_a_class():
-    """Of the probe samples A has one of three targets and two of six samples, so "samples" fits by
-    chance. Class 0 has a rule of its own. Class 1 has none: a part of class 1 only has a loss of
+    """On the probe batch group A has one of three targets and two of six samples, so "samples" fits
+    by chance. Class 0 has a rule of its own. Class 1 has none: a part of class 1 only has a loss of
     NaN, and without logits, which show the classes, the sorted labels do not fit.
     """
     samples = features()
+    exchanged = [{**sample, "y": 1 - sample["y"]} for sample in samples]
+    assert hf_ga.prove_targets(without_one(0), exchanged, stack).name == "positive labels"
     assert hf_ga.prove_targets(without_one(0), samples, stack).name == "positive labels"
     with pytest.raises(hf_ga.LossNotAdditive, match="nan from its two parts"):
         hf_ga.prove_targets(without_one(1), samples, stack)
