@@ -64,29 +64,31 @@ def separating_labels(
     Args:
         batch: The probe batch of a proof. It is not changed.
         num_samples: Its number of samples.
-        ignored_label: The label that the head ignores, -100 or 0. If 0, labels of -100 become 0.
+        ignored_label: The label that the head ignores, -100 or 0 (see `is_target`).
 
     Returns:
-        A copy in which masked labels are `ignored_label`. Unchanged if it has no labels, if they
-        are floating-point, or if they do not have one row per sample.
+        A copy with masked labels. They are -100, or 0 if the head ignores that and the batch has no
+        labels of -100, which the head may not support. Unchanged if it has no labels, if they are
+        floating-point, or if they do not have one row per sample.
     """
     labels = integer_labels(batch, num_samples)
     if labels is None:
         return dict(batch)
     labels = labels.clone()
-    labels[~is_target(labels, ignored_label)] = ignored_label
+    has_masked_labels = bool((labels == IGNORED_LABEL).any())
+    mask_label = IGNORED_LABEL if has_masked_labels else ignored_label
     if labels[0].numel() == 1:
-        labels[-1] = ignored_label
+        labels[-1] = mask_label
         return {**batch, "labels": labels}
     labels_by_sample = labels.view(num_samples, -1)  # labels may have several dims (pixels)
     for sample, row in enumerate(labels_by_sample):
         is_in_a = sample < NUM_IN_A
-        kept_columns = (row[1:] != ignored_label).nonzero().flatten() + 1
+        kept_columns = is_target(row[1:], ignored_label).nonzero().flatten() + 1
         kept_columns = kept_columns[: 1 if is_in_a else NUM_TARGETS_IN_B]
-        masked = torch.full_like(row, ignored_label)
+        masked = torch.full_like(row, mask_label)
         masked[kept_columns] = row[kept_columns]
         if is_in_a and len(kept_columns):
-            has_first_label = row[0] != ignored_label
+            has_first_label = is_target(row[0], ignored_label)
             masked[0] = row[0] if has_first_label else row[kept_columns[0]]
         row.copy_(masked)  # a view: changes `labels`
     return {**batch, "labels": labels}

@@ -482,7 +482,7 @@ class Prover(Prober):
         with torch.no_grad(), engine.scope(), engine.micro_batch(0) as on_device:
             classes = num_classes(engine.forward(on_device), labels)
         if classes is None:
-            yield with_sorted_labels(batch)
+            yield with_sorted_labels(batch, self.ignored_label)
             return
         excluded = special_tokens(self.model) if labels.dim() > 1 else []
         yield from with_other_labels(batch, classes, excluded)

@@ -339,6 +339,26 @@ def test_a_causal_head_that_ignores_labels_of_0_is_refused():
         hf_ga.prove_targets(model, samples, h.pad_right)
 
 
+class UnlessZero(h.PositiveTagger):
+    """Skips labels of 0, and counts labels of -100 as targets whose loss is 0."""
+
+    def forward(self, input_ids, labels):
+        logits = self.output(torch.tanh(self.embedding(input_ids))).flatten(0, 1)
+        losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
+        return {"loss": losses[labels.flatten() != 0].mean()}
+
+
+def test_labels_of_minus_100_are_tested_if_the_samples_have_some():
+    """Controls: padded with 0, the same head is right; a head that ignores both is right."""
+    samples = with_labels(lambda label: label)
+    ignores_both = h.positive_tagger(lambda losses, is_target: losses[is_target].mean())
+    assert hf_ga.prove_targets(ignores_both, samples, h.pad_right).name == "positive labels"
+    rule = hf_ga.prove_targets(h.seeded(UnlessZero)(), samples, h.pad_with_zeros)
+    assert rule.name == "positive labels"
+    with pytest.raises(hf_ga.LossNotAdditive, match="not the mean over its targets"):
+        hf_ga.prove_targets(h.seeded(UnlessZero)(), samples, h.pad_right)
+
+
 def test_a_head_that_ignores_another_label_is_refused():
     """It does not support labels of -100. If they were masked with 0 instead, every label would
     count as a target, also those of 255 that the samples have elsewhere.
