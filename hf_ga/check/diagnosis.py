@@ -23,7 +23,8 @@ from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, ReportRow
 from hf_ga.check.steps import CheckContext, StepFunction
 from hf_ga.check.switches import SUSPECTS, Suspect
-from hf_ga.exact.loss import COUNTING_RULES, WithRouter
+from hf_ga.exact.loss import COUNTING_RULES, POSITIVE_LABELS, WithRouter
+from hf_ga.exact.rule import Rule
 from hf_ga.exact.window import Window
 from hf_ga.proof.probes import applicable_rules
 
@@ -378,7 +379,7 @@ class Diagnosis:
             micro_batch_gradients.append(_flatten(gradients, names, stride))
             loss_fn_counts.append(count)
         if loss_fn_counts[0] is None:
-            return micro_batch_gradients, _count_targets(window)
+            return micro_batch_gradients, _count_targets(window, self.context.rule)
         return micro_batch_gradients, {"loss_fn": np.array(loss_fn_counts)}
 
 
@@ -419,9 +420,16 @@ def _unevenness(row: ReportRow) -> int:
     return max(row.micro_batches) - min(row.micro_batches)
 
 
-def _count_targets(window: Window) -> dict[str, np.ndarray]:
+def _count_targets(window: Window, proven: Rule | None) -> dict[str, np.ndarray]:
     """Count the targets of each micro-batch by every counting rule that applies to the batches, and
     by their tokens with padding, a usual mistake.
+
+    Positive labels are counted only if the proof found this rule: another loss may fit their
+    numbers by chance.
+
+    Args:
+        window: The window with its micro-batches.
+        proven: The result of the proof. None: hf_ga does not support the model.
 
     Returns:
         Name of the rule -> targets of each micro-batch, float64 of shape (micro-batches,); without
@@ -429,6 +437,8 @@ def _count_targets(window: Window) -> dict[str, np.ndarray]:
     """
     first_batch = window.micro_batches[0].batch
     rules = {name: COUNTING_RULES[name] for name in applicable_rules(first_batch)}
+    if proven is not None and proven.name == POSITIVE_LABELS:
+        rules[POSITIVE_LABELS] = COUNTING_RULES[POSITIVE_LABELS]
     if isinstance(first_batch.get("input_ids"), Tensor):
         rules["tokens with padding"] = lambda batch, num_samples: batch["input_ids"].numel()
     counts = {}

@@ -26,6 +26,7 @@ from hf_ga.exact.window import Window
 
 # For each mean of a loss, the sum of the loss over the targets of a micro-batch.
 Sums = tuple[Tensor | float, ...]
+POSITIVE_LABELS = "positive labels"
 
 
 def _count_shifted_labels(batch: Batch, num_samples: int) -> int:
@@ -52,12 +53,18 @@ def _count_attended_tokens(batch: Batch, num_samples: int) -> int:
     return int(batch["attention_mask"].sum())
 
 
+def _count_positive_labels(batch: Batch, num_samples: int) -> int:
+    """Count the labels greater than 0, for a head to which label 0 is padding."""
+    return int((batch["labels"] > 0).sum())
+
+
 # How a head may count its targets: (collated batch on the host, its number of samples) -> targets.
 COUNTING_RULES: dict[str, Callable[[Batch, int], int]] = {
     "shifted labels": _count_shifted_labels,
     "labels": _count_labels,
     "samples": _count_samples,
     "attended tokens": _count_attended_tokens,
+    POSITIVE_LABELS: _count_positive_labels,
 }
 
 

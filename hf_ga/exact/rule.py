@@ -73,8 +73,9 @@ class Rule:
     def name(self) -> str:
         """Name of what the loss is averaged over.
 
-        One of "shifted labels", "labels", "samples" and "attended tokens"; else the name of a head
-        whose loss is a sum of several means, or "loss_fn" for the user's own loss function.
+        One of "shifted labels", "labels", "samples", "attended tokens" and "positive labels"; else
+        the name of a head whose loss is a sum of several means, or "loss_fn" for the user's own
+        loss function.
         """
         return self.loss.name
 

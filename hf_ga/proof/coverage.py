@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_ga.exact.batches import IGNORED_LABEL, Batch
 from hf_ga.exact.forward import get_output
-from hf_ga.proof.probes import ANSWER_POSITIONS, NUM_IN_A, SENTENCE_LABELS
+from hf_ga.proof.probes import ANSWER_POSITIONS, NUM_IN_A, SENTENCE_LABELS, is_target
 
 MAX_LABEL_BATCHES = 10  # maximum number of batches to show the classes of a head
 SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")
@@ -79,9 +79,9 @@ def with_other_labels(
     """
     labels = batch["labels"]
     rows = labels.reshape(len(labels), -1)
-    is_target = rows != IGNORED_LABEL
-    num_targets = int(is_target.sum())
-    num_targets_in_a = int(is_target[:NUM_IN_A].sum())
+    is_counted = rows != IGNORED_LABEL
+    num_targets = int(is_counted.sum())
+    num_targets_in_a = int(is_counted[:NUM_IN_A].sum())
     allowed_classes = np.setdiff1d(np.arange(num_classes), list(excluded_classes))
     if num_targets < 2 or len(allowed_classes) < 2:
         return
@@ -98,8 +98,24 @@ def with_other_labels(
             indices = np.linspace(0, len(classes) - 1, num_targets).round().astype(int)
             new_labels = classes[indices]
         changed = rows.clone()
-        changed[is_target] = torch.from_numpy(new_labels).to(changed.dtype)
+        changed[is_counted] = torch.from_numpy(new_labels).to(changed.dtype)
         yield {**batch, "labels": changed.view_as(labels)}
+
+
+def with_sorted_labels(batch: Batch, ignored_label: int) -> Batch:
+    """Return a copy of a probe batch whose labels are sorted: the first samples get the smallest.
+
+    Group A of a proof then has other classes than group B, although the classes of the head are
+    unknown. Ignored labels stay.
+
+    Args:
+        batch: The probe batch, with integer "labels" of shape (samples, ...).
+        ignored_label: The label that the head ignores, -100 or 0.
+    """
+    labels = batch["labels"].clone()
+    targets = is_target(labels, ignored_label)
+    labels[targets] = labels[targets].sort().values
+    return {**batch, "labels": labels}
 
 
 def with_extreme_values(batch: Batch, data: Batch, names: Collection[str]) -> Iterator[Batch]:

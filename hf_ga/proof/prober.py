@@ -147,7 +147,7 @@ class Prober:
                 raise LossNotAdditive(
                     f"the model or its loss fails on the samples ({error}). Likely causes: a "
                     "token outside of the vocabulary, a label that is not a class, or a loss that "
-                    f"ignores a label other than {IGNORED_LABEL}: for that, pass loss_fn."
+                    f"ignores a label other than {IGNORED_LABEL} and 0: for that, pass loss_fn."
                 ) from error
 
     def find_dropout(self, allow_split_dependent_randomness: bool) -> None:
@@ -280,7 +280,7 @@ class Prober:
         batch = send_to_device(batch, self.device)
         run_forward(self.model, batch, self.loss_fn)
 
-    def probe_batch(self) -> dict[str, Any]:
+    def probe_batch(self, ignored_label: int = IGNORED_LABEL) -> dict[str, Any]:
         """Collate the batch on which a proof compares the loss of all samples with those of parts.
 
         Its `NUM_PROBE_SAMPLES` samples have targets and differ as much as possible in length and
@@ -288,15 +288,18 @@ class Prober:
         candidates is used if it has enough targets: a proof should not need more memory than
         training.
 
+        Args:
+            ignored_label: The label that the head ignores, -100 or 0; all others are targets.
+
         Raises:
             LossNotAdditive: If no sample has a target.
         """
         candidates = self.candidates[: len(self.candidates) // 2]
         batch = self.collate(candidates) if candidates else None
-        if batch is None or not has_enough_targets(batch, len(candidates)):
+        if batch is None or not has_enough_targets(batch, len(candidates), ignored_label):
             candidates = self.candidates
             batch = self.collate(candidates)
-        rows = rows_with_targets(batch, len(candidates), NUM_PROBE_SAMPLES)
+        rows = rows_with_targets(batch, len(candidates), NUM_PROBE_SAMPLES, ignored_label)
         return take_rows(batch, np.resize(rows, NUM_PROBE_SAMPLES), self.sample_entries)
 
     def _window(
@@ -414,13 +417,12 @@ class Prober:
             mean_loss *= engine.window.num_samples / num_targets
         return mean_loss
 
-    def _is_loss_finite(self, batch: Batch, positions: np.ndarray) -> bool:
-        """Run a forward of a probe batch without gradients; whether its loss is a finite number."""
+    def _batch_loss(self, batch: Batch, positions: np.ndarray) -> float:
+        """Compute the head's loss of a probe batch by one forward without gradients."""
         engine = self._engine(BatchLoss(self.loss_fn))
         engine.begin(self._window([batch], [positions]), training=False)
         with torch.no_grad(), engine.scope(), engine.micro_batch(0) as on_device:
-            loss = engine.mean(engine.forward(on_device))
-        return bool(loss.isfinite())
+            return float(engine.mean(engine.forward(on_device)))
 
 
 class BatchLoss(Loss):

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.batches import IGNORED_LABEL, Batch, is_padding_mask
+from hf_ga.exact.loss import POSITIVE_LABELS
 
 # Maximum relative error of a loss or a gradient that may be rounding. The error of a parameter's
 # gradient is relative to its own norm plus FLOOR times the norm of the gradient of all parameters.
@@ -42,7 +43,17 @@ class ProbeResult(NamedTuple):
     gradients: list[Tensor]
 
 
-def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
+def integer_labels(batch: Batch, num_samples: int) -> Tensor | None:
+    """Return the "labels" of a batch if they are integers with one row per sample, else None."""
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
+        return None
+    return labels if len(labels) == num_samples else None
+
+
+def separating_labels(
+    batch: Batch, num_samples: int, ignored_label: int = IGNORED_LABEL
+) -> dict[str, Any]:
     """Mask some labels of a probe batch, so that counting rules find different numbers of targets.
 
     With several labels per sample, a sample of group A keeps its label in column 0 and one more; a
@@ -53,32 +64,31 @@ def separating_labels(batch: Batch, num_samples: int) -> dict[str, Any]:
     Args:
         batch: The probe batch of a proof. It is not changed.
         num_samples: Its number of samples.
+        ignored_label: The label that the head ignores, -100 or 0 (see `is_target`).
 
     Returns:
-        A copy with masked labels (-100). Unchanged if it has no labels, if they are floating-point,
-        or if they do not have one row per sample.
+        A copy with masked labels. They are -100, or 0 if the head ignores that and the batch has no
+        labels of -100, which the head may not support. Unchanged if it has no labels, if they are
+        floating-point, or if they do not have one row per sample.
     """
-    labels = batch.get("labels")
-    if (
-        not isinstance(labels, Tensor)
-        or labels.dim() == 0
-        or labels.is_floating_point()
-        or len(labels) != num_samples
-    ):
+    labels = integer_labels(batch, num_samples)
+    if labels is None:
         return dict(batch)
     labels = labels.clone()
+    has_masked_labels = bool((labels == IGNORED_LABEL).any())
+    mask_label = IGNORED_LABEL if has_masked_labels else ignored_label
     if labels[0].numel() == 1:
-        labels[-1] = IGNORED_LABEL
+        labels[-1] = mask_label
         return {**batch, "labels": labels}
     labels_by_sample = labels.view(num_samples, -1)  # labels may have several dims (pixels)
     for sample, row in enumerate(labels_by_sample):
         is_in_a = sample < NUM_IN_A
-        kept_columns = (row[1:] != IGNORED_LABEL).nonzero().flatten() + 1
+        kept_columns = is_target(row[1:], ignored_label).nonzero().flatten() + 1
         kept_columns = kept_columns[: 1 if is_in_a else NUM_TARGETS_IN_B]
-        masked = torch.full_like(row, IGNORED_LABEL)
+        masked = torch.full_like(row, mask_label)
         masked[kept_columns] = row[kept_columns]
         if is_in_a and len(kept_columns):
-            has_first_label = row[0] != IGNORED_LABEL
+            has_first_label = is_target(row[0], ignored_label)
             masked[0] = row[0] if has_first_label else row[kept_columns[0]]
         row.copy_(masked)  # a view: changes `labels`
     return {**batch, "labels": labels}
@@ -114,8 +124,17 @@ def separating_means(batch: Batch, num_samples: int) -> dict[str, Any]:
     return changed
 
 
-def targets_per_sample(batch: Batch, num_samples: int) -> np.ndarray:
-    """Count the targets of each sample of a batch: the labels that are not -100.
+def is_target(labels: Tensor, ignored_label: int) -> Tensor:
+    """Return which labels are targets, as a bool tensor of the same shape: those that are not -100,
+    or, if the head ignores 0, those greater than 0.
+    """
+    return labels > 0 if ignored_label == 0 else labels != ignored_label
+
+
+def targets_per_sample(
+    batch: Batch, num_samples: int, ignored_label: int = IGNORED_LABEL
+) -> np.ndarray:
+    """Count the targets of each sample of a batch: the labels that the head does not ignore.
 
     A proof chooses its samples by this count. Where samples have several labels, column 0 is not
     counted, because a causal language model does not predict it.
@@ -123,23 +142,22 @@ def targets_per_sample(batch: Batch, num_samples: int) -> np.ndarray:
     Args:
         batch: The batch.
         num_samples: Its number of samples.
+        ignored_label: The label that the head ignores, -100 or 0 (see `is_target`).
 
     Returns:
         int64, of shape (samples,). All ones if the batch has no integer labels with one row per
         sample: then each sample counts as one target.
     """
-    labels = batch.get("labels")
-    if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
+    labels = integer_labels(batch, num_samples)
+    if labels is None:
         return np.ones(num_samples, np.int64)
-    if len(labels) != num_samples:
-        return np.ones(num_samples, np.int64)
-    is_target = (labels != IGNORED_LABEL).reshape(num_samples, -1)
-    if is_target.shape[1] > 1:
-        is_target = is_target[:, 1:]
-    return is_target.sum(1).numpy()
+    counted = is_target(labels, ignored_label).reshape(num_samples, -1)
+    if counted.shape[1] > 1:
+        counted = counted[:, 1:]
+    return counted.sum(1).numpy()
 
 
-def has_enough_targets(batch: Batch, num_samples: int) -> bool:
+def has_enough_targets(batch: Batch, num_samples: int, ignored_label: int = IGNORED_LABEL) -> bool:
     """Whether the samples of a batch suffice to choose the probe samples of a proof from.
 
     That takes at least four times as many samples as a probe batch has. A quarter of them must have
@@ -150,11 +168,13 @@ def has_enough_targets(batch: Batch, num_samples: int) -> bool:
     labels = batch.get("labels")
     has_one_label_each = not isinstance(labels, Tensor) or labels.dim() == 1
     min_targets = 1 if has_one_label_each else MANY_TARGETS
-    sorted_counts = np.sort(targets_per_sample(batch, num_samples))
+    sorted_counts = np.sort(targets_per_sample(batch, num_samples, ignored_label))
     return bool(sorted_counts[-num_samples // 4] >= min_targets)
 
 
-def rows_with_targets(batch: Batch, num_samples: int, max_rows: int) -> np.ndarray:
+def rows_with_targets(
+    batch: Batch, num_samples: int, max_rows: int, ignored_label: int = IGNORED_LABEL
+) -> np.ndarray:
     """Choose the probe samples of a proof: rows of a batch with targets, as different as possible.
 
     With one label per sample, labels are chosen round-robin, so that all classes are present if
@@ -164,6 +184,7 @@ def rows_with_targets(batch: Batch, num_samples: int, max_rows: int) -> np.ndarr
         batch: A collated batch whose samples are sorted by length.
         num_samples: Its number of samples.
         max_rows: The maximum number of rows to choose.
+        ignored_label: The label that the head ignores, -100 or 0 (see `is_target`).
 
     Returns:
         Row indices in ascending order.
@@ -171,10 +192,10 @@ def rows_with_targets(batch: Batch, num_samples: int, max_rows: int) -> np.ndarr
     Raises:
         LossNotAdditive: If no row has a target.
     """
-    candidates = np.flatnonzero(targets_per_sample(batch, num_samples))
+    candidates = np.flatnonzero(targets_per_sample(batch, num_samples, ignored_label))
     if not len(candidates):
         raise LossNotAdditive(
-            f"none of {num_samples} samples has a target (all labels are {IGNORED_LABEL}): pass "
+            f"none of {num_samples} samples has a target (all labels are {ignored_label}): pass "
             "other samples."
         )
     labels = batch.get("labels")
@@ -189,16 +210,20 @@ def rows_with_targets(batch: Batch, num_samples: int, max_rows: int) -> np.ndarr
     return candidates[np.unique(evenly_spaced)]
 
 
-def applicable_rules(arguments: Batch) -> list[str]:
+def applicable_rules(arguments: Batch, ignored_label: int = IGNORED_LABEL) -> list[str]:
     """List the rules by which a model's head may count its targets; a proof tests each of them.
 
     Args:
         arguments: The arguments of the model's forward by name. Shape and dtype of "labels" decide,
             and whether "attention_mask" is a 0/1 mask of tokens.
+        ignored_label: The label that the head ignores. If 0, only the labels greater than 0 can be
+            its targets.
 
     Returns:
         Keys of `loss.COUNTING_RULES`.
     """
+    if ignored_label == 0:
+        return [POSITIVE_LABELS]
     labels = arguments.get("labels")
     if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
         return ["samples"]

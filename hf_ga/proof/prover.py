@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.batches import Batch, take_rows
+from hf_ga.exact.batches import IGNORED_LABEL, Batch, take_rows
 from hf_ga.exact.entries import put_together
 from hf_ga.exact.forward import LossFunction, restored_buffers, restored_modes
 from hf_ga.exact.hooks import SpeedUp
@@ -27,6 +27,7 @@ from hf_ga.proof.coverage import (
     special_tokens,
     with_extreme_values,
     with_other_labels,
+    with_sorted_labels,
 )
 from hf_ga.proof.prober import BatchLoss, Prober
 from hf_ga.proof.probes import (
@@ -36,6 +37,7 @@ from hf_ga.proof.probes import (
     ProbeResult,
     additivity_error,
     applicable_rules,
+    integer_labels,
     relative_error,
     same_shapes,
     separating_labels,
@@ -81,6 +83,7 @@ class Prover(Prober):
         structure: Names, dtypes and numbers of dims of the forward's arguments in the trials of the
             speed-ups (see `structure_of`).
         tolerance: Maximum relative error that counts as rounding, as measured by `prove_loss`.
+        ignored_label: The label that the head ignores: -100, or 0 (see `find_ignored_label`).
     """
 
     def __init__(
@@ -96,6 +99,7 @@ class Prover(Prober):
         self.rejected_speed_ups: dict[str, str] = {}
         self.structure: frozenset | None = None
         self.tolerance = TOLERANCE
+        self.ignored_label = IGNORED_LABEL
 
     def find_router(self) -> None:
         """Set `router` if the head adds the load-balancing loss of a mixture of experts.
@@ -110,6 +114,46 @@ class Prover(Prober):
             self._probe(self.probe_batch(), ALL_ROWS)
             router.find_coefficients()
         self.router = router if any(router.coefficients) else None
+
+    def find_ignored_label(self) -> None:
+        """Set `ignored_label` to 0 if the head treats label 0 as padding (`ignore_index=0`).
+
+        Then the probe batches are masked with 0: such a head may not support labels of -100, which
+        on a GPU is a device-side assert.
+        """
+        if self.loss_fn is None and self._ignores_zeros():
+            self.ignored_label = 0
+
+    def _ignores_zeros(self) -> bool:
+        """Whether labels of 0 add nothing to the head's loss.
+
+        Tests a probe batch in which all labels of group A are 0: the loss of A is then 0, or NaN (a
+        mean over no targets), and A and B together have the loss and the gradient of B. False if
+        that is unknown: the labels are no classes, none is positive, or the head fails on them.
+        """
+        try:
+            batch = self.probe_batch(ignored_label=0)
+            batch = separating_labels(batch, NUM_PROBE_SAMPLES, ignored_label=0)
+            labels = integer_labels(batch, NUM_PROBE_SAMPLES)
+            if labels is None:
+                return False
+            labels = labels.clone()
+            labels[:NUM_IN_A] = 0
+            batch = {**batch, "labels": labels}
+            parts = {
+                group: take_rows(batch, rows, self.sample_entries)
+                for group, rows in GROUP_ROWS.items()
+            }
+            with self._without_router():
+                loss_of_a = self._batch_loss(parts["A"], GROUP_ROWS["A"])
+                if np.isfinite(loss_of_a) and loss_of_a != 0:
+                    return False
+                together = self._probe(batch, ALL_ROWS)
+                only_b = self._probe(parts["B"], GROUP_ROWS["B"])
+                tolerance = self._measure_tolerance(batch, ALL_ROWS, together)
+        except (IndexError, RuntimeError, ValueError):
+            return False
+        return relative_error(together, only_b) <= tolerance
 
     def choose_speed_ups(self, candidates: Sequence[SpeedUp]) -> None:
         """Try each speed-up together with those that have passed before it.
@@ -268,8 +312,9 @@ class Prover(Prober):
         """Find the counting rule by which the loss is one mean over its targets.
 
         For each rule that may apply, tests whether the losses of two groups of samples add up to
-        that of both, weighted by their numbers of targets. Several rules may fit if they make the
-        same update: if they all give A the same share of the targets of A+B.
+        that of both, weighted by their numbers of targets. Several rules fit by chance if they give
+        A the same share of the targets of A+B; then the last sample's labels are masked, too. Rules
+        that still give the same share make the same update.
 
         Args:
             batches: The probe batches: two groups of samples, "A" and "B", and both together,
@@ -289,12 +334,12 @@ class Prover(Prober):
             for rule, num_targets in counts.items()
         }
         fitting = [rule for rule, residual in residuals.items() if residual <= self.tolerance]
-        shares_of_a = set()
-        for rule in fitting:
-            num_in_a, _, num_in_both = counts[rule]
-            if num_in_both:
-                shares_of_a.add(round(num_in_a / num_in_both, 9))
-        if not fitting or len(shares_of_a) > 1:
+        fitting_masked = fitting
+        are_indistinguishable = _num_shares(fitting, counts) > 1
+        if len(fitting) > 1 and not are_indistinguishable:
+            fitting_masked = self._fitting_without_last_labels(batches["A+B"], fitting)
+            are_indistinguishable = not fitting_masked
+        if not fitting or are_indistinguishable:
             losses = {group: result.loss for group, result in results.items()}
             self._check_state(batches["A+B"], ALL_ROWS, is_additive=False)
             cause = causes.likely_cause(self.model, losses)
@@ -303,9 +348,34 @@ class Prover(Prober):
             else:
                 message = _no_rule_message(self.model, cause, residuals, counts, losses)
             raise _loss_not_additive(message, cause)
-        rule = fitting[0]
+        rule = fitting_masked[0]
         loss = UserLoss(self.loss_fn) if is_sum else HeadMean(rule)
         return loss, residuals[rule]
+
+    def _fitting_without_last_labels(self, batch: Batch, rules: list[str]) -> list[str]:
+        """Return the counting rules that still fit if the last sample has no labels.
+
+        Rules that count labels then give group A another share of the targets than rules that count
+        samples or tokens.
+
+        Args:
+            batch: The probe batch. Its labels are integers, as more than one rule applies.
+            rules: The names of the counting rules to test.
+        """
+        labels = batch["labels"].clone()
+        labels[-1] = self.ignored_label
+        masked = {**batch, "labels": labels}
+        batches = {}
+        results = {}
+        for group, rows in GROUP_ROWS.items():
+            batches[group] = take_rows(masked, rows, self.sample_entries)
+            results[group] = self._probe(batches[group], rows)
+        counts = self._count_targets(batches, results)
+        return [
+            rule
+            for rule in rules
+            if additivity_error(list(results.values()), counts[rule], False) <= self.tolerance
+        ]
 
     def _count_targets(
         self, batches: dict[str, Batch], results: dict[str, ProbeResult]
@@ -323,7 +393,7 @@ class Prover(Prober):
         """
         if self.loss_fn is not None:
             return {UserLoss.name: [results[group].num_targets for group in GROUP_ROWS]}
-        rules = applicable_rules(self._model_arguments(batches["A+B"]))
+        rules = applicable_rules(self._model_arguments(batches["A+B"]), self.ignored_label)
         return {
             rule: [
                 COUNTING_RULES[rule](batches[group], len(rows))
@@ -384,8 +454,10 @@ class Prover(Prober):
                 loss_of_parts = self._proven_loss(parts, split_rows)
             except (IndexError, RuntimeError, ValueError):
                 continue  # values that the model does not support
+            if not np.isfinite(loss):
+                continue  # values that the model does not support
             error = abs(loss_of_parts - loss) / max(abs(loss), 1e-12)
-            if np.isfinite(error) and error > self.tolerance:
+            if not error <= self.tolerance:  # also if it is NaN: a part without targets
                 raise LossNotAdditive(
                     f"the loss of a batch is not the mean over its targets ({self.loss.name}) when "
                     f"samples differ in {changed[0]!r}: {loss:.4g} for a batch, "
@@ -398,8 +470,9 @@ class Prover(Prober):
     def _with_all_classes(self, batch: Batch) -> Iterator[Batch]:
         """Yield copies of a probe batch whose labels together contain all classes of the head.
 
-        Runs one forward to see the number of classes. Yields nothing for a head without integer
-        labels or logits. Special tokens are not used as labels where a sample has several labels.
+        Runs one forward to see the number of classes. If the head returns no logits, yields one
+        copy with the same labels in another order; nothing if its labels are no integers. Special
+        tokens are not used as labels where a sample has several labels.
         """
         labels = batch.get("labels")
         if not isinstance(labels, Tensor) or labels.is_floating_point() or labels.dim() == 0:
@@ -409,6 +482,7 @@ class Prover(Prober):
         with torch.no_grad(), engine.scope(), engine.micro_batch(0) as on_device:
             classes = num_classes(engine.forward(on_device), labels)
         if classes is None:
+            yield with_sorted_labels(batch, self.ignored_label)
             return
         excluded = special_tokens(self.model) if labels.dim() > 1 else []
         yield from with_other_labels(batch, classes, excluded)
@@ -426,7 +500,9 @@ class Prover(Prober):
         shorter = self.candidates[:-1]
         if not shorter:
             return None
-        with_targets = np.flatnonzero(targets_per_sample(self.collate(shorter), len(shorter)))
+        with_targets = np.flatnonzero(
+            targets_per_sample(self.collate(shorter), len(shorter), self.ignored_label)
+        )
         if not len(with_targets) or self.is_collate_random:
             return None
         evenly_spaced = np.unique(np.linspace(0, len(with_targets) - 1, NUM_WIDTHS).astype(int))
@@ -495,13 +571,13 @@ class Prover(Prober):
         still finite. With a `loss_fn` nothing is masked: it counts its own targets, and may not
         support ignored labels.
         """
-        batch = self.probe_batch()
+        batch = self.probe_batch(self.ignored_label)
         if self.loss_fn is not None:
             return batch
-        batch = separating_labels(batch, NUM_PROBE_SAMPLES)
+        batch = separating_labels(batch, NUM_PROBE_SAMPLES, self.ignored_label)
         separated = separating_means(batch, NUM_PROBE_SAMPLES)
         try:
-            is_finite = self._is_loss_finite(separated, ALL_ROWS)
+            is_finite = np.isfinite(self._batch_loss(separated, ALL_ROWS))
         except (IndexError, RuntimeError):  # this head does not support positions beyond the text
             return batch
         return separated if is_finite else batch
@@ -779,6 +855,21 @@ def _loss_not_additive(message: str, cause: str) -> LossNotAdditive:
     error = LossNotAdditive(message)
     error.cause = cause
     return error
+
+
+def _num_shares(rules: list[str], counts: dict[str, list[float]]) -> int:
+    """Return how many different shares of the targets of A+B some counting rules give to group A.
+
+    Args:
+        rules: The names of the counting rules.
+        counts: For each counting rule, the numbers of targets of A, B and A+B.
+    """
+    shares = set()
+    for rule in rules:
+        num_in_a, _, num_in_both = counts[rule]
+        if num_in_both:
+            shares.add(round(num_in_a / num_in_both, 9))
+    return len(shares)
 
 
 def _several_rules_message(fitting: list[str]) -> str:

@@ -70,6 +70,7 @@ def prove(
         if whole_batch is not None:
             check_same_in_both_passes(prover)
         prover.find_router()
+        prover.find_ignored_label()
         prover.choose_speed_ups(speed_ups)
         residual = prover.prove_loss()
         prover.cover_values()

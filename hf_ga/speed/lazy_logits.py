@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from hf_ga.exact.batches import Batch
 from hf_ga.exact.forward import compiled_modules
 from hf_ga.exact.hooks import Call, Hook, SpeedUp
-from hf_ga.exact.loss import COUNTING_RULES
+from hf_ga.exact.loss import COUNTING_RULES, POSITIVE_LABELS
 from hf_ga.exact.override import override
 from hf_ga.speed.chunked_loss import (
     OutputProjection,
@@ -120,7 +120,7 @@ class ChunkedLoss(SpeedUp):
         micro_batch = self._call.micro_batch
         if "labels" not in micro_batch.batch:
             return None
-        for name in ("shifted labels", "labels"):
+        for name in ("shifted labels", "labels", POSITIVE_LABELS):
             rule = COUNTING_RULES[name]
             if [rule(micro_batch.batch, len(micro_batch))] == self._num_rows:
                 return rule

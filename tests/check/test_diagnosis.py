@@ -167,6 +167,31 @@ def test_dropout_that_is_not_keyed_or_switched_off_is_named():
     assert_only(report, "off", "dropout")
 
 
+def test_a_loss_over_positive_labels_is_counted_by_them():
+    """Label 0 is padding. Control: the sum over labels other than 0 passes."""
+
+    def weighted_by(weight):
+        def step(model, micro_batches):
+            counts = [int((batch["labels"] > 0).sum()) for batch in micro_batches]
+            for batch, n in zip(micro_batches, counts, strict=True):
+                (model(**batch).loss * weight(n / sum(counts), len(counts))).backward()
+
+        return step
+
+    report = hf_ga.check_equivalence(
+        helpers.positive_tagger(),
+        helpers.plain_samples(12),
+        helpers.pad_with_zeros,
+        EVEN,
+        steps={
+            "mean of means": weighted_by(lambda share, k: 1 / k),
+            "right": weighted_by(lambda share, k: share),
+        },
+    )
+    assert_only(report, "mean of means", "normalisation", says="mean of means")
+    assert report.arm("right").passed
+
+
 def bag_samples(count):
     """Of one length, so that padding plays no part."""
     return [

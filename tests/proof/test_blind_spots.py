@@ -246,3 +246,128 @@ def test_a_model_with_several_end_tokens_is_proven(eos):
     assert special_tokens(model)[-1] == (3 if eos == 3 else 7)
     samples = h.token_samples(32)
     assert hf_ga.prove_targets(model, samples, h.pad_right).name == "shifted labels"
+
+
+def with_labels(make_label):
+    """Samples whose labels are `make_label(label)` of each label that is not -100, and of 0 for
+    -100.
+    """
+    samples = h.plain_samples(16)
+    return [{**s, "labels": [make_label(max(v, 0)) for v in s["labels"]]} for s in samples]
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [None, lambda losses, is_target: losses[is_target].mean()],
+    ids=["ignore_index=0", "selected"],
+)
+@pytest.mark.parametrize(
+    "make_label",
+    [lambda label: label % 3, lambda label: label % 39 + 1, lambda label: label // 30],
+    ids=["many zeros", "no zeros", "hardly anything else"],
+)
+def test_a_head_that_ignores_labels_of_0_counts_positive_labels(mean, make_label):
+    """With any labels: without zeros, all labels would fit as well; with some, the samples may have
+    the same share by chance. Control: a head to which 0 is a class.
+    """
+    samples = with_labels(make_label)
+    rule = hf_ga.prove_targets(h.positive_tagger(mean), samples, h.pad_with_zeros)
+    assert (rule.name, rule.width_matters) == ("positive labels", False)
+    assert hf_ga.prove_targets(h.plain_tagger(), samples, h.pad_right).name == "labels"
+
+
+def without_one(skipped_class, returns_logits=True):
+    """A classifier whose loss averages over the samples of all other classes."""
+
+    class Skipping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.head = nn.Linear(4, 2)
+
+        def forward(self, x, labels):
+            logits = self.head(x)
+            losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+            is_target = (labels != skipped_class) & (labels >= 0)
+            loss = {"loss": losses[is_target].mean()}
+            return {**loss, "logits": logits} if returns_logits else loss
+
+    return h.seeded(Skipping)()
+
+
+def test_a_classifier_that_ignores_a_class():
+    """On the probe batch group A has one of three targets and two of six samples, so "samples" fits
+    by chance. Class 0 has a rule of its own. Class 1 has none: a part of class 1 only has a loss of
+    NaN, and without logits, which show the classes, the sorted labels do not fit.
+    """
+    samples = features()
+    exchanged = [{**sample, "y": 1 - sample["y"]} for sample in samples]
+    assert hf_ga.prove_targets(without_one(0), exchanged, stack).name == "positive labels"
+    assert hf_ga.prove_targets(without_one(0), samples, stack).name == "positive labels"
+    with pytest.raises(hf_ga.LossNotAdditive, match="nan from its two parts"):
+        hf_ga.prove_targets(without_one(1), samples, stack)
+    with pytest.raises(hf_ga.LossNotAdditive, match=r"not the mean over its targets \(samples\)"):
+        hf_ga.prove_targets(without_one(1, returns_logits=False), samples, stack)
+
+
+@pytest.mark.parametrize(
+    "mean",
+    [
+        lambda losses, is_target: losses.sum() / is_target.sum(),
+        lambda losses, is_target: losses[is_target].mean() if is_target.any() else losses.mean(),
+    ],
+    ids=["of all labels", "of all labels if none is positive"],
+)
+def test_a_loss_over_positive_labels_that_zeros_add_to_is_refused(mean):
+    """By its counts alone, the second would pass."""
+    with pytest.raises(hf_ga.LossNotAdditive, match="not the mean over its targets"):
+        hf_ga.prove_targets(h.positive_tagger(mean), with_labels(lambda v: v), h.pad_with_zeros)
+
+
+class CausalTagger(h.PositiveTagger):
+    """Each token predicts the label of the next one."""
+
+    def forward(self, input_ids, labels):
+        ignored = torch.zeros_like(labels[:, :1])
+        return super().forward(input_ids, torch.cat([labels[:, 1:], ignored], 1))
+
+
+def test_a_causal_head_that_ignores_labels_of_0_is_refused():
+    """No rule counts its targets, although "shifted labels" does where no label is 0."""
+    model = h.seeded(CausalTagger)(lambda losses, is_target: losses[is_target].mean())
+    samples = [{**s, "labels": s["input_ids"]} for s in h.plain_samples(16)]
+    with pytest.raises(hf_ga.LossNotAdditive, match="not the mean over its targets"):
+        hf_ga.prove_targets(model, samples, h.pad_right)
+
+
+class UnlessZero(h.PositiveTagger):
+    """Skips labels of 0, and counts labels of -100 as targets whose loss is 0."""
+
+    def forward(self, input_ids, labels):
+        logits = self.output(torch.tanh(self.embedding(input_ids))).flatten(0, 1)
+        losses = F.cross_entropy(logits, labels.flatten(), reduction="none")
+        return {"loss": losses[labels.flatten() != 0].mean()}
+
+
+def test_labels_of_minus_100_are_tested_if_the_samples_have_some():
+    """Controls: padded with 0, the same head is right; a head that ignores both is right."""
+    samples = with_labels(lambda label: label)
+    ignores_both = h.positive_tagger(lambda losses, is_target: losses[is_target].mean())
+    assert hf_ga.prove_targets(ignores_both, samples, h.pad_right).name == "positive labels"
+    rule = hf_ga.prove_targets(h.seeded(UnlessZero)(), samples, h.pad_with_zeros)
+    assert rule.name == "positive labels"
+    with pytest.raises(hf_ga.LossNotAdditive, match="not the mean over its targets"):
+        hf_ga.prove_targets(h.seeded(UnlessZero)(), samples, h.pad_right)
+
+
+def test_a_head_that_ignores_another_label_is_refused():
+    """It does not support labels of -100. If they were masked with 0 instead, every label would
+    count as a target, also those of 255 that the samples have elsewhere.
+    """
+
+    class Ignores255(h.PositiveTagger):
+        def forward(self, input_ids, labels):
+            logits = self.output(torch.tanh(self.embedding(input_ids))).flatten(0, 1)
+            return {"loss": F.cross_entropy(logits, labels.flatten(), ignore_index=255)}
+
+    with pytest.raises(hf_ga.LossNotAdditive, match="ignores a label other than -100 and 0"):
+        hf_ga.prove_targets(h.seeded(Ignores255)(), with_labels(lambda v: v), h.pad_with_zeros)

@@ -46,6 +46,13 @@ def own_mean_over_samples(features, labels, mask):
     return (losses.sum(1) / (labels != h.IGNORED).sum(1).clamp(min=1)).mean()
 
 
+def own_mean_of_positive_labels(features, labels, mask):
+    """Ignores labels of 0 and -100, but counts a sample that has no others."""
+    labels = labels.clamp(min=0)
+    losses = F.cross_entropy(features.transpose(1, 2), labels, reduction="none", ignore_index=0)
+    return (losses.sum(1) / (labels > 0).sum(1).clamp(min=1)).mean()
+
+
 def mean_over_samples(features, labels, mask):
     return F.cross_entropy(pooled(features, mask), labels)
 
@@ -101,6 +108,28 @@ def equal_length_samples(n):
     return [{"input_ids": i, "attention_mask": [1] * 8, "labels": i} for i in ids]
 
 
+def equal_length_tag_samples(n):
+    return [
+        {**s, "labels": [label % h.NUM_CLASSES for label in s["labels"]]}
+        for s in equal_length_samples(n)
+    ]
+
+
+def two_targets_each(n):
+    """In column 0 and two more, so that the samples of group A have a third of all labels."""
+    columns = range(3)
+    return [
+        {
+            **s,
+            "labels": [
+                v % h.NUM_CLASSES if i in columns else h.IGNORED
+                for i, v in enumerate(s["input_ids"])
+            ],
+        }
+        for s in h.token_samples(n)
+    ]
+
+
 def few_targets(n):
     return [s if i < 2 else h.without_targets(s) for i, s in enumerate(h.token_samples(n))]
 
@@ -149,6 +178,30 @@ RIGHT = {
     ),
     "BatchNorm in evaluation mode": (frozen_batch_norm, h.class_samples, "labels", False),
     "own mean over samples": (lambda: head(own_mean_over_samples), h.tag_samples, "samples", False),
+    "own mean over samples, positive labels": (
+        lambda: head(own_mean_of_positive_labels),
+        h.tag_samples,
+        "samples",
+        False,
+    ),
+    "own mean over samples, equal lengths": (
+        lambda: head(own_mean_over_samples),
+        equal_length_tag_samples,
+        "samples",
+        None,
+    ),
+    "own mean over samples, two targets each": (
+        lambda: head(own_mean_over_samples),
+        two_targets_each,
+        "samples",
+        False,
+    ),
+    "BERT tokens, two targets each": (
+        h.bert_token_classifier,
+        two_targets_each,
+        "labels",
+        False,
+    ),
     "XLNet classes": (h.xlnet_classifier, h.class_samples, "labels", True),
     "FNet": (h.fnet_masked_lm, h.token_samples, "labels", True),
 }

@@ -18,6 +18,7 @@ from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.exact.hooks import Call
+from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.finetuning.run.losses import SmoothedCrossEntropy
 from hf_ga.speed import chunked_loss, lazy_logits
 from hf_ga.speed.chunked_loss import (
@@ -366,6 +367,18 @@ def test_heads_and_losses_that_need_logits_get_them(why):
     model, options = NEED_LOGITS[why]()
     rule = proven(model, **options)
     assert not rule.speed_ups and why in rule.left_out["chunked loss"]
+
+
+def test_a_head_that_ignores_labels_of_0_is_counted_on_the_host():
+    def use(logits, labels):
+        return F.cross_entropy(logits.view(-1, h.VOCABULARY), labels.view(-1), ignore_index=0)
+
+    samples = h.plain_samples(12)
+    rule = hf_ga.prove_targets(
+        h.seeded(OwnHead)(use), samples, h.pad_with_zeros, speed_ups=[ChunkedLoss()]
+    )
+    (speed_up,) = rule.speed_ups
+    assert speed_up._count_on_host is COUNTING_RULES["positive labels"]
 
 
 @pytest.mark.parametrize("build", [h.gpt2, h.bert_masked_lm], ids=["gpt2", "bert"])

@@ -163,6 +163,36 @@ class PlainTagger(nn.Module):
 plain_tagger = seeded(PlainTagger)
 
 
+class PositiveTagger(nn.Module):
+    """A tagger to which label 0 is padding: its loss is the mean over the labels greater than 0.
+
+    Args:
+        mean: (losses of all labels, which labels are greater than 0) -> loss. None: torch's
+            `ignore_index=0`, which does not support labels of -100.
+    """
+
+    def __init__(self, mean: Callable | None = None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.output = nn.Linear(WIDTH, VOCABULARY)
+        self.mean = mean
+
+    def forward(self, input_ids, labels=None):
+        logits = self.output(torch.tanh(self.embedding(input_ids))).flatten(0, 1)
+        if labels is None:
+            return logits
+        labels = labels.flatten()
+        if self.mean is None:
+            loss = F.cross_entropy(logits, labels, ignore_index=0)
+        else:
+            losses = F.cross_entropy(logits, labels.clamp(min=0), reduction="none")
+            loss = self.mean(losses, labels > 0)
+        return tf.utils.ModelOutput(loss=loss)
+
+
+positive_tagger = seeded(PositiveTagger)
+
+
 def weighted_token_loss(logits: torch.Tensor, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
     """(weighted sum, sum of the weights): counts are not integers."""
     losses = F.cross_entropy(logits.transpose(1, 2), batch["targets"], reduction="none")
@@ -230,6 +260,11 @@ def pad_right(samples: list[dict]) -> dict[str, torch.Tensor]:
         name: _padded([s[name] for s in samples], IGNORED if name == "labels" else 0)
         for name in samples[0]
     }
+
+
+def pad_with_zeros(samples: list[dict]) -> dict[str, torch.Tensor]:
+    """Collate like `pad_right`, with 0 in place of labels of -100."""
+    return {name: values.clamp(min=0) for name, values in pad_right(samples).items()}
 
 
 def _padded(values: list, filler: int) -> torch.Tensor:

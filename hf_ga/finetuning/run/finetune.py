@@ -63,6 +63,7 @@ TARGETS = {
     "labels": "each label, unless it is -100",
     "samples": "each sample",
     "attended tokens": "each token of the attention mask",
+    "positive labels": "each label greater than 0",
     "loss_fn": "counted by loss_fn",
     "whole_batch": "each sample, compared with all samples of its window",
 }
