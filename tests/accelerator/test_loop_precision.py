@@ -147,7 +147,8 @@ def test_gradient_of_accelerate_fails(name, precision):
 
 def test_an_overflow_skips_the_whole_window():
     """Also for the scheduler, which Accelerate does not step then."""
-    model, samples = h.gpt2(), h.token_samples(WINDOW)
+    model = h.gpt2()
+    samples = h.token_samples(WINDOW)
     options = {"init_scale": 2.0**40, "backoff_factor": 2.0**-24}
     accelerator = TWO_STEPS.make(
         Accelerator,

@@ -306,7 +306,8 @@ def one_epoch(step, weights_after):
 def test_a_rare_class_in_the_second_window_is_noticed_before_its_update():
     """What one window shows is no proof for the next one."""
     samples = rare_class_samples()
-    right, found = [], []
+    right = []
+    found = []
     attempt = Attempt(one_epoch(rare_class_weights, right), samples=samples, loader_options={})
     attempt.full_batch()
     attempt.loop = one_epoch(rare_class_weights, found)
@@ -321,7 +322,8 @@ def test_a_rare_class_in_the_second_window_is_noticed_before_its_update():
 
 def test_a_rare_class_in_accelerate():
     """The control."""
-    right, found = [], []
+    right = []
+    found = []
     samples = rare_class_samples()
     attempt = Attempt(one_epoch(rare_class_weights, right), samples=samples, loader_options={})
     attempt.full_batch()
@@ -620,7 +622,8 @@ class Pair:
         self.models = [h.bert_token_classifier(), h.bert_token_classifier()]
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2, eps=1e-4) for m in self.models]
         *prepared, loader = accelerator.prepare(*self.models, *optimizers, loader)
-        models, optimizers = prepared[:2], prepared[2:]
+        models = prepared[:2]
+        optimizers = prepared[2:]
         for _ in range(UPDATES):
             for batch in loader:
                 with accelerator.accumulate(*models):

@@ -410,7 +410,8 @@ def test_skipped_batches_of_a_fresh_loader_are_the_first_windows(layout):
 def evaluate(training, loader):
     """The accuracy, and which samples were counted, as the examples of Accelerate do it."""
     training.model.eval()
-    right, counted = 0, []
+    right = 0
+    counted = []
     for batch in loader:
         with torch.no_grad():
             outputs = training.model(**batch)
@@ -447,7 +448,8 @@ def test_evaluations_within_an_epoch_change_nothing(layout, own_loader):
 def metrics_while_training(layout, accelerator_class=Accelerator):
     """(samples that `gather_for_metrics` counted, types of the logits) of one epoch."""
     training = Training(layout, shuffled, accelerator_class)
-    counted, types = [], set()
+    counted = []
+    types = set()
     for batch in training.loader:
         with training.accelerator.accumulate(training.model):
             outputs = training.model(**batch)
@@ -696,7 +698,8 @@ def test_ranks_with_seeds_of_their_own_visit_one_order(make_loader):
 def local_sgd():
     """Weights that are averaged after every second update, which each rank makes by itself."""
     training = Training(Layout(4, 2))
-    accelerator, model = training.accelerator, training.model
+    accelerator = training.accelerator
+    model = training.model
     with LocalSGD(accelerator=accelerator, model=model, local_sgd_steps=2, enabled=True) as local:
         for _ in range(2):
             for batch in training.loader:

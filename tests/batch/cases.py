@@ -11,7 +11,8 @@ from torch import nn
 
 import hf_ga
 
-NUM_SAMPLES, SEED = 20, 3
+NUM_SAMPLES = 20
+SEED = 3
 
 
 @dataclass(frozen=True)

@@ -136,7 +136,8 @@ def test_wrong_weights_are_named(mistake, mistakes):
 
 
 def test_right_steps_pass_beside_them(mistakes):
-    assert mistakes.arm("right").passed and mistakes.arm("added up in float32").passed
+    assert mistakes.arm("right").passed
+    assert mistakes.arm("added up in float32").passed
     assert "precision" in names(mistakes, "computed in bf16")
 
 
@@ -207,11 +208,13 @@ def loop(model, micro_batches):
 
 
 def test_batch_norm_is_named_also_where_hf_ga_refuses_it():
-    model, norm = helpers.bert_classifier(), nn.BatchNorm1d(helpers.WIDTH)
+    model = helpers.bert_classifier()
+    norm = nn.BatchNorm1d(helpers.WIDTH)
     model.classifier = nn.Sequential(norm, model.classifier)
     report = check(model, bag_samples(12), steps={"step": loop})
     assert names(report, OURS) == names(report, "step") == {"BatchNorm"}
-    assert report.arm(OURS).rows[0].refused and not report.passed
+    assert report.arm(OURS).rows[0].refused
+    assert not report.passed
     assert names(check(model, bag_samples(12), ["one by one"]), OURS) == {
         "BatchNorm"
     }  # torch fails on one sample
@@ -261,10 +264,8 @@ def sums_divided_by(count):
     def step(model, micro_batches, accumulation_steps):
         total = sum(int((count(batch["labels"]) != -100).sum()) for batch in micro_batches)
         for batch in micro_batches:
-            logits, labels = (
-                model(**batch).logits[:, :-1].flatten(0, 1),
-                batch["labels"][:, 1:].flatten(),
-            )
+            logits = model(**batch).logits[:, :-1].flatten(0, 1)
+            labels = batch["labels"][:, 1:].flatten()
             (F.cross_entropy(logits, labels, reduction="sum") / total).backward()
 
     return step
@@ -328,7 +329,8 @@ def own_clip(model):
 
 def test_clipping_every_micro_batch_is_named():
     """By torch's function, which is a suspect, and by hand, which is read from the numbers."""
-    model, samples = helpers.bert_classifier(), helpers.class_samples(12)
+    model = helpers.bert_classifier()
+    samples = helpers.class_samples(12)
     steps = {"torch": clipping(torch_clip, every=True), "own": clipping(own_clip, every=True)}
     right_steps = {
         "torch, once": clipping(torch_clip, every=False),
@@ -376,15 +378,16 @@ def test_trainer_and_accelerate_are_convicted_in_one_table():
         steps=steps,
     )
     assert report.arm(OURS).passed
-    assert names(report, "Trainer") == {"normalisation", "dropout"} and "x4.00" in texts(
-        report, "Trainer"
-    )
+    assert names(report, "Trainer") == {"normalisation", "dropout"}
+    assert "x4.00" in texts(report, "Trainer")
     assert names(report, "accelerate") == {"normalisation", "last window", "dropout"}
 
 
 # Targets of each micro-batch, dealt out to two processes in turn; the weights that a loop gives
 # them; what is wrong.
-AVERAGE, MEANS, REPEATS = "average of local means", "mean of means", "even_batches"
+AVERAGE = "average of local means"
+MEANS = "mean of means"
+REPEATS = "even_batches"
 OF_TWO_PROCESSES = {
     "right": ([9, 3], [9 / 12, 3 / 12], ()),
     "one each": ([9, 3], [1 / 2, 1 / 2], (AVERAGE,)),
@@ -409,7 +412,8 @@ OF_TWO_PROCESSES = {
 def test_weights_of_two_processes_are_named(case):
     """Worked by hand."""
     targets, weights, causes = OF_TWO_PROCESSES[case]
-    n, parts = np.array(targets, dtype=float), list(torch.eye(len(targets)))
+    n = np.array(targets, dtype=float)
+    parts = list(torch.eye(len(targets)))
     counts = {"samples": n} | (
         {"tokens": np.array([11.0, 8.0])} if case == "another count of each" else {}
     )

@@ -42,13 +42,15 @@ def check(model, samples, layouts="auto", **more):
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_the_row_of_the_same_bits_sees_a_model_whose_bits_change(deterministic):
     """Its logits grow by one rounding per forward, which no limit of another row sees."""
-    model, number = helpers.bert_classifier(), itertools.count()
+    model = helpers.bert_classifier()
+    number = itertools.count()
     if not deterministic:
         model.classifier.register_forward_hook(
             lambda module, args, logits: logits * (1 + 1.2e-7 * next(number))
         )
     *others, bits = check(model, helpers.class_samples(12), ["even"], same_bits=2).rows
-    assert all(row.passed for row in others) and bits.layout == "bits"
+    assert all(row.passed for row in others)
+    assert bits.layout == "bits"
     assert bits.passed == deterministic == (not bits.causes)
 
 
@@ -67,7 +69,8 @@ def leaving(gradients, loss=None):
     ("build", "samples"), [MODELS["gpt2"], (helpers.bert_classifier, helpers.class_samples)]
 )
 def test_the_truth_is_that_of_plain_torch_in_float64(build, samples):
-    model, window = build(0.0), samples(12)
+    model = build(0.0)
+    window = samples(12)
     batch = helpers.pad_right(window)
     truth = helpers.full_batch_gradient(model, batch)
     own = helpers.relative_error(helpers.full_batch_gradient(model, batch, torch.float32), truth)
@@ -81,16 +84,15 @@ def test_the_truth_is_that_of_plain_torch_in_float64(build, samples):
     report = check(model, window, {"halves": [6, 6]}, steps=steps)
     right, scaled, wrong_loss = (report.arm(arm).rows[0] for arm in steps)
     assert right.passed and right.error < 1e-7  # rounded once to float32
-    assert right.loss_error < 1e-7 and abs(right.norm_ratio - 1) < 1e-7
-    assert right.own_error == pytest.approx(own, rel=0.3) and right.limit == pytest.approx(
-        2 * right.own_error + 1e-6
-    )
-    assert (
-        not scaled.passed
-        and scaled.error == pytest.approx(1e-5, rel=0.02)
-        and scaled.norm_ratio == pytest.approx(1 + 1e-5)
-    )
-    assert not wrong_loss.passed and wrong_loss.loss_error == pytest.approx(1e-3, rel=1e-3)
+    assert right.loss_error < 1e-7
+    assert abs(right.norm_ratio - 1) < 1e-7
+    assert right.own_error == pytest.approx(own, rel=0.3)
+    assert right.limit == pytest.approx(2 * right.own_error + 1e-6)
+    assert not scaled.passed
+    assert scaled.error == pytest.approx(1e-5, rel=0.02)
+    assert scaled.norm_ratio == pytest.approx(1 + 1e-5)
+    assert not wrong_loss.passed
+    assert wrong_loss.loss_error == pytest.approx(1e-3, rel=1e-3)
 
 
 NAME = "bert.encoder.layer.0.attention.self.query.weight"
@@ -103,7 +105,8 @@ def raising(model, micro_batches):
 @pytest.fixture(scope="module")
 def nearly_right():
     """name -> the row of a step that is right but for one thing."""
-    model, window = helpers.bert_classifier(), helpers.class_samples(12)
+    model = helpers.bert_classifier()
+    window = helpers.class_samples(12)
     batch = helpers.pad_right(window)
     truth = helpers.full_batch_gradient(model, batch)
     own = helpers.relative_error(helpers.full_batch_gradient(model, batch, torch.float32), truth)
@@ -116,21 +119,22 @@ def nearly_right():
         "raising": raising,
     }
     report = check(model, window, {"halves": [6, 6]}, steps=steps)
-    assert report.arm(OURS).passed and not any(report.arm(arm).passed for arm in steps)
+    assert report.arm(OURS).passed
+    assert not any(report.arm(arm).passed for arm in steps)
     return {arm: report.arm(arm).rows[0] for arm in steps}
 
 
 def test_one_wrong_parameter_fails_although_the_whole_passes(nearly_right):
     row = nearly_right["parameter"]
     assert row.error <= row.limit, (row.error, row.limit)
-    assert row.worst_parameter == NAME and row.worst_share > 1.05
+    assert row.worst_parameter == NAME
+    assert row.worst_share > 1.05
 
 
 def test_a_nan_fails(nearly_right):
     row = nearly_right["nan"]
-    assert row.worst_parameter == "classifier.bias" and [cause.name for cause in row.causes] == [
-        "not finite"
-    ]
+    assert row.worst_parameter == "classifier.bias"
+    assert [cause.name for cause in row.causes] == ["not finite"]
 
 
 def test_a_right_gradient_with_a_wrong_number_is_told_so(nearly_right):
@@ -193,13 +197,14 @@ def test_everything_is_left_as_found():
     model.bert.pooler.train()
     model.classifier.bias.requires_grad_(False)
     model.classifier.weight.grad = torch.ones_like(model.classifier.weight)
-    before, shared = helpers.everything(model), dict(accelerator.state._shared_state)
+    before = helpers.everything(model)
+    shared = dict(accelerator.state._shared_state)
     report = check(model, helpers.class_samples(12), ["even"], steps={"step": moving})
-    assert report.arm(OURS).passed and not report.arm("step").passed
+    assert report.arm(OURS).passed
+    assert not report.arm("step").passed
     assert helpers.everything(model) == before
-    assert (
-        accelerator.state._shared_state == shared and accelerator.gradient_accumulation_steps == 3
-    )
+    assert accelerator.state._shared_state == shared
+    assert accelerator.gradient_accumulation_steps == 3
     assert accelerator.mixed_precision == "no"
 
 
@@ -232,7 +237,8 @@ class Noisy(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.tagger, self.noise = helpers.PlainTagger(0.1), Noise()
+        self.tagger = helpers.PlainTagger(0.1)
+        self.noise = Noise()
 
     def forward(self, input_ids, labels):
         return (
@@ -248,7 +254,8 @@ class Noise(nn.Module):
 def test_what_cannot_be_keyed_is_refused_or_left_out():
     model = helpers.seeded(Noisy)()
     refused = check(model, helpers.plain_samples(12), ["even"])
-    assert refused.rows[0].refused and [cause.name for cause in refused.causes()] == ["randomness"]
+    assert refused.rows[0].refused
+    assert [cause.name for cause in refused.causes()] == ["randomness"]
     assert check(
         model, helpers.plain_samples(12), ["even"], allow_split_dependent_randomness=True
     ).passed
@@ -263,7 +270,8 @@ def test_a_sample_without_targets():
     report = check(
         helpers.gpt2(0.1), samples, ["one by one"], steps={"step": naive_in(torch.float32)}
     )
-    assert report.arm(OURS).passed and not report.arm("step").passed
+    assert report.arm(OURS).passed
+    assert not report.arm("step").passed
     assert {cause.name for cause in report.causes("step")} == {"normalisation", "dropout"}
 
 
@@ -294,13 +302,11 @@ def test_layouts_of_several_processes(num_processes):
     assert list(layouts) == [*AUTO, "indivisible"]
     for name, layout in layouts.items():
         members = np.concatenate(layout.offsets)
-        assert sorted(members) == list(range(len(members))) and (len(members) == 64) == (
-            name != "short last window"
-        )
+        assert sorted(members) == list(range(len(members)))
+        assert (len(members) == 64) == (name != "short last window")
         steps = -(-layout.accumulation_steps // num_processes)  # of a process
-        assert min(layout.sizes) > 0 and steps == (
-            -(-64 // num_processes) if name == "one by one" else 2
-        )
+        assert min(layout.sizes) > 0
+        assert steps == (-(-64 // num_processes) if name == "one by one" else 2)
     assert len(layouts["short last window"].sizes) == num_processes
     assert len(layouts["indivisible"].sizes) % num_processes
     with pytest.raises(ConfigError, match="at least"):
@@ -325,9 +331,8 @@ def test_micro_batches_are_dealt_out_in_turn():
         [[0, 3], [4, 2]],
         [[1]],
     ]
-    assert [share.request.max_micro_batches for share in shares] == [2, 2] and shares[
-        1
-    ].num_samples == 5
+    assert [share.request.max_micro_batches for share in shares] == [2, 2]
+    assert shares[1].num_samples == 5
 
 
 BAD = {

@@ -16,7 +16,9 @@ from hf_ga.check.pipeline import ARM
 from hf_ga.check.rows import OURS
 
 pytestmark = pytest.mark.slow("starts processes")
-AVERAGE, REPEATS, REDUCTION = "average of local means", "even_batches", "bf16 reduction"
+AVERAGE = "average of local means"
+REPEATS = "even_batches"
+REDUCTION = "bf16 reduction"
 # Of 12 samples; even and odd micro-batches are of different processes. In "equal" both have as many
 # samples.
 LAYOUTS = {"one each": [9, 3], "odd": [6, 2, 4], "equal": [6, 6]}
@@ -84,7 +86,9 @@ def test_equal_numbers_of_targets_and_a_right_step_are_no_fault(classifier):
     """The control."""
     assert classifier.arm("right").passed, classifier
     rows = {row.layout: row for row in classifier.arm("loop").rows}
-    assert rows["equal"].passed and not rows["one each"].passed and rows["one each"].error > 0.01
+    assert rows["equal"].passed
+    assert not rows["one each"].passed
+    assert rows["one each"].error > 0.01
 
 
 def test_a_communication_hook_in_half_precision_is_named(classifier):

@@ -54,10 +54,12 @@ def test_the_text_has_the_verdict_first_and_every_row(report):
 
 
 def test_passed_worst_and_max_error(report):
-    assert not report.passed and report.arm(OURS).passed
+    assert not report.passed
+    assert report.arm(OURS).passed
     errors = {(row.arm, row.layout): row.error for row in report.rows}
     assert report.max_error == max(errors.values()) == report.worst.error
-    assert report.worst.arm == "a <loop>" and report.arm(OURS).max_error < 1e-6
+    assert report.worst.arm == "a <loop>"
+    assert report.arm(OURS).max_error < 1e-6
 
 
 def test_the_dict_is_json_and_holds_every_figure(report, saved):
@@ -65,28 +67,36 @@ def test_the_dict_is_json_and_holds_every_figure(report, saved):
         (saved / "report.json").read_text(), parse_constant=pytest.fail
     )  # no NaN, no Infinity
     assert read == json.loads(json.dumps(report.to_dict()))
-    assert read["passed"] is False and read["worst"]["arm"] == "a <loop>"
+    assert read["passed"] is False
+    assert read["worst"]["arm"] == "a <loop>"
     assert [row["error"] for row in read["rows"]] == [row.error for row in report.rows]
-    assert read["reasons"][OURS] == [] and "mean of means" in read["reasons"]["a <loop>"][0]
+    assert read["reasons"][OURS] == []
+    assert "mean of means" in read["reasons"]["a <loop>"][0]
     assert set(read["rows"][0]["parameter_errors"]) == {
         n for n, _ in helpers.bert_masked_lm().named_parameters()
     }
-    assert read["versions"]["torch"] and read["settings"]["precision"] == "fp32"
+    assert read["versions"]["torch"]
+    assert read["settings"]["precision"] == "fp32"
 
 
 def test_the_page_stands_alone_and_the_notebooks_fragment_is_no_page(report, saved):
-    page, fragment = (saved / "report.html").read_text(), report._repr_html_()
+    page = (saved / "report.html").read_text()
+    fragment = report._repr_html_()
     for text in (page, fragment):
-        assert (
-            text.count("<img") == 1 and "<script" not in text and not re.search(r"https?://", text)
-        )
+        assert text.count("<img") == 1
+        assert "<script" not in text
+        assert not re.search(r"https?://", text)
         assert all(
             source.startswith("data:image/png;base64,")
             for source in re.findall(r'(?:src|href)="?([^">]*)', text)
         )
         assert all(text.count(f"<{tag}") == text.count(f"</{tag}>") for tag in ("pre", "div"))
-    assert html.escape(str(report)) in page and "a &lt;loop&gt;" in page and "<loop>" not in page
-    assert "color-scheme" in page and "background: white" in page and "<html" not in fragment
+    assert html.escape(str(report)) in page
+    assert "a &lt;loop&gt;" in page
+    assert "<loop>" not in page
+    assert "color-scheme" in page
+    assert "background: white" in page
+    assert "<html" not in fragment
 
 
 def test_a_refusal_is_the_verdict():
@@ -101,15 +111,14 @@ def test_a_refusal_is_the_verdict():
         )
     ]
     refused = EquivalenceReport("Model", rows, ["a fact"], {}, {})
-    assert (
-        not refused.passed
-        and refused.max_error == math.inf
-        and refused.to_dict()["max_error"] is None
-    )
+    assert not refused.passed
+    assert refused.max_error == math.inf
+    assert refused.to_dict()["max_error"] is None
     assert refused.verdict(OURS) == "refused: no <rule> fits"
     assert refused.reasons(OURS) == ["BatchNorm: it mixes (even; error 1e-1)"]
     text = refused._repr_html_()
-    assert "refused" in str(refused) and "no &lt;rule&gt; fits" in text
+    assert "refused" in str(refused)
+    assert "no &lt;rule&gt; fits" in text
     assert "<img" not in text  # there is nothing to plot
 
 
@@ -149,7 +158,8 @@ def test_the_script_writes_its_report_and_asserts(flags, tmp_path, capsys):
     ]
     assert main([*flags, *more]) == 0
     read = json.loads((folder / "report.json").read_text())
-    assert read["passed"] and [row["layout"] for row in read["rows"]] == ["even", "uneven"]
+    assert read["passed"]
+    assert [row["layout"] for row in read["rows"]] == ["even", "uneven"]
     assert sum(read["rows"][0]["micro_batches"]) == 8  # 2 x 4, the window of these flags
     assert sorted(path.name for path in folder.iterdir()) == ["report.html", "report.json"]
     assert "BertForSequenceClassification\nhf_ga: passed" in capsys.readouterr().out
@@ -175,11 +185,9 @@ def test_another_loss_is_compared_with_nothing(flags, tmp_path):
     layouts = ["--check_layouts", "uneven", "--label_smoothing_factor", "0.1"]
     assert main([*flags, *layouts, "--output_dir", str(tmp_path)]) == 0
     read = json.loads((tmp_path / "report.json").read_text())
-    assert (
-        read["passed"]
-        and [row["arm"] for row in read["rows"]] == [OURS]
-        and "no other step is compared" in read["facts"][-1]
-    )
+    assert read["passed"]
+    assert [row["arm"] for row in read["rows"]] == [OURS]
+    assert "no other step is compared" in read["facts"][-1]
 
 
 def test_assert_is_about_hf_ga_and_fails_where_it_does(flags, tmp_path, monkeypatch, capsys):
@@ -210,5 +218,6 @@ def test_errors_are_one_line_and_exit_code_2(case, capsys, tmp_path):
     flags, message = BAD[case]
     assert main([*flags, "--output_dir", str(tmp_path / "out")]) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert error.startswith("error: ") and message in error
+    assert error.startswith("error: ")
+    assert message in error
     assert not (tmp_path / "out").exists()

@@ -67,7 +67,8 @@ def test_positives_and_negatives_of_all_samples():
 
 def test_symmetric():
     outputs = vectors(columns=("anchor", "positive"))
-    anchors, positives = outputs["anchor"], outputs["positive"]
+    anchors = outputs["anchor"]
+    positives = outputs["positive"]
     forth = info_nce(anchors, positives, [], TEMPERATURE, never)
     back = info_nce(positives, anchors, [], TEMPERATURE, never)
     found = InfoNCE(TEMPERATURE, symmetric=True)(outputs, {})

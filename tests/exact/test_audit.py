@@ -93,7 +93,8 @@ def test_a_row_that_the_proof_did_not_see_stops_its_window_before_the_update(siz
 
 def test_without_the_audit_the_gradient_would_be_wrong():
     """The control of the whole file, by hand: five of six samples are known."""
-    model, samples = KnownOnly(), points(6, unknown=(0,))
+    model = KnownOnly()
+    samples = points(6, unknown=(0,))
 
     def gradient(part):
         (of_weight,) = torch.autograd.grad(model(**stack(part))["loss"], [model.layer.weight])
@@ -167,7 +168,8 @@ def test_the_patterns_of_rows():
     }
     patterns = count_patterns(batch, 4)
     assert patterns["weight", "at most 0.5"] == 1
-    assert patterns["labels", 2] == 2 and ("labels", 1) not in patterns
+    assert patterns["labels", 2] == 2
+    assert ("labels", 1) not in patterns
     assert {what for entry, what in patterns if entry == "weight"} >= {"NaN", "0", "1", "positive"}
     masks = {what for entry, what in patterns if entry == "attention_mask"}
     assert masks >= {
@@ -198,7 +200,8 @@ def test_all_new_patterns_of_a_window_are_audited_and_then_the_schedule():
     due = [number for number in range(2, 20) if audits.choose(calls_of([0, 1], [2, 1]))]
     assert due == [2, 4, 8, 16]
     (new,) = audits.choose(calls_of([0, 1], [7, 7]))
-    assert new.call.index == 1 and new.is_uniform
+    assert new.call.index == 1
+    assert new.is_uniform
 
 
 def test_a_vocabulary_is_not_audited_for_ever():
@@ -219,7 +222,8 @@ def test_outputs_of_several_micro_batches_are_put_together():
         )
 
     outputs, batch = join_outputs([kept(2), kept(3)])
-    assert outputs["logits"].shape == (5, 3) and batch["names"] == ["a"] * 5
+    assert outputs["logits"].shape == (5, 3)
+    assert batch["names"] == ["a"] * 5
     assert batch["labels"].tolist() == [0, 1, 0, 1, 2]
     assert join_outputs([kept(2), kept(2, width=4)]) is None, "tokens of different widths"
     assert join_outputs([kept(2)]) is None
@@ -272,7 +276,8 @@ def test_an_audit_that_does_not_fit_into_memory_is_skipped_and_said():
     handle = model.register_forward_pre_hook(fail, with_kwargs=True)
     with handle, pytest.warns(UserWarning, match="an audit ran out of memory"):
         result = hf_ga.train_step(accelerator, model, optimizer, window)
-    assert result.retries == 0 and not result.skipped
+    assert result.retries == 0
+    assert not result.skipped
 
 
 def on_a_rank(audit: bool) -> int:
@@ -338,6 +343,7 @@ def test_all_ranks_stop_and_the_checkpoint_before_goes_on(num_ranks, tmp_path):
     found = on_ranks(partial(resumed_on_a_rank, tmp_path), num_ranks, "ddp")
     assert len(found) == num_ranks
     for message, num_left, distance in found:
-        assert "window 2 of epoch 0" in message and "No parameter was updated" in message
+        assert "window 2 of epoch 0" in message
+        assert "No parameter was updated" in message
         assert num_left == 2
         assert distance <= 1e-6

@@ -79,7 +79,8 @@ def chunked_window(samples, **more):
 
 def test_a_window_without_targets_is_skipped():
     """ChunkTree without targets in other windows: test_step.py."""
-    samples, model = h.plain_samples(12), h.plain_tagger()
+    samples = h.plain_samples(12)
+    model = h.plain_tagger()
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
     assert window_gradient(
         model, chunked_window([h.without_targets(s) for s in samples]), rule=rule
@@ -93,7 +94,8 @@ def test_what_cannot_have_the_same_bits_is_refused(monkeypatch):
         match="at most the per-device batch size 4, as one forward computes a chunk of that many samples, got 5",
     ):
         chunked_window(samples, **{"canonical_micro_batch": 5})
-    window, model = chunked_window(samples), h.plain_tagger()
+    window = chunked_window(samples)
+    model = h.plain_tagger()
 
     class Weighted:
         """Counts on the host, in fractions."""
@@ -114,7 +116,8 @@ def test_what_cannot_have_the_same_bits_is_refused(monkeypatch):
 
 def test_weights_begin_where_torch_begins_tensors():
     """MKL's products may depend on it, and safetensors lays weights anywhere."""
-    model, window = h.plain_tagger(), chunked_window(h.plain_samples(8))
+    model = h.plain_tagger()
+    window = chunked_window(h.plain_samples(8))
     for parameter in model.parameters():
         parameter.data = (
             torch.empty(parameter.numel() + 1)[1:].view(parameter.shape).copy_(parameter.data)
@@ -125,7 +128,8 @@ def test_weights_begin_where_torch_begins_tensors():
 
 
 def test_a_chunk_that_does_not_fit_is_never_cut():
-    window, model = chunked_window(h.plain_samples(8), planner=h.by_number(2)), h.plain_tagger()
+    window = chunked_window(h.plain_samples(8), planner=h.by_number(2))
+    model = h.plain_tagger()
     rule = hf_ga.prove_targets(model, h.plain_samples(8), h.pad_right)
     window.state.max_elements = 1  # of an earlier run without chunks
 

@@ -36,7 +36,8 @@ class Rows:
     """Samples by index or as a stream; where a worker fetches the deadly one, it calls `act`."""
 
     def __init__(self, act=None, count=64):
-        self.samples, self.act = h.class_samples(count), act
+        self.samples = h.class_samples(count)
+        self.act = act
 
     def __len__(self):
         return len(self.samples)
@@ -108,9 +109,12 @@ def test_a_worker_that_dies_is_one_clear_error(death, kind):
     assert here.poll(60)
     error, text, seen, seconds = here.recv()
     child.join()
-    assert error is hf_ga.DataError and seconds < LIMIT
-    assert text.startswith("DataLoader worker") and "shared memory is full" in text
-    assert "Use fewer workers (--dataloader_num_workers" in text and "\n" not in text
+    assert error is hf_ga.DataError
+    assert seconds < LIMIT
+    assert text.startswith("DataLoader worker")
+    assert "shared memory is full" in text
+    assert "Use fewer workers (--dataloader_num_workers" in text
+    assert "\n" not in text
     assert seen == (
         [0, 1, 2, 3] if kind == "list" else []
     )  # before it reads a window, a stream reads 256 samples
@@ -127,14 +131,14 @@ def test_an_exception_in_a_worker_is_as_torch_tells_it(name, kind):
         windows_of(kind, Rows(raising(ERRORS[name])), num_workers=0)
     )
     error, seen = read_until_error(windows_of(kind, Rows(raising(ERRORS[name])), num_workers=2))
-    assert alone is ERRORS[name] and seen == seen_alone
+    assert alone is ERRORS[name]
+    assert seen == seen_alone
     assert type(error) is (RuntimeError if name == "of two arguments" else type(alone))
     if name == "DataError":
         assert str(error) == str(alone) == "row 37 cannot be decoded:\nit is cut"
     else:
-        assert f"Caught {type(alone).__name__} in DataLoader worker process" in str(error) and str(
-            alone
-        ) in str(error)
+        assert f"Caught {type(alone).__name__} in DataLoader worker process" in str(error)
+        assert str(alone) in str(error)
         assert "in act" in str(error)  # where it happened, in the worker
 
 
@@ -142,6 +146,7 @@ def test_an_exception_in_a_worker_is_as_torch_tells_it(name, kind):
 def test_a_loop_that_is_left_early_leaves_no_worker(kind):
     before = set(multiprocessing.active_children())
     for window in windows_of(kind, Rows(), num_workers=2):
-        assert window.index == 0 and set(multiprocessing.active_children()) - before
+        assert window.index == 0
+        assert set(multiprocessing.active_children()) - before
         break
     assert not set(multiprocessing.active_children()) - before

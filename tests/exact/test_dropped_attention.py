@@ -20,7 +20,8 @@ from hf_ga.exact.masks import keep_mask, sample_keys
 from hf_ga.speed.fused_attention import DroppedAttention, FusedAttention
 
 P = 0.3
-LENGTH, WIDTH = 5, 7
+LENGTH = 5
+WIDTH = 7
 ADDED = {
     "added": (2, 1),
     "of all": (1, 1),
@@ -69,7 +70,8 @@ def mask_of(kind):
 
 
 def heads(dtype=torch.float64, key_heads=4):
-    key, value = torch.randn(2, key_heads, WIDTH, 8), torch.randn(2, key_heads, WIDTH, 6)
+    key = torch.randn(2, key_heads, WIDTH, 8)
+    value = torch.randn(2, key_heads, WIDTH, 6)
     return [x.to(dtype).requires_grad_() for x in (torch.randn(2, 4, LENGTH, 8), key, value)]
 
 
@@ -103,12 +105,10 @@ def test_it_is_torchs_with_dropped_weights(way, kind, p):
     before the softmax or on the
     output: only the weights are dropped, and not renormalised.
     """
-    causal, inputs, attn_mask, kept = (
-        kind == "causal",
-        heads(),
-        mask_of(kind),
-        mask((2, 4, LENGTH, WIDTH), p),
-    )
+    causal = kind == "causal"
+    inputs = heads()
+    attn_mask = mask_of(kind)
+    kept = mask((2, 4, LENGTH, WIDTH), p)
 
     def ours(*inputs):
         output = attend(WAYS[way], inputs, kept, attn_mask, p=p, is_causal=causal, scale=0.37)
@@ -148,7 +148,8 @@ def test_gradients_by_finite_differences(trained):
 @pytest.mark.parametrize("way", WAYS)
 def test_what_torchs_function_is_replaced_by(way, key_heads):
     """Its default scale, and groups of heads that share a key (each repeated, not tiled)."""
-    kept, inputs = mask((2, 4, LENGTH, WIDTH)), heads(key_heads=key_heads)
+    kept = mask((2, 4, LENGTH, WIDTH))
+    inputs = heads(key_heads=key_heads)
     ours = results(lambda *inputs: attend(WAYS[way], inputs, kept, enable_gqa=True), inputs)
     for got, wanted in zip(ours, results(partial(torchs, kept=kept), inputs), strict=True):
         torch.testing.assert_close(got, wanted, rtol=1e-12, atol=1e-14)
@@ -159,10 +160,12 @@ def test_neither_dropped_weights_nor_copies_are_kept():
     weights.
     """
     query, key, value = (torch.randn(2, 4, 6, 8, requires_grad=True) for _ in range(3))
-    kept, weights = mask((2, 4, 6, 6)), 2 * 4 * 6 * 6 * 4
+    kept = mask((2, 4, 6, 6))
+    weights = 2 * 4 * 6 * 6 * 4
 
     def own_bytes(way):
-        saved, known = {}, {x.data_ptr() for x in (query, key, value, kept)}
+        saved = {}
+        known = {x.data_ptr() for x in (query, key, value, kept)}
         with saved_tensors_hooks(
             lambda x: saved.setdefault(x.data_ptr(), x) if x.data_ptr() not in known else x,
             lambda x: x,
@@ -180,11 +183,14 @@ def test_other_inputs_are_computed_as_written(case):
     if case in ("float64", "bfloat16"):
         query, key, value = (x.to(getattr(torch, case)) for x in (query, key, value))
     if case == "shared keys":
-        key, value = key[:1], value[:1]
+        key = key[:1]
+        value = value[:1]
     arguments = query.requires_grad_(), key, value, mask((2, 4, LENGTH, WIDTH)), None, 0.4, P
     with torch.autocast("cpu", torch.bfloat16, enabled=case == "autocast"):
-        got, wanted = fused(*arguments), dropped_attention(*arguments)
-    assert is_one_function(got) == (case == "float64") and got.dtype == wanted.dtype
+        got = fused(*arguments)
+        wanted = dropped_attention(*arguments)
+    assert is_one_function(got) == (case == "float64")
+    assert got.dtype == wanted.dtype
     torch.testing.assert_close(
         got, wanted, rtol=1e-12 * (case == "float64"), atol=1e-14 * (case == "float64")
     )
@@ -192,10 +198,8 @@ def test_other_inputs_are_computed_as_written(case):
 
 @pytest.mark.parametrize("shape", [(5, 8), (3, 5, 8), (2, 3, 2, 5, 8)], ids=str)
 def test_any_number_of_axes(shape):
-    inputs, kept = (
-        [torch.randn(shape, dtype=torch.float64) for _ in range(3)],
-        mask((*shape[:-1], 5)),
-    )
+    inputs = [torch.randn(shape, dtype=torch.float64) for _ in range(3)]
+    kept = mask((*shape[:-1], 5))
     defined, ours = (
         results(lambda *x, w=w: attend(w, x, kept, is_causal=True, scale=0.4), inputs)
         for w in WAYS.values()

@@ -88,7 +88,8 @@ def test_every_element_is_that_of_the_documented_hash(
     sizes = [coordinate + data.draw(st.integers(1, 4)) for coordinate in coordinates]
     shape = (*sizes[:axis], len(positions) * rows_per_sample, *sizes[axis:])
     kept = keep_mask(keys, site, shape, axis, p)
-    assert kept.shape == shape and kept.dtype == torch.bool
+    assert kept.shape == shape
+    assert kept.dtype == torch.bool
     for sample, position in enumerate(positions):
         index = (*coordinates[:axis], sample * rows_per_sample + row, *coordinates[axis:])
         assert kept[index].item() == oracle_element(
@@ -117,7 +118,8 @@ def test_parts_do_not_change_a_mask(monkeypatch):
     whole = mask((6, 5, 40))
     monkeypatch.setattr("hf_ga.exact.masks.ELEMENTS_IN_CACHE", 130)
     assert torch.equal(mask((6, 5, 40)), whole)
-    assert mask((3, 0, 4)).shape == (3, 0, 4) and mask((3, 4, 0)).shape == (3, 4, 0)
+    assert mask((3, 0, 4)).shape == (3, 0, 4)
+    assert mask((3, 4, 0)).shape == (3, 4, 0)
 
 
 def test_masks_are_uncorrelated_along_diagonals():

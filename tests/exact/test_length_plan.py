@@ -23,7 +23,8 @@ from hf_ga.exact.plan import check_plan, plan_by_sizes, plan_window
 lengths_lists = st.lists(st.integers(0, 60), max_size=70)
 small_lists = st.lists(st.integers(0, 12), min_size=1, max_size=7)
 overheads = st.integers(0, 80)
-processes, limits = st.integers(1, 9), st.integers(1, 900)
+processes = st.integers(1, 9)
+limits = st.integers(1, 900)
 
 
 def as_lists(plan):
@@ -173,13 +174,15 @@ def test_balance_on_ragged_lengths(window, num_processes, micro_batch, lockstep)
             time_in_turns(other, lengths, overhead) / time_in_turns(plan, lengths, overhead)
             for other in others
         ]
-        assert ratios[0] > 2 and ratios[1] > 1.05
+        assert ratios[0] > 2
+        assert ratios[1] > 1.05
     else:
         assert max(shares) < 1.07 * np.mean(shares)
         ratios = [
             max(priced(s, lengths, overhead) for s in other) / max(shares) for other in others
         ]
-        assert ratios[0] > 2 and ratios[1] > 1.15
+        assert ratios[0] > 2
+        assert ratios[1] > 1.15
 
 
 @given(st.integers(1, 300), processes, st.integers(1, 40), st.integers(1, 30), st.booleans())
@@ -235,11 +238,13 @@ def test_a_smaller_limit_is_taken_where_it_costs_next_to_nothing():
     """
     lengths = np.clip(np.random.default_rng(2).lognormal(3.6, 1.1, 64), 3, 256).astype(int)
     overhead = 32
-    largest, times = [], []
+    largest = []
+    times = []
     for groups in (
         [lengths[m] for m in plan_by_length(lengths, 1, 8 * 256, overhead=overhead)[0]],
         cheapest(lengths, 8 * 256, overhead),
     ):
         largest.append(max(len(group) * int(group.max()) for group in groups))
         times.append(total(groups, overhead))
-    assert largest[0] < largest[1] and times[1] <= times[0] <= times[1] * (1 + 1 / 32)
+    assert largest[0] < largest[1]
+    assert times[1] <= times[0] <= times[1] * (1 + 1 / 32)

@@ -60,7 +60,8 @@ def test_lengths_are_found(name):
     expected = [len(row["input_ids"]) for row in dataset] if expected is None else expected
     states = h.global_random_states()
     found = find_lengths(dataset, h.pad_right)
-    assert found.dtype == np.int64 and found.tolist() == expected
+    assert found.dtype == np.int64
+    assert found.tolist() == expected
     assert h.global_random_states() == states
 
 
@@ -92,9 +93,8 @@ def test_lengths_that_tell_nothing_are_left_out():
     def popping(samples):
         return h.pad_right([{"input_ids": sample.pop("input_ids")} for sample in samples])
 
-    assert find_lengths(SAMPLES, popping).tolist() == LENGTHS and all(
-        "input_ids" in sample for sample in SAMPLES
-    )
+    assert find_lengths(SAMPLES, popping).tolist() == LENGTHS
+    assert all("input_ids" in sample for sample in SAMPLES)
 
 
 def plans(dataset, collate_fn=h.pad_right, **options):
@@ -127,6 +127,7 @@ def test_a_loop_of_ones_own_is_planned_as_one_that_gives_lengths():
         sum(len(m) * max(LENGTHS[i] for i in m) for window in plan for m in window)
         for plan in (given, by_number)
     ]
-    assert padded[0] < 0.9 * padded[1] and padded[0] < 1.3 * sum(LENGTHS)
+    assert padded[0] < 0.9 * padded[1]
+    assert padded[0] < 1.3 * sum(LENGTHS)
     for window, other in zip(given, by_number, strict=True):  # the same samples
         assert sorted(chain.from_iterable(window)) == sorted(chain.from_iterable(other))

@@ -13,7 +13,8 @@ from hf_ga.finetuning.run.losses import SmoothedCrossEntropy, WeightedCrossEntro
 
 
 def computed(logits, labels, smoothing, shifted):
-    loss_fn, batch = SmoothedCrossEntropy(smoothing, shifted), {"labels": labels}
+    loss_fn = SmoothedCrossEntropy(smoothing, shifted)
+    batch = {"labels": labels}
     loss, count = loss_fn(SimpleNamespace(logits=logits), batch)
     assert loss_fn.count_targets(batch) == float(count)
     return loss, float(count)
@@ -22,7 +23,8 @@ def computed(logits, labels, smoothing, shifted):
 def by_formula(logits, labels, smoothing, shifted):
     """(sum, count), one target at a time."""
     if shifted:
-        logits, labels = logits[:, :-1], labels[:, 1:]
+        logits = logits[:, :-1]
+        labels = labels[:, 1:]
     total = count = 0.0
     for row, label in zip(
         logits.double().flatten(0, -2).tolist(), labels.flatten().tolist(), strict=True
@@ -36,7 +38,8 @@ def by_formula(logits, labels, smoothing, shifted):
 
 
 def data(shape, ignored_share=0.3):
-    logits, labels = 3 * torch.randn(*shape, h.NUM_CLASSES), torch.randint(h.NUM_CLASSES, shape)
+    logits = 3 * torch.randn(*shape, h.NUM_CLASSES)
+    labels = torch.randint(h.NUM_CLASSES, shape)
     labels[torch.rand(shape) < ignored_share] = h.IGNORED
     return logits, labels
 
@@ -48,10 +51,8 @@ def test_sum_and_count(smoothing, shifted, dtype):
     logits, labels = data((8, 9))
     logits = logits.to(dtype)
     loss, count = computed(logits, labels, smoothing, shifted)
-    assert (
-        loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-        and loss.dim() == 0
-    )
+    assert loss.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    assert loss.dim() == 0
     total, number = by_formula(logits, labels, smoothing, shifted)
     assert (float(loss), count) == (
         pytest.approx(total, rel=1e-6 if dtype != torch.float64 else 1e-12),
@@ -96,4 +97,5 @@ def test_no_target_at_all(shape, shifted):
         labels[:] = 1  # but nothing predicts column 0
     loss, count = computed(logits.requires_grad_(), labels, 0.1, shifted)
     loss.backward()
-    assert (float(loss.detach()), count) == (0.0, 0.0) and (logits.grad == 0).all()
+    assert (float(loss.detach()), count) == (0.0, 0.0)
+    assert (logits.grad == 0).all()

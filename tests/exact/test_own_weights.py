@@ -20,7 +20,8 @@ ROWS = {"count": 100, "rare": 37, "empty": range(40, 48)}
 
 @pytest.mark.parametrize("size", [100, 8, 1])
 def test_every_split_is_the_weighted_mean_of_the_batch(size):
-    model, rows = h.bert_classifier(), weighted_rows(**ROWS)
+    model = h.bert_classifier()
+    rows = weighted_rows(**ROWS)
     loss64, grads64 = weighted_mean(model, rows)
     _, full = weighted_mean(model, rows, torch.float32)
     window = one_window(rows, size, shuffle=False)
@@ -39,7 +40,8 @@ def test_every_split_is_the_weighted_mean_of_the_batch(size):
 
 
 def test_a_window_of_weight_0_makes_no_step():
-    model, rows = h.bert_classifier(), weighted_rows(112, rare=37, empty=range(16))
+    model = h.bert_classifier()
+    rows = weighted_rows(112, rare=37, empty=range(16))
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     accelerator = Accelerator(cpu=True)
     sizes = {"per_device_batch_size": 4, "global_batch_size": 16, "shuffle": False}
@@ -61,7 +63,8 @@ def test_a_window_of_weight_0_makes_no_step():
 @pytest.mark.slow("starts two processes")
 def test_two_ranks():
     """One of them has the rare class."""
-    model, rows = h.bert_classifier(), weighted_rows(**ROWS)
+    model = h.bert_classifier()
+    rows = weighted_rows(**ROWS)
 
     def work():
         window = one_window(rows, 8, shuffle=False)

@@ -41,7 +41,8 @@ def answers(n):
     """Answers of which some begin, and others end, behind the text, one of them right behind it:
     the heads leave these out.
     """
-    rng, samples = np.random.default_rng(3), h.token_samples(n)
+    rng = np.random.default_rng(3)
+    samples = h.token_samples(n)
     width = max(len(sample["input_ids"]) for sample in samples)
     for i, sample in enumerate(samples):
         del sample["labels"]
@@ -163,7 +164,9 @@ EVALUATED = {
 def test_the_validation_loss_does_not_depend_on_the_batch_size(name):
     """Each mean over all its targets of the split; the mean over batches of 3 is another number."""
     build, make_samples, *_ = EVALUATED[name]
-    samples, model, accelerator = make_samples(16), build(), Accelerator()
+    samples = make_samples(16)
+    model = build()
+    accelerator = Accelerator()
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
     losses = []
     for size in (1, 3, 16):
@@ -200,7 +203,9 @@ class MaskedAnswers(torch.nn.Module):
         self.bert = h.bert_question_answering()
 
     def forward(self, input_ids, attention_mask, start_positions, end_positions):
-        outputs, loss, width = self.bert(input_ids, attention_mask), 0.0, input_ids.shape[1]
+        outputs = self.bert(input_ids, attention_mask)
+        loss = 0.0
+        width = input_ids.shape[1]
         for name, positions in (("start_logits", start_positions), ("end_logits", end_positions)):
             outputs[name] = outputs[name].masked_fill(attention_mask == 0, -30.0)
             loss = (
@@ -221,7 +226,8 @@ def test_one_width_decides_which_positions_are_behind_the_text():
     samples = answers(8)
     model = MaskedAnswers().train()
     rule = hf_ga.prove_targets(model, samples, h.pad_right)  # on samples none of which shows it
-    assert rule.width_matters is False and rule.pad_to_window
+    assert rule.width_matters is False
+    assert rule.pad_to_window
     longest = max(len(s["input_ids"]) for s in samples)
     next(s for s in samples if len(s["input_ids"]) < longest)["start_positions"] = longest - 1
     gradients, _ = window_gradient(model, one_window(samples, 1), rule=rule)

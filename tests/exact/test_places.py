@@ -56,11 +56,9 @@ class PlainModule(nn.Module):
         self.layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.1, batch_first=True)
         self.shared = nn.Dropout(0.1)  # used twice
         self.inplace = nn.Dropout(0.1, inplace=True)
-        self.features_1d, self.features_2d, self.features_3d = (
-            nn.Dropout1d(0.1),
-            nn.Dropout2d(0.1),
-            nn.Dropout3d(0.1),
-        )
+        self.features_1d = nn.Dropout1d(0.1)
+        self.features_2d = nn.Dropout2d(0.1)
+        self.features_3d = nn.Dropout3d(0.1)
         self.head = nn.Linear(32, 2)
 
     def forward(self, input_ids, attention_mask, labels):
@@ -160,7 +158,8 @@ class Bench:
 
     def __init__(self, name, checkpointing="all kept"):
         torch.manual_seed(0)
-        self.name, self.model = name, MODELS[name]().train()
+        self.name = name
+        self.model = MODELS[name]().train()
         if kwargs := CHECKPOINTING[checkpointing]:
             assert self.model.supports_gradient_checkpointing
             self.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=dict(kwargs))
@@ -234,7 +233,8 @@ def test_every_split_has_the_gradient_of_the_full_batch(name, checkpointing):
     """Catches masks that depend on the split, on padding, or on whether checkpointing runs a layer
     again.
     """
-    bench, reference = Bench(name, checkpointing), reference_of(name)
+    bench = Bench(name, checkpointing)
+    reference = reference_of(name)
     before = random_states()
     differences = {
         split: relative(bench.keyed(parts), reference) for split, parts in SPLITS.items()
@@ -255,7 +255,8 @@ def test_every_split_has_the_gradient_of_the_full_batch(name, checkpointing):
 class Block(nn.Module):
     def __init__(self):
         super().__init__()
-        self.linear, self.dropout = nn.Linear(16, 16), nn.Dropout(0.3)
+        self.linear = nn.Linear(16, 16)
+        self.dropout = nn.Dropout(0.3)
 
     def forward(self, x):
         return torch.tanh(self.dropout(self.linear(x)))
@@ -272,12 +273,10 @@ class Repeated(nn.Module):
 
     def __init__(self, kind, use_reentrant=None):
         super().__init__()
-        self.block, self.head, self.kind, self.use_reentrant = (
-            Block(),
-            nn.Linear(16, 1),
-            kind,
-            use_reentrant,
-        )
+        self.block = Block()
+        self.head = nn.Linear(16, 1)
+        self.kind = kind
+        self.use_reentrant = use_reentrant
 
     def run(self, function, x):
         if self.use_reentrant is None:
@@ -319,11 +318,9 @@ def repeated_gradient(kind, use_reentrant, sizes=(6,)):
     sizes.
     """
     torch.manual_seed(0)
-    model, inputs, keys = (
-        Repeated(kind, use_reentrant),
-        torch.randn(6, 5, 16),
-        sample_keys(0, 0, np.arange(6)),
-    )
+    model = Repeated(kind, use_reentrant)
+    inputs = torch.randn(6, 5, 16)
+    keys = sample_keys(0, 0, np.arange(6))
     dropout, _ = keyed(model, inputs)
     assert len(dropout.sites) == (8 if kind == "one input" else 4)
     with dropout.scope(model):
@@ -429,7 +426,8 @@ def test_every_draw_is_a_site_with_its_probability_and_masks_of_its_own(name, mo
     """
     bench = bench_of(name)
     assert len(bench.dropout.sites) == SITES[name]
-    masks, by_shape = drawn_masks(bench, monkeypatch, num_windows=4), defaultdict(list)
+    masks = drawn_masks(bench, monkeypatch, num_windows=4)
+    by_shape = defaultdict(list)
     assert set(masks) == set(bench.dropout.sites)
     for p, drawn in masks.values():
         assert len(drawn) == 4, "each site draws once a forward"
@@ -469,12 +467,14 @@ def test_dropout1d_of_two_axes_drops_rows():
     """Catches masks of another shape than torch's: of a 2-D input dropout1d drops whole rows
     (unbatched channels).
     """
-    model, x = nn.Sequential(nn.Linear(8, 64), nn.Dropout1d(0.5)), torch.ones(32, 8)
+    model = nn.Sequential(nn.Linear(8, 64), nn.Dropout1d(0.5))
+    x = torch.ones(32, 8)
     dropout, run = keyed(model, x)
     with dropout.scope(model):
         ours = run() != 0
     for kept in (ours, model(x) != 0):
-        assert all(row.all() or not row.any() for row in kept) and 0 < kept.float().mean() < 1
+        assert all(row.all() or not row.any() for row in kept)
+        assert 0 < kept.float().mean() < 1
 
 
 UNKEYED = {
@@ -516,7 +516,8 @@ def test_randomness_that_cannot_be_keyed_is_refused(name):
     assert "allow_split_dependent_randomness" in str(error.value)
     assert moved_generators(before) == [], "finding must not move the user's generators"
     dropout = find_dropout_sites(model, forward, allow_split_dependent_randomness=True)
-    assert [site.name for site in dropout.sites.values()] == ["2"] and len(dropout.unkeyed) == 1
+    assert [site.name for site in dropout.sites.values()] == ["2"]
+    assert len(dropout.unkeyed) == 1
     with dropout.scope(model):
         dropout.set_keys(sample_keys(0, 0, np.arange(4)), window_key(0, 0, 0))
         assert forward(4).isfinite().all()
@@ -537,7 +538,8 @@ class Again(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.drop, self.times = nn.Dropout(0.5), 1
+        self.drop = nn.Dropout(0.5)
+        self.times = 1
 
     def forward(self, x):
         for _ in range(self.times):

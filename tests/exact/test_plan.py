@@ -11,7 +11,9 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.plan import plan_by_sizes, plan_window
 
-window_sizes, processes, limits = st.integers(0, 300), st.integers(1, 20), st.integers(1, 70)
+window_sizes = st.integers(0, 300)
+processes = st.integers(1, 20)
+limits = st.integers(1, 70)
 lengths_lists = st.lists(st.integers(1, 50), max_size=80)
 
 
@@ -34,7 +36,9 @@ def test_plan_window_properties(window, num_processes, limit):
         assert len(sizes) == -(-share // limit), "as few micro-batches as the limit allows"
         assert sizes == sorted(sizes, reverse=True)
         if sizes:
-            assert min(sizes) >= 1 and max(sizes) <= limit and max(sizes) - min(sizes) <= 1
+            assert min(sizes) >= 1
+            assert max(sizes) <= limit
+            assert max(sizes) - min(sizes) <= 1
     # Each process gets consecutive positions, in order of the processes.
     assert [int(o) for share in plan for micro_batch in share for o in micro_batch] == list(
         range(window)
@@ -61,7 +65,8 @@ def test_plan_by_sizes_properties(lengths, num_processes, sizes):
     )
     got = [len(micro_batch) for micro_batch in in_turn]
     wanted = [sizes[i % len(sizes)] for i in range(len(got))]
-    assert got[:-1] == wanted[:-1] and (not got or 1 <= got[-1] <= wanted[-1])
+    assert got[:-1] == wanted[:-1]
+    assert not got or 1 <= got[-1] <= wanted[-1]
     counts = [len(share) for share in plan]
     assert max(counts) - min(counts) <= 1
 

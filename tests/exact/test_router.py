@@ -150,9 +150,11 @@ def test_the_coefficient_is_the_heads_own():
     """A balancing loss that nobody adds is none of ours, and the head gets its own function
     back.
     """
-    before, model = modeling_mixtral.load_balancing_loss_func, mixture()
+    before = modeling_mixtral.load_balancing_loss_func
+    model = mixture()
     loss = hf_ga.prove_targets(model, h.token_samples(8), h.pad_right).loss
-    assert isinstance(loss, WithRouter) and loss.router.coefficients == pytest.approx([COEFFICIENT])
+    assert isinstance(loss, WithRouter)
+    assert loss.router.coefficients == pytest.approx([COEFFICIENT])
     model.router_aux_loss_coef = 0.0
     assert not isinstance(
         hf_ga.prove_targets(model, h.token_samples(8), h.pad_right).loss, WithRouter

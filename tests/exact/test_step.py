@@ -104,10 +104,8 @@ def test_unequal_counts_by_hand():
     """Two of six samples are no targets: the mean of 1, 2, 3, 4 is 2.5. Control: the mean of the
     means of {1, 2, 3} and {4} is 3.
     """
-    window, model = (
-        window_of([(1, True), (2, True), (3, True), (9, False), (9, False), (4, True)], [3]),
-        OneWeight(),
-    )
+    window = window_of([(1, True), (2, True), (3, True), (9, False), (9, False), (4, True)], [3])
+    model = OneWeight()
     result = backward_window(Accelerator(), model, window)
     assert (model.weight.grad.item(), result.loss, result.num_targets) == (2.5, 2.5, 4)
     assert (
@@ -117,10 +115,8 @@ def test_unequal_counts_by_hand():
 
 @cache
 def proven_weight():
-    model, probes = (
-        OneWeight(),
-        [{"x": float(x), "labels": 0 if x % 3 else h.IGNORED} for x in range(12)],
-    )
+    model = OneWeight()
+    probes = [{"x": float(x), "labels": 0 if x % 3 else h.IGNORED} for x in range(12)]
     return model, hf_ga.prove_targets(model, probes, h.pad_right)
 
 
@@ -159,7 +155,8 @@ def test_any_split_of_any_targets_by_hand(values, sizes):
 @pytest.mark.parametrize("case", CASES)
 def test_every_layout_is_the_full_batch(case):
     build, make_samples, loss_fn, which = CASES[case]
-    model, samples = build(), make_samples(WINDOW + 13)
+    model = build()
+    samples = make_samples(WINDOW + 13)
     whole = h.pad_right(samples[:WINDOW] if which == 0 else samples[WINDOW:])
     grads32, grads64 = (
         h.full_batch_gradient(model, whole, t, loss_fn) for t in (torch.float32, torch.float64)
@@ -177,13 +174,12 @@ def test_every_layout_is_the_full_batch(case):
             pytest.approx(loss, rel=1e-6),
             pytest.approx(h.num_targets(model, whole, loss_fn)),
         )
-        assert result.grad_norm is None and not result.skipped
+        assert result.grad_norm is None
+        assert not result.skipped
         # Control: the usual loop on the same micro-batches; accumulation steps are those of a full
         # window.
-        micro_batches, steps = (
-            [m.batch for m in windows[which].micro_batches],
-            len(windows[0].micro_batches),
-        )
+        micro_batches = [m.batch for m in windows[which].micro_batches]
+        steps = len(windows[0].micro_batches)
         with pytest.raises(AssertionError):
             h.assert_promise_1(
                 h.naive_gradient(model, micro_batches, steps, loss_fn), grads32, grads64
@@ -195,7 +191,8 @@ class SharedTable(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.table, self.dropout = nn.Parameter(torch.ones(64)), nn.Dropout(0.5)
+        self.table = nn.Parameter(torch.ones(64))
+        self.dropout = nn.Dropout(0.5)
 
     def forward(self, input_ids):
         return (input_ids[:, :1] * self.dropout(self.table)).mean()
@@ -208,7 +205,8 @@ class SharedTable(nn.Module):
 )
 def test_dropout_differs_between_windows_epochs_and_seeds(build):
     """Agreement would be cheap if all masks were one."""
-    model, samples = build(), [h.class_samples(1)[0]] * WINDOW * 2
+    model = build()
+    samples = [h.class_samples(1)[0]] * WINDOW * 2
     first, second = make_loader(samples)
     loader = make_loader(samples)
     loader.set_epoch(1)
@@ -221,7 +219,8 @@ def test_dropout_differs_between_windows_epochs_and_seeds(build):
 
 
 def test_randomness_that_begins_after_the_proof_is_refused():
-    noisy, linear = [], nn.Linear(1, 1)
+    noisy = []
+    linear = nn.Linear(1, 1)
     model = nn.Sequential(linear)
     model.forward = lambda x: (
         (linear(x[:, None]) + (torch.randn(()) if noisy else 0.0)).pow(2).mean()
@@ -256,7 +255,8 @@ def train(
 
 def train_by_hand(model, samples, max_grad_norm, scheduler_of):
     """Zero, full batch, clip, AdamW, scheduler: plain PyTorch."""
-    optimizer, norms = torch.optim.AdamW(model.parameters(), lr=1e-2), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    norms = []
     scheduler = scheduler_of(optimizer)
     for start in range(0, len(samples), WINDOW):
         optimizer.zero_grad()
@@ -290,10 +290,12 @@ def test_three_steps_equal_adamw_by_hand(prepare_scheduler):
     assert parameter_distance(ours, by_hand) < 1e-9
     assert [r.grad_norm for r in results] == pytest.approx(norms, rel=1e-9)
     assert min(norms) > 0.5  # so clipping did something
-    assert scheduler.last_epoch == 3 and scheduler.get_last_lr() == [1e-2 / 8]
+    assert scheduler.last_epoch == 3
+    assert scheduler.get_last_lr() == [1e-2 / 8]
     assert all(p.grad is None for p in ours.parameters())
     results, _, _ = train(other, samples, halving)  # control: not clipped
-    assert parameter_distance(other, by_hand) > 1e-6 and results[0].grad_norm is None
+    assert parameter_distance(other, by_hand) > 1e-6
+    assert results[0].grad_norm is None
 
 
 def test_a_window_without_targets_changes_nothing():
@@ -301,7 +303,8 @@ def test_a_window_without_targets_changes_nothing():
     targets = h.token_samples(WINDOW)
     none = [h.without_targets(s) for s in targets]
     samples = none + targets + none
-    model, once = h.gpt2(), h.gpt2()
+    model = h.gpt2()
+    once = h.gpt2()
     results, scheduler, optimizer = train(model, samples, halving, max_grad_norm=1.0)
     _, _, optimizer_once = train(once, targets, halving, max_grad_norm=1.0)
     assert [(r.skipped, r.num_targets > 0) for r in results] == [
@@ -309,7 +312,8 @@ def test_a_window_without_targets_changes_nothing():
         (False, True),
         (True, False),
     ]
-    assert results[2].loss == 0.0 and scheduler.last_epoch == 1
+    assert results[2].loss == 0.0
+    assert scheduler.last_epoch == 1
     assert parameter_distance(model, once) == 0
     states, states_once = (o.optimizer.state_dict()["state"] for o in (optimizer, optimizer_once))
     assert all(torch.equal(states[i][k], states_once[i][k]) for i in states for k in states[i])
@@ -322,8 +326,10 @@ def test_an_error_leaves_what_was_there_before(failing):
     """Gradients, accumulation steps, hooks and torch's functions. Control: without an error
     gradients are added to.
     """
-    accelerator, left = Accelerator(gradient_accumulation_steps=4), []
-    model, samples = h.plain_tagger(0.1), h.weighted_samples(WINDOW)
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    left = []
+    model = h.plain_tagger(0.1)
+    samples = h.weighted_samples(WINDOW)
     (window,) = make_loader(samples)
 
     def loss_fn(outputs, batch):
@@ -353,7 +359,8 @@ def test_an_error_leaves_what_was_there_before(failing):
 
 @pytest.mark.parametrize("kind", [DistributedType.DEEPSPEED, DistributedType.XLA])
 def test_a_backend_that_divides_gradients_itself_is_refused(monkeypatch, kind):
-    model, samples = h.bert_classifier(), h.class_samples(WINDOW)
+    model = h.bert_classifier()
+    samples = h.class_samples(WINDOW)
     (window,) = make_loader(samples)
     monkeypatch.setattr(Accelerator, "distributed_type", property(lambda self: kind))
     with pytest.raises(
@@ -406,13 +413,15 @@ def test_which_columns_reach_the_model(forward, accepted):
 
 def masked_mean_times_count(outputs, batch):
     """An own loss written as mean x count: 0 / 0 where a micro-batch has no targets."""
-    losses, counted = (outputs - 1) ** 2, (batch["mask"] > 0).float()
+    losses = (outputs - 1) ** 2
+    counted = (batch["mask"] > 0).float()
     return (losses * counted).sum() / counted.sum() * counted.sum(), counted.sum()
 
 
 def test_loss_fn_with_a_nan_for_no_targets():
     samples = [{"x": float(i), "mask": float(i >= 2)} for i in range(8)]
-    window, model = one_window(samples, 2, shuffle=False), OneWeight()
+    window = one_window(samples, 2, shuffle=False)
+    model = OneWeight()
     with torch.no_grad():
         model.weight.fill_(2.0)
     rule = hf_ga.prove_targets(model, samples[2:], h.pad_right, loss_fn=masked_mean_times_count)
@@ -423,7 +432,8 @@ def test_loss_fn_with_a_nan_for_no_targets():
 
 
 def test_another_loss_fn_mode_or_batch_than_that_of_the_proof_is_refused():
-    model, samples = h.plain_tagger(), h.plain_samples(WINDOW)
+    model = h.plain_tagger()
+    samples = h.plain_samples(WINDOW)
     (window,) = make_loader(samples)
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
     with pytest.raises(
@@ -441,9 +451,11 @@ def test_step_after_an_interrupted_accumulation():
     """Somebody left Accelerate's shared flag in the middle of a window: the optimizer would
     silently not step.
     """
-    model, samples = h.bert_classifier(), h.class_samples(WINDOW)
+    model = h.bert_classifier()
+    samples = h.class_samples(WINDOW)
     (window,) = make_loader(samples)
-    before, accelerator = copy.deepcopy(model), Accelerator(gradient_accumulation_steps=4)
+    before = copy.deepcopy(model)
+    accelerator = Accelerator(gradient_accumulation_steps=4)
     prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
     try:
         with accelerator.accumulate(prepared):

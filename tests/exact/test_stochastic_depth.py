@@ -90,7 +90,8 @@ def test_the_layouts_agree(build):
     for size in (1, 5):
         assert h.relative_error(gradient(build(0.4), samples, size), whole) < 2e-6
     assert h.relative_error(gradient(build(0.0), samples, 12), whole) > 0.1
-    batch, native = h.pad_right(samples), []
+    batch = h.pad_right(samples)
+    native = []
     for size in (12, 4):
         model = build(0.4)
         torch.manual_seed(0)
@@ -107,7 +108,8 @@ def test_a_branch_is_dropped_or_kept_whole(kind, rate, dtype):
     """Every sample is 0 or 1 / (1 - p), as often as torch's own would be, within five standard
     deviations.
     """
-    count, module = 4000, kind(rate).train()
+    count = 4000
+    module = kind(rate).train()
     dropout = find_dropout_sites(module, lambda n: module(torch.ones(n, 2, 3)))
     with dropout.scope(module):
         dropout.set_keys(sample_keys(0, 0, np.arange(count)), window_key(0, 0, 0))
@@ -144,7 +146,8 @@ def test_a_draw_that_skips_no_layer_is_nobodys():
     """Layouts agree, no generator moves, and the layers' own dropout is drawn. Control: skipping by
     chance is refused.
     """
-    samples, state = numbers(12), torch.get_rng_state()
+    samples = numbers(12)
+    state = torch.get_rng_state()
     whole = gradient(skipping(0.0), samples, 12)
     for size in (1, 5):
         assert h.relative_error(gradient(skipping(0.0), samples, size), whole) < 2e-6

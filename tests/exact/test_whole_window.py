@@ -189,7 +189,8 @@ def copy_of(loss, model):
 
 def test_parameters_of_the_loss():
     whole = centres_gradient(64)
-    assert whole is not None and whole.norm() > 0
+    assert whole is not None
+    assert whole.norm() > 0
     for size in (16, 5):
         assert torch.allclose(centres_gradient(size), whole, rtol=1e-5, atol=1e-7)
 

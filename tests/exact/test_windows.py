@@ -196,7 +196,8 @@ def test_order_and_randomness_belong_to_the_sample_not_to_the_layout():
     """What a sample and a window draw depends on their positions. Neither workers nor the global
     random states matter.
     """
-    found, next_epoch = {}, {}
+    found = {}
+    next_epoch = {}
     for index, (name, options) in enumerate(LAYOUTS.items()):
         torch.manual_seed(index)
         np.random.seed(index)

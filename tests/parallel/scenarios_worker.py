@@ -50,7 +50,8 @@ def gradients(folder: Path, kind: str) -> None:
     """Both windows of an epoch, 64 samples and 13, dropout on, reduced once and, under FSDP, after
     each micro-batch.
     """
-    accelerator, samples = make_accelerator(kind, "GPT2Block"), h.token_samples(WINDOW + LAST)
+    accelerator = make_accelerator(kind, "GPT2Block")
+    samples = h.token_samples(WINDOW + LAST)
     model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
     for window in make_windows(accelerator, samples):
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
@@ -70,7 +71,8 @@ def gradients(folder: Path, kind: str) -> None:
 
 def added(folder: Path, kind: str) -> None:
     """The gradients of two windows, one added to the other, and of one without targets."""
-    accelerator, samples = make_accelerator(kind, "GPT2Block"), h.token_samples(WINDOW + LAST)
+    accelerator = make_accelerator(kind, "GPT2Block")
+    samples = h.token_samples(WINDOW + LAST)
     model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
     windows = [
         *make_windows(accelerator, samples),
@@ -100,9 +102,11 @@ def buckets(folder: Path) -> None:
 
 def steps(folder: Path, kind: str) -> None:
     """Steps of AdamW with clipping, over several epochs."""
-    accelerator, samples = make_accelerator(kind, "GPT2Block"), h.token_samples(WINDOW + LAST)
+    accelerator = make_accelerator(kind, "GPT2Block")
+    samples = h.token_samples(WINDOW + LAST)
     model, optimizer, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
-    windows, results = make_windows(accelerator, samples), []
+    windows = make_windows(accelerator, samples)
+    results = []
     while len(results) < STEPS:
         results += [
             train_step(accelerator, model, optimizer, w, rule=rule, max_grad_norm=MAX_NORM)
@@ -121,7 +125,8 @@ def steps(folder: Path, kind: str) -> None:
 
 def naive(folder: Path) -> None:
     """The control: DDP's average of local means (Accelerate's usual loop)."""
-    accelerator, samples = make_accelerator("ddp"), h.token_samples(WINDOW + LAST)
+    accelerator = make_accelerator("ddp")
+    samples = h.token_samples(WINDOW + LAST)
     model, _, _ = prepare(accelerator, "ddp", h.gpt2(), samples)
     for window in make_windows(accelerator, samples, planner=h.by_number(WINDOW)):
         model.zero_grad(set_to_none=True)
@@ -148,12 +153,11 @@ def larger() -> nn.Module:
 
 def counted(folder: Path, kind: str) -> None:
     """Collectives of one window at 1 and 4 micro-batches a process."""
-    accelerator, samples = make_accelerator(kind), h.class_samples(WINDOW)
+    accelerator = make_accelerator(kind)
+    samples = h.class_samples(WINDOW)
     model, _, rule = prepare(accelerator, kind, larger(), samples)
-    share, size = (
-        WINDOW // accelerator.num_processes,
-        sum(p.numel() * 4 for p in larger().parameters()),
-    )
+    share = WINDOW // accelerator.num_processes
+    size = sum(p.numel() * 4 for p in larger().parameters())
     for micro_batches in MICRO_BATCHES:
         (window,) = make_windows(
             accelerator, samples, planner=h.by_number(-(-share // micro_batches))
@@ -201,7 +205,9 @@ def overflow(folder: Path, kind: str) -> None:
     base = h.bert_classifier(0.1)
     base.classifier = OverflowingBias(base.classifier)
     model, optimizer, rule = prepare(accelerator, kind, base, samples)
-    skipped, scales, digests = [], [], []
+    skipped = []
+    scales = []
+    digests = []
     for window in make_windows(accelerator, samples, global_batch_size=16):
         base.classifier.overflows = (
             window.index == 1 and accelerator.process_index == accelerator.num_processes - 1
@@ -267,7 +273,8 @@ def refused(accelerator: Accelerator, folder: Path, kind: str, backward: Callabl
     """What FSDP would silently do otherwise: sums in bf16 (Accelerate's own policy, or one that
     leaves the type out), no sums.
     """
-    plugin, said = accelerator.state.fsdp_plugin, []
+    plugin = accelerator.state.fsdp_plugin
+    said = []
     policy = plugin.mixed_precision_policy
     settings = [
         {"mixed_precision_policy": replace(policy, reduce_dtype=dtype)}
@@ -304,7 +311,8 @@ def message_of(action: Callable) -> str:
 def subset(folder: Path, kind: str) -> None:
     """An optimizer over one bias, of which FSDP1's shards give some processes nothing."""
     samples = h.class_samples(16)
-    accelerator, base = make_accelerator(kind), h.bert_classifier(0.1)
+    accelerator = make_accelerator(kind)
+    base = h.bert_classifier(0.1)
     rule = hf_ga.prove_targets(base, samples, h.pad_right)
     model, optimizer = hf_ga.prepare(
         accelerator, base, torch.optim.AdamW([base.classifier.bias], lr=1e-2)
@@ -341,7 +349,8 @@ class TwoHeads(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.never = nn.Embedding(h.VOCABULARY, h.WIDTH), nn.Linear(h.WIDTH, h.WIDTH)
+        self.body = nn.Embedding(h.VOCABULARY, h.WIDTH)
+        self.never = nn.Linear(h.WIDTH, h.WIDTH)
         self.heads = nn.ModuleList([nn.Linear(h.WIDTH, 3), nn.Linear(h.WIDTH, 3)])
 
     def forward(

@@ -24,7 +24,8 @@ from hf_ga.finetuning.run import loop
 from hf_ga.finetuning.run.evaluation import evaluate, evaluation_windows
 from hf_ga.trainer.exact_trainer import TrainerWindow
 
-CPU, DROPOUT = torch.device("cpu"), 0.3
+CPU = torch.device("cpu")
+DROPOUT = 0.3
 CASES = {  # model, samples, own loss
     "GPT-2": (h.gpt2, h.token_samples, None),
     "router": (lambda dropout: h.mixtral(0.5), h.token_samples, None),
@@ -49,11 +50,14 @@ def noted(work, *args, **kwargs):
 
 def computed(device, build, make_samples, loss_fn):
     """Gradients of the windows of an epoch, an evaluation, and what was waited for in each."""
-    accelerator, samples = accelerator_on(device), make_samples(16)
+    accelerator = accelerator_on(device)
+    samples = make_samples(16)
     model = accelerator.prepare(build(DROPOUT))
     rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=loss_fn)
     sizes = {"per_device_batch_size": 2, "global_batch_size": 8, "seed": 0}
-    grads, waits, micro_batches = [], [], 0
+    grads = []
+    waits = []
+    micro_batches = 0
     for window in hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, **sizes):
         model.zero_grad()
         micro_batches += len(window.micro_batches)
@@ -93,7 +97,8 @@ def steps(device):
     """
     accelerator = accelerator_on(device)
     model = accelerator.prepare(h.gpt2(DROPOUT))
-    optimizer, found = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2)), []
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    found = []
     windows = hf_ga.WindowLoader(h.token_samples(24), h.pad_right, accelerator=accelerator, seed=0)
     for window, max_grad_norm in zip(windows, (None, 1.0, None), strict=True):
         result, waits = noted(
@@ -116,7 +121,10 @@ def usual_loop(device):
 
 def trainers(device, folder):
     """Losses of ExactTrainer with two sizes of micro-batches, and what its forwards waited for."""
-    losses, waits, part, own = {}, [], TrainerWindow.compute_loss, tf.TrainingArguments.device.fget
+    losses = {}
+    waits = []
+    part = TrainerWindow.compute_loss
+    own = tf.TrainingArguments.device.fget
 
     def watched(self, *args, **kwargs):
         term, of_part = noted(part, self, *args, **kwargs)
@@ -151,7 +159,9 @@ def trainers(device, folder):
 
 def whole_runs(device, folder):
     """A run on the CPU and one on the device, and one that is stopped there and goes on."""
-    step, found, short = loop.train_step, {}, {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
+    step = loop.train_step
+    found = {}
+    short = {"max_steps": 4, "eval_steps": 2, "save_steps": 2}
 
     def stops(*args, **kwargs):
         found["steps"] = found.get("steps", 0) + 1
@@ -195,10 +205,8 @@ def equivalence(device):
 if __name__ == "__main__":
     torch.set_num_threads(1)
     tf.logging.set_verbosity_error()
-    folder, device = (
-        Path(sys.argv[1]),
-        stand_in_device.set_up() if sys.argv[2] == "standin" else torch.device(sys.argv[2]),
-    )
+    folder = Path(sys.argv[1])
+    device = stand_in_device.set_up() if sys.argv[2] == "standin" else torch.device(sys.argv[2])
     found = {name: compared(device, *case) for name, case in CASES.items()}
     found |= {"steps": steps(device), "usual loop": usual_loop(device)}
     found |= {

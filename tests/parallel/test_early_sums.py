@@ -133,7 +133,8 @@ def test_the_same_bits_as_after_the_backward(build, number):
 
 def events_of_rank():
     """What happened from the first gradient of the second window on, in its order."""
-    accelerator, model = make_accelerator("ddp"), Layers()
+    accelerator = make_accelerator("ddp")
+    model = Layers()
     small_buckets()
     events = []
     for name, parameter in model.named_parameters():
@@ -152,7 +153,8 @@ def test_the_first_sum_begins_before_the_last_gradient_exists():
 
 
 def failing_rank():
-    accelerator, model = make_accelerator("ddp"), Layers()
+    accelerator = make_accelerator("ddp")
+    model = Layers()
     small_buckets()
     windows = hf_ga.WindowLoader(
         points(8),
@@ -179,7 +181,8 @@ def test_a_backward_that_fails_on_one_rank_ends_all():
 
 def test_a_gradient_that_changes_after_it_was_sent_is_noticed(monkeypatch):
     monkeypatch.setattr(dist, "all_reduce", lambda tensor, group, async_op: None)
-    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
+    first = nn.Parameter(torch.ones(2))
+    second = nn.Parameter(torch.ones(2))
     sums = BucketedAllReduce([first, second], bucket_bytes=1)
     with sums.during_backward():
         (second * first).sum().backward()

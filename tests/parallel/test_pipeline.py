@@ -166,7 +166,8 @@ def test_a_stage_that_fails_ends_all():
 
     first, second = on_ranks(work, 2)
     assert "Connection" in first
-    assert second.startswith("OutOfMemory: ") and "In a pipeline it cannot be split" in second
+    assert second.startswith("OutOfMemory: ")
+    assert "In a pipeline it cannot be split" in second
 
 
 def test_killed_and_resumed_on_one_process(tmp_path):
@@ -208,7 +209,8 @@ def test_stages_one_after_the_other_are_the_whole_model(name, num_stages):
 
     loss.backward()
     expected.backward()
-    first, last = stages[0], stages[-1]
+    first = stages[0]
+    last = stages[-1]
     if first.tied is not None:
         assert first.tied is not last.tied
         first.tied.grad += last.tied.grad

@@ -66,7 +66,8 @@ def full_router_gradient(model: torch.nn.Module, batch: dict, dtype: torch.dtype
     """
     model = model.to(dtype)
     model.set_experts_implementation("eager")  # the others have no float64
-    outputs, labels = model(**batch), batch["labels"]
+    outputs = model(**batch)
+    labels = batch["labels"]
     targets = F.cross_entropy(
         outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=h.IGNORED
     )
@@ -79,7 +80,8 @@ def references():
     """Of each window: gradients of the full batch in float32 and in float64, and the loss in
     float64.
     """
-    samples, made = h.token_samples(WINDOW + LAST), []
+    samples = h.token_samples(WINDOW + LAST)
+    made = []
     for window in (0, 1):
         grads = []
         for dtype in (torch.float32, torch.float64):
@@ -106,7 +108,8 @@ def test_gradient_is_the_full_batch_s(found, references, kind, window):
         error = h.relative_error(load_file(found(3) / f"{name}.safetensors"), grads64)
         assert error <= 1e-6 + 3 * h.relative_error(grads32, grads64)
         everybody = facts(found(3), name)
-        assert len(everybody) == 3 and all(fact == everybody[0] for fact in everybody)
+        assert len(everybody) == 3
+        assert all(fact == everybody[0] for fact in everybody)
         assert everybody[0]["loss"] == pytest.approx(loss, rel=1e-6)
 
 
@@ -144,7 +147,8 @@ def test_small_buckets_of_two_types(found):
     """By hand: the sum of 10 i + 1 and 10 i + 2; one that only the second has; one that nobody
     has.
     """
-    f32, f64 = "torch.float32", "torch.float64"
+    f32 = "torch.float32"
+    f64 = "torch.float64"
     expected = [[3.0, 3.0, f32], [12.0, 12.0, f32], [43.0, 43.0, f64], None, [83.0, 83.0, f32]]
     assert facts(found(2), "buckets") == [expected, expected]
 
@@ -153,7 +157,8 @@ def test_small_buckets_of_two_types(found):
 def references_of_head(head: str) -> list[tuple[h.Gradients, h.Gradients]]:
     """Of both windows, in float32 and float64."""
     build, make_samples, _, loss_fn = HEADS[head]
-    samples, order = make_samples(21), epoch_order(21, SEED, 0, True)
+    samples = make_samples(21)
+    order = epoch_order(21, SEED, 0, True)
     full = (
         full_router_gradient
         if head == "router"
@@ -191,7 +196,8 @@ def gpt2_references():
     """Gradients of a window of 64 in float64, in float32, and under autocast to bf16, each on the
     full batch.
     """
-    samples, made = h.token_samples(WINDOW), []
+    samples = h.token_samples(WINDOW)
+    made = []
     order = epoch_order(WINDOW, SEED, 0, True)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         model = h.gpt2(0.1)
@@ -249,11 +255,10 @@ def test_what_fsdp_would_silently_do_is_refused(found, kind):
 def test_an_optimizer_over_one_bias(found):
     """FSDP1's shards give one of the processes nothing of it: both agree that a step was made."""
     first, second = facts(found(2), "subset fsdp1")
-    assert first == second and first["skipped"] == [False, False]
-    before, after = (
-        h.bert_classifier().state_dict(),
-        load_file(found(2) / "subset fsdp1.safetensors"),
-    )
+    assert first == second
+    assert first["skipped"] == [False, False]
+    before = h.bert_classifier().state_dict()
+    after = load_file(found(2) / "subset fsdp1.safetensors")
     moved = {name for name in after if not torch.equal(before[name], after[name])}
     assert moved == {"classifier.bias"}
 
@@ -265,7 +270,10 @@ def test_an_optimizer_over_one_bias(found):
 @pytest.fixture(scope="module")
 def steps():
     """Plain PyTorch: full batch, clip, AdamW."""
-    model, samples, losses, norms = h.gpt2(0.1), h.token_samples(WINDOW + LAST), [], []
+    model = h.gpt2(0.1)
+    samples = h.token_samples(WINDOW + LAST)
+    losses = []
+    norms = []
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS):
@@ -281,9 +289,8 @@ def test_steps_of_adamw(found, steps, kind):
     losses, norms, weights = steps
     first, second = facts(found(2), f"steps {kind}")
     assert first == second
-    assert first["losses"] == pytest.approx(losses, rel=1e-5) and first["norms"] == pytest.approx(
-        norms, rel=1e-5
-    )
+    assert first["losses"] == pytest.approx(losses, rel=1e-5)
+    assert first["norms"] == pytest.approx(norms, rel=1e-5)
     assert min(norms) > MAX_NORM  # so clipping did something
     whole = load_file(found(2) / f"steps {kind}.safetensors")
     assert {name for name in weights if "lm_head" not in name} <= whole.keys()
@@ -294,7 +301,8 @@ def test_other_dropout_masks_fail_the_same_test(steps):
     """The control of the comparison above: another seed of dropout alone moves the first losses by
     more than the tolerance.
     """
-    model, samples = h.gpt2(0.1), h.token_samples(WINDOW + LAST)
+    model = h.gpt2(0.1)
+    samples = h.token_samples(WINDOW + LAST)
     loss = model(
         **h.pad_right(
             [samples[i] for i in epoch_order(len(samples), SEED, 0, True)[positions_of(0)]]
@@ -314,7 +322,8 @@ def test_ddp_sums_gradients_once_a_window(found):
     for micro_batches in MICRO_BATCHES:
         for fact in facts(found(2), f"counted ddp {micro_batches} once"):
             assert fact["micro_batches"] == micro_batches
-            assert fact["calls"] == {"allreduce": 1} and fact["small"] == 3
+            assert fact["calls"] == {"allreduce": 1}
+            assert fact["small"] == 3
             assert fact["bytes"]["allreduce"] == fact["gradient_bytes"]
 
 
@@ -329,7 +338,8 @@ def test_fsdp_reduces_once_a_window_or_each_time(found, kind):
             first, second = facts(found(2), f"counted {kind} {micro_batches} {how}")
             assert first["calls"] == second["calls"]
             counts[micro_batches, how] = first["calls"]
-    one, several = counts[1, "once"], MICRO_BATCHES[-1]
+    one = counts[1, "once"]
+    several = MICRO_BATCHES[-1]
     for how in ("once", "each"):
         calls = counts[several, how]
         assert calls["allgather"] == one["allgather"] * several
@@ -346,4 +356,5 @@ def test_an_overflow_on_one_process_skips_the_window_on_all(found, kind):
     assert first == second  # bit for bit, weights included
     assert first["skipped"] == [[False, False], [True, True], [False, False], [False, False]]
     assert first["scales"] == [1024.0, 512.0, 512.0, 512.0]
-    assert first["digests"][0] == first["digests"][1] and len(set(first["digests"])) == 3
+    assert first["digests"][0] == first["digests"][1]
+    assert len(set(first["digests"])) == 3

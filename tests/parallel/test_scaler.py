@@ -21,7 +21,8 @@ import hf_ga
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
-WINDOW, MICRO_BATCH = 8, 2
+WINDOW = 8
+MICRO_BATCH = 2
 SCALE = 2.0**10
 FP16 = 2.0**-11  # unit roundoff: the relative error of one rounding
 
@@ -100,11 +101,10 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_window(
     samples = points(
         3 * WINDOW, [WINDOW + MICRO_BATCH], TOO_LARGE[where], "y" if loss_fn is None else "target"
     )
-    training, options = (
-        training_of(fp16_accelerator(), fused=fused),
-        {"loss_fn": loss_fn, "max_grad_norm": max_grad_norm},
-    )
-    snapshots, results = [training.snapshot()], []
+    training = training_of(fp16_accelerator(), fused=fused)
+    options = {"loss_fn": loss_fn, "max_grad_norm": max_grad_norm}
+    snapshots = [training.snapshot()]
+    results = []
     for window in loader(samples):
         results.append(training.step(window, **options))
         snapshots.append(training.snapshot())
@@ -115,9 +115,8 @@ def test_an_overflow_in_one_micro_batch_skips_the_whole_window(
     ]
     assert [r.loss_scale for r in results] == [SCALE, SCALE, SCALE / 2]
     assert [same(a, b) for a, b in itertools.pairwise(snapshots)] == [False, True, False]
-    assert (
-        training.scheduler.last_epoch == 2 and training.accelerator.scaler.get_scale() == SCALE / 2
-    )
+    assert training.scheduler.last_epoch == 2
+    assert training.accelerator.scaler.get_scale() == SCALE / 2
     assert all(p.grad is None for p in training.model.parameters())
     if where == "in the forward":
         assert not math.isfinite(results[1].loss)
@@ -152,7 +151,8 @@ def test_a_window_without_targets_does_not_count_for_the_scale():
     training = training_of(fp16_accelerator(growth_interval=2), h.bert_token_classifier())
     with_targets, without = loader(targets + [h.without_targets(s) for s in targets])
     training.step(with_targets)
-    before, state = training.snapshot(), training.accelerator.scaler.state_dict()
+    before = training.snapshot()
+    state = training.accelerator.scaler.state_dict()
     result = training.step(without, max_grad_norm=1.0)
     assert (result.skipped, result.overflowed, result.loss_scale, result.loss) == (
         True,
@@ -160,7 +160,8 @@ def test_a_window_without_targets_does_not_count_for_the_scale():
         None,
         0.0,
     )
-    assert same(training.snapshot(), before) and training.accelerator.scaler.state_dict() == state
+    assert same(training.snapshot(), before)
+    assert training.accelerator.scaler.state_dict() == state
     assert not training.step(with_targets).skipped
     assert training.accelerator.scaler.get_scale() == 2 * SCALE
 
@@ -229,8 +230,11 @@ def test_clipping_comes_after_unscaling():
     """Against float32, plain: the norms and the clipped updates agree to fp16's rounding (4 of them
     in a row).
     """
-    model, samples, max_norm = h.bert_classifier(), h.class_samples(WINDOW), 0.1
-    before, reference = copy.deepcopy(model), float32_gradient(model, samples)
+    model = h.bert_classifier()
+    samples = h.class_samples(WINDOW)
+    max_norm = 0.1
+    before = copy.deepcopy(model)
+    reference = float32_gradient(model, samples)
     clipped = {name: g * (max_norm / h.norm(reference)) for name, g in reference.items()}
     accelerator = fp16_accelerator()
     model, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
@@ -259,8 +263,10 @@ def update(before, after):
 
 def test_windows_are_added_under_one_scale_and_unscaled_once():
     """What backward_window's docstring says of the gradient under fp16."""
-    model, samples = h.bert_classifier(), h.class_samples(WINDOW)
-    reference, accelerator = float32_gradient(model, samples), fp16_accelerator()
+    model = h.bert_classifier()
+    samples = h.class_samples(WINDOW)
+    reference = float32_gradient(model, samples)
+    accelerator = fp16_accelerator()
     model, _ = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
     (window,) = loader(samples)
     for _ in range(2):
@@ -279,7 +285,8 @@ def test_windows_are_added_under_one_scale_and_unscaled_once():
 
 def test_an_unprepared_optimizer_is_refused():
     """It would step with gradients that are `SCALE` times too large, and go over an overflow."""
-    accelerator, plain = fp16_accelerator(), Regression()
+    accelerator = fp16_accelerator()
+    plain = Regression()
     model = accelerator.prepare(plain)
     before = copy.deepcopy(plain.state_dict())
     (window,) = loader(points(WINDOW))
@@ -310,12 +317,14 @@ def test_another_optimizer_keeps_its_gradients_and_does_not_move_the_scale():
     gradients would lower the scale.
     """
     accelerator = fp16_accelerator()
-    ours, other = training_of(accelerator), training_of(accelerator, nn.Linear(2, 1))
+    ours = training_of(accelerator)
+    other = training_of(accelerator, nn.Linear(2, 1))
     pending = torch.tensor([[3.0, math.inf]])
     other.model.weight.grad = pending.clone()
     (window,) = loader(points(WINDOW))
     result = ours.step(window, max_grad_norm=1.0)
-    assert not result.skipped and accelerator.scaler.get_scale() == SCALE
+    assert not result.skipped
+    assert accelerator.scaler.get_scale() == SCALE
     assert torch.equal(other.model.weight.grad, pending)
     backward_window(accelerator, ours.model, window)  # the control
     accelerator.clip_grad_norm_(ours.model.parameters(), 1.0)
@@ -326,22 +335,24 @@ def test_another_optimizer_keeps_its_gradients_and_does_not_move_the_scale():
 
 def test_a_skip_of_another_optimizer_is_not_ours():
     accelerator = fp16_accelerator()
-    ours, other = training_of(accelerator), training_of(accelerator)
+    ours = training_of(accelerator)
+    other = training_of(accelerator)
     good, bad = loader(points(2 * WINDOW, [WINDOW]))
     assert other.step(bad).overflowed
     result = ours.step(good)
     assert accelerator.optimizer_step_was_skipped  # of any of them: stale
-    assert (result.skipped, result.overflowed) == (False, False) and ours.scheduler.last_epoch == 1
+    assert (result.skipped, result.overflowed) == (False, False)
+    assert ours.scheduler.last_epoch == 1
 
 
 def test_the_norm_is_of_what_the_optimizer_owns():
     """The other part of the model has gradients that still carry the scale."""
-    model, samples = h.bert_classifier(), h.class_samples(WINDOW)
-    reference, accelerator = float32_gradient(model, samples), fp16_accelerator()
-    head, body = (
-        torch.optim.SGD(model.classifier.parameters(), lr=0.0),
-        torch.optim.SGD(model.bert.parameters(), lr=0.0),
-    )
+    model = h.bert_classifier()
+    samples = h.class_samples(WINDOW)
+    reference = float32_gradient(model, samples)
+    accelerator = fp16_accelerator()
+    head = torch.optim.SGD(model.classifier.parameters(), lr=0.0)
+    body = torch.optim.SGD(model.bert.parameters(), lr=0.0)
     model, head, body = accelerator.prepare(model, head, body)
     (window,) = loader(samples)
     result = train_step(accelerator, model, body, window, max_grad_norm=1e9)
@@ -356,17 +367,16 @@ def test_an_optimizer_without_any_gradient_skips(precision):
     be trained.
     """
     accelerator = fp16_accelerator() if precision == "fp16" else Accelerator(cpu=True)
-    model, unrelated = accelerator.prepare(Regression()), training_of(accelerator)
+    model = accelerator.prepare(Regression())
+    unrelated = training_of(accelerator)
     before = unrelated.snapshot()
     (window,) = loader(points(WINDOW))
     state = accelerator.scaler and accelerator.scaler.state_dict()
     options = {"scheduler": unrelated.scheduler, "max_grad_norm": 1.0}
     result = train_step(accelerator, model, unrelated.optimizer, window, **options)
     assert (result.skipped, result.overflowed, result.num_targets) == (True, False, WINDOW)
-    assert (
-        same(unrelated.snapshot(), before)
-        and (accelerator.scaler and accelerator.scaler.state_dict()) == state
-    )
+    assert same(unrelated.snapshot(), before)
+    assert (accelerator.scaler and accelerator.scaler.state_dict()) == state
     if precision == "fp16":  # the control
         backward_window(accelerator, model, window)
         with pytest.raises(AssertionError, match="No inf checks"):

@@ -58,7 +58,8 @@ def found_on(tmp_path_factory):
 def test_gradients_and_evaluations_are_those_of_the_cpu(device, name, found_on):
     """With dropout, of every window of an epoch."""
     case = found_on(device)[name]
-    assert case["error"] < SAME * WIDER[device] and case["error of another window"] > ANOTHER
+    assert case["error"] < SAME * WIDER[device]
+    assert case["error of another window"] > ANOTHER
     assert case["results"] == pytest.approx(case["results on the CPU"], rel=1e-6 * WIDER[device])
 
 
@@ -67,9 +68,8 @@ def test_the_check_of_equivalence_and_exact_trainer_run_there(device, found_on):
     found = found_on(device)
     assert found["equivalence"]["passed"], found["equivalence"]["text"]
     losses = found["trainers"]["losses"]
-    assert len(losses["2"]) == 2 and losses["2"] == pytest.approx(
-        losses["4"], rel=1e-6 * WIDER[device]
-    )
+    assert len(losses["2"]) == 2
+    assert losses["2"] == pytest.approx(losses["4"], rel=1e-6 * WIDER[device])
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -79,7 +79,8 @@ def test_a_run_there_is_that_on_the_cpu_and_goes_on_after_a_stop(device, found_o
     """
     found = found_on(device)["runs"]
     assert found["distance"] < found["of one step"] / 50 * WIDER[device] ** 0.5
-    assert found["stopped"] and found["cut"] == found["whole"]
+    assert found["stopped"]
+    assert found["cut"] == found["whole"]
 
 
 @pytest.mark.parametrize("name", stand_in_worker.CASES)

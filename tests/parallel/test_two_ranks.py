@@ -82,7 +82,8 @@ def ddp_window(
     """Of the first samples, in micro-batches of at most 2; `fails`: of rank 1; chunk: for the same
     bits.
     """
-    accelerator, plain = make_accelerator("ddp"), Halves()
+    accelerator = make_accelerator("ddp")
+    plain = Halves()
     rule = hf_ga.prove_targets(plain, points(), stack)
     model, _ = preparing.prepare(accelerator, plain, torch.optim.SGD(plain.parameters(), lr=0.0))
     sizes = {"per_device_batch_size": 2, "global_batch_size": size, "canonical_micro_batch": chunk}
@@ -131,10 +132,8 @@ def test_both_ranks_know_of_a_failure():
         return [failed, ddp_window()]
 
     (first, after), (second, _) = on_two_ranks(work)
-    assert (
-        second == "ZeroDivisionError: on purpose"
-        and first == f"ProcessFailed: process 1 failed: {second}"
-    )
+    assert second == "ZeroDivisionError: on purpose"
+    assert first == f"ProcessFailed: process 1 failed: {second}"
     assert_full_batch([after], Halves(), stack(points()))
 
 
@@ -142,7 +141,8 @@ def failing_window(where: str) -> tuple[str, float]:
     """What this rank raises in a window in which rank 1 fails, and the loss of the same window
     after that.
     """
-    accelerator, is_armed = make_accelerator("ddp"), False
+    accelerator = make_accelerator("ddp")
+    is_armed = False
     error = (
         torch.OutOfMemoryError() if where == "memory" else ValueError("row \udc80 is bad")
     )  # a text that cannot be encoded
@@ -185,10 +185,8 @@ def test_both_ranks_raise_in_the_same_window_and_can_go_on(where):
         if where == "memory"
         else "ValueError: row \udc80 is bad"
     )
-    assert (
-        words in second
-        and first == f"ProcessFailed: process 1 failed: {second.encode(errors='replace').decode()}"
-    )
+    assert words in second
+    assert first == f"ProcessFailed: process 1 failed: {second.encode(errors='replace').decode()}"
     assert loss == same > 0
 
 
@@ -217,7 +215,8 @@ def test_shards_have_the_gradient_of_the_full_batch():
     samples = h.token_samples(5)
 
     def work() -> tuple[h.Gradients, hf_ga.StepResult, float]:
-        accelerator, plain = make_accelerator("fsdp2", "GPT2Block"), h.gpt2()
+        accelerator = make_accelerator("fsdp2", "GPT2Block")
+        plain = h.gpt2()
         rule = hf_ga.prove_targets(plain, samples, h.pad_right)
         model, optimizer = preparing.prepare(
             accelerator, plain, torch.optim.SGD(plain.parameters(), lr=0.0)

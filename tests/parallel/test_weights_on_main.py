@@ -275,7 +275,8 @@ def test_a_loss_of_the_whole_window():
     ids=lambda loss: loss.name,
 )
 def test_a_rule_refers_to_the_modules_and_functions_of_the_other_rank(loss):
-    mine, theirs = h.gpt2(0.1), h.gpt2(0.1)
+    mine = h.gpt2(0.1)
+    theirs = h.gpt2(0.1)
     own = getattr(loss, "loss_fn", None)
     samples = h.token_samples(5)
     proven = hf_ga.prove_targets(mine, samples, h.pad_right)

@@ -50,7 +50,8 @@ def _deterministic(monkeypatch):
 def setting_of(
     model: str, precision: str = "no", dropout: float = 0.1, lengths: tuple[int, int] = LENGTHS
 ) -> Setting:
-    rng, samples = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
+    samples = []
     for i, length in enumerate(rng.integers(*lengths, 16).tolist()):
         label = {"label": i % 2} if model == "bert" else {}
         samples.append({"id": i, "input_ids": rng.integers(5, 4000, length).tolist(), **label})
@@ -123,7 +124,8 @@ def trained(setting, folder, resumes):
 
 @NEEDS_CUDA
 def test_a_step_waits_for_the_device_at_most_once():
-    setting, accelerator = setting_of("gpt", "bf16"), Accelerator(mixed_precision="bf16")
+    setting = setting_of("gpt", "bf16")
+    accelerator = Accelerator(mixed_precision="bf16")
     windows = hf_ga.WindowLoader(
         setting.samples,
         setting.collate,
@@ -168,10 +170,8 @@ def test_packed_layers_are_proven_and_timed(model, kernel):
         (kernel, kernel, []),
         (f"packing, {kernel}", kernel, [Packing()]),
     ]:
-        setting, accelerator = (
-            setting_of(model, "bf16", 0.0, lengths=(8, 512)),
-            Accelerator(mixed_precision="bf16"),
-        )
+        setting = setting_of(model, "bf16", 0.0, lengths=(8, 512))
+        accelerator = Accelerator(mixed_precision="bf16")
         built = build_model(setting)
         built.set_attn_implementation(attention)
         speed_ups = [*default_speed_ups(built), *speed_ups]
@@ -206,12 +206,11 @@ def test_packed_layers_are_proven_and_timed(model, kernel):
 def test_a_packed_kernel_is_padded_attention(name):
     """Causal attention in bf16, against float32. The time is that of forward and backward."""
     if name == "flash_attn":
-        kernel, more = pytest.importorskip("flash_attn").flash_attn_varlen_func, {"causal": True}
+        kernel = pytest.importorskip("flash_attn").flash_attn_varlen_func
+        more = {"causal": True}
     else:
-        kernel, more = (
-            pytest.importorskip("torch.nn.attention.varlen").varlen_attn,
-            {"window_size": (-1, 0)},
-        )
+        kernel = pytest.importorskip("torch.nn.attention.varlen").varlen_attn
+        more = {"window_size": (-1, 0)}
     lengths = np.random.default_rng(0).integers(8, 512, 64).tolist()
     ends = torch.tensor([0, *np.cumsum(lengths)], dtype=torch.int32, device="cuda")
     parts = [

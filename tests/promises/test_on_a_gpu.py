@@ -77,9 +77,13 @@ def test_every_split_is_the_full_batch(name, accelerator):
     of two means.
     """
     build, make_samples = MODELS[name]
-    model, samples, precision = build(), make_samples(WINDOW), accelerator.mixed_precision
-    batch, parts = h.pad_right(samples), [h.pad_right(samples[:2]), h.pad_right(samples[2:])]
-    oracle, on_device = h.full_batch_gradient(model, batch), copy.deepcopy(model).to(DEVICE)
+    model = build()
+    samples = make_samples(WINDOW)
+    precision = accelerator.mixed_precision
+    batch = h.pad_right(samples)
+    parts = [h.pad_right(samples[:2]), h.pad_right(samples[2:])]
+    oracle = h.full_batch_gradient(model, batch)
+    on_device = copy.deepcopy(model).to(DEVICE)
     full, usual = (
         h.autocast_gradient(precision, on_device, b, [1 / len(b)] * len(b))
         for b in ([batch], parts)
@@ -98,11 +102,9 @@ def test_dropout_is_the_same_in_every_split(name, accelerator):
     control: another seed.
     """
     build, make_samples = MODELS[name]
-    model, samples, allowed = (
-        build(0.1),
-        make_samples(WINDOW),
-        4 * h.ROUNDING[accelerator.mixed_precision],
-    )
+    model = build(0.1)
+    samples = make_samples(WINDOW)
+    allowed = 4 * h.ROUNDING[accelerator.mixed_precision]
     full = gradient(accelerator, model, samples, WINDOW)
     for size, speed_ups in [
         (5, None),
@@ -122,7 +124,8 @@ def test_dropout_is_the_same_in_every_split(name, accelerator):
     ("shape", "axis"), [((5, 7, 16), 0), ((10, 2, 9, 9), 0), ((7, 5, 8), 1), ((6, 8), None)]
 )
 def test_masks_are_those_of_the_cpu_bit_for_bit(shape, axis):
-    keys, x = sample_keys(1, 2, np.arange(1 if axis is None else 5)), torch.randn(shape)
+    keys = sample_keys(1, 2, np.arange(1 if axis is None else 5))
+    x = torch.randn(shape)
     expected, found = (
         keep_mask(k, 12345678901234567890, shape, axis, 0.3) for k in (keys, keys.to(DEVICE))
     )

@@ -59,7 +59,8 @@ def test_dropout_is_the_same_in_every_split(name):
 
 
 def test_dropout_of_torch_differs_between_splits():
-    model, window = h.gpt2(dropout=0.1), next(iter(loader()))
+    model = h.gpt2(dropout=0.1)
+    window = next(iter(loader()))
 
     def usual(size):
         torch.manual_seed(0)

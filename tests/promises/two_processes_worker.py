@@ -17,7 +17,9 @@ import hf_ga
 from hf_ga.parallel.prepare import enable_fsdp_on_cpu
 from hf_ga.parallel.processes import end_training
 
-WINDOW, STEPS, MAX_NORM = 12, 10, 0.5
+WINDOW = 12
+STEPS = 10
+MAX_NORM = 0.5
 
 
 def train(accelerator: Accelerator) -> dict[str, list[float]]:

@@ -24,7 +24,8 @@ class TokenMean(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.embedding, self.head = nn.Embedding(50, 8), nn.Linear(8, 50)
+        self.embedding = nn.Embedding(50, 8)
+        self.head = nn.Linear(8, 50)
 
     def forward(self, idx, targets):
         return {
@@ -151,7 +152,8 @@ def test_another_mode_than_in_the_proof():
     }
     model.train()[1].eval()
     samples = features()
-    rule, window = hf_ga.prove_targets(model, samples, stack), window_of(samples)
+    rule = hf_ga.prove_targets(model, samples, stack)
+    window = window_of(samples)
     backward_window(Accelerator(), model, window, rule=rule)
     backward_window(Accelerator(), model, window)
     model.train()

@@ -56,7 +56,8 @@ def references(case, precision, num_samples):
     in plain PyTorch.
     """
     build, make_samples, loss_fn = CASES[case]
-    model, samples = build(), make_samples(num_samples)
+    model = build()
+    samples = make_samples(num_samples)
     whole = h.pad_right(samples)
     full = autocast_gradient(precision, model, [whole], [1.0], loss_fn)
     return (
@@ -122,11 +123,14 @@ def test_accumulation_is_the_full_batch_with_dropout(case, precision):
     masks, all else right.
     """
     build, make_samples, loss_fn = CASES[case]
-    model, samples = build(dropout=0.1), make_samples(4 * ACCUMULATION)
-    small, whole = one_window(samples, 4), one_window(samples, len(samples))
+    model = build(dropout=0.1)
+    samples = make_samples(4 * ACCUMULATION)
+    small = one_window(samples, 4)
+    whole = one_window(samples, len(samples))
     split, full = (gradient_in(precision, model, window, loss_fn) for window in (small, whole))
     full64 = gradient_in("no", copy.deepcopy(model).double(), in_float64(whole), loss_fn)
-    error, apart = h.relative_error(full, full64), h.relative_error(split, full)
+    error = h.relative_error(full, full64)
+    apart = h.relative_error(split, full)
     assert apart <= 3 * error + h.FLOOR
     torch.manual_seed(1)
     batch = h.pad_right(samples)
@@ -146,7 +150,9 @@ def in_float64(window):
 def test_a_model_that_was_not_prepared_is_not_left_in_float32():
     """Whether the head's loss or an own one is used."""
     samples = h.plain_samples(16)
-    model, window, found = h.plain_tagger(), one_window(samples, 4), []
+    model = h.plain_tagger()
+    window = one_window(samples, 4)
+    found = []
     for prepared in (False, True):
         accelerator = make_accelerator("bf16")
         copied = copy.deepcopy(model)
@@ -197,10 +203,8 @@ class QuantisedTagger(nn.Module):
 
     def __init__(self, dtype):
         super().__init__()
-        self.embedding, self.head = (
-            nn.Embedding(h.VOCABULARY, h.WIDTH),
-            nn.Linear(h.WIDTH, h.NUM_CLASSES),
-        )
+        self.embedding = nn.Embedding(h.VOCABULARY, h.WIDTH)
+        self.head = nn.Linear(h.WIDTH, h.NUM_CLASSES)
         weight = torch.randn(h.WIDTH, h.WIDTH)
         scale = weight.abs().amax(1, keepdim=True) / 127
         self.register_buffer("weight", (weight / scale).round().to(torch.int8))
@@ -238,8 +242,10 @@ def frozen_tensors(model):
 @pytest.mark.parametrize("case", FROZEN)
 def test_frozen_parameters_of_any_type(case, monkeypatch):
     build, make_samples, precision, dtype = FROZEN[case]
-    model, samples = build(dtype), make_samples(32)
-    whole, window = h.pad_right(samples), one_window(samples, 2)
+    model = build(dtype)
+    samples = make_samples(32)
+    whole = h.pad_right(samples)
+    window = one_window(samples, 2)
     grads64 = h.full_batch_gradient(model, whole)
     full = autocast_gradient(precision, model, [whole], [1.0])
     accelerator = make_accelerator(precision)
@@ -256,12 +262,11 @@ def test_frozen_parameters_of_any_type(case, monkeypatch):
     backward_window(accelerator, prepared, window, rule=rule)
     for name, tensor in frozen_tensors(model).items():
         object_before, address, dtype_before, value = before[name]
-        assert (
-            tensor is object_before
-            and tensor.data_ptr() == address
-            and tensor.dtype == dtype_before
-        )
-        assert torch.equal(tensor, value) and tensor.grad is None
+        assert tensor is object_before
+        assert tensor.data_ptr() == address
+        assert tensor.dtype == dtype_before
+        assert torch.equal(tensor, value)
+        assert tensor.grad is None
     grads = divided(h.gradients(model), SCALE if precision == "fp16" else 1.0)
     h.assert_promise_1(grads, full, grads64, ROUNDING[precision])
 
@@ -287,10 +292,8 @@ class Features(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.frozen, self.head = (
-            nn.Linear(3, 4).to(torch.bfloat16).requires_grad_(False),
-            nn.Linear(4, 1),
-        )
+        self.frozen = nn.Linear(3, 4).to(torch.bfloat16).requires_grad_(False)
+        self.head = nn.Linear(4, 1)
 
     def forward(self, x):
         return self.head(self.frozen(x).float()).square().mean()
@@ -304,7 +307,9 @@ def test_inputs_in_half_precision_are_lifted_with_the_frozen_layer():
 def test_a_proof_inside_the_callers_autocast():
     with torch.autocast("cpu", torch.bfloat16):
         rule = hf_ga.prove_targets(h.bert_token_classifier(), h.tag_samples(16), h.pad_right)
-    assert rule.name == "labels" and rule.residual <= TOLERANCE and rule.width_matters is False
+    assert rule.name == "labels"
+    assert rule.residual <= TOLERANCE
+    assert rule.width_matters is False
 
 
 def storages(model):
@@ -371,7 +376,8 @@ REFUSED = {
 def test_refusals(name):
     build_accelerator, build_model, message = REFUSED[name]
     window = one_window(h.class_samples(8), 4)
-    accelerator, model = build_accelerator(), build_model()
+    accelerator = build_accelerator()
+    model = build_model()
     with pytest.raises(hf_ga.ConfigError, match=message):
         backward_window(accelerator, model, window)
     assert all(p.grad is None for p in model.parameters())

@@ -20,11 +20,9 @@ class Head(nn.Module):
     def __init__(self, loss, norm=None):
         super().__init__()
         self.embedding = nn.Embedding(h.VOCABULARY, h.WIDTH)
-        self.norm, self.linear, self.loss = (
-            norm or nn.Identity(),
-            nn.Linear(h.WIDTH, h.NUM_CLASSES),
-            loss,
-        )
+        self.norm = norm or nn.Identity()
+        self.linear = nn.Linear(h.WIDTH, h.NUM_CLASSES)
+        self.loss = loss
 
     def forward(self, input_ids, attention_mask, labels=None):
         hidden = self.embedding(input_ids)
@@ -242,7 +240,8 @@ def test_a_wrong_loss_fn_is_refused(name):
     right = hf_ga.prove_targets(
         h.plain_tagger(), h.weighted_samples(8), h.pad_right, loss_fn=h.weighted_token_loss
     )
-    assert right.name == "loss_fn" and right.width_matters is False
+    assert right.name == "loss_fn"
+    assert right.width_matters is False
     with pytest.raises(error, match=message):
         hf_ga.prove_targets(h.plain_tagger(), h.weighted_samples(8), h.pad_right, loss_fn=loss_fn)
 
@@ -255,10 +254,8 @@ class MaskSkipped(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.embedding, self.linear = (
-            nn.Embedding(h.VOCABULARY, h.WIDTH),
-            nn.Linear(h.WIDTH, h.NUM_CLASSES),
-        )
+        self.embedding = nn.Embedding(h.VOCABULARY, h.WIDTH)
+        self.linear = nn.Linear(h.WIDTH, h.NUM_CLASSES)
 
     def forward(self, input_ids, attention_mask, labels):
         hidden = self.embedding(input_ids)
@@ -371,7 +368,8 @@ def test_the_model_stays_as_found(build, mode):
     """Also when the proof ends in a refusal (BatchNorm, whose running statistics a forward
     moves).
     """
-    model, samples = build(), h.class_samples(8)
+    model = build()
+    samples = h.class_samples(8)
     model(**h.pad_right(samples))["loss"].backward()  # so that there are gradients
     if mode == "one module in eval":
         next(m for name, m in model.named_modules() if name in FROZEN).eval()
@@ -406,7 +404,8 @@ def test_a_collate_function_that_draws_is_not_taken_for_a_model_that_does():
         torch.manual_seed(seed)
         before = h.global_random_states()
         rule = hf_ga.prove_targets(h.bert_masked_lm(0.1), h.token_samples(32), mask_few)
-        assert rule.name == "labels" and h.global_random_states() == before
+        assert rule.name == "labels"
+        assert h.global_random_states() == before
 
 
 @pytest.mark.parametrize("short_have_targets", [True, False])
@@ -422,7 +421,8 @@ def test_a_proof_probes_short_samples_if_they_have_targets(short_have_targets):
     samples = (
         short if short_have_targets else [h.without_targets(sample) for sample in short]
     ) + long
-    model, sizes = h.gpt2(), []
+    model = h.gpt2()
+    sizes = []
     model.register_forward_pre_hook(
         lambda _, args, kwargs: sizes.append(kwargs["input_ids"].shape), with_kwargs=True
     )

@@ -14,7 +14,8 @@ def interrupted(place, output, windows, **more):
     """A run that is stopped while it computes the window after the given number, by an
     exception.
     """
-    calls, train_step = [], loop.train_step
+    calls = []
+    train_step = loop.train_step
 
     def step(*args, **kwargs):
         calls.append(0)

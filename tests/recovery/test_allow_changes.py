@@ -65,10 +65,8 @@ def watched():
     """What a resumed run does: samples, epoch and arguments of each step, where it stood before
     (`before`), its optimizer.
     """
-    seen, train_step = (
-        SimpleNamespace(ids=[], epochs=[], how=[], before=None, optimizer=None),
-        loop.train_step,
-    )
+    seen = SimpleNamespace(ids=[], epochs=[], how=[], before=None, optimizer=None)
+    train_step = loop.train_step
 
     def step(accelerator, model, optimizer, window, **how):
         seen.ids.append(window.sample_ids.tolist())
@@ -144,7 +142,8 @@ def test_refused_without_the_flag(place, checkpoint, tmp_path):
     ]
     for word in [*words, "optim 'adamw' -> 'sgd'", "more.jsonl", "data '", "--resume_with_changes"]:
         assert word in str(error.value)
-    assert not (tmp_path / "out" / "metrics.jsonl").exists() and content(checkpoint) == before
+    assert not (tmp_path / "out" / "metrics.jsonl").exists()
+    assert content(checkpoint) == before
 
 
 # Allowed: the optimizer and its schedule
@@ -172,9 +171,8 @@ def test_the_new_schedule_acts(change, rate_of, place, old, checkpoint, tmp_path
     """The first loss is that of the old run's weights; steps and moments are counted on."""
     seen, lines, summary = go_on(place, tmp_path / "out", checkpoint, **change)
     steps = change.get("max_steps", STEPS)
-    assert [line["step"] for line in lines] == list(range(STOP + 1, steps + 1)) and summary[
-        "steps"
-    ] == steps
+    assert [line["step"] for line in lines] == list(range(STOP + 1, steps + 1))
+    assert summary["steps"] == steps
     assert [line["learning_rate"] for line in lines] == pytest.approx(
         [rate_of(step) for step in range(STOP, steps)], rel=1e-12
     )
@@ -192,9 +190,8 @@ def test_the_new_decay_and_clipping_act_and_the_best_of_another_metric_is_forgot
     changes = {"weight_decay": 0.5, "max_grad_norm": 0.125, "metric_for_best_model": "perplexity"}
     seen, _, _ = go_on(place, tmp_path / "out", checkpoint, **changes)
     assert [group["weight_decay"] for group in seen.optimizer.param_groups] == [0.5, 0.0]
-    assert [how["max_grad_norm"] for how in seen.how] == [
-        0.125
-    ] * 2 and seen.before.best_metric is None
+    assert [how["max_grad_norm"] for how in seen.how] == [0.125] * 2
+    assert seen.before.best_metric is None
 
 
 @pytest.mark.parametrize(
@@ -262,15 +259,13 @@ def test_the_rest_of_the_epoch_is_visited(
     assert seen.before.num_windows == num_windows_before(
         rows, size, consumed, "drop_last_window" in change
     )
-    assert [line["step"] for line in lines] == list(range(STOP + 1, 13)) and summary["steps"] == 12
+    assert [line["step"] for line in lines] == list(range(STOP + 1, 13))
+    assert summary["steps"] == 12
     said = [line for line in capsys.readouterr().out.splitlines() if "resumed with changes" in line]
-    assert (
-        len(said) == 1
-        and f"after step {STOP}, window {math.ceil(consumed / size)} of epoch 1: " in said[0]
-    )
-    assert "max_steps 8 -> 12" in said[0] and all(
-        name in said[0] for name in change if name != "global_batch_size"
-    )
+    assert len(said) == 1
+    assert f"after step {STOP}, window {math.ceil(consumed / size)} of epoch 1: " in said[0]
+    assert "max_steps 8 -> 12" in said[0]
+    assert all(name in said[0] for name in change if name != "global_batch_size")
 
 
 def num_windows_before(rows: int, size: int, consumed: int, drops: bool) -> int:
@@ -293,10 +288,8 @@ def test_behind_a_whole_epoch(change, rows, epoch, size, consumed, place, old, t
         for name, value in change.items()
     }
     seen, _, _ = go_on(place, tmp_path / "out", old / "checkpoint-8", max_steps=10, **change)
-    assert (
-        seen.ids == windows_of(epoch_order(rows, 7, epoch), size, consumed)[:2]
-        and seen.epochs == [epoch] * 2
-    )
+    assert seen.ids == windows_of(epoch_order(rows, 7, epoch), size, consumed)[:2]
+    assert seen.epochs == [epoch] * 2
 
 
 @pytest.mark.parametrize(
@@ -314,10 +307,8 @@ def test_a_run_by_epochs_ends_with_its_last_epoch(
         place, tmp_path / "out", old_epochs / f"checkpoint-{STOP}", **BY_EPOCHS | change
     )
     total = in_epoch * int(change.get("num_train_epochs", 2))
-    assert (
-        len(seen.ids) == len(lines) == total - position
-        and summary["steps"] == STOP + total - position
-    )
+    assert len(seen.ids) == len(lines) == total - position
+    assert summary["steps"] == STOP + total - position
     expected = [cosine(step, steps=total) for step in range(position, total)]
     assert [line["learning_rate"] for line in lines] == pytest.approx(expected, rel=1e-12)
     assert lines[-1]["epoch"] == change.get("num_train_epochs", 2.0)
@@ -342,7 +333,8 @@ def test_a_changed_run_is_resumed_as_any_other(place, old_epochs, tmp_path):
         resume_from_checkpoint=str(tmp_path / "changed" / f"checkpoint-{STOP + 2}"),
         **more,
     )
-    assert resumed["weights_sha256"] == summary["weights_sha256"] and resumed["steps"] == STOP + 5
+    assert resumed["weights_sha256"] == summary["weights_sha256"]
+    assert resumed["steps"] == STOP + 5
     assert [line["loss"] for line in lines_of(tmp_path / "out")] == [
         line["loss"] for line in lines_of(tmp_path / "changed")[2:]
     ]
@@ -404,7 +396,8 @@ def test_adapters_on_another_base(place, tmp_path):
     ]
     assert len(lines) == 1
     saved = checkpointed(tmp_path / "old" / "checkpoint-3")["model"]
-    assert saved and not any("ln_f" in name for name in saved)
+    assert saved
+    assert not any("ln_f" in name for name in saved)
     assert torch.equal(
         load_file(tmp_path / "out" / "model.safetensors")["transformer.ln_f.weight"],
         base.transformer.ln_f.weight,

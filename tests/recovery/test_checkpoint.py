@@ -41,10 +41,8 @@ ALONE = SimpleNamespace(
 def test_resumed_run_is_the_undisturbed_run(windows, save_steps, place, undisturbed, tmp_path):
     """Dropout on."""
     interrupted(place, tmp_path / "out", windows, save_steps=save_steps)
-    assert (
-        len(lines_of(tmp_path / "out")) == windows
-        and not (tmp_path / "out" / "summary.json").exists()
-    )
+    assert len(lines_of(tmp_path / "out")) == windows
+    assert not (tmp_path / "out" / "summary.json").exists()
     summary = train(place, tmp_path / "out", save_steps=save_steps, resume_from_checkpoint="auto")
     assert summary["weights_sha256"] == undisturbed[0]["weights_sha256"]
     assert without_speed(tmp_path / "out") == without_speed(undisturbed[1])
@@ -57,7 +55,8 @@ def test_resume_into_another_folder(moved, place, undisturbed, tmp_path):
     """The named checkpoint's run goes on, also without its run's folder around it; the old folder
     is left as it is.
     """
-    before, checkpoint = content(undisturbed[1]), undisturbed[1] / "checkpoint-3"
+    before = content(undisturbed[1])
+    checkpoint = undisturbed[1] / "checkpoint-3"
     if moved:
         checkpoint = shutil.copytree(checkpoint, tmp_path / "moved" / "any name")
     summary = train(place, tmp_path / "new", resume_from_checkpoint=str(checkpoint))
@@ -68,7 +67,8 @@ def test_resume_into_another_folder(moved, place, undisturbed, tmp_path):
 
 
 def test_a_folder_with_checkpoints_of_its_own_is_no_place_for_another(place, undisturbed, tmp_path):
-    path, out = str(undisturbed[1] / "checkpoint-3"), tmp_path / "out"
+    path = str(undisturbed[1] / "checkpoint-3")
+    out = tmp_path / "out"
     interrupted(place, out, 1, resume_from_checkpoint=path)
     interrupted(place, out, 3, resume_from_checkpoint=path)  # nothing was saved yet
     with pytest.raises(hf_ga.ConfigError, match="contains checkpoints"):
@@ -177,7 +177,8 @@ def test_what_cannot_be_resumed_is_refused_before_a_model_is_built(
     ):
         with pytest.raises(hf_ga.CheckpointError, match=words):
             train(place, tmp_path / "out", resume_from_checkpoint=str(name))
-    assert content(tmp_path) == before and not (tmp_path / "out").exists()
+    assert content(tmp_path) == before
+    assert not (tmp_path / "out").exists()
 
 
 def test_auto_starts_anew_where_there_is_no_checkpoint(place, undisturbed, tmp_path, capsys):
@@ -216,8 +217,11 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(place, tmp_path, monk
     """In this order: the files of a checkpoint and the lines that it relies on, its name, `latest`,
     and only then deletions.
     """
-    done, output = [], tmp_path / "out"
-    fsync, rename, replace = os.fsync, Path.rename, Path.replace
+    done = []
+    output = tmp_path / "out"
+    fsync = os.fsync
+    rename = Path.rename
+    replace = Path.replace
 
     def moved(move):
         return lambda path, target: (
@@ -239,7 +243,8 @@ def test_everything_is_on_the_disk_before_it_gets_its_name(place, tmp_path, monk
         path.relative_to(output / "checkpoint-8").as_posix()
         for path in (output / "checkpoint-8").rglob("*")
     ]
-    assert len(files) == 4 and {
+    assert len(files) == 4
+    assert {
         "metrics.jsonl",
         *(f"partial-checkpoint-8/{name}" for name in files),
     } <= {*done[begun:named]}
@@ -298,10 +303,12 @@ def test_save_and_load_by_hand(file_bytes, tmp_path, monkeypatch):
         "best": math.inf,
         "note": "é",
     }
-    assert torch.equal(other.weight, model.weight) and torch.equal(other.bias, model.bias)
+    assert torch.equal(other.weight, model.weight)
+    assert torch.equal(other.bias, model.bias)
     assert other_optimizer.param_groups[0]["lr"] == 0.1
     for mine, theirs in zip(optimizer.state.values(), other_optimizer.state.values(), strict=True):
-        assert mine.keys() == theirs.keys() and all(torch.equal(mine[k], theirs[k]) for k in mine)
+        assert mine.keys() == theirs.keys()
+        assert all(torch.equal(mine[k], theirs[k]) for k in mine)
     with pytest.raises(hf_ga.CheckpointError, match="checkpoint-3"):
         load_checkpoint(folder, *small(width=4))
 

@@ -37,7 +37,8 @@ from hf_ga.recovery.manifest import read_manifest, verify
 ALONE = SimpleNamespace(
     is_main_process=True, num_processes=1
 )  # all that finding needs of an Accelerator
-STEPS, DRAWS = (2, 4, 6), 60
+STEPS = (2, 4, 6)
+DRAWS = 60
 SHARD = "shards/shard-00001-model-00001-of-00001.safetensors"
 FILES = [SHARD, "state.json", "manifest.json", "latest"]
 DAMAGES = ["flipped", "flipped", "truncated", "foreign", "swapped"]
@@ -132,9 +133,8 @@ def check_draw(output: Path, touched: set[Path], said: str, found: Path) -> None
             continue
         with pytest.raises(hf_ga.CheckpointError) as error:
             verify(folder)
-        assert str(folder) in str(error.value) and any(
-            path.name in str(error.value) for path in touched if folder in path.parents
-        )
+        assert str(folder) in str(error.value)
+        assert any(path.name in str(error.value) for path in touched if folder in path.parents)
         if step > whole[-1] and output / "latest" not in touched:
             assert (
                 f"skipped {folder.name}, resuming from checkpoint-{whole[-1]}: {error.value}"
@@ -194,7 +194,8 @@ def test_latest_goes_before_newer_ones(runs, tmp_path, capsys):
 def test_manifest_lists_versions_and_all_files(runs):
     folder = runs / "own" / "checkpoint-6"
     manifest = read_manifest(folder)
-    assert manifest["step"] == 6 and manifest["versions"]["torch"] == version("torch")
+    assert manifest["step"] == 6
+    assert manifest["versions"]["torch"] == version("torch")
     files = {
         path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()
     }
@@ -274,7 +275,8 @@ class Crasher:
 
 @pytest.fixture(scope="module")
 def crasher() -> Iterator[Crasher]:
-    crasher, fsync = Crasher(), os.fsync
+    crasher = Crasher()
+    fsync = os.fsync
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: (crasher.count(), fsync(descriptor)))
         yield crasher
@@ -342,11 +344,13 @@ def test_a_crash_while_saving_leaves_the_old_or_the_new_one(
         return f"{found.name} of {state['run']}"
 
     found = crash_everywhere(crasher, start, tmp_path, save, check)
-    before, after = f"checkpoint-{latest} of {latest}", f"checkpoint-{step} of 50"
+    before = f"checkpoint-{latest} of {latest}"
+    after = f"checkpoint-{step} of 50"
     assert found == [before] * found.count(before) + [after] * found.count(
         after
     )  # one instant, and nothing else ever
-    assert found.count(before) > 10 and found.count(after) > 5
+    assert found.count(before) > 10
+    assert found.count(after) > 5
 
 
 @pytest.fixture(scope="module")
@@ -398,7 +402,8 @@ def test_a_crash_while_the_best_model_is_saved(models, setup, tmp_path, crasher)
 
     found = crash_everywhere(crasher, tmp_path / "start", tmp_path, save, check)
     assert found == ["old"] * found.count("old") + ["new"] * found.count("new")
-    assert found.count("old") > 10 and found.count("new") > 3
+    assert found.count("old") > 10
+    assert found.count("new") > 3
 
 
 def test_a_crash_while_the_last_model_is_saved(models, setup, tmp_path, crasher):
@@ -413,7 +418,8 @@ def test_a_crash_while_the_last_model_is_saved(models, setup, tmp_path, crasher)
     def check(output: Path) -> str:
         found = loaded_as(output, models)
         save(output)
-        assert loaded_as(output, models) == "new" and not leftovers(output)
+        assert loaded_as(output, models) == "new"
+        assert not leftovers(output)
         return found
 
     found = crash_everywhere(crasher, tmp_path / "start", tmp_path, save, check)

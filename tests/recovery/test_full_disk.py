@@ -62,11 +62,10 @@ def test_full_disk(case, place, undisturbed, tmp_path, capsys):
     with limit_at(owner, name, call, size):
         assert finetune_main([str(tmp_path / "run.json")]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(f"error: cannot write {output / file}: ") and "File too large" in error
-    assert (
-        f"files in {output} are kept: free disk space" in error
-        and "--resume_from_checkpoint auto" in error
-    )
+    assert error.startswith(f"error: cannot write {output / file}: ")
+    assert "File too large" in error
+    assert f"files in {output} are kept: free disk space" in error
+    assert "--resume_from_checkpoint auto" in error
     assert [path.name for path in output.iterdir() if path.name.startswith(LEFT)] == []
     if kept:
         assert (output / "latest").read_text().startswith(f"{kept}\n")

@@ -25,9 +25,8 @@ def test_the_second_run_is_refused(tmp_path):
         with pytest.raises(hf_ga.ConfigError) as refused, only_run_in(out, ALONE):
             pytest.fail("two runs are in the folder")
         assert content(out) == before
-    assert f"output_dir {out} is in use" in str(
-        refused.value
-    ) and "choose another output_dir" in str(refused.value)
+    assert f"output_dir {out} is in use" in str(refused.value)
+    assert "choose another output_dir" in str(refused.value)
     assert [path.name for path in out.iterdir()] == ["metrics.jsonl"]
     with only_run_in(out, ALONE):  # it is free again
         pass
@@ -42,11 +41,9 @@ def test_a_run_beside_a_run(place, tmp_path, monkeypatch):
     """It is refused and changes nothing; without the lock it would continue what is there. What a
     killed run left is nothing.
     """
-    out, fit, more = (
-        tmp_path / "out",
-        finetune.fit,
-        {"max_steps": 3, "resume_from_checkpoint": "auto"},
-    )
+    out = tmp_path / "out"
+    fit = finetune.fit
+    more = {"max_steps": 3, "resume_from_checkpoint": "auto"}
     out.mkdir()
     (out / LOCK).write_text("process 1")
 
@@ -59,7 +56,8 @@ def test_a_run_beside_a_run(place, tmp_path, monkeypatch):
 
     monkeypatch.setattr(finetune, "fit", fit_beside)
     train(place, out, **more)
-    assert [line["step"] for line in lines_of(out)] == [1, 2, 3] and not (out / LOCK).exists()
+    assert [line["step"] for line in lines_of(out)] == [1, 2, 3]
+    assert not (out / LOCK).exists()
 
 
 def test_another_run_began_and_ended_meanwhile(place, tmp_path, monkeypatch):
@@ -82,9 +80,8 @@ def test_a_folder_that_was_made_for_nothing_is_removed(place, tmp_path):
         (tmp_path / "there").mkdir(exist_ok=True)
         with pytest.raises(hf_ga.DataError):
             train(place, folder, dataset_name=str(tmp_path / "missing.jsonl"))
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"] and not any(
-        (tmp_path / "there").iterdir()
-    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["there"]
+    assert not any((tmp_path / "there").iterdir())
 
 
 def test_an_evaluation_may_go_on_beside_a_run(place, tmp_path):
@@ -98,7 +95,8 @@ def test_an_evaluation_may_go_on_beside_a_run(place, tmp_path):
 
 
 def test_the_lock_of_a_killed_run_is_nothing(tmp_path):
-    assert is_empty_folder(tmp_path / "missing") and is_empty_folder(tmp_path)
+    assert is_empty_folder(tmp_path / "missing")
+    assert is_empty_folder(tmp_path)
     (tmp_path / LOCK).write_text("process 1")
     assert is_empty_folder(tmp_path)
     (tmp_path / "file").touch()

@@ -71,9 +71,12 @@ def gradient_of_window(
     gradients.
     """
     build, make_samples, loss_fn = CASES[case]
-    accelerator, model, samples = accelerator_in(), build(), make_samples(SAMPLES)
+    accelerator = accelerator_in()
+    model = build()
+    samples = make_samples(SAMPLES)
     rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=loss_fn)
-    device, window = Device(model, fits, **how), next(iter(windows_of(accelerator, samples)))
+    device = Device(model, fits, **how)
+    window = next(iter(windows_of(accelerator, samples)))
     for parameter in model.parameters():
         parameter.grad = None if earlier is None else torch.full_like(parameter, earlier)
     result = backward_window(accelerator, model, window, rule=rule, loss_fn=loss_fn)
@@ -85,7 +88,8 @@ def test_gradient_of_a_window_in_which_memory_ran_out(case, backward):
     """That of the window as planned, with the same dropout, added to what the caller had."""
     whole, undisturbed, untouched = gradient_of_window(case, np.inf)
     retried, result, device = gradient_of_window(case, 30, EARLIER, backward=backward)
-    assert result.retries == len(device.failures) >= 1 and max(n for n, _ in device.failures) > 1
+    assert result.retries == len(device.failures) >= 1
+    assert max(n for n, _ in device.failures) > 1
     assert (
         undisturbed.retries == 0 and device.take() >= untouched.take()
     )  # all samples in the last try; a router's more than once
@@ -116,16 +120,17 @@ def test_buffers_count_no_sample_twice():
     def count(module, args, batch):
         module.seen += len(batch["input_ids"])
 
-    accelerator, model, samples = accelerator_in(), h.gpt2(), h.token_samples(SAMPLES)
+    accelerator = accelerator_in()
+    model = h.gpt2()
+    samples = h.token_samples(SAMPLES)
     model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
     model.register_forward_pre_hook(count, with_kwargs=True)
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
-    device, window = (
-        Device(model, 60, chosen=third_of_three()),
-        next(iter(windows_of(accelerator, samples))),
-    )
+    device = Device(model, 60, chosen=third_of_three())
+    window = next(iter(windows_of(accelerator, samples)))
     result = backward_window(accelerator, model, window, rule=rule)
-    assert result.retries == len(device.failures) == 1 and model.seen == WINDOW
+    assert result.retries == len(device.failures) == 1
+    assert model.seen == WINDOW
 
 
 def run_of_steps(
@@ -139,7 +144,9 @@ def run_of_steps(
     """An epoch of updates. Returns the losses, retries by window, the device, and whether each
     window saw its samples once.
     """
-    accelerator, model, samples = accelerator_in(precision), h.gpt2(0.1), h.token_samples(SAMPLES)
+    accelerator = accelerator_in(precision)
+    model = h.gpt2(0.1)
+    samples = h.token_samples(SAMPLES)
     rule = hf_ga.prove_targets(model, samples, h.pad_right)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
@@ -160,7 +167,9 @@ def run_of_steps(
     else:
         more = {"num_workers": 2} if kind == "workers" else {}
         windows = windows_of(accelerator, samples, planner=h.by_number(micro_batch), **more)
-    losses, retries, once = [], [], []
+    losses = []
+    retries = []
+    once = []
     for window in windows:
         result = train_step(accelerator, model, optimizer, window, rule=rule, max_grad_norm=0.5)
         losses.append(result.loss)
@@ -183,7 +192,8 @@ def test_run_with_failures_at_random_is_the_undisturbed_one(kind, seed):
     losses, retries, device, once = run_of_steps(
         "no", at_random(seed), kind=kind, backward=seed % 2 == 0
     )
-    assert sum(retries) == len(device.failures) >= 2 and all(once)
+    assert sum(retries) == len(device.failures) >= 2
+    assert all(once)
     np.testing.assert_allclose(losses, expected, rtol=1e-5)
 
 
@@ -194,7 +204,8 @@ def test_fp16():
     expected, _, _, _ = run_of_steps("fp16", lambda: False)
     other, _, _, _ = run_of_steps("fp16", lambda: False, micro_batch=3)
     losses, retries, _, once = run_of_steps("fp16", at_random(4), backward=True)
-    assert sum(retries) >= 2 and all(once)
+    assert sum(retries) >= 2
+    assert all(once)
     assert np.abs(losses - expected).max() <= 3 * np.abs(other - expected).max() + 1e-6
 
 
@@ -202,7 +213,9 @@ def test_a_single_sample_that_does_not_fit():
     """It is named; the caller's gradients are there as before, and smaller windows can be
     computed.
     """
-    accelerator, model, samples = accelerator_in(), h.gpt2(0.1), h.token_samples(SAMPLES)
+    accelerator = accelerator_in()
+    model = h.gpt2(0.1)
+    samples = h.token_samples(SAMPLES)
     samples[5] = {name: (values * 9)[:30] for name, values in samples[5].items()}
     rule = hf_ga.prove_targets(model, samples[:5], h.pad_right)
     device = Device(model, 25, backward=True)
@@ -216,7 +229,8 @@ def test_a_single_sample_that_does_not_fit():
         r"process 0.*max_length",
     ):
         backward_window(accelerator, model, bad, rule=rule)
-    assert all((p.grad == EARLIER).all() for p in model.parameters()) and device.failures[-1] == (
+    assert all((p.grad == EARLIER).all() for p in model.parameters())
+    assert device.failures[-1] == (
         1,
         30,
     )
@@ -239,7 +253,8 @@ def test_other_errors_are_no_lack_of_memory():
 @contextmanager
 def small_device(fits: float, **how):
     """Whole runs meet a `Device` behind the proof. Yields the list of devices."""
-    prepare, devices = build.prepare, []
+    prepare = build.prepare
+    devices = []
 
     def prepared(accelerator, model, optimizer, **given):
         devices.append(Device(model, fits, **how))
@@ -262,21 +277,19 @@ def test_a_run_on_a_small_device(place, undisturbed, short_of_memory):
     """Retries in metrics.jsonl where there were any, the limit in summary.json, the losses of the
     undisturbed run.
     """
-    lines, expected = lines_of(place / "short"), lines_of(place / "undisturbed")
+    lines = lines_of(place / "short")
+    expected = lines_of(place / "undisturbed")
     assert [line.get("retries", 0) > 0 for line in lines] == [True] + [False] * 7
-    assert (
-        not any("retries" in line for line in expected)
-        and undisturbed[0]["most_tokens_in_a_micro_batch"] is None
-    )
+    assert not any("retries" in line for line in expected)
+    assert undisturbed[0]["most_tokens_in_a_micro_batch"] is None
     summary, said = short_of_memory
     assert 24 <= summary["most_tokens_in_a_micro_batch"] <= 60
-    assert (
-        len(said) == 1
-        and "tokens (padding included) in a micro-batch; the update is the same" in said[0]
-    )
+    assert len(said) == 1
+    assert "tokens (padding included) in a micro-batch; the update is the same" in said[0]
     for name in ("loss", "eval_loss", "grad_norm"):
         found, right = ([line[name] for line in run if name in line] for run in (lines, expected))
-        assert found == pytest.approx(right, rel=1e-5) and found
+        assert found == pytest.approx(right, rel=1e-5)
+        assert found
     assert (
         0 < relative_distance(place / "short", place / "undisturbed") < 1e-6
     )  # in other parts, so rounded otherwise

@@ -24,7 +24,9 @@ from hf_ga.exact.order import epoch_order
 from hf_ga.finetuning.run import loop
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
-WINDOW, MICRO_BATCH, NUM_WINDOWS = 8, 3, 3
+WINDOW = 8
+MICRO_BATCH = 3
+NUM_WINDOWS = 3
 IDS = (10, 13)  # of the bad samples: both in the second window, in its first and second micro-batch
 
 
@@ -40,17 +42,15 @@ class Classifier(nn.Module):
     def __init__(self, trouble=""):
         super().__init__()
         torch.manual_seed(3)
-        self.trouble, self.unlucky, self.fell = trouble, False, []
-        self.embedding, self.dropout, self.coin = (
-            nn.Embedding(h.VOCABULARY, h.WIDTH),
-            nn.Dropout(0.1),
-            nn.Dropout(0.5),
-        )
-        self.middle, self.norm, self.head = (
-            nn.Linear(h.WIDTH, h.WIDTH),
-            Root(trouble),
-            nn.Linear(h.WIDTH, h.NUM_CLASSES),
-        )
+        self.trouble = trouble
+        self.unlucky = False
+        self.fell = []
+        self.embedding = nn.Embedding(h.VOCABULARY, h.WIDTH)
+        self.dropout = nn.Dropout(0.1)
+        self.coin = nn.Dropout(0.5)
+        self.middle = nn.Linear(h.WIDTH, h.WIDTH)
+        self.norm = Root(trouble)
+        self.head = nn.Linear(h.WIDTH, h.NUM_CLASSES)
 
     def forward(self, input_ids, attention_mask, labels=None):
         mask = attention_mask.unsqueeze(-1)
@@ -114,7 +114,8 @@ def started(case="", precision="no"):
     """A training and the options of its steps. The model is proven before anything goes wrong, on
     good samples.
     """
-    model, loss_fn = Classifier(case), spoilt_sum if case == "loss_fn" else None
+    model = Classifier(case)
+    loss_fn = spoilt_sum if case == "loss_fn" else None
     rule = hf_ga.prove_targets(model, samples(bad=()), h.pad_right, loss_fn=loss_fn)
     if case == "weight":
         with torch.no_grad():
@@ -141,7 +142,8 @@ def text_of(case, max_grad_norm=None, precision="no"):
     before = training.snapshot(), surroundings(training.model)
     with pytest.raises(NonFinite) as caught:
         training.step(second, **options, max_grad_norm=max_grad_norm)
-    assert same(training.snapshot(), before[0]) and surroundings(training.model) == before[1]
+    assert same(training.snapshot(), before[0])
+    assert surroundings(training.model) == before[1]
     assert all(p.grad is None for p in training.model.parameters())
     return str(caught.value)
 
@@ -158,7 +160,8 @@ def surroundings(model):
 )
 def test_it_stops_before_the_step_and_names_samples_and_module(case, precision, max_grad_norm):
     text = text_of(case, max_grad_norm, precision)
-    assert "window 1 of epoch 0" in text and CASES[case] in text
+    assert "window 1 of epoch 0" in text
+    assert CASES[case] in text
     assert "it comes from samples 10, 13;" in text
     assert text.startswith("the gradient of window" if case == "gradient" else "the loss of window")
 
@@ -217,27 +220,26 @@ def test_a_skipped_window_leaves_the_run_without_it(case):
                 False,
                 True,
                 False,
-            ] and "samples 10, 13" in results[1].cause
-            assert (
-                math.isfinite(results[1].loss) is (case == "gradient")
-                and results[1].num_targets == WINDOW
-            )
-    assert same(*ends) and not any(r.skipped for r in results)
+            ]
+            assert "samples 10, 13" in results[1].cause
+            assert math.isfinite(results[1].loss) is (case == "gradient")
+            assert results[1].num_targets == WINDOW
+    assert same(*ends)
+    assert not any(r.skipped for r in results)
 
 
 def test_the_forwards_are_run_again_with_their_own_dropout(monkeypatch):
     """Which samples go wrong depends on their dropout. Without audits, which go forward, too."""
     monkeypatch.setattr(Audits, "choose", lambda self, calls: [])
     training, options = started("output")
-    model, model.unlucky = training.model, True
+    model = training.model
+    model.unlucky = True
     for window in windows_of(samples()):
         model.fell.clear()
         cause = training.step(window, **options, on_nonfinite="skip").cause
         bad = [i for i, fell in zip(window.sample_ids.tolist(), model.fell, strict=False) if fell]
-        assert (
-            0 < len(bad) < WINDOW
-            and f"comes from samples {', '.join(map(str, bad))};" in cause + ";"
-        )
+        assert 0 < len(bad) < WINDOW
+        assert f"comes from samples {', '.join(map(str, bad))};" in cause + ";"
         assert sum(model.fell) == 3 * len(
             bad
         )  # in the step; then in micro-batches again, and one by one
@@ -273,7 +275,9 @@ def test_models_with_a_router_or_of_one_width(name, build, layer):
     """The second layer spoils what holds the bad token. XLNet's micro-batches are padded to their
     window.
     """
-    data, model, widths = samples(), build(0.5), set()
+    data = samples()
+    model = build(0.5)
+    widths = set()
     if name == "mixtral":
         data = [{**s, "labels": list(s["input_ids"])} for s in data]
     rule = hf_ga.prove_targets(
@@ -351,15 +355,11 @@ def test_a_run_stops_and_says_where_to_go_on(place, tmp_path, bad_rows):
     with pytest.raises(NonFinite) as caught:
         train(place, tmp_path / "out", **bad_rows)
     text = str(caught.value)
-    assert (
-        f"the run stopped before optimizer step {first + 1}" in text
-        and f"window {first} of epoch 0" in text
-    )
-    assert (
-        "is transformer.h.1.mlp (GPT2MLP)" in text
-        and "on_nonfinite skip" in text
-        and "lower the learning rate" in text
-    )
+    assert f"the run stopped before optimizer step {first + 1}" in text
+    assert f"window {first} of epoch 0" in text
+    assert "is transformer.h.1.mlp (GPT2MLP)" in text
+    assert "on_nonfinite skip" in text
+    assert "lower the learning rate" in text
     assert (
         f"resume from {tmp_path / 'out'}/checkpoint-{first}" in text
         if first
@@ -382,9 +382,8 @@ def test_a_run_that_skips_says_so_once(place, tmp_path, bad_rows, capfd):
     told = [
         line for line in (printed.out + printed.err).splitlines() if "a window was skipped" in line
     ]
-    assert len(told) == summary["skipped_windows"] and all(
-        "transformer.h.1.mlp" in line for line in told
-    )
+    assert len(told) == summary["skipped_windows"]
+    assert all("transformer.h.1.mlp" in line for line in told)
     assert summary["train_loss"] > 0
 
 

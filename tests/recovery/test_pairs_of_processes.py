@@ -44,14 +44,18 @@ pytestmark = pytest.mark.slow("starts processes")
 
 # Not finite
 
-SAMPLES, WINDOW, BAD_WINDOW, LAYER = 96, 32, 1, "bert.encoder.layer.1"
+SAMPLES = 96
+WINDOW = 32
+BAD_WINDOW = 1
+LAYER = "bert.encoder.layer.1"
 
 
 def trained(
     kind: str, samples: list[dict], where: str, on_nonfinite: str, *, leave_out: bool = False
 ) -> tuple[dict, list]:
     """What was said and done, and this process's part of the weights."""
-    accelerator, base = make_accelerator(kind), h.bert_classifier(0.1)
+    accelerator = make_accelerator(kind)
+    base = h.bert_classifier(0.1)
     model, optimizer, rule = prepare(
         accelerator, kind, base, marked(samples, []), speed_ups=[]
     )  # `spoil` knows samples
@@ -61,7 +65,9 @@ def trained(
         "max_grad_norm": 1.0 if where == "forward" else None,
         "on_nonfinite": on_nonfinite,
     }
-    results, said, began = [], None, time.monotonic()
+    results = []
+    said = None
+    began = time.monotonic()
     for window in make_windows(
         accelerator, samples, global_batch_size=WINDOW, planner=h.by_number(8)
     ):
@@ -114,24 +120,25 @@ def spoilt_run(kind: str, where: str) -> dict:
 @pytest.mark.parametrize(("kind", "where"), [("ddp", "forward"), ("fsdp2", "backward")])
 def test_processes_say_the_same_and_skip_the_same(kind, where):
     first, second = on_two_ranks(partial(spoilt_run, kind, where))
-    assert first["said"] == second["said"] and first["causes"] == second["causes"]
+    assert first["said"] == second["said"]
+    assert first["causes"] == second["causes"]
     assert max(first["seconds"], second["seconds"]) < 30
     other, own = first["micro_batch"]
     blamed = (
         own[:2] if where == "forward" else [*other, *own]
     )  # a gradient is the sum of those of all processes
     more = ", ..." if len(blamed) > 8 else ""
-    assert (
-        f"samples {', '.join(map(str, blamed[:8]))}{more}" in first["said"]
-        and "window 1 of epoch 0" in first["said"]
-    )
+    assert f"samples {', '.join(map(str, blamed[:8]))}{more}" in first["said"]
+    assert "window 1 of epoch 0" in first["said"]
     assert (
         f"is {LAYER} (BertLayer)"
         if where == "forward"
         else f"the gradient of {LAYER}.output.LayerNorm.bias"
     ) in first["said"]
     for one in (first, second):
-        assert one["is_finite"] and one["as_left_out"] and one["moved"]
+        assert one["is_finite"]
+        assert one["as_left_out"]
+        assert one["moved"]
         assert [cause is None for cause in one["causes"]] == [True, False, True]
     assert (first["sha256"] == second["sha256"]) == (kind == "ddp")
 
@@ -145,7 +152,8 @@ def out_of_memory(config: hf_ga.FinetuneConfig) -> None:
     """A run that runs out of memory on process 1, from one of its forwards on. In a process of its
     own, which ends with it.
     """
-    prepare, calls = build.prepare, []
+    prepare = build.prepare
+    calls = []
 
     def prepared(accelerator, model, optimizer, **given):
         if accelerator.process_index == 1:
@@ -168,10 +176,8 @@ def test_fsdp_ends_in_bounded_time_and_goes_on_in_smaller_micro_batches(
     )
     assert "does not fit into the memory of process 1 by itself" in second
     saved = tmp_path / "out" / "checkpoint-3"
-    assert (
-        f"Then resume from {saved} with --resume_from_checkpoint auto." in second
-        and "Error" in first
-    )
+    assert f"Then resume from {saved} with --resume_from_checkpoint auto." in second
+    assert "Error" in first
     resumed = train(
         place, tmp_path / "out", per_device_train_batch_size=3, resume_from_checkpoint="auto"
     )
@@ -186,8 +192,10 @@ def on_a_full_disk(config: hf_ga.FinetuneConfig) -> dict:
     """What this process says where one cannot write its shards or finish a checkpoint, and where a
     shard is damaged.
     """
-    is_main, again = os.environ["RANK"] == "0", replace(config, resume_from_checkpoint="auto")
-    copy, said = Path(config.output_dir) / "copy", {}
+    is_main = os.environ["RANK"] == "0"
+    again = replace(config, resume_from_checkpoint="auto")
+    copy = Path(config.output_dir) / "copy"
+    said = {}
     with nullcontext() if is_main else limit_at(checkpoint, "save_shards", call=2, size=1_000):
         said["shards of process 1"] = outcome(partial(hf_ga.finetune, config))
     with limit_at(checkpoint, "_complete", call=1, size=10) if is_main else nullcontext():
@@ -219,10 +227,8 @@ def test_all_processes_stop_with_the_same_words(place, tmp_path):
     assert first["shards of process 1"].startswith(
         f"CheckpointError: cannot write {partial_folder / 'shards'}: "
     )
-    assert (
-        first["manifest"].startswith(f"CheckpointError: cannot write {partial_folder}: ")
-        and "File too large" in first["manifest"]
-    )
+    assert first["manifest"].startswith(f"CheckpointError: cannot write {partial_folder}: ")
+    assert "File too large" in first["manifest"]
     for name in ("shards of process 1", "manifest"):
         assert "are kept: free disk space" in first[name]
     assert (
@@ -317,7 +323,8 @@ def test_a_plain_checkpoint_goes_into_shards_and_back(optim, name, kind, tmp_pat
     assert on_two_ranks(
         partial(into_shards, plain, tmp_path / "sharded", optim, name), kind=kind
     ) == [None, None]
-    other, expected = made(name, optim, rate=0.5), contents(model, optimizer)
+    other = made(name, optim, rate=0.5)
+    expected = contents(model, optimizer)
     assert len(different(contents(*other), expected)) >= 0.9 * len(expected)
     load_checkpoint(tmp_path / "sharded" / "checkpoint-4", *other)
     assert different(contents(*other), expected) == []

@@ -38,7 +38,8 @@ def distance(output: Path, reference: Path, after: int = 0) -> float:
     """Largest relative difference of a loss, in training or validation, of any step after that
     many; the lines must be of the same steps.
     """
-    lines, others = lines_of(output), lines_of(reference)[after:]
+    lines = lines_of(output)
+    others = lines_of(reference)[after:]
     assert (
         [line["step"] for line in lines]
         == [line["step"] for line in others]
@@ -82,7 +83,8 @@ def test_one_run_on_five_layouts(place, whole, tmp_path):
     printed = run_phases(tmp_path / "job", chain(place, tmp_path / "out", CHAIN))
     layouts = [line for line in printed.splitlines() if "window of 16 samples = " in line]
     for (_, processes, size), layout in zip(CHAIN, layouts, strict=False):
-        assert f"= {processes} process" in layout and layout.endswith(f" {size}")
+        assert f"= {processes} process" in layout
+        assert layout.endswith(f" {size}")
     assert distance(tmp_path / "out", whole[1]) <= 1e-5
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["eval_loss"] == pytest.approx(whole[0]["eval_loss"], rel=1e-5)
@@ -101,7 +103,5 @@ def test_a_resume_that_forgets_the_moments_is_another_run(place, whole, tmp_path
     train(
         place, tmp_path / "out", **SETTINGS, resume_from_checkpoint=str(whole[1] / "checkpoint-8")
     )
-    assert (
-        distance(tmp_path / "out", whole[1], after=8) > 1e-4
-        and relative_distance(tmp_path / "out", whole[1]) > 1e-4
-    )
+    assert distance(tmp_path / "out", whole[1], after=8) > 1e-4
+    assert relative_distance(tmp_path / "out", whole[1]) > 1e-4

@@ -38,7 +38,8 @@ def at_once(monkeypatch):
 
 def signalled(patch, where, call, *numbers):
     """Signals come into the given call of a function of the loop, before it does its work."""
-    calls, function = [], getattr(loop, where)
+    calls = []
+    function = getattr(loop, where)
 
     def interrupted(*args, **kwargs):
         calls.append(where)
@@ -64,7 +65,8 @@ def test_signals_are_remembered_and_handlers_come_back():
         assert not request.received
         for name in ("SIGUSR2", "SIGTERM", "SIGINT", "SIGUSR1", "SIGTERM"):
             signal.raise_signal(getattr(signal, name))
-            assert request.received and str(request) == "SIGUSR2"
+            assert request.received
+            assert str(request) == "SIGUSR2"
     assert handlers() == before
 
 
@@ -72,7 +74,8 @@ def test_the_same_signal_again_acts_as_before(monkeypatch):
     """Within a second it is one request. Of another kind it is not: SLURM warns before it
     terminates.
     """
-    before, clock = handlers(), [10.0]
+    before = handlers()
+    clock = [10.0]
     monkeypatch.setattr(signals.time, "monotonic", lambda: clock[0])
     with pytest.raises(KeyboardInterrupt), stop_requests() as request:
         for clock[0] in (10.0, 10.2, 11.0):
@@ -100,7 +103,8 @@ def test_what_the_parent_ignores_stays_ignored(monkeypatch):
     try:
         with stop_requests() as request:
             signal.raise_signal(signal.SIGUSR2)
-            assert not request.received and signal.getsignal(signal.SIGUSR1) not in (
+            assert not request.received
+            assert signal.getsignal(signal.SIGUSR1) not in (
                 signal.SIG_DFL,
                 signal.SIG_IGN,
             )
@@ -144,7 +148,8 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
     """Weights, metrics.jsonl, best model and summary. Dropout is on; checkpoints are due at 3, 6
     and 8.
     """
-    out, before = tmp_path / "out", handlers()
+    out = tmp_path / "out"
+    before = handlers()
     with pytest.MonkeyPatch.context() as patch:
         signalled(patch, where, call, getattr(signal, name))
         with pytest.raises(RunStopped) as stopped:
@@ -155,9 +160,8 @@ def test_a_stopped_run_goes_on_as_if_nothing_had_been(
         "--resume_from_checkpoint auto"
     )
     assert str(stopped.value) == said
-    assert [line["step"] for line in lines_of(out)] == list(range(1, step + 1)) and not (
-        out / "summary.json"
-    ).exists()
+    assert [line["step"] for line in lines_of(out)] == list(range(1, step + 1))
+    assert not (out / "summary.json").exists()
     assert without_speed(out) == without_speed(undisturbed[1])[:step]
     summary = train(place, out, resume_from_checkpoint="auto")
     same = ("weights_sha256", "eval_loss", "best_eval_loss", "train_loss", "steps")
@@ -232,7 +236,9 @@ def test_a_signal_to_all_processes_of_a_job_leaves_its_workers_alive(
     Control: as torch has it.
     """
     monkeypatch.setattr(workers, "obey_parent_only", init)
-    alive, save, others = [], loop.save, multiprocessing.active_children()
+    alive = []
+    save = loop.save
+    others = multiprocessing.active_children()
 
     def signalled_save(*args):
         if not alive:

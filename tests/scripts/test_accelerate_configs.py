@@ -57,7 +57,8 @@ def unknown_fsdp_keys(profile):
 def test_accelerate_launches_it_as_meant(profile):
     """A key that Accelerate does not know raises there."""
     assert len(LAUNCHED) == len(PROFILES)
-    config, args = load_config_from_file(str(profile)), launched(profile)
+    config = load_config_from_file(str(profile))
+    args = launched(profile)
     assert not unknown_fsdp_keys(profile)
     assert not (args.use_deepspeed or args.use_megatron_lm or args.tpu)
     found = (
@@ -69,10 +70,8 @@ def test_accelerate_launches_it_as_meant(profile):
         bool(args.use_cpu),
     )
     assert found == LAUNCHED[profile.stem]
-    assert (
-        config.num_processes == args.num_processes
-        and config.mixed_precision == args.mixed_precision
-    )
+    assert config.num_processes == args.num_processes
+    assert config.mixed_precision == args.mixed_precision
 
 
 @pytest.mark.parametrize("profile", PROFILES, ids=lambda profile: profile.stem)
@@ -90,10 +89,8 @@ def test_what_fsdp_shards_with(name):
     with patch_environment(**prepare_multi_gpu_env(launched(FOLDER / f"{name}.yaml"))):
         plugin = FullyShardedDataParallelPlugin()
     assert plugin.fsdp_version == int(name[4])
-    assert (
-        plugin.auto_wrap_policy is transformer_auto_wrap_policy
-        and plugin.transformer_cls_names_to_wrap is None
-    )
+    assert plugin.auto_wrap_policy is transformer_auto_wrap_policy
+    assert plugin.transformer_cls_names_to_wrap is None
     assert plugin.state_dict_type == StateDictType.SHARDED_STATE_DICT
     assert not plugin.activation_checkpointing
     assert (
@@ -104,11 +101,10 @@ def test_what_fsdp_shards_with(name):
         name, "CPUOffloadPolicy"
     )
     if name == "fsdp1":
-        assert plugin.sharding_strategy == ShardingStrategy.FULL_SHARD and plugin.use_orig_params
-        assert (
-            plugin.backward_prefetch == BackwardPrefetch.BACKWARD_PRE
-            and not plugin.forward_prefetch
-        )
+        assert plugin.sharding_strategy == ShardingStrategy.FULL_SHARD
+        assert plugin.use_orig_params
+        assert plugin.backward_prefetch == BackwardPrefetch.BACKWARD_PRE
+        assert not plugin.forward_prefetch
         assert not offload.offload_params
     else:
         assert plugin.reshard_after_forward is True

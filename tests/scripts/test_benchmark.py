@@ -91,7 +91,8 @@ def test_every_arm_sees_each_sample_once_an_epoch_and_waits_for_its_turn(model, 
     turn.close()
     thread.join()
     assert len(waits) == 2 * setting.windows_per_epoch == 4
-    assert measured.each_once and len(measured.seconds) == setting.windows_per_epoch
+    assert measured.each_once
+    assert len(measured.seconds) == setting.windows_per_epoch
     assert (measured.padding == 1) == (name == PADDING_FREE)
     assert measured.padding < (
         2.5 if name in (TRAINER, OWN_LOOP, EXACT_TRAINER, WITHOUT_PLAN, PLAIN) else 1.5
@@ -105,13 +106,15 @@ def test_what_is_left_out_is_left_out(arm, moved, tensors):
     """Native dropout moves torch's generator; without the chunked loss the training forwards return
     logits.
     """
-    run, made = BenchmarkRun(setting_of()), []
+    run = BenchmarkRun(setting_of())
+    made = []
     run.model.register_forward_hook(
         lambda model, inputs, outputs: made.append(type(outputs.logits) is torch.Tensor)
     )
     before = torch.get_rng_state()
     run.measure(ABLATION[arm])
-    assert torch.equal(torch.get_rng_state(), before) != moved and made[-1] == tensors
+    assert torch.equal(torch.get_rng_state(), before) != moved
+    assert made[-1] == tensors
 
 
 def test_a_sample_that_is_lost_or_comes_twice_is_seen():
@@ -168,7 +171,8 @@ def test_rates_are_medians_over_epochs():
     assert report.tokens_per_second(setting_of(), measured) == sum(LENGTHS)
     section = report.speed_section(setting_of(), GOOD)
     assert section.rows[-1][1:] == [sum(LENGTHS), 4.0, pytest.approx(1.4), 1.2, 100.0]
-    assert all(bound.holds for bound in section.bounds) and "- passed: " in str(section)
+    assert all(bound.holds for bound in section.bounds)
+    assert "- passed: " in str(section)
 
 
 def test_each_bound_of_the_speed_can_fail():
@@ -184,11 +188,10 @@ def test_each_bound_of_the_speed_can_fail():
             for bound in report.speed_section(setting_of(), GOOD | change).bounds
             if not bound.holds
         ]
-        assert failed in bound.what and str(bound).startswith("FAILED: ")
-    assert (
-        not Bound("x", float("nan"), 1.0).holds
-        and not Bound("x", float("nan"), 1.0, at_most=True).holds
-    )
+        assert failed in bound.what
+        assert str(bound).startswith("FAILED: ")
+    assert not Bound("x", float("nan"), 1.0).holds
+    assert not Bound("x", float("nan"), 1.0, at_most=True).holds
 
 
 @pytest.mark.parametrize(("flags", "code"), [(["--assert"], 1), ([], 0)])
@@ -198,7 +201,8 @@ def test_assert_prints_the_bounds_that_fail(tmp_path, monkeypatch, capsys, flags
     )
     assert cli.main(["--sections", "plan", "--output_dir", str(tmp_path / "out"), *flags]) == code
     printed = capsys.readouterr()
-    assert printed.err.count("FAILED: ") == code and "| 1,000 | 4.000 |" in printed.out
+    assert printed.err.count("FAILED: ") == code
+    assert "| 1,000 | 4.000 |" in printed.out
     assert printed.out.split("## ")[1].strip() in (tmp_path / "out" / "benchmark.md").read_text()
     with pytest.raises(SystemExit, match="2"):
         cli.main(["--sections", "speeds", *flags])
@@ -221,9 +225,7 @@ def test_useful_flops_are_those_that_torch_counts():
 def test_two_ranks_share_each_window():
     with busy_core():
         measured = measure_two_ranks(setting_of())
-    assert (
-        len(measured.seconds) == 2
-        and min(measured.seconds) > 0
-        and 0 < measured.memory_before <= measured.peak_memory
-    )
+    assert len(measured.seconds) == 2
+    assert min(measured.seconds) > 0
+    assert 0 < measured.memory_before <= measured.peak_memory
     assert not measured.each_once and 0 < measured.padding < 1.2  # rank 0 has a part of each window

@@ -38,10 +38,8 @@ TROUBLES = " ".join((DOCS / "troubleshooting.md").read_text().split())
 def test_the_flags_are_those_of_the_configuration():
     """After a change of an option: python docs/generate_cli.py"""
     page = generate_cli.cli_page()
-    assert (
-        page == (DOCS / "cli.md").read_text()
-        and generate_cli.flags_page() == (DOCS / "flags.md").read_text()
-    )
+    assert page == (DOCS / "cli.md").read_text()
+    assert generate_cli.flags_page() == (DOCS / "flags.md").read_text()
     assert (
         "## Model\n" in page
         and "| `--assert` | off |" in page
@@ -122,7 +120,9 @@ def long_sample():
 
 
 def infinite_sample():
-    accelerator, model, data = Accelerator(), Net(nn.ReLU()), rows()
+    accelerator = Accelerator()
+    model = Net(nn.ReLU())
+    data = rows()
     targets = hf_ga.prove_targets(model, data, collate)
     data[5]["x"] = torch.full((5,), torch.inf)
     sizes = {"per_device_batch_size": 4, "global_batch_size": 16}

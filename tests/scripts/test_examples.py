@@ -29,16 +29,17 @@ from hf_ga.finetuning.run.cli import parse_config
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 SPECIAL = ["<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>"]
-NUM_ROWS, POSITIONS, TAGS = 40, 64, ["B-LOC", "I-LOC", "O"]
+NUM_ROWS = 40
+POSITIONS = 64
+TAGS = ["B-LOC", "I-LOC", "O"]
 CUT = {"truncation": True, "max_length": POSITIONS}
 SETTINGS = """learning_rate weight_decay warmup_steps lr_scheduler_type num_train_epochs per_device_train_batch_size
     gradient_accumulation_steps max_grad_norm seed adam_beta1 adam_beta2 adam_epsilon label_smoothing_factor max_steps"""
-GPT2, BERT, ROBERTA = (
-    "openai-community/gpt2",
-    "google-bert/bert-base-cased",
-    "FacebookAI/roberta-base",
-)
-T5, MARIAN = "google-t5/t5-small", "Helsinki-NLP/opus-mt-en-ro"
+GPT2 = "openai-community/gpt2"
+BERT = "google-bert/bert-base-cased"
+ROBERTA = "FacebookAI/roberta-base"
+T5 = "google-t5/t5-small"
+MARIAN = "Helsinki-NLP/opus-mt-en-ro"
 LINES = dict(
     line.split(": ", 1)
     for line in (Path(__file__).parent / "examples.txt").read_text().splitlines()

@@ -54,17 +54,14 @@ def test_a_part_that_fails_or_hangs_leaves_the_others(tmp_path, monkeypatch):
         "skipped: needs CUDA, as a CPU has none",
     ]
     assert [result["status"] for result in found.values()] == [*statuses, "done"]
-    assert (
-        found["last"]["output"] == "also_here\n"
-        and found["peers"]["sections"] == FIGURES["sections"]
-    )
+    assert found["last"]["output"] == "also_here\n"
+    assert found["peers"]["sections"] == FIGURES["sections"]
     assert not is_running(int(found["peers"]["output"].split()[1]))
     page = (tmp_path / "out" / "report.md").read_text()
-    assert "- Fails: failed with exit code 1: ValueError: broken\n" in page and "also_here" in page
-    assert (
-        "- passed: 1, target >= 1\n" in page
-        and (tmp_path / "out" / "peers.png").stat().st_size > 1000
-    )
+    assert "- Fails: failed with exit code 1: ValueError: broken\n" in page
+    assert "also_here" in page
+    assert "- passed: 1, target >= 1\n" in page
+    assert (tmp_path / "out" / "peers.png").stat().st_size > 1000
 
 
 def test_an_interrupted_report_keeps_what_it_has(tmp_path, monkeypatch):
@@ -86,7 +83,8 @@ def test_an_interrupted_report_keeps_what_it_has(tmp_path, monkeypatch):
         "interrupted",
         "not run",
     ]
-    assert found["peers"]["sections"] and not is_running(int(found["peers"]["output"].split()[1]))
+    assert found["peers"]["sections"]
+    assert not is_running(int(found["peers"]["output"].split()[1]))
     assert "- Hangs: interrupted\n" in (out / "report.md").read_text()
 
 
@@ -108,6 +106,7 @@ def test_the_whole_report_on_a_cpu(tmp_path):
         == {n for n, part in gpu_report.PARTS.items() if part.needs_cuda}
     )
     rates = {row[0]: row[1] for row in found["peers"]["sections"][-1]["rows"]}
-    assert len(rates) == 11 and min(rates.values()) > 0
+    assert len(rates) == 11
+    assert min(rates.values()) > 0
     assert "8 passed" in found["promises"]["output"]
     assert "target >= 0.45" in (tmp_path / "report.md").read_text()

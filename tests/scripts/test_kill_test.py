@@ -56,10 +56,8 @@ def test_a_resumed_run_is_the_same_and_one_without_the_optimizer_is_not(
 
     monkeypatch.setattr(finetune, "resume", forgets)
     found = resumed(undisturbed, tmp_path / "forgets")
-    assert (
-        any(text.startswith("weights_sha256 ") for text in found)
-        and "model.safetensors differs" in found
-    )
+    assert any(text.startswith("weights_sha256 ") for text in found)
+    assert "model.safetensors differs" in found
     assert any(
         text.startswith("metrics.jsonl has the steps [1, 2, ") and text.endswith("run's")
         for text in found
@@ -68,7 +66,8 @@ def test_a_resumed_run_is_the_same_and_one_without_the_optimizer_is_not(
 
 def test_lines_and_files_are_compared(undisturbed, tmp_path):
     """The speed may be another one."""
-    whole, output = undisturbed / "undisturbed", tmp_path / "out"
+    whole = undisturbed / "undisturbed"
+    output = tmp_path / "out"
     shutil.copytree(whole, output)
     path = output / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True)
@@ -83,7 +82,8 @@ def test_lines_and_files_are_compared(undisturbed, tmp_path):
     ]:
         path.write_text("".join(damaged))
         found = kill_test.differences(whole, output)
-        assert len(found) == (seen is not None) and all(seen in text for text in found)
+        assert len(found) == (seen is not None)
+        assert all(seen in text for text in found)
     (output / "partial-checkpoint-4").mkdir()
     weights = output / "best" / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
@@ -98,7 +98,8 @@ def test_kills(tmp_path):
     """The command of two processes in the docs, shortened; of one:
     promises/test_same_after_a_stop.py.
     """
-    words, kills = COMMANDS[1], 1
+    words = COMMANDS[1]
+    kills = 1
     flags = [
         *words[2:],
         "--kills",
@@ -112,4 +113,5 @@ def test_kills(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, done.stderr[-3000:]
     lines = done.stdout.splitlines()
-    assert lines[0].startswith("uninterrupted: ") and lines[-1] == f"0 of {kills} differ"
+    assert lines[0].startswith("uninterrupted: ")
+    assert lines[-1] == f"0 of {kills} differ"

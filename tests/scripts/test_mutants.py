@@ -28,16 +28,17 @@ ROOMS = {
 
 def test_every_room_has_mutants():
     counts = Counter(mutant.room for mutant in MUTANTS)
-    assert counts.keys() == ROOMS and min(counts.values()) >= 5 and len(MUTANTS) >= 60
+    assert counts.keys() == ROOMS
+    assert min(counts.values()) >= 5
+    assert len(MUTANTS) >= 60
     assert len({(mutant.file, mutant.old, mutant.new) for mutant in MUTANTS}) == len(MUTANTS)
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: f"{mutant.number}: {mutant.reason}")
 def test_mutants_apply_and_their_tests_exist(mutant):
     """Their tests are those of the room; training.py has none of its own."""
-    assert (mutants.ROOT / "hf_ga" / mutant.file).read_text().count(
-        mutant.old
-    ) == 1 and mutant.new != mutant.old
+    assert (mutants.ROOT / "hf_ga" / mutant.file).read_text().count(mutant.old) == 1
+    assert mutant.new != mutant.old
     for test in mutant.tests.split():
         file, _, name = test.partition("::")
         assert mutant.room == "training" or file.startswith(f"{mutant.room}/")

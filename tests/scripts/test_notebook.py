@@ -64,9 +64,8 @@ def test_the_notebook_runs(name, tmp_path):
     printed = printed_in(executed(name, tmp_path))
     assert all(text in printed for text in PRINTED[name])
     differences = re.findall(r"largest relative difference of a loss.*: (\S+)", printed)
-    assert len(differences) == (name != "check_your_step") and all(
-        float(value) < 1e-5 for value in differences
-    )
+    assert len(differences) == (name != "check_your_step")
+    assert all(float(value) < 1e-5 for value in differences)
     assert all(
         float(last) < float(first) - 0.05
         for first, last in re.findall(r"loss ([\d.]+) to ([\d.]+)", printed)

@@ -41,10 +41,8 @@ def starting(*words: str) -> list[str]:
     return list(dict.fromkeys(line for line in COMMANDS if line.startswith(words)))
 
 
-CHECKS, PLANS = (
-    starting("python scripts/check_equivalence.py"),
-    starting("python scripts/plan_batch.py", "python scripts/submit_slurm.py"),
-)
+CHECKS = starting("python scripts/check_equivalence.py")
+PLANS = starting("python scripts/plan_batch.py", "python scripts/submit_slurm.py")
 LAUNCHES = [line.split("&& ")[-1] for line in COMMANDS if "accelerate launch" in line]
 REPORTED = [
     line for line in LAUNCHES if "--push_to_hub" in line or "--report_to" in line
@@ -108,7 +106,8 @@ def test_commands_and_flags_in_the_text_exist():
     sources = "".join(path.read_text() for path in (ROOT / "scripts").rglob("*.py"))
     known = {*re.findall(r"--\w+", PAGES["cli"] + PAGES["flags"] + sources), *OF_OTHER_PROGRAMS}
     used = {flag for text in [*COMMANDS, *INLINE] for flag in re.findall(r"(?<!\S)--\w+", text)}
-    assert used - known == set() and len(used) > 40
+    assert used - known == set()
+    assert len(used) > 40
     named = {
         word
         for text in [*COMMANDS, *INLINE]
@@ -151,14 +150,16 @@ def test_the_changed_lines_of_a_stock_loop_make_the_same_updates():
         return torch.nn.utils.parameters_to_vector(model.parameters()).detach()
 
     before = torch.nn.utils.parameters_to_vector(h.gpt2().parameters()).detach()
-    stock, ours = weights("+") - before, weights("-") - before
+    stock = weights("+") - before
+    ours = weights("-") - before
     assert (ours - stock).norm() < 1e-5 * stock.norm()
 
 
 def test_the_one_call_gives_the_same_loss_for_every_size(capsys):
     _, printed = execute(BLOCKS["backward"][0], capsys)
     losses = re.findall(r"loss (\S+)", printed)
-    assert len(losses) == 3 and len(set(losses)) == 1
+    assert len(losses) == 3
+    assert len(set(losses)) == 1
 
 
 def test_the_accelerate_loop_runs(capsys):
@@ -193,10 +194,8 @@ def test_a_file_of_ones_own_becomes_a_classifier(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
     names, printed = execute("".join(BLOCKS["finetune"]), capsys)
     assert "[{'label': '1', 'score':" in printed
-    assert (
-        printed.count("{'eval_weighted_f1': ") == 3
-        and names["summary"]["best_eval_weighted_f1"] > 0.5
-    )
+    assert printed.count("{'eval_weighted_f1': ") == 3
+    assert names["summary"]["best_eval_weighted_f1"] > 0.5
 
 
 def test_the_main_process_builds_a_model_with_weights(capsys):
@@ -212,7 +211,8 @@ def test_the_stream_gives_windows(capsys):
 @pytest.mark.parametrize(("page", "index"), [("README", 1), ("trainer", 0)])
 def test_the_one_import_line_gives_a_trainer(page, index, capsys):
     names, _ = execute(BLOCKS[page][index], capsys)
-    assert issubclass(names["Trainer"], Trainer) and names["Trainer"] is not Trainer
+    assert issubclass(names["Trainer"], Trainer)
+    assert names["Trainer"] is not Trainer
 
 
 def test_the_weighted_loop_runs(capsys):
@@ -221,7 +221,8 @@ def test_the_weighted_loop_runs(capsys):
     sums = [float(number) for number in re.findall(r"sum of weights (\S+)", printed)]
     rows = names["rows"]
     weights = [row["weight"] * (20 if row["labels"] else 1) for row in rows]
-    assert len(sums) == 7 and sum(sums) == pytest.approx(sum(weights))
+    assert len(sums) == 7
+    assert sum(sums) == pytest.approx(sum(weights))
 
 
 def test_the_weighted_trainer_trains(tmp_path, capsys):
@@ -238,8 +239,11 @@ def test_the_weighted_trainer_trains(tmp_path, capsys):
 
 def test_the_check_convicts_the_step_and_acquits_ours(capsys):
     names, printed = execute(BLOCKS["checker"][0], capsys)
-    assert "hf_ga: passed" in printed and "mine: FAILED" in printed and "x4.00" in printed
-    assert names["report"].arm("hf_ga").passed and not names["report"].passed
+    assert "hf_ga: passed" in printed
+    assert "mine: FAILED" in printed
+    assert "x4.00" in printed
+    assert names["report"].arm("hf_ga").passed
+    assert not names["report"].passed
 
 
 SHORTER = {
@@ -270,7 +274,8 @@ def test_the_commands_run(tmp_path):
     words = [sys.executable, str(ROOT / "tests/support/command_lines.py"), "job.json"]
     result = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=400)
     assert result.returncode == 0, result.stderr[-3000:]
-    assert "hf_ga: passed" in result.stdout and (tmp_path / "outputs/check/report.html").exists()
+    assert "hf_ga: passed" in result.stdout
+    assert (tmp_path / "outputs/check/report.html").exists()
     assert (tmp_path / "outputs/safe/summary.json").exists()
     assert "data/part-*.jsonl: 80 train, 80 validation rows" in result.stdout
     assert "data/part-*.jsonl, data/notes.jsonl: " in result.stdout
@@ -301,7 +306,8 @@ def test_the_plans_are_printed(tmp_path, capsys, monkeypatch):
     shown = [
         line.strip() for line in PAGES["processes"].splitlines() if line.startswith("    samples ")
     ]
-    assert len(shown) == 2 and set(shown) <= set(printed[0].splitlines())
+    assert len(shown) == 2
+    assert set(shown) <= set(printed[0].splitlines())
     assert "#SBATCH" in printed[1] and "--num_processes 16" in printed[1]
 
 

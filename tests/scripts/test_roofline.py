@@ -25,7 +25,8 @@ def counted(kind: str, mode: roofline.Mode, lengths: list[int]) -> CountKernels:
 
 @pytest.mark.parametrize("kind", SMALL)
 def test_operations_are_those_of_torchs_counter(kind):
-    lengths, shape = np.array([3, 7, 5]), SMALL[kind]
+    lengths = np.array([3, 7, 5])
+    shape = SMALL[kind]
     with FakeTensorMode():
         model = roofline.build(shape, STORED)
         with FlopCounterMode(display=False) as counter:
@@ -50,7 +51,8 @@ def test_packed_operations_by_hand():
 
 def test_kernels_and_bytes_by_hand():
     x = torch.zeros(4)
-    table, rows = torch.zeros(1000, 2), torch.tensor([1, 5])
+    table = torch.zeros(1000, 2)
+    rows = torch.tensor([1, 5])
     with CountKernels() as counter:
         total = x + x  # reads two times 16 bytes, writes 16
         total.add_(x)  # the same
@@ -107,5 +109,6 @@ def test_the_command(capsys, monkeypatch):
     sizes = ["--num_samples", "4", "--window", "4", "--micro_batch", "2", "--layers", "1"]
     roofline.main(["--models", "bert", "--devices", "h200", *sizes])
     printed = capsys.readouterr().out
-    assert "BERT-base on one H200 SXM" in printed and "computed, not measured" in printed
+    assert "BERT-base on one H200 SXM" in printed
+    assert "computed, not measured" in printed
     assert all(f"| {mode.name} |" in printed for mode in MODES)

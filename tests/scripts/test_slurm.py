@@ -59,15 +59,12 @@ def test_dry_run_prints_the_batch_script_and_each_launch(capsys):
         "mem": "480G",
     }
     wanted |= {"cpus-per-task": "32", "qos": "high", "job-name": "hf_ga", "requeue": ""}
-    assert {name: options.get(name) for name in wanted} == wanted and options["signal"].startswith(
-        "USR2@"
-    )
+    assert {name: options.get(name) for name in wanted} == wanted
+    assert options["signal"].startswith("USR2@")
     (srun,) = [line for line in text.splitlines() if line.startswith("srun ")]
-    assert (
-        "--kill-on-bad-exit=1" in srun
-        and "--cpus-per-task=32" in srun
-        and text.index("\nx\n") < text.index(srun)
-    )
+    assert "--kill-on-bad-exit=1" in srun
+    assert "--cpus-per-task=32" in srun
+    assert text.index("\nx\n") < text.index(srun)
     for rank, command in enumerate(commands):
         read = parsed(shlex.split(command.partition(": ")[2]))
         assert (read.machine_rank, read.num_machines, read.num_processes, read.main_process_ip) == (
@@ -227,9 +224,8 @@ def test_a_task_reads_its_node_from_slurm(launches, monkeypatch):
     ((words, variables, _),) = launches
     read = parsed(words)
     assert (read.machine_rank, read.main_process_ip, read.main_process_port) == (1, "node7", 24567)
-    assert "ACCELERATE_USE_CPU" not in variables and variables["PATH"].startswith(
-        str(Path(sys.executable).parent)
-    )
+    assert "ACCELERATE_USE_CPU" not in variables
+    assert variables["PATH"].startswith(str(Path(sys.executable).parent))
 
 
 @pytest.mark.parametrize("terminated", [False, True])
@@ -262,7 +258,8 @@ def test_run_to_end_ignores_the_signal_and_gives_the_exit_code():
 
 def test_run_to_end_lets_the_run_save(tmp_path, monkeypatch):
     """When this process is ended."""
-    file, wait = tmp_path / "file", subprocess.Popen.wait
+    file = tmp_path / "file"
+    wait = subprocess.Popen.wait
 
     def ended(process):
         monkeypatch.setattr(subprocess.Popen, "wait", wait)

@@ -75,7 +75,8 @@ def test_a_mean_of_means_is_called_wrong(monkeypatch):
 )
 def test_what_is_not_compared_has_its_reason(head, status, reason):
     verdict = examine(head)
-    assert verdict.status == status and reason in verdict.reason
+    assert verdict.status == status
+    assert reason in verdict.reason
 
 
 def test_the_collate_function_pads_each_entry_with_its_own_filler():
@@ -98,9 +99,11 @@ def test_the_collate_function_pads_each_entry_with_its_own_filler():
 
 def test_at_least_450_heads_of_every_kind_are_listed_once():
     heads = all_heads()
-    assert len(heads) == len(set(heads)) >= 450 and {head.kind for head in heads} == set(KINDS)
+    assert len(heads) == len(set(heads)) >= 450
+    assert {head.kind for head in heads} == set(KINDS)
     chosen = sweep_heads.evenly_spread(heads, 40)
-    assert len(chosen) == len(set(chosen)) == 40 and len({head.kind for head in chosen}) >= 8
+    assert len(chosen) == len(set(chosen)) == 40
+    assert len({head.kind for head in chosen}) >= 8
 
 
 def test_a_head_that_kills_its_process_or_hangs_costs_no_other():
@@ -122,17 +125,13 @@ def test_the_exit_code_and_the_report_tell_a_wrong_head(
             yield Verdict(head, status, "why | so", 0.25)
 
     monkeypatch.setattr(sweep_heads, "sweep", fake)
-    assert (
-        sweep_heads.main(["--only", "NoSuchHead"]) == 2
-        and "no head matches" in capsys.readouterr().err
-    )
+    assert sweep_heads.main(["--only", "NoSuchHead"]) == 2
+    assert "no head matches" in capsys.readouterr().err
     assert sweep_heads.main(["--only", "^BertForMaskedLM", "--output_dir", str(tmp_path)]) == code
     assert [
         head["status"] for head in json.loads((tmp_path / "heads.json").read_text())["heads"]
     ] == [status]
     printed = capsys.readouterr().out
-    assert (
-        status in printed
-        and ("1 wrong" if status == "wrong" else "1 refused (100.0 %), 0 wrong") in printed
-    )
+    assert status in printed
+    assert ("1 wrong" if status == "wrong" else "1 refused (100.0 %), 0 wrong") in printed
     assert "BertForMaskedLM (masked LM)" in (tmp_path / "heads.md").read_text()

@@ -56,7 +56,8 @@ def train(model, data, rule, wrong=1.0):
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
 )  # torch's tracing looks at it
 def test_the_update_is_the_same_and_compiled_a_bounded_number_of_times():
-    model, data = h.gpt2(), h.token_samples(32)
+    model = h.gpt2()
+    data = h.token_samples(32)
     plain = copy.deepcopy(model)
     rule, others_rule = (hf_ga.prove_targets(m, data, h.pad_right) for m in (model, plain))
     start = torch.cat([p.detach().double().flatten() for p in model.parameters()])
@@ -79,7 +80,8 @@ def test_the_update_is_the_same_and_compiled_a_bounded_number_of_times():
 
 def test_dropout_in_a_compiled_wrapper_is_refused():
     """The proof knows the model within it."""
-    model, data = tagger(0.2), h.token_samples(12)
+    model = tagger(0.2)
+    data = h.token_samples(12)
     rule = hf_ga.prove_targets(model, data, h.pad_right)
     wrapper = torch.nn.Sequential(model)
     wrapper.compile()

@@ -92,7 +92,8 @@ def test_it_is_the_definition_and_what_needs_no_gradient_gets_none(trained):
         name: torch.randn(shape).double().requires_grad_(name in trained)
         for name, shape in shapes.items()
     }
-    target, wanted = torch.arange(7), [tensors[name] for name in trained]
+    target = torch.arange(7)
+    wanted = [tensors[name] for name in trained]
     head = OutputProjection(tensors["weight"], tensors["bias"], torch.float64)
     whole = F.cross_entropy(F.linear(*tensors.values()), target)
     for rows in (2, 7):
@@ -124,7 +125,8 @@ def test_it_is_the_definition_and_what_needs_no_gradient_gets_none(trained):
     ids=lambda options: "-".join(options) or "none",
 )
 def test_options_of_cross_entropy(options):
-    hidden, target = torch.randn(3, 5, 16), torch.randint(0, 40, (3, 5))
+    hidden = torch.randn(3, 5, 16)
+    target = torch.randint(0, 40, (3, 5))
     target[:, 0] = target[1] = options.get("ignore_index", h.IGNORED)
     use = lambda logits: F.cross_entropy(logits.view(-1, 40), target.view(-1), **options)  # noqa: E731
     *plain, _ = one_layer(use, hidden, lazy=False)
@@ -136,7 +138,8 @@ def test_options_of_cross_entropy(options):
 
 def one_layer(use, hidden, lazy):
     """Loss, gradients, and how many rows reached the layer in each call that was replaced."""
-    model, x = OneLayer(use), hidden.clone().requires_grad_()
+    model = OneLayer(use)
+    x = hidden.clone().requires_grad_()
     head = chunked(model)
     with head.scope(model) if lazy else nullcontext():
         loss = model(x)
@@ -197,9 +200,11 @@ def written(x):
 
 @pytest.mark.parametrize("name", [*HANDED_ON, *MADE])
 def test_what_heads_do_with_logits(name, monkeypatch):
-    made, values = [], LazyLogits.materialize
+    made = []
+    values = LazyLogits.materialize
     monkeypatch.setattr(LazyLogits, "materialize", lambda logits: made.append(1) or values(logits))
-    hidden, found = torch.randn(2, 3, 16), []
+    hidden = torch.randn(2, 3, 16)
+    found = []
 
     def use(logits):
         return F.cross_entropy((HANDED_ON | MADE)[name](logits).reshape(-1, 40), LABELS.reshape(-1))
@@ -208,7 +213,8 @@ def test_what_heads_do_with_logits(name, monkeypatch):
         SCALE.grad = None
         *numbers, rows = one_layer(use, hidden, lazy)
         found.append([*numbers, SCALE.grad])
-    assert rows == ([4] if name in HANDED_ON else []) and bool(made) == (name in MADE)
+    assert rows == ([4] if name in HANDED_ON else [])
+    assert bool(made) == (name in MADE)
     for plain, ours in zip(*found, strict=True):
         if name in MADE:
             assert (plain is None and ours is None) or torch.equal(plain, ours)
@@ -220,7 +226,8 @@ def test_logits_know_what_they_are_and_become_what_the_layer_would_have_given(mo
     """Shape and type without any number; then metrics under no_grad, and a look at the logits after
     autocast.
     """
-    model, x = OneLayer(lambda logits: logits), torch.randn(2, 3, 16)
+    model = OneLayer(lambda logits: logits)
+    x = torch.randn(2, 3, 16)
     with chunked(model).scope(model):
         with torch.autocast("cpu", torch.bfloat16):
             logits = model(x)
@@ -236,10 +243,12 @@ def test_logits_know_what_they_are_and_become_what_the_layer_would_have_given(mo
             assert logits.view(-1, logits.size(-1)).shape == (6, 40)
         with torch.no_grad():
             assert not logits.argmax(-1).requires_grad
-        assert logits.sum().requires_grad and logits.exp().dtype == torch.bfloat16
+        assert logits.sum().requires_grad
+        assert logits.exp().dtype == torch.bfloat16
         with torch.no_grad():
             logits = model(x)
-        assert logits.dtype == torch.float32 and not logits.exp().requires_grad
+        assert logits.dtype == torch.float32
+        assert not logits.exp().requires_grad
 
 
 def layer_of(model):
@@ -283,17 +292,17 @@ def peak_bytes(function) -> int:
 
 
 def test_memory_is_that_of_a_chunk():
-    hidden, weight = (
-        torch.randn(600, 16, requires_grad=True),
-        torch.randn(5000, 16, requires_grad=True),
-    )
-    target, rows = torch.randint(0, 5000, (600,)), 13
+    hidden = torch.randn(600, 16, requires_grad=True)
+    weight = torch.randn(5000, 16, requires_grad=True)
+    target = torch.randint(0, 5000, (600,))
+    rows = 13
     head = OutputProjection(weight, None, torch.float32)
     lazy = peak_bytes(
         lambda: chunked_cross_entropy(head, hidden, target, rows, mean=True).backward()
     )
     plain = peak_bytes(lambda: F.cross_entropy(F.linear(hidden, weight), target).backward())
-    logits, gradients = 600 * 5000 * 4, (hidden.numel() + weight.numel()) * 4
+    logits = 600 * 5000 * 4
+    gradients = (hidden.numel() + weight.numel()) * 4
     assert plain > 2 * logits
     assert lazy < 4 * (rows * 5000 * 4) + 4 * gradients < logits / 4
     on_gpu = torch.empty(4096, 256, device="meta"), torch.empty(16384, 4096, device="meta")
@@ -307,10 +316,12 @@ def test_fp16_gradients_are_computed_with_the_loss_scale_on():
     """Probabilities below fp16's smallest number: with the scale they count, without they would be
     0.
     """
-    x, w = torch.ones(40, 4), torch.zeros(4000, 4)
+    x = torch.ones(40, 4)
+    w = torch.zeros(4000, 4)
     w[:, 0] = -5.0
     w[0] = 2.5
-    target, grads = torch.zeros(40, dtype=torch.long), []
+    target = torch.zeros(40, dtype=torch.long)
+    grads = []
     for scale in (1.0, 2.0**16):
         weight = w.clone().requires_grad_()
         loss = chunked_cross_entropy(
@@ -335,11 +346,9 @@ class OwnHead(nn.Module):
 
     def __init__(self, use):
         super().__init__()
-        self.embedding, self.lm_head, self.use = (
-            nn.Embedding(h.VOCABULARY, 16),
-            nn.Linear(16, h.VOCABULARY),
-            use,
-        )
+        self.embedding = nn.Embedding(h.VOCABULARY, 16)
+        self.lm_head = nn.Linear(16, h.VOCABULARY)
+        self.use = use
 
     def get_output_embeddings(self):
         return self.lm_head
@@ -366,7 +375,8 @@ NEED_LOGITS = {
 def test_heads_and_losses_that_need_logits_get_them(why):
     model, options = NEED_LOGITS[why]()
     rule = proven(model, **options)
-    assert not rule.speed_ups and why in rule.left_out["chunked loss"]
+    assert not rule.speed_ups
+    assert why in rule.left_out["chunked loss"]
 
 
 def test_a_head_that_ignores_labels_of_0_is_counted_on_the_host():
@@ -401,12 +411,11 @@ def test_with_dropout_and_checkpointing_it_is_the_step_with_logits(build):
 
 
 def test_another_number_of_targets_than_counted_is_an_error():
-    model, batch = h.gpt2(), h.pad_right(SAMPLES)
-    rule, number, rows = (
-        proven(model),
-        int((batch["labels"][:, 1:] != h.IGNORED).sum()),
-        np.arange(len(SAMPLES)),
-    )
+    model = h.gpt2()
+    batch = h.pad_right(SAMPLES)
+    rule = proven(model)
+    number = int((batch["labels"][:, 1:] != h.IGNORED).sum())
+    rows = np.arange(len(SAMPLES))
     (head,) = rule.speed_ups
     for counted in (number, number + 1, number - 1):
         head._count_on_host = lambda batch, num_samples, counted=counted: counted

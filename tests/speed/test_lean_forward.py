@@ -32,15 +32,18 @@ def test_the_activation_is_the_same_function():
 
 
 def test_no_cache_inside_and_nothing_left_behind():
-    model, original = h.gpt2(), NewGELUActivation.forward
+    model = h.gpt2()
+    original = NewGELUActivation.forward
     batch = {k: v for k, v in h.pad_right(h.token_samples(2)).items() if k != "labels"}
     assert model.config.use_cache and model(**batch).past_key_values is not None, (
         "control: its own forward keeps one"
     )
     with pytest.raises(KeyError), LeanForward().scope(model):
-        assert model(**batch).past_key_values is None and NewGELUActivation.forward is not original
+        assert model(**batch).past_key_values is None
+        assert NewGELUActivation.forward is not original
         raise KeyError
-    assert model.config.use_cache and NewGELUActivation.forward is original
+    assert model.config.use_cache
+    assert NewGELUActivation.forward is original
     model.config.use_cache = False
     with LeanForward().scope(model):
         pass
@@ -51,7 +54,9 @@ def test_a_window_has_the_same_gradient_and_keeps_less():
     """Of what forwards keep for the backward pass: bytes."""
     found = []
     for speed_ups in ((LeanForward(),), ()):
-        model, samples, kept = h.gpt2(dropout=0.1), h.token_samples(8), []
+        model = h.gpt2(dropout=0.1)
+        samples = h.token_samples(8)
+        kept = []
         rule = hf_ga.prove_targets(model, samples, h.pad_right, speed_ups=speed_ups)
         assert rule.speed_ups == speed_ups
         with torch.autograd.graph.saved_tensors_hooks(

@@ -301,7 +301,8 @@ def test_attention_with_sinks_is_padded_again():
     truth, _, full = padded_gradients(model, samples)
     windows = Windows(model, samples)
     gradients, _ = windows.gradient()
-    assert windows.packing._was_packed and windows.num_calls == 0
+    assert windows.packing._was_packed
+    assert windows.num_calls == 0
     h.assert_promise_1(gradients, full, truth)
 
 

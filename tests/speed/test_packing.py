@@ -55,7 +55,8 @@ BERT_LIKE = {**SIZES, "intermediate_size": 32, "max_position_embeddings": 40}
 
 @seeded
 def bert_like(family, dropout=0.0, **more):
-    config, head = getattr(tf, f"{family}Config"), getattr(tf, f"{family}ForMaskedLM")
+    config = getattr(tf, f"{family}Config")
+    head = getattr(tf, f"{family}ForMaskedLM")
     return head(
         config(
             **BERT_LIKE, hidden_dropout_prob=dropout, attention_probs_dropout_prob=dropout, **more
@@ -96,7 +97,8 @@ class Mixing(nn.Module):
 
     def __init__(self, act=lambda x: x) -> None:
         super().__init__()
-        self.embed, self.head = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY)
         self.layers = nn.ModuleList(MixingLayer(act) for _ in range(2))
 
     def forward(self, input_ids, attention_mask, labels):
@@ -111,7 +113,8 @@ class Mixing(nn.Module):
 class MixingLayer(nn.Module):
     def __init__(self, act) -> None:
         super().__init__()
-        self.linear, self.act = nn.Linear(WIDTH, WIDTH), act
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.act = act
 
     def forward(self, hidden_states):
         return self.act(self.linear(hidden_states)).tanh()
@@ -207,7 +210,8 @@ def packed_gradient(packing, samples, split, dtype=torch.float32, padded=False, 
     model = packing._dropout.model.to(dtype)
     model.zero_grad()
     packing._min_padding_ratio = np.inf if padded else 1.0
-    total, value = num_targets(model, collate(samples)), 0.0
+    total = num_targets(model, collate(samples))
+    value = 0.0
     with scope(packing, model):
         for rows in split:
             batch = collate([samples[i] for i in rows])
@@ -230,7 +234,8 @@ def packed_gradient(packing, samples, split, dtype=torch.float32, padded=False, 
 )
 def test_loss_and_gradient_are_those_of_padded_samples(name, dropout):
     build, kind = MODELS[name]
-    model, samples = build(dropout), samples_of(kind)
+    model = build(dropout)
+    samples = samples_of(kind)
     packing = packing_of(model, samples[0])
     if dropout:
         truth, value = packed_gradient(packing, samples, SPLITS[0], torch.float64, padded=True)
@@ -256,11 +261,9 @@ def test_loss_and_gradient_are_those_of_padded_samples(name, dropout):
 @pytest.mark.parametrize("inner", [(5,), (3, 7), (1,), (2, 1, 4)])
 def test_masks_are_those_of_padded_samples_bit_for_bit(inner):
     mask = pad_right(samples_of("tokens"))["attention_mask"]
-    tokens, keys, key = (
-        PackedTokens.of(mask, CPU),
-        sample_keys(1, 2, np.arange(len(mask))),
-        2**64 - 5,
-    )
+    tokens = PackedTokens.of(mask, CPU)
+    keys = sample_keys(1, 2, np.arange(len(mask)))
+    key = 2**64 - 5
     site = DropoutSite("x", nn.Identity(), key, [torch.Size((*mask.shape, *inner))] * 2, 0)
     masks = PackedMasks(tokens, SampleMasks(keys, window_key(0, 0, 0)))
     drawn = masks.mask(site, torch.Size((*tokens.packed_shape, *inner)), 0.3)
@@ -272,9 +275,11 @@ def test_masks_are_those_of_padded_samples_bit_for_bit(inner):
 
 
 def test_draws_that_belong_to_samples_are_not_packed():
-    model, samples = mixing(drawn_for_each_sample), samples_of("tokens", 24)
+    model = mixing(drawn_for_each_sample)
+    samples = samples_of("tokens", 24)
     packing, why = asked(model, samples)
-    assert packing is None and "cannot be tied to tokens" in why
+    assert packing is None
+    assert "cannot be tied to tokens" in why
     with pytest.raises(UnkeyedRandomness, match="Omit packing"):
         packed_gradient(packing_of(model, samples[0]), samples[:NUM_SAMPLES], SPLITS[0])
     packing, why = asked(mixing(), samples)
@@ -285,7 +290,8 @@ def test_draws_that_belong_to_samples_are_not_packed():
 def test_layers_that_look_beyond_a_token_in_another_way_are_refused(name):
     """They fail on packed tokens, or compute something else."""
     packing, why = asked(UNSUPPORTED[name](), token_samples(24))
-    assert packing is None and ("Error: " in why or "it changes loss or gradient" in why)
+    assert packing is None
+    assert "Error: " in why or "it changes loss or gradient" in why
 
 
 def test_other_obstacles_are_told():
@@ -316,11 +322,13 @@ def test_other_obstacles_are_told():
 )
 def test_gradient_checkpointing_computes_packed_tokens_again(name, how):
     build, kind = MODELS[name]
-    model, samples = build(0.1), samples_of(kind)
+    model = build(0.1)
+    samples = samples_of(kind)
     packing = packing_of(model, samples[0])
     truth, _ = packed_gradient(packing, samples, SPLITS[1], torch.float64, padded=True)
     full, _ = packed_gradient(packing, samples, SPLITS[1])
-    names, layers = list(full), packing._layers
+    names = list(full)
+    layers = packing._layers
     norm = next(
         m
         for n, m in layers.named_modules()
@@ -456,24 +464,25 @@ def test_what_gains_nothing_stays_padded():
 
 
 def test_nothing_is_left_behind():
-    model, samples = helpers.gpt2(), samples_of("tokens")
-    packing, batch, original = (
-        packing_of(model, samples[0]),
-        pad_right(samples),
-        AttentionInterface.get_interface,
-    )
+    model = helpers.gpt2()
+    samples = samples_of("tokens")
+    packing = packing_of(model, samples[0])
+    batch = pad_right(samples)
+    original = AttentionInterface.get_interface
     packed_gradient(packing, samples, SPLITS[0])
     with pytest.raises(RuntimeError, match="stop"), scope(packing, model):
         before(packing, call_of(batch))
         assert AttentionInterface.get_interface is not original
         raise RuntimeError("stop")
-    assert AttentionInterface.get_interface is original and packing._tokens is None
+    assert AttentionInterface.get_interface is original
+    assert packing._tokens is None
     assert not any(m._forward_pre_hooks or m._forward_hooks for m in model.modules())
     assert torch.equal(model(**batch).logits, copy.deepcopy(model)(**batch).logits)
 
 
 def test_a_path_that_depends_on_the_data_is_an_error():
-    model, samples = mixing(), samples_of("tokens")
+    model = mixing()
+    samples = samples_of("tokens")
     packing = packing_of(model, samples[0])
     with (
         scope(packing, model),
@@ -484,7 +493,9 @@ def test_a_path_that_depends_on_the_data_is_an_error():
 
 
 def test_a_window_with_an_own_loss_is_the_same_packed_and_padded():
-    model, samples, packing = helpers.gpt2(0.1), samples_of("tokens", 12), Packing()
+    model = helpers.gpt2(0.1)
+    samples = samples_of("tokens", 12)
+    packing = Packing()
 
     def sum_loss(outputs, batch):
         count = num_targets(model, batch)

@@ -108,7 +108,8 @@ def fail(gradient):
 )
 def test_a_wrong_speed_up_is_left_out(change, why):
     """And only that one. Control: one that changes rounding only is used."""
-    model, samples = h.gpt2(0.1), h.token_samples(NUM_SAMPLES)
+    model = h.gpt2(0.1)
+    samples = h.token_samples(NUM_SAMPLES)
     harmless = Wrong(lambda g: g * (1 + 1e-7))
     rule = hf_ga.prove_targets(
         model,
@@ -121,10 +122,10 @@ def test_a_wrong_speed_up_is_left_out(change, why):
         "wrong",
         "chunked loss",
     ]
-    assert rule.speed_ups[1] is harmless and why in rule.left_out["wrong"]
-    assert rule.name == "shifted labels" and all(
-        p.grad is None and not p._backward_hooks for p in model.parameters()
-    )
+    assert rule.speed_ups[1] is harmless
+    assert why in rule.left_out["wrong"]
+    assert rule.name == "shifted labels"
+    assert all(p.grad is None and not p._backward_hooks for p in model.parameters())
 
 
 def test_speed_ups_are_chosen_by_the_device():
@@ -171,27 +172,21 @@ def test_every_plan_and_speed_up_is_the_full_batch(name):
     micro-batches' means.
     """
     build, make_samples, not_used = MODELS[name]
-    model, samples, accelerator, sizes = (
-        build(),
-        make_samples(NUM_SAMPLES),
-        Accelerator(cpu=True),
-        {},
-    )
+    model = build()
+    samples = make_samples(NUM_SAMPLES)
+    accelerator = Accelerator(cpu=True)
+    sizes = {}
     whole = h.pad_right(samples)
-    truth, full = (
-        h.full_batch_gradient(model, whole),
-        h.full_batch_gradient(model, whole, torch.float32),
-    )
+    truth = h.full_batch_gradient(model, whole)
+    full = h.full_batch_gradient(model, whole, torch.float32)
     for rule, plan in itertools.product(
         rules(model, samples, {*not_used, "fused attention"}), PLANS
     ):
         found, _, batches = gradient(accelerator, model, rule, samples, plan)
         h.assert_promise_1(found, full, truth)
         sizes[plan] = [batch["input_ids"].numel() for batch in batches]
-    assert (
-        sum(sizes["by length"]) < sum(sizes["by number"]) < sum(sizes["one"])
-        and max(sizes["small"]) <= 24
-    )
+    assert sum(sizes["by length"]) < sum(sizes["by number"]) < sum(sizes["one"])
+    assert max(sizes["small"]) <= 24
     naive = h.naive_gradient(model, batches, len(batches))
     assert h.relative_error(naive, truth) > 1e-3
 
@@ -200,8 +195,10 @@ def test_every_plan_and_speed_up_is_the_full_batch(name):
 def test_under_autocast_no_speed_up_is_further_off(name, launched):
     launched("bf16")
     build, make_samples, not_used = MODELS[name]
-    model, samples = build(), make_samples(NUM_SAMPLES)
-    truth, accelerator = h.full_batch_gradient(model, h.pad_right(samples)), Accelerator(cpu=True)
+    model = build()
+    samples = make_samples(NUM_SAMPLES)
+    truth = h.full_batch_gradient(model, h.pad_right(samples))
+    accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(model)
     none, *others = rules(model, samples, {*not_used, "fused attention"})
     rounding = h.relative_error(gradient(accelerator, model, none, samples)[0], truth)

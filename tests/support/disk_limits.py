@@ -20,7 +20,8 @@ def limit_files(size: int) -> None:
 @contextmanager
 def limit_at(owner: Any, name: str, call: int, size: int) -> Iterator[None]:
     """In this block the limit holds from the given call of `owner.name` on."""
-    original, count = getattr(owner, name), 0
+    original = getattr(owner, name)
+    count = 0
 
     def limited(*args: Any, **kwargs: Any) -> Any:
         nonlocal count

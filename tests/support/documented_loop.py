@@ -29,7 +29,8 @@ EPOCHS = 2
 SEED = 42
 # AdamW divides a gradient by its own size: with the usual eps of 1e-8 it makes a full step of the
 # rounding of a gradient that is zero (the bias of an attention's keys).
-LEARNING_RATE, EPS = 1e-2, 1e-4
+LEARNING_RATE = 1e-2
+EPS = 1e-4
 Weights = dict[str, torch.Tensor]
 
 
@@ -162,7 +163,8 @@ class Layout:
         return f"{self.per_device_batch_size}x{self.accumulation_steps}"
 
 
-FULL_BATCH, TWO_STEPS = Layout(16, 1), Layout(8, 2)
+FULL_BATCH = Layout(16, 1)
+TWO_STEPS = Layout(8, 2)
 UNEVEN = Layout(3, global_batch_size=WINDOW)
 LAYOUTS = {
     1: [FULL_BATCH, TWO_STEPS, UNEVEN],

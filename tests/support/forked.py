@@ -221,7 +221,8 @@ def outcome(work: Callable[[], Any]) -> Any:
 
 def stop_after(windows: int) -> None:
     """End this process, without any farewell, where it would compute the window after so many."""
-    done, train_step = 0, loop.train_step
+    done = 0
+    train_step = loop.train_step
 
     def step(*args, **kwargs):
         nonlocal done

@@ -17,7 +17,9 @@ from accelerate import Accelerator
 from packaging.version import Version
 from torch import nn
 
-VOCABULARY, WIDTH, NUM_CLASSES = 40, 16, 3
+VOCABULARY = 40
+WIDTH = 16
+NUM_CLASSES = 3
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": WIDTH,
@@ -148,7 +150,8 @@ class PlainTagger(nn.Module):
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
-        self.embedding, self.hidden = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.hidden = nn.Linear(WIDTH, WIDTH)
         self.dropout = nn.Dropout(dropout)
         self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.output.weight = self.embedding.weight
@@ -205,9 +208,11 @@ def ragged_lengths(num_samples: int, low: int = 4, high: int = 12, seed: int = 0
 
 def token_samples(num_samples: int, ignored_share: float = 0.4, seed: int = 0) -> list[dict]:
     """Labels for some tokens, very unequal numbers of them; the second token always has one."""
-    rng, samples = np.random.default_rng(seed), []
+    rng = np.random.default_rng(seed)
+    samples = []
     for length in ragged_lengths(num_samples, seed=seed):
-        ids, labels = rng.integers(2, VOCABULARY, length), rng.integers(2, VOCABULARY, length)
+        ids = rng.integers(2, VOCABULARY, length)
+        labels = rng.integers(2, VOCABULARY, length)
         labels[rng.random(length) < ignored_share * 2 * rng.random()] = IGNORED
         labels[1] = ids[1]
         samples.append(
@@ -332,7 +337,8 @@ def autocast_gradient(
     """Plain PyTorch: each batch's mean loss times its weight under autocast, its gradient
     accumulated as `.grad` does.
     """
-    model, scale = copy.deepcopy(model), SCALE if precision == "fp16" else 1.0
+    model = copy.deepcopy(model)
+    scale = SCALE if precision == "fp16" else 1.0
     model.zero_grad()
     device = next(model.parameters()).device
     for batch, weight in zip(batches, weights, strict=True):
@@ -399,7 +405,9 @@ def assert_promise_1(
     it, in plain PyTorch too, and where those cancel (the bias of a classifier) their roundings do
     not.
     """
-    off, off_full, whole = difference(grads, grads64), difference(full, grads64), norm(grads64)
+    off = difference(grads, grads64)
+    off_full = difference(full, grads64)
+    whole = norm(grads64)
     assert norm(off) <= 2 * norm(off_full) + FLOOR * whole, (
         f"all parameters: {norm(off):.2e}, full batch {norm(off_full):.2e}"
     )

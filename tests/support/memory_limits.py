@@ -33,14 +33,18 @@ class Device:
         error: str = "gpu",
         chosen: Callable[[], bool] = lambda: True,
     ) -> None:
-        self.fits, self.backward, self.error, self.chosen = fits, backward, ERRORS[error], chosen
+        self.fits = fits
+        self.backward = backward
+        self.error = ERRORS[error]
+        self.chosen = chosen
         self.failures: list[tuple[int, ...]] = []
         self.seen: list[tuple[int, ...]] = []
         model.register_forward_pre_hook(self._check, with_kwargs=True)
 
     def take(self) -> Counter:
         """How often each sample was seen."""
-        seen, self.seen = self.seen, []
+        seen = self.seen
+        self.seen = []
         return Counter(seen)
 
     def _check(self, module: nn.Module, args: tuple, batch: dict) -> None:

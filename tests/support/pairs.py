@@ -75,7 +75,8 @@ def collate_pairs(samples: list[dict]) -> dict[str, torch.Tensor]:
 
 def contrast(anchor, positive, scale):
     """InfoNCE with in-batch negatives in both directions."""
-    anchor, positive = F.normalize(anchor, dim=-1), F.normalize(positive, dim=-1)
+    anchor = F.normalize(anchor, dim=-1)
+    positive = F.normalize(positive, dim=-1)
     similarities = scale * anchor @ positive.T
     target = torch.arange(len(anchor))
     return (F.cross_entropy(similarities, target) + F.cross_entropy(similarities.T, target)) / 2

@@ -46,7 +46,8 @@ from hf_ga.speed.lean_forward import LeanForward
 from hf_ga.speed.packing import Packing
 
 FILE = Path(__file__).with_name("pins.json")
-NUM_SAMPLES, MICRO_BATCHES = 13, (2, 5, 13)
+NUM_SAMPLES = 13
+MICRO_BATCHES = (2, 5, 13)
 
 
 def answer_samples(num_samples: int) -> list[dict]:
@@ -123,7 +124,8 @@ def integers() -> dict[str, str]:
             f"plan by {name}, {processes}": sha256(*(m for share in plan for m in share))
             for name, plan in plans.items()
         }
-    keys, for_window = sample_keys(1, 2, np.arange(5)), window_key(1, 2, 3)
+    keys = sample_keys(1, 2, np.arange(5))
+    for_window = window_key(1, 2, 3)
     for shape, axis in (((5, 7, 16), 0), ((5, 2, 9, 9), 0), ((10, 4, 6), 0), ((7, 5, 8), 1)):
         pins[f"mask {shape} {axis}"] = sha256(
             keep_mask(keys, 12345678901234567890, shape, axis, 0.1)
@@ -156,7 +158,8 @@ def modes(proven: object) -> list[str]:
 def _gradients(
     model: torch.nn.Module, samples: list[dict], loss_fn: Callable | None, mode: str
 ) -> dict[int, str]:
-    accelerator, digests = Accelerator(cpu=True), {}
+    accelerator = Accelerator(cpu=True)
+    digests = {}
     speed_ups = [
         LeanForward(),
         *([] if mode == "plain" else [ChunkedLoss()]),

@@ -23,7 +23,10 @@ from hf_ga.proof.sites import find_dropout_sites
 from hf_ga.recovery.checkpoint import load_checkpoint, save_checkpoint
 from hf_ga.recovery.latest import find_checkpoint
 
-WINDOW, NUM_WINDOWS, LAST, MICRO_BATCH = 16, 5, 5, 3
+WINDOW = 16
+NUM_WINDOWS = 5
+LAST = 5
+MICRO_BATCH = 3
 DROPOUT = 0.1
 FLOOR = 1e-6  # of the norm of all weights, or of the whole gradient
 NUM_LAYERS = 3

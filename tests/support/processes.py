@@ -21,7 +21,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_ga
 from hf_ga.parallel import prepare as preparing
 
-WINDOW, LAST, SEED, MICRO_BATCH = 64, 13, 3, 8
+WINDOW = 64
+LAST = 13
+SEED = 3
+MICRO_BATCH = 8
 
 
 def make_accelerator(kind: str, layer: str = "BertLayer", **more) -> Accelerator:
@@ -130,7 +133,9 @@ class Collectives(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.calls, self.bytes, self.small = Counter(), Counter(), 0
+        self.calls = Counter()
+        self.bytes = Counter()
+        self.small = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function.namespace == "c10d":

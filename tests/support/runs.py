@@ -134,7 +134,8 @@ def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
 
 def relative_distance(folder: Path, other: Path) -> float:
     """Global L2 norm of the difference of two saved models, relative to the second."""
-    found, expected = saved_weights(folder), saved_weights(other)
+    found = saved_weights(folder)
+    expected = saved_weights(other)
     names = sorted(found.keys() & expected.keys())
     found, expected = (
         torch.cat([weights[name].double().flatten() for name in names])
@@ -190,7 +191,8 @@ def instruction(i: int, rng: np.random.Generator) -> dict:
 
 def cycle(i: int, rng: np.random.Generator) -> dict:
     """A piece of the endless sentence: every word follows from the one before it."""
-    start, length = rng.integers(len(WORDS)), rng.integers(4, 16)
+    start = rng.integers(len(WORDS))
+    length = rng.integers(4, 16)
     return {"text": " ".join(WORDS[(start + k) % len(WORDS)] for k in range(length))}
 
 
@@ -210,7 +212,8 @@ def of_text(
 
 
 def pair(i: int, rng: np.random.Generator) -> dict:
-    first, second = told(i // 3, rng, most=5), told(i, rng, most=5)
+    first = told(i // 3, rng, most=5)
+    second = told(i, rng, most=5)
     return {
         "sentence1": " ".join(first),
         "sentence2": " ".join(second),
@@ -230,7 +233,8 @@ def label_set(words: list[str]) -> list[str]:
 def question(i: int, rng: np.random.Generator) -> dict:
     """The answer is the colour in the context; every seventh has none."""
     words = rng.choice(WORDS, rng.integers(3, 12)).tolist()
-    colour, place = list(COLOURS.values())[i % 3], int(rng.integers(len(words)))
+    colour = list(COLOURS.values())[i % 3]
+    place = int(rng.integers(len(words)))
     if i % 7 == 3:
         return {
             "question": "position",
@@ -309,7 +313,8 @@ def save_jobs(folder: Path) -> None:
         tokenizer = corpus.train_tokenizer([text] * 3, 420)
         if name == "chat":
             tokenizer.add_special_tokens({"additional_special_tokens": ends})
-            tokenizer.chat_template, tokenizer.eos_token = CHATML, "<|end|>"
+            tokenizer.chat_template = CHATML
+            tokenizer.eos_token = "<|end|>"
         more = {
             "vocab_size": len(tokenizer),
             "pad_token_id": tokenizer.pad_token_id,

@@ -129,10 +129,8 @@ def compute(function: Callable, args: tuple, kwargs: dict[str, Any]) -> Any:
     if not ours and not to_device:
         return function(*args, **kwargs)
     here = {"device": torch.device("cpu"), "pin_memory": False}
-    inner_args, inner_kwargs = (
-        _inner(args),
-        {name: here.get(name, _inner(value)) for name, value in kwargs.items()},
-    )
+    inner_args = _inner(args)
+    inner_kwargs = {name: here.get(name, _inner(value)) for name, value in kwargs.items()}
     if function is aten.histc.default:  # GPUs take integers
         inner_args = (inner_args[0].float(), *inner_args[1:])
     found = function(*inner_args, **inner_kwargs)

@@ -95,7 +95,8 @@ def make_trainer(
         **more,
     )
     trainer.remove_callback(PrinterCallback)
-    run.trainer, trainer.run = trainer, run
+    run.trainer = trainer
+    trainer.run = run
     return trainer
 
 
@@ -108,7 +109,9 @@ class Case:
     """A model, its samples, and how to train it in any layout."""
 
     def __init__(self, folder: Path, build: Callable, samples: list, dropout: float = 0.1) -> None:
-        self.folder, self.samples, self.model = folder, samples, build(dropout)
+        self.folder = folder
+        self.samples = samples
+        self.model = build(dropout)
 
     def make(
         self,

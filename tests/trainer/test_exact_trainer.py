@@ -129,11 +129,13 @@ def test_collators_that_draw_draw_the_same_for_every_layout_and_in_workers(case)
     ]
     given = case(h.bert_masked_lm, samples)
     drawing = {"trainer": {"data_collator": random_masks()}, "lr_scheduler_type": "constant"}
-    full, split = given.run(layout=(16, 1), **drawing), given.run(**drawing)
+    full = given.run(layout=(16, 1), **drawing)
+    split = given.run(**drawing)
     in_workers = given.run(**drawing, dataloader_num_workers=2, num_train_epochs=1)
     assert weight_error(split, full) < CLOSE
     assert distance(in_workers.weights[1], split.weights[1]) == 0
-    plain_full, plain = given.run(tf.Trainer, (16, 1), **drawing), given.run(tf.Trainer, **drawing)
+    plain_full = given.run(tf.Trainer, (16, 1), **drawing)
+    plain = given.run(tf.Trainer, **drawing)
     assert weight_error(plain, plain_full) > 0.01
 
 
@@ -165,7 +167,8 @@ def test_max_steps_stops_the_same_run_earlier_and_short_windows_can_be_dropped(c
 def test_clipping_and_learning_rates_do_not_depend_on_the_layout(case):
     given = case(h.gpt2, h.token_samples(NUM_SAMPLES))
     settings = {"max_grad_norm": 0.05, "lr_scheduler_type": "cosine", "warmup_steps": 1}
-    full, split = given.run(layout=(16, 1), **settings), given.run(layout=(1, 16), **settings)
+    full = given.run(layout=(16, 1), **settings)
+    split = given.run(layout=(1, 16), **settings)
     assert weight_error(split, full) < CLOSE
     assert [log["learning_rate"] for log in split.logs] == [
         log["learning_rate"] for log in full.logs

@@ -90,16 +90,15 @@ def test_the_gradient_is_that_of_the_full_batch(tmp_path):
     """By plain PyTorch in float64: the mean of -log sigmoid(beta (margin - margin of the
     reference)), which is 0 at first.
     """
-    model, encode = h.llama(0.0), word_tokenizer()
+    model = h.llama(0.0)
+    encode = word_tokenizer()
     run = dpo(tmp_path, mixed(DPOTrainer), model, (4, 4), **STILL)
     reference = copy.deepcopy(model).double()
     frozen = copy.deepcopy(reference).requires_grad_(False)
 
     def log_probability(net, row, name):
-        prompt, answer = (
-            encode(row["prompt"]).input_ids,
-            [*encode(row[name]).input_ids, encode.eos_token_id],
-        )
+        prompt = encode(row["prompt"]).input_ids
+        answer = [*encode(row[name]).input_ids, encode.eos_token_id]
         ids = torch.tensor([prompt + answer])
         scores = net(input_ids=ids).logits[0, :-1].log_softmax(-1)
         return scores.gather(1, ids[0, 1:, None])[len(prompt) - 1 :].sum()

@@ -32,7 +32,8 @@ WINDOW, NUM_SAMPLES = (
     96,
     101,
 )  # each epoch a full window and one of 5 samples: fewer than some processes' batch
-STEPS, SAVED = 30, 20
+STEPS = 30
+SAVED = 20
 FEW = 2  # steps of the cases that would take long; the table in docs/trainer.md is of 30
 
 
@@ -64,7 +65,8 @@ def of_case(build, make_samples):
 
 
 ONE_LAYER = {"num_hidden_layers": 1}
-bert, gpt2 = partial(h.bert_token_classifier, **ONE_LAYER), partial(h.gpt2, **ONE_LAYER)
+bert = partial(h.bert_token_classifier, **ONE_LAYER)
+gpt2 = partial(h.gpt2, **ONE_LAYER)
 RUNS = {
     "bert": of_case(bert, h.tag_samples),
     "gpt2": of_case(gpt2, h.token_samples),

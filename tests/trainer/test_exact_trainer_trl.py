@@ -61,7 +61,8 @@ def test_the_gradient_is_that_of_the_full_batch(tmp_path, smoothing):
     """Over the tokens of the completions, by plain PyTorch in float64; the tokens are made by
     hand.
     """
-    model, encode = h.llama(0.0), word_tokenizer()
+    model = h.llama(0.0)
+    encode = word_tokenizer()
     samples = []
     for row in rows(NUM_SAMPLES)[:WINDOW]:
         prompt, completion = (encode(row[name]).input_ids for name in ("prompt", "completion"))
@@ -81,7 +82,9 @@ def test_the_gradient_is_that_of_the_full_batch(tmp_path, smoothing):
 
 
 def test_the_balancing_loss_of_experts(tmp_path):
-    model, layouts, one = h.mixtral(0.5), ((16, 1), (1, 16)), {"num_train_epochs": 1}
+    model = h.mixtral(0.5)
+    layouts = ((16, 1), (1, 16))
+    one = {"num_train_epochs": 1}
     full, split = (sft(tmp_path, ExactSFTTrainer, model, layout, **one) for layout in layouts)
     assert weight_error(split, full) < CLOSE
     plain_full, plain = (sft(tmp_path, SFTTrainer, model, layout, **one) for layout in layouts)

@@ -152,7 +152,8 @@ def test_training_again_and_models_from_model_init(case):
     """A model comes in evaluation mode from the hub. The second training proves again what
     Accelerate has prepared for bf16.
     """
-    given, one = case(h.bert_classifier, h.class_samples(NUM_SAMPLES)), {"num_train_epochs": 1}
+    given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
+    one = {"num_train_epochs": 1}
     given.model.eval()
     trainer = given.run(bf16=True, **one).trainer
     trainer.train()
@@ -188,8 +189,10 @@ def test_adapters_and_activation_checkpointing(case):
         model.enable_input_require_grads()
         return model
 
-    given, one = case(adapted, h.token_samples(NUM_SAMPLES)), {"num_train_epochs": 1}
-    full, split = given.run(layout=(16, 1), **one), given.run(layout=(1, 16), **one)
+    given = case(adapted, h.token_samples(NUM_SAMPLES))
+    one = {"num_train_epochs": 1}
+    full = given.run(layout=(16, 1), **one)
+    split = given.run(layout=(1, 16), **one)
     checkpointed = given.run(gradient_checkpointing=True, **one)
     assert weight_error(split, full) < CLOSE
     assert weight_error(checkpointed, full) < CLOSE
@@ -209,7 +212,8 @@ def test_mixed_precision(case, precision, rounding):
         trainer.train()
         return trainer.run.gradients[0]
 
-    exact_full, exact_split = first_gradient((16, 1)), first_gradient((1, 16))
+    exact_full = first_gradient((16, 1))
+    exact_split = first_gradient((1, 16))
     assert h.relative_error(exact_split, exact_full) < 4 * rounding
     assert (
         h.relative_error(exact_full, given.run(layout=(16, 1), max_steps=1).gradients[0])

@@ -68,7 +68,8 @@ def test_a_window_of_weight_0_changes_nothing(case):
     run = given.run(Weighted, **ARGUMENTS)
     first = dict(given.model.named_parameters())
     assert all(torch.equal(run.weights[0][name], first[name]) for name in first)
-    assert run.losses[0] == 0.0 and all(loss > 0 for loss in run.losses[1:3])
+    assert run.losses[0] == 0.0
+    assert all(loss > 0 for loss in run.losses[1:3])
     with pytest.raises(DataError, match="no targets"):
         given.run(Weighted, fp16=True, **ARGUMENTS)
 

@@ -41,7 +41,8 @@ class Contrast(ExactTrainer):
             model(input_ids=inputs[name], attention_mask=inputs[f"{name}_mask"])
             for name in ("anchor", "positive")
         )
-        anchor, positive = anchor["vector"], positive["vector"]
+        anchor = anchor["vector"]
+        positive = positive["vector"]
         return pairs.contrast(anchor, positive, model.log_scale.exp())
 
 

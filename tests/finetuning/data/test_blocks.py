@@ -33,7 +33,8 @@ def check(dataset, rows, block_size):
     ids = [token for row in rows for token in row]
     expected = [ids[start : start + block_size] for start in range(0, len(ids), block_size)]
     assert blocks.column_names == ["input_ids", "length", "num_targets", "was_truncated"]
-    assert list(blocks["input_ids"]) == expected and len(blocks) == len(expected)
+    assert list(blocks["input_ids"]) == expected
+    assert len(blocks) == len(expected)
     assert [row["input_ids"] for row in blocks] == expected  # one by one, as a loader reads them
     assert list(blocks["length"]) == [len(block) for block in expected]
     assert list(blocks["num_targets"]) == [len(block) - 1 for block in expected]

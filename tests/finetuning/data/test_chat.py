@@ -84,7 +84,8 @@ def test_every_turn_of_the_assistant_is_a_target():
     assert [text for text, _ in found] == [
         tokenizer.apply_chat_template(m, tokenize=False) for m in rows["messages"]
     ]
-    assert found[0][0].startswith("<|im_start|>system\nBe kind.") and "Be kind" not in found[1][0]
+    assert found[0][0].startswith("<|im_start|>system\nBe kind.")
+    assert "Be kind" not in found[1][0]
     assert decoded_targets(rows, tokenizer) == ["".join(parts) for parts in expected]
 
 
@@ -126,7 +127,8 @@ def test_prompts_and_completions_of_messages():
     rows = {"prompt": [whole[:3], whole[:5]], "completion": [whole[3:], whole[5:]]}
     expected = [["Fine.<|im_end|>\n", "Well.<|im_end|>\n"], ["Well.<|im_end|>\n"]]
     found = targets(rows, tokenizer)
-    assert [parts for _, parts in found] == expected and found[0][0] == found[1][0]
+    assert [parts for _, parts in found] == expected
+    assert found[0][0] == found[1][0]
     assert targets({"messages": [whole]}, tokenizer)[0][1] == [
         "Hello!<|im_end|>\n",
         *expected[0],
@@ -135,13 +137,12 @@ def test_prompts_and_completions_of_messages():
 
 def test_no_messages_are_an_empty_row():
     out = tokenize_completions({"messages": [[], turns("Hi", "Yes")]}, tokenizer_with(CHATML), 64)
-    assert (
-        out["input_ids"][0] == []
-        and out["labels"][0] == []
-        and out["num_targets"][0] == 0 < out["num_targets"][1]
-    )
+    assert out["input_ids"][0] == []
+    assert out["labels"][0] == []
+    assert out["num_targets"][0] == 0 < out["num_targets"][1]
     out = tokenize_completions({"prompt": [[]], "completion": [[]]}, tokenizer_with(CHATML), 64)
-    assert out["input_ids"] == [[]] and out["num_targets"] == [0]
+    assert out["input_ids"] == [[]]
+    assert out["num_targets"] == [0]
     out = tokenize_completions(
         {"messages": [turns("Hi"), turns("Hi", system="Obey.")]}, tokenizer_with(CHATML), 64
     )
@@ -156,9 +157,11 @@ def test_a_template_that_rewrites_earlier_turns():
     assert parts == ["Hello!<end>", "<think>So.</think>Fine.<end>"]
     assert text == f"<user>Hi<end><assistant>{parts[0]}<user>How?<end><assistant>{parts[1]}"
     ((text, parts),) = targets({"messages": [thought[:2]]}, tokenizer)
-    assert parts == ["<think>Hm.</think>Hello!<end>"] and text.endswith(parts[0])
+    assert parts == ["<think>Hm.</think>Hello!<end>"]
+    assert text.endswith(parts[0])
     ((text, parts),) = targets({"prompt": [thought[:3]], "completion": [thought[3:]]}, tokenizer)
-    assert parts == ["<think>So.</think>Fine.<end>"] and "Hm." not in text
+    assert parts == ["<think>So.</think>Fine.<end>"]
+    assert "Hm." not in text
     assert targets({"messages": [turns("Hi", "Yes", "How?", "Fine")]}, tokenizer)[0][1] == [
         "Yes<end>",
         "Fine<end>",
@@ -236,15 +239,15 @@ def test_messages_without_a_template_are_refused(rows):
 
 def test_equal_turns_are_found_at_their_own_places():
     """Not by searching for the content: all turns have the same."""
-    header, end = "<|im_start|>{}\n", "yes<|im_end|>\n"
+    header = "<|im_start|>{}\n"
+    end = "yes<|im_end|>\n"
     written = [
         header.format(role) + end for role in ("system", "user", "assistant", "user", "assistant")
     ]
     (row,) = render_rows({"messages": [turns(*["yes"] * 4, system="yes")]}, tokenizer_with(CHATML))
     ends = [len("".join(written[: i + 1])) for i in range(5)]
-    assert row.text == "".join(written) and row.targets == [
-        (ends[i] - len(end), ends[i]) for i in (2, 4)
-    ]
+    assert row.text == "".join(written)
+    assert row.targets == [(ends[i] - len(end), ends[i]) for i in (2, 4)]
 
 
 def test_nothing_is_added_to_what_a_template_writes():

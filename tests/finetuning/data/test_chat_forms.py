@@ -235,7 +235,8 @@ def test_alpaca_with_system_and_history():
 
 def test_alpaca_without_a_template():
     text = "Use digits.\n\nSay 1\n\n1\n\nSay 2\n\n2\n\nSay 3\n\n3"
-    assert text_of(ALPACA, None) == text and targets_of(ALPACA, None) == ["1", "2", "3"]
+    assert text_of(ALPACA, None) == text
+    assert targets_of(ALPACA, None) == ["1", "2", "3"]
     assert learnt(ALPACA, None) == "123<eos>"
     prompt = {"prompt": "a b", "completion": " c", "system": "Obey."}
     assert text_of(prompt, None) == "Obey.\n\na b c"

@@ -143,11 +143,13 @@ def test_labels_by_hand():
     labels = [IGNORED] * len(context) + ids[len(context) :]
     assert len(ids) == len(context) + len(target)
     out = tokenize_completions({"messages": [messages]}, tokenizer, None)
-    assert out["input_ids"] == [ids] and out["labels"] == [labels]
+    assert out["input_ids"] == [ids]
+    assert out["labels"] == [labels]
     assert out["num_targets"] == [len(target)]
     messages[1] = said("assistant", "b")
     control = tokenize_completions({"messages": [messages]}, tokenizer, None)
-    assert control["input_ids"] == [ids] and control["num_targets"] == [len(target) + 3]
+    assert control["input_ids"] == [ids]
+    assert control["num_targets"] == [len(target) + 3]
 
 
 def test_thoughts_that_are_left_out_are_counted(tmp_path):
@@ -204,7 +206,8 @@ def test_what_the_template_marks_is_learnt():
     )
     found = tokenize_completions({"messages": [messages]}, tokenizer, None)
     is_target = [int(label != IGNORED) for label in found["labels"][0]]
-    assert found["input_ids"][0] == out["input_ids"] and is_target == out["assistant_masks"]
+    assert found["input_ids"][0] == out["input_ids"]
+    assert is_target == out["assistant_masks"]
     row = {"messages": messages}
     assert targets_of(row, TAGGED) == ["Yes<|im_end|>", "No<|im_end|>"]
     untagged = TAGGED.replace("{% generation %}", "").replace("{% endgeneration %}", "")

@@ -92,11 +92,9 @@ def test_samples_by_hand():
     ]
     assert columns["token_type_ids"][0] == [[0, 0, 0, 0, 1, 1], [0, 0, 0, 1, 1, 1]]
     assert columns["input_ids"][1:] == [[[13, 5, 14, 14], [13, 5, 14, 10, 14]], []]
-    assert (
-        columns["length"] == [6, 5, 0]
-        and columns["was_truncated"] == [True, False, False]
-        and columns["num_targets"] == [1, 1, 0]
-    )
+    assert columns["length"] == [6, 5, 0]
+    assert columns["was_truncated"] == [True, False, False]
+    assert columns["num_targets"] == [1, 1, 0]
     batch = collate_choices(
         [{name: values[i] for name, values in columns.items()} for i in range(2)], pad_token_id=0
     )
@@ -104,10 +102,8 @@ def test_samples_by_hand():
         [[13, 3, 4, 14, 6, 14], [13, 3, 14, 7, 8, 14]],
         [[13, 5, 14, 14, 0, 0], [13, 5, 14, 10, 14, 0]],
     ]
-    assert batch["attention_mask"].sum(-1).tolist() == [[6, 6], [4, 5]] and batch[
-        "labels"
-    ].tolist() == [1, 0]
+    assert batch["attention_mask"].sum(-1).tolist() == [[6, 6], [4, 5]]
+    assert batch["labels"].tolist() == [1, 0]
     uncut = tokenize_choices(ROWS, encoder_tokenizer(), None)
-    assert [list(map(len, row)) for row in uncut["input_ids"]] == [[6, 8], [4, 5], []] and not any(
-        uncut["was_truncated"]
-    )
+    assert [list(map(len, row)) for row in uncut["input_ids"]] == [[6, 8], [4, 5], []]
+    assert not any(uncut["was_truncated"])

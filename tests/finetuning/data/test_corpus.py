@@ -127,7 +127,8 @@ def test_split_of_known_names():
 
 def test_splits_share_no_name_and_no_text(dataset):
     total = sum(dataset.num_rows.values())
-    assert total > 5000 and 0.77 < dataset["train"].num_rows / total < 0.83
+    assert total > 5000
+    assert 0.77 < dataset["train"].num_rows / total < 0.83
     for column in ("name", "text"):
         values = [set(split[column]) for split in dataset.values()]
         assert sum(map(len, values)) == len(set.union(*values))
@@ -139,10 +140,8 @@ def test_labels_are_the_packages_with_many_rows(dataset):
     assert set(rows["train"]["label"]) == {
         package for package, count in counts.items() if count >= 100
     }
-    assert (
-        set(rows["test"]["label"]) <= set(rows["train"]["label"])
-        and "asyncio" in rows["train"]["label"]
-    )
+    assert set(rows["test"]["label"]) <= set(rows["train"]["label"])
+    assert "asyncio" in rows["train"]["label"]
     first = next(row for row in dataset["validation"] if counts[row["package"]] >= 100)
     assert rows["validation"][0] == {"label": first["package"], "text": first["text"]}
 
@@ -174,7 +173,8 @@ def test_tokenizer_special_tokens(tokenizer):
         getattr(tokenizer, f"{kind}_token_id")
         for kind in ("pad", "eos", "bos", "mask", "cls", "sep", "unk")
     ]
-    assert len(tokenizer) == 4000 and ids == [0, 1, 1, 2, 3, 4, 5]
+    assert len(tokenizer) == 4000
+    assert ids == [0, 1, 1, 2, 3, 4, 5]
     assert tokenizer.encode("a<mask>b")[1] == tokenizer.mask_token_id
 
 

@@ -185,8 +185,11 @@ def test_validation_rows_are_chosen_by_a_fixed_seed(tmp_path):
     chosen = []
     for seed in (0, 1):
         rows = load_rows(FinetuneConfig(dataset_name=file, seed=seed))[0]
-        train, validation = set(rows["train"]["text"]), set(rows["validation"]["text"])
-        assert not train & validation and len(train | validation) == 200 and len(validation) == 10
+        train = set(rows["train"]["text"])
+        validation = set(rows["validation"]["text"])
+        assert not train & validation
+        assert len(train | validation) == 200
+        assert len(validation) == 10
         chosen.append(sorted(validation))
     assert chosen[0] == chosen[1] != [f"row {i}" for i in range(10)]
 
@@ -201,9 +204,8 @@ def test_several_files_and_patterns(tmp_path):
     config = FinetuneConfig(dataset_name=names, validation_file=names[1:], test_file=names)
     rows = load_rows(config)[0]
     assert (list(rows["train"]["text"]), list(rows["test"]["text"])) == (expected, expected)
-    assert (
-        config.validation_file == str(names[1]) and list(rows["validation"]["text"]) == expected[7:]
-    )
+    assert config.validation_file == str(names[1])
+    assert list(rows["validation"]["text"]) == expected[7:]
     splits, stream = load_rows(replace(config, streaming=True))
     assert [row["text"] for row in stream] == list(splits["train"]["text"]) == expected
 
@@ -243,30 +245,32 @@ def test_weights_mix_datasets_up_to_the_end_of_one(tmp_path):
     config = FinetuneConfig(
         dataset_name=[*folders, str(tmp_path / "c.csv")], dataset_weights=[7, 2, 1], seed=1
     )
-    mixed, remaining = [], [iter(of_one) for of_one in texts]
+    mixed = []
+    remaining = [iter(of_one) for of_one in texts]
     for source in np.random.default_rng(0).choice(3, size=1000, p=[0.7, 0.2, 0.1]):
         mixed.append(next(remaining[source]))
         if mixed[-1] in ("a699", "b99", "c89"):
             break
     loaded = load_rows(config)[0]
-    assert list(loaded["train"]["text"]) == mixed and len(mixed) < 800 and mixed[-1] == "b99"
+    assert list(loaded["train"]["text"]) == mixed
+    assert len(mixed) < 800
+    assert mixed[-1] == "b99"
     shares = [sum(text[0] == name for text in mixed) / len(mixed) for name in "abc"]
     assert shares == pytest.approx([0.7, 0.2, 0.1], abs=0.08)
     assert (list(loaded["test"]["text"]), list(loaded["validation"]["text"])) == (
         texts[0][:3] + texts[1][:2],
         texts[1][:4],
     )
-    config.dataset_name, config.dataset_weights = (
-        [str(folders[1]), str(write(tmp_path / "c.jsonl", rows[2]))],
-        [2, 1],
-    )
+    config.dataset_name = [str(folders[1]), str(write(tmp_path / "c.jsonl", rows[2]))]
+    config.dataset_weights = [2, 1]
     mixed = list(load_rows(config)[0]["train"]["text"])
     epochs = []
     for epoch in (0, 1, 1):
         _, stream = load_rows(replace(config, streaming=True))
         stream.set_epoch(epoch)  # other draws in each
         epochs.append([row["text"] for row in stream])
-    assert epochs[0] == mixed != epochs[1] == epochs[2] and {"b0", "c0"} < set(epochs[1])
+    assert epochs[0] == mixed != epochs[1] == epochs[2]
+    assert {"b0", "c0"} < set(epochs[1])
     config.dataset_weights = None
     _, stream = load_rows(replace(config, streaming=True))
     assert (
@@ -299,7 +303,8 @@ def test_chosen_columns_win_over_default_names(tmp_path):
         {"text": "yes", "label": "a b", "body": "c d e", "class": "x"},
         {"text": "no", "label": "a", "body": "c", "class": "y"},
     ]
-    file, more = write(tmp_path / "d.jsonl", rows * 2), {"task": "text-classification"}
+    file = write(tmp_path / "d.jsonl", rows * 2)
+    more = {"task": "text-classification"}
     more["validation_file"] = file
     data = prepared(file, text_column="body", label_column="class", **more)
     assert (data.labels, data.splits["train"][0]["input_ids"]) == (["x", "y"], [5, 6, 7])
@@ -353,9 +358,11 @@ def test_second_preparation_reads_the_cache(name, tmp_path, monkeypatch):
             file.write("x")
         return task.tokenize(rows, tokenizer, max_length)
 
-    task, special = TASKS[name], {"cls_token": "<cls>", "sep_token": "<sep>"}
+    task = TASKS[name]
+    special = {"cls_token": "<cls>", "sep_token": "<sep>"}
     monkeypatch.setitem(TASKS, name, tasks.Task(**{**task.__dict__, "tokenize": tokenize}))
-    file, tokenizer = write(tmp_path / "d.jsonl", rows_for(name)), letter_tokenizer(**special)
+    file = write(tmp_path / "d.jsonl", rows_for(name))
+    tokenizer = letter_tokenizer(**special)
     first = prepared(file, tokenizer, task=name)
     assert calls.read_text() == "xx"  # train and validation
     tokenizer(["a b", "c"], padding=True, truncation=True, max_length=1)
@@ -389,7 +396,8 @@ def test_regression(tmp_path):
 
     flags = {"task": "regression", "validation_file": numbers("v", 1.0, 7.0)}
     data = prepared(numbers("d", 1, 2, 3), **flags, test_file=numbers("t", -1.0, -1.0))
-    assert data.splits["train"]["label"][:] == [1.0, 2.0, 3.0] and data.labels == []
+    assert data.splits["train"]["label"][:] == [1.0, 2.0, 3.0]
+    assert data.labels == []
     assert data.notes == ["skipped the test rows: all their labels are -1, which means unlabelled"]
     assert data.collate([data.splits["train"][1]])["labels"].tolist() == [2.0]
     assert prepared(numbers("d", 1, 2, 3), **flags, test_file=numbers("u", -1, 3)).splits["test"][
@@ -405,11 +413,10 @@ def test_multi_label(tmp_path):
     )
     none = write(tmp_path / "n.jsonl", [{"text": "a", "labels": []}] * 2)
     data = prepared(train, task="multi-label", validation_file=none, test_file=none)
-    assert data.splits["train"]["label"][:] == [[0, 1], [], [2]] and data.labels == ["x", "y", "z"]
-    assert (
-        data.splits["validation"]["label"][:] == data.splits["test"]["label"][:] == [[], []]
-        and data.notes == []
-    )
+    assert data.splits["train"]["label"][:] == [[0, 1], [], [2]]
+    assert data.labels == ["x", "y", "z"]
+    assert data.splits["validation"]["label"][:] == data.splits["test"]["label"][:] == [[], []]
+    assert data.notes == []
     assert data.collate([data.splits["train"][i] for i in range(3)])["labels"].tolist() == [
         [1, 1, 0],
         [0, 0, 0],
@@ -498,10 +505,8 @@ def test_content_hash_sees_rows_and_labels_but_no_paths(name, changed, tmp_path)
 
 def test_cache_of_completions_knows_the_template(tmp_path):
     """Another template is another preparation."""
-    file, tokenizer = (
-        write(tmp_path / "d.jsonl", [{"prompt": "c", "completion": "d"}]),
-        letter_tokenizer(),
-    )
+    file = write(tmp_path / "d.jsonl", [{"prompt": "c", "completion": "d"}])
+    tokenizer = letter_tokenizer()
     plain = prepared(file, tokenizer, validation_file=file)
     tokenizer.chat_template = CHAT_TEMPLATE
     first = prepared(file, tokenizer, validation_file=file)
@@ -516,10 +521,8 @@ def test_cache_of_completions_knows_the_template(tmp_path):
 
 
 def test_cache_knows_the_side_that_is_cut(tmp_path):
-    file, more = (
-        write(tmp_path / "d.jsonl", HASHED["text-classification"]),
-        {"task": "text-classification", "max_length": 3},
-    )
+    file = write(tmp_path / "d.jsonl", HASHED["text-classification"])
+    more = {"task": "text-classification", "max_length": 3}
     long = write(tmp_path / "v.jsonl", [{"text": "a b c", "label": "x"}])
     kept = []
     for side in ("right", "left"):
@@ -546,7 +549,9 @@ def test_evaluation_of_given_files_reads_nothing_else(tmp_path, monkeypatch):
         "validation": [0],
         "test": [1],
     }
-    assert data.labels == ["pos", "neg"] and data.notes == [] and data.content_hash == ""
+    assert data.labels == ["pos", "neg"]
+    assert data.notes == []
+    assert data.content_hash == ""
     assert data.description == f"{other}, {test}: 1 validation, 1 test rows"
     config.validation_file = None
     assert set(prepare_data(config, letter_tokenizer(), model_labels=["pos", "neg"]).splits) == {
@@ -568,7 +573,8 @@ def test_evaluation_of_a_dataset_takes_its_own_splits(tmp_path):
     trained = prepare_data(config, letter_tokenizer())
     config.eval_only = True
     data = prepare_data(config, letter_tokenizer())
-    assert set(data.splits) == {"validation", "test"} and len(data.splits["test"]) == 3
+    assert set(data.splits) == {"validation", "test"}
+    assert len(data.splits["test"]) == 3
     assert data.splits["validation"]["input_ids"][:] == trained.splits["validation"]["input_ids"][:]
     DatasetDict(test=Dataset.from_list(ROWS)).save_to_disk(tmp_path / "saved")
     config = FinetuneConfig(
@@ -624,13 +630,16 @@ def test_rows_to_predict(name, alone, tmp_path):
     rows, ids = PREDICTED[name]
     train = None if alone else HASHED[name]
     data, as_they_are, named, samples = to_predict(name, rows, train, tmp_path, known=["x", "y"])
-    assert samples["input_ids"][:] == ids and samples["length"][:] == [len(row) for row in ids]
-    assert as_they_are.to_list() == rows and len(named) == len(rows)
+    assert samples["input_ids"][:] == ids
+    assert samples["length"][:] == [len(row) for row in ids]
+    assert as_they_are.to_list() == rows
+    assert len(named) == len(rows)
     if name == "token-classification":
         assert samples["label"][:] == [[-100, 0, 1, -100, 2, -100], []]
         assert named["tokens"][:] == [row["tokens"] for row in rows]
     else:
-        assert set(named.column_names) == {"text"} and "label" not in samples.column_names
+        assert set(named.column_names) == {"text"}
+        assert "label" not in samples.column_names
     assert data.labels == ([] if name in ("masked-lm", "regression") else ["x", "y"])
 
 
@@ -673,9 +682,8 @@ def test_batches_by_hand(collate, own, labels):
     assert batch["input_ids"].tolist() == [[5, 0, 1], [7, 0, 0]]
     assert batch["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
     assert batch["labels"].tolist() == labels
-    assert set(batch) == {"input_ids", "attention_mask", "labels"} and all(
-        v.dtype == torch.int64 for v in batch.values()
-    )
+    assert set(batch) == {"input_ids", "attention_mask", "labels"}
+    assert all(v.dtype == torch.int64 for v in batch.values())
 
 
 def test_translations_are_flattened(tmp_path):
@@ -685,7 +693,8 @@ def test_translations_are_flattened(tmp_path):
     data = prepared(file, letter_tokenizer(), task="seq2seq")
     assert data.columns == {"text": "translation.de", "target": "translation.en"}
     sample = data.splits["train"][1]
-    assert sample["target"] == sample["target"][::-1][::-1] and sample["labels"] == [
+    assert sample["target"] == sample["target"][::-1][::-1]
+    assert sample["labels"] == [
         *ids_of(sample["target"]),
         1,
     ]
@@ -693,11 +702,9 @@ def test_translations_are_flattened(tmp_path):
     kept, named, samples = prepare_unlabelled(
         FinetuneConfig(task="seq2seq", dataset_name=file), data, predicted
     )
-    assert (
-        kept[0] == {"translation": {"de": "a b"}}
-        and named[0] == {"text": "a b"}
-        and samples["input_ids"][:] == [[3, 4]]
-    )
+    assert kept[0] == {"translation": {"de": "a b"}}
+    assert named[0] == {"text": "a b"}
+    assert samples["input_ids"][:] == [[3, 4]]
 
 
 def test_facts_of_answers(tmp_path):
@@ -739,7 +746,8 @@ def test_unlabelled_test_rows_of_choices_are_left_out(label, tmp_path):
     )
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
     data = prepared(file, tokenizer, task="multiple-choice", validation_file=file, test_file=test)
-    assert "test" not in data.splits and any("skipped the test rows" in fact for fact in data.notes)
+    assert "test" not in data.splits
+    assert any("skipped the test rows" in fact for fact in data.notes)
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -758,11 +766,9 @@ def test_small_models_take_the_samples(name, tmp_path):
     model, new = load_model(
         Setup(config=config, accelerator=accelerator, data=data, model_config=model_config)
     )
-    assert (
-        new == []
-        and model_config.max_position_embeddings >= 300
-        and sum(p.numel() for p in model.parameters()) < 2e6
-    )
+    assert new == []
+    assert model_config.max_position_embeddings >= 300
+    assert sum(p.numel() for p in model.parameters()) < 2e6
     samples = data.samples("train")
     np.random.seed(
         0
@@ -773,9 +779,8 @@ def test_small_models_take_the_samples(name, tmp_path):
     outputs = model(**batch)
     loss = InfoNCE()(outputs, batch) if name == "embedding" else outputs.loss
     loss.backward()
-    assert loss.isfinite() and all(
-        p.grad is None or p.grad.isfinite().all() for p in model.parameters()
-    )
+    assert loss.isfinite()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
     longest = torch.full((1, 1, 300) if name == "multiple-choice" else (1, 300), 3)
     encoder = model.encoder if name == "embedding" else model
     encoder(input_ids=longest, **({"decoder_input_ids": longest} if name == "seq2seq" else {}))
@@ -786,10 +791,8 @@ def test_only_the_first_rows(tmp_path):
     rows = [{"text": f"row {i}", "label": i % 2} for i in range(40)]
     files = {name: write(tmp_path / f"{name}.jsonl", rows[:20]) for name in ("validation", "test")}
     limits = {"max_train_samples": 7, "max_eval_samples": 50, "max_predict_samples": 3}
-    tokenizer, options = (
-        letter_tokenizer(cls_token="<cls>", sep_token="<sep>"),
-        {"task": "text-classification", **limits},
-    )
+    tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
+    options = {"task": "text-classification", **limits}
     file = write(tmp_path / "train.jsonl", rows)
     both = {"validation_file": files["validation"], "test_file": files["test"]}
     data = prepared(file, tokenizer, **options, **both)
@@ -804,4 +807,5 @@ def test_only_the_first_rows(tmp_path):
         len(part) for part in prepare_unlabelled(FinetuneConfig(**options), data, files["test"])
     ] == [3, 3, 3]
     split = prepared(file, tokenizer, **options, validation_split_percentage=25)
-    assert len(split.splits["validation"]) == 10 and len(split.splits["train"]) == 7
+    assert len(split.splits["validation"]) == 10
+    assert len(split.splits["train"]) == 7

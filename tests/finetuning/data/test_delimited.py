@@ -52,7 +52,8 @@ def test_separators(name, tmp_path):
     notes = []
     assert detect_separator(str(path)) == separator
     expected = pd.read_csv(path, sep=separator).to_dict("records")
-    assert loaded(path, notes=notes) == expected and len(expected) == 2
+    assert loaded(path, notes=notes) == expected
+    assert len(expected) == 2
     assert notes == ([f"{name}: columns separated by {words}"] if words else [])
     if separator != ",":  # the control: read with a comma, the file has other columns
         assert set(pd.read_csv(path, on_bad_lines="skip").columns) != {"text", "label"}
@@ -110,7 +111,8 @@ def test_types_of_columns(name, streaming, tmp_path):
     rows = loaded(written(tmp_path / "d.csv", f"c;text\n{body}"), streaming=streaming)
     expected = cells if values is None else values
     found = [row["c"] for row in rows]
-    assert found == expected and list(map(type, found)) == list(map(type, expected))
+    assert found == expected
+    assert list(map(type, found)) == list(map(type, expected))
     assert [row["text"] for row in rows] == ["x"] * len(cells)
 
 

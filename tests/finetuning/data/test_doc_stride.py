@@ -47,8 +47,10 @@ def test_windows_by_hand():
         [-1, -1, -1, -1, 0, 2, 4, -1],
         [-1, -1, -1, -1, 4, 6, 8, -1],  # characters of the whole context
     ]
-    assert columns["window_index"] == [0, 1] and columns["context"] == [CONTEXT] * 2
-    assert columns["answers"] == [["f g"]] * 2 and columns["num_targets"] == [1, 1]
+    assert columns["window_index"] == [0, 1]
+    assert columns["context"] == [CONTEXT] * 2
+    assert columns["answers"] == [["f g"]] * 2
+    assert columns["num_targets"] == [1, 1]
     assert columns["was_truncated"] == columns["answer_is_lost"] == [False, False]
     cut = windows(asked(CONTEXT, "f g"), doc_stride=None)  # the control: truncated, it is lost
     assert (cut["start_positions"], cut["answer_is_lost"], cut["window_index"]) == (
@@ -70,21 +72,24 @@ def test_windows_by_hand():
 def test_places_of_an_answer(answer, places, is_lost):
     columns = windows(asked(CONTEXT, answer))
     found = zip(columns["start_positions"], columns["end_positions"], strict=True)
-    assert list(found) == places and columns["answer_is_lost"] == [is_lost, False]
+    assert list(found) == places
+    assert columns["answer_is_lost"] == [is_lost, False]
 
 
 def test_a_wider_overlap_has_more_windows():
     """c d e, d e f, e f g share two tokens each; d e f is in the second."""
     columns = windows(asked(CONTEXT, "d e f"), doc_stride=2)
     assert [ids[4:7] for ids in columns["input_ids"]] == [[5, 6, 7], [6, 7, 8], [7, 8, 9]]
-    assert columns["start_positions"] == [0, 4, 0] and columns["answer_is_lost"] == [False] * 3
+    assert columns["start_positions"] == [0, 4, 0]
+    assert columns["answer_is_lost"] == [False] * 3
 
 
 def test_rows_of_one_window_and_of_none():
     rows = joined(asked("c", "c"), asked(CONTEXT, question=""), asked(CONTEXT, "g"), asked("d"))
     columns = windows(rows)
     assert columns["window_index"] == [0, 0, 0, 1, 0]
-    assert columns["length"] == [6, 0, 8, 8, 6] and columns["num_targets"] == [1, 0, 1, 1, 1]
+    assert columns["length"] == [6, 0, 8, 8, 6]
+    assert columns["num_targets"] == [1, 0, 1, 1, 1]
     assert by_question(columns["window_index"], columns["length"]) == [[6], [0], [8, 8], [6]]
 
 
@@ -93,7 +98,8 @@ def test_from_the_left_all_tokens_are_in_a_window_too():
     tokenizer.truncation_side = "left"
     columns = tokenize_questions(asked(CONTEXT, "c d"), tokenizer, 8, 1)
     assert [ids[4:7] for ids in columns["input_ids"]] == [[7, 8, 9], [5, 6, 7]]
-    assert columns["start_positions"] == [0, 4] and columns["answer_is_lost"] == [False, False]
+    assert columns["start_positions"] == [0, 4]
+    assert columns["answer_is_lost"] == [False, False]
 
 
 def test_a_question_that_leaves_too_little_room():
@@ -141,7 +147,9 @@ def test_best_answer_over_windows_against_trying_all():
         for i in range(len(columns["window_index"]))
     ]
     assert len(samples) == 3
-    empty, other_windows, naive = 0, set(), 0
+    empty = 0
+    other_windows = set()
+    naive = 0
     for _ in range(100):
         logits = rng.normal(size=(len(samples), 2, 12)) * 2
         logits[:, :, 0] += 3
@@ -151,14 +159,17 @@ def test_best_answer_over_windows_against_trying_all():
         ]
         answer = best_answer(found)
         text, score = best_by_trying_all(logits.tolist(), samples, context)
-        assert answer["answer"] == text and answer["score"] == pytest.approx(score, abs=1e-6)
+        assert answer["answer"] == text
+        assert answer["score"] == pytest.approx(score, abs=1e-6)
         assert context[answer["start"] : answer["end"]] == text
         empty += text == ""
         other_windows.add(max(range(len(found)), key=lambda i: found[i].score))
         naive += (max(span.empty_score for span in found) > max(s.score for s in found)) != (
             text == ""
         )
-    assert 5 < empty < 95 and len(other_windows) == len(samples) and naive > 10
+    assert 5 < empty < 95
+    assert len(other_windows) == len(samples)
+    assert naive > 10
 
 
 def test_the_best_answer_by_hand():
@@ -185,8 +196,10 @@ def test_prepared_rows(tmp_path):
     tokenizer = letter_tokenizer(cls_token="<cls>", sep_token="<sep>")
     more = {"task": "question-answering", "validation_file": file, "max_length": 8}
     data = prepared(file, tokenizer, doc_stride=1, max_train_samples=3, **more)
-    train, validation = data.splits["train"], data.splits["validation"]
-    assert train["window_index"][:] == [0, 1, 0, 0, 1] and len(validation) == 10
+    train = data.splits["train"]
+    validation = data.splits["validation"]
+    assert train["window_index"][:] == [0, 1, 0, 0, 1]
+    assert len(validation) == 10
     assert train["start_positions"][:] == [0, 5, 5, 0, 0]
     assert data.notes[:2] == [
         "train: 1 of 3 rows trained as unanswerable, as no window contains their whole answer",
@@ -196,4 +209,5 @@ def test_prepared_rows(tmp_path):
     assert set(data.samples("train").column_names) & {"window_index", "answers", "context"} == set()
     cut = prepared(file, tokenizer, max_train_samples=3, **more)
     assert cut.notes[0] == "train: 2 of 3 rows truncated to 8 tokens"
-    assert len(cut.splits["train"]) == 3 and cut.content_hash != data.content_hash
+    assert len(cut.splits["train"]) == 3
+    assert cut.content_hash != data.content_hash

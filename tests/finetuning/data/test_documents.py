@@ -49,7 +49,8 @@ def test_rows_under_a_key(name, layout, streaming, tmp_path):
     document, form = NESTED[name]
     ending = "json.gz" if layout == "packed" else "json"
     how = {"indent": 2} if layout == "many lines" else {}
-    file, notes = written(tmp_path / f"d.{ending}", document, **how), []
+    file = written(tmp_path / f"d.{ending}", document, **how)
+    notes = []
     assert splits_of(file, notes, streaming=streaming) == {"train": ROWS}
     assert notes == [f"d.{ending}: {form}"]
     assert len(datasets.load_dataset("json", data_files=file, split="train")) == 1
@@ -114,10 +115,12 @@ SPLITS = {
 @pytest.mark.parametrize("name", SPLITS)
 def test_splits_as_keys(name, tmp_path):
     document, more = SPLITS[name]
-    file, notes = written(tmp_path / "d.json", document), []
+    file = written(tmp_path / "d.json", document)
+    notes = []
     expected = {"train": ROWS[:3], "validation": ROWS[3:5], "test": ROWS[5:]}
     assert splits_of(file, notes) == expected
-    assert notes[0].startswith("d.json: splits under the keys tr") and notes[0].endswith(more)
+    assert notes[0].startswith("d.json: splits under the keys tr")
+    assert notes[0].endswith(more)
     rows, _ = load_rows(FinetuneConfig(dataset_name=file))
     assert {split: list(of_split) for split, of_split in rows.items()} == expected
     assert list(load_files([file], "validation")) == ROWS[3:5]
@@ -220,8 +223,10 @@ ONE_ROW = {
 def test_an_object_may_be_a_row(name, tmp_path):
     """Pretty-printed, too. In a .jsonl file, a single line always is."""
     row = ONE_ROW[name]
-    file, notes = written(tmp_path / "d.json", row), []
-    assert splits_of(file, notes) == {"train": [row]} and notes == []
+    file = written(tmp_path / "d.json", row)
+    notes = []
+    assert splits_of(file, notes) == {"train": [row]}
+    assert notes == []
     nested = {"question": "a", "answers": [{"text": "b", "answer_start": 0}]}
     assert splits_of(written(tmp_path / "d.jsonl", nested)) == {"train": [nested]}
 

@@ -46,9 +46,8 @@ def test_classes_in_sorted_order():
     ]:
         found, train, validation = encoded("class", labels, labels[:1])
         assert found == names
-        assert [names[i] for i in train] == [
-            str(label) for label in labels
-        ] and validation == train[:1]
+        assert [names[i] for i in train] == [str(label) for label in labels]
+        assert validation == train[:1]
 
 
 def test_whole_numbers_of_another_type():
@@ -61,7 +60,8 @@ def test_whole_numbers_of_another_type():
     ]:
         names, ids, validation = encoded("class", train, other)
         assert names == ["0", "1", "10"]
-        assert ids == [1, 0, 2] and validation == [0, 2]
+        assert ids == [1, 0, 2]
+        assert validation == [0, 2]
     assert encoded("classes", split([[1.0, 2.0], [1.0]])) == (["1", "2"], [[0, 1], [0]])
     assert len(notes_on_float_classes(DatasetDict(train=split([1.0, 0.0])))) == 1
     for labels in ([1, 0], ["1", "0"], [True, False]):
@@ -89,17 +89,20 @@ def test_a_zero_or_one_for_each_class(name):
     labels, expected = ONE_HOT[name]
     rows, num_classes = multi_hot_to_ids(DatasetDict(train=split(labels)))
     if expected is None:
-        assert num_classes == 0 and rows["train"]["label"][:] == labels
+        assert num_classes == 0
+        assert rows["train"]["label"][:] == labels
         return
     names, found = encoded("classes", rows["train"])
-    assert num_classes == len(labels[0]) and names == [str(i) for i in range(num_classes)]
+    assert num_classes == len(labels[0])
+    assert names == [str(i) for i in range(num_classes)]
     assert found == expected
 
 
 def test_two_classes_as_lists_say_the_same_of_every_row():
     """The control: what the labels would be if they were not a 0 or 1 for each class."""
     names, ids = encoded("classes", split([[0, 1], [1, 0], [0, 1]]))
-    assert names == ["0", "1"] and [sorted(row) for row in ids] == [[0, 1]] * 3
+    assert names == ["0", "1"]
+    assert [sorted(row) for row in ids] == [[0, 1]] * 3
     with pytest.raises(DataError, match="each label that applies once, or every list a 0 or 1"):
         encoded("classes", split([[0, 1, 1], [1, 0, 0]]))
 
@@ -107,13 +110,15 @@ def test_two_classes_as_lists_say_the_same_of_every_row():
 def test_other_splits_have_the_form_of_the_first():
     both = {"train": split([[0, 1], [1, 0]]), "test": split([[1, 1]])}
     rows, num_classes = multi_hot_to_ids(DatasetDict(both))
-    assert num_classes == 2 and rows["test"]["label"][:] == [[0, 1]]
+    assert num_classes == 2
+    assert rows["test"]["label"][:] == [[0, 1]]
     for wrong in ([[0, 1, 1]], [[1]], [[]], [None], [[0, 2]]):
         with pytest.raises(DataError, match="a 0 or 1 for each of 2 classes, but 1 of 1 test rows"):
             multi_hot_to_ids(DatasetDict({**both, "test": split(wrong)}))
     both = {"train": split([[0], [1, 2]]), "test": split([[0, 1]])}
     rows, num_classes = multi_hot_to_ids(DatasetDict(both))
-    assert num_classes == 0 and rows["test"]["label"][:] == [[0, 1]]
+    assert num_classes == 0
+    assert rows["test"]["label"][:] == [[0, 1]]
     named = DatasetDict(train=typed([[1, 0], [0, 1]], List(ClassLabel(names=["z", "a"]))))
     assert multi_hot_to_ids(named)[1] == 0
 
@@ -140,7 +145,8 @@ def test_class_labels_are_numbered_as_the_dataset_does():
     train = typed([2, 0, 2], ClassLabel(names=["z", "unused", "a"]))
     validation = typed([0, 1], ClassLabel(names=["a", "z"]))
     names, *ids = encoded("class", train, validation, ["unused", "z"])
-    assert names == ["z", "unused", "a"] and ids == [[2, 0, 2], [2, 0], [1, 0]]
+    assert names == ["z", "unused", "a"]
+    assert ids == [[2, 0, 2], [2, 0], [1, 0]]
     _, _, by_number = encoded("class", train, [0, 1, 2])
     assert by_number == [0, 1, 2]
     # A whole number is a number of the dataset, although it looks like a name; a string is a name.

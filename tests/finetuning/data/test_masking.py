@@ -65,9 +65,8 @@ def seen_in(windows) -> dict[int, tuple[int, list[int], list[int]]]:
                 zip(micro_batch.positions, micro_batch.sample_ids, strict=True)
             ):
                 kept = batch["attention_mask"][row].bool()
-                assert (batch["labels"][row][~kept] == h.IGNORED).all() and (
-                    batch["input_ids"][row][~kept] == PAD
-                ).all()
+                assert (batch["labels"][row][~kept] == h.IGNORED).all()
+                assert (batch["input_ids"][row][~kept] == PAD).all()
                 seen[int(position)] = (
                     int(sample_id),
                     batch["input_ids"][row][kept].tolist(),
@@ -99,7 +98,8 @@ def test_padding_with_an_ordinary_token_is_no_target():
     batch = collate_masked().func(
         [{"input_ids": [3, 4], "mask_key": 1}, {"input_ids": [7], "mask_key": 2}], **settings
     )
-    assert batch["labels"].tolist() == [[3, 4], [7, -100]] and batch["input_ids"][1, 1] == 5
+    assert batch["labels"].tolist() == [[3, 4], [7, -100]]
+    assert batch["input_ids"][1, 1] == 5
 
 
 def test_no_mask_token_is_refused():
@@ -107,7 +107,8 @@ def test_no_mask_token_is_refused():
         collate_masked(tokenizer=letter_tokenizer())
 
 
-SIZE_OF_VOCABULARY, M = 16, 2**64
+SIZE_OF_VOCABULARY = 16
+M = 2**64
 
 
 def mix(x: int) -> int:
@@ -129,7 +130,8 @@ def mask_key(seed: int, epoch: int, position: int) -> int:
 def masked_by_hand(
     ids, key, vocab_size=SIZE_OF_VOCABULARY, probability=0.4, mask=MASK, special=SPECIAL
 ):
-    inputs, labels = [], []
+    inputs = []
+    labels = []
     for column, token in enumerate(ids):
         chosen, fate, other = (
             mix((mix((key + 0x9E3779B97F4A7C15) % M) + mix(4 * column + lane)) % M)
@@ -146,12 +148,14 @@ def masked_by_hand(
 
 def test_one_call_against_plain_python():
     rng = np.random.default_rng(0)
-    ids, keys = rng.integers(0, 1000, (30, 50)), rng.integers(0, 2**63 - 1, 30)
+    ids = rng.integers(0, 1000, (30, 50))
+    keys = rng.integers(0, 2**63 - 1, 30)
     keys[:3] = 0, 1, 2**63 - 2
     before = ids.copy(), keys.copy()
     inputs, labels = mask_tokens(ids, keys, **SETTINGS)
     assert inputs.dtype == labels.dtype == np.int64
-    assert np.array_equal(ids, before[0]) and np.array_equal(keys, before[1])
+    assert np.array_equal(ids, before[0])
+    assert np.array_equal(keys, before[1])
     for row in range(30):
         by_hand = masked_by_hand(
             ids[row].tolist(), int(keys[row]), 1000, 0.15, mask=2, special=(0, 1)
@@ -205,10 +209,8 @@ def test_evaluation_windows_keep_their_masks_whatever_their_batch_size():
     samples = samples_of(41)
 
     def windows_of(batch_size, pad_to_window=False):
-        rule, lengths = (
-            SimpleNamespace(pad_to_window=pad_to_window),
-            [len(s["input_ids"]) for s in samples],
-        )
+        rule = SimpleNamespace(pad_to_window=pad_to_window)
+        lengths = [len(s["input_ids"]) for s in samples]
         accelerator = Accelerator(cpu=True)
         return evaluation_windows(
             KeyedMasks(samples),
@@ -235,10 +237,13 @@ def test_shares_within_four_sigma():
     """Of keys in steps of 4, as columns are. Ids outside of the vocabulary of the random tokens:
     hidden, kept and random tokens cannot be confused.
     """
-    size, keys, ids = 97, np.arange(4000) * 4, np.full((4000, 128), 97)
+    size = 97
+    keys = np.arange(4000) * 4
+    ids = np.full((4000, 128), 97)
     inputs, labels = mask_tokens(ids, keys, **{**SETTINGS, "mask_token_id": 98, "vocab_size": size})
     target = labels != h.IGNORED
-    others, number = inputs[target & (inputs < size)], int(target.sum())
+    others = inputs[target & (inputs < size)]
+    number = int(target.sum())
     counts = [(number, ids.size, 0.15), (int((inputs[target] == 98).sum()), number, 0.8)]
     counts += [(int((inputs[target] == 97).sum()), number, 0.1), (len(others), number, 0.1)]
     for count, total, share in counts:
@@ -248,4 +253,5 @@ def test_shares_within_four_sigma():
         (1, 128),
     ):  # of each column and each sample the variance of a binomial
         z = (target.sum(axis) - count * 0.15) / (count * 0.15 * 0.85) ** 0.5
-        assert np.abs(z).max() < 5 and abs(z.var() - 1) < 4 * (2 / len(z)) ** 0.5
+        assert np.abs(z).max() < 5
+        assert abs(z.var() - 1) < 4 * (2 / len(z)) ** 0.5

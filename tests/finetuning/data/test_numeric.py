@@ -33,7 +33,8 @@ def test_decimal_commas(separator, tmp_path):
     assert data.splits["train"]["label"][:] == data.splits["validation"]["label"][:] == NUMBERS
     assert data.notes.count(LINE) == 1
     data = of_regression(csv_of(tmp_path / "e.csv", NUMBERS, separator))
-    assert data.splits["train"]["label"][:] == NUMBERS and LINE not in data.notes
+    assert data.splits["train"]["label"][:] == NUMBERS
+    assert LINE not in data.notes
 
 
 def test_other_files_and_roles(tmp_path):
@@ -46,7 +47,8 @@ def test_other_files_and_roles(tmp_path):
     file = write(tmp_path / "w.jsonl", rows)
     more = {"task": "text-classification", "weight_column": "w", "validation_file": file}
     data = prepared(file, letter_tokenizer(**CLASSES), **more)
-    assert data.splits["train"]["weight"][:] == [0.5, 2.0, 1.25] and data.labels == ["0,5", "1,5"]
+    assert data.splits["train"]["weight"][:] == [0.5, 2.0, 1.25]
+    assert data.labels == ["0,5", "1,5"]
     pairs = [{"sentence1": "a", "sentence2": "b", "score": text} for text in WITH_COMMA]
     file = write(tmp_path / "p.jsonl", pairs)
     data = prepared(file, letter_tokenizer(**CLASSES), task="embedding", validation_file=file)
@@ -86,7 +88,8 @@ def test_decimals(tmp_path):
     more = {"task": "text-classification", "label_column": "score"}
     file = decimals(tmp_path / "e.parquet", ["10", "2.00", "10"])
     data = prepared(file, letter_tokenizer(**CLASSES), validation_file=file, **more)
-    assert data.labels == ["2", "10"] and data.splits["train"]["label"][:] == [1, 0, 1]
+    assert data.labels == ["2", "10"]
+    assert data.splits["train"]["label"][:] == [1, 0, 1]
     file = decimals(tmp_path / "f.parquet", ["10", "2.50"])
     with pytest.raises(DataError, match=r"names or whole numbers, .*Decimal\('10.00'\)|2\.50"):
         prepared(file, letter_tokenizer(**CLASSES), validation_file=file, **more)

@@ -35,8 +35,10 @@ def test_the_first_sample_is_shortened(tmp_path):
         r"target   'Yes<|im_end|>\n'",
         r"context  '<|im_start|>user\nAnd?<|im_end|>\n<|im_start|>assistant\n'",
     ]
-    assert lines[3].startswith("target   'No No No") and " ... " in lines[3]
-    assert lines[3].endswith(r"No <|im_end|>\n'") and lines[4:] == ["... 2 more parts"]
+    assert lines[3].startswith("target   'No No No")
+    assert " ... " in lines[3]
+    assert lines[3].endswith(r"No <|im_end|>\n'")
+    assert lines[4:] == ["... 2 more parts"]
     assert max(map(len, lines)) <= WIDTH + 9
 
 
@@ -52,7 +54,8 @@ def test_samples_in_full(tmp_path):
         assert text == data.tokenizer.apply_chat_template(row, tokenize=False)
         assert max(map(len, lines)) <= WIDTH + 9
     assert [line.split()[0] for line in samples[1]] == ["context", "target"]
-    assert sample_lines(data, 0) == [] and len(sample_lines(data, 99)) == 3
+    assert sample_lines(data, 0) == []
+    assert len(sample_lines(data, 99)) == 3
 
 
 def test_plain_text_and_other_tasks(tmp_path):

@@ -22,7 +22,8 @@ NONE = {"text": [], "answer_start": []}
 def asked(context, text=None, start=None, question="a b"):
     """A batch of one row, its answer the first place of the text unless told."""
     found = [] if text is None else [(text, context.index(text) if start is None else start)]
-    texts, starts = [t for t, _ in found], [s for _, s in found]
+    texts = [t for t, _ in found]
+    starts = [s for _, s in found]
     return {
         "question": [question],
         "context": [context],
@@ -41,21 +42,19 @@ def test_answer_by_hand():
     its own beginning.
     """
     sample = tokenized(asked("c d e f", "d e"))
-    assert (
-        sample["input_ids"] == [13, 3, 4, 14, 5, 6, 7, 8, 14]
-        and sample["token_type_ids"] == [0] * 4 + [1] * 5
-    )
+    assert sample["input_ids"] == [13, 3, 4, 14, 5, 6, 7, 8, 14]
+    assert sample["token_type_ids"] == [0] * 4 + [1] * 5
     assert (sample["start_positions"], sample["end_positions"], sample["no_answer"]) == (5, 6, 0)
-    assert list(sample["starts"]) == [-1, -1, -1, -1, 0, 2, 4, 6, -1] and list(sample["ends"]) == [
-        -1
-    ] * 4 + [1, 3, 5, 7, -1]
+    assert list(sample["starts"]) == [-1, -1, -1, -1, 0, 2, 4, 6, -1]
+    assert list(sample["ends"]) == [-1] * 4 + [1, 3, 5, 7, -1]
     assert (
         sample["length"],
         sample["num_targets"],
         sample["was_truncated"],
         sample["answer_is_lost"],
     ) == (9, 1, False, False)
-    assert sample["answers"] == ["d e"] and sample["context"] == "c d e f"
+    assert sample["answers"] == ["d e"]
+    assert sample["context"] == "c d e f"
 
 
 LOST = (0, 0)
@@ -76,10 +75,10 @@ def test_a_cut_takes_an_end_of_the_context_only(side, kept, places):
     tokenizer.truncation_side = side
     for text, place in places.items():
         sample = tokenized(asked("c d e f", text), tokenizer, max_length=8)
-        assert sample["input_ids"] == [13, 3, 4, 14, *kept, 14] and sample["was_truncated"]
-        assert (sample["start_positions"], sample["end_positions"]) == place and sample[
-            "answer_is_lost"
-        ] == (place == LOST)
+        assert sample["input_ids"] == [13, 3, 4, 14, *kept, 14]
+        assert sample["was_truncated"]
+        assert (sample["start_positions"], sample["end_positions"]) == place
+        assert sample["answer_is_lost"] == (place == LOST)
 
 
 def test_rows_without_answer_question_or_context():
@@ -92,15 +91,14 @@ def test_rows_without_answer_question_or_context():
     ) == (0, 0, False, 1)
     for rows in (asked("c d", question=""), asked("", question="a"), asked("c d", question=None)):
         sample = tokenized(rows)
-        assert sample["input_ids"] == [] and sample["length"] == sample["num_targets"] == 0
+        assert sample["input_ids"] == []
+        assert sample["length"] == sample["num_targets"] == 0
 
 
 def test_a_tokenizer_without_cls_has_no_answer_at_0():
     sample = tokenized(asked("c d"), letter_tokenizer())
-    assert (
-        sample["input_ids"] == [3, 4, 5, 6]
-        and sample["no_answer"] == sample["start_positions"] == 0
-    )
+    assert sample["input_ids"] == [3, 4, 5, 6]
+    assert sample["no_answer"] == sample["start_positions"] == 0
 
 
 CONTEXTS = {
@@ -143,10 +141,10 @@ def test_batches():
         tokenized(asked("c", question="a"), tokenizer),
     ]
     batch = collate_samples(rows, pad_token_id=0)
-    assert batch["start_positions"].tolist() == [5, 0] and batch["end_positions"].tolist() == [6, 0]
-    assert batch["attention_mask"].tolist() == [[1] * 9, [1] * 5 + [0] * 4] and batch[
-        "input_ids"
-    ].shape == (2, 9)
+    assert batch["start_positions"].tolist() == [5, 0]
+    assert batch["end_positions"].tolist() == [6, 0]
+    assert batch["attention_mask"].tolist() == [[1] * 9, [1] * 5 + [0] * 4]
+    assert batch["input_ids"].shape == (2, 9)
 
 
 def encoded(*rows):
@@ -173,7 +171,8 @@ def test_answers_of_all_shapes():
     )
 
 
-PLACE, SHAPE = "answers must be in their contexts", "answers must be {"
+PLACE = "answers must be in their contexts"
+SHAPE = "answers must be {"
 
 
 @pytest.mark.parametrize(
@@ -213,9 +212,12 @@ def test_best_answer_against_trying_all():
     """Random logits; the largest begin and the largest end, taken by themselves, would often end
     before they begin.
     """
-    context, rng = CONTEXTS["byte level"][1], np.random.default_rng(1)
+    context = CONTEXTS["byte level"][1]
+    rng = np.random.default_rng(1)
     sample = tokenized(asked(context, question="What is it?"), byte_level())
-    width, naive, empty = sample["length"] + 5, 0, 0
+    width = sample["length"] + 5
+    naive = 0
+    empty = 0
     for _ in range(200):
         start_logits, end_logits = rng.normal(size=(2, width)) * 2
         start_logits[-5:] = end_logits[-5:] = 50  # padding, which may not be chosen
@@ -223,8 +225,10 @@ def test_best_answer_against_trying_all():
         span = best_span(torch.tensor(start_logits), torch.tensor(end_logits), sample)
         answer = best_answer([span])
         text, score = best_by_trying_all(start_logits.tolist(), end_logits.tolist(), sample)
-        assert answer["answer"] == text and answer["score"] == pytest.approx(score, abs=1e-6)
+        assert answer["answer"] == text
+        assert answer["score"] == pytest.approx(score, abs=1e-6)
         assert context[answer["start"] : answer["end"]] == answer["answer"]
         naive += start_logits[:-5].argmax() > end_logits[:-5].argmax()
         empty += answer["answer"] == ""
-    assert naive > 20 and 20 < empty < 180
+    assert naive > 20
+    assert 20 < empty < 180

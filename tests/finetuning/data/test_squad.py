@@ -118,7 +118,8 @@ def test_lists_of_answers_in_flat_rows(tmp_path):
         file = write(tmp_path / f"{name}.jsonl", rows)
         data = prepare_data(config(file, validation_file=file), letter_tokenizer(**CLASSES))
         both.append(list(data.splits["train"]))
-    assert both[0] == both[1] and [row["answers"] for row in both[0]][:2] == [["d"], ["c d"]]
+    assert both[0] == both[1]
+    assert [row["answers"] for row in both[0]][:2] == [["d"], ["c d"]]
 
 
 def test_questions_without_answers(tmp_path):
@@ -133,7 +134,8 @@ def test_questions_without_answers(tmp_path):
     options = config(good, validation_file=good)
     data = prepare_data(options, letter_tokenizer(**CLASSES))
     rows, _, samples = prepare_unlabelled(options, data, file)
-    assert [row["id"] for row in rows] == ["0", "1"] and len(samples) == 2
+    assert [row["id"] for row in rows] == ["0", "1"]
+    assert len(samples) == 2
     articles[0]["paragraphs"][0]["qas"][0]["answers"] = [{"text": "d"}]
     with pytest.raises(DataError, match="answer"):
         file = written(tmp_path / "e.json", {"data": articles})

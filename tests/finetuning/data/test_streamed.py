@@ -61,15 +61,19 @@ CASES = {
 def test_samples_of_a_stream_are_those_of_the_rows(name, tmp_path):
     file, rows, more = CASES[name]
     path = write(tmp_path / file, rows, NAMED if file.endswith("parquet") else None)
-    data, expected = prepared(path, **more), prepared(path, is_streamed=False, **more)
+    data = prepared(path, **more)
+    expected = prepared(path, is_streamed=False, **more)
     samples = list(expected.splits["train"])
-    assert list(data.stream) == samples and len(samples) == len(TEXTS)
+    assert list(data.stream) == samples
+    assert len(samples) == len(TEXTS)
     assert list(data.stream) == samples  # again
-    assert data.labels == expected.labels and expected.stream is None
+    assert data.labels == expected.labels
+    assert expected.stream is None
     assert list(data.splits["validation"]) == list(expected.splits["validation"])
     # What is read ahead stands for the training rows, and is no more than was said.
     ahead = list(data.splits["train"])
-    assert READ_AHEAD - 1 <= len(ahead) <= READ_AHEAD and ahead == samples[: len(ahead)]
+    assert READ_AHEAD - 1 <= len(ahead) <= READ_AHEAD
+    assert ahead == samples[: len(ahead)]
     assert f"a stream, {READ_AHEAD} rows of it read ahead" in data.description
     collated = data.collate([next(iter(data.stream))])
     assert collated["input_ids"].tolist()[0] == samples[0]["input_ids"]

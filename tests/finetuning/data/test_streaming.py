@@ -150,7 +150,8 @@ def loaders(samples, num_workers=0, **options):
         "seed": 5,
         **options,
     }
-    by_length, planned = "max_tokens_per_micro_batch" in options, "planner" in options
+    by_length = "max_tokens_per_micro_batch" in options
+    planned = "planner" in options
     lengths = [longest_entry(s) for s in samples] if by_length or planned else None
     length_of = longest_entry if by_length else None
     more = {"shuffle_buffer_size": 0, "num_workers": num_workers, "length_of": length_of}
@@ -173,7 +174,8 @@ def test_windows_of_a_stream_are_those_of_the_list(split, num_workers):
     samples = h.token_samples(37)
     of_stream, of_list = loaders(samples, num_workers=num_workers, **SPLITS[split])
     for _ in range(2):
-        windows, expected = list(of_stream), list(of_list)
+        windows = list(of_stream)
+        expected = list(of_list)
         assert [w.num_samples for w in windows] == [8, 8, 8, 8, 5]
         assert seen(windows) == seen(expected)
         assert seen(w.padded_to_window() for w in windows) == seen(
@@ -192,7 +194,8 @@ def test_random_transforms_and_collators_draw_what_they_draw_on_a_list(collate_f
     of_stream = make_loader(Augmented(20), collate_fn, num_workers=num_workers, **options)
     before = h.global_random_states()
     for _ in range(2):
-        windows, expected = list(of_stream), list(of_list)
+        windows = list(of_stream)
+        expected = list(of_list)
         assert seen(windows) == seen(expected)
         again = [w.split([np.arange(w.num_samples)[i::2] for i in range(2)]) for w in windows]
         assert seen(again) == seen(
@@ -218,12 +221,10 @@ def test_a_proof_gets_short_and_long_samples_of_the_beginning():
         window = next(iter(make_loader(Listed(samples), h.pad_right, num_workers=num_workers)))
         probes = window.fetcher.probe_samples(window.request, 64)
         lengths = [len(s["input_ids"]) for s in probes]
-        assert (
-            len(probes) == 64
-            and min(lengths) == 3
-            and max(lengths) == 52
-            and len(set(lengths)) > 40
-        )
+        assert len(probes) == 64
+        assert min(lengths) == 3
+        assert max(lengths) == 52
+        assert len(set(lengths)) > 40
         assert len(window.fetcher.probe_samples(window.request, 5)) == 5
 
 
@@ -234,7 +235,8 @@ def test_of_what_a_reader_hands_out_only_tensors_are_pinned(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor, device=None: tensor.clone())
     item = next(iter(make_loader(Augmented(8)).reader))
     request, samples, batches = pin_memory(item)
-    assert request is item[0] and samples is item[1]
+    assert request is item[0]
+    assert samples is item[1]
     assert all(
         new["draws"] is not old["draws"] and new["draws"].equal(old["draws"])
         for new, old in zip(batches, item[2], strict=True)
@@ -251,9 +253,8 @@ def test_processes_share_each_window_without_communication(num_processes, buffer
         "seed": 3,
     }
     alone = [w.sample_ids.tolist() for w in make_loader(Numbers(33), **options)]
-    assert [len(ids) for ids in alone] == [8, 8, 8, 8, 1] and flat(alone) == order(
-        33, buffer_size, seed=3
-    )
+    assert [len(ids) for ids in alone] == [8, 8, 8, 8, 1]
+    assert flat(alone) == order(33, buffer_size, seed=3)
     shares = [
         list(make_loader(Numbers(33), accelerator=process(i, num_processes), **options))
         for i in range(num_processes)
@@ -287,7 +288,8 @@ def test_resume_inside_an_epoch(consumed, num_workers, buffer_size):
     second = make_loader(Augmented(30), stack_with_noise, **options)
     second.load_state_dict(first.state_dict())
     assert seen(second) == seen(expected[consumed:])
-    assert second.state_dict() == whole.state_dict() and second.epoch == 3
+    assert second.state_dict() == whole.state_dict()
+    assert second.epoch == 3
     other_layout = make_loader(Augmented(30), stack_with_noise, per_device_batch_size=1, **options)
     other_layout.load_state_dict(first.state_dict())
     assert [w.sample_ids.tolist() for w in other_layout] == [
@@ -324,7 +326,8 @@ def test_a_stream_that_became_shorter(size, is_refused):
         ):
             list(resumed)
     else:
-        assert list(resumed) == [] and resumed.state_dict()["epoch"] == 1
+        assert list(resumed) == []
+        assert resumed.state_dict()["epoch"] == 1
 
 
 # -- the shuffle buffer
@@ -366,7 +369,9 @@ def test_the_buffer_holds_no_more_than_its_size_and_shuffles_evenly():
     # In the steady state a thing leaves with probability 1 / 100 at each turn: geometric, with mean
     # 99 turns since it came in.
     stay = np.array(delays[:1800]) + 99
-    assert stay.min() >= 0 and abs(stay.mean() - 99) < 10 and stay.max() > 300
+    assert stay.min() >= 0
+    assert abs(stay.mean() - 99) < 10
+    assert stay.max() > 300
     first_come = np.array(order(2000, 100)[:1000])
     assert (np.diff(first_come) > 0).mean() < 0.6  # in the stream's own order it is 1
 
@@ -424,21 +429,22 @@ def test_a_stream_has_no_length_and_epochs_advance():
     with pytest.raises(TypeError):
         len(loader)
     epochs = [[(w.epoch, w.index, w.sample_ids.tolist()) for w in loader] for _ in range(3)]
-    assert [{epoch for epoch, _, _ in found} for found in epochs] == [{0}, {1}, {2}] and told == [
+    assert [{epoch for epoch, _, _ in found} for found in epochs] == [{0}, {1}, {2}]
+    assert told == [
         0,
         1,
         2,
     ]
     assert len({str([ids for *_, ids in found]) for found in epochs}) == 3
     loader.set_epoch(1)
-    assert [(w.epoch, w.index, w.sample_ids.tolist()) for w in loader] == epochs[1] and told[
-        -1
-    ] == 1
+    assert [(w.epoch, w.index, w.sample_ids.tolist()) for w in loader] == epochs[1]
+    assert told[-1] == 1
 
 
 def test_the_last_window_can_be_left_out():
     loader = make_loader(Numbers(20), drop_last_window=True)
-    assert [w.num_samples for w in loader] == [8, 8] and loader.epoch == 1
+    assert [w.num_samples for w in loader] == [8, 8]
+    assert loader.epoch == 1
 
 
 def halved(row):
@@ -471,7 +477,8 @@ def test_datasets_streams_are_the_same_on_every_process_and_in_a_worker():
     assert sum(len(window) for window in found[0]) == 3 * 48
     loader = make_loader(streamed(), **options)
     epochs = [[s["x"] for w in loader for s in samples_of(w)] for _ in range(2)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) and epochs[0] != epochs[1]
+    assert sorted(epochs[0]) == sorted(epochs[1])
+    assert epochs[0] != epochs[1]
 
 
 # -- errors
@@ -553,6 +560,7 @@ def test_two_processes_see_when_their_streams_differ():
         ]
 
     first, second = on_two_ranks(work)
-    assert first == second and first[0] == 4
+    assert first == second
+    assert first[0] == 4
     for message, window in zip(first[1:], (0, 3, 3), strict=True):
         assert f"different streams: window {window} of epoch 0 differs" in message

@@ -142,11 +142,13 @@ def test_causal_rows_by_hand():
     texts = ["a b", "a b <eos>", "a <eos> b", "", None, "<eos>", "a b c d"]
     out = tokenize_causal({"text": texts}, letter_tokenizer(), 4)
     assert out["input_ids"] == [[3, 4, 1], [3, 4, 1], [3, 1, 4, 1], [], [], [1], [3, 4, 5, 6]]
-    assert out["length"] == [3, 3, 4, 0, 0, 1, 4] and out["num_targets"] == [2, 2, 3, 0, 0, 0, 3]
+    assert out["length"] == [3, 3, 4, 0, 0, 1, 4]
+    assert out["num_targets"] == [2, 2, 3, 0, 0, 0, 3]
     assert out["was_truncated"] == [False] * 6 + [True]
     long = " ".join(LETTERS * 20)
     out = tokenize_causal({"text": [long]}, letter_tokenizer(), None)
-    assert out["input_ids"] == [[*ids_of(long), 1]] and out["was_truncated"] == [False]
+    assert out["input_ids"] == [[*ids_of(long), 1]]
+    assert out["was_truncated"] == [False]
     assert tokenize_causal({"text": ["a b"]}, letter_tokenizer(eos_token=None), 8)["input_ids"] == [
         [3, 4]
     ]
@@ -159,9 +161,8 @@ def test_a_tokenizer_that_adds_the_end_itself_has_it_once():
     )
     assert tokenize_causal({"text": ["a b", ""]}, tokenizer, 8)["input_ids"] == [[13, 3, 4, 1], []]
     completed = tokenize_completions({"prompt": ["a"], "completion": [" b"]}, tokenizer, 8)
-    assert completed["input_ids"] == [[13, 3, 4, 1]] and completed["labels"] == [
-        [IGNORED, IGNORED, 4, 1]
-    ]
+    assert completed["input_ids"] == [[13, 3, 4, 1]]
+    assert completed["labels"] == [[IGNORED, IGNORED, 4, 1]]
 
 
 def targets_of(tokenizer, prompt, completion, max_length=None):
@@ -169,8 +170,10 @@ def targets_of(tokenizer, prompt, completion, max_length=None):
     out = tokenize_completions(
         {"prompt": [prompt], "completion": [completion]}, tokenizer, max_length
     )
-    ids, labels = np.array(out["input_ids"][0], int), np.array(out["labels"][0], int)
-    assert len(ids) == len(labels) and ((labels == ids) | (labels == IGNORED)).all()
+    ids = np.array(out["input_ids"][0], int)
+    labels = np.array(out["labels"][0], int)
+    assert len(ids) == len(labels)
+    assert ((labels == ids) | (labels == IGNORED)).all()
     assert out["num_targets"] == [int((labels[1:] != IGNORED).sum())]
     return tokenizer.decode(ids[labels != IGNORED]), tokenizer.decode(
         ids[labels == IGNORED], skip_special_tokens=True
@@ -218,9 +221,11 @@ def test_a_space_that_ends_the_prompt_may_begin_the_completion(kind):
     """
     tokenizer = TOKENIZERS[kind]()
     labelled, others = targets_of(tokenizer, "What is the answer? ", "yes, or no.")
-    assert labelled.lstrip() == "yes, or no.<eos>" and others.strip() == "What is the answer?"
+    assert labelled.lstrip() == "yes, or no.<eos>"
+    assert others.strip() == "What is the answer?"
     labelled, others = targets_of(tokenizer, "What?\n    ", "")
-    assert labelled == "<eos>" and others.strip() == "What?"
+    assert labelled == "<eos>"
+    assert others.strip() == "What?"
 
 
 @pytest.mark.parametrize("kind", TOKENIZERS)
@@ -228,20 +233,20 @@ def test_every_cut_of_a_completion(kind):
     """A cut sample is the beginning of the whole one, labels too; a prompt that fills it leaves no
     target.
     """
-    tokenizer, rows = (
-        TOKENIZERS[kind](),
-        {"prompt": ["What is the answer?"], "completion": [" yes, or 日本"]},
-    )
+    tokenizer = TOKENIZERS[kind]()
+    rows = {"prompt": ["What is the answer?"], "completion": [" yes, or 日本"]}
     whole = tokenize_completions(rows, tokenizer, None)
-    ids, labels = whole["input_ids"][0], whole["labels"][0]
+    ids = whole["input_ids"][0]
+    labels = whole["labels"][0]
     first = next(i for i, label in enumerate(labels) if label != IGNORED)
-    assert whole["was_truncated"] == [False] and first > 1
+    assert whole["was_truncated"] == [False]
+    assert first > 1
     for length in range(2, len(ids) + 2):
         cut = tokenize_completions(rows, tokenizer, length)
-        assert cut["input_ids"] == [ids[:length]] and cut["labels"] == [labels[:length]]
-        assert cut["was_truncated"] == [length < len(ids)] and cut["length"] == [
-            min(length, len(ids))
-        ]
+        assert cut["input_ids"] == [ids[:length]]
+        assert cut["labels"] == [labels[:length]]
+        assert cut["was_truncated"] == [length < len(ids)]
+        assert cut["length"] == [min(length, len(ids))]
         assert cut["num_targets"] == [max(0, min(length, len(ids)) - first)]
 
 
@@ -273,7 +278,8 @@ def test_characters_without_a_token_mark_nothing():
         for r, c in (("user", "a"), ("assistant", "b"), ("user", "c"), ("assistant", "d <eos>"))
     ]
     out = tokenize_completions({"messages": [turns]}, tokenizer, 8)
-    assert out["input_ids"] == [[3, 4, 5, 6, 1]] and out["labels"] == [[IGNORED, 4, IGNORED, 6, 1]]
+    assert out["input_ids"] == [[3, 4, 5, 6, 1]]
+    assert out["labels"] == [[IGNORED, 4, IGNORED, 6, 1]]
 
 
 @pytest.mark.parametrize(
@@ -294,8 +300,10 @@ def test_masked_rows_by_hand():
         {"text": ["a b c d", "a", "", None, "<unk> a", "zzz"]}, encoder_tokenizer(), 5
     )
     assert out["input_ids"] == [[13, 3, 4, 5, 14], [13, 3, 14], [], [], [13, 2, 3, 14], [13, 2, 14]]
-    assert out["num_targets"] == [3, 1, 0, 0, 1, 0] and out["was_truncated"] == [True] + [False] * 5
-    assert "token_type_ids" not in out and "label" not in out
+    assert out["num_targets"] == [3, 1, 0, 0, 1, 0]
+    assert out["was_truncated"] == [True] + [False] * 5
+    assert "token_type_ids" not in out
+    assert "label" not in out
 
 
 def test_pairs_by_hand():
@@ -309,11 +317,9 @@ def test_pairs_by_hand():
         [],
     ]
     assert out["token_type_ids"] == [[0, 0, 0, 1, 1, 1], [0, 0, 0, 0, 0, 1, 1], [0, 0, 1, 1], []]
-    assert (
-        out["was_truncated"] == [False, True, False, False]
-        and out["num_targets"] == [1, 1, 1, 0]
-        and "label" not in out
-    )
+    assert out["was_truncated"] == [False, True, False, False]
+    assert out["num_targets"] == [1, 1, 1, 0]
+    assert "label" not in out
     samples = [{k: v[i] for k, v in out.items()} for i in range(3)]
     batch = collation.collate_samples(samples, 0)
     assert batch["token_type_ids"].tolist() == [
@@ -363,7 +369,8 @@ def test_words_by_hand():
         [1, 2],
     ]
     assert out["label"] == [[i, 7, 8, i, 9, i], [i, 1, i, i, 2, i, i], [], [], [i, 5, i], [i, i]]
-    assert out["num_targets"] == [3, 2, 0, 0, 1, 0] and out["length"] == [6, 7, 0, 0, 3, 2]
+    assert out["num_targets"] == [3, 2, 0, 0, 1, 0]
+    assert out["length"] == [6, 7, 0, 0, 3, 2]
     assert out["was_truncated"] == [False, True, False, False, False, False]
     batch = collation.collate_samples(
         [{"input_ids": out["input_ids"][n], "label": out["label"][n]} for n in (0, 4)], 0
@@ -385,21 +392,24 @@ def test_targets_by_hand():
     """
     rows = {"text": ["a b c d", "a", "b", "", "c"], "target": ["e", "e f g h", "", "f", None]}
     out = tokenize_targets(rows, seq2seq_tokenizer(), 4)
-    assert out["input_ids"] == [[3, 4, 5, 1], [3, 1], [4, 1], [], [5, 1]] and out["length"] == [
+    assert out["input_ids"] == [[3, 4, 5, 1], [3, 1], [4, 1], [], [5, 1]]
+    assert out["length"] == [
         4,
         2,
         2,
         0,
         2,
     ]
-    assert out["labels"] == [[7, 1], [7, 8, 9, 1], [], [], []] and out["num_targets"] == [
+    assert out["labels"] == [[7, 1], [7, 8, 9, 1], [], [], []]
+    assert out["num_targets"] == [
         2,
         4,
         0,
         0,
         0,
     ]
-    assert out["was_truncated"] == [True, True, False, False, False] and out["target"] == [
+    assert out["was_truncated"] == [True, True, False, False, False]
+    assert out["target"] == [
         "e",
         "e f g h",
         "",
@@ -407,7 +417,8 @@ def test_targets_by_hand():
         "",
     ]
     uncut = tokenize_targets(rows, seq2seq_tokenizer(), None)
-    assert uncut["labels"][1] == [7, 8, 9, 10, 1] and not any(uncut["was_truncated"])
+    assert uncut["labels"][1] == [7, 8, 9, 10, 1]
+    assert not any(uncut["was_truncated"])
     assert set(tokenize_targets({"text": ["a"]}, seq2seq_tokenizer(), 4)) == {
         "input_ids",
         "length",
@@ -428,8 +439,7 @@ def test_targets_have_a_width_of_their_own():
         {"input_ids": [3, 4, 5, 1], "labels": []},
     ]
     batch = collation.collate_samples(samples, pad_token_id=0)
-    assert batch["labels"].tolist() == [[7, 8, 1], [IGNORED] * 3] and batch[
-        "input_ids"
-    ].tolist() == [[3, 1, 0, 0], [3, 4, 5, 1]]
+    assert batch["labels"].tolist() == [[7, 8, 1], [IGNORED] * 3]
+    assert batch["input_ids"].tolist() == [[3, 1, 0, 0], [3, 4, 5, 1]]
     assert collation.collate_samples(samples[1:], pad_token_id=0)["labels"].tolist() == [[IGNORED]]
     assert "labels" not in collation.collate_samples([{"input_ids": [3, 1]}], pad_token_id=0)

@@ -109,7 +109,8 @@ def test_sources_and_targets(side, source, target, adds_end):
     )
     assert columns["input_ids"] == [[*source, 1] if adds_end else source]
     assert (columns["labels"], columns["num_targets"]) == ([[*target, 1]], [3])
-    assert columns["target"] == ["f g h i"] and columns["was_truncated"] == [True]
+    assert columns["target"] == ["f g h i"]
+    assert columns["was_truncated"] == [True]
 
 
 @pytest.mark.parametrize(
@@ -153,7 +154,8 @@ def test_the_option_is_the_tokenizers_side(tmp_path):
         assert f"train: 20 of 20 rows {what}" in data.notes
         tokenizer.save_pretrained(tmp_path / "saved")
         assert AutoTokenizer.from_pretrained(tmp_path / "saved").truncation_side == (given or own)
-    first, last = [3, 4, 5, 6], [5, 6, 7, 1]
+    first = [3, 4, 5, 6]
+    last = [5, 6, 7, 1]
     assert [*kept.values()] == [first, last, last, first]
 
 

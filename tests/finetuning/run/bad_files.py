@@ -5,7 +5,9 @@ from pathlib import Path
 
 VALID = "--num_train_epochs 1 --per_device_train_batch_size 4 --max_length 32"
 CLASSIFY = "--task text-classification"
-ANSWER, CHOOSE, WRITE = "--task question-answering", "--task multiple-choice", "--task seq2seq"
+ANSWER = "--task question-answering"
+CHOOSE = "--task multiple-choice"
+WRITE = "--task seq2seq"
 
 
 def rows(*values: dict) -> str:

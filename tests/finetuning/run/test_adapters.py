@@ -79,11 +79,9 @@ def test_adapters_and_new_weights_are_all_that_is_trained(name, adapted, place):
     its file, else the base.
     """
     _, output = adapted(name)
-    saved, base, adapter = (
-        load_file(output / "model.safetensors"),
-        base_of(place, name).state_dict(),
-        peft_file(output / "adapter"),
-    )
+    saved = load_file(output / "model.safetensors")
+    base = base_of(place, name).state_dict()
+    adapter = peft_file(output / "adapter")
     assert sorted(key for key in adapter if "lora" not in key) == NEW[name]
     settings = json.loads((output / "adapter" / "adapter_config.json").read_text())
     assert (settings["r"], settings["lora_alpha"], settings["lora_dropout"]) == (4, 8, 0.1)
@@ -99,15 +97,15 @@ def test_adapters_and_new_weights_are_all_that_is_trained(name, adapted, place):
             update = (
                 update.T if JOBS[name][0] != "bert" else update
             )  # GPT-2 has its matrices the other way round
-            assert (
-                value - base[key] - update
-            ).norm() <= 1e-6 * value.norm() and update.norm() > 1e-3
+            assert (value - base[key] - update).norm() <= 1e-6 * value.norm()
+            assert update.norm() > 1e-3
             changed.append(module)
         elif key in NEW[name]:
             assert torch.equal(value, adapter[key])
         else:
             assert torch.equal(value, base[key]), key
-    assert len(changed) * 2 == sum("lora" in key for key in adapter) and len(changed) >= 8
+    assert len(changed) * 2 == sum("lora" in key for key in adapter)
+    assert len(changed) >= 8
 
 
 @pytest.mark.parametrize("name", NEW)
@@ -199,9 +197,8 @@ def test_a_bf16_base_stays_bf16_where_that_is_computed_in(
         return
     summary = train_job(place, tmp_path / "out", name, **settings)
     lines = lines_of(tmp_path / "out")
-    assert "bf16 autocast" in summary["precision"] and all(
-        line["loss"] < 10 and line["grad_norm"] > 0 for line in lines
-    )
+    assert "bf16 autocast" in summary["precision"]
+    assert all(line["loss"] < 10 and line["grad_norm"] > 0 for line in lines)
     assert {v.dtype for v in load_file(tmp_path / "out" / "model.safetensors").values()} == {
         torch.bfloat16
     }
@@ -222,7 +219,8 @@ def test_lora_on_layers_by_name(place, tmp_path):
         == 2e-4
     )  # the default
     adapter = peft_file(tmp_path / "out" / "adapter")
-    assert len(adapter) == 4 and all("c_attn" in key for key in adapter)
+    assert len(adapter) == 4
+    assert all("c_attn" in key for key in adapter)
     assert (
         json.loads((tmp_path / "out" / "adapter" / "adapter_config.json").read_text())["lora_alpha"]
         == 3
@@ -251,10 +249,8 @@ def test_other_adapters_do_not_depend_on_the_split(kind, place, tmp_path):
     """The saved model is that of PEFT on the base in its own precision; the control: the base
     alone.
     """
-    name, settings = (
-        "causal LM, row by row",
-        {"lora_r": 2, "lora_dropout": 0.1, "max_steps": 3, **KINDS[kind]},
-    )
+    name = "causal LM, row by row"
+    settings = {"lora_r": 2, "lora_dropout": 0.1, "max_steps": 3, **KINDS[kind]}
     for size in (16, 3):
         train_job(place, tmp_path / str(size), name, per_device_train_batch_size=size, **settings)
     adapters = [peft_file(tmp_path / size / "adapter") for size in ("16", "3")]
@@ -328,7 +324,8 @@ def test_frozen_by_name(kind, place):
     model = tf.AutoModelForSequenceClassification.from_pretrained(place / "job-bert", num_labels=3)
     freeze(model, patterns)
     found = {name: not parameter.requires_grad for name, parameter in model.named_parameters()}
-    assert found == {name: is_frozen(name) for name in found} and len(set(found.values())) == 2
+    assert found == {name: is_frozen(name) for name in found}
+    assert len(set(found.values())) == 2
 
 
 @pytest.mark.slow("whole runs; quick tests cover its parts")
@@ -356,11 +353,9 @@ def test_frozen_weights_keep_their_bits(place, tmp_path):
 class Shared(nn.Module):
     def __init__(self):
         super().__init__()
-        self.embedding, self.hidden, self.output = (
-            nn.Embedding(5, 3),
-            nn.Linear(3, 3),
-            nn.Linear(3, 5, bias=False),
-        )
+        self.embedding = nn.Embedding(5, 3)
+        self.hidden = nn.Linear(3, 3)
+        self.output = nn.Linear(3, 5, bias=False)
         self.output.weight = self.embedding.weight
 
 

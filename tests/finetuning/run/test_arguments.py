@@ -35,7 +35,8 @@ def test_every_field_of_the_installed_version_is_known():
         if name not in {*OWN, *arguments.example_script_flags()}
     ] == []
     names = arguments.example_script_flags()
-    assert len(names) == len(set(names)) and set(names) & OWN == {"report_to"}
+    assert len(names) == len(set(names))
+    assert set(names) & OWN == {"report_to"}
     assert set(arguments.RENAMED.values()) <= OWN
 
 
@@ -53,9 +54,8 @@ def test_defaults_of_a_script_are_those_of_training_arguments(capsys):
     } == arguments.TRAINING_DEFAULTS
     parse_config(["--do_train", "--n_best_size", "20"])
     (line,) = capsys.readouterr().out.splitlines()
-    assert (
-        "have the defaults of the example script" in line and "n_best_size: the best span" in line
-    )
+    assert "have the defaults of the example script" in line
+    assert "n_best_size: the best span" in line
     assert parse_config(["--do_train", "false"]) == FinetuneConfig()
 
 

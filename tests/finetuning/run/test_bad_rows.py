@@ -66,7 +66,8 @@ PROMPT = [
     "Fix or remove the row",
     "5",
 ]
-LISTS, PLACE = "labels must be lists of names", "answers must be in their contexts"
+LISTS = "labels must be lists of names"
+PLACE = "answers must be in their contexts"
 
 
 # kind: (column, what it holds in row WRONG, words of the error, or the line that counts the row). A
@@ -190,7 +191,8 @@ def test_column(kind, column, value, expected, files, tmp_path, capsys):
 
 
 def test_all_tasks_are_in_the_table():
-    assert {kind.partition(",")[0] for kind in BAD} == set(TASKS) and set(BAD) <= set(fitting(0))
+    assert {kind.partition(",")[0] for kind in BAD} == set(TASKS)
+    assert set(BAD) <= set(fitting(0))
 
 
 @pytest.mark.usefixtures("no_model")

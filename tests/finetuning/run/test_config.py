@@ -46,7 +46,8 @@ def test_flag_sets_its_field_and_no_other(name):
     for flag in ([f"--{name}", text], [f"--{name.replace('_', '-')}={text}"]):
         config = parse_config(flag)
         assert config == dataclasses.replace(FinetuneConfig(), **{name: value})
-        assert type(getattr(config, name)) is type(value) and value != FIELDS[name].default
+        assert type(getattr(config, name)) is type(value)
+        assert value != FIELDS[name].default
 
 
 def test_truth_values_and_defaults():
@@ -180,6 +181,7 @@ def test_an_evaluation_needs_a_model_and_may_write_beside_a_run(tmp_path):
 def test_the_name_of_a_metric_may_be_that_of_the_log():
     config = FinetuneConfig(task="text-classification", metric_for_best_model="eval_f1")
     config.check()
-    assert config.metric_for_best_model == "f1" and not config.lower_is_better
+    assert config.metric_for_best_model == "f1"
+    assert not config.lower_is_better
     for name in ("loss", "perplexity"):  # the others: test_metrics.py
         assert FinetuneConfig(metric_for_best_model=name).lower_is_better

@@ -54,7 +54,8 @@ def evaluated(model, samples, batch_size, rule, reader=None, accelerator=None):
 def by_hand(model, samples) -> tuple[float, int]:
     """Sum and number of the losses of all targets, in float64, one sample at a time."""
     model = helpers.copy.deepcopy(model).double().eval()
-    total, count = 0.0, 0
+    total = 0.0
+    count = 0
     for sample in samples:
         batch = helpers.pad_right([sample])
         logits = model(**{k: v for k, v in batch.items() if k != "labels"}).logits
@@ -67,13 +68,15 @@ def by_hand(model, samples) -> tuple[float, int]:
             reduction="none",
             ignore_index=-100,
         )
-        total, count = total + float(losses.sum()), count + int((labels != -100).sum())
+        total = total + float(losses.sum())
+        count = count + int((labels != -100).sum())
     return total, count
 
 
 def mean_of_means(model, samples, batch_size) -> float:
     """The usual mistake: batches count alike, whatever their targets."""
-    model, means = model.eval(), []
+    model = model.eval()
+    means = []
     for start in range(0, len(samples), batch_size):
         with torch.no_grad():
             loss = float(model(**helpers.pad_right(samples[start : start + batch_size])).loss)
@@ -100,7 +103,8 @@ def test_head_whose_loss_depends_on_the_width():
     """XLNet's summary is the last column: all samples of an evaluation window are padded to its
     longest, for every batch size.
     """
-    model, samples = helpers.xlnet_classifier(), helpers.class_samples(EVALUATION_WINDOW + 40)
+    model = helpers.xlnet_classifier()
+    samples = helpers.class_samples(EVALUATION_WINDOW + 40)
     rule = prove_targets(model, samples[:32], helpers.pad_right)
     assert rule.pad_to_window
     total = 0.0
@@ -119,7 +123,8 @@ def test_head_whose_loss_depends_on_the_width():
 
 
 def test_own_loss_function_counts_by_weights():
-    model, samples = helpers.plain_tagger(), helpers.weighted_samples(20)
+    model = helpers.plain_tagger()
+    samples = helpers.weighted_samples(20)
     rule = prove_targets(model, samples, helpers.pad_right, loss_fn=helpers.weighted_token_loss)
     total = weight = 0.0
     for sample in samples:
@@ -136,7 +141,8 @@ def test_own_loss_function_counts_by_weights():
 
 @pytest.mark.parametrize("training", [True, False])
 def test_mode_weights_and_random_states_stay(training):
-    model, samples = helpers.gpt2(dropout=0.5), ragged(11)
+    model = helpers.gpt2(dropout=0.5)
+    samples = ragged(11)
     rule = prove_targets(model, samples[1:4] * 4, helpers.pad_right)
     model.train(training)
     model.transformer.h[0].eval()  # a part that the user has frozen in evaluation mode
@@ -152,7 +158,8 @@ def test_mode_weights_and_random_states_stay(training):
 
 
 def test_an_error_leaves_the_training_mode(monkeypatch):
-    model, samples = helpers.gpt2(), ragged(11)
+    model = helpers.gpt2()
+    samples = ragged(11)
     rule = prove_targets(model, samples[1:4] * 4, helpers.pad_right)
     monkeypatch.setattr(model, "forward", lambda input_ids, labels=None: 1 / 0)
     with pytest.raises(ZeroDivisionError):
@@ -161,10 +168,12 @@ def test_an_error_leaves_the_training_mode(monkeypatch):
 
 
 def test_a_split_without_targets_has_no_loss():
-    model, samples = helpers.gpt2(), ragged(9)
+    model = helpers.gpt2()
+    samples = ragged(9)
     rule = prove_targets(model, samples[1:4] * 4, helpers.pad_right)
     results = evaluated(model, [helpers.without_targets(s) for s in samples], 4, rule)
-    assert results["num_targets"] == 0 and np.isnan(results["loss"])
+    assert results["num_targets"] == 0
+    assert np.isnan(results["loss"])
 
 
 # name -> (model, samples, metrics)
@@ -207,7 +216,8 @@ def weighted_by_place(prediction):
 
 def measured(accelerator, name):
     make, samples_of, metrics = CASES[name]
-    model, samples = make(), samples_of()
+    model = make()
+    samples = samples_of()
     probes = samples if len(samples) > 5 else ragged(53)
     loss_fn = helpers.weighted_token_loss if name == "own loss" else None
     rule = prove_targets(model, probes[1:33], helpers.pad_right, loss_fn=loss_fn)

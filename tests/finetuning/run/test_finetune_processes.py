@@ -141,7 +141,8 @@ def runs_of_two(one, place):
             variables_of("cpu_2"),
         ),
     }
-    folder, job = place / "records", []
+    folder = place / "records"
+    job = []
     folder.mkdir()
     for name, (config, variables) in phases.items():
         (folder / f"{name}.config.json").write_text(
@@ -209,10 +210,13 @@ def test_two_processes_are_the_same_run(one, runs_of_two, place):
     assert "2 processes x 1 micro-batch x 8" in summary["layout"]
     for name in ("test_loss", "test_exact_match", "test_rougeL", "test_num_targets", "eval_rougeL"):
         assert summary[name] == pytest.approx(one[0][name], rel=1e-6), name
-    assert first["ddp"] and second["ddp"] and [first["processes"], second["processes"]] == [2, 2]
+    assert first["ddp"]
+    assert second["ddp"]
+    assert [first["processes"], second["processes"]] == [2, 2]
     assert first["weights"] == second["weights"] == summary["weights_sha256"]
     found, expected = predictions_of(place / "two", one[1])
-    assert found == expected and [row["prediction"] is None for row in found] == [
+    assert found == expected
+    assert [row["prediction"] is None for row in found] == [
         False,
         True,
         False,
@@ -226,7 +230,8 @@ def test_two_processes_are_the_same_run(one, runs_of_two, place):
 
 @slow
 def test_files_and_lines_are_written_once(one, runs_of_two, place):
-    output, printed = place / "two", (runs_of_two / "two" / "log").read_text()
+    output = place / "two"
+    printed = (runs_of_two / "two" / "log").read_text()
     of_ranks = {
         f"checkpoint-{step}/shards/shard-00002-model-00001-of-00001.safetensors"
         for step in (3, 6, 8)
@@ -267,13 +272,12 @@ def test_fsdp_is_the_same_run(version, runs_of_two, place):
     """Shards on both processes; a validation row for one of them; the model that is saved is
     whole.
     """
-    output, reference = place / f"fsdp{version}", place / "classes"
+    output = place / f"fsdp{version}"
+    reference = place / "classes"
     first, second = records_of(runs_of_two, f"fsdp{version}")
-    assert (
-        first["fsdp_units"] == second["fsdp_units"] >= 3
-        and first["fsdp"] == version
-        and not first["ddp"]
-    )
+    assert first["fsdp_units"] == second["fsdp_units"] >= 3
+    assert first["fsdp"] == version
+    assert not first["ddp"]
     assert_same_run(output, reference)
     assert tf.AutoModelForSequenceClassification.from_pretrained(output / "best").num_labels == 3
     assert {"best/model.safetensors", "summary.json"} <= files_of(output)
@@ -311,7 +315,8 @@ def test_saved_models_are_loaded_and_compared(name, runs_of_two, place):
     if name.startswith("lora"):
         checks.append(summary["saved_adapter"])
     for check in checks:
-        assert check["relative_error"] < 1e-5 and check["rows"] >= 2
+        assert check["relative_error"] < 1e-5
+        assert check["rows"] >= 2
 
 
 @slow
@@ -393,10 +398,8 @@ def test_what_is_wrong_for_all_is_said_once(runs_of_two, place):
         for line in (runs_of_two / "error" / "log").read_text().splitlines()
         if line.startswith("error:")
     ]
-    assert (
-        errors == [f"error: the file {place / 'missing.jsonl'} does not exist."]
-        and not (place / "error").exists()
-    )
+    assert errors == [f"error: the file {place / 'missing.jsonl'} does not exist."]
+    assert not (place / "error").exists()
 
 
 @pytest.mark.parametrize(("rank", "waits"), [(None, []), ("0", []), ("1", [cli.PATIENCE])])
@@ -406,7 +409,8 @@ def test_the_others_wait_before_they_complain(rank, waits, monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     if rank is not None:
         monkeypatch.setenv("RANK", rank)
-    assert cli.finetune_main(["--no_such_flag"]) == 2 and waited == waits
+    assert cli.finetune_main(["--no_such_flag"]) == 2
+    assert waited == waits
 
 
 @pytest.mark.parametrize(("cores", "local", "threads"), [(8, 3, 2), (8, 1, 8), (2, 4, 1)])

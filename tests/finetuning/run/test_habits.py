@@ -67,7 +67,9 @@ def test_early_stopping(name, monkeypatch):
     config = hf_ga.FinetuneConfig(
         task="text-classification", early_stopping_patience=patience, metric_for_best_model=metric
     )
-    left, kept, progress = iter(values), [], Progress()
+    left = iter(values)
+    kept = []
+    progress = Progress()
     accelerator = SimpleNamespace(is_main_process=False)
     run = SimpleNamespace(
         config=config,
@@ -79,7 +81,8 @@ def test_early_stopping(name, monkeypatch):
     while progress.step < len(values) and not loop.stopped_early(run, progress):
         progress.step += 1
         loop._evaluate(run, progress)
-    assert progress.step == evaluations and (kept[-1] if kept else None) == best
+    assert progress.step == evaluations
+    assert (kept[-1] if kept else None) == best
     assert progress.best_metric == (None if best is None else values[best - 1])
 
 
@@ -93,10 +96,10 @@ def test_a_run_stops_early_and_keeps_its_best_model(scripted, undisturbed, place
     }  # as the log calls it
     summary = train_job(place, tmp_path / "out", "classes", **flags)
     lines = lines_of(tmp_path / "out")
-    assert len(lines) == summary["steps"] == evaluations and summary["stopped_early"]
-    assert [line["eval_f1"] for line in lines] == values[:evaluations] and summary[
-        "best_eval_f1"
-    ] == values[best - 1]
+    assert len(lines) == summary["steps"] == evaluations
+    assert summary["stopped_early"]
+    assert [line["eval_f1"] for line in lines] == values[:evaluations]
+    assert summary["best_eval_f1"] == values[best - 1]
     assert (tmp_path / "out" / f"checkpoint-{evaluations}").is_dir()
     # The weights as they were after that many steps, and not those of the end.
     assert relative_distance(tmp_path / "out" / "best", undisturbed / f"checkpoint-{best}") == 0
@@ -118,7 +121,8 @@ def test_the_best_by_accuracy_is_the_best(place, tmp_path):
     found = [
         line["eval_accuracy"] for line in lines_of(tmp_path / "out") if "eval_accuracy" in line
     ]
-    assert len(found) == 6 and summary["best_eval_accuracy"] == max(found) > min(found)
+    assert len(found) == 6
+    assert summary["best_eval_accuracy"] == max(found) > min(found)
     evaluated = {"eval_only": True, "model_name_or_path": str(tmp_path / "out" / "best")}
     assert train_job(place, tmp_path / "evaluated", "classes", **evaluated)["eval_accuracy"] == max(
         found
@@ -143,7 +147,8 @@ def test_evaluating_and_saving_leave_the_training_alone(undisturbed, place, tmp_
 
 def test_on_step_gets_every_line_and_the_model(place, tmp_path):
     """And draws no number of the run's: weights and lines are those without it."""
-    lines, modes = [], []
+    lines = []
+    modes = []
 
     def on_step(line, model):
         lines.append(line)
@@ -152,7 +157,8 @@ def test_on_step_gets_every_line_and_the_model(place, tmp_path):
 
     with_it = hf_ga.finetune(small_config(place, tmp_path / "out", max_steps=4), on_step)
     without = train(place, tmp_path / "plain", max_steps=4)
-    assert lines == lines_of(tmp_path / "out") and modes == [True] * 4
+    assert lines == lines_of(tmp_path / "out")
+    assert modes == [True] * 4
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 4]
     assert with_it["weights_sha256"] == without["weights_sha256"]
 
@@ -171,7 +177,8 @@ def test_fp16_resumes_bit_for_bit_with_its_scale(launched, place, tmp_path):
         json.loads((tmp_path / name / "checkpoint-8" / "state.json").read_text())["scaler"]
         for name in ("whole", "out")
     ]
-    assert states[0] == states[1] and (states[0]["scale"], states[0]["_growth_tracker"]) == (
+    assert states[0] == states[1]
+    assert (states[0]["scale"], states[0]["_growth_tracker"]) == (
         65536.0,
         8,
     )

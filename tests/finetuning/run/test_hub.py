@@ -74,7 +74,8 @@ def test_a_run_uploads_its_model_and_no_token(calls, place, tmp_path, capsys):
         if "--push_to_hub --" in line
     ]
     shown = parse_config(command.split()[3:])
-    output, copy = tmp_path / "out", tmp_path / "copy"
+    output = tmp_path / "out"
+    copy = tmp_path / "copy"
     more = {
         name: getattr(shown, name) for name in ("push_to_hub", "hub_model_id", "hub_private_repo")
     }
@@ -84,11 +85,13 @@ def test_a_run_uploads_its_model_and_no_token(calls, place, tmp_path, capsys):
         "predict_file": str(place / "classes.test.jsonl"),
     }
     summary = train_job(place, output, "classes", **FLAGS | more)
-    assert calls["token"] == TOKEN and calls["created"] == (
+    assert calls["token"] == TOKEN
+    assert calls["created"] == (
         "user/stdlib-gpt",
         {"private": True, "exist_ok": True},
     )
-    assert calls["files"] == MODEL | REPORTS | ADAPTER and calls["repo_id"] == "me/stdlib-gpt"
+    assert calls["files"] == MODEL | REPORTS | ADAPTER
+    assert calls["repo_id"] == "me/stdlib-gpt"
     assert {path.name for path in output.iterdir()} >= {
         "checkpoint-2",
         "best",
@@ -99,16 +102,13 @@ def test_a_run_uploads_its_model_and_no_token(calls, place, tmp_path, capsys):
     for name in calls["files"]:
         (copy / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(output / name, copy / name)
-    assert tf.AutoModelForSequenceClassification.from_pretrained(
-        copy
-    ).num_labels == 3 and tf.AutoTokenizer.from_pretrained(copy)
+    assert tf.AutoModelForSequenceClassification.from_pretrained(copy).num_labels == 3
+    assert tf.AutoTokenizer.from_pretrained(copy)
     card = ModelCard.load(copy / "README.md")
     found = card.data.library_name, card.data.tags, card.data.base_model
     assert found == ("transformers", ["hf_ga", "text-classification"], None)
-    assert (
-        f"| eval_accuracy | {summary['eval_accuracy']:.4f} |" in card.text
-        and summary["data"] in card.text
-    )
+    assert f"| eval_accuracy | {summary['eval_accuracy']:.4f} |" in card.text
+    assert summary["data"] in card.text
     assert [
         path
         for path in tmp_path.rglob("*")
@@ -162,7 +162,8 @@ def test_what_would_fail_after_the_run_fails_before_it(
     calls.update(change)
     with pytest.raises(hf_ga.ConfigError, match=message):
         train_job(place, tmp_path / "out", "classes", **FLAGS | flags, dataset_name="missing")
-    assert "created" not in calls and not (tmp_path / "out").exists()
+    assert "created" not in calls
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_card_names_what_the_hub_has():

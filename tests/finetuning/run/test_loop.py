@@ -51,7 +51,8 @@ def causal_ids(folder: Path, file: Path, max_length: int) -> list[list[int]]:
 @torch.no_grad()
 def loss_by_hand(model: torch.nn.Module, rows: list[list[int]]) -> float:
     """Mean over all targets in float64, row by row, so without any padding."""
-    model, total = model.double().eval(), 0.0
+    model = model.double().eval()
+    total = 0.0
     for ids in rows:
         logits = model(input_ids=torch.tensor([ids])).logits[0, :-1]
         total += float(F.cross_entropy(logits, torch.tensor(ids[1:]), reduction="sum"))
@@ -72,12 +73,10 @@ def test_metrics_hold_one_line_for_each_optimizer_step(run):
     for line in lines:
         evaluated = line["step"] in (3, 6, 8)  # every 3 steps, and at the end
         assert set(line) == (KEYS | EVAL_KEYS if evaluated else KEYS)
-        assert (
-            line["skipped"] is False
-            and line["loss"] > 0
-            and line["grad_norm"] > 0
-            and line["tokens_per_second"] > 0
-        )
+        assert line["skipped"] is False
+        assert line["loss"] > 0
+        assert line["grad_norm"] > 0
+        assert line["tokens_per_second"] > 0
 
 
 def test_targets_of_a_run_are_those_of_its_rows(run, place):
@@ -166,10 +165,8 @@ def test_a_window_without_targets_makes_no_step(place, tmp_path):
             assert lines[i]["learning_rate"] == lines[i + 1]["learning_rate"]
     taken = [line for line in lines if not line["skipped"]]
     assert [line["step"] for line in taken] == list(range(1, 17))
-    assert (
-        summary["train_loss"] == taken[-1]["loss"]
-        and summary["eval_loss"] == lines[-1]["eval_loss"]
-    )
+    assert summary["train_loss"] == taken[-1]["loss"]
+    assert summary["eval_loss"] == lines[-1]["eval_loss"]
     assert (tmp_path / "out" / "checkpoint-16").is_dir()
 
 
@@ -197,8 +194,10 @@ def test_summary(run, place):
         8,
         0,
     )
-    assert "16 samples" in summary["layout"] and "2 micro-batch" in summary["layout"]
-    assert summary["config"]["seed"] == 7 and summary["versions"]["torch"] == version("torch")
+    assert "16 samples" in summary["layout"]
+    assert "2 micro-batch" in summary["layout"]
+    assert summary["config"]["seed"] == 7
+    assert summary["versions"]["torch"] == version("torch")
     rows = causal_ids(place / "gpt", place / "validation.jsonl", 24)
     assert summary["eval_num_targets"] == sum(len(ids) - 1 for ids in rows)
     model = tf.AutoModelForCausalLM.from_pretrained(output)
@@ -248,7 +247,8 @@ def test_f1_of_whole_entities(place, tmp_path):
         json.loads(line)
         for line in (tmp_path / "out" / "predictions.jsonl").read_text().splitlines()
     ]
-    found, true = [row["prediction"]["tags"] for row in rows], [row["tags"] for row in rows]
+    found = [row["prediction"]["tags"] for row in rows]
+    true = [row["tags"] for row in rows]
     assert summary["eval_f1"] == pytest.approx(seqeval.metrics.f1_score(true, found))
     assert 0 < summary["eval_f1"] < summary["eval_accuracy"]
 

@@ -88,11 +88,9 @@ def test_an_entity_is_right_as_a_whole():
         values = {name: score(metric, right, given) for name, metric in ENTITY_METRICS.items()}
         assert values == {"accuracy": 0.75, "f1": 0.5}
     assert score(ENTITY_METRICS["f1"], [["O", "O"]], [["O", "O"]]) == 0.0
-    assert (
-        are_entities(["O", "B-PER", "I-PER"])
-        and not are_entities(["O", "noun"])
-        and not are_entities(["O"])
-    )
+    assert are_entities(["O", "B-PER", "I-PER"])
+    assert not are_entities(["O", "noun"])
+    assert not are_entities(["O"])
 
 
 def test_answers_by_hand():
@@ -122,7 +120,8 @@ def test_answers_by_hand():
 
 def test_metrics_of_texts_are_means():
     """The best of several right answers counts."""
-    predictions, answers = ["the cat", "big dog", "", "x"], [["a dog", "Cat!"], ["dog"], [], []]
+    predictions = ["the cat", "big dog", "", "x"]
+    answers = [["a dog", "Cat!"], ["dog"], [], []]
     expected = {"exact_match": 2 / 4, "f1": (1 + 2 / 3 + 1 + 0) / 4}
     texts = ["return the list", "x  y", "return", ""]
     references = ["return a list", "x y", "the", "y"]
@@ -151,28 +150,26 @@ def compared(logits, labels):
 @pytest.mark.parametrize("shape", [(1,), (9,), (1, 7), (9, 7)])
 def test_one_class_a_sample_or_token(shape):
     rng = np.random.default_rng(0)
-    logits, labels = rng.normal(size=(*shape, 5)).astype(np.float32), rng.integers(0, 5, shape)
+    logits = rng.normal(size=(*shape, 5)).astype(np.float32)
+    labels = rng.integers(0, 5, shape)
     if shape != (1,):
         labels[rng.random(shape) < 0.5] = h.IGNORED
     predictions, references = compared(logits, labels)
     rows = zip(logits.reshape(-1, 5).tolist(), labels.flatten().tolist(), strict=True)
     pairs = [(row.index(max(row)), label) for row, label in rows if label != h.IGNORED]
-    assert pairs and list(zip(predictions.tolist(), references.tolist(), strict=True)) == pairs
+    assert pairs
+    assert list(zip(predictions.tolist(), references.tolist(), strict=True)) == pairs
 
 
 def test_numbers():
     for size in (1, 9):
         rng = np.random.default_rng(size)
-        logits, labels = (
-            rng.normal(size=(size, 1)).astype(np.float32),
-            rng.normal(size=size).astype(np.float32),
-        )
+        logits = rng.normal(size=(size, 1)).astype(np.float32)
+        labels = rng.normal(size=size).astype(np.float32)
         labels[0] = h.IGNORED  # a number like any other
         predictions, references = compared(logits, labels)
-        assert (
-            predictions.tolist() == [row[0] for row in logits.tolist()]
-            and references.tolist() == labels.tolist()
-        )
+        assert predictions.tolist() == [row[0] for row in logits.tolist()]
+        assert references.tolist() == labels.tolist()
 
 
 @pytest.mark.parametrize(("size", "classes"), [(1, 1), (9, 1), (9, 3)])

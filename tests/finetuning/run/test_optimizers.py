@@ -26,10 +26,8 @@ def plain(model, name, weight_decay=0.1):
     """The named optimizer as torch's loop over parameters, with the same groups, written down here
     again.
     """
-    matrices, vectors = (
-        [p for p in model.parameters() if p.dim() > 1],
-        [p for p in model.parameters() if p.dim() < 2],
-    )
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": weight_decay},
         {"params": vectors, "weight_decay": 0.0},
@@ -40,10 +38,12 @@ def plain(model, name, weight_decay=0.1):
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_update_is_that_of_the_plain_loop(name):
-    ours, theirs = small_model(), small_model()
+    ours = small_model()
+    theirs = small_model()
     optimizer = build_optimizer(ours, name, 1e-2, 0.1)
     assert bool(optimizer.param_groups[0].get("fused")) == (name in FUSED)
-    one, other = trained(ours, optimizer, 5), trained(theirs, plain(theirs, name), 5)
+    one = trained(ours, optimizer, 5)
+    other = trained(theirs, plain(theirs, name), 5)
     assert (one - other).norm() <= 1e-6 * other.norm()
     undecayed = small_model()
     assert (
@@ -62,7 +62,8 @@ def test_a_checkpoint_goes_on_bit_for_bit(name, earlier):
         plain(straight, name) if earlier == "plain" else build_optimizer(straight, name, 1e-2, 0.1)
     )
     trained(straight, optimizer, 3)
-    resumed, forgetful = copy.deepcopy(straight), copy.deepcopy(straight)
+    resumed = copy.deepcopy(straight)
+    forgetful = copy.deepcopy(straight)
     again, fresh = (build_optimizer(model, name, 1e-2, 0.1) for model in (resumed, forgetful))
     again.load_state_dict(copy.deepcopy(optimizer.state_dict()))
     expected = trained(straight, optimizer, 3, seed=1)

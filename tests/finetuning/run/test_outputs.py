@@ -31,7 +31,8 @@ def test_a_bf16_model_is_trained_in_float32_and_saved_in_bf16(place, tmp_path):
     tf.AutoTokenizer.from_pretrained(place / "job-bert").save_pretrained(tmp_path / "half")
     output = tmp_path / "out"
     summary = train_job(place, output, "classes", model_name_or_path=str(tmp_path / "half"))
-    trained, saved = saved_weights(output / "checkpoint-8"), load_file(output / "model.safetensors")
+    trained = saved_weights(output / "checkpoint-8")
+    saved = load_file(output / "model.safetensors")
     assert {value.dtype for value in trained.values()} == {torch.float32}
     assert saved.keys() == trained.keys()
     assert all(torch.equal(saved[name], trained[name].bfloat16()) for name in saved)
@@ -86,7 +87,8 @@ def test_a_run_fits_one_screen(place, monkeypatch, capsys):
         "output",
         "files",
     ]
-    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
     assert "layout     window of 16 samples = 1 process x 2 micro-batches x 8" in lines
     shown = re.compile(
         r" *\d+%\|.*\| \d/8 steps, .* left(, loss \d\.\d{4}, lr \d\.\de[-+]\d\d, [\d,]+ "
@@ -129,14 +131,14 @@ def test_curves(monkeypatch, tmp_path):
         [line.get_xydata() for line in axes.lines] for axes in (upper, lower)
     )
     steps = np.arange(1, 101)
-    assert np.array_equal(raw, np.c_[steps, losses]) and np.array_equal(
-        rates, np.c_[steps, 1e-3 * np.arange(100)]
-    )
+    assert np.array_equal(raw, np.c_[steps, losses])
+    assert np.array_equal(rates, np.c_[steps, 1e-3 * np.arange(100)])
     assert validation.tolist() == [[100.0, 0.25]]
     middle = np.convolve(losses, np.ones(5) / 5, "valid")
     expected = [losses[0], losses[:3].mean(), *middle, losses[-3:].mean(), losses[-1]]
     assert smooth == pytest.approx(np.c_[steps, expected])
-    assert (tmp_path / "curves.png").stat().st_size > 10_000 and len(list(tmp_path.iterdir())) == 1
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def train_classes(tmp_path, capsys, **settings) -> str:

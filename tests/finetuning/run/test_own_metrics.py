@@ -55,7 +55,8 @@ def test_compute_metrics_gets_what_trainer_gives_it(name, place, tmp_path):
     """Ragged arrays in three batches by length, sorted by sample. The control: in another order
     they differ.
     """
-    seen, evaluations = [], []
+    seen = []
+    evaluations = []
 
     def compute_metrics(prediction):
         seen.append(prediction)
@@ -89,10 +90,8 @@ def test_compute_metrics_gets_what_trainer_gives_it(name, place, tmp_path):
         expected[k] for k in ("eval_rows", "eval_mine")
     ]
     assert summary["eval_loss"] > 0  # not the user's
-    assert (
-        summary["best_eval_mine"] == summary["eval_mine"] == summary["test_mine"] == 0.25
-        and "eval_accuracy" not in summary
-    )
+    assert summary["best_eval_mine"] == summary["eval_mine"] == summary["test_mine"] == 0.25
+    assert "eval_accuracy" not in summary
     assert [next(iter(metrics)) for metrics in evaluations] == [
         "eval_loss",
         "eval_loss",
@@ -114,10 +113,8 @@ def test_a_language_model_keeps_only_what_it_compares(place, tmp_path):
 
     config = small_config(place, tmp_path / "out", max_steps=1, eval_steps=1)
     summary = hf_ga.finetune(config, compute_metrics=accuracy, preprocess_logits_for_metrics=argmax)
-    assert (
-        seen[0].predictions.shape == seen[0].label_ids.shape
-        and summary["eval_perplexity"] > 1 > summary["eval_accuracy"]
-    )
+    assert seen[0].predictions.shape == seen[0].label_ids.shape
+    assert summary["eval_perplexity"] > 1 > summary["eval_accuracy"]
 
 
 def test_mistakes_are_found_before_the_first_step(place, tmp_path):

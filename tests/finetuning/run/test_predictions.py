@@ -74,7 +74,8 @@ class ByHand:
     """Plain transformers on one row; its pipeline where it has one that cuts as we do."""
 
     def __init__(self, name, folder):
-        self.name, task = name, TASKS[JOBS[name][2]["task"]]
+        self.name = name
+        task = TASKS[JOBS[name][2]["task"]]
         self.tokenizer = tf.AutoTokenizer.from_pretrained(folder)
         self.model = task.auto_class.from_pretrained(folder).eval()
         if task.pipeline == "text-classification":
@@ -95,7 +96,8 @@ class ByHand:
             return_tensors="pt",
         )
         outputs = self.model(**{k: encoded[k] for k in ("input_ids", "attention_mask")})
-        begin, end = outputs.start_logits[0], outputs.end_logits[0]
+        begin = outputs.start_logits[0]
+        end = outputs.end_logits[0]
         places = [i for i, part in enumerate(encoded.sequence_ids()) if part == 1]
         sums = {(i, j): float(begin[i] + end[j]) for i in places for j in places if i <= j}
         sums[0, 0] = float(begin[0] + end[0])
@@ -103,7 +105,8 @@ class ByHand:
         score = float(torch.tensor(list(sums.values())).softmax(0).max())
         if i == 0:
             return {"answer": "", "score": pytest.approx(score, abs=2e-6), "start": 0, "end": 0}
-        start, stop = encoded.token_to_chars(i).start, encoded.token_to_chars(j).end
+        start = encoded.token_to_chars(i).start
+        stop = encoded.token_to_chars(j).end
         start += row["context"][start] == " "
         text = row["context"][start:stop]
         return {
@@ -135,10 +138,8 @@ class ByHand:
         encoded = self.tokenizer(
             row["tokens"], is_split_into_words=True, return_tensors="pt", **cut
         )
-        best, tags = (
-            self.model(input_ids=encoded["input_ids"]).logits[0].argmax(-1),
-            [None] * len(row["tokens"]),
-        )
+        best = self.model(input_ids=encoded["input_ids"]).logits[0].argmax(-1)
+        tags = [None] * len(row["tokens"])
         for piece, word in reversed(list(enumerate(encoded.word_ids()))):
             if word is not None:
                 tags[word] = self.model.config.id2label[int(best[piece])]
@@ -172,7 +173,9 @@ SLOW = pytest.mark.slow("a run and predictions of other heads")
 )
 def test_predictions_are_those_of_one_row_at_a_time(name, trained):
     _, output = trained(name)
-    by_hand, rows, found = ByHand(name, output), rows_to_predict(name), read(output)
+    by_hand = ByHand(name, output)
+    rows = rows_to_predict(name)
+    found = read(output)
     assert [{k: v for k, v in row.items() if k != "prediction"} for row in found] == rows
     expected = [
         by_hand.prediction(row) if text else None for row, text in zip(rows, TEXTS, strict=True)
@@ -222,9 +225,8 @@ def test_eval_only_gives_the_numbers_of_the_end_of_training(name, place, trained
     off = {
         k: 1e-4 if "pearson" in k else 1e-6 for k in measured
     }  # hardly trained predictions hardly vary
-    assert len(measured) >= 6 and measured == {
-        k: pytest.approx(summary[k], rel=1e-5, abs=off[k]) for k in measured
-    }
+    assert len(measured) >= 6
+    assert measured == {k: pytest.approx(summary[k], rel=1e-5, abs=off[k]) for k in measured}
     assert content(output) == before | {
         output / "evaluation.json": (output / "evaluation.json").read_bytes()
     }

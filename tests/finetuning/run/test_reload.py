@@ -262,7 +262,8 @@ def test_a_fault_is_found_and_named(fault, saved):
     base, flags, plant, words = FAULTS[fault]
     made = saved(base, **flags)
     result = made.check()
-    assert result["relative_error"] <= result["tolerance"] and result["rows"] == 4
+    assert result["relative_error"] <= result["tolerance"]
+    assert result["rows"] == 4
     if base != "half":
         assert result == EXACT
     plant(made.folder)
@@ -305,7 +306,8 @@ def test_products_in_low_precision(precision, launched, models, saved, tmp_path)
 
 
 def test_relative_errors_by_hand():
-    nan, inf = torch.nan, torch.inf
+    nan = torch.nan
+    inf = torch.inf
     expected = {"logits": torch.tensor([3.0, 4.0, nan, -inf]), "scores": torch.tensor([2.0])}
     same = {name: value.clone() for name, value in expected.items()}
     assert reload.relative_error(same, expected) == 0
@@ -341,7 +343,8 @@ def test_runs_say_that_what_they_saved_is_what_they_trained(kind, models, tmp_pa
     assert summary == json.loads((tmp_path / "out" / "summary.json").read_text())
     assert (checks["saved_adapter"] is not None) == ("lora_r" in flags)
     for check in filter(None, checks.values()):
-        assert check["relative_error"] <= check["tolerance"] < 0.02 and check["rows"] == 4
+        assert check["relative_error"] <= check["tolerance"] < 0.02
+        assert check["rows"] == 4
     if "bf16" not in kind:
         assert checks["saved_best"] == EXACT
 
@@ -361,7 +364,8 @@ def test_an_adapter_on_tied_embeddings(targets, models, loss_of_llama, tmp_path)
     """Both folders evaluate to the loss of the run, the merged one untied. The control: the base
     does not.
     """
-    base, output = models / "llama", tmp_path / "out"
+    base = models / "llama"
+    output = tmp_path / "out"
     flags = {"lora_r": 4, "learning_rate": 0.05, "max_steps": 4, "eval_steps": 4}
     summary = train_job(
         models,
@@ -390,7 +394,8 @@ def test_tied_adapters_are_refused(models, tmp_path):
     )
     adapted = peft.get_peft_model(base, settings)
     trained = [p for p in adapted.parameters() if p.requires_grad]
-    assert len(trained) == 4 and len({p.untyped_storage().data_ptr() for p in trained}) == 2
+    assert len(trained) == 4
+    assert len({p.untyped_storage().data_ptr() for p in trained}) == 2
     adapted.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
     flags = {
         "model_name_or_path": str(models / "llama"),
@@ -444,5 +449,6 @@ def test_a_wrong_best_model_ends_the_run_at_once(models, tmp_path, monkeypatch):
     flags = {"max_steps": 4, "eval_steps": 1, "save_steps": 4}
     with pytest.raises(SavedModelDiffers, match=r"best is not .*c_fc\.bias \(other values\)") as e:
         train_job(models, tmp_path / "out", CAUSAL, **flags)
-    assert "There is no checkpoint yet" in str(e.value) and isinstance(e.value, hf_ga.HfGaError)
+    assert "There is no checkpoint yet" in str(e.value)
+    assert isinstance(e.value, hf_ga.HfGaError)
     assert not (tmp_path / "out" / "checkpoint-4").exists()

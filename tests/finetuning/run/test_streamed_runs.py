@@ -23,7 +23,8 @@ def test_two_passes_of_windows(undisturbed):
     assert [line["step"] for line in lines] == list(range(1, 9))
     assert [line["epoch"] for line in lines] == [0.0] * 4 + [1.0] * 4
     assert [line["step"] for line in lines if "eval_loss" in line] == [3, 6, 8]
-    assert summary["steps"] == 8 and "a stream, 60 rows of it read ahead" in summary["data"]
+    assert summary["steps"] == 8
+    assert "a stream, 60 rows of it read ahead" in summary["data"]
     passes = [sum(line["num_targets"] for line in lines[part]) for part in (slice(4), slice(4, 8))]
     assert passes[0] == passes[1]  # every sample once in each
     stream = json.loads((folder / "checkpoint-3" / "state.json").read_text())["windows"]

@@ -62,7 +62,8 @@ class Job:
 
     def __init__(self, place, name, precision, dropout):
         AcceleratorState._reset_state(True)
-        self.name, self.precision = name, precision
+        self.name = name
+        self.precision = precision
         self.accelerator = Accelerator(mixed_precision=precision, cpu=True)
         flags = {"still": not dropout} | (
             {"lora_dropout": 0.0} if name == "LoRA" and not dropout else {}
@@ -94,11 +95,9 @@ class Job:
         return model.to(dtype).train()
 
     def gradient(self, layout):
-        model, accelerator, window = (
-            self.run.model,
-            self.accelerator,
-            self.windows[layout][self.which],
-        )
+        model = self.run.model
+        accelerator = self.accelerator
+        window = self.windows[layout][self.which]
         model.zero_grad()
         result = backward_window(
             accelerator, model, window, rule=self.run.rule, loss_fn=chosen_loss_fn(self.run.config)
@@ -109,7 +108,8 @@ class Job:
         """With the keyed dropout, in float64."""
         AcceleratorState._reset_state(True)
         window = copy.copy(self.windows["16x1"][self.which])
-        window.batches, window.rules = [in_float64(self.whole)], []
+        window.batches = [in_float64(self.whole)]
+        window.rules = []
         model = self.plain(torch.float64)
         backward_window(
             Accelerator(cpu=True), model, window, loss_fn=chosen_loss_fn(self.run.config)
@@ -144,7 +144,8 @@ class Job:
         if self.is_float:
             return F.binary_cross_entropy_with_logits(logits, labels.to(logits.dtype))
         if "gpt" in type(model).__name__.lower() or "causal" in type(model).__name__.lower():
-            logits, labels = logits[:, :-1], labels[:, 1:]
+            logits = logits[:, :-1]
+            labels = labels[:, 1:]
         logits = logits if logits.dtype == torch.float64 else logits.float()
         flat = logits.reshape(-1, logits.shape[-1]), labels.reshape(-1)
         return F.cross_entropy(*flat, ignore_index=IGNORED, label_smoothing=self.smoothing)
@@ -153,7 +154,8 @@ class Job:
         """Accelerate's usual loop: means of micro-batches, divided by the micro-batches of a full
         window.
         """
-        model, windows = self.plain(), self.windows[layout]
+        model = self.plain()
+        windows = self.windows[layout]
         model.zero_grad()
         for micro_batch in windows[self.which].micro_batches:
             if (micro_batch.batch.get("labels", torch.zeros(1)) != IGNORED).any():
@@ -187,7 +189,9 @@ def assert_promise_1(precision, grads, full, grads64):
     """
     if precision == "no":
         h.assert_promise_1(grads, full, grads64)
-    size, off, off_full = h.norm(grads64), h.difference(grads, grads64), h.difference(full, grads64)
+    size = h.norm(grads64)
+    off = h.difference(grads, grads64)
+    off_full = h.difference(full, grads64)
     assert h.norm(off) <= 2 * h.norm(off_full) + h.FLOOR * size, (
         f"all parameters: {h.norm(off):.2e}, {h.norm(off_full):.2e}"
     )
@@ -279,8 +283,10 @@ ASKED = {
 @pytest.mark.slow("3 runs of 120 steps")
 @pytest.mark.parametrize("name", ASKED)
 def test_whole_run_ends_in_a_usable_model(name, place, tmp_path):
-    output, task = tmp_path / "my model", JOBS[name][2].get("task", "causal-lm")
-    summary, lines = learn_job(place, output, name), lines_of(output)
+    output = tmp_path / "my model"
+    task = JOBS[name][2].get("task", "causal-lm")
+    summary = learn_job(place, output, name)
+    lines = lines_of(output)
     assert (
         lines[-1]["loss"] < lines[0]["loss"] and summary["eval_loss"] < lines[0]["loss"]
     )  # the first is from before any step

@@ -87,7 +87,8 @@ def wandb_records(data):
     while position + 7 <= len(data):
         if 32768 - position % 32768 < 7:
             position += 32768 - position % 32768
-        size, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        size = int.from_bytes(data[position + 4 : position + 6], "little")
+        kind = data[position + 6]
         record += data[position + 7 : position + 7 + size]
         position += 7 + size
         if kind in (1, 4):  # whole, or its last part
@@ -131,7 +132,8 @@ def reported(place, tmp_path_factory):
 
 @pytest.mark.parametrize("tracker", INSTALLED)
 def test_trackers_contain_what_metrics_contain(tracker, reported):
-    lines, compared = lines_of(reported / "out"), 0
+    lines = lines_of(reported / "out")
+    compared = 0
     for name in (
         "loss",
         "grad_norm",
@@ -140,10 +142,8 @@ def test_trackers_contain_what_metrics_contain(tracker, reported):
         "eval_perplexity",
         "num_targets",
     ):
-        found, expected = (
-            READERS[tracker](reported, name),
-            [(line["step"], line[name]) for line in lines if name in line],
-        )
+        found = READERS[tracker](reported, name)
+        expected = [(line["step"], line[name]) for line in lines if name in line]
         expected = expected + [pair for pair in expected if pair[0] > 3]  # of the resumed run
         assert [step for step, _ in found] == [step for step, _ in expected], (name, found)
         assert [value for _, value in found] == pytest.approx(
@@ -155,7 +155,8 @@ def test_trackers_contain_what_metrics_contain(tracker, reported):
 
 def test_no_tracker_gets_the_token(reported):
     files = [path for path in reported.rglob("*") if path.is_file()]
-    assert [path for path in files if TOKEN.encode() in path.read_bytes()] == [] and len(files) > 20
+    assert [path for path in files if TOKEN.encode() in path.read_bytes()] == []
+    assert len(files) > 20
 
 
 def test_a_tracker_that_cannot_start_stops_the_run_before_it_begins(place, tmp_path, monkeypatch):

@@ -19,7 +19,8 @@ from hf_ga.finetuning.data.spans import Span
 from hf_ga.finetuning.run.readers import answer_metrics
 
 JOB = "answers"
-LONGEST, STRIDE = 10, 3
+LONGEST = 10
+STRIDE = 3
 CUT = {"max_length": LONGEST, "doc_stride": STRIDE, "per_device_eval_batch_size": 3}
 
 
@@ -53,11 +54,13 @@ def by_hand(model_folder, row):
         return_overflowing_tokens=True,
         return_offsets_mapping=True,
     )
-    best, none = (-np.inf, ""), np.inf
+    best = (-np.inf, "")
+    none = np.inf
     for i, ids in enumerate(encoded["input_ids"]):
         with torch.no_grad():
             found = model(torch.tensor([ids]))
-        start, end = found.start_logits[0].tolist(), found.end_logits[0].tolist()
+        start = found.start_logits[0].tolist()
+        end = found.end_logits[0].tolist()
         none = min(none, start[0] + end[0])
         places = [k for k, part in enumerate(encoded.sequence_ids(i)) if part == 1]
         characters = encoded["offset_mapping"][i]
@@ -72,7 +75,8 @@ def by_hand(model_folder, row):
 def test_metrics_and_predictions_by_hand(model, place):
     rows = rows_of(place / f"{JOB}.validation.jsonl")
     answers, windows = zip(*(by_hand(model, row) for row in rows), strict=True)
-    assert max(windows) >= 2 and sum(windows) > len(rows)
+    assert max(windows) >= 2
+    assert sum(windows) > len(rows)
     right = [
         answer == (row["answers"]["text"] or [""])[0]
         for answer, row in zip(answers, rows, strict=True)
