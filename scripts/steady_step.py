@@ -16,6 +16,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import hf_ga
 
 PACKAGE = str(Path(hf_ga.__file__).parent)
+DROPOUT_FILES = ("dropout", "dropout_functions", "dropout_site", "masks", "hashing")
 
 
 def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -48,7 +49,9 @@ class Profile:
         if event != "call":
             return
         code = frame.f_code
-        if code.co_filename.startswith(PACKAGE):
+        # Comprehensions are not counted: since Python 3.12 they are no functions any more.
+        is_comprehension = code.co_name.startswith("<") and code.co_name != "<lambda>"
+        if code.co_filename.startswith(PACKAGE) and not is_comprehension:
             self.functions.add((code.co_filename, code.co_qualname))
         if code.co_qualname == "GPT2LMHeadModel.forward" and not self.depth:
             self.depth = _count_package_frames(frame)
@@ -63,6 +66,29 @@ def _count_package_frames(frame: FrameType | None) -> int:
         count += frame.f_code.co_filename.startswith(PACKAGE)
         frame = frame.f_back
     return count
+
+
+def part_of(file: str) -> str:
+    """Return the part of a step to which a file of hf_ga belongs: "keyed dropout", "speed-ups" or
+    "engine".
+    """
+    path = Path(file)
+    if path.parent.name == "speed":
+        return "speed-ups"
+    if path.stem in DROPOUT_FILES:
+        return "keyed dropout"
+    return "engine"
+
+
+def print_counts(name: str, functions: set[tuple[str, str]]) -> None:
+    """Print the number of functions, and of the files that they are in.
+
+    Args:
+        name: What ran them.
+        functions: (file, qualified name) of each.
+    """
+    files = {file for file, _ in functions}
+    print(f"{name}: {len(functions)} functions in {len(files)} files")
 
 
 def main() -> None:
@@ -86,11 +112,11 @@ def main() -> None:
     sys.setprofile(profile)
     hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
     sys.setprofile(None)
-    files = {file for file, _ in profile.functions}
-    print(
-        f"a steady step runs {len(profile.functions)} functions in {len(files)} files of hf_ga; "
-        f"{profile.depth} frames of hf_ga from train_step to the model's forward"
-    )
+    print(f"{profile.depth} frames of hf_ga from train_step to the model's forward")
+    print_counts("a steady step", profile.functions)
+    for part in ("engine", "keyed dropout", "speed-ups"):
+        functions = {function for function in profile.functions if part_of(function[0]) == part}
+        print_counts(f"  {part}", functions)
 
 
 if __name__ == "__main__":
