@@ -172,7 +172,7 @@ class BaseLoader:
     def _make_splitter(
         self, planner: Planner | None, by_length: bool, longest: int | None, max_tokens: int | None
     ) -> Splitter:
-        """Return the `Splitter` of this loader, with a planner that fits the known lengths.
+        """Return the `Splitter` that splits this loader's windows over processes and micro-batches.
 
         Args:
             planner: The user's planner, or None.
@@ -203,7 +203,7 @@ class BaseLoader:
         )
 
     def _planner_by_length(self, longest: int | None, max_tokens: int | None) -> ByLength:
-        """Return a planner by length for this device and kind of parallelism.
+        """Return the planner that splits windows by length, for this device and parallelism.
 
         Args:
             longest: Number of tokens of the longest sample. None if unknown.
@@ -225,7 +225,7 @@ class BaseLoader:
         )
 
     def use_seed(self, seed: int) -> None:
-        """Replace the seed of the order by that of a saved position."""
+        """Replace the seed of the order of samples by that of a loader's saved position."""
         self.seed = seed
         self.splitter = replace(self.splitter, seed=seed)
 
@@ -247,12 +247,14 @@ class BaseLoader:
         self.splitter = replace(self.splitter, layout=self.layout, process_index=replica)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch (0-based) of the next iteration, which begins at its first window."""
+        """Set the epoch (0-based) of the loader, so that the next iteration begins at its first
+        window.
+        """
         self.epoch = epoch
         self.num_consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the iteration, for a checkpoint.
+        """Return the position of the iteration over windows, for a checkpoint.
 
         It holds the epoch, the number of consumed windows, everything that determines the order of
         the samples (seed, window size, ...), and the memory limit of micro-batches, if there is
@@ -264,7 +266,7 @@ class BaseLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, allow_changes: bool = False) -> None:
-        """Resume at the position of a `state_dict()`.
+        """Resume the iteration over windows at the position of a loader's `state_dict()`.
 
         The number of processes and the size of micro-batches may differ from those of the run that
         saved the state.
@@ -314,7 +316,7 @@ class BaseLoader:
         return int(consumed // size)
 
     def _identity(self) -> dict[str, int]:
-        """Return the settings that determine the order of samples.
+        """Return the loader's settings that determine the order of samples, windows and chunks.
 
         A saved position refers to the same samples only if all of them are equal.
         """
@@ -325,7 +327,8 @@ class BaseLoader:
 
 
 def check_limit(max_tokens: int | None, longest: int, what: str) -> None:
-    """Check that the longest sample fits into the token limit of a micro-batch.
+    """Check that the longest sample fits into the token limit of a micro-batch, before windows are
+    planned by length.
 
     Args:
         max_tokens: Maximum number of padded tokens in one micro-batch. None: no limit.

@@ -79,7 +79,10 @@ class Engine:
         is_audited: bool = False,
         audits_together: bool = False,
     ) -> None:
-        """Prepare to compute windows of a model; see the class for the arguments."""
+        """Prepare to compute windows of a model, and record its trainable parameters.
+
+        See the class for the arguments.
+        """
         self.backend = backend
         self.model = model
         # Audits compare repeated forwards, so every random draw must be keyed.
@@ -190,7 +193,7 @@ class Engine:
     def micro_batch(self, index: int) -> Iterator[dict[str, Any]]:
         """Run one forward and backward in the `with` block, which yields the batch on the device.
 
-        Uses the speed-ups that may be used for this micro-batch.
+        The speed-ups that may be used for this micro-batch are on in the block.
 
         Args:
             index: Index of the planned forward in `calls`.
@@ -229,13 +232,14 @@ class Engine:
             )
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return only those entries of a batch that the model's forward accepts."""
+        """Return only those entries of a micro-batch that the model's forward accepts."""
         return self._filter_arguments(batch)
 
     def forward(self, batch: dict[str, Any]) -> Any:
-        """Run the model's forward on a batch on the device, under autocast, and return its outputs.
+        """Run the model's forward on a micro-batch on the device, under autocast.
 
-        Entries of the batch that the forward does not accept are dropped.
+        Returns what the model returns. Entries of the batch that the forward does not accept are
+        dropped.
         """
         # A prepared model enables autocast itself, but `module` may be another one.
         with self.backend.autocast():
@@ -373,7 +377,7 @@ class Engine:
 
     @contextmanager
     def deferring_failures(self) -> Iterator[None]:
-        """Record an exception of the `with` block in `status` instead of raising it.
+        """Record an exception of the `with` block in the window's `status` instead of raising it.
 
         It is raised in the next all-reduce of the status, on all ranks, so that no rank waits
         forever for one that has failed. Under FSDP, where every forward is a collective, the
@@ -505,7 +509,8 @@ class Engine:
             self.calls += [filler] * (num_calls - len(self.calls))
 
     def _make_first_pass(self) -> FirstPass:
-        """Return the inputs of `Loss.prepare`, which runs over the window before its forwards.
+        """Return the inputs of `Loss.prepare`: some losses run forwards without gradients over the
+        whole window before its training forwards.
 
         A rank without micro-batches gets one sample with weight 0.
         """
@@ -542,7 +547,8 @@ class Engine:
     def forward_only(self, call: Call) -> Any:
         """Run the forward of a call outside `micro_batch`, and return the model's outputs.
 
-        The engine runs no backward for it. Use it within `scope`.
+        For forwards without a backward: an audit, or a loss's first pass over the window. Use it
+        within `scope`.
 
         Args:
             call: A call whose batch is on the host. It becomes the engine's current call, with its
@@ -576,7 +582,7 @@ class Engine:
             yield
 
     def _on_device(self, planned: Call) -> Call:
-        """Return a copy of a call with its batch and its dropout keys on the device."""
+        """Return a copy of a planned forward with its batch and its dropout keys on the device."""
         request = self.window.request
         keys = sample_keys(request.seed, request.epoch, planned.micro_batch.positions)
         key_of_window = window_key(request.seed, request.epoch, request.index)
@@ -589,7 +595,9 @@ class Engine:
 
 
 def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add a gradient to `parameter.grad`, or set it if `.grad` is None."""
+    """Add a gradient that the loss computed itself for the whole window to `parameter.grad`, or set
+    `.grad` to it if that is None.
+    """
     if parameter.grad is None:
         parameter.grad = gradient
     else:

@@ -43,7 +43,10 @@ class Call:
 
 
 class Hook:
-    """Base class for code that runs around the forwards of a window. Its methods are no-ops."""
+    """Base class for code that runs around the forwards of a window: keyed dropout, speed-ups, ...
+
+    Its methods are no-ops.
+    """
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager to run all forwards and backwards of a window in.
@@ -95,7 +98,8 @@ class SpeedUp(Hook):
     def trial(self) -> AbstractContextManager[None]:
         """Return a context manager that forces the speed-up on for the proof's trial batches.
 
-        The proof must test the speed-up, even if its few samples are too small to gain from it.
+        The proof must test the speed-up, even if its few samples are too small to gain from it. In
+        this base class the context does nothing.
         """
         return nullcontext()
 

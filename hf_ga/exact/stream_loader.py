@@ -124,7 +124,9 @@ class StreamLoader(BaseLoader):
         )
 
     def use_seed(self, seed: int) -> None:
-        """Replace the seed of the order by that of a saved position, also in the reader."""
+        """Replace the seed of the order of samples by that of a saved position, also in the reader
+        of the stream.
+        """
         super().use_seed(seed)
         self.reader = replace(self.reader, splitter=self.splitter)
 
@@ -173,7 +175,9 @@ class StreamLoader(BaseLoader):
         self.set_epoch(self.epoch + 1)
 
     def _check_same_stream(self, index: int, samples: HeldSamples) -> None:
-        """Check that all processes read the same window, in one small all-gather.
+        """Check that all processes read the same window of the stream, in one small all-gather.
+
+        A no-op if there is a single process.
 
         Args:
             index: Index of the window in the epoch; -1 at the end of the stream.
@@ -202,5 +206,7 @@ class StreamLoader(BaseLoader):
             )
 
     def _identity(self) -> dict[str, int]:
-        """Return the settings that determine the order of samples (see the base class)."""
+        """Return the settings of this loader of windows that determine the order of samples, to
+        compare with those of a saved position.
+        """
         return {**super()._identity(), "shuffle_buffer_size": self.reader.shuffle_buffer_size}

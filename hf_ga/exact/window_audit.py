@@ -55,8 +55,9 @@ class WindowAudit:
         # The engine refers to this object. A strong reference back would be a cycle, which keeps
         # the window's tensors in memory until the garbage collector runs.
         self.engine = weakref.proxy(engine)
-        self._chosen: list[ChosenCall] = []
-        self._results: dict[int, SumsAndCounts] = {}  # by the index of the micro-batch
+        self._chosen: list[ChosenCall] = []  # the micro-batches to audit
+        # Loss sums and target counts of training forwards, by the index of the micro-batch.
+        self._results: dict[int, SumsAndCounts] = {}
         self._kept_outputs: list[KeptOutputs] = []
         if self.is_on and engine.has_targets and engine.window.num_samples > 1:
             self._choose()
@@ -102,8 +103,11 @@ class WindowAudit:
     def run(self) -> None:
         """Check that the loss is additive on the chosen micro-batches of this window.
 
+        Also check the user's loss function on the outputs that were kept. A no-op if this rank
+        failed in the window.
+
         Raises:
-            LossNotAdditive: If it is not.
+            LossNotAdditive: If the loss is not additive.
             UnkeyedRandomness: If a forward drew from a random generator.
         """
         engine = self.engine
@@ -154,11 +158,11 @@ class WindowAudit:
             self._chosen += audits.choose_more(engine.calls, num_missing)
 
     def _audit_outputs(self) -> None:
-        """Check the user's loss function on the kept outputs: its sum for all of them together must
-        be the sum of those for each micro-batch.
+        """Check that the user's loss function is additive on the outputs that were kept in this
+        window: its sum for all of them together must be the total of its sums for each micro-batch.
 
         Raises:
-            LossNotAdditive: If it is not.
+            LossNotAdditive: If the loss function is not additive.
         """
         joined = join_outputs(self._kept_outputs)
         if joined is None:
@@ -241,7 +245,7 @@ class WindowAudit:
                 its own forward is used again.
 
         Raises:
-            LossNotAdditive: If they do not add up, up to rounding.
+            LossNotAdditive: If sums or counts do not add up, beyond rounding.
         """
         engine = self.engine
         groups = [first, second]

@@ -118,12 +118,13 @@ class WindowLoader(BaseLoader):
         self.fetcher = Fetcher(dataset, collate_fn)
 
     def __len__(self) -> int:
-        """Return the number of windows in an epoch."""
+        """Return the number of windows (optimizer steps) in an epoch."""
         full, rest = divmod(self.num_samples, self.layout.window_size)
         return full + (rest > 0 and not self.drop_last_window)
 
     def __iter__(self) -> Iterator[Window]:
-        """Yield the windows of the current epoch that are not consumed yet.
+        """Yield the windows of the current epoch that are not consumed yet, with this process's
+        collated micro-batches.
 
         After the last one, the loader is set to the next epoch.
         """
@@ -171,7 +172,9 @@ class WindowLoader(BaseLoader):
         return self.fetcher.probe_samples(no_window, count)
 
     def _identity(self) -> dict[str, int]:
-        """Return the settings that determine the order of samples (see the base class)."""
+        """Return the settings of this loader of windows that determine the order of samples, to
+        compare with those of a saved position.
+        """
         return {
             **super()._identity(),
             "num_samples": self.num_samples,
