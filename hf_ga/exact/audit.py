@@ -292,8 +292,8 @@ def _count_label_patterns(labels: np.ndarray) -> dict[Any, int]:
 
 
 def uneven_part(num_samples: int) -> np.ndarray:
-    """Split a micro-batch into two parts on which the additivity of its loss is checked, and return
-    the rows of the first part: about half of them, evenly spread.
+    """Split a micro-batch into two parts to check the additivity of its loss before the update of
+    its window. Return the rows of the first part: about half of them, evenly spread.
 
     The number of rows in the part has no common divisor with the number of all rows. Otherwise two
     different sample weights might be equally frequent in both parts, and the check would miss their
@@ -311,15 +311,15 @@ SumsAndCounts = list[Tensor]
 
 
 def sums_and_counts(sums: Sequence[Tensor | float], counts: Counts) -> SumsAndCounts:
-    """Join the loss sums and target counts of some samples to one list of detached tensors: the
-    values whose additivity is checked.
+    """Join the loss sums and target counts of some samples of a window to one list of detached
+    tensors: the values whose additivity is checked before the update.
     """
     return [torch.as_tensor(value).detach() for value in (*sums, *counts)]
 
 
 def additivity_error(whole: SumsAndCounts, parts: Sequence[SumsAndCounts]) -> float:
-    """Return how far a loss is from being additive: the largest relative difference between the
-    sums and counts of some samples and the total over parts of these samples.
+    """Return how far a loss is from being additive on training data: the largest relative
+    difference between the sums and counts of some samples and the total over parts of them.
 
     It is infinite if a part is not finite (a mean over no targets) but the whole is. Values of the
     whole that are not finite are skipped, as the optimizer step checks for them and names the

@@ -57,7 +57,8 @@ class RankStatus:
 
 
 class Backend:
-    """Communication of a single process, or of DDP ranks that each hold a replica of the model.
+    """How ranks communicate in a window: a single process, or DDP ranks that each hold a replica of
+    the model.
 
     Subclasses implement other kinds of parallelism (FSDP, pipelines, same bits).
 
@@ -221,7 +222,8 @@ class Backend:
         return calls
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
-        """Sum the status of all ranks in one small float64 all-reduce; raise if any rank failed.
+        """Sum the status of all ranks in a window (loss, target counts, failures) in one small
+        float64 all-reduce; raise if any rank failed.
 
         On a single process, return the status itself.
 
@@ -275,7 +277,9 @@ class Backend:
         )
 
     def check_partial_gradients(self, num_ranks: Sequence[float]) -> None:
-        """Check that gradients that only some ranks have can be summed; in this class, always.
+        """Check that gradients of a window that only some ranks have can be summed.
+
+        In this class they always can.
 
         Args:
             num_ranks: For each parameter, how many ranks have a gradient of it.
@@ -356,7 +360,7 @@ class Backend:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """Return whether a condition on the gradients holds on all ranks.
+        """Return whether a condition on the gradients of a window holds on all ranks.
 
         In this class all ranks hold the same gradients, so they need not communicate. Backends for
         sharded gradients ask all ranks.
@@ -368,7 +372,7 @@ class Backend:
 
 
 class LocalBackend(Backend):
-    """Backend for the proof's trial batches: this process alone, and no accelerator.
+    """Communication backend for the proof's trial batches: this process alone, no accelerator.
 
     Forwards run in the precision of the caller, without a loss scale.
 
@@ -404,7 +408,7 @@ class LocalBackend(Backend):
 
 
 def check_supported(accelerator: Accelerator) -> None:
-    """Check that hf_ga can reduce gradients exactly with this accelerator's kind of parallelism.
+    """Check that a window's gradients can be summed exactly with the accelerator's parallelism.
 
     Raises:
         ConfigError: If the accelerator reduces gradients itself (DeepSpeed, Megatron-LM, ...), if
@@ -437,10 +441,10 @@ def check_supported(accelerator: Accelerator) -> None:
 def keep_process_group_alive(model: nn.parallel.DistributedDataParallel) -> None:
     """Set a second reference to DDP's process group, so that the model is freed without hanging.
 
-    Python frees the attributes of an object in the order in which they were set. With the new
-    reference, which is set last, the process group is freed after DDP's reducer. Otherwise the
-    reducer's destructor would free it while holding the GIL, and hang if gloo's threads need the
-    GIL to free a tensor.
+    Called at the beginning of every window. Python frees the attributes of an object in the order
+    in which they were set. With the new reference, which is set last, the process group is freed
+    after DDP's reducer. Otherwise the reducer's destructor would free it while holding the GIL, and
+    hang if gloo's threads need the GIL to free a tensor.
     """
     model.outlives_reducer = model.process_group
 

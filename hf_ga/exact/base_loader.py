@@ -297,7 +297,8 @@ class BaseLoader:
         self.state.max_elements = state.get("max_elements", self.state.max_elements)
 
     def _num_windows_to_skip(self, state: dict[str, Any]) -> int:
-        """Return how many of this loader's windows to skip for a state of another order of samples.
+        """Return how many of this loader's windows to skip, to resume at a position that was saved
+        with another order of samples.
 
         The skipped windows hold as many samples as were consumed, rounded down to whole windows. If
         all samples of the epoch were consumed, all windows are skipped.

@@ -37,7 +37,7 @@ class MicroBatch:
     sample_ids: np.ndarray
 
     def __len__(self) -> int:
-        """Return the number of samples."""
+        """Return the number of samples of the micro-batch."""
         return len(self.positions)
 
 

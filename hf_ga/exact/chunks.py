@@ -116,10 +116,11 @@ class ChunkTree:
 
 
 class TreeSum:
-    """Sums the values of consecutive nodes of a `ChunkTree` in the order that the tree fixes.
+    """Sums gradients of a window in the order that the binary tree over its chunks fixes.
 
-    Two values are added only if their nodes are the two children of one node. So the value of a
-    node is the sum of the same two numbers on every rank, and has the same bits.
+    The value of a node of the tree is the sum of the gradients of its chunks. Two values are added
+    only if their nodes are the two children of one node. So the value of a node is the sum of the
+    same two numbers on every rank, and has the same bits.
 
     Args:
         chunk_tree: The tree over the chunks of the window.

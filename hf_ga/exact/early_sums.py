@@ -51,6 +51,7 @@ class BucketedAllReduce:
             for indices in bucket_indices(in_backward_order, bucket_bytes)
         ]
         self.must_repeat = False
+        # For each parameter, the index of its bucket.
         self._bucket_index = {
             parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket
         }
@@ -88,7 +89,7 @@ class BucketedAllReduce:
             self._send_next_bucket()
 
     def apply(self) -> None:
-        """Wait for the all-reduces and set `.grad` of all parameters to the sums over all ranks.
+        """Wait for the window's all-reduces and set `.grad` of the parameters to the sums.
 
         The gradients are views into the flat buckets, so nothing is copied.
         """

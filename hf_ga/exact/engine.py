@@ -212,13 +212,13 @@ class Engine:
             self.check_generators(states_before)
 
     def check_generators(self, states_before: dict[str, bytes]) -> None:
-        """Check that no random numbers were drawn from the global generators since a point in time.
+        """Check that the forwards of a window drew no random numbers from the global generators.
 
         Such numbers would depend on how the window is split. No check is made if
         `allow_split_dependent_randomness` is set.
 
         Args:
-            states_before: The result of `random_states()` at that point in time.
+            states_before: The result of `random_states()` before these forwards.
 
         Raises:
             UnkeyedRandomness: If random numbers were drawn.
@@ -394,10 +394,13 @@ class Engine:
                 raise self.status.failure from error
 
     def can_rejoin(self, error: Exception) -> bool:
-        """Return whether this rank can continue with `rejoin` after an exception in a micro-batch.
+        """Return whether this rank can continue the window, with `rejoin`, after an exception.
 
         True for the first out-of-memory error of the window under FSDP2, in a micro-batch of
         several samples.
+
+        Args:
+            error: The exception that occurred in the current micro-batch.
         """
         return (
             self.backend.can_rejoin
@@ -423,7 +426,7 @@ class Engine:
         clear_device_cache(garbage_collection=True)
 
     def _error_to_report(self, error: Exception) -> Exception:
-        """Return the exception to report for an exception in a micro-batch.
+        """Return the exception to report for an exception in a micro-batch of the window.
 
         For an out-of-memory error it is a `TooLarge`, if the window can be computed again in
         smaller micro-batches, or else an error that names the micro-batch and remedies. Any other
@@ -559,13 +562,14 @@ class Engine:
 
     @contextmanager
     def _as_current_call(self, planned: Call) -> Iterator[None]:
-        """Set `self.call` to a call with its batch on the device, and enable its speed-ups.
+        """Set `self.call` to a planned forward with its batch on the device, and enable its
+        speed-ups.
 
-        The forward and backward of the call run in the `with` block. Micro-batches for which some
+        The forward and its backward run in the `with` block. Micro-batches for which some
         speed-up may not be used are counted in `LoaderState.num_plain`.
 
         Args:
-            planned: The call, with its batch on the host.
+            planned: The planned forward of a micro-batch, with its batch on the host.
         """
         # Set it before the transfer to the device, as the message of an error there needs it.
         self.call = planned
@@ -605,7 +609,7 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def stand_in_call(window: Window, loss: Loss) -> Call:
-    """Return a call with one sample of the window, for a rank that has no micro-batch to run.
+    """Return a planned forward of one sample of the window, for a rank that has no micro-batch.
 
     Args:
         window: The window.

@@ -124,7 +124,7 @@ class Fetcher:
         return samples
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """Fetch samples for the proof, evenly spaced over the whole dataset.
+        """Fetch samples for the proof, evenly spaced over the dataset that windows are made of.
 
         The samples of a single window may be too few or too similar for a proof.
 

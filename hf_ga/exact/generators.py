@@ -34,7 +34,9 @@ def random_states() -> dict[str, bytes]:
 
 
 def _is_cuda_in_use() -> bool:
-    """Whether a GPU is available and this process has initialised CUDA."""
+    """Whether a GPU is available and this process has initialised CUDA, so that the random
+    generators of its GPUs have states.
+    """
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 

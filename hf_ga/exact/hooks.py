@@ -67,7 +67,8 @@ class Hook:
 
 
 class SpeedUp(Hook):
-    """Base class for speed-ups: hooks that must not change the loss or the gradient.
+    """Base class for speed-ups: hooks around the forwards of a window that must not change the loss
+    or the gradient.
 
     The proof computes both with and without the speed-up, and disables it if they differ.
 

@@ -58,7 +58,9 @@ class ChunkBackend(Backend):
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = aligned(tensor.data)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        # For each parameter, whether a chunk of this rank had a gradient of it.
         self.has_gradient = [False] * len(self.parameters)
+        # How many numbers of targets a forward counts. 0 if they are counted before.
         self.num_counts = loss.num_means if loss.counts_in_forward else 0
         self.chunk_tree: ChunkTree | None = None  # stays None if the window has no targets
 

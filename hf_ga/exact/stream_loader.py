@@ -86,6 +86,7 @@ class StreamLoader(BaseLoader):
         num_workers: int = 0,
         canonical_micro_batch: int | None = None,
     ) -> None:
+        """Check the settings and prepare to read the stream in windows; nothing is read yet."""
         if isinstance(dataset, Iterator):
             raise DataError(
                 f"a {type(dataset).__name__} can be read only once, but every epoch reads it "
@@ -131,7 +132,7 @@ class StreamLoader(BaseLoader):
         self.reader = replace(self.reader, splitter=self.splitter)
 
     def probe_samples(self, count: int) -> list[Any]:
-        """Return up to `count` samples from the beginning of the stream, for the proof.
+        """Return up to `count` samples from the beginning of the loader's stream, for the proof.
 
         Reads the next window to get them. The window is not consumed.
         """

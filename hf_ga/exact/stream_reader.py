@@ -97,7 +97,8 @@ class StreamFetcher(Fetcher):
         return fetcher
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """Return `count` of the first samples of the stream, evenly spaced by rank of length.
+        """Return `count` of the first samples of the stream of windows, for the proof: evenly
+        spaced after sorting by length.
 
         Returns fewer if the stream has fewer. The shortest and the longest of them are included.
         """
@@ -198,7 +199,7 @@ class WindowReader(IterableDataset):
             )
 
     def _skip_consumed(self, samples: Iterator[Numbered]) -> None:
-        """Skip the samples of the windows that were consumed before the checkpoint.
+        """Skip the samples of those windows of the stream that were consumed before the checkpoint.
 
         Args:
             samples: The shuffled stream; the iterator is advanced.
@@ -217,7 +218,7 @@ class WindowReader(IterableDataset):
 
 
 def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
-    """Read a stream once, and yield (index, sample) for each of its samples.
+    """Read a stream once, to form windows, and yield (index, sample) for each of its samples.
 
     Calls `dataset.set_epoch` if there is such a method. Seeds the global random generators before
     each sample is read, so that random transforms depend on (seed, epoch, index) only; the caller

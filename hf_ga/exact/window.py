@@ -60,7 +60,7 @@ class Window:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """The micro-batches of this process, with the positions and ids of their samples."""
+        """The window's micro-batches of this process, with positions and ids of their samples."""
         request = self.request
         return [
             MicroBatch(batch, request.positions[offsets], request.sample_ids[offsets])

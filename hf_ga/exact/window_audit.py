@@ -218,7 +218,7 @@ class WindowAudit:
         outside = np.setdiff1d(window.offsets, inside)
 
         def spread_outside(num_samples: int) -> np.ndarray:
-            """Choose at most this many samples of other micro-batches, evenly spread."""
+            """Choose up to this many samples of the window's other micro-batches, evenly spread."""
             indices = np.linspace(0, len(outside) - 1, num_samples).astype(int)
             return outside[np.unique(indices)]
 
@@ -291,7 +291,7 @@ class WindowAudit:
         return results
 
     def _tolerance(self, error: float, offsets: np.ndarray) -> float:
-        """Return the relative error of additivity that rounding may cause.
+        """Return the relative error that rounding may cause in a check of the loss's additivity.
 
         It is a constant for each dtype. If the error is larger and forwards are not collectives,
         the samples are also computed in two orders, and a multiple of the difference is tolerated.

@@ -82,6 +82,7 @@ class WindowLoader(BaseLoader):
         num_workers: int = 0,
         canonical_micro_batch: int | None = None,
     ) -> None:
+        """Check the dataset, find the lengths of its samples, and choose how windows are split."""
         super().__init__(
             accelerator,
             per_device_batch_size=per_device_batch_size,
@@ -155,11 +156,11 @@ class WindowLoader(BaseLoader):
             )
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the sample ids of an epoch (0-based) in the order in which they are visited."""
+        """Return the sample ids of an epoch (0-based) in the order in which windows take them."""
         return epoch_order(self.num_samples, self.seed, epoch, self.shuffle)
 
     def probe_samples(self, count: int) -> list[Any]:
-        """Fetch about `count` samples for the proof, evenly spaced over the whole dataset."""
+        """Fetch about `count` samples of the loader's dataset for the proof, evenly spaced."""
         no_window = WindowRequest(
             seed=self.seed,
             epoch=self.epoch,
