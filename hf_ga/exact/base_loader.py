@@ -179,7 +179,8 @@ class BaseLoader:
             by_length: Whether the lengths of samples are known. If so, and without a `planner`,
                 windows are planned by length.
             longest: Number of tokens of the longest sample. None if unknown.
-            max_tokens: See `max_tokens_per_micro_batch` of `WindowLoader`.
+            max_tokens: Maximum number of padded tokens in one micro-batch, if windows are planned
+                by length. None: derived from the batch size.
 
         Raises:
             ConfigError: If `max_tokens` is set, but windows are not planned by length, or the

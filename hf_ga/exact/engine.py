@@ -293,7 +293,8 @@ class Engine:
 
         Args:
             outputs: What the model returned for the micro-batch, or its loss alone.
-            is_recomputable: See `loss_term`.
+            is_recomputable: Whether another forward would give this loss again. If so, it is
+                recorded for the audit of its additivity.
         """
         with self.backend.autocast():
             term, counts = self.loss_term(outputs, is_recomputable=is_recomputable)
@@ -455,9 +456,10 @@ class Engine:
         with the last backward. A loss that needs a first pass over the window makes it here.
 
         Args:
-            window: See `begin`.
-            skip_empty: See `begin`.
-            num_calls: See `begin`.
+            window: The window, with this rank's micro-batches.
+            skip_empty: Whether to skip micro-batches without targets.
+            num_calls: Plan exactly this many forwards (the last ones with weight 0). None: as many
+                as needed.
         """
         self.window = self._with_final_micro_batches(window)
         calls = [

@@ -127,8 +127,8 @@ class Entries:
         self._record_missing(batches_of_one)
 
     def count_ragged_rows(self, sample: Any) -> int:
-        """Count the rows that a sample, collated alone, has in all ragged batch entries (those that
-        do not have one row per sample) together.
+        """Return how many rows a sample, collated alone, has in all ragged entries of the batch
+        together (those without exactly one row per sample, like the patches of all images).
         """
         with preserved_random_states():
             batch = self._collate([sample])

@@ -12,7 +12,7 @@ import torch
 
 def random_states() -> dict[str, bytes]:
     """Return the states of the global random generators of torch, numpy and Python, to find out
-    with `==` whether a forward or a collate function drew from one, which would make the gradient
+    with `==` whether a forward or a collate function drew from one, which could make the gradient
     depend on the split of the window.
 
     On a GPU this reads counters that are on the host, without synchronisation.

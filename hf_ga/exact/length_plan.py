@@ -43,8 +43,8 @@ class ByLength:
         micro_batch_size: Number of samples that fit into one micro-batch, however long they are.
         max_tokens: Maximum number of padded tokens in one micro-batch. None: as many as
             `micro_batch_size` samples of the length of the window's longest sample.
-        overhead: See `plan_by_length`.
-        lockstep: See `plan_by_length`.
+        overhead: The part of the cost of a micro-batch that does not depend on its size, in tokens.
+        lockstep: Whether processes wait for each other in every micro-batch (FSDP).
     """
 
     micro_batch_size: int

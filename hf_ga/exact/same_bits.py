@@ -102,7 +102,8 @@ class ChunkBackend(Backend):
         self.tree_sum.add((chunk, chunk + 1), [loss_and_counts, *gradients])
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
-        """All-reduce the status of a window, as in the base class, if counts are whole numbers.
+        """All-reduce the status of a window, as in the base class, after checking that its target
+        counts are whole numbers.
 
         The sum of whole numbers does not depend on the order of summation.
 

@@ -70,8 +70,8 @@ def update(
 ) -> None:
     """Unscale (fp16) and clip the gradient of a window, then step the optimizer.
 
-    There is no optimizer step if the loss or a gradient is not finite, or if no parameter of the
-    optimizer has a gradient.
+    No weights are updated if a gradient (or without fp16 the loss) is not finite, or if no
+    parameter of the optimizer has a gradient.
 
     `accelerator.clip_grad_norm_` is not used, as it would unscale the gradients of all prepared
     optimizers.

@@ -81,8 +81,8 @@ class WindowAudit:
         Args:
             outputs: What the model returned for the micro-batch. They are kept, too, if they are
                 small and the loss is the user's `loss_fn`.
-            sums: Its loss sums, see `Loss.sums`.
-            counts: Its numbers of targets, see `Loss.sums`.
+            sums: Its loss sums, one for each mean that the loss consists of.
+            counts: Its numbers of targets, one for each of these means.
         """
         if not self.is_on:
             return

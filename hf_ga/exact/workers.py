@@ -16,13 +16,14 @@ from hf_ga.errors import DataError, HfGaError
 def load_items(
     dataset: Any, num_workers: int, device: torch.device, sampler: Iterator | None = None
 ) -> Iterator[Any]:
-    """Yield the windows of a dataset or stream in order, loaded by DataLoader workers.
+    """Yield windows with their collated micro-batches in order, loaded by DataLoader workers.
 
     Args:
-        dataset: A map-style or iterable dataset whose items are collated windows.
+        dataset: A map-style or iterable dataset whose items are windows.
         num_workers: Number of DataLoader workers. 0: load in this process.
         device: The device that batches are copied to. Host memory is pinned if it is a GPU.
-        sampler: Yields the indices of the items to load. None for an iterable dataset.
+        sampler: Yields what to index the dataset with (plans of windows). None for an iterable
+            dataset.
 
     Raises:
         DataError: If a worker died.
