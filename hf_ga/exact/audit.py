@@ -152,12 +152,15 @@ class Audits:
 
 
 def is_power_of_two(number: int) -> bool:
-    """Whether a positive integer is 1, 2, 4, 8, ..."""
+    """Whether a positive integer is 1, 2, 4, 8, ...: the numbers of those windows in which the
+    additivity of the loss is checked even without new data patterns.
+    """
     return number & (number - 1) == 0
 
 
 def count_patterns(batch: Batch, num_samples: int) -> dict[Pattern, int]:
-    """Find the data patterns that a loss may treat in a special way: labels, NaN, padding, ...
+    """Find the data patterns that a loss may treat in a special way (labels, NaN, padding, ...), as
+    the additivity of the loss must be checked on a micro-batch with each of them (an audit).
 
     Inspects every CPU tensor with one row per sample. The names of all entries are a pattern, too.
 
@@ -183,7 +186,8 @@ def count_patterns(batch: Batch, num_samples: int) -> dict[Pattern, int]:
 
 
 def _count_patterns_of_entry(name: str, value: Tensor) -> dict[Any, int]:
-    """Count the rows of one batch entry that have each data pattern of its type.
+    """Count the rows of one batch entry that have each data pattern of its type (the additivity of
+    the loss is checked on micro-batches with new patterns).
 
     Inspects floats (unless a sample has very many), masks (2-D tensors of bool, or with "mask" in
     their name) and labels (other 1-D integers, or with "label" in their name). Returns {} for other
@@ -206,8 +210,8 @@ def _count_patterns_of_entry(name: str, value: Tensor) -> dict[Any, int]:
 
 
 def _count_float_patterns(rows: np.ndarray) -> dict[str, int]:
-    """Count the rows that contain special numbers (NaN, 0, negative, ...), and the rows of each
-    order of magnitude.
+    """Count the rows of a float batch entry that contain special numbers (NaN, 0, negative, ...),
+    and the rows of each order of magnitude: data patterns on which a loss may not be additive.
 
     Args:
         rows: float32, shape (samples, elements).
@@ -238,7 +242,7 @@ def _count_float_patterns(rows: np.ndarray) -> dict[str, int]:
 
 def _count_mask_patterns(mask: np.ndarray) -> dict[str, int]:
     """Count the rows of an attention mask with each kind of padding, and the rows of each length,
-    rounded up to a power of two.
+    rounded up to a power of two: data patterns on which a loss may not be additive.
 
     Args:
         mask: bool, shape (samples, padded length), True at real tokens.
@@ -265,16 +269,18 @@ def _count_mask_patterns(mask: np.ndarray) -> dict[str, int]:
 
 
 def _count_label_patterns(labels: np.ndarray) -> dict[Any, int]:
-    """Find the label values in a batch, and count the rows that have them.
+    """Find the label values in a batch, and count the rows that have them: data patterns on which a
+    loss may not be additive (class weights).
 
-    Rows with several labels are not counted per value: the count is 1 for every value that occurs.
-    For these, rows that only have the ignored label -100 are counted, too.
+    If rows have several labels, they are not counted per value: the count is 1 for every value that
+    occurs. The rows that have the ignored label -100 only are then counted, too.
 
     Args:
         labels: Integers, shape (samples, labels per sample).
 
     Returns:
-        Each label value, or "a row without targets", with the number of rows.
+        The number of rows by label value, and by "a row without targets" if rows have several
+        labels.
     """
     has_one_per_row = labels.shape[1] == 1
     values, num_occurrences = np.unique(labels, return_counts=True)
@@ -286,8 +292,8 @@ def _count_label_patterns(labels: np.ndarray) -> dict[Any, int]:
 
 
 def uneven_part(num_samples: int) -> np.ndarray:
-    """Split a micro-batch into two parts on which the additivity of its loss is checked, and return
-    the rows of the first part: about half of them, evenly spread.
+    """Split a micro-batch into two parts to check the additivity of its loss before the update of
+    its window. Return the rows of the first part: about half of them, evenly spread.
 
     The number of rows in the part has no common divisor with the number of all rows. Otherwise two
     different sample weights might be equally frequent in both parts, and the check would miss their
@@ -305,15 +311,15 @@ SumsAndCounts = list[Tensor]
 
 
 def sums_and_counts(sums: Sequence[Tensor | float], counts: Counts) -> SumsAndCounts:
-    """Join the loss sums and target counts of some samples to one list of detached tensors: the
-    values whose additivity is checked.
+    """Join the loss sums and target counts of some samples of a window to one list of detached
+    tensors: the values whose additivity is checked before the update.
     """
     return [torch.as_tensor(value).detach() for value in (*sums, *counts)]
 
 
 def additivity_error(whole: SumsAndCounts, parts: Sequence[SumsAndCounts]) -> float:
-    """Return how far a loss is from being additive: the largest relative difference between the
-    sums and counts of some samples and the total over parts of these samples.
+    """Return how far a loss is from being additive on training data: the largest relative
+    difference between the sums and counts of some samples and the total over parts of them.
 
     It is infinite if a part is not finite (a mean over no targets) but the whole is. Values of the
     whole that are not finite are skipped, as the optimizer step checks for them and names the
@@ -335,8 +341,8 @@ def additivity_error(whole: SumsAndCounts, parts: Sequence[SumsAndCounts]) -> fl
 
 
 def _to_host_float64(groups: Sequence[SumsAndCounts]) -> list[SumsAndCounts]:
-    """Copy all values of several lists to the host as 1-D float64 tensors, in a single transfer, so
-    that the device is waited for only once.
+    """Copy the loss sums and target counts of several groups of samples to the host as 1-D float64
+    tensors, in a single transfer, so that an additivity check waits for the device only once.
     """
     values = [value for group in groups for value in group]
     device = next((v.device for v in values if v.device.type != "cpu"), torch.device("cpu"))
@@ -349,7 +355,7 @@ def _to_host_float64(groups: Sequence[SumsAndCounts]) -> list[SumsAndCounts]:
 @dataclass(frozen=True)
 class KeptOutputs:
     """The arguments and the result of the user's loss function for one micro-batch, kept until the
-    end of the window.
+    end of the window, where the function is called once more on all micro-batches joined.
 
     Attributes:
         outputs: What the model returned.
@@ -365,7 +371,8 @@ class KeptOutputs:
 
 
 def join_outputs(kept: Sequence[KeptOutputs]) -> tuple[Any, Batch] | None:
-    """Concatenate the outputs and the batches of several micro-batches, as if they were one.
+    """Concatenate the outputs and the batches of several micro-batches of a window, as if they were
+    one, to check that the user's loss function is additive over them.
 
     Returns:
         (outputs, batch) for the user's loss function, or None if there are fewer than two
@@ -383,12 +390,13 @@ def join_outputs(kept: Sequence[KeptOutputs]) -> tuple[Any, Batch] | None:
 
 
 def concatenate_rows(structures: Sequence[Any], sizes: Sequence[int]) -> Any:
-    """Concatenate the outputs (or the batches) of several micro-batches along the first dim.
+    """Concatenate a model's outputs for several micro-batches of a window (or their batches) along
+    the first dim.
 
     Args:
         structures: For each micro-batch, a tensor, or equally nested dicts, lists and tuples of
-            tensors. Tensors and lists of one value per sample are concatenated; of scalars and
-            everything that is not a tensor, the first micro-batch's is taken.
+            tensors. Tensors and lists with one value per sample are concatenated. For a scalar or
+            anything else, the first micro-batch's value is returned.
         sizes: The number of samples of each micro-batch.
 
     Raises:
@@ -427,8 +435,10 @@ def is_small(outputs: Any) -> bool:
 
 
 def _num_elements(outputs: Any) -> float:
-    """Count the elements of all tensors in nested outputs of a model; infinite if the outputs
-    contain anything other than tensors, dicts, lists, tuples and None.
+    """Count the elements of all tensors in a model's nested outputs for a micro-batch, to decide
+    whether they are kept until the end of the window.
+
+    Infinite if they contain anything other than tensors, dicts, lists, tuples and None.
     """
     if isinstance(outputs, Tensor):
         return outputs.numel()

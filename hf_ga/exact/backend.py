@@ -57,7 +57,8 @@ class RankStatus:
 
 
 class Backend:
-    """Communication of a single process, or of DDP ranks that each hold a replica of the model.
+    """How ranks communicate in a window: a single process, or DDP ranks that each hold a replica of
+    the model.
 
     Subclasses implement other kinds of parallelism (FSDP, pipelines, same bits).
 
@@ -80,7 +81,9 @@ class Backend:
     _overlapped: BucketedAllReduce | None = None
 
     def __init__(self, accelerator: Accelerator) -> None:
-        """Read device, number of processes and index of this process from the accelerator."""
+        """Read the device, the number of ranks and the index of this rank from the accelerator, to
+        communicate in the windows.
+        """
         self.accelerator = accelerator
         self.device = accelerator.device
         self.num_processes = accelerator.num_processes
@@ -88,11 +91,13 @@ class Backend:
 
     @property
     def can_split(self) -> bool:
-        """Whether micro-batches above the memory limit are split into smaller ones."""
+        """Whether micro-batches of a window are split into smaller ones if memory runs out."""
         return self.can_rejoin or self.reason_not_to_split is None
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return a context for forwards and losses with the mixed precision of the accelerator."""
+        """Return a context for the window's forwards and losses in the mixed precision of the
+        accelerator.
+        """
         return self.accelerator.autocast()
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
@@ -135,7 +140,8 @@ class Backend:
         return self._overlapped is not None
 
     def finish_overlap(self, status: RankStatus) -> None:
-        """Send the remaining gradients after the last backward, if all-reduces overlap with it.
+        """Start the remaining all-reduces of gradients after the window's last backward, if
+        all-reduces overlap with it.
 
         Sets `status.must_sum_again`. Call this before `all_reduce_status`, also if this rank
         failed.
@@ -148,9 +154,8 @@ class Backend:
             status.must_sum_again = self._overlapped.must_repeat
 
     def reshard(self, model: nn.Module) -> None:
-        """Free gathered parameters, so that only this rank's shards remain (FSDP2; else a no-op).
-
-        The optimizer updates the shards.
+        """Free gathered parameters, so that only this rank's shards remain, which the optimizer
+        updates (FSDP2). A no-op for other backends.
         """
 
     def rejoin(self, model: nn.Module) -> None:
@@ -186,7 +191,7 @@ class Backend:
             self.scaled(term).backward()
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """Multiply a tensor by the loss scale of fp16. Return it unchanged without fp16."""
+        """Multiply a term of the window's loss by the loss scale of fp16. A no-op without fp16."""
         scaler = self.accelerator.scaler
         return tensor if scaler is None else scaler.scale(tensor)
 
@@ -213,12 +218,12 @@ class Backend:
             window: The window.
             calls: The forwards that this rank needs.
             loss: How the loss is split over micro-batches.
-
         """
         return calls
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
-        """Sum the status of all ranks in one small float64 all-reduce; raise if any rank failed.
+        """Sum the status of all ranks in a window (loss, target counts, failures) in one small
+        float64 all-reduce; raise if any rank failed.
 
         On a single process, return the status itself.
 
@@ -272,7 +277,9 @@ class Backend:
         )
 
     def check_partial_gradients(self, num_ranks: Sequence[float]) -> None:
-        """Check that gradients that only some ranks have can be summed; in this class, always.
+        """Check that gradients of a window that only some ranks have can be summed.
+
+        In this class they always can.
 
         Args:
             num_ranks: For each parameter, how many ranks have a gradient of it.
@@ -282,7 +289,7 @@ class Backend:
         """
 
     def max_over_ranks(self, number: int) -> int:
-        """Return the maximum of an integer over all ranks."""
+        """Return the maximum of an integer over all ranks, in a window; all ranks must call it."""
         if self.num_processes == 1:
             return number
         largest = torch.tensor(number, device=self.device)
@@ -340,7 +347,12 @@ class Backend:
         sum_gradients(parameters, still_to_sum)
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip the gradients of `parameters` to a global L2 norm of at most `max_norm`.
+        """Clip the gradients of a window to a global L2 norm of at most `max_norm`.
+
+        Args:
+            model: The prepared model. Not used here, but by backends for sharded gradients.
+            parameters: The parameters whose gradients are clipped in place.
+            max_norm: The largest norm to leave unchanged.
 
         Returns:
             The norm before clipping, a scalar.
@@ -348,7 +360,7 @@ class Backend:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """Return whether a condition on the gradients holds on all ranks.
+        """Return whether a condition on the gradients of a window holds on all ranks.
 
         In this class all ranks hold the same gradients, so they need not communicate. Backends for
         sharded gradients ask all ranks.
@@ -360,7 +372,7 @@ class Backend:
 
 
 class LocalBackend(Backend):
-    """Backend for the proof's trial batches: this process alone, and no accelerator.
+    """Communication backend for the proof's trial batches: this process alone, no accelerator.
 
     Forwards run in the precision of the caller, without a loss scale.
 
@@ -374,29 +386,29 @@ class LocalBackend(Backend):
     )
 
     def __init__(self, device: torch.device) -> None:
-        """Set up a single process on a device."""
+        """Set up a backend of a single process on a device, for the proof's trial batches."""
         self.device = device
         self.num_processes = 1
         self.process_index = 0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return a no-op context, so that the caller's autocast stays in effect."""
+        """Return a no-op context: the proof's trial batches run under the caller's autocast."""
         return nullcontext()
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
-        """Do nothing: there is no DDP reducer to reset."""
+        """Do nothing before the proof's trial batches: there is no DDP reducer to reset."""
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself: there is no loss scale."""
+        """Return the tensor itself: the proof's trial batches have no loss scale of fp16."""
         return tensor
 
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
-        """Return the tensor itself: there are no other ranks."""
+        """Return the tensor itself: the proof's trial batches run on this rank alone."""
         return tensor
 
 
 def check_supported(accelerator: Accelerator) -> None:
-    """Check that hf_ga can reduce gradients exactly with this accelerator's kind of parallelism.
+    """Check that a window's gradients can be summed exactly with the accelerator's parallelism.
 
     Raises:
         ConfigError: If the accelerator reduces gradients itself (DeepSpeed, Megatron-LM, ...), if
@@ -429,18 +441,18 @@ def check_supported(accelerator: Accelerator) -> None:
 def keep_process_group_alive(model: nn.parallel.DistributedDataParallel) -> None:
     """Set a second reference to DDP's process group, so that the model is freed without hanging.
 
-    Python frees the attributes of an object in the order in which they were set. With the new
-    reference, which is set last, the process group is freed after DDP's reducer. Otherwise the
-    reducer's destructor would free it while holding the GIL, and hang if gloo's threads need the
-    GIL to free a tensor.
+    Called at the beginning of every window. Python frees the attributes of an object in the order
+    in which they were set. With the new reference, which is set last, the process group is freed
+    after DDP's reducer. Otherwise the reducer's destructor would free it while holding the GIL, and
+    hang if gloo's threads need the GIL to free a tensor.
     """
     model.outlives_reducer = model.process_group
 
 
 def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> tuple[float, ...]:
-    """Sum each of several numbers over all ranks, in one float64 all-reduce.
+    """Sum several numbers over all ranks, each separately (counts, flags), in one all-reduce.
 
-    Exact for integers up to 2**53. Waits for the device.
+    In float64, so exact for integers up to 2**53. Waits for the device.
 
     Args:
         accelerator: The accelerator.
@@ -456,7 +468,7 @@ def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> tuple[
 
 
 def sum_counts(*counts: Counts) -> Counts:
-    """Add up target counts of several micro-batches, separately for each mean of the loss.
+    """Add up the target counts of a window's micro-batches, separately for each mean of the loss.
 
     >>> sum_counts((3, 1), (2, 0))
     (5, 1)
@@ -465,7 +477,7 @@ def sum_counts(*counts: Counts) -> Counts:
 
 
 def _raise_on_all_ranks(local_failure: Exception | None) -> None:
-    """Raise an exception on every rank after at least one rank failed; a collective.
+    """Raise an exception on every rank after at least one rank failed in a window; a collective.
 
     Args:
         local_failure: The exception of this rank, or None if it did not fail.

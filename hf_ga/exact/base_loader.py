@@ -172,14 +172,15 @@ class BaseLoader:
     def _make_splitter(
         self, planner: Planner | None, by_length: bool, longest: int | None, max_tokens: int | None
     ) -> Splitter:
-        """Return the `Splitter` of this loader, with a planner that fits the known lengths.
+        """Return the `Splitter` that splits this loader's windows over processes and micro-batches.
 
         Args:
             planner: The user's planner, or None.
             by_length: Whether the lengths of samples are known. If so, and without a `planner`,
                 windows are planned by length.
             longest: Number of tokens of the longest sample. None if unknown.
-            max_tokens: See `max_tokens_per_micro_batch` of `WindowLoader`.
+            max_tokens: Maximum number of padded tokens in one micro-batch, if windows are planned
+                by length. None: derived from the batch size.
 
         Raises:
             ConfigError: If `max_tokens` is set, but windows are not planned by length, or the
@@ -203,7 +204,7 @@ class BaseLoader:
         )
 
     def _planner_by_length(self, longest: int | None, max_tokens: int | None) -> ByLength:
-        """Return a planner by length for this device and kind of parallelism.
+        """Return the planner that splits windows by length, for this device and parallelism.
 
         Args:
             longest: Number of tokens of the longest sample. None if unknown.
@@ -225,7 +226,7 @@ class BaseLoader:
         )
 
     def use_seed(self, seed: int) -> None:
-        """Replace the seed of the order by that of a saved position."""
+        """Replace the seed of the order of samples by that of a loader's saved position."""
         self.seed = seed
         self.splitter = replace(self.splitter, seed=seed)
 
@@ -247,12 +248,14 @@ class BaseLoader:
         self.splitter = replace(self.splitter, layout=self.layout, process_index=replica)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch (0-based) of the next iteration, which begins at its first window."""
+        """Set the epoch (0-based) of the loader, so that the next iteration begins at its first
+        window.
+        """
         self.epoch = epoch
         self.num_consumed = 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the iteration, for a checkpoint.
+        """Return the position of the iteration over windows, for a checkpoint.
 
         It holds the epoch, the number of consumed windows, everything that determines the order of
         the samples (seed, window size, ...), and the memory limit of micro-batches, if there is
@@ -264,7 +267,7 @@ class BaseLoader:
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, allow_changes: bool = False) -> None:
-        """Resume at the position of a `state_dict()`.
+        """Resume the iteration over windows at the position of a loader's `state_dict()`.
 
         The number of processes and the size of micro-batches may differ from those of the run that
         saved the state.
@@ -295,7 +298,8 @@ class BaseLoader:
         self.state.max_elements = state.get("max_elements", self.state.max_elements)
 
     def _num_windows_to_skip(self, state: dict[str, Any]) -> int:
-        """Return how many of this loader's windows to skip for a state of another order of samples.
+        """Return how many of this loader's windows to skip, to resume at a position that was saved
+        with another order of samples.
 
         The skipped windows hold as many samples as were consumed, rounded down to whole windows. If
         all samples of the epoch were consumed, all windows are skipped.
@@ -314,7 +318,7 @@ class BaseLoader:
         return int(consumed // size)
 
     def _identity(self) -> dict[str, int]:
-        """Return the settings that determine the order of samples.
+        """Return the loader's settings that determine the order of samples, windows and chunks.
 
         A saved position refers to the same samples only if all of them are equal.
         """
@@ -325,7 +329,8 @@ class BaseLoader:
 
 
 def check_limit(max_tokens: int | None, longest: int, what: str) -> None:
-    """Check that the longest sample fits into the token limit of a micro-batch.
+    """Check that the longest sample fits into the token limit of a micro-batch, before windows are
+    planned by length.
 
     Args:
         max_tokens: Maximum number of padded tokens in one micro-batch. None: no limit.

@@ -15,8 +15,9 @@ IGNORED_LABEL = -100  # the label that torch's cross entropy ignores
 
 
 class RowsPerSample(list):
-    """A ragged batch entry (samples have different numbers of rows in it), split by sample: one
-    tensor, array or list of rows for each sample.
+    """A ragged batch entry, split by sample: one tensor, array or list of rows for each sample.
+
+    An entry is ragged if it does not have one row per sample, like the patches of all images.
     """
 
 
@@ -36,30 +37,32 @@ class MicroBatch:
     sample_ids: np.ndarray
 
     def __len__(self) -> int:
-        """Return the number of samples."""
+        """Return the number of samples of the micro-batch."""
         return len(self.positions)
 
 
 def sample_length(sample: Any) -> int:
-    """Return the length of a sample, usually in tokens: that of the longest list, array or tensor
-    among its values; 1 if all of them are numbers or strings.
+    """Return the length of a sample, by which windows are planned, usually in tokens.
+
+    It is the length of the longest list, array or tensor among its values; 1 if all of them are
+    numbers or strings.
     """
     values = sample.values() if isinstance(sample, Mapping) else [sample]
     return max((len(value) for value in values if _has_length(value)), default=1)
 
 
 def _has_length(value: Any) -> bool:
-    """Whether a value has a length other than a string's: a list, or a tensor or array with at
-    least one dim.
+    """Whether a value of a sample counts for the sample's length: a list, or a tensor or array with
+    at least one dim, but not a string.
     """
     return isinstance(value, Sized) and not isinstance(value, str) and getattr(value, "ndim", 1) > 0
 
 
 def as_batch(collated: Any) -> dict[str, Any]:
-    """Copy the mapping that a collate function returned to a dict.
+    """Check what a collate function returned for a micro-batch, and copy it to a dict.
 
     Raises:
-        DataError: If it did not return a mapping.
+        DataError: If it is not a mapping.
     """
     if not isinstance(collated, Mapping):
         raise DataError(
@@ -72,10 +75,11 @@ def as_batch(collated: Any) -> dict[str, Any]:
 def take_rows(
     batch: Batch, rows: Sequence[int] | np.ndarray, names: Collection[str]
 ) -> dict[str, Any]:
-    """Select some samples of a collated batch.
+    """Select some samples of a collated batch, to make micro-batches of a window.
 
     Args:
-        batch: The batch. Its ragged entries are split by sample (`RowsPerSample`).
+        batch: The batch. Its ragged entries (those without one row per sample) are split by sample
+            (`RowsPerSample`).
         rows: The indices of the samples.
         names: The entries with rows of samples (see `entries.Entries`). The others, which all
             samples share, are unchanged.
@@ -93,7 +97,8 @@ def take_rows(
 
 
 def equal_batches(value: Any, other: Any) -> bool:
-    """Whether two batches, or two of their entries, hold the same values.
+    """Whether two batches, or two of their entries, hold the same values, to check that collating
+    the same samples of a window again gives the same batch.
 
     NaN equals NaN. Values other than tensors, arrays, numbers, strings, lists, tuples and mappings
     count as equal.
@@ -134,9 +139,10 @@ def count_padded_elements(batch: Batch, num_samples: int) -> int:
 
 
 def is_padding_mask(mask: Any) -> bool:
-    """Whether an attention mask has shape (samples, tokens), with 1 at tokens and 0 at padding.
+    """Whether an attention mask of a batch has shape (samples, tokens), with 1 at tokens and 0 at
+    padding, so that the tokens of a micro-batch can be counted in it.
 
-    A bias of the attention scores (0 and -inf, shape (samples, 1, tokens, tokens)) is none.
+    A bias of the attention scores (0 and -inf, shape (samples, 1, tokens, tokens)) is not one.
     """
     if not isinstance(mask, Tensor) or mask.dim() != 2:
         return False
@@ -144,7 +150,7 @@ def is_padding_mask(mask: Any) -> bool:
 
 
 def count_tokens(batch: Batch, num_samples: int) -> int:
-    """Count the real tokens of a batch.
+    """Count the real tokens of a micro-batch.
 
     They are the ones in the attention masks: `attention_mask`, or `attention_mask_anchor` and so on
     if a sample has several texts. Without a mask, all elements of `input_ids` count; without
@@ -164,7 +170,9 @@ def count_tokens(batch: Batch, num_samples: int) -> int:
 
 
 def shape_of(value: Any) -> tuple[int, ...]:
-    """Return the shape of a tensor or array, (length,) of a list, () of anything else."""
+    """Return the shape of an entry of a collated batch: (length,) for a list, () for anything other
+    than a tensor, array, list or tuple.
+    """
     if isinstance(value, Tensor | np.ndarray):
         return tuple(value.shape)
     if isinstance(value, list | tuple):

@@ -45,12 +45,12 @@ class ChunkTree:
 
     @cached_property
     def _cumulative_costs(self) -> np.ndarray:
-        """The cost of the first 0, 1, 2, ... chunks, shape (chunks + 1,)."""
+        """The cost of the first 0, 1, 2, ... chunks of the window, shape (chunks + 1,)."""
         return np.concatenate([[0], np.cumsum(self.costs)])
 
     @cached_property
     def chunks_per_rank(self) -> list[range]:
-        """For each rank, the indices of the consecutive chunks that it computes.
+        """For each rank, the indices of the consecutive chunks of the window that it computes.
 
         All ranks get about the same cost. With two ranks, they split where the root of the tree
         does.
@@ -65,7 +65,9 @@ class ChunkTree:
 
     @cached_property
     def parents(self) -> dict[tuple[Node, Node], Node]:
-        """The tree, as a map from two siblings (left child, right child) to their parent."""
+        """The binary tree over the window's chunks, which fixes the order in which their gradients
+        are summed: a map from two siblings (left child, right child) to their parent.
+        """
         parents = {}
         pending = [(0, len(self.costs))]
         while pending:
@@ -80,7 +82,8 @@ class ChunkTree:
         return parents
 
     def _middle(self, start: int, stop: int) -> int:
-        """Return the chunk at which to split a node so that its halves cost about the same.
+        """Return the chunk at which to split a node of the tree over a window's chunks, so that its
+        halves cost about the same.
 
         Args:
             start: Index of the node's first chunk.
@@ -97,12 +100,14 @@ class ChunkTree:
     def subtrees_per_rank(self) -> list[list[Node]]:
         """For each rank, the largest subtrees that consist of its own chunks only.
 
-        These are what a rank can sum locally, from the first chunk to the last.
+        A rank can sum the gradients of these locally. They are in the order of the chunks.
         """
         return [self._subtrees(chunks) for chunks in self.chunks_per_rank]
 
     def _subtrees(self, chunks: range) -> list[Node]:
-        """Return the largest subtrees that consist only of the given consecutive chunks."""
+        """Return the largest subtrees that consist only of the given consecutive chunks of the
+        window: what one rank can sum locally.
+        """
         # Merges nodes as for a sum, but without values.
         tree_sum = TreeSum(self, lambda left, right: None)
         for chunk in chunks:
@@ -111,10 +116,11 @@ class ChunkTree:
 
 
 class TreeSum:
-    """Sums the values of consecutive nodes of a `ChunkTree` in the order that the tree fixes.
+    """Sums gradients of a window in the order that the binary tree over its chunks fixes.
 
-    Two values are added only if their nodes are the two children of one node. So the value of a
-    node is the sum of the same two numbers on every rank, and has the same bits.
+    The value of a node of the tree is the sum of the gradients of its chunks. Two values are added
+    only if their nodes are the two children of one node. So the value of a node is the sum of the
+    same two numbers on every rank, and has the same bits.
 
     Args:
         chunk_tree: The tree over the chunks of the window.
@@ -126,17 +132,18 @@ class TreeSum:
     """
 
     def __init__(self, chunk_tree: ChunkTree, add_values: Callable[[Any, Any], Any]) -> None:
-        """Start with an empty sum over the chunks of a window."""
+        """Start with an empty sum of gradients over the chunks of a window."""
         self.parents = chunk_tree.parents
         self.add_values = add_values
         self.nodes: list[tuple[Node, Any]] = []
 
     def add(self, node: Node, value: object) -> None:
-        """Append a node, and sum it with the nodes to its left as far as the tree allows.
+        """Append a node of the tree over a window's chunks, and add its gradients to those of the
+        nodes to its left, as far as the tree allows.
 
         Args:
             node: It must begin at the chunk at which the previous node ended.
-            value: The value of the node.
+            value: The value of the node: the summed gradients of its chunks.
         """
         while self.nodes:
             left, left_value = self.nodes[-1]

@@ -1,9 +1,9 @@
 """All-reduces gradients in buckets, which may begin while the last backward of a window still runs.
 
 Gradients are put into buckets in the order in which a backward computes them, which is the same on
-all ranks. A bucket is all-reduced as soon as all of its gradients are computed and all earlier
-buckets are sent. After the backward, the remaining buckets are sent, with zeros for parameters
-without a gradient.
+all ranks. The all-reduce of a bucket starts as soon as all of its gradients are computed and all
+earlier buckets have started. After the backward, the remaining all-reduces start, with zeros for
+parameters without a gradient.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,8 +32,8 @@ class BucketedAllReduce:
         group: Process group to sum over. None: all ranks.
 
     Attributes:
-        must_repeat: Whether a gradient changed after it was sent, so that all ranks must sum again
-            (reentrant checkpointing of a module that is used twice does that).
+        must_repeat: Whether a gradient changed after its all-reduce had started, so that all ranks
+            must sum again (reentrant checkpointing of a module that is used twice does that).
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class BucketedAllReduce:
         bucket_bytes: int = BUCKET_BYTES,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """Group the parameters into buckets; nothing is sent yet."""
+        """Group the parameters into buckets for the all-reduces of a window; none starts yet."""
         self.group = group
         # A backward computes the gradients of the last parameters first.
         in_backward_order = list(reversed(parameters))
@@ -51,17 +51,18 @@ class BucketedAllReduce:
             for indices in bucket_indices(in_backward_order, bucket_bytes)
         ]
         self.must_repeat = False
+        # For each parameter, the index of its bucket.
         self._bucket_index = {
             parameter: index for index, bucket in enumerate(self.buckets) for parameter in bucket
         }
         # For each bucket, the parameters whose gradients are not computed yet.
         self._missing = [set(bucket) for bucket in self.buckets]
-        # For each bucket that was sent, its flat tensor and the handle of the all-reduce.
+        # For each bucket whose all-reduce has started, its flat tensor and the handle to wait for.
         self._sent: list[tuple[Tensor, Any]] = []
 
     @contextmanager
     def during_backward(self) -> Iterator[None]:
-        """All-reduce buckets while a backward runs in the `with` block, the last one of the window.
+        """All-reduce gradients while the window's last backward runs in the `with` block.
 
         Registers a hook at each parameter, and removes it on exit.
         """
@@ -72,7 +73,9 @@ class BucketedAllReduce:
             yield
 
     def finish(self, *, has_failed: bool) -> None:
-        """Send all buckets that were not sent yet; every rank must call this, even if it failed.
+        """Start the gradient all-reduces that have not started during the window's last backward.
+
+        Every rank must call this, even if it failed.
 
         Args:
             has_failed: Whether this rank failed in the window. If so, its gradients are dropped to
@@ -86,7 +89,7 @@ class BucketedAllReduce:
             self._send_next_bucket()
 
     def apply(self) -> None:
-        """Wait for the all-reduces and set `.grad` of all parameters to the sums over all ranks.
+        """Wait for the window's all-reduces and set `.grad` of the parameters to the sums.
 
         The gradients are views into the flat buckets, so nothing is copied.
         """
@@ -97,14 +100,17 @@ class BucketedAllReduce:
                 parameter.grad = part.view_as(parameter)
 
     def drop(self) -> None:
-        """Wait for the all-reduces and discard their results; `.grad` stays as it is."""
+        """Wait for the window's gradient all-reduces and discard their results; `.grad` stays as it
+        is.
+        """
         for _, work in self._sent:
             work.wait()
 
     def _on_gradient(self, parameter: nn.Parameter) -> None:
-        """Send all buckets that are complete now; called when a parameter's `.grad` is computed.
+        """Start the all-reduces of all buckets that are complete now; called when a parameter's
+        `.grad` is computed in the window's last backward.
 
-        Sets `must_repeat` if the parameter's bucket was sent already.
+        Sets `must_repeat` if the all-reduce of the parameter's bucket has started already.
         """
         index = self._bucket_index[parameter]
         if index < len(self._sent):
@@ -115,7 +121,7 @@ class BucketedAllReduce:
             self._send_next_bucket()
 
     def _send_next_bucket(self) -> None:
-        """Start the asynchronous all-reduce of the first bucket that was not sent yet."""
+        """Start the asynchronous all-reduce of the next bucket of the window's gradients."""
         bucket = self.buckets[len(self._sent)]
         flat = torch.cat([_gradient_or_zeros(parameter).reshape(-1) for parameter in bucket])
         work = dist.all_reduce(flat, group=self.group, async_op=True)
@@ -128,7 +134,7 @@ def sum_gradients(
     bucket_bytes: int = BUCKET_BYTES,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Replace the `.grad` of parameters by the sums over all ranks, after all backwards are done.
+    """Replace the `.grad` of parameters by the sums over all ranks, after the window's backwards.
 
     A rank without a gradient of a parameter adds zeros. The new gradients are views into the flat
     buckets that were all-reduced, so nothing is copied back.
@@ -147,7 +153,7 @@ def sum_gradients(
 
 
 def bucket_indices(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[int]]:
-    """Group consecutive tensors of the same dtype into buckets, to send each bucket at once.
+    """Group consecutive gradients of the same dtype into buckets, to all-reduce each at once.
 
     Args:
         tensors: The tensors to group.
@@ -172,5 +178,5 @@ def bucket_indices(tensors: Sequence[Tensor], bucket_bytes: int) -> list[list[in
 
 
 def _gradient_or_zeros(parameter: nn.Parameter) -> Tensor:
-    """Return the gradient of a parameter, or zeros of the same shape if it has none."""
+    """Return the gradient of a parameter to all-reduce: zeros if this rank has none."""
     return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -79,7 +79,10 @@ class Engine:
         is_audited: bool = False,
         audits_together: bool = False,
     ) -> None:
-        """Prepare to compute windows of a model; see the class for the arguments."""
+        """Prepare to compute windows of a model, and record its trainable parameters.
+
+        See the class for the arguments.
+        """
         self.backend = backend
         self.model = model
         # Audits compare repeated forwards, so every random draw must be keyed.
@@ -190,7 +193,7 @@ class Engine:
     def micro_batch(self, index: int) -> Iterator[dict[str, Any]]:
         """Run one forward and backward in the `with` block, which yields the batch on the device.
 
-        Uses the speed-ups that may be used for this micro-batch.
+        The speed-ups that may be used for this micro-batch are on in the block.
 
         Args:
             index: Index of the planned forward in `calls`.
@@ -209,13 +212,13 @@ class Engine:
             self.check_generators(states_before)
 
     def check_generators(self, states_before: dict[str, bytes]) -> None:
-        """Check that no random numbers were drawn from the global generators since a point in time.
+        """Check that the forwards of a window drew no random numbers from the global generators.
 
         Such numbers would depend on how the window is split. No check is made if
         `allow_split_dependent_randomness` is set.
 
         Args:
-            states_before: The result of `random_states()` at that point in time.
+            states_before: The result of `random_states()` before these forwards.
 
         Raises:
             UnkeyedRandomness: If random numbers were drawn.
@@ -229,13 +232,14 @@ class Engine:
             )
 
     def arguments(self, batch: dict[str, Any]) -> dict[str, Any]:
-        """Return only those entries of a batch that the model's forward accepts."""
+        """Return only those entries of a micro-batch that the model's forward accepts."""
         return self._filter_arguments(batch)
 
     def forward(self, batch: dict[str, Any]) -> Any:
-        """Run the model's forward on a batch on the device, under autocast, and return its outputs.
+        """Run the model's forward on a micro-batch on the device, under autocast.
 
-        Entries of the batch that the forward does not accept are dropped.
+        Returns what the model returns. Entries of the batch that the forward does not accept are
+        dropped.
         """
         # A prepared model enables autocast itself, but `module` may be another one.
         with self.backend.autocast():
@@ -289,7 +293,8 @@ class Engine:
 
         Args:
             outputs: What the model returned for the micro-batch, or its loss alone.
-            is_recomputable: See `loss_term`.
+            is_recomputable: Whether another forward would give this loss again. If so, it is
+                recorded for the audit of its additivity.
         """
         with self.backend.autocast():
             term, counts = self.loss_term(outputs, is_recomputable=is_recomputable)
@@ -373,7 +378,7 @@ class Engine:
 
     @contextmanager
     def deferring_failures(self) -> Iterator[None]:
-        """Record an exception of the `with` block in `status` instead of raising it.
+        """Record an exception of the `with` block in the window's `status` instead of raising it.
 
         It is raised in the next all-reduce of the status, on all ranks, so that no rank waits
         forever for one that has failed. Under FSDP, where every forward is a collective, the
@@ -390,10 +395,13 @@ class Engine:
                 raise self.status.failure from error
 
     def can_rejoin(self, error: Exception) -> bool:
-        """Return whether this rank can continue with `rejoin` after an exception in a micro-batch.
+        """Return whether this rank can continue the window, with `rejoin`, after an exception.
 
         True for the first out-of-memory error of the window under FSDP2, in a micro-batch of
         several samples.
+
+        Args:
+            error: The exception that occurred in the current micro-batch.
         """
         return (
             self.backend.can_rejoin
@@ -419,7 +427,7 @@ class Engine:
         clear_device_cache(garbage_collection=True)
 
     def _error_to_report(self, error: Exception) -> Exception:
-        """Return the exception to report for an exception in a micro-batch.
+        """Return the exception to report for an exception in a micro-batch of the window.
 
         For an out-of-memory error it is a `TooLarge`, if the window can be computed again in
         smaller micro-batches, or else an error that names the micro-batch and remedies. Any other
@@ -448,9 +456,10 @@ class Engine:
         with the last backward. A loss that needs a first pass over the window makes it here.
 
         Args:
-            window: See `begin`.
-            skip_empty: See `begin`.
-            num_calls: See `begin`.
+            window: The window, with this rank's micro-batches.
+            skip_empty: Whether to skip micro-batches without targets.
+            num_calls: Plan exactly this many forwards (the last ones with weight 0). None: as many
+                as needed.
         """
         self.window = self._with_final_micro_batches(window)
         calls = [
@@ -505,7 +514,8 @@ class Engine:
             self.calls += [filler] * (num_calls - len(self.calls))
 
     def _make_first_pass(self) -> FirstPass:
-        """Return the inputs of `Loss.prepare`, which runs over the window before its forwards.
+        """Return the inputs of `Loss.prepare`: some losses run forwards without gradients over the
+        whole window before its training forwards.
 
         A rank without micro-batches gets one sample with weight 0.
         """
@@ -542,7 +552,8 @@ class Engine:
     def forward_only(self, call: Call) -> Any:
         """Run the forward of a call outside `micro_batch`, and return the model's outputs.
 
-        The engine runs no backward for it. Use it within `scope`.
+        For forwards without a backward: an audit, or a loss's first pass over the window. Use it
+        within `scope`.
 
         Args:
             call: A call whose batch is on the host. It becomes the engine's current call, with its
@@ -553,13 +564,14 @@ class Engine:
 
     @contextmanager
     def _as_current_call(self, planned: Call) -> Iterator[None]:
-        """Set `self.call` to a call with its batch on the device, and enable its speed-ups.
+        """Set `self.call` to a planned forward with its batch on the device, and enable its
+        speed-ups.
 
-        The forward and backward of the call run in the `with` block. Micro-batches for which some
+        The forward and its backward run in the `with` block. Micro-batches for which some
         speed-up may not be used are counted in `LoaderState.num_plain`.
 
         Args:
-            planned: The call, with its batch on the host.
+            planned: The planned forward of a micro-batch, with its batch on the host.
         """
         # Set it before the transfer to the device, as the message of an error there needs it.
         self.call = planned
@@ -576,7 +588,7 @@ class Engine:
             yield
 
     def _on_device(self, planned: Call) -> Call:
-        """Return a copy of a call with its batch and its dropout keys on the device."""
+        """Return a copy of a planned forward with its batch and its dropout keys on the device."""
         request = self.window.request
         keys = sample_keys(request.seed, request.epoch, planned.micro_batch.positions)
         key_of_window = window_key(request.seed, request.epoch, request.index)
@@ -589,7 +601,9 @@ class Engine:
 
 
 def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
-    """Add a gradient to `parameter.grad`, or set it if `.grad` is None."""
+    """Add a gradient that the loss computed itself for the whole window to `parameter.grad`, or set
+    `.grad` to it if that is None.
+    """
     if parameter.grad is None:
         parameter.grad = gradient
     else:
@@ -597,7 +611,7 @@ def accumulate_gradient(parameter: nn.Parameter, gradient: Tensor) -> None:
 
 
 def stand_in_call(window: Window, loss: Loss) -> Call:
-    """Return a call with one sample of the window, for a rank that has no micro-batch to run.
+    """Return a planned forward of one sample of the window, for a rank that has no micro-batch.
 
     Args:
         window: The window.

@@ -30,8 +30,11 @@ ABSENT = object()  # stands for an entry that is missing where a sample is colla
 
 
 class Entries:
-    """Finds out how the entries of a collated batch depend on its samples, and splits ragged
-    entries by sample.
+    """Finds out how the entries of a collated batch (its tensors by name) depend on its samples, so
+    that the batch of a window can be split into micro-batches.
+
+    An entry is ragged if it does not have exactly one row for each sample, like the patches of all
+    images. Ragged entries are split by sample.
 
     Args:
         collate_fn: List of samples -> batch.
@@ -40,7 +43,7 @@ class Entries:
 
     Attributes:
         of_samples: Names of the entries that hold rows of samples. All samples share the others.
-        ragged: Those of them that do not have exactly one row for each sample.
+        ragged: Names of the ragged ones among them.
         draws: Whether the collate function draws random numbers.
 
     Raises:
@@ -49,7 +52,9 @@ class Entries:
     """
 
     def __init__(self, collate_fn: Callable[[list[Any]], Any], sample: Any) -> None:
-        """Collate 2 and 3 copies of a sample, and record which batch entries grow with them."""
+        """Collate 2 and 3 copies of a sample, and record which entries of the batch grow with the
+        number of samples.
+        """
         self.collate_fn = collate_fn
         self.of_samples: set[str] = set()
         self.ragged: set[str] = set()
@@ -74,8 +79,8 @@ class Entries:
     def _find_growth(
         self, name: str, shape_of_two: tuple[int, ...], shape_of_three: tuple[int, ...]
     ) -> None:
-        """Record whether a batch entry is shared by all samples, has one row per sample, or is
-        ragged.
+        """Record whether an entry of a collated batch is shared by all samples, has one row per
+        sample, or another number of rows per sample (ragged).
 
         Args:
             name: Name of the entry.
@@ -107,7 +112,8 @@ class Entries:
             self.ragged.add(name)
 
     def inspect_samples(self, samples: Sequence[Any]) -> None:
-        """Collate each of these samples alone, and record entries that are ragged.
+        """Collate each of these samples alone, and record which entries of the batch are ragged: do
+        not have one row per sample.
 
         A no-op if the collate function draws random numbers: one that mixes samples may need
         several.
@@ -121,21 +127,27 @@ class Entries:
         self._record_missing(batches_of_one)
 
     def count_ragged_rows(self, sample: Any) -> int:
-        """Count the rows that a sample has in all ragged entries together."""
+        """Return how many rows a sample, collated alone, has in all ragged entries of the batch
+        together (those without exactly one row per sample, like the patches of all images).
+        """
         with preserved_random_states():
             batch = self._collate([sample])
         return sum(num_rows(batch.get(name)) for name in self.ragged)
 
     def split(self, batch: Batch, samples: Sequence[Any]) -> dict[str, Any]:
-        """Return a batch in which each ragged entry is split into the rows of each sample
-        (`RowsPerSample`). Also record entries that turn out to be ragged.
+        """Return a collated batch in which each ragged entry (one without exactly one row per
+        sample) is split into the rows of each sample (`RowsPerSample`).
+
+        Afterwards the batch can be split into micro-batches. Also records entries that turn out to
+        be ragged.
 
         Args:
             batch: The batch that the collate function returned.
             samples: The samples that it was called with.
 
         Raises:
-            DataError: If the rows of a sample differ from those of the sample collated alone.
+            DataError: If the rows of a sample differ from those of the sample collated alone, if
+                labels are ragged, or if all entries are.
         """
         self._record_row_counts(batch, len(samples))
         if not self.ragged:
@@ -153,7 +165,8 @@ class Entries:
         return result
 
     def _split_entry(self, name: str, value: Any, alone: list[Any]) -> RowsPerSample:
-        """Split a ragged batch entry into the rows of each sample.
+        """Split a ragged entry of a collated batch (samples have different numbers of rows in it)
+        into the rows of each sample.
 
         Args:
             name: Name of the entry.
@@ -187,10 +200,10 @@ class Entries:
         return rows_per_sample
 
     def _record_row_counts(self, batch: Batch, num_samples: int) -> None:
-        """Record batch entries as ragged if they do not have one row per sample.
+        """Record entries of a collated batch as ragged if they do not have one row per sample.
 
-        Also record an entry as ragged that was empty so far, so that all samples seemed to share
-        it, and has rows now.
+        An entry that was empty before, so that all samples seemed to share it, is also recorded as
+        ragged if it has rows now.
         """
         for name, value in batch.items():
             number = num_rows(value)
@@ -202,16 +215,19 @@ class Entries:
                 self.ragged.add(name)
 
     def _record_missing(self, batches: Sequence[Batch]) -> None:
-        """Record batch entries as ragged if some of these batches do not have them."""
+        """Record entries of collated batches as ragged (without exactly one row per sample) if they
+        are missing in some of these batches.
+        """
         for name in self.of_samples:
             if any(name not in batch for batch in batches):
                 self.ragged.add(name)
 
     def _check(self, batch: Batch) -> None:
-        """Check that some entry has one row per sample, and that labels do.
+        """Check that a collated batch can be split into micro-batches: at least one of its entries
+        (such as "input_ids") has one row per sample, and all labels have.
 
         Raises:
-            DataError: If no entry has, or labels have not.
+            DataError: If no entry has one row per sample, or some labels do not.
         """
         ragged_targets = [name for name in TARGETS if name in self.ragged]
         if ragged_targets:
@@ -228,17 +244,19 @@ class Entries:
             )
 
     def _collate(self, samples: list[Any]) -> dict[str, Any]:
-        """Call the collate function on shallow copies of samples, as it may remove entries from
-        them.
+        """Collate samples, to find out which rows of the batch belong to which sample.
+
+        The collate function gets shallow copies, as it may remove items from its samples.
         """
         return as_batch(self.collate_fn([copy.copy(sample) for sample in samples]))
 
 
 def put_together(batch: Batch) -> dict[str, Any]:
-    """Concatenate the ragged entries of a batch (`RowsPerSample`) over its samples, as the collate
-    function returns them. Other entries are unchanged.
+    """Concatenate the entries of a micro-batch that were split by sample (`RowsPerSample`), so that
+    they are again as the collate function returns them. Other entries are unchanged.
 
-    A ragged entry without any rows is dropped if the collate function omits it for such a sample.
+    Such an entry is ragged: it does not have one row per sample. If it has no rows in this
+    micro-batch, it is dropped if the collate function omits it for such a sample.
     """
     result = dict(batch)
     for name, value in batch.items():
@@ -253,7 +271,7 @@ def put_together(batch: Batch) -> dict[str, Any]:
 
 
 def concatenated(parts: Sequence[Any]) -> Any:
-    """Concatenate several tensors, arrays or lists along the first dim."""
+    """Concatenate the rows of several samples in a batch entry (tensors, arrays or lists)."""
     if isinstance(parts[0], Tensor):
         return torch.cat(parts)
     if isinstance(parts[0], np.ndarray):
@@ -262,8 +280,8 @@ def concatenated(parts: Sequence[Any]) -> Any:
 
 
 def num_rows(value: Any) -> int:
-    """Return the size of the first dim of a tensor or array, the length of a list, and 0 for
-    anything else.
+    """Count the rows of an entry of a collated batch: the size of the first dim of a tensor or
+    array, the length of a list or tuple, and 0 for anything else.
     """
     shape = shape_of(value)
     return shape[0] if shape else 0

@@ -69,11 +69,13 @@ class Fetcher:
     """
 
     def __init__(self, dataset: Any, collate_fn: Collate) -> None:
-        """Store dataset and collate function; nothing is fetched yet."""
+        """Store the dataset and the collate function of the windows; nothing is fetched yet."""
         self.dataset = dataset
         self.collate_fn = collate_fn
-        self.is_repeatable = False  # set after the first window is collated twice
-        self.entries: Entries | None = None  # set when it is first needed
+        # Whether dataset and collate function gave the same batches twice, for the first window.
+        self.is_repeatable = False
+        # Which rows of a batch belong to which sample. None until that is first needed.
+        self.entries: Entries | None = None
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
         """Return the collated micro-batches of this process for a window.
@@ -97,7 +99,10 @@ class Fetcher:
         return batches
 
     def offsets(self, request: WindowRequest) -> np.ndarray:
-        """Return the offsets of those samples of a window that this process can fetch: all."""
+        """Return the offsets of those samples of a window that this process can fetch: all of them.
+
+        A subclass may return fewer.
+        """
         return np.arange(len(request.positions))
 
     def samples(self, request: WindowRequest, offsets: np.ndarray) -> list[Any]:
@@ -119,7 +124,7 @@ class Fetcher:
         return samples
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """Fetch samples for the proof, evenly spaced over the whole dataset.
+        """Fetch samples for the proof, evenly spaced over the dataset that windows are made of.
 
         The samples of a single window may be too few or too similar for a proof.
 
@@ -193,7 +198,7 @@ class BatchFetcher:
         self.per_sample_entries = per_sample_entries
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """Return the rows of each micro-batch of a request as a batch."""
+        """Return the micro-batches of a window's plan, as rows of the window's collated batch."""
         return [
             put_together(take_rows(self.batch, rows, self.per_sample_entries))
             for rows in request.micro_batches

@@ -12,7 +12,8 @@ import torch
 
 def random_states() -> dict[str, bytes]:
     """Return the states of the global random generators of torch, numpy and Python, to find out
-    with `==` whether one was drawn from in the meantime.
+    with `==` whether a forward or a collate function drew from one, which could make the gradient
+    depend on the split of the window.
 
     On a GPU this reads counters that are on the host, without synchronisation.
 
@@ -33,13 +34,15 @@ def random_states() -> dict[str, bytes]:
 
 
 def _is_cuda_in_use() -> bool:
-    """Whether a GPU is available and this process has initialised CUDA."""
+    """Whether a GPU is available and this process has initialised CUDA, so that the random
+    generators of its GPUs have states.
+    """
     return torch.cuda.is_available() and torch.cuda.is_initialized()
 
 
 def moved_generators(before: dict[str, bytes]) -> list[str]:
     """Return the names of the global random generators whose state has changed since an earlier
-    call of `random_states`: those that code drew from or seeded.
+    call of `random_states`: those that a forward or a collate function drew from or seeded.
 
     Args:
         before: The result of that call.
@@ -49,8 +52,8 @@ def moved_generators(before: dict[str, bytes]) -> list[str]:
 
 @contextmanager
 def preserved_random_states() -> Iterator[None]:
-    """Restore the states of all global random generators at the end of the block, also after an
-    error.
+    """Restore the states of all global random generators at the end of the `with` block, which
+    loads or collates samples, also after an error.
     """
     devices = list(range(torch.cuda.device_count())) if _is_cuda_in_use() else []
     with torch.random.fork_rng(devices=devices), ExitStack() as stack:
@@ -60,7 +63,8 @@ def preserved_random_states() -> Iterator[None]:
 
 
 def seed_generators(key: int) -> None:
-    """Seed the global CPU generators of torch, numpy and Python.
+    """Seed the global CPU generators of torch, numpy and Python, so that random transforms and
+    collate functions give the same micro-batches for any split of the window.
 
     Args:
         key: A 64-bit random key; numpy uses its lower 32 bits, torch its lower 63 bits.

@@ -31,8 +31,8 @@ class Purpose(enum.IntEnum):
 
 
 def mix(value: int) -> int:
-    """Hash a 64-bit integer to another (the finaliser of splitmix64). Different integers have
-    different hashes.
+    """Hash a 64-bit integer to another (the finaliser of splitmix64), to draw the order of samples
+    and dropout masks. Different integers have different hashes.
     """
     value &= MASK64
     value = ((value ^ (value >> 30)) * MULTIPLIER_1) & MASK64
@@ -42,7 +42,7 @@ def mix(value: int) -> int:
 
 def mix_in_place(values: Tensor) -> Tensor:
     """Hash every element of an int64 tensor in place with `mix` (the finaliser of splitmix64), and
-    return the tensor.
+    return the tensor, for the order of samples and dropout masks.
     """
     values.bitwise_xor_(_shifted_right(values, 30)).mul_(signed(MULTIPLIER_1))
     values.bitwise_xor_(_shifted_right(values, 27)).mul_(signed(MULTIPLIER_2))
@@ -50,15 +50,15 @@ def mix_in_place(values: Tensor) -> Tensor:
 
 
 def _shifted_right(values: Tensor, bits: int) -> Tensor:
-    """Shift int64 values right logically, filling with zeros; torch's own shift copies the sign
-    bit.
+    """Shift int64 values right and fill with zeros, for the hash of sample order and dropout masks;
+    torch's own shift copies the sign bit.
     """
     return values.bitwise_right_shift(bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def mixed(values: Tensor) -> Tensor:
-    """Return a tensor with the hash of every element of an int64 tensor: one step of `fold_in`,
-    `mix(value + GOLDEN)`. The argument is unchanged.
+    """Return a tensor with the hash of every element of an int64 tensor, to derive one random key
+    per sample: one step of `fold_in`, `mix(value + GOLDEN)`. The argument is unchanged.
 
     So `mixed(values ^ signed(fold_in(*parts)))` equals `fold_in(*parts, value)` for every value.
     """
@@ -66,15 +66,16 @@ def mixed(values: Tensor) -> Tensor:
 
 
 def signed(value: int) -> int:
-    """Convert a 64-bit unsigned integer to the signed one with the same bits, as torch's int64
-    needs it.
+    """Convert a 64-bit unsigned integer (a random key) to the signed one with the same bits, as
+    torch's int64 needs it.
     """
     value &= MASK64
     return value - (1 << 64) if value >> 63 else value
 
 
 def fold_in(*parts: int) -> int:
-    """Hash any number of integers to a 64-bit random key, which depends on their order.
+    """Hash integers such as (purpose, seed, epoch, sample) to a 64-bit random key, for the order of
+    samples, random transforms and dropout. The key depends on the order of the integers.
 
     >>> fold_in(1, 2) == fold_in(2, 1)
     False
@@ -86,7 +87,7 @@ def fold_in(*parts: int) -> int:
 
 
 def name_key(name: str) -> int:
-    """Hash a string to a 64-bit key (BLAKE2b). It is the same in every process, unlike Python's
-    `hash`.
+    """Hash the name of a module to a 64-bit key for its dropout masks (BLAKE2b). It is the same in
+    every process, unlike Python's `hash`.
     """
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

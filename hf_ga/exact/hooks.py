@@ -43,7 +43,10 @@ class Call:
 
 
 class Hook:
-    """Base class for code that runs around the forwards of a window. Its methods are no-ops."""
+    """Base class for code that runs around the forwards of a window: keyed dropout, speed-ups, ...
+
+    Its methods are no-ops.
+    """
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
         """Return a context manager to run all forwards and backwards of a window in.
@@ -64,7 +67,8 @@ class Hook:
 
 
 class SpeedUp(Hook):
-    """Base class for speed-ups: hooks that must not change the loss or the gradient.
+    """Base class for speed-ups: hooks around the forwards of a window that must not change the loss
+    or the gradient.
 
     The proof computes both with and without the speed-up, and disables it if they differ.
 
@@ -95,7 +99,8 @@ class SpeedUp(Hook):
     def trial(self) -> AbstractContextManager[None]:
         """Return a context manager that forces the speed-up on for the proof's trial batches.
 
-        The proof must test the speed-up, even if its few samples are too small to gain from it.
+        The proof must test the speed-up, even if its few samples are too small to gain from it. In
+        this base class the context does nothing.
         """
         return nullcontext()
 

@@ -33,7 +33,7 @@ class Layout:
         accumulation_steps: int | None = None,
         global_batch_size: int | None = None,
     ) -> "Layout":
-        """Make a layout from the sizes that the user set, and derive those that are None.
+        """Make the layout of a window from the sizes that the user set; derive those that are None.
 
         Args:
             num_processes: Number of processes (devices).

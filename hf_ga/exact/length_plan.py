@@ -43,8 +43,8 @@ class ByLength:
         micro_batch_size: Number of samples that fit into one micro-batch, however long they are.
         max_tokens: Maximum number of padded tokens in one micro-batch. None: as many as
             `micro_batch_size` samples of the length of the window's longest sample.
-        overhead: See `plan_by_length`.
-        lockstep: See `plan_by_length`.
+        overhead: The part of the cost of a micro-batch that does not depend on its size, in tokens.
+        lockstep: Whether processes wait for each other in every micro-batch (FSDP).
     """
 
     micro_batch_size: int
@@ -53,7 +53,7 @@ class ByLength:
     lockstep: bool
 
     def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
-        """Plan a window.
+        """Split a window into micro-batches of samples of similar lengths (`plan_by_length`).
 
         Args:
             lengths: Number of tokens of each sample of the window, shape (samples,).
@@ -69,7 +69,7 @@ class ByLength:
 
 
 class _Candidate(NamedTuple):
-    """A plan that `plan_by_length` considers.
+    """A split of a window into the micro-batches of all processes that `plan_by_length` considers.
 
     Attributes:
         time: When the slowest process is done, in units of cost.
@@ -178,7 +178,8 @@ def padded_tokens(plan: Plan, lengths: np.ndarray) -> int:
 
 
 def _costs_per_sample(padded_lengths: np.ndarray) -> np.ndarray:
-    """Return the compute cost of one sample in micro-batches that are padded to these lengths.
+    """Return the compute cost of one sample in micro-batches that are padded to these lengths, to
+    plan a window by length.
 
     In units of 1 / ATTENTION_WIDTH tokens, so that all costs are integers.
     """
@@ -186,7 +187,7 @@ def _costs_per_sample(padded_lengths: np.ndarray) -> np.ndarray:
 
 
 def assign_longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
-    """Assign micro-batches to processes so that all processes take about equally long.
+    """Assign the micro-batches of a window to processes so that all take about equally long.
 
     Goes through the micro-batches from the most to the least expensive, and gives each to the
     process with the smallest sum of costs so far. The slowest process takes at most 4/3 of the time
@@ -212,7 +213,7 @@ def assign_longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, li
 
 
 def cheapest_boundaries(sorted_lengths: np.ndarray, max_tokens: int, overhead: int) -> np.ndarray:
-    """Split a sorted window into micro-batches so that the sum of their costs is smallest.
+    """Split a window, sorted by length, into micro-batches with the smallest sum of costs.
 
     Dynamic programming over the number of samples at which a micro-batch ends. Two kinds of ends
     suffice: after the last sample of a length, or where the micro-batch is full. Any other end can
@@ -259,13 +260,14 @@ def cheapest_boundaries(sorted_lengths: np.ndarray, max_tokens: int, overhead: i
 
 
 def _even_out(boundaries: np.ndarray, sorted_lengths: np.ndarray) -> np.ndarray:
-    """Make consecutive micro-batches with the same padded length equally large.
+    """Make consecutive micro-batches of a window with the same padded length equally large.
 
     The cost stays the same, but the largest micro-batch needs less memory. If the number of samples
     does not divide, the larger micro-batches come first.
 
     Args:
-        boundaries: See `cheapest_boundaries`.
+        boundaries: Ascending offsets from 0 to the number of samples, where micro-batches begin and
+            end (see `cheapest_boundaries`).
         sorted_lengths: Number of tokens of each sample, in ascending order.
 
     Returns:

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 def find_lengths(dataset: Any, collate_fn: Collate) -> np.ndarray | None:
-    """Find the number of tokens of each sample without tokenizing or loading all samples.
+    """Find the number of tokens of each sample, to plan windows by length, without tokenizing or
+    loading all samples.
 
     For a `datasets.Dataset` they are read from a `length` column, or are the lengths of the lists
     in `input_ids`. For a list or tuple of dicts they are the lengths of `input_ids`.
@@ -27,9 +28,9 @@ def find_lengths(dataset: Any, collate_fn: Collate) -> np.ndarray | None:
             both to the same length.
 
     Returns:
-        Number of tokens per sample: int64, shape (len(dataset),). None if there is no such column,
-        or if `collate_fn` pads all samples to a fixed length, so that the number of tokens does not
-        determine the cost of a micro-batch.
+        Number of tokens per sample: int64, shape (len(dataset),). None if they cannot be read that
+        way, or if `collate_fn` pads all samples to a fixed length, so that the number of tokens
+        does not determine the cost of a micro-batch.
     """
     if _is_hf_dataset(dataset):
         lengths = _lengths_from_columns(dataset)
@@ -46,7 +47,7 @@ def find_lengths(dataset: Any, collate_fn: Collate) -> np.ndarray | None:
 
 
 def _is_hf_dataset(dataset: Any) -> bool:
-    """Whether an object is a `datasets.Dataset`.
+    """Whether an object is a `datasets.Dataset`, whose columns tell the lengths of its samples.
 
     Does not import the optional package `datasets`: if nobody has imported it yet, the object
     cannot be one of its datasets.
@@ -56,7 +57,8 @@ def _is_hf_dataset(dataset: Any) -> bool:
 
 
 def _lengths_from_list(samples: Any) -> np.ndarray | None:
-    """Return the length of `input_ids` of each sample in a list or tuple of dicts (int64).
+    """Return the length of `input_ids` of each sample in a list or tuple of dicts (int64), by which
+    windows are planned.
 
     Return None if `samples` is something else, or if a sample has no `input_ids` with a length.
     """
@@ -70,11 +72,12 @@ def _lengths_from_list(samples: Any) -> np.ndarray | None:
 
 
 def _lengths_from_columns(dataset: "Dataset") -> np.ndarray | None:
-    """Return the length of each row of a `datasets.Dataset` (int64), or None if it is not known.
+    """Return the number of tokens of each row of a `datasets.Dataset` (int64), by which windows are
+    planned.
 
-    Reads the column `length`, else `input_ids`. If the column holds lists, their lengths are
-    returned, else the numbers themselves. Return None if the dataset has neither column, a value is
-    missing, or the numbers are not integers.
+    They are read from the column `length`, or if there is none from `input_ids`. If the column
+    holds lists, their lengths are returned, else its numbers. Return None if the dataset has
+    neither column, a value is missing, or the numbers are not integers.
     """
     # Lazily, as `datasets`, which brings pyarrow, may not be installed.
     import pyarrow as pa

@@ -38,7 +38,8 @@ def num_elements(micro_batch: MicroBatch) -> int:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether an exception says that memory ran out, on a GPU or on the host.
+    """Whether an exception says that memory ran out, on a GPU or on the host, so that the window is
+    computed again in smaller micro-batches.
 
     On the host there is an exception only if the allocator fails; otherwise the operating system
     kills the process.
@@ -57,7 +58,8 @@ def out_of_memory_error(
         rank: The rank on which it did not fit.
         micro_batch: The micro-batch: a single sample, or larger if the backend does not split
             micro-batches.
-        reason_not_to_split: Why the backend does not split micro-batches; a clause for the message.
+        reason_not_to_split: Why the backend does not split micro-batches, as a sentence for the
+            message without its full stop. Unused for a single sample.
     """
     num_padded = num_elements(micro_batch)
     if len(micro_batch) == 1:

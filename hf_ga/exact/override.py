@@ -11,8 +11,9 @@ MISSING = object()  # marks an attribute that the object itself did not have
 def override(target: Any, **attributes: Any) -> Iterator[None]:
     """Set attributes of an object temporarily, for the duration of the `with` block.
 
-    On exit, every attribute gets its previous value back. An attribute that was not in the object's
-    own `__dict__` is deleted again, so that lookups find the attribute of its class as before.
+    Used to patch a model or a library while a window is computed. On exit, every attribute gets its
+    previous value back. An attribute that was not in the object's own `__dict__` is deleted again,
+    so that lookups find the attribute of its class as before.
 
     Args:
         target: A module, a class or an instance.
@@ -37,7 +38,8 @@ def override(target: Any, **attributes: Any) -> Iterator[None]:
 
 @contextmanager
 def restored(mapping: MutableMapping) -> Iterator[None]:
-    """Restore all entries of a mapping when the `with` block ends, whatever the block changed.
+    """Restore all entries of a mapping when the `with` block ends, whatever the block changed, as
+    `override` does for the attributes of an object.
 
     Args:
         mapping: For example `os.environ`. It is restored in place.

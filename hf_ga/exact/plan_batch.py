@@ -25,11 +25,12 @@ class BatchPlan:
     shares: dict[tuple[int, ...], int]
 
     def __str__(self) -> str:
-        """Return the plan as a table of several lines, for the terminal."""
+        """Return the split of the global batch as a table of several lines, for the terminal."""
         return "\n".join(f"{label:<21}{text}" for label, text in self._rows())
 
     def _rows(self) -> Iterable[tuple[str, str]]:
-        """Yield the rows of the printed table as pairs (label, text).
+        """Yield the rows of the printed table that shows how a global batch is split, as pairs
+        (label, text).
 
         The rows are: global batch size, processes, samples and micro-batches of each process,
         accumulation steps, load balance, and a launch command.
@@ -90,7 +91,8 @@ def plan_batch(
 
 
 def launch_flags(nodes: int, processes_per_node: int) -> list[str]:
-    """Return the flags of `accelerate launch` that are the same on all nodes.
+    """Return the flags of `accelerate launch` that are the same on all nodes, for the command that
+    `plan_batch` prints.
 
     Args:
         nodes: Number of machines.

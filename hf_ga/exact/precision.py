@@ -14,8 +14,8 @@ LOW_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def check_precision(accelerator: Accelerator) -> None:
-    """Check that Accelerate applies the requested mixed precision, instead of silently training in
-    another.
+    """Check that Accelerate applies the requested mixed precision to the forwards of windows,
+    instead of silently training in another.
 
     Reads attributes only, and does not wait for the device.
 
@@ -81,19 +81,21 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:
-    """Return the dtype in which losses and numbers of targets are summed: float64, or float32 on
-    MPS, which has no float64.
+    """Return the dtype in which the losses and numbers of targets of a window's micro-batches are
+    summed: float64, or float32 on MPS, which has no float64.
     """
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def at_least_float32(tensor: Tensor) -> Tensor:
-    """Convert a float16 or bfloat16 tensor to float32; other tensors are returned unchanged."""
+    """Convert a float16 or bfloat16 tensor to float32, for example the outputs that a loss is
+    computed from; other tensors are returned unchanged.
+    """
     return tensor.float() if tensor.dtype in LOW_PRECISION else tensor
 
 
 def autocast_disabled(device: torch.device) -> torch.autocast:
-    """Return a context with autocast disabled, so that operations run in the dtype of their
-    inputs.
+    """Return a context with autocast disabled, so that operations run in the dtype of their inputs,
+    for a loss that is computed once for the whole window.
     """
     return torch.autocast(device.type, enabled=False)

@@ -14,7 +14,8 @@ from hf_ga.exact.loss import Loss
 
 
 def structure_of(arguments: Batch) -> frozenset:
-    """Describe the keyword arguments of a model's forward, to compare batches by their structure.
+    """Describe the keyword arguments of a model's forward, to find out whether a micro-batch has
+    the structure of the batch that the speed-ups were tested on.
 
     Args:
         arguments: Names and values of the batch entries that the forward accepts.
@@ -71,7 +72,7 @@ class Rule:
 
     @property
     def name(self) -> str:
-        """Name of what the loss is averaged over.
+        """Name of what the model's loss is averaged over, as the proof found it.
 
         One of "shifted labels", "labels", "samples", "attended tokens" and "positive labels"; else
         the name of a head whose loss is a sum of several means, or "loss_fn" for the user's own
@@ -81,7 +82,7 @@ class Rule:
 
     @property
     def hooks(self) -> tuple[Hook, ...]:
-        """The hooks to run around a forward: keyed dropout first, then the speed-ups."""
+        """The hooks to run around a micro-batch's forward: keyed dropout, then the speed-ups."""
         return (self.dropout, *self.speed_ups)
 
     def speed_ups_for(self, call: Call, arguments: Batch) -> list[SpeedUp]:
@@ -98,7 +99,8 @@ class Rule:
         return [speed_up for speed_up in self.speed_ups if speed_up.fits(call)]
 
     def check_fits(self, model: nn.Module) -> None:
-        """Check that the model is in the state in which the rule was proven.
+        """Check, before a window, that the model is in the state in which the rule for splitting
+        its loss was proven.
 
         Args:
             model: The prepared model.
@@ -122,7 +124,9 @@ class Rule:
         self.dropout.check_compiled(model)
 
     def __str__(self) -> str:
-        """Summarize the rule in one line for logs: what is averaged over, padding, speed-ups."""
+        """Summarize in one line for logs how micro-batches add up to a window's loss: what it is
+        averaged over, padding, speed-ups.
+        """
         padding = {
             True: "micro-batches padded to the window's longest sample (the loss depends on it)",
             False: "loss independent of padding",

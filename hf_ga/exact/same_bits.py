@@ -43,7 +43,7 @@ class ChunkBackend(Backend):
     )
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
-        """Prepare a window: align all weights and buffers in memory, and reset the sums.
+        """Prepare a window for same bits: align weights and buffers in memory, and reset the sums.
 
         Warns if a CPU process has several threads, as the bits then depend on their number.
         """
@@ -58,7 +58,9 @@ class ChunkBackend(Backend):
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = aligned(tensor.data)
         self.parameters = [p for p in model.parameters() if p.requires_grad]
+        # For each parameter, whether a chunk of this rank had a gradient of it.
         self.has_gradient = [False] * len(self.parameters)
+        # How many numbers of targets a forward counts. 0 if they are counted before.
         self.num_counts = loss.num_means if loss.counts_in_forward else 0
         self.chunk_tree: ChunkTree | None = None  # stays None if the window has no targets
 
@@ -100,7 +102,8 @@ class ChunkBackend(Backend):
         self.tree_sum.add((chunk, chunk + 1), [loss_and_counts, *gradients])
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
-        """All-reduce the status, as in the base class; target counts must be whole numbers.
+        """All-reduce the status of a window, as in the base class, after checking that its target
+        counts are whole numbers.
 
         The sum of whole numbers does not depend on the order of summation.
 
@@ -155,19 +158,22 @@ class ChunkBackend(Backend):
             self.tree_sum.add((chunk, chunk + 1), [loss_and_counts, *gradients])
 
     def _zero_loss_and_counts(self, dtype: torch.dtype) -> Tensor:
-        """Return zeros for the loss and the target counts of a node, shape (1 + num_counts,)."""
+        """Return zeros for the loss and the target counts of some chunks of the window (for same
+        bits), shape (1 + num_counts,).
+        """
         return torch.zeros(1 + self.num_counts, dtype=dtype, device=self.device)
 
     def _sum_over_ranks(
         self, local_sums: Sequence[Sequence[Tensor]], templates: Sequence[Tensor]
     ) -> list[Tensor]:
-        """Sum lists of tensors over all ranks, in an order that does not depend on their number.
+        """Sum loss, target counts and gradients of a window over all ranks, in an order that does
+        not depend on the number of ranks.
 
         The tensors are sent in large buckets.
 
         Args:
             local_sums: For each subtree that this rank summed, its list of tensors.
-            templates: Tensors with the shapes and dtypes of such a list. A rank may have no
+            templates: Tensors with the shapes and dtypes of such a list, as a rank may have no
                 subtree.
 
         Returns:
@@ -229,7 +235,8 @@ def all_reduce_in_tree_order(local_sums: Tensor, chunk_tree: ChunkTree) -> Tenso
 
 
 def aligned(value: Any) -> Any:
-    """Return a tensor whose memory is aligned to 64 bytes: the tensor itself or a copy.
+    """Return a tensor whose memory is aligned to 64 bytes: the tensor itself or a copy; for windows
+    with the same bits on any number of processes.
 
     The bits of MKL's matrix products depend on the alignment of the matrices, and weights that were
     loaded from a safetensors file may begin anywhere. Values that are not tensors are returned
@@ -241,12 +248,16 @@ def aligned(value: Any) -> Any:
 
 
 def _with_aligned_batch(call: Call) -> Call:
-    """Return a copy of a call whose batch on the host has only aligned tensors (see `aligned`)."""
+    """Return a copy of a planned forward whose batch on the host has only aligned tensors (see
+    `aligned`), for the same bits on any number of processes.
+    """
     batch = {name: aligned(value) for name, value in call.micro_batch.batch.items()}
     return replace(call, micro_batch=replace(call.micro_batch, batch=batch))
 
 
 def _add_in_place(left: list[Tensor], right: list[Tensor]) -> list[Tensor]:
-    """Add a list of tensors to another one in place, element by element, and return the sum."""
+    """Add the gradients (list `right`) of some chunks of a window to those of others (list `left`)
+    in place, tensor by tensor, and return `left`.
+    """
     torch._foreach_add_(left, right)
     return left

@@ -10,7 +10,7 @@ T = TypeVar("T")
 
 
 def shuffled(stream: Iterator[T], buffer_size: int, seed: int, epoch: int) -> Iterator[T]:
-    """Yield the items of a stream in a shuffled order, with a buffer of limited size.
+    """Yield the samples of a stream in a shuffled order, with a buffer of limited size.
 
     The buffer is filled with the first `buffer_size` items. For position p = 0, 1, ... the item in
     slot hash(seed, epoch, p) mod (number of items in the buffer) is yielded, and replaced by the

@@ -24,10 +24,14 @@ def add_gradients(engine: Engine, window: Window) -> StepResult:
         window: The samples of one optimizer step.
 
     Returns:
-        The window's mean loss, its number of targets and the number of retries.
+        The window's mean loss, its number of targets, and how many times it was computed again.
 
     Raises:
-        See `hf_ga.backward_window`.
+        UnkeyedRandomness: If a forward drew random numbers from a global generator.
+        LossNotAdditive: If the loss was found not to be additive on samples of the window.
+        OutOfMemory: If a micro-batch that cannot be split does not fit into memory.
+        ProcessFailed: If another rank failed.
+        Exception: Any other exception of this rank, such as one from the model's forward.
     """
     for retries in itertools.count():
         restore_buffers = snapshot_buffers(engine.model)

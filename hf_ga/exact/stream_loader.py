@@ -86,6 +86,7 @@ class StreamLoader(BaseLoader):
         num_workers: int = 0,
         canonical_micro_batch: int | None = None,
     ) -> None:
+        """Check the settings and prepare to read the stream in windows; nothing is read yet."""
         if isinstance(dataset, Iterator):
             raise DataError(
                 f"a {type(dataset).__name__} can be read only once, but every epoch reads it "
@@ -124,12 +125,14 @@ class StreamLoader(BaseLoader):
         )
 
     def use_seed(self, seed: int) -> None:
-        """Replace the seed of the order by that of a saved position, also in the reader."""
+        """Replace the seed of the order of samples by that of a saved position, also in the reader
+        of the stream.
+        """
         super().use_seed(seed)
         self.reader = replace(self.reader, splitter=self.splitter)
 
     def probe_samples(self, count: int) -> list[Any]:
-        """Return up to `count` samples from the beginning of the stream, for the proof.
+        """Return up to `count` samples from the beginning of the loader's stream, for the proof.
 
         Reads the next window to get them. The window is not consumed.
         """
@@ -173,7 +176,9 @@ class StreamLoader(BaseLoader):
         self.set_epoch(self.epoch + 1)
 
     def _check_same_stream(self, index: int, samples: HeldSamples) -> None:
-        """Check that all processes read the same window, in one small all-gather.
+        """Check that all processes read the same window of the stream, in one small all-gather.
+
+        A no-op if there is a single process.
 
         Args:
             index: Index of the window in the epoch; -1 at the end of the stream.
@@ -202,5 +207,7 @@ class StreamLoader(BaseLoader):
             )
 
     def _identity(self) -> dict[str, int]:
-        """Return the settings that determine the order of samples (see the base class)."""
+        """Return the settings of this loader of windows that determine the order of samples, to
+        compare with those of a saved position.
+        """
         return {**super()._identity(), "shuffle_buffer_size": self.reader.shuffle_buffer_size}

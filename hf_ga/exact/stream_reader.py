@@ -38,28 +38,30 @@ class HeldSamples:
     def __init__(
         self, numbered: Sequence[Numbered], first: Sequence[Any] = (), digest: int = 0
     ) -> None:
-        """Index the samples of a window by their ids."""
+        """Index the samples of a window of a stream by their ids."""
         self.samples = dict(numbered)
         self.first = first
         self.digest = digest
 
     def __len__(self) -> int:
-        """Return the number of samples of the window."""
+        """Return the number of samples of the window, which was read from a stream."""
         return len(self.samples)
 
     def __getitem__(self, sample_id: int) -> Any:
-        """Return a shallow copy of a sample, as collate functions may pop entries from it."""
+        """Return a shallow copy of a sample of the window, as collate functions may remove items
+        from it.
+        """
         return copy.copy(self.samples[sample_id])
 
     def __getstate__(self) -> bytes:
-        """Return the samples as pickled bytes, for the transfer from a DataLoader worker.
+        """Return the samples of a window as pickled bytes, to send them from a DataLoader worker.
 
         Otherwise torch would move every tensor to shared memory, with one file descriptor each.
         """
         return pickle.dumps(self.__dict__)
 
     def __setstate__(self, state: bytes) -> None:
-        """Restore the samples from pickled bytes."""
+        """Restore the samples of a window, which a DataLoader worker read, from pickled bytes."""
         self.__dict__.update(pickle.loads(state))
 
 
@@ -76,7 +78,7 @@ class StreamFetcher(Fetcher):
     """
 
     def __init__(self, collate_fn: Collate) -> None:
-        """Start without samples; `dataset` is set for each window."""
+        """Start without samples; `dataset` is set for each window of the stream."""
         super().__init__(None, collate_fn)
         self.first: Sequence[Any] = ()
 
@@ -95,7 +97,8 @@ class StreamFetcher(Fetcher):
         return fetcher
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """Return `count` of the first samples of the stream, evenly spaced by rank of length.
+        """Return `count` of the first samples of the stream of windows, for the proof: evenly
+        spaced after sorting by length.
 
         Returns fewer if the stream has fewer. The shortest and the longest of them are included.
         """
@@ -196,7 +199,7 @@ class WindowReader(IterableDataset):
             )
 
     def _skip_consumed(self, samples: Iterator[Numbered]) -> None:
-        """Skip the samples of the windows that were consumed before the checkpoint.
+        """Skip the samples of those windows of the stream that were consumed before the checkpoint.
 
         Args:
             samples: The shuffled stream; the iterator is advanced.
@@ -215,7 +218,7 @@ class WindowReader(IterableDataset):
 
 
 def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
-    """Read a stream once, and yield (index, sample) for each of its samples.
+    """Read a stream once, to form windows, and yield (index, sample) for each of its samples.
 
     Calls `dataset.set_epoch` if there is such a method. Seeds the global random generators before
     each sample is read, so that random transforms depend on (seed, epoch, index) only; the caller
@@ -254,7 +257,8 @@ def numbered_samples(dataset: Any, seed: int, epoch: int) -> Iterator[Numbered]:
 
 
 def _digest(samples: Sequence[Numbered]) -> int:
-    """Return a 32-bit hash of samples, to compare what different processes read.
+    """Return a 32-bit hash of a window's samples, to compare what different processes read from
+    their streams.
 
     Of float arrays and tensors only the shape is hashed, as decoders of images or audio may round
     differently on different machines.
@@ -267,7 +271,8 @@ def _digest(samples: Sequence[Numbered]) -> int:
 
 
 def _describe_for_digest(value: Any) -> int | str:
-    """Describe a value that JSON does not support (an array or tensor), for the hash of samples.
+    """Describe a value that JSON does not support (an array or tensor), for the hash by which
+    processes compare the windows that they read from a stream.
 
     Returns:
         A 32-bit hash of the values if they are integers, bools or bytes; else the shape as a

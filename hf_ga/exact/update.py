@@ -47,12 +47,14 @@ class StepResult:
 
     @property
     def loss(self) -> float:
-        """Mean loss over the targets of the window. Inf or NaN if a forward overflowed."""
+        """Mean loss over the targets of the window, inf or NaN if a forward overflowed. Before the
+        optimizer step, and under fp16, reading it waits for the device.
+        """
         return float(self.loss_tensor)
 
     @property
     def grad_norm(self) -> float | None:
-        """Global L2 norm of the gradient before clipping, without the loss scale of fp16.
+        """Global L2 norm of the window's gradient before clipping, without the loss scale of fp16.
 
         None without clipping. Inf or NaN if a gradient overflowed.
         """
@@ -66,7 +68,10 @@ def update(
     max_grad_norm: float | None,
     result: StepResult,
 ) -> None:
-    """Unscale (fp16) and clip the gradients, then step the optimizer, unless they are not finite.
+    """Unscale (fp16) and clip the gradient of a window, then step the optimizer.
+
+    No weights are updated if a gradient (or without fp16 the loss) is not finite, or if no
+    parameter of the optimizer has a gradient.
 
     `accelerator.clip_grad_norm_` is not used, as it would unscale the gradients of all prepared
     optimizers.
@@ -117,7 +122,7 @@ def update(
 
 
 def _loss_and_norm_on_host(result: StepResult, parameters: Sequence[nn.Parameter]) -> Tensor:
-    """Copy the loss and the gradient norm to the host in one transfer.
+    """Copy the loss and the gradient norm of a window to the host in one transfer.
 
     This waits for the device once. After the optimizer step it would wait for that, too.
 
@@ -142,7 +147,7 @@ def _is_finite(
     *,
     is_clipped: bool,
 ) -> bool:
-    """Return whether the loss and all gradients are finite on all ranks.
+    """Return whether the loss and all gradients of a window are finite on all ranks.
 
     Args:
         backend: How ranks communicate.
@@ -167,18 +172,23 @@ def _is_finite(
 
 
 def _local_gradients(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the gradients of parameters, or this rank's shards of them, except for empty ones."""
+    """Return the gradients of parameters for the optimizer step of a window: under FSDP this rank's
+    shards of them, without empty ones.
+    """
     gradients = [local_shard(parameter.grad) for parameter in parameters]
     return [gradient for gradient in gradients if gradient.numel()]
 
 
 def local_shard(gradient: Tensor) -> Tensor:
-    """Return this rank's shard of a gradient, or the gradient itself if it is not sharded."""
+    """Return this rank's shard of a gradient (FSDP), or the gradient itself if it is not sharded,
+    to check after a window whether it is finite.
+    """
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
 
 
 def _handles_overflow_itself(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether an optimizer's `step` itself skips the update if gradients overflowed (fp16).
+    """Return whether an optimizer's `step` itself skips a window's update if gradients overflowed
+    under fp16.
 
     Fused optimizers do: the GradScaler always calls their `step`. So Accelerate's
     `step_was_skipped` is always False for them.

@@ -60,7 +60,7 @@ class Window:
 
     @property
     def micro_batches(self) -> list[MicroBatch]:
-        """The micro-batches of this process, with the positions and ids of their samples."""
+        """The window's micro-batches of this process, with positions and ids of their samples."""
         request = self.request
         return [
             MicroBatch(batch, request.positions[offsets], request.sample_ids[offsets])
@@ -89,7 +89,7 @@ class Window:
 
     @property
     def description(self) -> str:
-        """The name of the window in error messages."""
+        """The name of the window in error messages, such as "window 3 of epoch 0"."""
         return f"window {self.index} of epoch {self.epoch}"
 
     @property
@@ -98,7 +98,7 @@ class Window:
         return self.fetcher.offsets(self.request)
 
     def offsets_of(self, micro_batch: MicroBatch) -> np.ndarray:
-        """Return the offsets in the window of the samples of a micro-batch."""
+        """Return the offsets in the window (0-based) of the samples of a micro-batch."""
         return micro_batch.positions - self.request.positions[0]
 
     def split(self, micro_batches: list[np.ndarray]) -> "Window":
@@ -121,7 +121,7 @@ class Window:
 
         Returns:
             The window in the new micro-batches, collated again; the window itself if all
-            micro-batches are within the limit, or there is none (`LoaderState.max_elements`).
+            micro-batches are within the limit, or if there is no limit (memory never ran out).
         """
         if self.state.max_elements is None:
             return self

@@ -55,8 +55,9 @@ class WindowAudit:
         # The engine refers to this object. A strong reference back would be a cycle, which keeps
         # the window's tensors in memory until the garbage collector runs.
         self.engine = weakref.proxy(engine)
-        self._chosen: list[ChosenCall] = []
-        self._results: dict[int, SumsAndCounts] = {}  # by the index of the micro-batch
+        self._chosen: list[ChosenCall] = []  # the micro-batches to audit
+        # Loss sums and target counts of training forwards, by the index of the micro-batch.
+        self._results: dict[int, SumsAndCounts] = {}
         self._kept_outputs: list[KeptOutputs] = []
         if self.is_on and engine.has_targets and engine.window.num_samples > 1:
             self._choose()
@@ -80,8 +81,8 @@ class WindowAudit:
         Args:
             outputs: What the model returned for the micro-batch. They are kept, too, if they are
                 small and the loss is the user's `loss_fn`.
-            sums: Its loss sums, see `Loss.sums`.
-            counts: Its numbers of targets, see `Loss.sums`.
+            sums: Its loss sums, one for each mean that the loss consists of.
+            counts: Its numbers of targets, one for each of these means.
         """
         if not self.is_on:
             return
@@ -102,8 +103,11 @@ class WindowAudit:
     def run(self) -> None:
         """Check that the loss is additive on the chosen micro-batches of this window.
 
+        Also check the user's loss function on the outputs that were kept. A no-op if this rank
+        failed in the window.
+
         Raises:
-            LossNotAdditive: If it is not.
+            LossNotAdditive: If the loss is not additive.
             UnkeyedRandomness: If a forward drew from a random generator.
         """
         engine = self.engine
@@ -154,11 +158,11 @@ class WindowAudit:
             self._chosen += audits.choose_more(engine.calls, num_missing)
 
     def _audit_outputs(self) -> None:
-        """Check the user's loss function on the kept outputs: its sum for all of them together must
-        be the sum of those for each micro-batch.
+        """Check that the user's loss function is additive on the outputs that were kept in this
+        window: its sum for all of them together must be the total of its sums for each micro-batch.
 
         Raises:
-            LossNotAdditive: If it is not.
+            LossNotAdditive: If the loss function is not additive.
         """
         joined = join_outputs(self._kept_outputs)
         if joined is None:
@@ -214,7 +218,7 @@ class WindowAudit:
         outside = np.setdiff1d(window.offsets, inside)
 
         def spread_outside(num_samples: int) -> np.ndarray:
-            """Choose at most this many samples of other micro-batches, evenly spread."""
+            """Choose up to this many samples of the window's other micro-batches, evenly spread."""
             indices = np.linspace(0, len(outside) - 1, num_samples).astype(int)
             return outside[np.unique(indices)]
 
@@ -241,7 +245,7 @@ class WindowAudit:
                 its own forward is used again.
 
         Raises:
-            LossNotAdditive: If they do not add up, up to rounding.
+            LossNotAdditive: If sums or counts do not add up, beyond rounding.
         """
         engine = self.engine
         groups = [first, second]
@@ -287,7 +291,7 @@ class WindowAudit:
         return results
 
     def _tolerance(self, error: float, offsets: np.ndarray) -> float:
-        """Return the relative error of additivity that rounding may cause.
+        """Return the relative error that rounding may cause in a check of the loss's additivity.
 
         It is a constant for each dtype. If the error is larger and forwards are not collectives,
         the samples are also computed in two orders, and a multiple of the difference is tolerated.

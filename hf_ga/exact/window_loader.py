@@ -82,6 +82,7 @@ class WindowLoader(BaseLoader):
         num_workers: int = 0,
         canonical_micro_batch: int | None = None,
     ) -> None:
+        """Check the dataset, find the lengths of its samples, and choose how windows are split."""
         super().__init__(
             accelerator,
             per_device_batch_size=per_device_batch_size,
@@ -118,12 +119,13 @@ class WindowLoader(BaseLoader):
         self.fetcher = Fetcher(dataset, collate_fn)
 
     def __len__(self) -> int:
-        """Return the number of windows in an epoch."""
+        """Return the number of windows (optimizer steps) in an epoch."""
         full, rest = divmod(self.num_samples, self.layout.window_size)
         return full + (rest > 0 and not self.drop_last_window)
 
     def __iter__(self) -> Iterator[Window]:
-        """Yield the windows of the current epoch that are not consumed yet.
+        """Yield the windows of the current epoch that are not consumed yet, with this process's
+        collated micro-batches.
 
         After the last one, the loader is set to the next epoch.
         """
@@ -154,11 +156,11 @@ class WindowLoader(BaseLoader):
             )
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the sample ids of an epoch (0-based) in the order in which they are visited."""
+        """Return the sample ids of an epoch (0-based) in the order in which windows take them."""
         return epoch_order(self.num_samples, self.seed, epoch, self.shuffle)
 
     def probe_samples(self, count: int) -> list[Any]:
-        """Fetch about `count` samples for the proof, evenly spaced over the whole dataset."""
+        """Fetch about `count` samples of the loader's dataset for the proof, evenly spaced."""
         no_window = WindowRequest(
             seed=self.seed,
             epoch=self.epoch,
@@ -171,7 +173,9 @@ class WindowLoader(BaseLoader):
         return self.fetcher.probe_samples(no_window, count)
 
     def _identity(self) -> dict[str, int]:
-        """Return the settings that determine the order of samples (see the base class)."""
+        """Return the settings of this loader of windows that determine the order of samples, to
+        compare with those of a saved position.
+        """
         return {
             **super()._identity(),
             "num_samples": self.num_samples,

@@ -16,13 +16,14 @@ from hf_ga.errors import DataError, HfGaError
 def load_items(
     dataset: Any, num_workers: int, device: torch.device, sampler: Iterator | None = None
 ) -> Iterator[Any]:
-    """Yield the items of a dataset or stream in order, uncollated, loaded by worker processes.
+    """Yield windows with their collated micro-batches in order, loaded by DataLoader workers.
 
     Args:
-        dataset: A map-style or iterable dataset.
+        dataset: A map-style or iterable dataset whose items are windows.
         num_workers: Number of DataLoader workers. 0: load in this process.
         device: The device that batches are copied to. Host memory is pinned if it is a GPU.
-        sampler: Yields the indices of the items to load. None for an iterable dataset.
+        sampler: Yields what to index the dataset with (plans of windows). None for an iterable
+            dataset.
 
     Raises:
         DataError: If a worker died.
@@ -58,12 +59,13 @@ def load_items(
 
 
 def _unchanged(value: Any) -> Any:
-    """Return the value itself; the `collate_fn` of a DataLoader whose items are batches already."""
+    """Return the value itself: the `collate_fn` of a DataLoader of windows collated already."""
     return value
 
 
 def obey_parent_only(worker_id: int) -> None:
-    """Make a DataLoader worker ignore a SIGTERM unless its parent sends it; a `worker_init_fn`.
+    """Make a DataLoader worker that loads windows ignore a SIGTERM unless its parent sends it; a
+    `worker_init_fn`.
 
     Cluster schedulers send a SIGTERM to all processes of a job. With torch's handler, the workers
     would exit, and training would fail for lack of samples instead of finishing its window and
@@ -78,7 +80,7 @@ def obey_parent_only(worker_id: int) -> None:
 
 
 def _exit_on_sigterm_of_parent() -> None:
-    """Wait for a SIGTERM from the parent process, then exit this DataLoader worker at once."""
+    """Wait for a SIGTERM from the training process, then exit this DataLoader worker at once."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent.pid:
