@@ -110,7 +110,8 @@ def backward(
     Replaces `loss = model(**batch).loss; loss.backward()` in any loop. The gradient is that of one
     forward and backward of the whole batch, for every `micro_batch_size`. With several ranks it is
     that of the batches of all ranks together, which may differ in size. Gradients are summed over
-    the ranks here, once; under DistributedDataParallel and with a plain model in a process group.
+    the ranks here, once, both under DistributedDataParallel and with a plain model in a process
+    group.
 
     The first call for a model, and the first batch of each new kind (other entries), prove on
     samples of the batch how the loss counts its targets.

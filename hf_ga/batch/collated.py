@@ -56,6 +56,7 @@ class CollatedBatch:
         compute the samples' lengths and `is_padded` again.
         """
         self.token_entries = tuple(token_entries)
+        # For each group, the length of each sample without padding.
         self._lengths_by_group = [group.lengths(self.entries) for group in token_entries]
         total_lengths = np.zeros(self.num_samples, np.int64)
         for lengths in self._lengths_by_group:

@@ -289,12 +289,14 @@ class CompiledDropout:
         """
         self.roots = roots
         self.modules = frozenset(module for root in roots for module in root.modules())
+        # Compiled module -> its dropout sites, in the order in which it draws.
         self._sites: dict[nn.Module, list[DropoutSite]] = {}
         for site in sites:
             if site.module in self.modules:
                 self._sites.setdefault(site.module, []).append(site)
-        self._stack = ModuleStack()
+        self._stack = ModuleStack()  # the running compiled modules
         self._masks = CompiledMasks(self._stack)
+        # The same sites with their keys as tensors; empty until they are needed.
         self._inputs: dict[nn.Module, tuple[SiteInput, ...]] = {}
         # The keyed replacements of torch functions. Kept, because torch.compile guards on the
         # identity of functions: new ones in the next window would cause a recompilation.

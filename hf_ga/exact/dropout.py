@@ -277,8 +277,8 @@ class KeyedDropout(Hook):
         eager_masks = proxy(self)  # weak: torch.compile never frees the functions that it traced
 
         def replacement(owner: object, name: str, keyed: Callable) -> Callable:
-            """Return the function that is called in place of `owner.name`, in eager and compiled
-            code.
+            """Return the function that is called in place of a dropout function of torch
+            (`owner.name`), in eager and compiled code, and that draws keyed masks.
             """
             return compiled.replacement_of(getattr(owner, name), keyed, eager_masks)
 
@@ -303,8 +303,8 @@ class KeyedDropout(Hook):
 
         Args:
             hooked: The modules that get the hooks.
-            replacement: (owner of a torch function, its name, its entry in `DRAWING_FUNCTIONS`) ->
-                the function that takes its place.
+            replacement: (owner of a torch function, its name, its keyed version in
+                `DRAWING_FUNCTIONS`) -> the function that takes its place.
         """
         with ExitStack() as stack:
             for module in hooked:

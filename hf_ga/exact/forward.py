@@ -27,8 +27,8 @@ LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's module inside the wrappers of DDP, FSDP and Accelerate. Accelerate's
-    mixed-precision wrapper of its forward is kept.
+    """Return the user's module inside the wrappers of DDP, FSDP and Accelerate, for which the rule
+    of the proof is stored. Accelerate's mixed-precision wrapper of its forward is kept.
     """
     return extract_model_from_parallel(model, keep_fp32_wrapper=True)
 

@@ -76,7 +76,7 @@ class LazyWindowBatch(Mapping):
         """
         self._window = window
         self._device = device
-        self._batch: Batch | None = None
+        self._batch: Batch | None = None  # None until an entry is read
 
     def _collated(self) -> Batch:
         """Return the batch of all samples of the window for a `whole_batch` loss; the first call
@@ -174,7 +174,7 @@ class WholeWindow(Loss):
         self.used = used
         self.uses_parameters = used.uses_parameters
         self.direct_gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._gradients: _Gradients | None = None
+        self._gradients: _Gradients | None = None  # of the window that `prepare` got last
 
     @property
     def value(self) -> Tensor:
