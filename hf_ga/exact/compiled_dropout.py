@@ -152,39 +152,43 @@ class ModuleStack:
     """
 
     def __init__(self) -> None:
-        """Create an empty stack, with which keyed dropout tracks the running compiled modules."""
+        """Create an empty stack, with which keyed dropout (masks drawn from one random key per
+        sample) tracks the compiled modules whose forward is running.
+        """
         self.modules: list[nn.Module] = []  # outermost first
         self.num_draws: list[int] = []  # dropout masks drawn so far, for each of these modules
 
     def enter(self, module: nn.Module, args: tuple) -> None:
-        """Push a compiled module onto keyed dropout's stack when its forward begins; a pre-forward
-        hook.
+        """Push a compiled module onto the stack of running modules when its forward begins, so that
+        keyed dropout finds the site of the module's next mask; a pre-forward hook.
         """
         self.modules.append(module)
         self.num_draws.append(0)
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Pop a compiled module from keyed dropout's stack when its forward ends; a forward
-        hook.
+        """Pop a compiled module from the stack of running modules when its forward ends, so that
+        keyed dropout continues in the module that called it; a forward hook.
         """
         self.modules.pop()
         self.num_draws.pop()
 
     def enter_root(self, module: nn.Module, args: tuple) -> None:
-        """Empty keyed dropout's stack of running compiled modules, and push an outermost compiled
-        module when its forward begins; a pre-forward hook.
+        """Empty the stack of running compiled modules, with which keyed dropout finds the site of
+        its next mask, and push an outermost compiled module when its forward begins; a pre-forward
+        hook.
         """
         self.clear()
         self.enter(module, args)
 
     def leave_root(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Empty keyed dropout's stack of running compiled modules when the forward of an outermost
-        one ends; a forward hook.
+        """Empty the stack of running compiled modules, with which keyed dropout finds the site of
+        its next mask, when the forward of an outermost one ends; a forward hook.
         """
         self.clear()
 
     def clear(self) -> None:
-        """Empty keyed dropout's stack of compiled modules whose forward is running.
+        """Empty the stack of compiled modules whose forward is running, with which keyed dropout
+        finds the site of its next mask.
 
         Modules may be left on it by an error, and by checkpointing, which stops the recomputation
         of a forward as soon as it has all tensors that the backward needs.
@@ -228,8 +232,8 @@ class CompiledMasks:
     attend = staticmethod(dropped_attention)
 
     def __init__(self, stack: ModuleStack) -> None:
-        """Create an object that draws keyed dropout masks in compiled code. It has no keys yet: set
-        them before each forward.
+        """Create an object that draws dropout masks from one random key per sample in compiled
+        code. It has no keys yet: set them before each forward.
         """
         self.stack = stack
         self.keys = torch.empty(0, dtype=torch.int64)
@@ -257,7 +261,7 @@ class CompiledMasks:
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
         """Apply keyed dropout to a tensor, elementwise, with the next mask of the running compiled
-        module.
+        module, drawn from the random keys of the samples.
         """
         site = self.stack.next_site()
         return draw_and_drop(input, self._seeds(site), site.sample_dim, drop_probability)
@@ -394,8 +398,8 @@ class CompiledDropout:
             self._stack.enter_root(model, ())
 
     def leave_all(self) -> None:
-        """Empty keyed dropout's stack of running compiled modules; called when the forward of a
-        module that is not compiled begins.
+        """Empty the stack of running compiled modules, with which keyed dropout finds the site of
+        its next mask; called when the forward of a module that is not compiled begins.
         """
         self._stack.clear()
 

@@ -120,8 +120,8 @@ class Frame:
     __slots__ = ("call_counts", "key", "module", "num_calls", "num_draws")
 
     def __init__(self, module: nn.Module, key: int) -> None:
-        """Create a stack entry for a module whose forward begins, with which keyed dropout counts
-        the submodule calls and the dropout draws of this forward. Both start at 0.
+        """Create an entry for a module whose forward begins, on keyed dropout's stack of running
+        forwards. It counts the submodule calls and the dropout draws of this forward, from 0.
         """
         self.module = module
         self.key = key
@@ -338,8 +338,8 @@ class KeyedDropout(Hook):
         return update_wrapper(partial(keyed, proxy(self), original), original)
 
     def join_forward(self, args: tuple, kwargs: dict) -> None:
-        """Let keyed dropout handle a forward of the model that had already begun when `scope` was
-        entered.
+        """Let keyed dropout (masks drawn from one random key per sample) handle a forward of the
+        model that had already begun when `scope` was entered.
 
         The pre-forward hook of the model itself was not registered in time, so do its work here.
 
@@ -399,8 +399,8 @@ class KeyedDropout(Hook):
         return self._draw(self._next_key(), shape, drop_probability)
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply keyed dropout to a tensor, elementwise, with the next mask of the running
-        module.
+        """Apply keyed dropout to a tensor, elementwise, with the next mask of the running module,
+        drawn from the random keys of the samples.
         """
         return self._dropped(self._next_key(), input, drop_probability)
 
@@ -415,7 +415,7 @@ class KeyedDropout(Hook):
 
     def _dropped(self, key: int, input: Tensor, drop_probability: float) -> Tensor:
         """Apply keyed dropout to a tensor, elementwise, with the mask of the dropout site that has
-        this key.
+        this key, drawn from the random keys of the samples.
 
         Raises:
             UnkeyedRandomness: If the proof's forward drew no mask there.
@@ -424,7 +424,7 @@ class KeyedDropout(Hook):
 
     def next_site(self) -> DropoutSite | None:
         """Return the dropout site of the running module's next draw without counting the draw, for
-        a speed-up whose kernel draws the keyed mask itself.
+        a speed-up whose kernel draws the mask from the random keys of the samples itself.
 
         Returns None if the proof's forward drew no mask there.
         """
@@ -432,8 +432,8 @@ class KeyedDropout(Hook):
         return self.sites.get(cached_key(frame.key, frame.num_draws))
 
     def skip_draw(self) -> None:
-        """Count a draw of the running module without drawing a keyed dropout mask, because the
-        kernel of a speed-up has drawn it itself.
+        """Count a draw of the running module without drawing its keyed dropout mask, because the
+        kernel of a speed-up draws it from the random keys of the samples itself.
         """
         self._stack[-1].num_draws += 1
 
@@ -462,8 +462,8 @@ class KeyedDropout(Hook):
         return site
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Push a module onto keyed dropout's stack of running forwards, with the key of its path; a
-        pre-forward hook.
+        """Push a module onto keyed dropout's stack of running forwards, with the key (hash) of its
+        path of module calls; a pre-forward hook.
 
         In a forward, the call is recorded, too. In a recomputation by activation checkpointing, the
         path key is that of the recorded call that is recomputed, so that the masks are the same.

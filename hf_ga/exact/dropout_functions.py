@@ -34,18 +34,18 @@ class MaskDrawer(Protocol):
         """
 
     def needs_mask(self, drop_probability: float, training: bool = True) -> bool:
-        """Whether a call of a dropout function with these arguments needs a keyed mask of this
-        object. If not, torch's own function is called.
+        """Whether a call of a dropout function with these arguments needs a keyed mask (drawn from
+        the random keys of the samples) of this object. If not, torch's own function is called.
         """
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
-        """Draw the next keyed dropout mask of the running module: bool, True where dropout
-        keeps.
+        """Draw the next dropout mask of the running module from the random keys of the samples:
+        bool, True where dropout keeps.
         """
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply keyed dropout to a tensor, elementwise, with the next mask of the running
-        module.
+        """Apply keyed dropout to a tensor, elementwise, with the next mask of the running module,
+        drawn from the random keys of the samples.
         """
 
 

@@ -175,8 +175,8 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a module in it is compiled in place, see `compiled_modules`. Compiled
-    modules need another keyed dropout, and skip the hooks of some speed-ups.
+    """Whether the model or a module in it is compiled in place, see `compiled_modules`. Keyed
+    dropout works differently in compiled modules, and some speed-ups do not work there.
     """
     return bool(compiled_modules(model))
 

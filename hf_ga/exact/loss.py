@@ -167,8 +167,8 @@ class Loss(Hook):
 
     @property
     def additive(self) -> "Loss":
-        """The loss of which the proof and the audits check that micro-batches add up to their
-        window: this one, unless a subclass has another.
+        """The loss that the proof and the audits test for whether its sums over micro-batches add
+        up to that of their window: this one, unless a subclass has another.
         """
         return self
 

@@ -18,8 +18,8 @@ BLOCK = 1024  # elements of the mask that one program draws
 
 @triton.jit
 def mixed(values):
-    """Hash uint64 values in the Triton kernel of keyed dropout, as `hashing.mixed` does: one step
-    of `hashing.fold_in`.
+    """Hash uint64 values in the Triton kernel of keyed dropout (masks are hashes of the random keys
+    of samples), as `hashing.mixed` does: one step of `hashing.fold_in`.
     """
     values += 0x9E3779B97F4A7C15
     values = (values ^ (values >> 30)) * 0xBF58476D1CE4E5B9
@@ -29,8 +29,8 @@ def mixed(values):
 
 @triton.jit
 def is_kept(row_keys, columns, threshold):
-    """Draw elements of a keyed dropout mask in a Triton kernel, with the same bits as
-    `masks.keep_columns`: True where dropout keeps.
+    """Draw elements of a keyed dropout mask in a Triton kernel by hashing each row's random key
+    with the column index, with the same bits as `masks.keep_columns`: True where dropout keeps.
 
     Args:
         row_keys: The random keys of the rows: uint64, broadcastable with `columns`.
@@ -209,7 +209,8 @@ def dropped(
     threshold: int,
     scale: float,
 ) -> Tensor:
-    """Apply keyed dropout with the Triton kernel: x * scale where the mask keeps, 0 elsewhere.
+    """Apply keyed dropout with the Triton kernel, which draws the mask from the random keys of the
+    samples: x * scale where the mask keeps, 0 elsewhere.
 
     No mask is stored, neither here nor for the backward, which draws it again.
 
@@ -243,8 +244,8 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Backward of keyed dropout: draw the same mask again, and apply it to the gradient of the
-        output.
+        """Backward of keyed dropout: draw the same mask from the random keys of the samples again,
+        and apply it to the gradient of the output.
 
         It calls this autograd function again, so that second derivatives work. The other arguments
         of `dropped` have no gradient.
@@ -262,7 +263,8 @@ def _launch(
     threshold: int,
     scale: float,
 ) -> Tensor:
-    """Launch the Triton kernel that draws a keyed dropout mask or applies it, and return `out`.
+    """Launch the Triton kernel that draws a dropout mask from the random keys of samples (keyed
+    dropout), or applies it, and return `out`.
 
     Args:
         x: The input of dropout; not read if `out` is bool.

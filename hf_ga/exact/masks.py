@@ -93,8 +93,8 @@ def keep_mask(
 
 
 def apply_dropout_mask(x: Tensor, drop_probability: float, kept: Tensor) -> Tensor:
-    """Apply dropout with a given mask, drawn by keyed dropout: x / (1 - p) where the mask is True,
-    and 0 elsewhere.
+    """Apply dropout with a given mask, which keyed dropout has drawn from the random keys of the
+    samples: x / (1 - p) where the mask is True, and 0 elsewhere.
 
     Only the mask is saved for the backward, one byte per element.
 
