@@ -42,7 +42,8 @@ _TABLE_ATTRIBUTE = "_hf_ga_loss_settings"
 
 
 def default_speed_ups(model: nn.Module, accelerator: Accelerator | None = None) -> list[SpeedUp]:
-    """Return new objects of the speed-ups that the proof tries on a model by default.
+    """Return new objects of the speed-ups that `hf_ga.prepare` and `prove_targets` let the proof
+    try on a model by default.
 
     LeanForward and ChunkedLoss are tried on every model. Packing is added where it pays off: on a
     CPU, and on a GPU with Triton, where a kernel computes its attention. Fused attention is added
@@ -91,7 +92,7 @@ def prove_targets(
             dropout.
         samples: Some samples of the dataset. The shortest and the longest show whether padding
             affects the loss.
-        collate_fn: A function list of samples -> keyword arguments of the model.
+        collate_fn: A function (list of samples) -> keyword arguments of the model.
         loss_fn: A function (outputs, batch) -> (sum of the loss over the targets, number of
             targets), which replaces the head's own loss.
         whole_batch: A function (outputs, batch) -> the loss of all samples of a window, a scalar,
@@ -127,8 +128,8 @@ def prove_targets(
 
 
 def check_one_loss(loss_fn: LossFunction | None, whole_batch: WholeBatchLoss | None) -> None:
-    """Check that a user passed at most one of the two kinds of loss functions. If both are None,
-    the model's own loss is used.
+    """Check that a user passed at most one of the two kinds of loss functions to `hf_ga.prepare`
+    (or another function of the package). If both are None, the model's own loss is used.
 
     Args:
         loss_fn: A loss that is a sum over samples.
@@ -223,7 +224,10 @@ def prepare(
     must_prove = windows is not None and rule is None
 
     def prove_or_use_given_rule() -> Rule | None:
-        """Return the new proof's rule, or the `rule` argument if there is nothing to prove."""
+        """Return the rule of a proof made now, or the `rule` argument of `prepare` if there is
+        nothing to prove. For a proof, moves the model to the accelerator's device, unless FSDP will
+        shard it.
+        """
         if not must_prove:
             return rule
         if accelerator.device_placement and not is_sharded(accelerator):
@@ -248,8 +252,8 @@ def prepare(
 
 
 def remember(accelerator: Accelerator, model: nn.Module, settings: LossSettings) -> None:
-    """Record the loss settings of a model on the accelerator that trains it, replacing earlier
-    ones; `recorded_settings` returns them.
+    """Record the loss settings of a model (arguments of `hf_ga.prepare`) on the accelerator that
+    trains it, replacing earlier ones; `recorded_settings` returns them to `train_step`.
 
     Args:
         accelerator: The accelerator that trains the model.
@@ -270,8 +274,8 @@ def remember(accelerator: Accelerator, model: nn.Module, settings: LossSettings)
 
 
 def recorded_settings(accelerator: Accelerator, model: nn.Module) -> LossSettings | None:
-    """Return the loss settings that `remember` recorded for a model on an accelerator, or None if
-    there are none.
+    """Return the loss settings that `hf_ga.prepare` recorded for a model on an accelerator (by
+    `remember`), for each `train_step`. None if there are none.
 
     Args:
         accelerator: The accelerator that trains the model.
@@ -403,8 +407,8 @@ def train_step(
 
 
 def engine_for(accelerator: Accelerator, model: nn.Module, window: Window) -> Engine:
-    """Build the engine that computes one window of a model, with the backend of the accelerator and
-    the model's rule. Proves the rule first if it is not known yet.
+    """Build the engine with which `train_step` computes one window of a model, with the backend of
+    the accelerator and the model's rule. Proves the rule first if it is not known yet.
 
     Args:
         accelerator: The accelerator that prepared the model.
@@ -438,8 +442,8 @@ def engine_for(accelerator: Accelerator, model: nn.Module, window: Window) -> En
 
 
 def rule_for(model: nn.Module, window: Window, settings: LossSettings) -> Rule:
-    """Return the proven rule of a model: the one in its settings, else the one that the window's
-    loader has stored.
+    """Return the proven rule of a model for a window of the user's training loop: the one in its
+    settings, else the one that the window's loader has stored.
 
     If neither has one, or the stored one was proven for other training modes or another loss, make
     the proof now and store its result in the loader.
@@ -473,14 +477,21 @@ def rule_for(model: nn.Module, window: Window, settings: LossSettings) -> Rule:
 
 
 def _is_valid(rule: Rule, base_model: nn.Module, settings: LossSettings) -> bool:
-    """Whether a rule still holds: it was proven in the model's present training modes, with the
-    loss of the settings.
+    """Whether the rule that a loader has stored still holds for `train_step`: it was proven in the
+    model's present training modes, with the loss of the settings.
+
+    Args:
+        rule: How the model's loss counts its targets, from the proof.
+        base_model: The unwrapped model.
+        settings: Its loss settings: the arguments of `hf_ga.prepare`.
     """
     return rule.modes == module_modes(base_model) and _has_same_loss(rule, settings)
 
 
 def _has_same_loss(rule: Rule, settings: LossSettings) -> bool:
-    """Whether a rule was proven with the same user-defined loss (or none) as in the settings."""
+    """Whether a rule was proven with the same user-defined loss (or none) as in the loss settings
+    that `hf_ga.prepare` recorded.
+    """
     return (
         getattr(rule.loss, "loss_fn", None) == settings.loss_fn
         and getattr(rule.loss, "whole_batch", None) == settings.whole_batch
@@ -488,7 +499,8 @@ def _has_same_loss(rule: Rule, settings: LossSettings) -> bool:
 
 
 def _prove_on_dataset_of(window: Window, model: nn.Module, settings: LossSettings) -> Rule:
-    """Prove a model's loss on samples of the whole dataset that a window comes from.
+    """Prove a model's loss on samples of the whole dataset that a window comes from, in the first
+    `train_step` of a model that `hf_ga.prepare` did not prove.
 
     Raises:
         ConfigError: If FSDP1 has already sharded the model, so that its loss cannot be proven.
@@ -509,12 +521,12 @@ def _prove(
     settings: LossSettings,
     speed_ups: Sequence[SpeedUp] | None = None,
 ) -> Rule:
-    """Call `prove_targets` with the loss settings of a model.
+    """Call `prove_targets` with the loss settings that a model got from `hf_ga.prepare`.
 
     Args:
         base_model: The unwrapped model.
         samples: The samples of the proof.
-        collate_fn: A function list of samples -> keyword arguments of the model.
+        collate_fn: A function (list of samples) -> keyword arguments of the model.
         settings: The loss settings; their rule is ignored.
         speed_ups: Hooks to try. None: the default ones for the device of the model.
     """
@@ -530,8 +542,9 @@ def _prove(
 
 
 def _store_rule(rule: Rule, base_model: nn.Module, state: LoaderState) -> None:
-    """Store a model's proven rule in the state of a loader, for all its windows, and make the
-    loader pad micro-batches to the width of their window if the proven loss needs that.
+    """Store a model's proven rule in the state of a `WindowLoader`, for all its windows in the
+    user's training loop, and make the loader pad micro-batches to the width of their window if the
+    proven loss needs that.
     """
     state.rules[base_model] = rule
     state.pad_to_window |= rule.pad_to_window

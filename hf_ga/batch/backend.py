@@ -32,7 +32,9 @@ class CallerBackend(Backend):
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Read the ranks of torch's process group and the dtype of the caller's autocast."""
+        """Read the ranks of torch's process group and the dtype of the autocast that is on around
+        the call of `hf_ga.backward`.
+        """
         is_distributed = dist.is_available() and dist.is_initialized()
         self.device = device
         self.num_processes = dist.get_world_size() if is_distributed else 1
@@ -48,8 +50,8 @@ class CallerBackend(Backend):
             )
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return a context manager in which forwards and losses are computed in the caller's
-        autocast dtype. It does nothing if the caller uses no autocast.
+        """Return a context manager in which forwards and losses are computed in the autocast dtype
+        of the caller of `hf_ga.backward`. It does nothing if the caller uses no autocast.
         """
         if self.autocast_dtype is None:
             return nullcontext()
@@ -58,7 +60,9 @@ class CallerBackend(Backend):
         return torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=False)
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """Return the tensor unchanged: without an accelerator there is no loss scale."""
+        """Return the tensor unchanged: `hf_ga.backward` without an accelerator has no loss
+        scale.
+        """
         return tensor
 
 
@@ -117,7 +121,7 @@ def _backend_of_accelerator(accelerator: Accelerator, device: torch.device) -> B
 
 
 def _check_wrapper(model: nn.Module, backend: Backend) -> None:
-    """Check that every rank of the backend holds a full replica of the model.
+    """Check that every rank holds a full replica of the model, as `hf_ga.backward` needs.
 
     Args:
         model: The model as it is passed to `hf_ga.backward`.

@@ -45,7 +45,7 @@ class BatchWindow(Window):
 
     @property
     def description(self) -> str:
-        """The name of this batch in error messages."""
+        """The name of this batch of `hf_ga.backward` in error messages."""
         return f"the batch of step {self.index}"
 
 
@@ -70,8 +70,11 @@ class CallMemory:
     loss: LossFunction | WholeBatchLoss | None = None
 
     def store_loss(self, loss: LossFunction | WholeBatchLoss | None) -> None:
-        """Store the user-defined loss function of a call. Warn if the last call had a different
-        one, because each new function costs a proof.
+        """Store the user-defined loss function of a call of `hf_ga.backward`. Warn if the last call
+        had a different one, because each new function costs a proof.
+
+        Args:
+            loss: `loss_fn` or `whole_batch`. None: the call uses the model's own loss.
         """
         is_different = self.loss is not None and self.loss != loss
         if loss is not None and is_different:
@@ -83,8 +86,8 @@ class CallMemory:
         self.loss = loss
 
     def __reduce__(self) -> tuple:
-        """Pickle and copy as an empty memory: what was proven refers to modules of this model, not
-        of its copy.
+        """Pickle and copy what `hf_ga.backward` keeps for a model as an empty memory: what was
+        proven refers to modules of this model, not of its copy.
         """
         return CallMemory, ()
 
@@ -107,7 +110,8 @@ def backward(
     Replaces `loss = model(**batch).loss; loss.backward()` in any loop. The gradient is that of one
     forward and backward of the whole batch, for every `micro_batch_size`. With several ranks it is
     that of the batches of all ranks together, which may differ in size. Gradients are summed over
-    the ranks here, once; under DistributedDataParallel and with a plain model in a process group.
+    the ranks here, once, both under DistributedDataParallel and with a plain model in a process
+    group.
 
     The first call for a model, and the first batch of each new kind (other entries), prove on
     samples of the batch how the loss counts its targets.
@@ -231,8 +235,9 @@ def _collate_and_agree(
     seed: int | None,
     step: int,
 ) -> tuple[CollatedBatch, Agreement]:
-    """Read this rank's batch into a `CollatedBatch`, and exchange with the other ranks what all
-    must know about the global batch. Stores the batch's token entries in `memory`.
+    """Read this rank's batch of `hf_ga.backward` into a `CollatedBatch`, and exchange with the
+    other ranks what all must know about the global batch. Stores the batch's token entries (those
+    from which padding may be removed) in `memory`.
 
     Args:
         backend: How ranks communicate.
@@ -309,8 +314,8 @@ def _make_window(
     micro_batch_size: int | Literal["auto"],
     step: int,
 ) -> BatchWindow:
-    """Make the window of one call: the samples of the global batch, and a plan that splits this
-    rank's samples into micro-batches of similar lengths.
+    """Make the window of one call of `hf_ga.backward`: the samples of the global batch, and a plan
+    that splits this rank's samples into micro-batches of similar lengths.
 
     Args:
         backend: How ranks communicate.
@@ -344,8 +349,8 @@ def _make_window(
 def _prove_on_all_ranks(
     backend: Backend, model: nn.Module, window: BatchWindow, settings: LossSettings
 ) -> Rule:
-    """Return the proven rule of a model for this kind of batch. If there is none yet, make the
-    proof now, and raise on all ranks if it fails on one.
+    """Return the proven rule of a model for this kind of batch of `hf_ga.backward`. If there is
+    none yet, make the proof now, and raise on all ranks if it fails on one.
 
     Raises:
         ConfigError: If no trainable parameter has a gradient, or the model has changed since the
@@ -375,8 +380,9 @@ def _prove_on_all_ranks(
 
 
 def _check_padded_lengths(rule: Rule, agreement: Agreement) -> None:
-    """Check that all ranks have the same padded length if the loss depends on padding: otherwise
-    there is no single batch whose gradient could be computed.
+    """Check that the batches of all ranks in a call of `hf_ga.backward` have the same padded length
+    if the loss depends on padding: otherwise there is no single batch whose gradient could be
+    computed.
 
     Raises:
         ConfigError: If the ranks' padded lengths differ, some batch has padding, and the loss

@@ -38,7 +38,9 @@ class CollatedBatch:
     """
 
     def __init__(self, batch: Mapping[str, Any]) -> None:
-        """Copy the batch to the CPU, check it, and find its token entries and lengths."""
+        """Copy the batch of `hf_ga.backward` to the CPU, check it, and find its token entries
+        (those from which padding may be removed) and the lengths of its samples.
+        """
         _check_is_flat_dict(batch)
         # Targets are counted, and micro-batches are made, on the CPU.
         self.entries: dict[str, Any] = send_to_device(dict(batch), "cpu")
@@ -50,10 +52,11 @@ class CollatedBatch:
         self.set_token_entries(token_entries)
 
     def set_token_entries(self, token_entries: Sequence[TokenEntries]) -> None:
-        """Set the groups of entries from which padding may be removed, and compute the samples'
-        lengths and `is_padded` again.
+        """Set the groups of entries of the collated batch from which padding may be removed, and
+        compute the samples' lengths and `is_padded` again.
         """
         self.token_entries = tuple(token_entries)
+        # For each group, the length of each sample without padding.
         self._lengths_by_group = [group.lengths(self.entries) for group in token_entries]
         total_lengths = np.zeros(self.num_samples, np.int64)
         for lengths in self._lengths_by_group:
@@ -68,13 +71,15 @@ class CollatedBatch:
 
     @property
     def padded_lengths(self) -> tuple[int, ...]:
-        """Padded length of each group of token entries: its tensors' size in dim 1."""
+        """Padded length of each group of the collated batch's token entries (those from which
+        padding may be removed): the size of their tensors in dim 1.
+        """
         return tuple(group.padded_length(self.entries) for group in self.token_entries)
 
     @property
     def structure(self) -> tuple[str, ...]:
-        """Names, dtypes and numbers of dims of all entries, as sorted strings, so that ranks can
-        compare theirs.
+        """Names, dtypes and numbers of dims of all entries of the collated batch, as sorted
+        strings, so that the ranks that call `hf_ga.backward` can compare theirs.
         """
         descriptions = [str(entry) for entry in structure_of(self.entries)]
         return tuple(sorted(descriptions))
@@ -82,7 +87,8 @@ class CollatedBatch:
     def take(
         self, indices: Sequence[int] | np.ndarray, *, trim_padding: bool = True
     ) -> dict[str, Any]:
-        """Return the samples with these indices as a smaller collated batch.
+        """Return the samples with these indices as a smaller collated batch, a micro-batch of
+        `hf_ga.backward`.
 
         Args:
             indices: Indices of the samples in this batch.
@@ -98,7 +104,9 @@ class CollatedBatch:
         return take_rows(entries, indices, self.per_sample_names)
 
     def spread_samples(self, max_count: int) -> list["CollatedSample"]:
-        """Return at most `max_count` samples, evenly spaced over the batch."""
+        """Return at most `max_count` samples of the collated batch, evenly spaced over it, for the
+        proof that `hf_ga.backward` makes.
+        """
         count = min(max_count, self.num_samples)
         indices = np.linspace(0, self.num_samples - 1, count).astype(int)
         return [CollatedSample(self, int(index)) for index in indices]
@@ -117,13 +125,13 @@ class CollatedSample:
     index: int
 
     def __len__(self) -> int:
-        """Return the number of tokens of the sample, without padding."""
+        """Return the number of tokens of a sample of a collated batch, without padding."""
         return int(self.batch.lengths[self.index])
 
 
 def collate_samples(samples: Sequence[CollatedSample]) -> dict[str, Any]:
-    """Collate samples of one `CollatedBatch` again, padded to the longest of them, as a collate
-    function with dynamic padding would.
+    """Collate samples of one batch of `hf_ga.backward` again, padded to the longest of them, as a
+    collate function with dynamic padding would.
     """
     batch = samples[0].batch
     return batch.take([sample.index for sample in samples])
@@ -146,16 +154,18 @@ class CollatedFetcher(Fetcher):
         first_offset: int,
         get_proof_samples: Callable[[int], list[CollatedSample]],
     ) -> None:
-        """Store the batch; the base class gets no dataset, as nothing is left to fetch."""
+        """Store the batch of `hf_ga.backward`. The base class gets no dataset, as the samples are
+        collated already.
+        """
         super().__init__((), collate_samples)
         self.batch = batch
         self.first_offset = first_offset
         self.get_proof_samples = get_proof_samples
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """Return the micro-batches that a window's plan assigns to this rank, each as a collated
-        dict. They are truncated to their longest sample, unless the plan asks for one padded length
-        for the whole window (`pad_to_window`).
+        """Return the micro-batches that the plan of a call of `hf_ga.backward` assigns to this
+        rank, each as a collated dict. They are truncated to their longest sample, unless the plan
+        asks for one padded length for the whole batch (`pad_to_window`).
         """
         trim_padding = not request.pad_to_window
         return [
@@ -164,12 +174,14 @@ class CollatedFetcher(Fetcher):
         ]
 
     def offsets(self, request: WindowRequest) -> np.ndarray:
-        """Return the indices in the global batch of the samples that this rank holds."""
+        """Return the indices of the samples that this rank holds in the global batch of
+        `hf_ga.backward`, which consists of the batches of all ranks.
+        """
         return self.first_offset + np.arange(self.batch.num_samples)
 
     def probe_samples(self, request: WindowRequest, count: int) -> list[CollatedSample]:
-        """Return at most `count` samples for the proof that a model's loss is additive, the same on
-        all ranks. All ranks must call it.
+        """Return at most `count` samples of the batch of `hf_ga.backward` for the proof that a
+        model's loss is additive, the same on all ranks. All ranks must call it.
         """
         return self.get_proof_samples(count)
 
@@ -179,8 +191,8 @@ def concatenate_batches(
     per_sample_names: Collection[str],
     padded_names: Collection[str],
 ) -> dict[str, Any]:
-    """Concatenate collated batches along their samples, padding token entries on the right to the
-    longest batch.
+    """Concatenate the collated batches that ranks pass to `hf_ga.backward` along their samples,
+    padding entries with a token dim on the right to the longest batch.
 
     Args:
         batches: The entries of each batch.
@@ -210,8 +222,8 @@ def concatenate_batches(
 
 
 def _pad_to_longest(values: Sequence[Tensor], filler: int) -> list[Tensor]:
-    """Pad tensors of shape (samples, tokens, ...) with `filler` on the right to the largest number
-    of tokens of any of them.
+    """Pad tensors of shape (samples, tokens, ...), one from each rank's collated batch, with
+    `filler` on the right to the largest number of tokens of any of them.
     """
     longest = max(value.shape[1] for value in values)
     padded_values = []
@@ -223,7 +235,8 @@ def _pad_to_longest(values: Sequence[Tensor], filler: int) -> list[Tensor]:
 
 
 def _check_is_flat_dict(batch: Any) -> None:
-    """Check that a batch is a dict whose values are not dicts themselves.
+    """Check that the batch passed to `hf_ga.backward` is a dict whose values are not dicts
+    themselves.
 
     Raises:
         DataError: If the batch is not a dict, or is nested.
@@ -242,7 +255,12 @@ def _check_is_flat_dict(batch: Any) -> None:
 
 
 def _count_samples(entries: dict[str, Any], per_sample_names: set[str]) -> int:
-    """Return the number of samples of a batch: the number of rows that all per-sample entries have.
+    """Return the number of samples of a collated batch: the number of rows that all its per-sample
+    entries have.
+
+    Args:
+        entries: The batch passed to `hf_ga.backward`.
+        per_sample_names: Names of the entries with one row for each sample.
 
     Raises:
         DataError: If no entry is a tensor or array with rows, or entries have different numbers of

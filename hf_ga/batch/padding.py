@@ -30,13 +30,15 @@ class TokenEntries:
     marker_names: tuple[str, ...]
 
     def padded_length(self, batch: Batch) -> int:
-        """Return the padded length of this group's entries in a batch: their size in dim 1."""
+        """Return the padded length that this group's entries have in a collated batch: their size
+        in dim 1.
+        """
         first_entry = batch[self.names[0]]
         return first_entry.shape[1]
 
     def lengths(self, batch: Batch) -> np.ndarray:
-        """Return each sample's length without the padding on its right, at least 1. Padding on its
-        left counts as part of the sample.
+        """Return the length of each sample of a collated batch without the padding on its right, at
+        least 1. Padding on its left counts as part of the sample.
 
         Args:
             batch: The collated batch, on the CPU.
@@ -52,8 +54,8 @@ class TokenEntries:
 
 
 def find_token_entries(batch: Batch, names: Collection[str]) -> tuple[TokenEntries, ...]:
-    """Find the entries of a collated batch from which padding may be removed, and group them by
-    their padded length.
+    """Find the entries of a collated batch from which padding may be removed when it is split into
+    micro-batches, and group them by their padded length.
 
     A group is returned only if it contains a mask or labels that mark its real tokens. A position
     that is not marked may still be a real token (one that is no target): the proof tests whether
@@ -86,7 +88,8 @@ def find_token_entries(batch: Batch, names: Collection[str]) -> tuple[TokenEntri
 def groups_in_both(
     groups: Sequence[TokenEntries], other_groups: Sequence[TokenEntries]
 ) -> tuple[TokenEntries, ...]:
-    """Return the groups of entries that have the same padded length in both of two batches.
+    """Return the groups of entries that have the same padded length in both of two collated batches
+    of `hf_ga.backward` (of two calls, or of two ranks).
 
     Entries of different token sequences (`attention_mask` of the encoder, `labels` of the decoder)
     may have the same padded length in one batch by chance; the other batch separates them. Groups
@@ -113,16 +116,17 @@ def groups_in_both(
 
 
 def _keep_marked_and_sort(groups: Sequence[TokenEntries]) -> tuple[TokenEntries, ...]:
-    """Remove the groups of entries in which no mask or labels show the real tokens, and sort the
-    others by their names, so that all ranks have them in the same order.
+    """Remove the groups of a collated batch's entries in which no mask or labels show the real
+    tokens, and sort the others by their names, so that all ranks have them in the same order.
     """
     marked_groups = [group for group in groups if group.marker_names]
     return tuple(sorted(marked_groups, key=lambda group: group.names))
 
 
 def _is_marker(name: str, value: Tensor) -> bool:
-    """Whether an entry of a batch shows which positions hold real tokens: it is a mask of zeros and
-    ones with "mask" in its name, or integer labels of shape (samples, tokens).
+    """Whether an entry of a collated batch shows which positions hold real tokens, so that padding
+    can be removed: it is a mask of zeros and ones with "mask" in its name, or integer labels of
+    shape (samples, tokens).
     """
     if "mask" in name:
         return is_padding_mask(value)
@@ -131,8 +135,8 @@ def _is_marker(name: str, value: Tensor) -> bool:
 
 
 def _marked_positions(name: str, value: Tensor) -> Tensor:
-    """Return a bool tensor that is True at real tokens: where labels are not -100, or where a mask
-    is not 0.
+    """Return a bool tensor that is True at the real tokens of a collated batch: where labels are
+    not -100, or where a mask is not 0.
 
     Args:
         name: Name of the entry: "labels", or that of a mask.

@@ -68,12 +68,12 @@ class Agreement:
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of the global batch: those of all ranks."""
+        """Number of samples of the global batch of `hf_ga.backward`: those of all ranks."""
         return sum(self.num_samples_by_rank)
 
     def first_offset(self, rank: int) -> int:
-        """Return the index of a rank's first sample in the global batch, which consists of the
-        ranks' batches in the order of the ranks.
+        """Return the index of a rank's first sample in the global batch of `hf_ga.backward`, which
+        consists of the ranks' batches in the order of the ranks.
         """
         return sum(self.num_samples_by_rank[:rank])
 
@@ -87,9 +87,10 @@ def agree_on_global_batch(
     step: int,
     setup: Iterable[object],
 ) -> Agreement:
-    """Exchange what ranks must know about each other's batches, by one small all-gather, and check
-    that the batches are parts of one global batch. If the ranks' token entries differ, sets those
-    of `batch` to the ones that all ranks have in common. All ranks must call it.
+    """Exchange what the ranks that call `hf_ga.backward` must know about each other's batches, by
+    one small all-gather, and check that the batches are parts of one global batch. If the ranks'
+    token entries (those from which padding may be removed) differ, sets those of `batch` to the
+    ones that all ranks have in common. All ranks must call it.
 
     Args:
         backend: How ranks communicate.
@@ -124,7 +125,9 @@ def agree_on_global_batch(
     padded_lengths = {summaries[rank].padded_lengths for rank in ranks_with_samples}
 
     def suitability_for_proof(rank: int) -> tuple[int, int]:
-        """Prefer a batch with padding, then a larger one: it shows more about the loss."""
+        """Return a sort key that prefers a rank's batch with padding, then a larger one, for the
+        proof: it shows more about the loss.
+        """
         return summaries[rank].is_padded, summaries[rank].num_samples
 
     return Agreement(
@@ -138,7 +141,7 @@ def agree_on_global_batch(
 
 
 def _summarize(batch: CollatedBatch, seed: int, step: int, setup: Iterable[object]) -> BatchSummary:
-    """Summarize this rank's batch in a few integers that the other ranks get.
+    """Summarize this rank's batch of `hf_ga.backward` in a few integers that the other ranks get.
 
     Args:
         batch: This rank's batch.
@@ -159,8 +162,9 @@ def _summarize(batch: CollatedBatch, seed: int, step: int, setup: Iterable[objec
 
 
 def agree_on_token_entries(backend: Backend, batch: CollatedBatch) -> tuple[TokenEntries, ...]:
-    """Return the groups of token entries that have the same padded length on every rank with
-    samples, and set them on `batch`. All ranks must call it.
+    """Return the groups of entries that have the same padded length in the collated batch of every
+    rank with samples, so that padding may be removed, and set them on this rank's `batch` if it has
+    samples. All ranks must call it.
     """
     own_groups = batch.token_entries if batch.num_samples else None
     groups_by_rank: list[Any] = [None] * backend.num_processes
@@ -174,7 +178,8 @@ def agree_on_token_entries(backend: Backend, batch: CollatedBatch) -> tuple[Toke
 
 
 def gather_batches(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
-    """Gather the global batch on every rank: the samples of all ranks, in the order of the ranks.
+    """Gather the global batch of `hf_ga.backward` on every rank: the samples of all ranks, in the
+    order of the ranks.
 
     Raises:
         DataError: If the ranks' tensors have different shapes, apart from padding.
@@ -200,9 +205,9 @@ def gather_batches(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
 def proof_samples(
     backend: Backend, batch: CollatedBatch, agreement: Agreement, max_count: int
 ) -> list[CollatedSample]:
-    """Return at most `max_count` samples for the proof that a model's loss is additive. All ranks
-    get the same samples, from the batch of the proof rank, so that all make the same proof; all
-    ranks must call it.
+    """Return at most `max_count` samples of a batch of `hf_ga.backward` for the proof that a
+    model's loss is additive. All ranks get the same samples, from the batch of the proof rank, so
+    that all make the same proof; all ranks must call it.
 
     Args:
         backend: How ranks communicate.
@@ -219,7 +224,8 @@ def proof_samples(
 
 
 def all_gather_integers(backend: Backend, integers: Sequence[int]) -> list[list[int]]:
-    """Gather the same number of int64 integers from each rank.
+    """Gather the same number of int64 integers from each rank: the summaries of the batches that
+    the ranks pass to `hf_ga.backward`.
 
     Returns:
         One list for each rank, in the order of the ranks.
@@ -233,7 +239,8 @@ def all_gather_integers(backend: Backend, integers: Sequence[int]) -> list[list[
 
 
 def raise_failure_on_all_ranks(backend: Backend, failure: Exception | None) -> None:
-    """Raise an error on all ranks if at least one of them has failed. All ranks must call it.
+    """Raise an error on all ranks that call `hf_ga.backward` if at least one of them has failed.
+    All ranks must call it.
 
     Args:
         backend: How ranks communicate.
@@ -249,7 +256,8 @@ def raise_failure_on_all_ranks(backend: Backend, failure: Exception | None) -> N
 
 
 def _check_same_step(steps: Sequence[int]) -> None:
-    """Check that all ranks are at the same step.
+    """Check that all ranks call `hf_ga.backward` with the same step, from which dropout masks are
+    derived.
 
     Args:
         steps: The step of each rank.
@@ -286,9 +294,9 @@ def _check_same_setup(setup_hashes: Sequence[int], ranks_with_samples: Sequence[
 
 
 def _hash63(values: Iterable[object]) -> int:
-    """Hash the printed form of values to an integer below 2**63, so that ranks can compare the
-    values by an all-gather of int64. Unlike Python's `hash`, the result is the same in every
-    process.
+    """Hash the printed form of values, such as a batch's entries, to an integer below 2**63, so
+    that the ranks that call `hf_ga.backward` can compare them by an all-gather of int64. Unlike
+    Python's `hash`, the result is the same in every process.
     """
     text = "\n".join(map(str, values))
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()

@@ -68,7 +68,8 @@ def write_sentence_transformers_files(
 
 
 def saved_pooling(model_name_or_path: str) -> str | None:
-    """Read the pooling of a model that was saved by sentence-transformers or by this package.
+    """Read the pooling of an embedding model that was saved by sentence-transformers or by this
+    package.
 
     Args:
         model_name_or_path: A model id on the Hub, or a folder.
@@ -99,9 +100,15 @@ def saved_pooling(model_name_or_path: str) -> str | None:
 
 
 def _poolings_in(settings: dict[str, Any]) -> list[str]:
-    """List the poolings that are enabled in the content of sentence-transformers' pooling file.
+    """List the poolings of embeddings that are enabled in the content of sentence-transformers'
+    pooling file (`1_Pooling/config.json`).
 
     Newer versions write the names in `pooling_mode`, older ones a flag for each pooling.
+
+    >>> _poolings_in({"pooling_mode": "mean"})
+    ['mean']
+    >>> _poolings_in({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False})
+    ['cls']
     """
     if "pooling_mode" not in settings:
         return [name for name, key in POOLING_KEYS.items() if settings.get(key)]

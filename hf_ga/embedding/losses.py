@@ -92,8 +92,8 @@ def _retrieval_loss(
     candidate_columns: list[str],
     scale: Tensor | float,
 ) -> Tensor:
-    """Compute the mean cross entropy of finding, for each query text, the text of the same sample
-    among the texts of other columns.
+    """Compute a contrastive loss of embeddings: the mean cross entropy of finding, for each query
+    text, the text of the same sample among the texts of other columns, by cosine similarity.
 
     Args:
         outputs: The embeddings of each column, shape (samples, embedding dim).
@@ -133,8 +133,9 @@ class TextIds:
     candidate: Tensor
 
     def excluded_candidates(self, rows: Tensor) -> Tensor:
-        """Find the candidates that must not count as negatives of a query: those with the same text
-        as its match, the matches of queries with the same text, and missing texts.
+        """Find the candidates that must not count as negatives of a query in a contrastive loss of
+        embeddings: those with the same text as its match, the matches of queries with the same
+        text, and missing texts.
 
         Args:
             rows: The indices of the queries, shape (num_rows,).
@@ -152,8 +153,8 @@ class TextIds:
 def cross_entropy_in_window(
     queries: Tensor, candidates: Tensor, scale: Tensor | float, text_ids: TextIds | None = None
 ) -> Tensor:
-    """Compute the contrastive loss of a window: the mean over its queries of a cross entropy whose
-    classes are the candidates, and whose target for query i is candidate i.
+    """Compute the contrastive loss of the embeddings of a window: the mean over its queries of a
+    cross entropy whose classes are the candidates, and whose target for query i is candidate i.
 
     If the similarity matrix is large, it is computed in blocks of rows, which the backward
     recomputes.
@@ -171,7 +172,9 @@ def cross_entropy_in_window(
     def sum_of_cross_entropies(
         rows: Tensor, queries: Tensor, candidates: Tensor, scale: Tensor | float
     ) -> Tensor:
-        """Sum the cross entropies of the queries with the indices `rows`."""
+        """Sum the cross entropies of the queries with the indices `rows`, whose logits are the
+        scaled cosine similarities with all candidates.
+        """
         logits = scale * (queries[rows] @ candidates.T)
         if text_ids is not None:
             logits = logits.masked_fill(text_ids.excluded_candidates(rows), -torch.inf)
@@ -214,8 +217,8 @@ class CoSENT:
     temperature: float = 0.05
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Compute the CoSENT loss of the window, which ranks the cosine similarities of pairs by
-        their scores.
+        """Compute the CoSENT loss of the window's text embeddings, which ranks the cosine
+        similarities of pairs by their scores.
 
         With pairs i and j, it is log(1 + sum over all score_i < score_j of exp((cos_i - cos_j) /
         temperature)).
@@ -263,7 +266,8 @@ class Matryoshka:
     sizes: tuple[int, ...]
 
     def __call__(self, outputs: Outputs, batch: Batch) -> Tensor:
-        """Compute the sum of the loss over embeddings truncated to each of the sizes.
+        """Compute the Matryoshka loss: the sum of the loss over embeddings truncated to each of the
+        sizes.
 
         Args:
             outputs: The embeddings that `loss` needs.
@@ -282,7 +286,7 @@ class Matryoshka:
 
 
 def truncate_embeddings(outputs: Outputs, size: int) -> dict[str, Tensor]:
-    """Truncate each embedding to its first `size` dims.
+    """Truncate each embedding to its first `size` dims, for one term of a Matryoshka loss.
 
     Args:
         outputs: Embeddings, shape (samples, embedding dim), and scalars, which are not changed.
@@ -307,13 +311,15 @@ def truncate_embeddings(outputs: Outputs, size: int) -> dict[str, Tensor]:
 
 
 def unit_vectors(vectors: Tensor) -> Tensor:
-    """Normalize embeddings to length 1 over their last dim, in at least float32."""
+    """Normalize embeddings to length 1 over their last dim, in at least float32, so that their dot
+    products are cosine similarities.
+    """
     return F.normalize(at_least_float32(vectors), dim=-1)
 
 
 def temperature_of(outputs: Outputs, fixed: float) -> Tensor | float:
-    """Return the temperature of a contrastive loss: the learned one if the model's outputs have it
-    (`log_temperature`), otherwise the fixed one.
+    """Return the temperature of a contrastive loss of embeddings: the learned one if the model's
+    outputs have it (`log_temperature`), otherwise the fixed one.
     """
     learned = outputs.get(LOG_TEMPERATURE)
     if learned is None:

@@ -25,8 +25,10 @@ LOG_TEMPERATURE = "log_temperature"
 
 
 def columns_of(batch: Mapping[str, Any]) -> list[str]:
-    """List the columns of texts in a batch by its entries `input_ids_...`, such as `["anchor",
-    "positive"]`.
+    """List the columns of texts in a batch for an embedding model, by its entries `input_ids_...`.
+
+    >>> columns_of({"input_ids_anchor": 0, "attention_mask_anchor": 0, "input_ids_positive": 0})
+    ['anchor', 'positive']
     """
     return [name.removeprefix(INPUT_IDS) for name in batch if name.startswith(INPUT_IDS)]
 
@@ -60,7 +62,9 @@ class EmbeddingModel(nn.Module):
         temperature: float | None = None,
         max_length: int | None = None,
     ) -> None:
-        """Make the model from a transformers encoder or decoder; see the class."""
+        """Make an embedding model from a transformers encoder or decoder and a pooling; see the
+        class for the arguments. The encoder's own pooler is frozen, as it is not used.
+        """
         super().__init__()
         if pooling not in POOLINGS:
             raise ConfigError(f"unknown pooling {pooling!r}: use one of {', '.join(POOLINGS)}.")
@@ -83,12 +87,14 @@ class EmbeddingModel(nn.Module):
 
     @property
     def config(self) -> PretrainedConfig:
-        """The encoder's configuration."""
+        """The configuration of the embedding model's encoder."""
         return self.encoder.config
 
     @property
     def temperature(self) -> float | None:
-        """The current value of the learned temperature; None if the model has none."""
+        """The current value of the embedding model's learned temperature (of its contrastive loss);
+        None if it has none.
+        """
         if self.log_temperature is None:
             return None
         learned = self.log_temperature.detach().exp()
@@ -96,26 +102,29 @@ class EmbeddingModel(nn.Module):
 
     @property
     def all_tied_weights_keys(self) -> dict[str, str]:
-        """The tied weights: parameter name -> name of the parameter it is tied to, as in
-        `PreTrainedModel`.
+        """The tied weights of the embedding model: parameter name -> name of the parameter it is
+        tied to, as in `PreTrainedModel`.
         """
         tied_weights = self.encoder.all_tied_weights_keys
         return {ENCODER + name: ENCODER + source for name, source in tied_weights.items()}
 
     @property
     def _no_split_modules(self) -> list[str] | None:
-        """Class names of the layers that FSDP wraps, as in `PreTrainedModel`."""
+        """Class names of the layers of the embedding model's encoder that FSDP wraps, as in
+        `PreTrainedModel`.
+        """
         return self.encoder._no_split_modules
 
     def num_parameters(self, only_trainable: bool = False) -> int:
-        """Count the elements of all parameters, or of the trainable ones only, as
-        `PreTrainedModel.num_parameters` does.
+        """Count the elements of all parameters of the embedding model, or of the trainable ones
+        only, as `PreTrainedModel.num_parameters` does.
         """
         counted = [p for p in self.parameters() if p.requires_grad or not only_trainable]
         return sum(p.numel() for p in counted)
 
     def encode(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-        """Compute the embedding of each text, a unit vector in at least float32.
+        """Compute the embedding of each text, a unit vector in at least float32: the pooled last
+        hidden states of the encoder.
 
         Args:
             input_ids: Token ids, int64, shape (texts, sequence length).
@@ -129,7 +138,7 @@ class EmbeddingModel(nn.Module):
         return F.normalize(pooled, dim=-1)
 
     def forward(self, **batch: Any) -> dict[str, Tensor]:
-        """Compute the embeddings of all texts of a batch.
+        """Compute the embeddings of all texts of a batch, column by column.
 
         Args:
             **batch: `input_ids_anchor` and `attention_mask_anchor`, shape (samples, sequence
@@ -151,7 +160,8 @@ class EmbeddingModel(nn.Module):
     def save_pretrained(
         self, folder: Path | str, state_dict: Mapping[str, Tensor] | None = None
     ) -> None:
-        """Save the encoder, with its pooling in the files that sentence-transformers loads.
+        """Save the embedding model: its encoder, and its pooling in the files that
+        sentence-transformers loads.
 
         A learned temperature is not saved, as it belongs to the loss.
 

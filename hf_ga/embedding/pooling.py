@@ -7,7 +7,8 @@ from torch import Tensor
 
 
 def mean_of_tokens(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Pool each text's hidden states by their mean over the tokens that are not padding.
+    """Pool each text's hidden states to its embedding by their mean over the tokens that are not
+    padding.
 
     Args:
         hidden: Hidden states, shape (texts, sequence length, hidden size).
@@ -21,7 +22,8 @@ def mean_of_tokens(hidden: Tensor, mask: Tensor) -> Tensor:
 
 
 def first_token(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Pool each text's hidden states by taking that of its first token, `[CLS]` of a BERT.
+    """Pool each text's hidden states to its embedding by taking that of its first token, `[CLS]` of
+    a BERT.
 
     Args:
         hidden: Hidden states, shape (texts, sequence length, hidden size).
@@ -35,8 +37,8 @@ def first_token(hidden: Tensor, mask: Tensor) -> Tensor:
 
 
 def last_token(hidden: Tensor, mask: Tensor) -> Tensor:
-    """Pool each text's hidden states by taking that of its last token, the only token of a decoder
-    that attends to the whole text.
+    """Pool each text's hidden states to its embedding by taking that of its last token, the only
+    token of a decoder that attends to the whole text.
 
     Args:
         hidden: Hidden states, shape (texts, sequence length, hidden size).
@@ -51,7 +53,7 @@ def last_token(hidden: Tensor, mask: Tensor) -> Tensor:
 
 
 def _hidden_at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """Select the hidden state at one token position of each text.
+    """Select the hidden state at one token position of each text, as its embedding.
 
     Args:
         hidden: Hidden states, shape (texts, sequence length, hidden size).

@@ -60,7 +60,9 @@ def draw_mask(
 def _(
     seeds: Tensor, shape: Sequence[int], sample_dim: int | None, drop_probability: float
 ) -> Tensor:
-    """Return a tensor with the shape and dtype of `draw_mask`'s result, for tracing."""
+    """Return a tensor with the shape and dtype of `draw_mask`'s keyed dropout mask, with which
+    torch.compile traces the operator.
+    """
     return seeds.new_empty(shape, dtype=torch.bool)
 
 
@@ -99,13 +101,15 @@ def draw_and_drop(
 
 @draw_and_drop.register_fake
 def _(x: Tensor, seeds: Tensor, sample_dim: int | None, drop_probability: float) -> Tensor:
-    """Return a tensor with the shape and dtype of `draw_and_drop`'s result, for tracing."""
+    """Return a tensor with the shape and dtype of the result of `draw_and_drop` (keyed dropout),
+    with which torch.compile traces the operator.
+    """
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
-    """Save what the backward of the dropout operator `draw_and_drop` needs to draw the same mask
-    again: all inputs but the tensor to which dropout is applied.
+    """Save what the backward of the keyed dropout operator `draw_and_drop` needs to draw the same
+    mask again: all inputs but the tensor to which dropout is applied.
     """
     _, seeds, sample_dim, drop_probability = inputs
     ctx.save_for_backward(seeds)
@@ -114,8 +118,8 @@ def _save_for_backward(ctx: Any, inputs: tuple, output: Tensor) -> None:
 
 
 def _backward_of_drop(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-    """Backward of the dropout operator `draw_and_drop`: apply the same dropout to the gradient of
-    its output.
+    """Backward of the keyed dropout operator `draw_and_drop`: apply the same dropout to the
+    gradient of its output.
 
     Returns the gradients of its four arguments, of which only the first has one.
     """
@@ -148,33 +152,43 @@ class ModuleStack:
     """
 
     def __init__(self) -> None:
-        """Create an empty stack."""
+        """Create an empty stack, with which keyed dropout (masks drawn from one random key per
+        sample) tracks the compiled modules whose forward is running.
+        """
         self.modules: list[nn.Module] = []  # outermost first
         self.num_draws: list[int] = []  # dropout masks drawn so far, for each of these modules
 
     def enter(self, module: nn.Module, args: tuple) -> None:
-        """Push a compiled module onto the stack when its forward begins; a pre-forward hook."""
+        """Push a compiled module onto the stack of running modules when its forward begins, so that
+        keyed dropout finds the site of the module's next mask; a pre-forward hook.
+        """
         self.modules.append(module)
         self.num_draws.append(0)
 
     def leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Pop a compiled module from the stack when its forward ends; a forward hook."""
+        """Pop a compiled module from the stack of running modules when its forward ends, so that
+        keyed dropout continues in the module that called it; a forward hook.
+        """
         self.modules.pop()
         self.num_draws.pop()
 
     def enter_root(self, module: nn.Module, args: tuple) -> None:
-        """Empty the stack and push an outermost compiled module when its forward begins; a
-        pre-forward hook.
+        """Empty the stack of running compiled modules, with which keyed dropout finds the site of
+        its next mask, and push an outermost compiled module when its forward begins; a pre-forward
+        hook.
         """
         self.clear()
         self.enter(module, args)
 
     def leave_root(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Empty the stack when the forward of an outermost compiled module ends; a forward hook."""
+        """Empty the stack of running compiled modules, with which keyed dropout finds the site of
+        its next mask, when the forward of an outermost one ends; a forward hook.
+        """
         self.clear()
 
     def clear(self) -> None:
-        """Empty the stack of compiled modules whose forward is running.
+        """Empty the stack of compiled modules whose forward is running, with which keyed dropout
+        finds the site of its next mask.
 
         Modules may be left on it by an error, and by checkpointing, which stops the recomputation
         of a forward as soon as it has all tensors that the backward needs.
@@ -218,8 +232,8 @@ class CompiledMasks:
     attend = staticmethod(dropped_attention)
 
     def __init__(self, stack: ModuleStack) -> None:
-        """Create an object that draws dropout masks in compiled code, without keys: set them before
-        each forward.
+        """Create an object that draws dropout masks from one random key per sample in compiled
+        code. It has no keys yet: set them before each forward.
         """
         self.stack = stack
         self.keys = torch.empty(0, dtype=torch.int64)
@@ -227,30 +241,34 @@ class CompiledMasks:
 
     @property
     def running(self) -> nn.Module:
-        """The innermost compiled module whose forward is running."""
+        """The innermost compiled module whose forward is running, which draws the next keyed
+        dropout mask.
+        """
         return self.stack.modules[-1]
 
     def needs_mask(self, drop_probability: float, training: bool = True) -> bool:
-        """Whether a call of a dropout function needs a mask: it is in training mode, and drops
-        something but not everything.
+        """Whether a call of a dropout function in compiled code needs a keyed mask: it is in
+        training mode, and drops something but not everything.
         """
         return training and drop_probability not in (0, 1)
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
-        """Draw the next dropout mask of the running module: bool, of the given shape, True where
-        dropout keeps.
+        """Draw the next dropout mask of the running compiled module from the random keys of the
+        samples: bool, of the given shape, True where dropout keeps.
         """
         site = self.stack.next_site()
         return draw_mask(self._seeds(site), shape, site.sample_dim, drop_probability)
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply dropout to a tensor, elementwise, with the next mask of the running module."""
+        """Apply keyed dropout to a tensor, elementwise, with the next mask of the running compiled
+        module, drawn from the random keys of the samples.
+        """
         site = self.stack.next_site()
         return draw_and_drop(input, self._seeds(site), site.sample_dim, drop_probability)
 
     def _seeds(self, site: SiteInput) -> Tensor:
-        """Return the seeds of a site's mask: the keys of the samples, or of the window if all
-        samples share the mask, XOR the key of the site.
+        """Return the seeds of a dropout site's mask: the random keys of the samples, or that of the
+        window if all samples share the mask, XOR the key of the site.
         """
         keys = self.window_key if site.sample_dim is None else self.keys
         return keys ^ site.key
@@ -270,15 +288,19 @@ class CompiledDropout:
     """
 
     def __init__(self, roots: list[nn.Module], sites: Iterable[DropoutSite]) -> None:
-        """Group the dropout sites inside compiled code by the module that draws there."""
+        """Create keyed dropout for compiled modules, and group their dropout sites by the module
+        that draws there.
+        """
         self.roots = roots
         self.modules = frozenset(module for root in roots for module in root.modules())
+        # Compiled module -> its dropout sites, in the order in which it draws.
         self._sites: dict[nn.Module, list[DropoutSite]] = {}
         for site in sites:
             if site.module in self.modules:
                 self._sites.setdefault(site.module, []).append(site)
-        self._stack = ModuleStack()
+        self._stack = ModuleStack()  # the running compiled modules
         self._masks = CompiledMasks(self._stack)
+        # The same sites with their keys as tensors; empty until they are needed.
         self._inputs: dict[nn.Module, tuple[SiteInput, ...]] = {}
         # The keyed replacements of torch functions. Kept, because torch.compile guards on the
         # identity of functions: new ones in the next window would cause a recompilation.
@@ -331,8 +353,8 @@ class CompiledDropout:
 
             @wraps(original)
             def replacement(*args: Any, **kwargs: Any) -> Any:
-                """Call the keyed version with the object that draws masks: that of compiled code if
-                a compiled module is running.
+                """Call the keyed version of a dropout function with the object that draws its
+                masks: that of compiled code if a compiled module is running, else the eager one.
                 """
                 masks = compiled_masks if stack.modules else eager_masks
                 return keyed(masks, original, *args, **kwargs)
@@ -368,15 +390,16 @@ class CompiledDropout:
             yield
 
     def join_forward(self, model: nn.Module) -> None:
-        """Handle a forward of the model that had already begun when `scope` was entered, so that
-        its pre-forward hook did not run. A no-op if the model itself is not compiled.
+        """Let keyed dropout handle a forward of a compiled model that had already begun when
+        `scope` was entered, so that its pre-forward hook did not run. A no-op if the model itself
+        is not compiled.
         """
         if model in self.roots:
             self._stack.enter_root(model, ())
 
     def leave_all(self) -> None:
-        """Empty the stack of running compiled modules; called when the forward of a module that is
-        not compiled begins.
+        """Empty the stack of running compiled modules, with which keyed dropout finds the site of
+        its next mask; called when the forward of a module that is not compiled begins.
         """
         self._stack.clear()
 

@@ -46,8 +46,8 @@ class SampleMasks:
     window_key: Tensor
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
-        """Draw the dropout mask of a site in the model: bool, of the given shape, True where
-        dropout keeps.
+        """Draw the mask of a dropout site in the model from the random keys of the samples: bool,
+        of the given shape, True where dropout keeps.
 
         Raises:
             UnkeyedRandomness: If the size of the sample dim is not a multiple of the number of
@@ -63,7 +63,8 @@ class SampleMasks:
         )
 
     def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply dropout to a tensor, elementwise, with the mask of a site.
+        """Apply keyed dropout to a tensor, elementwise: with the mask that the random keys of the
+        samples give at this dropout site.
 
         Uses one fused kernel where there is one, otherwise draws the mask and multiplies by it.
 
@@ -119,7 +120,9 @@ class Frame:
     __slots__ = ("call_counts", "key", "module", "num_calls", "num_draws")
 
     def __init__(self, module: nn.Module, key: int) -> None:
-        """Create an entry for a module whose forward begins: it has called and drawn nothing."""
+        """Create an entry for a module whose forward begins, on keyed dropout's stack of running
+        forwards. It counts the submodule calls and the dropout draws of this forward, from 0.
+        """
         self.module = module
         self.key = key
         self.call_counts: Counter[nn.Module] = Counter()
@@ -183,6 +186,7 @@ class KeyedDropout(Hook):
         self.names = {
             module: name or "(the model itself)" for name, module in model.named_modules()
         }
+        # The hash of each module's name.
         self._name_keys = {module: name_key(name) for module, name in self.names.items()}
         self.hooked = list(self.names)
         self._stack: list[Frame] = []  # of running forwards, outermost first
@@ -191,7 +195,7 @@ class KeyedDropout(Hook):
         # triggered it.
         self._last_recomputed: tuple[RecordedCall, Any] | None = None
         self.mask_source: Any = None
-        self._compiled: CompiledDropout | None = None
+        self._compiled: CompiledDropout | None = None  # draws the masks of compiled modules
 
     def set_keys(self, keys: Tensor, window_key: Tensor) -> None:
         """Set the random keys from which the next forward draws its dropout masks.
@@ -206,7 +210,9 @@ class KeyedDropout(Hook):
             self._compiled.set_keys(keys, window_key)
 
     def before(self, call: Call) -> None:
-        """Set the random keys of a micro-batch's dropout masks before its forward."""
+        """Set the random keys of a micro-batch's samples before its forward, so that its dropout
+        masks are drawn from them.
+        """
         self.set_keys(call.keys, call.window_key)
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
@@ -271,8 +277,8 @@ class KeyedDropout(Hook):
         eager_masks = proxy(self)  # weak: torch.compile never frees the functions that it traced
 
         def replacement(owner: object, name: str, keyed: Callable) -> Callable:
-            """Return the function that is called in place of `owner.name`, in eager and compiled
-            code.
+            """Return the function that is called in place of a dropout function of torch
+            (`owner.name`), in eager and compiled code, and that draws keyed masks.
             """
             return compiled.replacement_of(getattr(owner, name), keyed, eager_masks)
 
@@ -297,8 +303,8 @@ class KeyedDropout(Hook):
 
         Args:
             hooked: The modules that get the hooks.
-            replacement: (owner of a torch function, its name, its entry in `DRAWING_FUNCTIONS`) ->
-                the function that takes its place.
+            replacement: (owner of a torch function, its name, its keyed version in
+                `DRAWING_FUNCTIONS`) -> the function that takes its place.
         """
         with ExitStack() as stack:
             for module in hooked:
@@ -332,7 +338,8 @@ class KeyedDropout(Hook):
         return update_wrapper(partial(keyed, proxy(self), original), original)
 
     def join_forward(self, args: tuple, kwargs: dict) -> None:
-        """Handle a forward of the model that had already begun when `scope` was entered.
+        """Let keyed dropout (masks drawn from one random key per sample) handle a forward of the
+        model that had already begun when `scope` was entered.
 
         The pre-forward hook of the model itself was not registered in time, so do its work here.
 
@@ -347,7 +354,9 @@ class KeyedDropout(Hook):
 
     @property
     def running(self) -> nn.Module | None:
-        """The innermost module whose forward is running, or None if no forward is running."""
+        """The innermost module whose forward is running, which draws the next keyed dropout mask;
+        None if no forward is running.
+        """
         return self._stack[-1].module if self._stack else None
 
     def needs_mask(self, drop_probability: float, training: bool = True) -> bool:
@@ -384,18 +393,20 @@ class KeyedDropout(Hook):
         return False
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
-        """Draw the next dropout mask of the running module: bool, of the given shape, True where
-        dropout keeps.
+        """Draw the next dropout mask of the running module from the random keys of the samples:
+        bool, of the given shape, True where dropout keeps.
         """
         return self._draw(self._next_key(), shape, drop_probability)
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply dropout to a tensor, elementwise, with the next mask of the running module."""
+        """Apply keyed dropout to a tensor, elementwise, with the next mask of the running module,
+        drawn from the random keys of the samples.
+        """
         return self._dropped(self._next_key(), input, drop_probability)
 
     def _next_key(self) -> int:
-        """Return the key of the dropout site of the running module's next draw, and count the
-        draw.
+        """Return the key of the dropout site (path of module calls, index of the draw) at which the
+        running module draws its next mask, and count the draw.
         """
         frame = self._stack[-1]
         key = cached_key(frame.key, frame.num_draws)
@@ -403,7 +414,8 @@ class KeyedDropout(Hook):
         return key
 
     def _dropped(self, key: int, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply dropout to a tensor, elementwise, with the mask of the site that has this key.
+        """Apply keyed dropout to a tensor, elementwise, with the mask of the dropout site that has
+        this key, drawn from the random keys of the samples.
 
         Raises:
             UnkeyedRandomness: If the proof's forward drew no mask there.
@@ -411,8 +423,8 @@ class KeyedDropout(Hook):
         return self.mask_source.drop(self._site(key), input, drop_probability)
 
     def next_site(self) -> DropoutSite | None:
-        """Return the site of the running module's next draw without counting the draw, for a
-        kernel that draws the mask itself.
+        """Return the dropout site of the running module's next draw without counting the draw, for
+        a speed-up whose kernel draws the mask from the random keys of the samples itself.
 
         Returns None if the proof's forward drew no mask there.
         """
@@ -420,13 +432,14 @@ class KeyedDropout(Hook):
         return self.sites.get(cached_key(frame.key, frame.num_draws))
 
     def skip_draw(self) -> None:
-        """Count a draw of the running module without drawing a dropout mask, because a kernel has
-        drawn it itself.
+        """Count a draw of the running module without drawing its keyed dropout mask, because the
+        kernel of a speed-up draws it from the random keys of the samples itself.
         """
         self._stack[-1].num_draws += 1
 
     def _draw(self, key: int, shape: torch.Size, drop_probability: float) -> Tensor:
-        """Draw the dropout mask of the site that has this key: bool, of the given shape.
+        """Draw the mask of the dropout site that has this key from the random keys of the samples:
+        bool, of the given shape.
 
         Raises:
             UnkeyedRandomness: If the proof's forward drew no mask there.
@@ -449,11 +462,11 @@ class KeyedDropout(Hook):
         return site
 
     def _enter(self, module: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Push a module onto the stack of running forwards, with the key of its path; a pre-forward
-        hook.
+        """Push a module onto keyed dropout's stack of running forwards, with the key (hash) of its
+        path of module calls; a pre-forward hook.
 
         In a forward, the call is recorded, too. In a recomputation by activation checkpointing, the
-        path key is that of the recorded call that is recomputed.
+        path key is that of the recorded call that is recomputed, so that the masks are the same.
         """
         if self._compiled is not None:
             self._compiled.leave_all()
@@ -480,20 +493,23 @@ class KeyedDropout(Hook):
         self._stack.append(Frame(module, key))
 
     def _forget_calls(self) -> None:
-        """Delete the recorded module calls of the last forward."""
+        """Delete the recorded module calls of the last forward, with which keyed dropout finds out
+        what activation checkpointing recomputes.
+        """
         self._calls.clear()
         self._last_recomputed = None
 
     def _leave(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Pop a module from the stack of running forwards; a forward hook that is called also if
-        the forward raises.
+        """Pop a module from keyed dropout's stack of running forwards; a forward hook that is
+        called also if the forward raises.
         """
         is_on_top = bool(self._stack) and self._stack[-1].module is module
         if is_on_top:  # otherwise `_enter` raised for this call and pushed nothing
             self._stack.pop()
 
     def _key_of_recomputed(self, module: nn.Module, inputs: tuple[Any, ...]) -> int:
-        """Return the path key of the recorded call that activation checkpointing recomputes.
+        """Return the path key of the recorded call that activation checkpointing recomputes, from
+        which keyed dropout draws the same masks again.
 
         If the last forward called the module several times (an encoder of two texts), the call is
         identified as follows. Of the modules that one checkpoint recomputes, the first gets the
@@ -530,7 +546,8 @@ class KeyedDropout(Hook):
 
 def _identity(tensor: Tensor) -> tuple[Any, int, int]:
     """Return a value that is equal for two tensors only if they share storage, offset and version,
-    so that they hold the same values.
+    so that they hold the same values. Keyed dropout compares the inputs of module calls by it, to
+    find the one that activation checkpointing recomputes.
 
     The memory address is not enough: the allocator reuses memory of freed tensors, and in-place
     operations change the values.
@@ -541,12 +558,14 @@ def _identity(tensor: Tensor) -> tuple[Any, int, int]:
 
 
 def _follows(call: RecordedCall, last: RecordedCall) -> bool:
-    """Whether the same parent module made both calls, `call` directly after `last`."""
+    """Whether one forward of a parent module made both module calls, `call` directly after `last`,
+    so that activation checkpointing recomputes them in this order.
+    """
     return call.parent is not None and call.parent == last.parent and call.index == last.index + 1
 
 
 def is_in_backward() -> bool:
     """Whether autograd's backward is running, so that a module forward now is a recomputation by
-    activation checkpointing.
+    activation checkpointing, in which keyed dropout must repeat the masks.
     """
     return torch._C._current_graph_task_id() != -1

@@ -29,16 +29,24 @@ class MaskDrawer(Protocol):
 
     @property
     def running(self) -> nn.Module | None:
-        """The innermost module whose forward is running, or None if no forward is running."""
+        """The innermost module whose forward is running, which draws the next keyed dropout mask;
+        None if no forward is running.
+        """
 
     def needs_mask(self, drop_probability: float, training: bool = True) -> bool:
-        """Whether a call of a dropout function with these arguments needs a mask of this object."""
+        """Whether a call of a dropout function with these arguments needs a keyed mask (drawn from
+        the random keys of the samples) of this object. If not, torch's own function is called.
+        """
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
-        """Draw the next dropout mask of the running module: bool, True where dropout keeps."""
+        """Draw the next dropout mask of the running module from the random keys of the samples:
+        bool, True where dropout keeps.
+        """
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply dropout to a tensor, elementwise, with the next mask of the running module."""
+        """Apply keyed dropout to a tensor, elementwise, with the next mask of the running module,
+        drawn from the random keys of the samples.
+        """
 
 
 def dropout(
@@ -141,8 +149,8 @@ def attention(
 
 
 def _scores_dtype(query: Tensor) -> torch.dtype:
-    """Return the dtype of the attention scores query @ key^T: that of autocast if it is enabled,
-    otherwise that of the query.
+    """Return the dtype of the attention scores query @ key^T, which the bias of attention with
+    keyed dropout gets: that of autocast if it is enabled, otherwise that of the query.
     """
     device_type = query.device.type
     if torch.is_autocast_enabled(device_type):
@@ -161,6 +169,8 @@ def dropped_attention(
 ) -> Tensor:
     """Compute attention with a given dropout mask: dropout(softmax(query @ key^T * scale + bias))
     @ value.
+
+    Keyed dropout needs it, because torch's fused attention draws its own masks.
 
     Args:
         query: Shape (..., num_heads, query length, head_dim).
@@ -230,7 +240,8 @@ DRAWING_FUNCTIONS: list[tuple[object, str, Callable]] = [
 
 
 def _mask_to_bias(attn_mask: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Convert an attention mask to a bias that is added to the attention scores.
+    """Convert an attention mask to a bias that is added to the attention scores, in the replacement
+    of torch's attention that draws keyed dropout.
 
     In a row in which every key is masked, the bias is 0 everywhere, so that its softmax is not NaN.
 

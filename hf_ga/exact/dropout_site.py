@@ -35,7 +35,8 @@ class DropoutSite:
 
     @property
     def rows_per_sample(self) -> int:
-        """How many consecutive rows of the mask's sample dim belong to one sample; 1 if all samples
-        of a window share the mask.
+        """How many consecutive rows of the dropout mask's sample dim belong to one sample, such as
+        its attention heads: the size of this dim in the proof's batch of 2 samples, over 2. 1 if
+        all samples of a window share the mask.
         """
         return 1 if self.sample_dim is None else self.shapes[0][self.sample_dim] // 2

@@ -27,15 +27,15 @@ LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's module inside the wrappers of DDP, FSDP and Accelerate. Accelerate's
-    mixed-precision wrapper of its forward is kept.
+    """Return the user's module inside the wrappers of DDP, FSDP and Accelerate, for which the rule
+    of the proof is stored. Accelerate's mixed-precision wrapper of its forward is kept.
     """
     return extract_model_from_parallel(model, keep_fp32_wrapper=True)
 
 
 def callable_module(model: nn.Module) -> nn.Module:
-    """Return the module to call for the forwards of a window: the module inside DDP, or the model
-    itself under FSDP or without a wrapper.
+    """Return the module that the engine calls for the forwards of a window: the module inside DDP,
+    or the model itself under FSDP or without a wrapper.
 
     The forward of DDP would broadcast buffers and prepare its own gradient all-reduce, which all
     ranks would have to do equally often. The forward of FSDP is needed: it gathers the parameters.
@@ -64,7 +64,7 @@ def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
     accepted_names: set[str] = set()
 
     def keep_accepted(batch: Batch) -> dict[str, Any]:
-        """Return the entries of a batch that the model's forward accepts."""
+        """Return the entries of a collated batch that the model's forward accepts."""
         return {name: value for name, value in batch.items() if name in accepted_names}
 
     for forward in forwards:
@@ -79,8 +79,8 @@ def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
 
 
 def get_output(outputs: Any, name: str) -> Any:
-    """Return an item of a model's outputs by name ("loss", "logits"): an entry of a dict, or an
-    attribute of another object. None if it does not exist.
+    """Return the item of a model's outputs from which a loss is computed, by its name ("loss",
+    "logits"): an entry of a dict, or an attribute of another object. None if it does not exist.
     """
     if isinstance(outputs, Mapping):
         return outputs.get(name)
@@ -141,7 +141,8 @@ def call_loss_fn(loss_fn: LossFunction, outputs: Any, batch: Batch) -> tuple[Ten
 def run_forward(
     model: nn.Module, batch: Batch, loss_fn: LossFunction | None
 ) -> tuple[Tensor, float | None]:
-    """Run the model on a batch, and return the loss.
+    """Run the model on one collated batch, and return its own mean loss, or the sum and number of
+    targets of the user's loss function.
 
     Args:
         model: The model.
@@ -161,7 +162,8 @@ def run_forward(
 
 def compiled_modules(model: nn.Module) -> list[nn.Module]:
     """Return the outermost modules of a model that are compiled in place: `Module.compile` was
-    called for them, or their forward was replaced by `torch.compile(forward)`.
+    called for them, or their forward was replaced by `torch.compile(forward)`. Keyed dropout works
+    differently inside them.
 
     Modules wrapped by `torch.compile(module)` are not found; see `check_not_wrapped`.
     """
@@ -173,13 +175,15 @@ def compiled_modules(model: nn.Module) -> list[nn.Module]:
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a module in it is compiled in place, see `compiled_modules`."""
+    """Whether the model or a module in it is compiled in place, see `compiled_modules`. Keyed
+    dropout works differently in compiled modules, and some speed-ups do not work there.
+    """
     return bool(compiled_modules(model))
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """Check that neither the model nor a module in it is the wrapper that `torch.compile(module)`
-    returns. Modules compiled in place are accepted.
+    """Check, before a model is proven, that neither it nor a module in it is the wrapper that
+    `torch.compile(module)` returns. Modules compiled in place are accepted.
 
     Raises:
         ConfigError: If there is such a wrapper.
@@ -196,7 +200,7 @@ def check_not_wrapped(model: nn.Module) -> None:
 @contextmanager
 def force_eager() -> Iterator[None]:
     """Run everything in the block eagerly, also modules and functions that are compiled by
-    torch.compile.
+    torch.compile, which would compile again for the forwards of the proof and the audits.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
         yield
@@ -206,7 +210,8 @@ def force_eager() -> Iterator[None]:
 
 
 def module_modes(model: nn.Module) -> tuple[bool, ...]:
-    """Return whether each module of a model is in training mode, in the order of `modules()`.
+    """Return whether each module of a model is in training mode, in the order of `modules()`. What
+    is proven about a model's loss holds only for the same modes.
 
     Wrappers of DDP, FSDP and activation checkpointing are skipped, so that the result can be
     compared with that of the same model before it was wrapped.
@@ -216,7 +221,9 @@ def module_modes(model: nn.Module) -> tuple[bool, ...]:
 
 @contextmanager
 def restored_modes(model: nn.Module) -> Iterator[None]:
-    """Restore the training or evaluation mode of every module at the end of the block."""
+    """Restore the training or evaluation mode of every module of a model at the end of the block,
+    whose forwards (of the proof, or of an evaluation) need another one.
+    """
     with ExitStack() as stack:
         for module in model.modules():
             stack.callback(setattr, module, "training", module.training)
@@ -225,8 +232,8 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore all buffers of a model at the end of the block: training forwards in it change
-    running statistics (BatchNorm).
+    """Restore all buffers of a model at the end of the block: additional training forwards in it,
+    such as those of the proof, change running statistics (BatchNorm).
     """
     restore = snapshot_buffers(model)
     try:
@@ -247,8 +254,9 @@ def extra_forwards(model: nn.Module) -> Iterator[None]:
 
 
 def snapshot_buffers(model: nn.Module) -> Callable[[], None]:
-    """Copy all buffers of a model, and return a function that restores them: it registers the same
-    buffer tensors again, if they were replaced, and writes the copied values into them.
+    """Copy all buffers of a model, and return a function that restores them, for a window that is
+    computed again: it registers the same buffer tensors again, if they were replaced, and writes
+    the copied values into them.
     """
     saved = [
         (module, name, buffer, buffer.clone())
@@ -269,8 +277,8 @@ def snapshot_buffers(model: nn.Module) -> Callable[[], None]:
 
 @contextmanager
 def fresh_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
-    """Set the gradients of parameters to None for the block, and add the earlier gradients to the
-    new ones at its end.
+    """Set the gradients of parameters to None for the block, in which those of a new window are
+    computed, and add the earlier gradients to the new ones at its end.
 
     If the block raises, the new gradients are dropped and the earlier ones restored.
     """

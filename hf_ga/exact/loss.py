@@ -30,25 +30,30 @@ POSITIVE_LABELS = "positive labels"
 
 
 def _count_shifted_labels(batch: Batch, num_samples: int) -> int:
-    """Count the targets of a causal language model: all labels except -100 and those in the first
-    column, which no token predicts.
+    """Count the targets over which a causal language model's loss is averaged, by which the loss of
+    a window is divided: all labels except -100 and those in the first column, which no token
+    predicts.
     """
     return int((batch["labels"][..., 1:] != IGNORED_LABEL).sum())
 
 
 def _count_labels(batch: Batch, num_samples: int) -> int:
-    """Count the targets of a head that predicts every label except the ignored label -100."""
+    """Count the targets of a head that predicts every label except the ignored label -100; the loss
+    of a window is divided by the sum of these numbers.
+    """
     return int((batch["labels"] != IGNORED_LABEL).sum())
 
 
 def _count_samples(batch: Batch, num_samples: int) -> int:
-    """Count the targets of a head that has one target per sample."""
+    """Count the targets of a head that has one target per sample, by which the loss of a window is
+    divided.
+    """
     return num_samples
 
 
 def _count_attended_tokens(batch: Batch, num_samples: int) -> int:
-    """Count the targets of a head whose loss averages over all real tokens, whatever their
-    labels.
+    """Count the targets of a head whose loss averages over all real tokens, whatever their labels;
+    the loss of a window is divided by the sum of these numbers.
     """
     return int(batch["attention_mask"].sum())
 
@@ -98,8 +103,8 @@ class FirstPass:
     scaled: Callable[[Tensor], Tensor]
 
     def from_first_rank(self, tensor: Tensor) -> Tensor:
-        """Broadcast the first rank's tensor to all ranks, as they may have rounded differently: an
-        all-reduce in which the other ranks pass zeros.
+        """Broadcast the first rank's tensor, such as a gradient of the window's loss, to all ranks,
+        as they may have rounded differently: an all-reduce in which the other ranks pass zeros.
         """
         return self.all_reduce(tensor if self.process_index == 0 else torch.zeros_like(tensor))
 
@@ -136,7 +141,7 @@ class Loss(Hook):
     direct_gradients: Sequence[tuple[nn.Parameter, Tensor]] = ()
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
-        """Count the targets of a collated batch on the host.
+        """Count the targets of a collated batch on the host, before any forward of its window.
 
         Args:
             batch: The batch.
@@ -169,8 +174,8 @@ class Loss(Hook):
 
     @property
     def additive(self) -> "Loss":
-        """The loss whose additivity the proof and the audits check: this one, unless a subclass
-        has another.
+        """The loss that the proof and the audits test for whether its sums over micro-batches add
+        up to that of their window: this one, unless a subclass has another.
         """
         return self
 
@@ -191,7 +196,8 @@ class Loss(Hook):
         raise NotImplementedError
 
     def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
-        """Divide loss sums by numbers of targets, and add up the quotients.
+        """Divide loss sums of a micro-batch by numbers of targets, and add up the quotients: one
+        for each mean of the loss.
 
         Args:
             sums: The sums of a micro-batch from `sums`.
@@ -216,11 +222,13 @@ class HeadMean(Loss):
     """
 
     def __init__(self, name: str) -> None:
-        """Create the loss of a head that counts its targets by the rule with this name."""
+        """Create the loss of a head, which is a mean over the targets that the rule of this name
+        counts.
+        """
         self.name = name
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
-        """Count the targets of a batch by the head's counting rule."""
+        """Count the targets of a batch by the head's rule in `COUNTING_RULES`."""
         return (COUNTING_RULES[self.name](batch, num_samples),)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
@@ -242,7 +250,9 @@ class SumOfMeans(Loss):
     """
 
     def __init__(self, name: str) -> None:
-        """Create the loss of the kind of head with this name, from its means."""
+        """Create the loss of the kind of head with this name: a sum of several means over different
+        targets.
+        """
         self.name = name
         self.means = SUM_OF_MEANS_HEADS[name]
         self.num_means = len(self.means)
@@ -251,7 +261,7 @@ class SumOfMeans(Loss):
         )
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
-        """Count the targets of each mean of the head's loss in a batch."""
+        """Count the targets in a batch separately for each mean of the head's loss."""
         return tuple(mean.count(batch) for mean in self.means)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
@@ -275,23 +285,27 @@ class UserLoss(Loss):
     name = "loss_fn"
 
     def __init__(self, loss_fn: LossFunction) -> None:
-        """Wrap the user's loss function, and find out whether it can count targets beforehand."""
+        """Wrap the user's loss function, and find out whether it can count the targets of a window
+        before its forwards: whether it has a method `count_targets`.
+        """
         self.loss_fn = loss_fn
         self.counts_in_forward = not hasattr(loss_fn, "count_targets")
 
     def contributes(self, counts: Counts) -> bool:
-        """Whether a micro-batch may contribute to the loss: always, as a sum may have a gradient
-        although its number of targets is 0.
+        """Whether a micro-batch may contribute to the window's loss: always, as the sum that the
+        user's `loss_fn` returns may have a gradient although its number of targets is 0.
         """
         return True
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
-        """Count the targets by `loss_fn.count_targets`; () if it has no such method."""
+        """Count the targets of a batch by the user's `loss_fn.count_targets`; () if it has no such
+        method, so that they are counted in the forward.
+        """
         return () if self.counts_in_forward else (self.loss_fn.count_targets(batch),)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """Return the sum of the loss and the number of targets from the user's loss function. A sum
-        that is NaN becomes 0.0 if there are no targets.
+        """Return the sum of the loss over a micro-batch's targets and their number from the user's
+        loss function. A sum that is NaN becomes 0.0 if there are no targets.
         """
         total, num_targets = call_loss_fn(self.loss_fn, outputs, call.batch)
         if num_targets == 0 and bool(total.isnan()):
@@ -313,7 +327,9 @@ class WithRouter(Loss):
     needs_first_pass = True
 
     def __init__(self, loss: Loss, router: Router) -> None:
-        """Combine a loss with the load-balancing loss of a router, which keeps its name."""
+        """Combine a loss with the load-balancing loss of a mixture of experts; the combined loss
+        has the name of the first one.
+        """
         self.loss = loss
         self.router = router
         self.name = loss.name
@@ -321,16 +337,20 @@ class WithRouter(Loss):
         self.needs_same_padded_length = loss.needs_same_padded_length
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which the load-balancing loss that the model itself adds is 0."""
+        """Return a context in which the load-balancing loss that a mixture of experts itself adds
+        to its loss is 0, so that `mean` can add that of the whole window.
+        """
         return self.router.patched()
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
-        """Count the targets of the loss without the load-balancing loss."""
+        """Count the targets of the loss without the load-balancing loss (mixture of experts) in a
+        batch.
+        """
         return self.loss.count(batch, num_samples)
 
     def contributes(self, counts: Counts) -> bool:
-        """Whether a micro-batch contributes to the loss: always, as the load-balancing loss counts
-        the tokens of a micro-batch without targets, too.
+        """Whether a micro-batch contributes to the window's loss: always, as the load-balancing
+        loss of a mixture of experts counts the tokens of a micro-batch without targets, too.
         """
         return True
 
@@ -350,15 +370,17 @@ class WithRouter(Loss):
         return (*first_pass.totals, window_counts)
 
     def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """Return the sums and counts of the loss without load balancing, and the counts of the
-        router as the last item of both.
+        """Return a micro-batch's sums and counts of the loss without load balancing, and the counts
+        of the mixture of experts' router (`Router.take`) as the last item of both.
         """
         sums, counts = self.loss.sums(outputs, call)
         router_counts = self.router.take()
         return (*sums, router_counts), (*counts, router_counts.detach())
 
     def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
-        """Return the mean of the loss without load balancing, plus the load-balancing loss."""
+        """Return what a micro-batch adds to the window's mean loss: the mean of the loss without
+        load balancing, plus the load-balancing loss of the mixture of experts.
+        """
         *other_sums, router_counts = sums
         *other_totals, window_router_counts = totals
         balancing_loss = self.router.loss(router_counts, window_router_counts)

@@ -18,7 +18,9 @@ BLOCK = 1024  # elements of the mask that one program draws
 
 @triton.jit
 def mixed(values):
-    """Hash uint64 values in a kernel: `hashing.mixed`, one step of `hashing.fold_in`."""
+    """Hash uint64 values in the Triton kernel of keyed dropout (masks are hashes of the random keys
+    of samples), as `hashing.mixed` does: one step of `hashing.fold_in`.
+    """
     values += 0x9E3779B97F4A7C15
     values = (values ^ (values >> 30)) * 0xBF58476D1CE4E5B9
     values = (values ^ (values >> 27)) * 0x94D049BB133111EB
@@ -27,8 +29,8 @@ def mixed(values):
 
 @triton.jit
 def is_kept(row_keys, columns, threshold):
-    """Draw elements of a dropout mask in a kernel, as `masks.keep_columns`: True where dropout
-    keeps.
+    """Draw elements of a keyed dropout mask in a Triton kernel by hashing each row's random key
+    with the column index, with the same bits as `masks.keep_columns`: True where dropout keeps.
 
     Args:
         row_keys: The random keys of the rows: uint64, broadcastable with `columns`.
@@ -47,8 +49,9 @@ def is_kept(row_keys, columns, threshold):
 def _padded_row_keys(
     SEEDS, rows, is_row, rows_per_sample, size_0, size_1, size_2, size_3, NUM_OUTER_DIMS
 ):
-    """Compute the random keys of rows of a padded micro-batch's dropout mask, as `masks.row_keys`:
-    the hash of a sample's seed with the row's coordinates, one dim after the other.
+    """Compute the random keys of rows of a padded micro-batch's keyed dropout mask in a Triton
+    kernel, as `masks.row_keys`: the hash of a sample's seed with the row's coordinates, one dim
+    after the other.
 
     Args:
         SEEDS: Pointer to the samples' seeds, int64.
@@ -84,8 +87,9 @@ def _padded_row_keys(
 
 @triton.jit
 def _packed_row_keys(SEEDS, SAMPLES, POSITIONS, rows, is_row):
-    """Compute the random keys of packed tokens' rows, equal to those that the tokens have in a
-    padded micro-batch. There, the coordinates are 0 (one row per sample) and the position.
+    """Compute the random keys of packed tokens' rows of a keyed dropout mask in a Triton kernel,
+    equal to those that the tokens have in a padded micro-batch. There, the coordinates are 0 (one
+    row per sample) and the position.
 
     Args:
         SEEDS: Pointer to the samples' seeds, int64.
@@ -137,8 +141,9 @@ def _dropout_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_COLUMNS: tl.constexpr,
 ):
-    """Draw one block of rows and columns of a dropout mask. Store the mask, or apply it to X: x
-    scaled by 1 / (1 - p) where it keeps, 0 elsewhere.
+    """Triton kernel of keyed dropout: draw one block of rows and columns of a mask from the random
+    keys of the samples. Store the mask, or apply it to X: x scaled by 1 / (1 - p) where it keeps, 0
+    elsewhere.
 
     Args:
         X: Pointer to the input of dropout; not read if WRITES_MASK.
@@ -179,10 +184,11 @@ def _dropout_kernel(
 
 
 def keep_mask(seeds: Tensor, sizes: Sequence[int], threshold: int) -> Tensor:
-    """Draw a dropout mask with the Triton kernel: True where dropout keeps an element.
+    """Draw a keyed dropout mask with the Triton kernel, equal to that of `masks.keep_mask`: True
+    where dropout keeps an element.
 
     Args:
-        seeds: Keys of the samples, XOR the key of the dropout site: int64, shape (samples,).
+        seeds: Random keys of the samples, XOR the key of the dropout site: int64, shape (samples,).
         sizes: Shape of one sample's mask: at least 1 and at most `MAX_OUTER_DIMS` + 1 dims.
         threshold: From `masks.keep_threshold`.
 
@@ -203,7 +209,8 @@ def dropped(
     threshold: int,
     scale: float,
 ) -> Tensor:
-    """Apply dropout with the Triton kernel: x * scale where the mask keeps, 0 elsewhere.
+    """Apply keyed dropout with the Triton kernel, which draws the mask from the random keys of the
+    samples: x * scale where the mask keeps, 0 elsewhere.
 
     No mask is stored, neither here nor for the backward, which draws it again.
 
@@ -225,7 +232,7 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *settings: Any) -> Tensor:
-        """Apply dropout to x, and save the settings for the backward.
+        """Apply keyed dropout to x, and save the settings for the backward.
 
         Args:
             ctx: The autograd context.
@@ -237,7 +244,8 @@ class _Dropped(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        """Backward of dropout: apply the same dropout to the gradient of the output.
+        """Backward of keyed dropout: draw the same mask from the random keys of the samples again,
+        and apply it to the gradient of the output.
 
         It calls this autograd function again, so that second derivatives work. The other arguments
         of `dropped` have no gradient.
@@ -255,7 +263,8 @@ def _launch(
     threshold: int,
     scale: float,
 ) -> Tensor:
-    """Launch the Triton kernel that draws a dropout mask or applies it, and return `out`.
+    """Launch the Triton kernel that draws a dropout mask from the random keys of samples (keyed
+    dropout), or applies it, and return `out`.
 
     Args:
         x: The input of dropout; not read if `out` is bool.

@@ -93,7 +93,8 @@ def keep_mask(
 
 
 def apply_dropout_mask(x: Tensor, drop_probability: float, kept: Tensor) -> Tensor:
-    """Apply dropout with a given mask: x / (1 - p) where the mask is True, and 0 elsewhere.
+    """Apply dropout with a given mask, which keyed dropout has drawn from the random keys of the
+    samples: x / (1 - p) where the mask is True, and 0 elsewhere.
 
     Only the mask is saved for the backward, one byte per element.
 
@@ -121,8 +122,8 @@ def drop(
     drop_probability: float,
     tokens: tuple[Tensor, Tensor] | None = None,
 ) -> Tensor | None:
-    """Apply dropout to a tensor with a Triton kernel that draws the mask of `keep_mask` without
-    storing it.
+    """Apply keyed dropout to a tensor with a Triton kernel that draws the mask of `keep_mask` from
+    the random keys of the samples without storing it.
 
     Args:
         x: The input of dropout.
@@ -155,13 +156,15 @@ def drop(
 
 
 def has_kernels(device: torch.device) -> bool:
-    """Whether a device runs the dropout kernels: a CUDA GPU, with Triton installed."""
+    """Whether a device runs the Triton kernels that draw keyed dropout masks: a CUDA GPU, with
+    Triton installed.
+    """
     return device.type == "cuda" and has_triton()
 
 
 def row_keys(seeds: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Return a random key for every row of a dropout mask: the hash of a sample's seed with all
-    coordinates except the last.
+    """Return a random key for every row of the dropout masks of samples: the hash of a sample's
+    seed with all coordinates except the last.
 
     Dims of size 1 are hashed too, because micro-batches padded to length 1 and to length 2 must
     agree on column 0.
@@ -177,8 +180,8 @@ def row_keys(seeds: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def fold_in_coordinates(keys: Tensor, sizes: Sequence[int]) -> Tensor:
-    """Hash each random key with all coordinates of further dims, so that every element of these
-    dims gets a key of its own.
+    """Hash each random key of keyed dropout with all coordinates of further dims of the mask, so
+    that every element of these dims gets a key of its own.
 
     Args:
         keys: int64.
@@ -193,7 +196,8 @@ def fold_in_coordinates(keys: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def keep_columns(rows: Tensor, size: int, drop_probability: float) -> Tensor:
-    """Draw the rows of a dropout mask, True where dropout keeps an element.
+    """Draw the rows of a keyed dropout mask by hashing each row's random key with the column
+    indices: True where dropout keeps an element.
 
     Args:
         rows: The random keys of the rows from `row_keys`: int64, any shape.
@@ -218,11 +222,13 @@ def keep_columns(rows: Tensor, size: int, drop_probability: float) -> Tensor:
 
 
 def _uniform_int32(rows: Tensor, size: int) -> Tensor:
-    """Draw uniformly distributed int32 numbers by hashing each row's key with the column index.
+    """Draw uniformly distributed int32 numbers for a keyed dropout mask by hashing each row's key
+    with the column index.
 
     Args:
-        rows: The random keys of the rows: int64, shape (rows,). Both of their 32-bit halves count.
-        size: Columns of each row.
+        rows: The random keys of the rows: int64, shape (rows,). Both of their 32-bit halves are
+            used.
+        size: Number of columns of each row.
 
     Returns:
         int32, shape (rows, size).
@@ -238,7 +244,8 @@ def _uniform_int32(rows: Tensor, size: int) -> Tensor:
 
 
 def keep_threshold(drop_probability: float) -> int:
-    """Return the threshold with which a mask is drawn: dropout keeps an element if its uniformly
-    distributed int32 is at least this number, which has probability 1 - p.
+    """Return the threshold with which keyed dropout draws a mask: it keeps an element if the
+    uniformly distributed int32 of this element is at least the threshold, which has probability
+    1 - p.
     """
     return max(-(1 << 31), min((1 << 31) - 1, round(drop_probability * 2**32) - (1 << 31)))

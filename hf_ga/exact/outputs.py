@@ -8,7 +8,8 @@ from torch import Tensor
 
 def named_tensors(outputs: Any, name: str = "") -> dict[str, Tensor]:
     """Return all tensors in a model's nested outputs by name: the keys and indices on the way to
-    the tensor, joined with dots.
+    the tensor, joined with dots. A loss of a whole window joins the outputs of its micro-batches by
+    these names.
 
     Args:
         outputs: A tensor, or nested mappings (also ModelOutput of transformers), lists and tuples
@@ -28,7 +29,7 @@ def named_tensors(outputs: Any, name: str = "") -> dict[str, Tensor]:
 
 def non_tensor_values(outputs: Any) -> list[Any]:
     """Return the values in a model's nested outputs that are not tensors, such as numbers and None,
-    in their order.
+    in their order. For a loss of a whole window, they must be the same in all micro-batches.
 
     Args:
         outputs: See `named_tensors`.
@@ -44,7 +45,8 @@ def non_tensor_values(outputs: Any) -> list[Any]:
 
 
 def with_tensors(outputs: Any, tensors: Mapping[str, Tensor], name: str = "") -> Any:
-    """Return a copy of a model's nested outputs in which every tensor is replaced.
+    """Return a copy of a model's nested outputs in which every tensor is replaced: those of a
+    micro-batch by those of all samples, for a loss of the whole window.
 
     Args:
         outputs: See `named_tensors`.
@@ -68,8 +70,8 @@ def with_tensors(outputs: Any, tensors: Mapping[str, Tensor], name: str = "") ->
 
 
 def _items(outputs: Any) -> list[tuple[Any, Any]]:
-    """Return the (key, value) pairs of a mapping, the (index, value) pairs of a list or tuple, and
-    [] for anything else.
+    """Return the items on one level of a model's nested outputs: the (key, value) pairs of a
+    mapping, the (index, value) pairs of a list or tuple, and [] for anything else.
     """
     if isinstance(outputs, Mapping):
         return list(outputs.items())

@@ -51,7 +51,7 @@ class Router:
 
     def __init__(self, model: nn.Module) -> None:
         """Find the Python modules that define the load-balancing loss of the model's mixture of
-        experts.
+        experts, which is replaced so that it can be split over micro-batches.
         """
         # The Python modules that define the classes of the model's layers.
         python_modules = {sys.modules.get(type(module).__module__) for module in model.modules()}
@@ -163,7 +163,7 @@ def _count_choices(
     gate_logits: Sequence[Tensor], top_k: int, attention_mask: Tensor | None
 ) -> Tensor:
     """Count how often a mixture of experts chooses each expert, and sum the router's probabilities
-    of each expert, over the real tokens of all layers.
+    of each expert, over the real tokens of all layers. Such counts add up over micro-batches.
 
     Args:
         gate_logits: For each layer, the router's logits of shape (tokens, experts).

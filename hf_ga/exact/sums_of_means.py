@@ -34,17 +34,22 @@ class LabelMean:
     count_depends_on_padded_length = False
 
     def count(self, batch: Batch) -> int:
-        """Count the targets of a batch on the host: the labels other than -100."""
+        """Count the targets of one mean of a head's loss in a batch, on the host: the labels other
+        than -100.
+        """
         return int((batch[self.labels] != IGNORED_LABEL).sum())
 
     def total(self, outputs: Any, batch: Batch) -> Tensor:
-        """Sum the cross entropy over the targets of a batch: a scalar of at least float32."""
+        """Sum the cross entropy of one mean of a head's loss over the targets of a batch: a scalar
+        of at least float32.
+        """
         logits = self.logits_of(outputs)
         rows = logits.reshape(-1, logits.shape[-1])
         return F.cross_entropy(rows, batch[self.labels].reshape(-1), reduction="sum")
 
     def logits_of(self, outputs: Any) -> Tensor:
-        """Return this mean's logits from the model's outputs, in at least float32.
+        """Return the logits of one mean of a head's loss from the model's outputs, in at least
+        float32.
 
         Raises:
             LossNotAdditive: If the outputs do not contain them.
@@ -68,11 +73,14 @@ class PositionMean(LabelMean):
     count_depends_on_padded_length = True
 
     def count(self, batch: Batch) -> int:
-        """Count the samples whose answer position is within the padded length."""
+        """Count the targets of a question answering head's mean in a batch: the samples whose
+        answer position is within the padded length.
+        """
         return int((batch[self.labels] < batch["input_ids"].shape[1]).sum())
 
     def total(self, outputs: Any, batch: Batch) -> Tensor:
-        """Sum half the cross entropy over the samples whose answer is within the padded length.
+        """Sum half the cross entropy of the answer's position (question answering) over the samples
+        whose answer is within the padded length. The other half is that of the other position.
 
         Raises:
             LossNotAdditive: If the logits do not have shape (samples, padded length).
@@ -107,8 +115,8 @@ SUM_OF_MEANS_HEADS: dict[str, tuple[LabelMean, ...]] = {
 
 
 def find_sum_of_means(entries: Batch) -> str | None:
-    """Return the name of the kind of head whose labels a batch has, or None if it has all labels of
-    none.
+    """Return the name of the kind of head, among those whose loss is a sum of several means, for
+    which a batch has all labels. None if there is no such kind.
 
     Args:
         entries: The entries of the batch that the model's forward accepts.

@@ -52,7 +52,9 @@ class UsedOutputs:
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all outputs that the loss uses, with or without a gradient."""
+        """The names of all model outputs that the loss of the whole window uses, with or without a
+        gradient.
+        """
         return self.per_sample | self.shared | self.without_gradient
 
 
@@ -69,27 +71,37 @@ class LazyWindowBatch(Mapping):
     """
 
     def __init__(self, window: Window, device: torch.device) -> None:
-        """Create the batch of a window without collating it yet."""
+        """Create the batch of all samples of a window, for a `whole_batch` loss, without collating
+        it yet.
+        """
         self._window = window
         self._device = device
-        self._batch: Batch | None = None
+        self._batch: Batch | None = None  # None until an entry is read
 
     def _collated(self) -> Batch:
-        """Collate all samples of the window in the first call, and return their batch."""
+        """Return the batch of all samples of the window for a `whole_batch` loss; the first call
+        collates it.
+        """
         if self._batch is None:
             self._batch = self._window.whole_batch(self._device)
         return self._batch
 
     def __getitem__(self, name: str) -> Any:
-        """Return an entry of the batch, which is collated at the first access."""
+        """Return an entry of the window's batch for a `whole_batch` loss. The first access collates
+        the batch.
+        """
         return self._collated()[name]
 
     def __iter__(self) -> Iterator[str]:
-        """Iterate over the names of the batch's entries."""
+        """Iterate over the names of the entries of the window's batch, which is collated at the
+        first access.
+        """
         return iter(self._collated())
 
     def __len__(self) -> int:
-        """Return the number of entries of the batch."""
+        """Return the number of entries of the window's batch, which is collated at the first
+        access.
+        """
         return len(self._collated())
 
 
@@ -106,12 +118,15 @@ class ProbeLoss:
     """
 
     def __init__(self, used: UsedOutputs) -> None:
-        """Create a loss function of the model outputs that a `whole_batch` loss uses."""
+        """Create the loss function that the proof and the audits of a `whole_batch` loss test in
+        its place, from the model outputs that it uses.
+        """
         self.used = used
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, int]:
         """Return the sum of (o + r)^2 / 2 over all elements o of the outputs, with constants r, and
-        the number of samples; a `loss_fn`.
+        the number of samples: a `loss_fn` that is additive if the outputs of a sample do not depend
+        on the others, which a `whole_batch` loss needs.
         """
         tensors = named_tensors(outputs)
         total = torch.zeros(())
@@ -159,22 +174,27 @@ class WholeWindow(Loss):
         self.used = used
         self.uses_parameters = used.uses_parameters
         self.direct_gradients: list[tuple[nn.Parameter, Tensor]] = []
-        self._gradients: _Gradients | None = None
+        self._gradients: _Gradients | None = None  # of the window that `prepare` got last
 
     @property
     def value(self) -> Tensor:
-        """The loss of the window that was passed to `prepare`, a scalar."""
+        """The user's `whole_batch` loss of the window that was last passed to `prepare`, a
+        scalar.
+        """
         return self._gradients.loss
 
     @property
     def additive(self) -> UserLoss:
-        """The loss that the proof and the audits check instead: it is additive if and only if the
-        outputs of a sample do not depend on the split.
+        """The loss that the proof and the audits check in place of a loss of the whole window: it
+        is additive if and only if the outputs of a sample do not depend on the split into
+        micro-batches.
         """
         return UserLoss(ProbeLoss(self.used))
 
     def count(self, batch: Batch, num_samples: int) -> Counts:
-        """Return the number of samples: every sample is a target."""
+        """Return the number of samples as the number of targets of a loss of the whole window:
+        every sample is a target.
+        """
         return (num_samples,)
 
     def prepare(self, first_pass: FirstPass) -> Counts:
@@ -246,7 +266,8 @@ class WholeWindow(Loss):
     def _copy_outputs(
         self, outputs: Any, call: Call, window: Window, tensors: dict[str, Tensor]
     ) -> None:
-        """Copy the outputs of a micro-batch to the rows of its samples in the window's outputs.
+        """Copy the outputs of a micro-batch to the rows of its samples in the outputs of the whole
+        window. An output that all samples share is stored as it is.
 
         Args:
             outputs: What the model returned for the micro-batch.
@@ -300,7 +321,9 @@ class WholeWindow(Loss):
         return (only_gradient + value,), call.counts
 
     def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
-        """Return a micro-batch's term as it is: `whole_batch` has already divided it."""
+        """Return a micro-batch's term of the loss of the whole window as it is: the user's
+        `whole_batch` has already divided it.
+        """
         return sums[0]
 
 
@@ -393,7 +416,7 @@ def _check_rows(name: str, output: Tensor, rows: Tensor, num_samples: int) -> No
         num_samples: The number of samples of the micro-batch.
 
     Raises:
-        LossNotAdditive: If it does not.
+        LossNotAdditive: If it has another number of rows, or rows of another shape.
     """
     has_rows = output.dim() > 0 and len(output) == num_samples
     if has_rows and output.shape[1:] == rows.shape[1:]:
@@ -432,5 +455,7 @@ def parameters_of(whole_batch: WholeBatchLoss) -> list[nn.Parameter]:
 
 
 def _distinct(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
-    """Drop repeated parameters, and keep the order."""
+    """Drop repeated parameters, and keep the order: the model and a loss of the whole window may
+    share some.
+    """
     return list(dict.fromkeys(parameters))
