@@ -106,11 +106,14 @@ class _GradientTaker(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        """Make the callback for a trainer that the equivalence check runs."""
         self.trainer = trainer
         self.gradients: Gradients = {}
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the gradients of the trainer's model from `.grad` into `self.gradients`."""
+        """Move the gradients of the trainer's model from `.grad` into `self.gradients`, for the
+        equivalence check.
+        """
         self.gradients = _take_from_prepared(self.trainer.model_wrapped)
 
 
@@ -185,7 +188,8 @@ def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
 
 
 def _take_from_prepared(prepared: nn.Module) -> Gradients:
-    """Take the gradients of a model that Accelerate or Trainer prepared (`take_gradients`).
+    """Take the gradients of a model that Accelerate or Trainer prepared in the equivalence check:
+    return them by parameter name, and set every `.grad` to None.
 
     Under DDP also keep the process group alive until the wrapper is destroyed, which may hang
     otherwise.
