@@ -245,7 +245,7 @@ class Accelerator(accelerate.Accelerator):
     def backward(
         self, loss: Any, *, num_targets: float | Tensor | None = None, **kwargs: Any
     ) -> Tensor | None:
-        """Add the gradient of a micro-batch's part of the window's mean loss.
+        """Add the gradient of a micro-batch's part of the window's mean loss, in the user's loop.
 
         Args:
             loss: The model's own loss of this micro-batch, neither divided nor scaled. A criterion

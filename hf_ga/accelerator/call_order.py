@@ -33,7 +33,7 @@ class CallOrder:
     """
 
     def __init__(self) -> None:
-        """Start before the first window, with no micro-batch handed out."""
+        """Start before the first window of a user's loop, with no micro-batch handed out."""
         self.index = 0
         self.is_waiting = False
         self.is_complete = True

@@ -177,8 +177,8 @@ class CriteriaRecorder:
             self._module_hook = None
 
     def _record_submodule(self, module: nn.Module, args: tuple) -> None:
-        """Global forward pre-hook: record a submodule of the trained model that the loop calls
-        directly, such as its output layer.
+        """Global forward pre-hook: record the name of a submodule of the trained model that the
+        user's loop calls directly, in training mode with gradients, such as its output layer.
 
         The recorder is off during the model's own forward, so calls from there are not recorded.
         """

@@ -25,7 +25,8 @@ def engine_if_provable(
     batches_are_mappings: bool,
 ) -> Engine | None:
     """Make the engine that computes a window of a user's loop. A model that is not proven yet is
-    proven first: trial forwards and backwards test how its loss adds up over samples.
+    proven first: trial forwards and backwards test how its loss adds up over samples. The settings
+    and the result of the proof are stored for later windows.
 
     Args:
         accelerator: The accelerator of the loop.

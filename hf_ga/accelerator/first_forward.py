@@ -60,7 +60,9 @@ def prove_first_forward(
     samples, shared = _split_into_samples(arguments, num_samples)
 
     def collate(chosen: list[dict[str, Tensor]]) -> dict[str, Any]:
-        """Stack samples into keyword arguments of the model, and add the shared arguments."""
+        """Stack samples, taken from the arguments of the loop's first forward, into keyword
+        arguments of the model, and add the arguments that all samples share.
+        """
         stacked = {name: torch.stack([sample[name] for sample in chosen]) for name in chosen[0]}
         return {**stacked, **shared}
 

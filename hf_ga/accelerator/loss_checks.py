@@ -89,18 +89,18 @@ class LossChecks:
         return self._results[operations]
 
     def criterion_mean_of(self, loss: Tensor, record: MicroBatchRecord) -> CriterionMean:
-        """Find which call of a torch loss function, such as `cross_entropy`, returned the loss of a
-        user's loop.
+        """Find the mean of a torch loss function, such as `cross_entropy`, that a user's loop
+        passed as its loss.
 
         Args:
             loss: The loss that the user's loop passed to `accelerator.backward`.
-            record: The record of the micro-batch, with the means that such calls returned.
+            record: The record of the micro-batch, with the means that such functions returned.
 
         Returns:
-            The mean that this call returned, with what it was divided by.
+            The mean, with what it was divided by.
 
         Raises:
-            LossNotAdditive: If no such call returned the loss.
+            LossNotAdditive: If the loss is not such a mean.
         """
         operations = _last_operations(loss)
         if operations in self._checked_means and not self._is_check_due:
@@ -135,8 +135,8 @@ class LossChecks:
         self._checked_sums.add(operations)
 
     def _find_comparison(self, loss: Tensor, outputs: Any, num_samples: int) -> str | None:
-        """Find out whether a loss sum compares the samples of a micro-batch, by its operations and,
-        where it is possible and cheap, by its second derivatives.
+        """Find out whether the loss sum of a user's loop compares the samples of a micro-batch: by
+        its operations and, where it is possible and cheap, by its second derivatives.
 
         Args:
             loss: The sum that the user's loop passed to `accelerator.backward`.
@@ -210,7 +210,7 @@ def _compare_with_model_loss(loss: Tensor, record: MicroBatchRecord) -> bool:
     except LossNotAdditive:
         if not record.means:
             raise
-        find_criterion_mean(loss, record)  # raises if it is no mean of a criterion either
+        find_criterion_mean(loss, record)  # raises if it is not such a mean either
         return False
     return True
 

@@ -89,21 +89,21 @@ class MicroBatchRecord:
 
 
 def find_criterion_mean(loss: Tensor, record: MicroBatchRecord) -> CriterionMean:
-    """Find which call of a torch loss function, such as `cross_entropy`, returned the loss of a
-    user's loop.
+    """Find the mean of a torch loss function, such as `cross_entropy`, that a user's loop passed as
+    its loss.
 
     The loss may also contain a term that does not depend on data, such as a penalty on the weights.
 
     Args:
         loss: The loss that the user's loop passed to `accelerator.backward`.
-        record: The record of the micro-batch, with the means that such calls returned.
+        record: The record of the micro-batch, with the means that such functions returned.
 
     Returns:
-        The mean that this call returned, with what it was divided by.
+        The mean, with what it was divided by.
 
     Raises:
-        LossNotAdditive: If no such call returned the loss, if the loop multiplied it by a factor,
-            or if it compares samples with each other.
+        LossNotAdditive: If the loss is not such a mean, if the loop multiplied it by a factor, or
+            if it compares samples with each other.
     """
     _check_origin(loss, record)
     tensors = output_tensors(record.outputs)

@@ -64,8 +64,9 @@ class LossTerms:
         loss: Tensor,
         num_targets: float | Tensor | None,
     ) -> None:
-        """Check the loss of a micro-batch, and run the backward of its term of the window's mean
-        loss: the sum of the micro-batch's losses divided by the targets of the window.
+        """Check the loss that a user's loop passed for a micro-batch, and run the backward of its
+        term of the window's mean loss: the sum of the micro-batch's losses divided by the targets
+        of the window.
 
         Args:
             engine: The engine of the window.
@@ -114,8 +115,8 @@ class LossTerms:
     def _backward_of_model_loss(
         self, engine: Engine, recorder: ForwardRecorder, loss: Tensor
     ) -> None:
-        """Run the backward of the term of a micro-batch whose loss is the model's own, possibly
-        plus a penalty on the weights.
+        """Run the backward for a micro-batch for which the user's loop passed the model's own loss,
+        possibly plus a penalty on the weights: that of its term of the window's mean loss.
 
         Args:
             engine: The engine of the window.

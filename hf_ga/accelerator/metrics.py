@@ -32,7 +32,7 @@ def gather_rows(
         return gather_object(list(values)[:num_rows])
 
     def gather(value: Tensor) -> Tensor:
-        """Gather the rows of one tensor from all processes."""
+        """Gather the rows of one tensor of the user's metrics from all processes."""
         local_rows = value[:num_rows] if value.dim() else value
         return gather_uneven(accelerator.gather, local_rows)
 

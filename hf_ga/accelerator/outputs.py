@@ -270,8 +270,8 @@ class ForwardRecorder:
 
 
 def model_loss_of(outputs: Any) -> Tensor | None:
-    """Return the loss that the model of a user's loop computed from its labels itself, out of its
-    outputs.
+    """Return the loss that the model of a user's loop itself computed from the labels, taken from
+    the model's outputs.
 
     It is `outputs.loss`, the first entry of a tuple if that is a scalar, or `outputs` if that is a
     scalar tensor. Logits that are not computed yet stay so.
@@ -379,14 +379,16 @@ class _LazyOutputs:
     _output_class: type  # the original class
 
     def __getattribute__(self, name: str) -> Any:
-        """Read an attribute of a model's outputs; any but the loss first computes the logits."""
+        """Read an attribute of a model's outputs in a user's loop. For any but the loss, the logits
+        are computed first.
+        """
         if name not in ("loss", "__class__", "__dict__"):
             _compute_logits(self)
         return object.__getattribute__(self, name)
 
     def __getitem__(self, key: Any) -> Any:
-        """Read an entry of a model's outputs by name or index; any but the loss first computes the
-        logits.
+        """Read an entry of a model's outputs by name or index in a user's loop. For any but the
+        loss, the logits are computed first.
         """
         if key == "loss":
             return dict.__getitem__(self, key)
@@ -395,7 +397,7 @@ class _LazyOutputs:
         return _compute_logits(self)[key]
 
     def __iter__(self) -> Any:
-        """Compute the logits, and iterate over the names of the model's outputs."""
+        """Compute the logits, and iterate over the names of a model's outputs in a user's loop."""
         return iter(_compute_logits(self))
 
     def __len__(self) -> int:
@@ -403,7 +405,7 @@ class _LazyOutputs:
         return dict.__len__(self)
 
     def __reduce__(self) -> Any:
-        """Compute the logits, and pickle the outputs as their original class does."""
+        """Compute the logits of a model's outputs, and pickle them as their original class does."""
         return _compute_logits(self).__reduce__()
 
 

@@ -89,8 +89,8 @@ class InitialSchedulerState:
         self.learning_rates = [group["lr"] for group in scheduler.optimizer.param_groups]
 
     def convert(self, saved_num_processes: int, num_processes: int) -> None:
-        """Convert a learning rate scheduler that was restored from a checkpoint to another number
-        of processes, at the same update.
+        """Convert a prepared learning rate scheduler that `accelerator.load_state` restored to
+        another number of processes, at the same update.
 
         Does nothing for a scheduler that steps once per update on any number of processes.
 

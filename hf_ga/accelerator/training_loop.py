@@ -79,8 +79,8 @@ class TrainingLoop:
 
     @property
     def is_in_windows(self) -> bool:
-        """Whether the loader that the user iterates over yields windows now, which is not so in an
-        evaluation.
+        """Whether the loader that the user's loop iterates over yields windows now, which is not so
+        in an evaluation.
         """
         active = self.accelerator.gradient_state.active_dataloader
         return isinstance(active, WindowedDataLoader) and active.is_yielding_windows
@@ -283,8 +283,8 @@ class TrainingLoop:
     def _before_any_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
     ) -> None:
-        """Step pre-hook of all torch optimizers during a window: refuse a step of an optimizer that
-        would update the model before the window's gradient is complete.
+        """Step pre-hook of all torch optimizers during a window of the user's loop: refuse a step
+        that would update the model before the window's gradient is complete.
         """
         if self.engine is not None:
             self.call_order.check_other_optimizer(self.engine, optimizer)
@@ -293,8 +293,8 @@ class TrainingLoop:
         """Return whether the user's loop is in an evaluation, which explains a call of
         `accelerator.backward` that no micro-batch waits for.
 
-        It is if no model is in training mode now, or was when the iteration over the loader began:
-        then the loader yields Accelerate's own batches.
+        That is so if no model is in training mode now, or if none was when the loop began to
+        iterate over the loader, which then yields Accelerate's own batches.
         """
         active = self.accelerator.gradient_state.active_dataloader
         if isinstance(active, WindowedDataLoader) and not active.is_yielding_windows:

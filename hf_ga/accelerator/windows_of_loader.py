@@ -36,8 +36,8 @@ def make_windows(
     collate: DictCollator,
     seed: int,
 ) -> WindowLoader | StreamLoader:
-    """Make a loader of windows from a user's DataLoader: the same samples, in the order of its
-    sampler, grouped by optimizer step instead of by batch.
+    """Make a loader of windows from a DataLoader that a user's loop prepares: the same samples, in
+    the order of its sampler, grouped by optimizer step instead of by batch.
 
     With a `global_batch_size`, this sets the accelerator's gradient accumulation steps.
 
@@ -136,7 +136,7 @@ def _micro_batch_and_window_size(accelerator: Any, batch_size: int) -> tuple[int
 def _make_window_loader(
     original: DataLoader, collate: DictCollator, accelerator: Any, settings: dict[str, Any]
 ) -> WindowLoader:
-    """Make a `WindowLoader` that visits the samples in the order of the user's DataLoader.
+    """Make a `WindowLoader` with the order of samples of a DataLoader that a user's loop prepares.
 
     A shuffling loader becomes one in hf_ga's own random order of the same seed, a sequential one
     keeps the order of the dataset, and any other sampler or batch sampler is run itself.

@@ -62,7 +62,11 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
     def step(
         model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str
     ) -> tuple[float, Gradients]:
-        """Train one window with Trainer at learning rate 0; return its loss and gradients."""
+        """Train one window of the equivalence check with Trainer at learning rate 0.
+
+        Returns:
+            (Trainer's training loss, the gradients by parameter name).
+        """
         on_cpu = device_of(model).type == "cpu"
         check_arguments = {
             "gradient_accumulation_steps": accumulation_steps,
@@ -132,7 +136,12 @@ def accelerate_arm(**arguments: Any) -> StepFunction:
     def step(
         model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str
     ) -> tuple[None, Gradients]:
-        """Run Accelerate's loop over one window without an optimizer step; return gradients."""
+        """Run Accelerate's loop over one window of the equivalence check, without an optimizer
+        step.
+
+        Returns:
+            (None, the gradients by parameter name).
+        """
         accelerator = Accelerator(
             cpu=device_of(model).type == "cpu",
             mixed_precision="bf16" if precision == "bf16" else "no",
@@ -172,7 +181,9 @@ def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
     """
 
     def step(model: nn.Module, micro_batches: MicroBatches, precision: str) -> Tensor:
-        """Call `hf_ga.backward` on the only batch of the window, under autocast for bf16."""
+        """Call `hf_ga.backward` on the only batch of the equivalence check's window, under autocast
+        for bf16, and return the loss.
+        """
         if len(micro_batches) > 1 or precision == "fp16":
             raise ConfigError(
                 "hf_ga.backward takes one batch, in fp32 or bf16: check it with "

@@ -83,8 +83,8 @@ def list_hypotheses(
         num_processes: Micro-batch k belongs to process k mod num_processes.
 
     Returns:
-        The hypotheses, the most plausible first. On several processes they include those with
-        micro-batches that Accelerate repeats, if the processes have different numbers.
+        The hypotheses, the most plausible first. If the processes have different numbers of
+        micro-batches, those in which Accelerate repeats some of them follow.
     """
     found = _hypotheses_without_repeats(counts, loss_rule, accumulation_steps, num_processes)
     num = len(counts[loss_rule])
@@ -182,7 +182,7 @@ def _equal_weight_hypotheses(n: np.ndarray, num_processes: int) -> list[Hypothes
     equal = 1 / micro_batches_of_process[process] / num_processes
     mean_of_means = Hypothesis(equal)
     has_unequal_counts = [len(set(n[rank::num_processes])) > 1 for rank in range(num_processes)]
-    # With equal counts on each of several processes it is no mistake of its own.
+    # With equal counts on each of several processes it is not a mistake of its own.
     if num_processes == 1 or any(has_unequal_counts):
         text = "mean of means: equal weights of micro-batches with different numbers of targets"
         mean_of_means = _mistake(equal, text, evidence=_format_target_counts(n))

@@ -12,7 +12,7 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.window import Window
 
 AUTO = ("even", "uneven", "one by one", "sorted by length", "short last window")
-INDIVISIBLE = "indivisible"  # the number of micro-batches is no multiple of the processes
+INDIVISIBLE = "indivisible"  # the number of micro-batches is not a multiple of the processes
 NAMES = (*AUTO, INDIVISIBLE)
 # Shares of the window in the layout "uneven", repeated for more than four micro-batches.
 UNEVEN_SHARES = (0.40, 0.05, 0.35, 0.20)
@@ -47,8 +47,8 @@ class CheckedLayout:
         return sum(self.sizes)
 
     def collate_window(self, context: CheckContext) -> Window:
-        """Build the window of this layout: take the check's first samples, split them into the
-        layout's micro-batches, and collate all of them, on every process.
+        """Build the window of this layout: take the first samples of the equivalence check, split
+        them into the layout's micro-batches, and collate all of them, on every process.
         """
         return context.first_samples_window(self.num_samples).split(self.offsets)
 
@@ -181,8 +181,8 @@ def _built_in_layout(name: str, lengths: np.ndarray, num_processes: int) -> Chec
 def _layout_of_sizes(
     name: str, sizes: list[int], num_samples: int, order: np.ndarray | None = None
 ) -> CheckedLayout:
-    """Build a layout of the equivalence check whose micro-batches have the given `sizes`, and take
-    consecutive samples of `order`.
+    """Build a layout of the equivalence check whose micro-batches have the given `sizes`: each
+    takes the next samples of `order`.
 
     Args:
         name: Name of the layout.

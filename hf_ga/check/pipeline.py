@@ -24,8 +24,8 @@ MICRO_BATCHES_PER_REPLICA = 4
 
 
 def pipeline_row(context: CheckContext, num_stages: int) -> ReportRow:
-    """Check pipeline parallelism: let `num_stages` stages compute the gradient of all samples, and
-    compare it with that of the full batch in float64.
+    """Check pipeline parallelism in an equivalence check: let `num_stages` stages compute the
+    gradient of all samples, and compare it with that of the full batch in float64.
 
     All processes must call it. Each replica (copy of the model, split into stages) has about four
     micro-batches.

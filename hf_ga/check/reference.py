@@ -85,7 +85,7 @@ def find_dropout(context: CheckContext) -> KeyedDropout:
     longest = max(context.samples, key=sample_length)
 
     def forward(num_samples: int) -> None:
-        """Run the model and its loss on a batch of copies of the longest sample."""
+        """Run the checked model and its loss on `num_samples` copies of the longest sample."""
         batch = as_batch(context.collate_fn([longest] * num_samples))
         with torch.enable_grad():  # a loss of whole batches is checked to have a gradient
             _compute_loss(context, send_to_device(batch, device_of(context.model)))

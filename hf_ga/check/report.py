@@ -137,7 +137,7 @@ class EquivalenceReport:
             **asdict(self),
             "rows": [asdict(row) | {"share_of_limit": row.share} for row in self.rows],
         }
-        # json.dumps writes NaN and Infinity, which are no JSON: read them back as None.
+        # json.dumps writes NaN and Infinity, which JSON does not have: read them back as None.
         return json.loads(json.dumps(values), parse_constant=lambda constant: None)
 
     def save(self, folder: str | Path) -> None:

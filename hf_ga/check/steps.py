@@ -71,21 +71,21 @@ class CheckContext:
 
     @property
     def loss_fn(self) -> LossFunction | None:
-        """The `loss_fn` argument of the check: the user's loss function, or None for the loss of
-        the model's head.
+        """The `loss_fn` argument of `check_equivalence`: the user's loss function, or None for the
+        loss of the model's head.
         """
         return self.proof_arguments["loss_fn"]
 
     @property
     def whole_batch(self) -> WholeBatchLoss | None:
-        """The `whole_batch` argument of the check: the user's loss of all samples of a window
-        together, or None.
+        """The `whole_batch` argument of `check_equivalence`: the user's loss of all samples of a
+        window together, or None.
         """
         return self.proof_arguments["whole_batch"]
 
     def first_samples_window(self, num_samples: int, **loader_arguments: Any) -> Window:
-        """Build a window (the samples of one optimizer step) of the check's first `num_samples`
-        samples, in their order.
+        """Build a window (the samples of one optimizer step) of the first `num_samples` samples of
+        the equivalence check, in their order.
 
         Args:
             num_samples: Number of samples in the window.

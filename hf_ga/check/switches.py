@@ -43,11 +43,15 @@ def without_dropout() -> Iterator[None]:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Call `scaled_dot_product_attention` with a dropout probability of 0."""
+        """Call `scaled_dot_product_attention` with a dropout probability of 0, in a trial of the
+        equivalence check without dropout.
+        """
         return original_attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     def identity(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the first argument unchanged, in place of a dropout function."""
+        """Return the first argument unchanged, in place of a dropout function, in a trial of the
+        equivalence check without dropout.
+        """
         return x
 
     functions = dict.fromkeys(_DROPOUT_FUNCTIONS, identity)
@@ -73,7 +77,9 @@ def without_clipping() -> AbstractContextManager:
     def norm_without_clipping(
         parameters: Any, max_norm: float, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Return the L2 norm of the gradients, which are left unchanged."""
+        """Return the L2 norm of the gradients, which are left unchanged: `clip_grad_norm_` in a
+        trial of the equivalence check without clipping.
+        """
         return original(parameters, math.inf)
 
     return override(nn.utils, clip_grad_norm_=norm_without_clipping)

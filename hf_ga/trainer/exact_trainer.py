@@ -119,7 +119,7 @@ class TrainerWindow:
         whole_batch = self.loss_module.loss_of_window if trainer.whole_batch else None
 
         def prove() -> Rule:
-            """Prove the loss on this process."""
+            """Prove the loss of the `ExactTrainer` on this process."""
             with (
                 _preserving_counters(trainer),
                 _hiding_accumulation(trainer),
@@ -290,7 +290,7 @@ class TrainerWindow:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward of the current micro-batch's term; it replaces `accelerator.backward`
-        during a training step.
+        during a training step of `ExactTrainer`.
 
         Args:
             loss: What Trainer passes: the term that `compute_loss` returned. In the first training

@@ -68,8 +68,8 @@ def chosen_first(batch: Batch) -> dict[str, Any]:
 
 
 def forward_of_pairs(model: nn.Module, **batch: Any) -> Any:
-    """Run a model's forward on TRL's preference pairs, with the two rows of each pair next to each
-    other, as hf_ga's keyed dropout needs them.
+    """Run a model's forward on the preference pairs of TRL's DPOTrainer, with the two rows of each
+    pair next to each other, as hf_ga's keyed dropout needs them.
 
     Args:
         model: The model.
@@ -81,10 +81,13 @@ def forward_of_pairs(model: nn.Module, **batch: Any) -> Any:
     num_rows = len(batch["input_ids"])
 
     def reordered(values: Mapping, shape: tuple[int, int]) -> dict[str, Any]:
-        """Reorder the rows of tensors: split dim 0 into `shape`, swap the two dims, and merge them.
+        """Reorder the rows of a trainer's preference pairs: split dim 0 of each tensor into
+        `shape`, swap the two dims, and merge them.
 
-        (2, -1) moves the rows of a pair next to each other; (-1, 2) moves them back. Only tensors
-        with one row for each row of the batch are returned.
+        The shape (2, -1) moves the rows of a pair next to each other; (-1, 2) moves them back.
+
+        Returns:
+            The tensors with one row for each row of the batch, by name; other values are left out.
         """
         tensors = {}
         for name, value in values.items():
