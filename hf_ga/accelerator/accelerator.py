@@ -112,7 +112,7 @@ class Accelerator(accelerate.Accelerator):
         self._forget_prepared_objects()
 
     def _forget_prepared_objects(self) -> None:
-        """Start with no prepared model, loader or scheduler, as in a new accelerator."""
+        """Reset `hf_ga.Accelerator` to a new one's state: no prepared model, loader, scheduler."""
         self.training_loop = TrainingLoop(self, self._loss_settings)
         self.epochs = Epochs()
         self._initial_scheduler_states: list[InitialSchedulerState] = []
@@ -192,9 +192,10 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def _log_steps_of_scheduler(self, scheduler: AcceleratedScheduler) -> None:
-        """Log that a prepared scheduler steps once for each process, as it does in Accelerate.
+        """Warn, on several processes, that a prepared scheduler steps once for each process at
+        every update, as it does in Accelerate.
 
-        A schedule that was not built for this has another learning rate for each number of
+        With a schedule that was not built for this, the learning rates depend on the number of
         processes.
         """
         steps_once = scheduler.split_batches or not scheduler.step_with_optimizer
@@ -208,7 +209,9 @@ class Accelerator(accelerate.Accelerator):
             )
 
     def free_memory(self, *objects: Any) -> Any:
-        """Release everything that was prepared, as `accelerate.Accelerator.free_memory` does."""
+        """Release everything that was prepared, as `accelerate.Accelerator.free_memory` does, and
+        give up the current window.
+        """
         self.training_loop.close()
         self._forget_prepared_objects()
         return super().free_memory(*objects)
@@ -242,7 +245,7 @@ class Accelerator(accelerate.Accelerator):
     def backward(
         self, loss: Any, *, num_targets: float | Tensor | None = None, **kwargs: Any
     ) -> Tensor | None:
-        """Add the gradient of a micro-batch's part of the window's mean loss.
+        """Add the gradient of a micro-batch's part of the window's mean loss, in the user's loop.
 
         Args:
             loss: The model's own loss of this micro-batch, neither divided nor scaled. A criterion
@@ -319,10 +322,11 @@ class Accelerator(accelerate.Accelerator):
         return dataloader
 
     def set_accumulation_steps(self, layout: Layout) -> None:
-        """Set `gradient_accumulation_steps` to what follows from `global_batch_size`.
+        """Set the accelerator's `gradient_accumulation_steps` to what follows from its
+        `global_batch_size`.
 
         Args:
-            layout: The layout of a loader's windows.
+            layout: How a loader's windows are split into micro-batches.
 
         Raises:
             ConfigError: If the accelerator was made with another number of accumulation steps.
@@ -361,7 +365,7 @@ class Accelerator(accelerate.Accelerator):
         training loaders.
 
         If it was saved on another number of processes, learning rate schedules are converted to
-        the same number of updates on this one.
+        the same number of updates on this one. A window that was begun is given up.
         """
         folder = folder_to_load(input_dir, self.project_dir)
         super().load_state(input_dir, *args, **kwargs)
@@ -389,8 +393,10 @@ class WindowOptimizer(AcceleratedOptimizer):
         """Step as `AcceleratedOptimizer.step` does, after a check that the window's gradient is
         complete.
 
+        Before the window's last micro-batch, it does nothing.
+
         Raises:
-            ConfigError: If it is not.
+            ConfigError: If the window's gradient is not complete at its end.
         """
         if self.gradient_state.sync_gradients:
             self.accelerator.training_loop.check_optimizer_step(self)

@@ -65,8 +65,8 @@ def operation_across_samples(loss: Tensor, outputs: Iterable[Tensor]) -> str | N
 def gradients_depend_across_samples(
     loss: Tensor, outputs: Iterable[Tensor], num_samples: int
 ) -> bool:
-    """Test by second derivatives whether a loss passed to `accelerator.backward` compares samples
-    with each other.
+    """Test by second derivatives whether a loss that a user's loop passed to `accelerator.backward`
+    compares samples with each other.
 
     In a sum of one term per sample, the gradient of a sample's outputs does not depend on the
     outputs of other samples. So differentiate the gradients of the first half of the samples with
@@ -107,7 +107,8 @@ def gradients_depend_across_samples(
 def _differentiate_first_rows(
     gradients: Sequence[Tensor], outputs: Sequence[Tensor], num_rows: int
 ) -> tuple[Tensor, ...]:
-    """Compute second derivatives of a loss: how its first gradient rows depend on all outputs.
+    """Compute second derivatives of the loss of a user's loop: how the first rows of its gradients
+    depend on all outputs.
 
     The rows are reduced to a scalar by fixed pseudo-random factors, and this scalar is
     differentiated.
@@ -168,8 +169,8 @@ def _nodes_leading_to(ends: set[Node], *, start: Node | None) -> dict[Node, None
 
 
 def _is_batched_cdist(node: Node) -> bool:
-    """Return whether an operation in the autograd graph of a loss is a `torch.cdist` of tensors
-    with a batch dim.
+    """Return whether an operation in the autograd graph of a loss passed to `accelerator.backward`
+    is a `torch.cdist` of tensors with a batch dim.
 
     Its distances are between points of the same sample (sets of boxes), not between samples.
     """

@@ -27,16 +27,17 @@ class CallOrder:
 
     Attributes:
         index: The index in its window of the micro-batch that was handed out last.
-        is_waiting: Whether that micro-batch still waits for its backward.
-        is_complete: Whether every micro-batch of the window had its backward.
+        is_waiting: Whether the loop has not called `accelerator.backward` for that micro-batch yet.
+        is_complete: Whether the loop called it for every micro-batch of the window. Also true
+            before the first window.
     """
 
     def __init__(self) -> None:
-        """Start before the first window, with no micro-batch handed out."""
+        """Start before the first window of a user's loop, with no micro-batch handed out."""
         self.index = 0
         self.is_waiting = False
         self.is_complete = True
-        self._had_backward = False
+        self._had_backward = False  # for the current micro-batch
         self._was_interrupted = False  # the loop left the previous window by `break`
         # A gradient after the last backward, and the version counter of its tensor.
         self._gradient_after_backward: tuple[Tensor, int] | None = None
@@ -49,7 +50,7 @@ class CallOrder:
         self.is_complete = False
 
     def begin_micro_batch(self, index: int) -> None:
-        """Record that the loader hands out a micro-batch.
+        """Record that the loader hands out a micro-batch to the user's loop.
 
         Args:
             index: The index of the micro-batch in its window (0-based).
@@ -59,9 +60,11 @@ class CallOrder:
         self._had_backward = False
 
     def begin_other_batches(self) -> None:
-        """Record that a loader begins to yield Accelerate's own batches, as in an evaluation.
+        """Record that a prepared loader begins to yield Accelerate's own batches, as in an
+        evaluation.
 
-        A backward after that is reported as one without a window, not as a second backward.
+        If the user's loop calls `accelerator.backward` after that, the error says that there is no
+        training window, not that it was called twice.
         """
         self._had_backward = False
 
@@ -71,10 +74,10 @@ class CallOrder:
         self._had_backward = True
 
     def note_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remember the gradients after a backward within a window.
+        """Remember the gradients after `accelerator.backward` within a window of the user's loop.
 
-        The check before the window's next backward compares with them, to notice a `zero_grad` or
-        another change between the two.
+        `check_gradients`, before the window's next backward, compares with them, to notice a
+        `zero_grad` or another change between the two.
 
         Args:
             parameters: The model's trained parameters.
@@ -82,10 +85,11 @@ class CallOrder:
         self._gradient_after_backward = _first_gradient(parameters)
 
     def check_fetch(self) -> None:
-        """Check, before the loader hands out a batch, that the previous batch had its backward.
+        """Check, before the loader hands out a batch to the user's loop, that the loop called
+        `accelerator.backward` for the previous one.
 
         Raises:
-            ConfigError: If it had not.
+            ConfigError: If the loop did not call `accelerator.backward` for it.
         """
         if self.is_waiting:
             raise ConfigError(
@@ -95,7 +99,8 @@ class CallOrder:
             )
 
     def unexpected_backward(self, *, is_in_evaluation: bool) -> ConfigError:
-        """Build the error for an `accelerator.backward` while no micro-batch waits for one.
+        """Build the error for a call of `accelerator.backward` by the user's loop while no
+        micro-batch waits for one.
 
         Args:
             is_in_evaluation: Whether the loader yields Accelerate's own batches because no model
@@ -123,7 +128,8 @@ class CallOrder:
         )
 
     def check_gradients(self, engine: Engine, optimizers: Iterable[torch.optim.Optimizer]) -> None:
-        """Check the parameters' gradients before a micro-batch's backward.
+        """Check that the user's loop left the parameters' gradients alone, before the backward of a
+        micro-batch.
 
         Before the window's first backward, there must be no gradients that an optimizer would use;
         the others are removed (set to None). Before each later backward, the gradients must be
@@ -154,7 +160,8 @@ class CallOrder:
     def _remove_gradients_of_earlier_windows(
         self, engine: Engine, optimizers: Iterable[torch.optim.Optimizer]
     ) -> None:
-        """Set all gradients of the model to None before a window's first backward.
+        """Set all gradients of the model to None before the first backward of a window of the
+        user's loop.
 
         Only gradients that no optimizer would have used may be removed: zeros, those of a window
         that the loop left by `break`, and those of parameters that no optimizer updates.
@@ -164,7 +171,8 @@ class CallOrder:
             optimizers: All optimizers that the accelerator prepared.
 
         Raises:
-            ConfigError: If an optimizer would still use a gradient.
+            ConfigError: If a gradient is left that an optimizer would have used, since the loop
+                did not call `step` or `zero_grad`.
         """
         updated_parameters = {
             parameter
@@ -185,8 +193,8 @@ class CallOrder:
             parameter.grad = None
 
     def check_other_optimizer(self, engine: Engine, optimizer: torch.optim.Optimizer) -> None:
-        """Check, before any torch optimizer steps, that it does not update the model within a
-        window, when the gradient is not complete.
+        """Check, before any torch optimizer steps, that it does not update the model while the
+        window of the user's loop, and so its gradient, is not complete.
 
         Args:
             engine: The engine of the current window.
@@ -212,7 +220,8 @@ class CallOrder:
         optimizer: torch.optim.Optimizer,
         loss_parameters: Iterable[nn.Parameter],
     ) -> None:
-        """Check, before a prepared optimizer steps, that the window's gradient is complete.
+        """Check, before a prepared optimizer of the user's loop steps, that the gradient of the
+        window is complete.
 
         Args:
             engine: The engine of the current window, or None before the first window.
@@ -221,8 +230,9 @@ class CallOrder:
                 for others.
 
         Raises:
-            ConfigError: If there are gradients although a micro-batch had no backward, or if a
-                parameter outside of the model and the loss has a gradient.
+            ConfigError: If there are gradients other than 0 although the loop did not call
+                `accelerator.backward` for every micro-batch, or if a parameter outside of the
+                model and the loss has a gradient.
         """
         with_gradient = [p for p in parameters_of_optimizer(optimizer) if p.grad is not None]
         if engine is not None and self.is_complete:
@@ -250,7 +260,7 @@ def check_gradient_sync(model: nn.Module) -> None:
         model: The prepared model; one without DDP always passes.
 
     Raises:
-        ConfigError: If it was turned off, by LocalSGD or a loop that uses `model.no_sync()`.
+        ConfigError: If the synchronization is off, by LocalSGD or by `model.no_sync()` in the loop.
     """
     is_ddp = isinstance(model, nn.parallel.DistributedDataParallel)
     if is_ddp and not model.require_backward_grad_sync:
@@ -262,7 +272,9 @@ def check_gradient_sync(model: nn.Module) -> None:
 
 
 def parameters_of_optimizer(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
-    """Return the parameters of all of an optimizer's parameter groups."""
+    """Return the parameters of all parameter groups of an optimizer that a user's loop with
+    `hf_ga.Accelerator` steps.
+    """
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -280,7 +292,8 @@ def _first_gradient(parameters: Iterable[nn.Parameter]) -> tuple[Tensor, int] | 
 
 
 def _is_same_gradient(before: tuple[Tensor, int] | None, now: tuple[Tensor, int] | None) -> bool:
-    """Return whether two results of `_first_gradient` show the same, unchanged gradient tensor.
+    """Return whether two results of `_first_gradient` show the same, unchanged gradient tensor, so
+    that the user's loop did not change it between two backwards of a window.
 
     If there was no gradient before, nothing can have been lost: that counts as the same, whatever
     there is now.

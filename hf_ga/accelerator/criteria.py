@@ -44,7 +44,7 @@ def _cross_entropy_divisor(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> float:
-    """Compute what the mean of `cross_entropy` or `nll_loss` in a user's loop divides by.
+    """Compute the divisor of the mean that `cross_entropy` or `nll_loss` returns to a user's loop.
 
     Args:
         See `torch.nn.functional.cross_entropy`.
@@ -63,7 +63,8 @@ def _cross_entropy_divisor(
 
 
 def _num_elements(input: Tensor, target: Tensor, *args: Any, **kwargs: Any) -> float:
-    """Count the elements that an elementwise loss function, such as `mse_loss`, averages over.
+    """Count the elements that an elementwise loss function in a user's loop, such as `mse_loss`,
+    averages over.
 
     Args:
         input: The function's input, which is broadcast with `target`.
@@ -82,8 +83,8 @@ def _kl_div_divisor(
     reduction: str = "mean",
     log_target: bool = False,
 ) -> float:
-    """Count what the mean of `kl_div` divides by: its elements, or its samples with
-    `reduction="batchmean"`.
+    """Count what the mean of `kl_div` in a user's loop divides by: its elements, or its samples
+    with `reduction="batchmean"`.
 
     Args:
         See `torch.nn.functional.kl_div`.
@@ -128,17 +129,19 @@ class CriteriaRecorder:
     """
 
     def __init__(self) -> None:
-        """Make a recorder that is off."""
+        """Make a recorder of a user's loop that is off."""
         self.means: list[CriterionMean] = []
         self.model: nn.Module | None = None
         self.submodules_run_by_loop: list[str] = []
         # (function, argument) -> the weight tensor that the function was called with first.
         self._first_weights: dict[tuple[str, str], Tensor] = {}
         self._module_hook: RemovableHandle | None = None
+        # Name -> the function of torch that is replaced while the recorder is on.
         self._originals: dict[str, Callable[..., Tensor]] = {}
 
     def start(self, model: nn.Module) -> None:
-        """Forget what was recorded for the previous micro-batch, and turn the recording on.
+        """Forget what the user's loop called for the previous micro-batch, and turn the recording
+        on.
 
         Args:
             model: The model that is trained, unwrapped.
@@ -163,7 +166,9 @@ class CriteriaRecorder:
                 setattr(F, name, partial(self._call_and_record, name, original, compute_divisor))
 
     def turn_off(self) -> None:
-        """Restore torch's loss functions, and remove the hook on module forwards."""
+        """Restore torch's loss functions, of which the user's loop called recording versions, and
+        remove the hook on module forwards.
+        """
         for name, original in self._originals.items():
             setattr(F, name, original)
         self._originals.clear()
@@ -172,8 +177,8 @@ class CriteriaRecorder:
             self._module_hook = None
 
     def _record_submodule(self, module: nn.Module, args: tuple) -> None:
-        """Global forward pre-hook: record a submodule of the trained model that the loop calls
-        directly, such as its output layer.
+        """Global forward pre-hook: record the name of a submodule of the trained model that the
+        user's loop calls directly, in training mode with gradients, such as its output layer.
 
         The recorder is off during the model's own forward, so calls from there are not recorded.
         """

@@ -25,7 +25,8 @@ def engine_if_provable(
     batches_are_mappings: bool,
 ) -> Engine | None:
     """Make the engine that computes a window of a user's loop. A model that is not proven yet is
-    proven first: trial forwards and backwards test how its loss adds up over samples.
+    proven first: trial forwards and backwards test how its loss adds up over samples. The settings
+    and the result of the proof are stored for later windows.
 
     Args:
         accelerator: The accelerator of the loop.
@@ -67,7 +68,8 @@ def engine_if_provable(
 def _store_settings(
     accelerator: accelerate.Accelerator, model: nn.Module, loss_settings: LossSettings
 ) -> None:
-    """Attach the settings for a model's loss to the accelerator, where the engine reads them.
+    """Attach the user's settings for a model's loss to `hf_ga.Accelerator`, where the engine of the
+    loop's windows reads them.
 
     Does nothing if the model has settings there: those of a model that was proven before FSDP
     sharded it contain the result of its proof.
@@ -77,8 +79,8 @@ def _store_settings(
 
 
 def _is_proven(accelerator: accelerate.Accelerator, model: nn.Module, window: Window) -> bool:
-    """Return whether a model's `Rule`, the result of its proof, is known: from a proof before FSDP
-    sharded it, or from an earlier window of the same loader.
+    """Return whether the model of a user's loop is proven already: its `Rule`, the result of the
+    proof, is known from before FSDP sharded the model, or from an earlier window of the loader.
     """
     settings = recorded_settings(accelerator, model)
     return settings.rule is not None or unwrapped(model) in window.state.rules
@@ -87,7 +89,8 @@ def _is_proven(accelerator: accelerate.Accelerator, model: nn.Module, window: Wi
 def rule_for_loop(
     rule: Rule, accelerator: accelerate.Accelerator, *, passes_own_loss: bool
 ) -> Rule:
-    """Remove the speed-ups from a model's rule that change outputs which a user's loop may read.
+    """Remove the speed-ups that change outputs which a user's loop may read from a model's `Rule`,
+    which says what the loss averages over and which speed-ups were tested.
 
     - Packing leaves the hidden states at padding positions empty, so it is used only while the
       loop passes the model's own loss and needs no other output.
@@ -101,7 +104,7 @@ def rule_for_loop(
             loss to `accelerator.backward`.
 
     Returns:
-        A copy of the rule.
+        A copy of the rule with the other speed-ups.
     """
     excluded: list[type] = []
     if not passes_own_loss:

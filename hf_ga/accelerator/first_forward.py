@@ -47,9 +47,9 @@ def prove_first_forward(
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
 
     Returns:
-        The rule, whose loss is any sum that the loop passes to `backward` with a number of targets,
-        and the model's own loss, or None if it returns none. All micro-batches of a window are
-        padded to the same length, because the effect of padding is not tested.
+        (the result of the proof, whose loss is any sum that the loop passes to `backward` with a
+        number of targets; the model's own loss, or None if it returns none). All micro-batches of a
+        window are padded to the same length, because the effect of padding is not tested.
 
     Raises:
         ConfigError: If no argument can be split into samples, or the model's own loss cannot be
@@ -60,7 +60,9 @@ def prove_first_forward(
     samples, shared = _split_into_samples(arguments, num_samples)
 
     def collate(chosen: list[dict[str, Tensor]]) -> dict[str, Any]:
-        """Stack samples into keyword arguments of the model, and add the shared arguments."""
+        """Stack samples, taken from the arguments of the loop's first forward, into keyword
+        arguments of the model, and add the arguments that all samples share.
+        """
         stacked = {name: torch.stack([sample[name] for sample in chosen]) for name in chosen[0]}
         return {**stacked, **shared}
 
@@ -91,7 +93,8 @@ def prove_first_forward(
 def _split_into_samples(
     arguments: dict[str, Any], num_samples: int
 ) -> tuple[list[dict[str, Tensor]], dict[str, Any]]:
-    """Split the arguments of a model's forward into single samples for a proof.
+    """Split the arguments of the first forward that a user's loop makes into single samples, on
+    which the model is then proven.
 
     Args:
         arguments: The arguments by name.
@@ -125,8 +128,9 @@ def _split_into_samples(
 
 @contextmanager
 def _blaming_shared_arguments(shared: dict[str, Any], num_samples: int) -> Iterator[None]:
-    """Turn an exception of a model's proof into a ConfigError that names the tensor arguments which
-    could not be split into samples, as they are the likely cause.
+    """Turn an exception of a model's proof, in the first forward of a user's loop, into a
+    ConfigError that names the tensor arguments which could not be split into samples, as they are
+    the likely cause.
 
     `NoLoss` and `UnkeyedRandomness`, which have other causes, pass unchanged. So do all exceptions
     if every tensor argument was split.
@@ -136,7 +140,7 @@ def _blaming_shared_arguments(shared: dict[str, Any], num_samples: int) -> Itera
         num_samples: The number of samples that the model was called with.
 
     Raises:
-        ConfigError: In place of the exception.
+        ConfigError: In place of an exception, if a tensor argument could not be split.
     """
     try:
         yield
@@ -158,15 +162,18 @@ def _blaming_shared_arguments(shared: dict[str, Any], num_samples: int) -> Itera
 
 
 def _prove_outputs(model: nn.Module, prove: Callable[..., Rule]) -> Rule:
-    """Prove, for a model without a loss, that the outputs for each sample depend on this sample
-    only, by trial forwards and backwards with a made-up loss.
+    """Prove, for a model that returns no loss to a user's loop, that the outputs for each sample
+    depend on this sample only, by trial forwards and backwards with a made-up loss.
 
     Args:
         model: The unwrapped model.
         prove: Calls `hf_ga.prove_targets` for the model with the given `loss_fn`.
 
+    Returns:
+        The rule that the proof found for the made-up loss, with the model's dropout and speed-ups.
+
     Raises:
-        LossNotAdditive: If they depend on other samples, or have no row per sample.
+        LossNotAdditive: If outputs depend on other samples, or have no row per sample.
     """
     try:
         return prove(loss_fn=sum_of_outputs)
@@ -181,7 +188,7 @@ def _prove_outputs(model: nn.Module, prove: Callable[..., Rule]) -> Rule:
 
 
 def sum_of_outputs(outputs: Any, batch: dict[str, Any]) -> tuple[Tensor, int]:
-    """Compute a made-up loss for the proof of a model without a loss of its own.
+    """Compute a made-up loss for the proof of a model that returns no loss to a user's loop.
 
     It depends on every output of every sample: each sample's output values are multiplied by fixed
     factors (cos 0, cos 1, cos 2, ...) and added.

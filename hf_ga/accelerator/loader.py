@@ -23,18 +23,18 @@ class Epochs:
     """
 
     def __init__(self) -> None:
-        """Start with no dataset that was trained on."""
+        """Start without any dataset that the loops of this accelerator were trained on."""
         # id of a dataset -> the epoch of it that began last
         self._last_begun: dict[int, int] = {}
 
     def next(self, dataset: Any) -> int:
-        """Return the epoch (0-based) with which a new loader of a dataset begins: the one after the
-        epoch that began last.
+        """Return the epoch (0-based) with which a new prepared loader of a dataset begins: the one
+        after the epoch that began last; 0 for a dataset that was not trained on yet.
         """
         return self._last_begun.get(id(dataset), -1) + 1
 
     def begin(self, dataset: Any, epoch: int) -> None:
-        """Record that training begins an epoch (0-based) of a dataset."""
+        """Record that a user's loop begins to train on an epoch (0-based) of a dataset."""
         self._last_begun[id(dataset)] = epoch
 
 
@@ -60,7 +60,8 @@ class WindowedDataLoader:
     original: DataLoader
 
     def init_windows(self, accelerator: Any, original: DataLoader, seed: int) -> None:
-        """Set the attributes of the mixin; the object's `__init__` was that of Accelerate's class.
+        """Set the attributes of this mixin on a loader that Accelerate has prepared; the object's
+        `__init__` was that of Accelerate's class.
 
         Args:
             accelerator: The `hf_ga.Accelerator` that prepared the loader.
@@ -83,7 +84,8 @@ class WindowedDataLoader:
 
     @property
     def windows(self) -> WindowLoader | StreamLoader:
-        """The loader of the windows of the training samples.
+        """The loader that groups the samples of this prepared DataLoader into windows, the samples
+        of one optimizer step each.
 
         It is built on first use, and again after the accelerator's gradient accumulation steps were
         changed.
@@ -94,11 +96,12 @@ class WindowedDataLoader:
         return self._windows
 
     def build_windows(self) -> None:
-        """Build the loader of the windows for the accelerator's gradient accumulation steps; with a
-        `global_batch_size`, also set these steps.
+        """Build the loader of this prepared DataLoader's windows for the accelerator's gradient
+        accumulation steps; with a `global_batch_size`, also set these steps.
 
-        A new loader begins at the start of an epoch: of the dataset's next epoch, or, if there was
-        a loader before, of its epoch (the next one, if it had begun that).
+        The new loader begins at the start of the dataset's next epoch. If it replaces a loader, it
+        begins at the start of that one's epoch, or of the epoch after it if some windows of that
+        epoch were already trained on.
         """
         previous = self._windows
         self._windows = make_windows(
@@ -116,8 +119,8 @@ class WindowedDataLoader:
         self._windows.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Return the number of batches per epoch: of this rank's micro-batches in training (the
-        same number on all ranks), otherwise of Accelerate's batches.
+        """Return how many batches this loader yields per epoch: this rank's micro-batches
+        in training (the same number on all ranks), otherwise Accelerate's batches.
         """
         if not self._is_for_training():
             return super().__len__()
@@ -131,8 +134,8 @@ class WindowedDataLoader:
         return num_full_windows * layout.accumulation_steps + num_last_micro_batches
 
     def __iter__(self) -> Iterator[Any]:
-        """Yield the micro-batches of windows if a model is in training mode, otherwise Accelerate's
-        own batches.
+        """Yield the micro-batches of windows if a prepared model is in training mode, otherwise
+        Accelerate's own batches, of which those that `skip_first_batches` asked for are skipped.
         """
         model = self.accelerator.training_loop.training_model()
         if model is not None:
@@ -165,23 +168,28 @@ class WindowedDataLoader:
         self.windows.set_epoch(epoch)
 
     def position_state(self) -> dict[str, Any]:
-        """Return the position in the epoch for a checkpoint: a restored one that is not used yet,
-        or else the current one.
+        """Return this loader's position in the epoch, for a checkpoint of `save_state`: a position
+        that was restored and is not used yet, or else the current one.
         """
         return self.restored_position or self.windows.state_dict()
 
     def restore_position(self, position: dict[str, Any]) -> None:
-        """Continue at a checkpoint's position when the loop next iterates over this loader."""
+        """Continue at a position from `load_state` when the user's loop next iterates over this
+        loader.
+        """
         self.restored_position = position
         self.has_yielded_windows = True
 
     @property
     def shuffles(self) -> bool:
-        """Whether the user's loader visits every sample once per epoch in a random order."""
+        """Whether the DataLoader that the user made visits every sample once per epoch in a random
+        order.
+        """
         return is_shuffling(self.original.sampler)
 
     def _is_for_training(self) -> bool:
-        """Return whether `len` and `set_epoch` are about windows rather than Accelerate's batches.
+        """Return whether `len` and `set_epoch` of this prepared loader are about windows rather
+        than Accelerate's batches.
 
         They are if the loader has yielded windows, if it shuffles, as loaders for training do, or
         if a model is in training mode. Never for an iterable dataset, which has no length.
@@ -193,8 +201,8 @@ class WindowedDataLoader:
         return self.accelerator.training_loop.training_model() is not None
 
     def _micro_batches(self, model: torch.nn.Module) -> Iterator[Any]:
-        """Yield this rank's micro-batches of the rest of the epoch, and keep Accelerate's state of
-        the loader (`end_of_dataloader`, `iteration`) up to date.
+        """Yield this rank's micro-batches of the rest of the epoch to the user's loop, and keep
+        Accelerate's state of the loader (`end_of_dataloader`, `iteration`) up to date.
 
         Args:
             model: The prepared model that is in training mode.
@@ -233,13 +241,14 @@ class WindowedDataLoader:
         self.iteration += 1
 
     def _check_accumulation_steps(self, num_steps: int) -> None:
-        """Check that the loop did not change `gradient_accumulation_steps` within an epoch.
+        """Check that the user's loop did not change the accelerator's `gradient_accumulation_steps`
+        within an epoch.
 
         Args:
             num_steps: The accumulation steps at the beginning of the epoch.
 
         Raises:
-            ConfigError: If it did.
+            ConfigError: If the loop changed them.
         """
         if self.accelerator.gradient_accumulation_steps != num_steps:
             raise ConfigError(
@@ -249,7 +258,8 @@ class WindowedDataLoader:
             )
 
     def _go_to_first_window(self, windows: WindowLoader | StreamLoader) -> None:
-        """Move the window loader to the window with which an iteration begins.
+        """Move the window loader to the window with which the user's iteration over this loader
+        begins.
 
         It begins at a position restored from a checkpoint; otherwise after the batches of
         `skip_first_batches`, in the next epoch if the loop left the last one by `break`. The
@@ -279,8 +289,8 @@ class WindowedDataLoader:
             windows.num_consumed = num_to_skip // num_steps
 
     def _pop_num_to_skip(self) -> int:
-        """Return how many batches `skip_first_batches` asked to skip, and reset the number to 0, as
-        they are skipped in one epoch only.
+        """Return how many batches of this loader `accelerator.skip_first_batches` asked to skip,
+        and reset the number to 0, as they are skipped in one epoch only.
         """
         num_to_skip = self.num_to_skip
         self.num_to_skip = 0
@@ -288,8 +298,8 @@ class WindowedDataLoader:
 
 
 def _continue_at(windows: BaseLoader, position: dict[str, Any]) -> None:
-    """Move a window loader to a position saved in a checkpoint, in the next epoch if that is the
-    end of its epoch.
+    """Move the loader of a user's windows to a position that `load_state` read from a checkpoint;
+    if that is the end of an epoch, to the start of the next one.
 
     Args:
         windows: The loader of the windows. Its micro-batch size and number of processes may differ
@@ -304,7 +314,8 @@ def _continue_at(windows: BaseLoader, position: dict[str, Any]) -> None:
 
 
 def loader_seed(loader: DataLoader) -> int:
-    """Return the seed for the order of samples of a DataLoader that is not prepared yet.
+    """Return the seed for the order of samples of a DataLoader that is passed to
+    `accelerator.prepare`.
 
     It is the initial seed of the loader's or its sampler's generator, or else torch's global seed,
     reduced to 31 bits.
@@ -315,7 +326,8 @@ def loader_seed(loader: DataLoader) -> int:
 
 
 def make_windowed(accelerator: Any, original: DataLoader, prepared: Any, seed: int) -> Any:
-    """Let a DataLoader that Accelerate prepared yield windows while a model trains, in place.
+    """Change a DataLoader that Accelerate prepared in place, so that it yields windows while a
+    model is in training mode.
 
     Its class is replaced by a new one that inherits from `WindowedDataLoader` and Accelerate's
     class.

@@ -44,13 +44,13 @@ class LossChecks:
     """
 
     def __init__(self, *, can_differentiate: bool) -> None:
-        """Start with no kind of loss checked; see the class for the argument."""
+        """Start with no kind of loss of the user's loop checked; see the class for the argument."""
         self.can_differentiate = can_differentiate
         self.num_windows = 0
         self._results: dict[Operations, bool] = {}  # kind of loss -> whether it is the model's own
-        self._checked_means: set[Operations] = set()
-        self._checked_sums: set[Operations] = set()
-        self._has_warned = False
+        self._checked_means: set[Operations] = set()  # means of torch's loss functions
+        self._checked_sums: set[Operations] = set()  # sums passed with num_targets
+        self._has_warned = False  # of a num_targets of 1
 
     @property
     def _is_check_due(self) -> bool:
@@ -71,7 +71,8 @@ class LossChecks:
             False if it is a mean of a torch loss function, or if the model returned no loss.
 
         Raises:
-            LossNotAdditive: If it is neither.
+            LossNotAdditive: If the model returned a loss, and the loop's loss is neither this one
+                nor a mean of a torch loss function.
         """
         model_loss = model_loss_of(record.outputs)
         if model_loss is None:
@@ -88,14 +89,18 @@ class LossChecks:
         return self._results[operations]
 
     def criterion_mean_of(self, loss: Tensor, record: MicroBatchRecord) -> CriterionMean:
-        """Find the recorded mean of a torch loss function that the loss of a user's loop is.
+        """Find the mean of a torch loss function, such as `cross_entropy`, that a user's loop
+        passed as its loss.
 
         Args:
             loss: The loss that the user's loop passed to `accelerator.backward`.
-            record: The record of the micro-batch.
+            record: The record of the micro-batch, with the means that such functions returned.
+
+        Returns:
+            The mean, with what it was divided by.
 
         Raises:
-            LossNotAdditive: If it is not such a mean.
+            LossNotAdditive: If the loss is not such a mean.
         """
         operations = _last_operations(loss)
         if operations in self._checked_means and not self._is_check_due:
@@ -115,7 +120,7 @@ class LossChecks:
             record: The record of the micro-batch.
 
         Raises:
-            LossNotAdditive: If it does.
+            LossNotAdditive: If the sum compares samples.
         """
         operations = _last_operations(loss)
         if operations in self._checked_sums and not self._is_check_due:
@@ -130,8 +135,8 @@ class LossChecks:
         self._checked_sums.add(operations)
 
     def _find_comparison(self, loss: Tensor, outputs: Any, num_samples: int) -> str | None:
-        """Find out whether a loss sum compares the samples of a micro-batch, by its operations and,
-        where it is possible and cheap, by its second derivatives.
+        """Find out whether the loss sum of a user's loop compares the samples of a micro-batch: by
+        its operations and, where it is possible and cheap, by its second derivatives.
 
         Args:
             loss: The sum that the user's loop passed to `accelerator.backward`.
@@ -154,11 +159,11 @@ class LossChecks:
         return None
 
     def check_num_targets(self, loss: Tensor, num_targets: float, num_samples: int) -> None:
-        """Check that the user's loop did not raise `num_targets` from 0 to 1, as `max(number, 1)`
-        does.
+        """Check that the `num_targets` which the user's loop passed was not raised from 0 to 1, as
+        by `max(number, 1)`.
 
-        Only `num_targets` of exactly 1 for several samples is suspicious. If the sum is not 0, it
-        may be a single target: then warn, once.
+        Only 1 for several samples is suspicious. As it may also be the true number, this warns
+        once, and raises only if the sum is 0.
 
         Args:
             loss: The sum that the user's loop passed to `accelerator.backward`.
@@ -166,8 +171,8 @@ class LossChecks:
             num_samples: The number of samples in the micro-batch.
 
         Raises:
-            LossNotAdditive: If the sum is 0, so that the window would be divided by too many
-                targets.
+            LossNotAdditive: If `num_targets` is 1 for several samples and the sum is 0, so that the
+                window's loss would be divided by too many targets.
         """
         if num_targets != 1 or num_samples == 1:
             return
@@ -198,14 +203,14 @@ def _compare_with_model_loss(loss: Tensor, record: MicroBatchRecord) -> bool:
         False if it is a mean of a torch loss function.
 
     Raises:
-        LossNotAdditive: If it is neither.
+        LossNotAdditive: If it is neither the model's own nor a mean of a torch loss function.
     """
     try:
         check_is_model_loss(loss, record)
     except LossNotAdditive:
         if not record.means:
             raise
-        find_criterion_mean(loss, record)  # raises if it is no mean of a criterion either
+        find_criterion_mean(loss, record)  # raises if it is not such a mean either
         return False
     return True
 

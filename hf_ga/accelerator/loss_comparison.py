@@ -89,20 +89,21 @@ class MicroBatchRecord:
 
 
 def find_criterion_mean(loss: Tensor, record: MicroBatchRecord) -> CriterionMean:
-    """Find the recorded mean of a torch loss function that the loss of a user's loop is.
+    """Find the mean of a torch loss function, such as `cross_entropy`, that a user's loop passed as
+    its loss.
 
     The loss may also contain a term that does not depend on data, such as a penalty on the weights.
 
     Args:
         loss: The loss that the user's loop passed to `accelerator.backward`.
-        record: The record of the micro-batch.
+        record: The record of the micro-batch, with the means that such functions returned.
 
     Returns:
-        The mean.
+        The mean, with what it was divided by.
 
     Raises:
-        LossNotAdditive: If the loss is no such mean, such a mean times a factor, or a mean that
-            compares samples with each other.
+        LossNotAdditive: If the loss is not such a mean, if the loop multiplied it by a factor, or
+            if it compares samples with each other.
     """
     _check_origin(loss, record)
     tensors = output_tensors(record.outputs)
@@ -208,8 +209,8 @@ def _depends_on_data(
 
 
 def _saves_batch_tensor(node: Node, batch_storages: frozenset[int]) -> bool:
-    """Return whether an operation of a loss's graph saves a tensor of the batch for its backward,
-    so that its result depends on the batch.
+    """Return whether an operation in the autograd graph of a user's loss saves a tensor of the
+    batch for its backward, so that its result depends on the batch.
 
     Args:
         node: The autograd node of the operation.
@@ -247,14 +248,14 @@ def _add_graph_nodes(start: Node | None, nodes: set[Node], stops: set[Node | Non
 def _check_rows_are_independent(
     mean: CriterionMean, outputs: list[Tensor], num_samples: int
 ) -> None:
-    """Check that a criterion in a user's loop does not compare samples: each row of its input must
-    depend on the model's outputs for one sample only.
+    """Check that a torch loss function in a user's loop does not compare samples: each row of its
+    input must depend on the model's outputs for one sample only.
 
     The first, the middle and the last row of the input are tested by differentiating them with
     respect to the outputs.
 
     Args:
-        mean: The criterion's mean, with its input.
+        mean: The mean that the loss function returned, with its input.
         outputs: The tensors that the model returned.
         num_samples: The number of samples in the micro-batch.
 
@@ -318,7 +319,8 @@ def _check_origin(loss: Tensor, record: MicroBatchRecord) -> None:
 
 
 def _factor_of_term(loss: Tensor, term: Tensor, edges: list[GradientEdge]) -> float | None:
-    """Find the number c for which a user's loss = c x term + something without the model's outputs.
+    """Find the number c for which the loss of a user's loop is c x term + a rest that does not
+    depend on the model's outputs.
 
     Args:
         loss: The loss of a user's loop, a scalar.
@@ -370,7 +372,7 @@ def _check_factor(factor: float, num_accumulation_steps: int) -> None:
 
 def _gradient_edge(tensor: Tensor) -> GradientEdge:
     """Return the edge of the autograd graph at which the gradient of a model's output arrives in
-    the backward.
+    the backward, for the comparison of a user's loss with the model's own.
 
     Accelerate converts outputs to float32 under mixed precision; the edge is then the one before
     this conversion, which the loss inside of the model shares.
@@ -382,8 +384,8 @@ def _gradient_edge(tensor: Tensor) -> GradientEdge:
 
 
 def _gradients(value: Tensor, edges: list[GradientEdge]) -> list[Tensor | None]:
-    """Compute the gradients of a scalar, such as a user's loss, at edges of its autograd graph. The
-    graph is kept for the loss's own backward.
+    """Compute the gradients of a scalar, such as the loss of a user's loop, at edges of its
+    autograd graph. The graph is kept for the loop's `accelerator.backward`.
 
     Returns:
         One for each edge; None where the scalar does not depend on the edge.

@@ -27,7 +27,8 @@ class LossTerms:
     window's mean loss.
 
     Args:
-        checks: Decides which kind of loss it is.
+        checks: Finds out what a loss of the loop is: the model's own, the mean of a torch loss
+            function, or a sum over targets.
 
     Attributes:
         passes_own_loss: Whether the loop passed, for the last micro-batch, the very tensor that the
@@ -37,15 +38,20 @@ class LossTerms:
     """
 
     def __init__(self, checks: LossChecks) -> None:
-        """Start before the first window; `checks` decides which kind of loss a loss is."""
+        """Start before the first window of a user's loop with `hf_ga.Accelerator`.
+
+        Args:
+            checks: Finds out what a loss of the loop is: the model's own, the mean of a torch loss
+                function, or a sum over targets.
+        """
         self.checks = checks
         self.passes_own_loss = False
         self.model_loss: Loss | None = None
         self._loss_kind: str | None = None  # of the current window's losses, for errors
 
     def begin_window(self) -> None:
-        """Record that a window begins: count it, and accept any kind of loss from the user's loop
-        again.
+        """Record that a window begins: count it, and let the user's loop choose again which kind of
+        loss all its micro-batches have.
         """
         self.checks.num_windows += 1
         self._loss_kind = None
@@ -58,8 +64,9 @@ class LossTerms:
         loss: Tensor,
         num_targets: float | Tensor | None,
     ) -> None:
-        """Check the loss of a micro-batch, and run the backward of its term of the window's mean
-        loss: the sum of the micro-batch's losses divided by the targets of the window.
+        """Check the loss that a user's loop passed for a micro-batch, and run the backward of its
+        term of the window's mean loss: the sum of the micro-batch's losses divided by the targets
+        of the window.
 
         Args:
             engine: The engine of the window.
@@ -70,7 +77,7 @@ class LossTerms:
                 over, or None for a mean.
 
         Raises:
-            ConfigError: If the loss is of another kind than those before in the window.
+            ConfigError: If the loss is of another kind than those of earlier micro-batches.
             LossNotAdditive: If it is a loss that is not known to add up over micro-batches.
         """
         self._note_own_loss(engine, record, loss)
@@ -89,8 +96,8 @@ class LossTerms:
             _backward_of_mean(engine, loss, mean.compute_divisor())
 
     def _note_own_loss(self, engine: Engine, record: MicroBatchRecord, loss: Tensor) -> None:
-        """Record whether the user's loop passed the very loss that the model returned, which
-        decides whether the next window may be packed.
+        """Record whether the user's loop passed the very loss that the model returned: only then
+        may the next window be packed (computed without padding).
 
         Args:
             engine: The engine of the window.
@@ -98,7 +105,7 @@ class LossTerms:
             loss: The loss that the user's loop passed to `accelerator.backward`.
 
         Raises:
-            ConfigError: If it passed another loss although this window is packed.
+            ConfigError: If the loop passed another loss although this window is packed.
         """
         self.passes_own_loss = loss is model_loss_of(record.outputs)
         is_packed = any(isinstance(hook, Packing) for hook in engine.rule.speed_ups)
@@ -108,8 +115,8 @@ class LossTerms:
     def _backward_of_model_loss(
         self, engine: Engine, recorder: ForwardRecorder, loss: Tensor
     ) -> None:
-        """Run the backward of the term of a micro-batch whose loss is the model's own, possibly
-        plus a penalty on the weights.
+        """Run the backward for a micro-batch for which the user's loop passed the model's own loss,
+        possibly plus a penalty on the weights: that of its term of the window's mean loss.
 
         Args:
             engine: The engine of the window.
@@ -138,8 +145,8 @@ class LossTerms:
         engine.backward_term(term, counts)
 
     def _check_loss_kind(self, kind: str) -> None:
-        """Check that all micro-batches of the window have the same kind of loss, and store the kind
-        of the first one.
+        """Check that the user's loop passes the same kind of loss for all micro-batches of a
+        window, and store the kind of the first one.
 
         Args:
             kind: The kind of the current micro-batch's loss, as an error calls it.
@@ -155,8 +162,8 @@ class LossTerms:
         self._loss_kind = kind
 
     def _use_sums_of_loop(self, engine: Engine, kind: str) -> None:
-        """Let the engine divide the window's gradient by targets that are counted during the
-        micro-batches, because the loop computes its own loss.
+        """Let the engine divide the window's gradient by the targets that the micro-batches' sums
+        come with, because the user's loop computes its own loss.
 
         Later windows are padded to one length, as the loop's loss may average over the padding.
 
@@ -183,10 +190,11 @@ class LossTerms:
 
 
 def check_has_one_element(loss: object) -> None:
-    """Check that the loss passed to `accelerator.backward` is a tensor with one element.
+    """Check that the loss that a user's loop passed to `accelerator.backward` is a tensor with one
+    element.
 
     Raises:
-        LossNotAdditive: If it is not.
+        LossNotAdditive: If it is not a tensor, or has another number of elements.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return
@@ -199,8 +207,8 @@ def check_has_one_element(loss: object) -> None:
 
 
 def _backward_of_mean(engine: Engine, mean: Tensor, divisor: float) -> None:
-    """Run the backward of a micro-batch's mean loss, as the sum mean x divisor over `divisor`
-    targets.
+    """Run the backward of a mean that a user's loop passed to `accelerator.backward`: as a loss
+    sum, mean x divisor, over `divisor` targets.
 
     A micro-batch without targets, whose mean is 0 / 0, contributes 0.
 

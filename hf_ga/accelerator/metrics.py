@@ -13,7 +13,8 @@ from hf_ga.parallel.processes import gather_uneven
 def gather_rows(
     accelerator: accelerate.Accelerator, values: Any, num_rows: int, *, as_objects: bool
 ) -> Any:
-    """Gather the first `num_rows` rows of values from every process.
+    """Gather the first `num_rows` rows of values from every process, for
+    `Accelerator.gather_for_metrics` in a training loop.
 
     Processes may have different numbers of rows, as micro-batches of a window may be uneven.
 
@@ -31,7 +32,7 @@ def gather_rows(
         return gather_object(list(values)[:num_rows])
 
     def gather(value: Tensor) -> Tensor:
-        """Gather the rows of one tensor from all processes."""
+        """Gather the rows of one tensor of the user's metrics from all processes."""
         local_rows = value[:num_rows] if value.dim() else value
         return gather_uneven(accelerator.gather, local_rows)
 
@@ -39,8 +40,8 @@ def gather_rows(
 
 
 def _are_all_tensors(values: Any) -> bool:
-    """Return whether values are a tensor, or nested dicts and nonempty sequences of tensors only,
-    so that Accelerate can gather them without pickling.
+    """Return whether values that a user's loop gathers are a tensor, or nested dicts and nonempty
+    sequences of tensors only, so that Accelerate can gather them without pickling.
     """
     if isinstance(values, Tensor):
         return True

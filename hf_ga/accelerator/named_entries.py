@@ -13,19 +13,22 @@ from hf_ga.exact.generators import preserved_random_states, seed_generators
 class DictCollator:
     """A collate function that always returns a dict, whatever the user's collate function returns.
 
-    A mapping becomes a plain dict, a tuple or list becomes {"0": ..., "1": ...}, and a single
-    tensor {"0": ...}. `restore` converts a dict back to the user's type.
+    It is used for the DataLoaders of a user's loop with `hf_ga.Accelerator`. A mapping becomes a
+    plain dict, a tuple or list becomes {"0": ..., "1": ...}, and a single tensor {"0": ...}.
+    `restore` converts a dict back to the user's type.
 
     Args:
         collate_fn: The user's collate function.
     """
 
     def __init__(self, collate_fn: Collate) -> None:
-        """Wrap the user's collate function."""
+        """Wrap the collate function of the DataLoader of a user's loop."""
         self.collate_fn = collate_fn
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        """Collate samples by the user's collate function, and convert the batch to a dict."""
+        """Collate samples by the collate function of a user's loader, and convert the batch to a
+        dict: ("a", "b") becomes {"0": "a", "1": "b"}.
+        """
         collated = self.collate_fn(samples)
         if isinstance(collated, Mapping):
             return dict(collated)
@@ -33,10 +36,11 @@ class DictCollator:
         return {str(index): entry for index, entry in enumerate(entries)}
 
     def find_batch_type(self, dataset: Any) -> type:
-        """Return the type of batch that the user's collate function returns.
+        """Return the type of batch that the user's collate function returns, and that the user's
+        loop therefore expects from the prepared loader.
 
-        It is called on the first sample of the dataset; all random generators are restored
-        afterwards.
+        The function is called on the first sample of the dataset; all random generators are
+        restored afterwards.
 
         Args:
             dataset: A map-style or iterable dataset.
@@ -50,7 +54,8 @@ class DictCollator:
 
     @staticmethod
     def restore(batch: dict[str, Any], batch_type: type) -> Any:
-        """Convert a dict back to the type that the user's collate function returns.
+        """Convert a batch as a dict back to the type that the user's collate function returns, for
+        the user's loop: {"0": "a", "1": "b"} to ("a", "b").
 
         Args:
             batch: A batch as a dict; it is copied, as the user's loop may remove entries.

@@ -67,7 +67,7 @@ class ForwardRecorder:
         leave_micro_batch: Callable[[], None],
         records_tensors: bool,
     ) -> None:
-        """Register the forward hooks on the model; see the class for the arguments."""
+        """Register forward hooks on the model of a user's loop; see the class for the arguments."""
         self.model = model
         self.is_waiting_for_backward = is_waiting_for_backward
         self.criteria = criteria
@@ -93,25 +93,26 @@ class ForwardRecorder:
             self._hooks.append(model.register_forward_hook(self._after_wrapper_forward))
 
     def remove(self) -> None:
-        """Remove the hooks from the model."""
+        """Remove the forward hooks of the user's loop from the prepared model."""
         for hook in self._hooks:
             hook.remove()
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The arguments of the last recorded forward by name."""
+        """The arguments of the last recorded forward of the user's loop by name."""
         return named_arguments(unwrapped(self.model), self._args, self._kwargs)
 
     @property
     def num_samples(self) -> int:
-        """The length of the first tensor (other than a scalar) among the arguments of the last
-        recorded forward.
+        """The number of samples in the last recorded forward of the user's loop: the length of the
+        first tensor (other than a scalar) among its arguments.
         """
         tensors = (v for v in self.arguments.values() if isinstance(v, Tensor) and v.dim())
         return len(next(tensors))
 
     def start(self, batch: dict[str, Any] | None = None) -> None:
-        """Forget the outputs of the previous micro-batch, and expect a forward with a new batch.
+        """Forget the outputs of the previous micro-batch, and expect that the user's loop runs a
+        forward with a new batch.
 
         Args:
             batch: The arguments that the forward should get, on the device, or None if any
@@ -123,7 +124,8 @@ class ForwardRecorder:
             self._batch = {name: (value, _version(value)) for name, value in batch.items()}
 
     def _is_called_with_batch(self, args: tuple, kwargs: dict[str, Any]) -> bool:
-        """Return whether a forward is called with exactly the batch that the loader handed out.
+        """Return whether the user's loop calls the model with exactly the batch that the prepared
+        loader handed out.
 
         The tensors must be the same objects, not changed in place. Labels may be omitted, and
         arguments that do not affect the loss, such as `return_dict`, are ignored.
@@ -153,15 +155,16 @@ class ForwardRecorder:
         return True
 
     def _should_record(self, model: nn.Module) -> bool:
-        """Return whether a forward of the model or its wrapper is one to record: in training mode,
-        with gradients, for a micro-batch that waits for its backward, and not one of a proof.
+        """Return whether a forward of the model or its wrapper is one that the user's loop trains
+        on: in training mode, with gradients, for a micro-batch whose `accelerator.backward` is
+        still to come, and not one of a proof.
         """
         is_training = model.training and torch.is_grad_enabled()
         return is_training and self.is_waiting_for_backward() and not self._is_proving
 
     def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the unwrapped model: begin a training forward; if hf_ga refuses it,
-        leave the micro-batch before the error is raised.
+        """Forward pre-hook of the unwrapped model: begin a training forward of the user's loop. If
+        hf_ga refuses it, give up the micro-batch before the error is raised.
         """
         if not self._should_record(model):
             return
@@ -172,8 +175,9 @@ class ForwardRecorder:
             raise
 
     def _begin_forward(self, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Check and record the arguments of a training forward, and first prove the model on them
-        if it is not proven yet, or if they are not the batch that the loader handed out.
+        """Check and record the arguments of a training forward of the user's loop. The model is
+        proven on them first if it is not proven yet, or if they are not the batch that the loader
+        handed out.
 
         Args:
             args: The positional arguments of the forward.
@@ -234,8 +238,8 @@ class ForwardRecorder:
             self._record(output)
 
     def _record(self, outputs: Any) -> None:
-        """Store a forward's outputs and, if `records_tensors`, the version counters of their
-        tensors.
+        """Store the outputs of a training forward of the user's loop and, if `records_tensors`, the
+        version counters of their tensors, which show later in-place changes.
         """
         self.outputs = outputs
         if self._records_tensors:
@@ -245,10 +249,10 @@ class ForwardRecorder:
             }
 
     def is_unchanged(self, outputs: Any) -> bool:
-        """Return whether outputs are the very object that the recorded forward returned, with the
-        same tensors, not changed in place.
+        """Return whether the outputs that a user's loop passes to `accelerator.backward` are the
+        very object that the model returned, with the same tensors, not changed in place.
 
-        Needs `records_tensors`.
+        Only for a recorder with `records_tensors`.
 
         Args:
             outputs: What the loop passed to `accelerator.backward`.
@@ -266,7 +270,8 @@ class ForwardRecorder:
 
 
 def model_loss_of(outputs: Any) -> Tensor | None:
-    """Return the loss that a model itself computed from its labels, out of its outputs.
+    """Return the loss that the model of a user's loop itself computed from the labels, taken from
+    the model's outputs.
 
     It is `outputs.loss`, the first entry of a tuple if that is a scalar, or `outputs` if that is a
     scalar tensor. Logits that are not computed yet stay so.
@@ -285,7 +290,8 @@ def model_loss_of(outputs: Any) -> Tensor | None:
 
 
 def output_tensors(outputs: Any, *, requires_grad: bool = True) -> list[Tensor]:
-    """Collect the tensors in a model's outputs, also from nested dicts, lists and tuples.
+    """Collect the tensors in the outputs of the model of a user's loop, also from nested dicts,
+    lists and tuples, to compare the loop's loss with them.
 
     Logits that are computed lazily are replaced by the hidden states that they are computed from.
 
@@ -309,7 +315,7 @@ def output_tensors(outputs: Any, *, requires_grad: bool = True) -> list[Tensor]:
 
 
 def _collect_tensors(value: Any, tensors: list[Tensor]) -> None:
-    """Append all tensors in a (nested) value of a model's outputs to a list.
+    """Append all tensors in a (nested) value of the outputs of a user's model to a list.
 
     Args:
         value: A tensor, lazy logits (their hidden states are appended), a mapping, list or tuple of
@@ -356,7 +362,9 @@ def make_readable(outputs: Any) -> Any:
 
 @lru_cache(None)  # making a class registers it with torch's pytrees, so make it once
 def _lazy_class_of(output_class: type) -> type:
-    """Return the subclass of a `ModelOutput` class whose logits are computed on first access."""
+    """Return the subclass of a `ModelOutput` class whose logits are computed when a user's loop
+    first reads them.
+    """
     bases = (_LazyOutputs, output_class)
     return type(output_class.__name__, bases, {"_output_class": output_class})
 
@@ -371,13 +379,17 @@ class _LazyOutputs:
     _output_class: type  # the original class
 
     def __getattribute__(self, name: str) -> Any:
-        """Read an attribute; any but the loss first computes the logits."""
+        """Read an attribute of a model's outputs in a user's loop. For any but the loss, the logits
+        are computed first.
+        """
         if name not in ("loss", "__class__", "__dict__"):
             _compute_logits(self)
         return object.__getattribute__(self, name)
 
     def __getitem__(self, key: Any) -> Any:
-        """Read an entry by name or index; any but the loss first computes the logits."""
+        """Read an entry of a model's outputs by name or index in a user's loop. For any but the
+        loss, the logits are computed first.
+        """
         if key == "loss":
             return dict.__getitem__(self, key)
         if key == 0 and next(iter(dict.keys(self)), None) == "loss":
@@ -385,20 +397,21 @@ class _LazyOutputs:
         return _compute_logits(self)[key]
 
     def __iter__(self) -> Any:
-        """Compute the logits, and iterate over the names of the outputs."""
+        """Compute the logits, and iterate over the names of a model's outputs in a user's loop."""
         return iter(_compute_logits(self))
 
     def __len__(self) -> int:
-        """Return the number of outputs, without computing the logits."""
+        """Return the number of the model's outputs, without computing the logits."""
         return dict.__len__(self)
 
     def __reduce__(self) -> Any:
-        """Compute the logits, and pickle the outputs as their original class does."""
+        """Compute the logits of a model's outputs, and pickle them as their original class does."""
         return _compute_logits(self).__reduce__()
 
 
 def _compute_logits(outputs: Any) -> Any:
-    """Compute the lazy logits of a model's outputs in place, and restore the outputs' class.
+    """Compute the lazy logits of a model's outputs in place when a user's loop reads them, and
+    restore the outputs' class.
 
     The hidden states that the logits were computed from are kept in an attribute, where
     `output_tensors` finds them.
@@ -422,7 +435,8 @@ def _compute_logits(outputs: Any) -> Any:
 
 
 def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a model's forward by name; those of its `**kwargs` are merged in.
+    """Return the arguments with which a user's loop calls a model's forward by name; those of its
+    `**kwargs` are merged in.
 
     Args:
         model: The unwrapped model.
@@ -430,7 +444,8 @@ def named_arguments(model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> di
         kwargs: The keyword arguments.
 
     Raises:
-        ConfigError: If the forward does not accept them, or takes `*args`, which have no names.
+        ConfigError: If the forward does not accept these arguments, or takes `*args`, which have no
+            names.
     """
     # Accelerate replaces `forward` for mixed precision, and keeps the model's own here.
     forward = getattr(model, "_original_forward", model.forward)

@@ -66,8 +66,11 @@ def prove_before_sharding(
 
 
 def _evenly_spaced_samples(dataset: Any) -> list[Any]:
-    """Return samples for a proof at equal distances over the whole dataset: at least
-    `NUM_PROOF_SAMPLES`, or all samples of a smaller dataset.
+    """Choose the samples on which `hf_ga.Accelerator` tests the model of a user's loop before FSDP
+    shards it.
+
+    They are at equal distances over the whole dataset: at least `NUM_PROOF_SAMPLES`, or all samples
+    of a smaller dataset.
     """
     step = max(1, len(dataset) // NUM_PROOF_SAMPLES)
     return [dataset[index] for index in range(0, len(dataset), step)]

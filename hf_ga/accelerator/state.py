@@ -37,8 +37,8 @@ class SavedState:
     passes_own_loss: bool = False
 
     def write(self, folder: Path) -> None:
-        """Write this state to `hf_ga_state.json` in a checkpoint's folder, which is created if
-        needed.
+        """Write this state to `hf_ga_state.json` in the folder of a checkpoint of
+        `accelerator.save_state`, which is created if needed.
 
         Only the main process may call it.
         """
@@ -47,7 +47,8 @@ class SavedState:
 
     @staticmethod
     def read(folder: Path) -> "SavedState | None":
-        """Read the state from `hf_ga_state.json` in a checkpoint's folder.
+        """Read the state from `hf_ga_state.json` in a checkpoint's folder, for
+        `accelerator.load_state`.
 
         Returns:
             The state, or None if the checkpoint was saved without hf_ga.
@@ -79,15 +80,17 @@ class InitialSchedulerState:
     """
 
     def __init__(self, prepared: AcceleratedScheduler) -> None:
-        """Copy the state of a prepared scheduler and its optimizer's learning rates."""
+        """Copy the state of a scheduler that `accelerator.prepare` returns, and its optimizer's
+        learning rates.
+        """
         self.prepared = prepared
         scheduler = prepared.scheduler
         self.state_dict = copy.deepcopy(scheduler.state_dict())
         self.learning_rates = [group["lr"] for group in scheduler.optimizer.param_groups]
 
     def convert(self, saved_num_processes: int, num_processes: int) -> None:
-        """Convert a learning rate scheduler that was restored from a checkpoint to another number
-        of processes, at the same update.
+        """Convert a prepared learning rate scheduler that `accelerator.load_state` restored to
+        another number of processes, at the same update.
 
         Does nothing for a scheduler that steps once per update on any number of processes.
 
@@ -102,8 +105,8 @@ class InitialSchedulerState:
         self.step_from_start(num_updates * num_processes)
 
     def step_from_start(self, num_steps: int) -> None:
-        """Reset the learning rate scheduler and the optimizer's learning rates to their initial
-        state, and step the scheduler `num_steps` times.
+        """Reset the prepared learning rate scheduler and the optimizer's learning rates to their
+        initial state, and step the scheduler `num_steps` times.
         """
         scheduler = self.prepared.scheduler
         scheduler.load_state_dict(copy.deepcopy(self.state_dict))
@@ -122,7 +125,8 @@ def check_can_save(accelerator: accelerate.Accelerator, *, is_complete: bool) ->
 
     Args:
         accelerator: The accelerator of the loop.
-        is_complete: Whether every micro-batch of the current window had its backward.
+        is_complete: Whether the loop called `accelerator.backward` for every micro-batch of the
+            current window.
 
     Raises:
         ConfigError: If the gradients of an incomplete window would be lost, or if saving would
@@ -142,7 +146,8 @@ def check_can_save(accelerator: accelerate.Accelerator, *, is_complete: bool) ->
 
 
 def loader_positions(loaders: Iterable[Any]) -> list[dict[str, Any] | None]:
-    """Return the position in its epoch of each prepared loader, for a checkpoint.
+    """Return the position in its epoch of each prepared loader, for a checkpoint of
+    `accelerator.save_state`.
 
     None for loaders that yielded no windows, such as those of an evaluation.
     """
@@ -155,7 +160,7 @@ def loader_positions(loaders: Iterable[Any]) -> list[dict[str, Any] | None]:
 
 
 def restore_positions(loaders: list[Any], positions: list[dict[str, Any] | None]) -> None:
-    """Let prepared loaders continue at the positions of a checkpoint.
+    """Let prepared loaders continue at the positions of a checkpoint, for `accelerator.load_state`.
 
     Args:
         loaders: The prepared loaders, in the order in which the saved run prepared them.
@@ -167,7 +172,7 @@ def restore_positions(loaders: list[Any], positions: list[dict[str, Any] | None]
 
 
 def folder_to_load(input_dir: str | None, project_dir: str | None) -> Path:
-    """Return the folder of the checkpoint that `load_state` loads.
+    """Return the folder of the checkpoint that `accelerator.load_state` loads.
 
     Args:
         input_dir: The folder that the script passed to `load_state`, or None for the newest

@@ -45,16 +45,17 @@ class TrainingLoop:
         loss_terms: Runs the backward of the losses that the loop passes.
         engine: The engine of the current window. None before the first window, and before the first
             forward of a model that is proven in that forward.
+        last_result: The result of the last complete window; None before there is one.
     """
 
     def __init__(self, accelerator: accelerate.Accelerator, loss_settings: LossSettings) -> None:
-        """Start before the first window, with no prepared model."""
+        """Start before the first window of a user's loop, with no prepared model."""
         self.accelerator = accelerator
         self.loss_settings = loss_settings
         self.call_order = CallOrder()
         self.loss_terms = LossTerms(LossChecks(can_differentiate=not is_sharded(accelerator)))
         self.engine: Engine | None = None
-        self.last_result: StepResult | None = None  # of the last complete window
+        self.last_result: StepResult | None = None
         self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
         self._recorders: dict[nn.Module, ForwardRecorder] = {}  # of prepared models
         self._criteria = CriteriaRecorder()
@@ -70,7 +71,7 @@ class TrainingLoop:
         self._prepared_models[unwrapped(prepared)] = prepared
 
     def close(self) -> None:
-        """Leave the window, and remove all hooks from the prepared models."""
+        """Give up the window of the user's loop, and remove all hooks from the prepared models."""
         self.leave_micro_batch()
         self._window_contexts.close()
         for recorder in self._recorders.values():
@@ -78,8 +79,8 @@ class TrainingLoop:
 
     @property
     def is_in_windows(self) -> bool:
-        """Whether the loader that the user iterates over yields windows now, which is not so in an
-        evaluation.
+        """Whether the loader that the user's loop iterates over yields windows now, which is not so
+        in an evaluation.
         """
         active = self.accelerator.gradient_state.active_dataloader
         return isinstance(active, WindowedDataLoader) and active.is_yielding_windows
@@ -113,7 +114,8 @@ class TrainingLoop:
     def micro_batches(
         self, model: nn.Module, window: Window, *, batches_are_mappings: bool
     ) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Begin a window, and hand out its micro-batches on this rank one by one.
+        """Begin a window, and hand out its micro-batches on this rank one by one to the user's
+        loop.
 
         Sets Accelerate's `step` and `sync_gradients` for each of them.
 
@@ -127,7 +129,8 @@ class TrainingLoop:
             (batch on the device, whether it is the last one of the window).
 
         Raises:
-            ConfigError: If the loop fetches a batch before the backward of the previous one.
+            ConfigError: If the loop fetches a batch before it called `accelerator.backward` for
+                the previous one.
         """
         self._check_fetch()
         window = self._begin_window(model, window, batches_are_mappings)
@@ -145,7 +148,8 @@ class TrainingLoop:
             yield batch, is_last
 
     def backward(self, loss: Any, num_targets: float | Tensor | None) -> Tensor | None:
-        """Run the backward of the current micro-batch, and finish the window after its last one.
+        """Run the backward of the current micro-batch, which the user's loop asks for, and finish
+        the window after its last one.
 
         Finishing sums the gradients over all ranks and raises errors that were kept for the end of
         the window.
@@ -184,7 +188,7 @@ class TrainingLoop:
         return engine.loss.value if isinstance(engine.loss, WholeWindow) else None
 
     def leave_micro_batch(self) -> None:
-        """Give up the micro-batch that was handed out, without its backward.
+        """Give up the micro-batch that was handed out to the user's loop, without its backward.
 
         Its context managers are closed; errors of hf_ga that they raise are ignored, as they are
         about a micro-batch that does not count.
@@ -196,15 +200,19 @@ class TrainingLoop:
             contexts.close()
 
     def leave_window(self) -> None:
-        """Give up the current window, because weights are loaded from a checkpoint."""
+        """Give up the current window of the user's loop, because `accelerator.load_state` loads
+        weights from a checkpoint.
+        """
         self.leave_micro_batch()
         self.call_order.is_complete = True
 
     def check_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check, before a prepared optimizer steps, that the window's gradient is complete.
+        """Check, before a prepared optimizer of the user's loop steps, that the gradient of the
+        window is complete.
 
         Raises:
-            ConfigError: If it is not, or if parameters outside of the model have a gradient.
+            ConfigError: If the gradient is not complete, or if parameters outside of the model have
+                a gradient.
         """
         loss_parameters = parameters_of(self.loss_settings.whole_batch)
         self.call_order.check_optimizer_step(self.engine, optimizer, loss_parameters)
@@ -212,7 +220,8 @@ class TrainingLoop:
     # Windows
 
     def _begin_window(self, model: nn.Module, window: Window, batches_are_mappings: bool) -> Window:
-        """Begin a window, and its engine unless the model is proven in the loop's first forward.
+        """Begin a window of the user's loop, and its engine unless the model is proven in the
+        loop's first forward.
 
         Args:
             model: The prepared model that is trained.
@@ -247,10 +256,11 @@ class TrainingLoop:
         return window
 
     def _begin_engine(self, window: Window) -> None:
-        """Begin a window in the engine: count its targets and plan this rank's micro-batches.
+        """Begin a window of the user's loop in the engine: count its targets and plan this rank's
+        micro-batches.
 
-        Before, speed-ups that do not fit the user's loop are removed from the engine's rule: a loop
-        that computes a loss of its own reads the logits.
+        First, speed-ups that do not fit the loop are removed from the engine's rule. An example is
+        packing, for a loop that computes a loss of its own from the model's outputs.
 
         Args:
             window: The window.
@@ -273,18 +283,18 @@ class TrainingLoop:
     def _before_any_step(
         self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
     ) -> None:
-        """Step pre-hook of all torch optimizers during a window: refuse a step of an optimizer that
-        would update the model before the window's gradient is complete.
+        """Step pre-hook of all torch optimizers during a window of the user's loop: refuse a step
+        that would update the model before the window's gradient is complete.
         """
         if self.engine is not None:
             self.call_order.check_other_optimizer(self.engine, optimizer)
 
     def _is_in_evaluation(self) -> bool:
-        """Return whether an unexpected backward came because no model was in training mode.
+        """Return whether the user's loop is in an evaluation, which explains a call of
+        `accelerator.backward` that no micro-batch waits for.
 
-        That is so if the loader that the user iterates over yields Accelerate's own batches, as it
-        does when no model was in training mode at its beginning, or if no model is in training mode
-        now.
+        That is so if no model is in training mode now, or if none was when the loop began to
+        iterate over the loader, which then yields Accelerate's own batches.
         """
         active = self.accelerator.gradient_state.active_dataloader
         if isinstance(active, WindowedDataLoader) and not active.is_yielding_windows:
@@ -292,11 +302,11 @@ class TrainingLoop:
         return self.training_model() is None
 
     def _check_fetch(self) -> None:
-        """Check, before a batch is handed out, that the previous one had its backward; if not,
-        leave its micro-batch before the error is raised.
+        """Check, before a batch is handed out to the user's loop, that the loop called
+        `accelerator.backward` for the previous one.
 
         Raises:
-            ConfigError: If it had not.
+            ConfigError: If the loop did not call it. The previous micro-batch is given up first.
         """
         try:
             self.call_order.check_fetch()
@@ -307,8 +317,8 @@ class TrainingLoop:
     # Micro-batches
 
     def _enter_micro_batch(self, model: nn.Module, index: int) -> dict[str, Any]:
-        """Enter the context managers of a micro-batch (keyed dropout, speed-ups, recording), which
-        `backward` closes.
+        """Enter the context managers of a micro-batch of the user's loop (keyed dropout, speed-ups,
+        recording), which `backward` closes.
 
         Args:
             model: The prepared model.
@@ -329,8 +339,8 @@ class TrainingLoop:
         return batch
 
     def _enter_recording_contexts(self, model: nn.Module) -> None:
-        """Make the stack of a micro-batch's context managers: until its backward, the loss
-        functions that the loop calls are recorded, and DDP does not all-reduce gradients.
+        """Begin the contexts of a micro-batch: until its backward, the loss functions that the
+        user's loop calls are recorded, and DDP does not all-reduce gradients.
 
         Args:
             model: The prepared model.
@@ -343,8 +353,8 @@ class TrainingLoop:
             self._micro_batch_contexts.enter_context(model.no_sync())
 
     def _recorder_of(self, model: nn.Module) -> ForwardRecorder:
-        """Return the recorder of a prepared model's forwards; make it, with its hooks, on first
-        use.
+        """Return the recorder of the forwards that a user's loop runs of a prepared model; make it,
+        with its hooks, on first use.
         """
         if model not in self._recorders:
             self._recorders[model] = ForwardRecorder(
@@ -365,7 +375,8 @@ class TrainingLoop:
             num_targets: The number of targets that the loss is summed over, or None.
 
         Raises:
-            ConfigError: If, with `whole_batch`, it is not exactly what the model returned.
+            ConfigError: If, with `whole_batch`, the loop passed anything but what the model
+                returned.
             LossNotAdditive: If the loss is not one that is known to add up over micro-batches.
         """
         engine = self.engine
@@ -389,8 +400,8 @@ class TrainingLoop:
         engine.backward(loss)
 
     def _record_of_micro_batch(self, recorder: ForwardRecorder) -> MicroBatchRecord:
-        """Collect what was recorded of the micro-batch that waits for its backward, for the checks
-        of its loss.
+        """Collect what was recorded of the current micro-batch of the user's loop, for the checks
+        of the loss that the loop passes for it.
         """
         call = self.engine.call
         tensors = [value for value in call.batch.values() if isinstance(value, Tensor)]
@@ -405,7 +416,8 @@ class TrainingLoop:
 
     @contextmanager
     def _raising_on_all_ranks(self) -> Iterator[None]:
-        """Let an error of hf_ga on this rank be raised on all ranks at the end of the window.
+        """Let an error of hf_ga on this rank of a user's loop be raised on all ranks at the end of
+        the window.
 
         If only this rank raised at once, the others would wait for it forever in the next
         all-reduce. The error is raised at once on a single process, before the engine exists, and
@@ -425,8 +437,8 @@ class TrainingLoop:
     # Models that are proven in a forward of the loop
 
     def _first_batch_to_prove(self, model: nn.Module, window: Window) -> dict[str, Any]:
-        """Return the first batch of a window whose model will be proven in its forward on this
-        batch, because it is not known how the loop calls it.
+        """Return the first batch of a window for a model that will be proven in the loop's forward
+        on this batch, because it is not known yet how the loop calls the model.
 
         Args:
             model: The prepared model.
@@ -516,11 +528,11 @@ class TrainingLoop:
         self._prove(model, self.engine.window, num_samples, args, kwargs)
 
     def _check_generators(self) -> None:
-        """Check that the loop drew no random numbers between fetching a batch and the forward in
-        which the model is proven, unless split-dependent randomness is allowed.
+        """Check that the user's loop drew no random numbers between fetching a batch and the
+        forward in which the model is proven, unless split-dependent randomness is allowed.
 
         Raises:
-            UnkeyedRandomness: If it did.
+            UnkeyedRandomness: If the loop drew random numbers there.
         """
         moved = moved_generators(self._random_states)
         if moved and not self.loss_settings.allow_split_dependent_randomness:
@@ -533,5 +545,7 @@ class TrainingLoop:
 
 
 def is_trainable(model: nn.Module) -> bool:
-    """Return whether a model has a parameter with `requires_grad`."""
+    """Return whether a model that `accelerator.prepare` gets has a parameter with `requires_grad`,
+    so that the user's loop trains it.
+    """
     return any(parameter.requires_grad for parameter in model.parameters())

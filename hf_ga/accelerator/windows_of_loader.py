@@ -36,8 +36,8 @@ def make_windows(
     collate: DictCollator,
     seed: int,
 ) -> WindowLoader | StreamLoader:
-    """Make a loader of windows from a user's DataLoader: the same samples, in the order of its
-    sampler, grouped by optimizer step instead of by batch.
+    """Make a loader of windows from a DataLoader that a user's loop prepares: the same samples, in
+    the order of its sampler, grouped by optimizer step instead of by batch.
 
     With a `global_batch_size`, this sets the accelerator's gradient accumulation steps.
 
@@ -91,13 +91,13 @@ def make_windows(
 
 
 def _batch_size_of(batch_sampler: Any) -> int:
-    """Return the `batch_size` of a DataLoader's batch sampler.
+    """Return the `batch_size` of the batch sampler of a DataLoader that a user prepares.
 
     Args:
         batch_sampler: The batch sampler; for an iterable dataset, the DataLoader itself.
 
     Raises:
-        ConfigError: If it has none, or one that is no positive int.
+        ConfigError: If the sampler has no `batch_size`, or one that is not a positive int.
     """
     batch_size = getattr(batch_sampler, "batch_size", None)
     if not isinstance(batch_size, int) or batch_size < 1:
@@ -136,7 +136,7 @@ def _micro_batch_and_window_size(accelerator: Any, batch_size: int) -> tuple[int
 def _make_window_loader(
     original: DataLoader, collate: DictCollator, accelerator: Any, settings: dict[str, Any]
 ) -> WindowLoader:
-    """Make a `WindowLoader` that visits the samples in the order of the user's DataLoader.
+    """Make a `WindowLoader` with the order of samples of a DataLoader that a user's loop prepares.
 
     A shuffling loader becomes one in hf_ga's own random order of the same seed, a sequential one
     keeps the order of the dataset, and any other sampler or batch sampler is run itself.
@@ -162,7 +162,8 @@ def _make_window_loader(
 
 
 def is_shuffling(sampler: Any) -> bool:
-    """Return whether a DataLoader's sampler visits every sample once in a random order.
+    """Return whether the sampler of a DataLoader that a user prepares visits every sample once in a
+    random order.
 
     Only torch's `RandomSampler` and Accelerate's `SeedableRandomSampler` are recognized, and not
     if they draw with replacement or draw fewer or more samples than the dataset has.
@@ -190,19 +191,20 @@ class OrderedWindowLoader(WindowLoader):
     def __init__(
         self, *args: Any, sampler: Any, broadcast: Callable[[Any], Any], **kwargs: Any
     ) -> None:
-        """Make the loader, and run the sampler for the first epoch to count its samples."""
+        """Make the loader, and run the user's sampler for the first epoch to count its samples."""
         self.sampler = sampler
         self.broadcast = broadcast
-        self._cached_epoch: int | None = None
+        self._cached_epoch: int | None = None  # the epoch of `_cached_ids`
         self._cached_ids = np.empty(0, np.int64)
         super().__init__(*args, **kwargs)
         self.num_samples = len(self._sample_ids(self.epoch))
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the sample ids of an epoch in the sampler's order, int64.
+        """Return the sample ids of an epoch in the order of the user's sampler, int64.
 
         Raises:
-            ConfigError: If they are not as many as in the first epoch.
+            ConfigError: If their number differs from that of the first epoch, or if the sampler's
+                order is not reproducible.
         """
         ids = self._sample_ids(epoch)
         if len(ids) != self.num_samples:
@@ -213,7 +215,8 @@ class OrderedWindowLoader(WindowLoader):
         return ids
 
     def _sample_ids(self, epoch: int) -> np.ndarray:
-        """Return the sample ids of an epoch in the main process's order, and cache them.
+        """Return the sample ids of an epoch in the order of the main process's sampler, and cache
+        them.
 
         For the first epoch, the sampler is run twice, to check that its order is reproducible.
 
@@ -235,7 +238,8 @@ class OrderedWindowLoader(WindowLoader):
         return self._cached_ids
 
     def _run_sampler(self, epoch: int) -> np.ndarray:
-        """Run the sampler for an epoch, with all random generators seeded from (seed, epoch).
+        """Run the user's sampler for an epoch, with all random generators seeded from (seed,
+        epoch).
 
         The global generators are restored afterwards. A batch sampler's own sampler is seeded, too,
         and `set_epoch` is called where it exists.

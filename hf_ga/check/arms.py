@@ -62,7 +62,11 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
     def step(
         model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str
     ) -> tuple[float, Gradients]:
-        """Train one window with Trainer at learning rate 0; return its loss and gradients."""
+        """Train one window of the equivalence check with Trainer at learning rate 0.
+
+        Returns:
+            (Trainer's training loss, the gradients by parameter name).
+        """
         on_cpu = device_of(model).type == "cpu"
         check_arguments = {
             "gradient_accumulation_steps": accumulation_steps,
@@ -106,11 +110,14 @@ class _GradientTaker(TrainerCallback):
     """
 
     def __init__(self, trainer: Trainer) -> None:
+        """Make the callback for a trainer that the equivalence check runs."""
         self.trainer = trainer
         self.gradients: Gradients = {}
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the gradients of the trainer's model from `.grad` into `self.gradients`."""
+        """Move the gradients of the trainer's model from `.grad` into `self.gradients`, for the
+        equivalence check.
+        """
         self.gradients = _take_from_prepared(self.trainer.model_wrapped)
 
 
@@ -129,7 +136,12 @@ def accelerate_arm(**arguments: Any) -> StepFunction:
     def step(
         model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str
     ) -> tuple[None, Gradients]:
-        """Run Accelerate's loop over one window without an optimizer step; return gradients."""
+        """Run Accelerate's loop over one window of the equivalence check, without an optimizer
+        step.
+
+        Returns:
+            (None, the gradients by parameter name).
+        """
         accelerator = Accelerator(
             cpu=device_of(model).type == "cpu",
             mixed_precision="bf16" if precision == "bf16" else "no",
@@ -169,7 +181,9 @@ def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
     """
 
     def step(model: nn.Module, micro_batches: MicroBatches, precision: str) -> Tensor:
-        """Call `hf_ga.backward` on the only batch of the window, under autocast for bf16."""
+        """Call `hf_ga.backward` on the only batch of the equivalence check's window, under autocast
+        for bf16, and return the loss.
+        """
         if len(micro_batches) > 1 or precision == "fp16":
             raise ConfigError(
                 "hf_ga.backward takes one batch, in fp32 or bf16: check it with "
@@ -185,7 +199,8 @@ def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
 
 
 def _take_from_prepared(prepared: nn.Module) -> Gradients:
-    """Take the gradients of a model that Accelerate or Trainer prepared (`take_gradients`).
+    """Take the gradients of a model that Accelerate or Trainer prepared in the equivalence check:
+    return them by parameter name, and set every `.grad` to None.
 
     Under DDP also keep the process group alive until the wrapper is destroyed, which may hang
     otherwise.

@@ -159,8 +159,11 @@ def check_equivalence(
 
 
 def _check_has_weights(model: nn.Module, accelerator: Accelerator) -> None:
-    """Raise ConfigError on all processes if one of them has parameters on the meta device, because
-    each process computes the reference gradient itself.
+    """Check that no process of an equivalence check has parameters on the meta device, because each
+    process computes the reference gradient itself.
+
+    Raises:
+        ConfigError: On all processes, if one of them has such parameters.
     """
     with raise_on_all_ranks(accelerator):
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -222,7 +225,8 @@ def _run_in_layout(
     layout: CheckedLayout,
     reference: Reference,
 ) -> ReportRow:
-    """Run one training step in one layout and compare its gradient with the reference.
+    """Run one training step of the equivalence check in one layout (split of the window into
+    micro-batches), and compare its gradient with the reference.
 
     Args:
         context: The model and the settings of the check.
@@ -232,8 +236,8 @@ def _run_in_layout(
         reference: The correct result of the layout's window.
 
     Returns:
-        The row of the report. It is refused if hf_ga does not support the model, or if the user's
-        step raises.
+        The row of the report. It is marked as refused if hf_ga does not support the model, or if
+        the user's step raises an error.
     """
     row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
     if step is None and context.refused:
@@ -282,14 +286,16 @@ def _prove_model(context: CheckContext) -> None:
 
 
 def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
-    """Put modules into evaluation mode, but not their submodules (unlike `Module.eval`)."""
+    """Put modules whose random draws an equivalence check cannot compare into evaluation mode, but
+    not their submodules (unlike `Module.eval`).
+    """
     for module in modules:
         module.training = False
 
 
 def _describe_check(context: CheckContext) -> list[str]:
-    """Describe for the report how the check was run: one line for each of the window, the
-    reference, the limits, the proof and, on several processes, DDP or FSDP.
+    """Describe for the report how the equivalence check was run: one line for each of the window,
+    the reference, the limits, the proof and, on several processes, DDP or FSDP.
     """
     num_weights = [p.numel() for p in context.model.parameters() if p.requires_grad]
     proof = str(context.rule) if context.rule else "hf_ga found no counting rule for the targets"

@@ -55,8 +55,9 @@ class Hypothesis:
         return result
 
     def clipped(self, max_norm: float) -> "Hypothesis":
-        """Return a hypothesis with the same weights in which the gradient is also clipped to this
-        L2 norm after every micro-batch, which is added to the causes.
+        """Return a hypothesis with the same weights of the micro-batches, in which the training
+        step also clips the gradient to this L2 norm after every micro-batch. The clipping is added
+        to its causes.
         """
         cause = Cause(
             "clipping per micro-batch",
@@ -80,6 +81,10 @@ def list_hypotheses(
         loss_rule: The counting rule that is correct for the loss.
         accumulation_steps: Micro-batches of a full window over all processes.
         num_processes: Micro-batch k belongs to process k mod num_processes.
+
+    Returns:
+        The hypotheses, the most plausible first. If the processes have different numbers of
+        micro-batches, those in which Accelerate repeats some of them follow.
     """
     found = _hypotheses_without_repeats(counts, loss_rule, accumulation_steps, num_processes)
     num = len(counts[loss_rule])
@@ -168,13 +173,16 @@ def _equal_weight_hypotheses(n: np.ndarray, num_processes: int) -> list[Hypothes
     Args:
         n: Number of targets of each micro-batch, shape (micro-batches,).
         num_processes: Micro-batch k belongs to process k mod num_processes.
+
+    Returns:
+        The three hypotheses in this order.
     """
     process = np.arange(len(n)) % num_processes  # the process of each micro-batch
     micro_batches_of_process = np.bincount(process)
     equal = 1 / micro_batches_of_process[process] / num_processes
     mean_of_means = Hypothesis(equal)
     has_unequal_counts = [len(set(n[rank::num_processes])) > 1 for rank in range(num_processes)]
-    # With equal counts on each of several processes it is no mistake of its own.
+    # With equal counts on each of several processes it is not a mistake of its own.
     if num_processes == 1 or any(has_unequal_counts):
         text = "mean of means: equal weights of micro-batches with different numbers of targets"
         mean_of_means = _mistake(equal, text, evidence=_format_target_counts(n))
@@ -267,8 +275,8 @@ def fit_micro_batch_weights(
 
 
 def half_precision(gradient: Tensor) -> str | None:
-    """Return "bf16" or "fp16" if that dtype represents every element of a float32 gradient exactly,
-    which suggests that the gradient was summed in it; None if neither does.
+    """Return "bf16" or "fp16" if that dtype represents every element of a training step's float32
+    gradient exactly, which suggests that the step summed the gradient in it; None if neither does.
     """
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     for name, dtype in dtypes.items():
@@ -278,7 +286,9 @@ def half_precision(gradient: Tensor) -> str | None:
 
 
 def _format_target_counts(counts: np.ndarray) -> str:
-    """Format numbers of targets for a report as `8, 3, 5 targets`, with at most six numbers."""
+    """Format numbers of targets for an equivalence report as `8, 3, 5 targets`, with at most six
+    numbers.
+    """
     shown = [f"{count:g}" for count in counts[:6]]
     if len(counts) > 6:
         shown.append("...")
@@ -300,8 +310,8 @@ def _mistake(
 
 
 def _wrong_count_hypotheses(counts: dict[str, np.ndarray], loss_rule: str) -> list[Hypothesis]:
-    """For each counting rule other than the loss's own, list two mistakes: the loss is divided by
-    the targets that this rule counts, or the micro-batches are weighted by them.
+    """For each counting rule other than the loss's own, list two mistakes of a training step: it
+    divides the loss by the targets that this rule counts, or weights the micro-batches by them.
 
     Args:
         counts: For each counting rule, the number of targets of each micro-batch, shape

@@ -62,6 +62,10 @@ def compute_reference(context: CheckContext, window: Window) -> Reference:
         context: The model and the settings of the check.
         window: The window, in any layout.
 
+    Returns:
+        The loss and gradients in float64, with the largest errors that pass. If the check has a
+        `max_grad_norm`, the gradients are clipped to it.
+
     Raises:
         ConfigError: If the model cannot run in float64, or memory runs out.
     """
@@ -101,7 +105,7 @@ def write_verdict(
         row: The report row of this step and layout.
         loss: The window's mean loss as the step returned it. None: the loss is not compared.
         gradients: The gradients that the step left.
-        reference: The correct result of the same window.
+        reference: The correct result of the same window, with the limits.
     """
     if loss is not None:
         row.loss = loss

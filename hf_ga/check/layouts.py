@@ -12,7 +12,7 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.window import Window
 
 AUTO = ("even", "uneven", "one by one", "sorted by length", "short last window")
-INDIVISIBLE = "indivisible"  # the number of micro-batches is no multiple of the processes
+INDIVISIBLE = "indivisible"  # the number of micro-batches is not a multiple of the processes
 NAMES = (*AUTO, INDIVISIBLE)
 # Shares of the window in the layout "uneven", repeated for more than four micro-batches.
 UNEVEN_SHARES = (0.40, 0.05, 0.35, 0.20)
@@ -38,24 +38,25 @@ class CheckedLayout:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of samples in each micro-batch."""
+        """Number of samples in each micro-batch of this layout of the equivalence check."""
         return [len(micro_batch) for micro_batch in self.offsets]
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in the window, over all micro-batches."""
+        """Number of samples in this layout of the equivalence check, over all micro-batches."""
         return sum(self.sizes)
 
     def collate_window(self, context: CheckContext) -> Window:
-        """Build the window of this layout: take the check's first samples, split them into the
-        layout's micro-batches, and collate all of them, on every process.
+        """Build the window of this layout: take the first samples of the equivalence check, split
+        them into the layout's micro-batches, and collate all of them, on every process.
         """
         return context.first_samples_window(self.num_samples).split(self.offsets)
 
     def run(
         self, context: CheckContext, step: StepFunction | None, window: Window
     ) -> tuple[float | None, Gradients]:
-        """Run a training step on a window that is split as this layout says.
+        """Run a training step of the equivalence check on a window that is split as this layout
+        says.
 
         Args:
             context: The model and the settings of the check.
@@ -72,8 +73,9 @@ class CheckedLayout:
 
 
 def local_micro_batches(window: Window, accelerator: Accelerator) -> Window:
-    """Return a copy of a window with this process's micro-batches only: process r keeps the
-    micro-batches r, r + num_processes, ..., as in the loaders that Accelerate prepares.
+    """Return a copy of the equivalence check's window with this process's micro-batches only:
+    process r keeps the micro-batches r, r + num_processes, ..., as in the loaders that Accelerate
+    prepares.
     """
     local = slice(accelerator.process_index, None, accelerator.num_processes)
     max_per_process = -(-len(window.batches) // accelerator.num_processes)
@@ -179,7 +181,8 @@ def _built_in_layout(name: str, lengths: np.ndarray, num_processes: int) -> Chec
 def _layout_of_sizes(
     name: str, sizes: list[int], num_samples: int, order: np.ndarray | None = None
 ) -> CheckedLayout:
-    """Build a layout whose micro-batches have `sizes` samples each, consecutive ones of `order`.
+    """Build a layout of the equivalence check whose micro-batches have the given `sizes`: each
+    takes the next samples of `order`.
 
     Args:
         name: Name of the layout.

@@ -24,8 +24,8 @@ MICRO_BATCHES_PER_REPLICA = 4
 
 
 def pipeline_row(context: CheckContext, num_stages: int) -> ReportRow:
-    """Check pipeline parallelism: let `num_stages` stages compute the gradient of all samples, and
-    compare it with that of the full batch in float64.
+    """Check pipeline parallelism in an equivalence check: let `num_stages` stages compute the
+    gradient of all samples, and compare it with that of the full batch in float64.
 
     All processes must call it. Each replica (copy of the model, split into stages) has about four
     micro-batches.
@@ -58,7 +58,7 @@ def pipeline_row(context: CheckContext, num_stages: int) -> ReportRow:
 def _prepare_stages(
     context: CheckContext, num_stages: int, batch_size: int
 ) -> tuple[Pipeline, Window]:
-    """Split a copy of the checked model into pipeline stages.
+    """Split a copy of the model of an equivalence check into pipeline stages.
 
     Args:
         context: The model and the settings of the check.
@@ -85,8 +85,8 @@ def _prepare_stages(
 
 
 def _gather_micro_batch_sizes(pipeline: Pipeline, window: Window) -> list[int]:
-    """Return the number of samples in each micro-batch of the window, over all replicas of the
-    pipeline. All processes must call it.
+    """Return the number of samples in each micro-batch of the window over all replicas of the
+    pipeline, for a row of the equivalence check's report. All processes must call it.
     """
     local_sizes = [len(micro_batch) for micro_batch in window.micro_batches]
     # All stages of a replica compute the same micro-batches, so only first stages count them.
@@ -96,7 +96,7 @@ def _gather_micro_batch_sizes(pipeline: Pipeline, window: Window) -> list[int]:
 
 def _gather_gradients(pipeline: Pipeline, context: CheckContext) -> Gradients:
     """Return the gradients of the parameters of all pipeline stages, by name, on the accelerator's
-    device. All processes must call it.
+    device, to compare them in the equivalence check. All processes must call it.
     """
     gradients: Gradients = {}
     for stage_gradients in gather_object([_stage_gradients(pipeline)]):
@@ -106,7 +106,8 @@ def _gather_gradients(pipeline: Pipeline, context: CheckContext) -> Gradients:
 
 
 def _stage_gradients(pipeline: Pipeline) -> list[tuple[str, Tensor]]:
-    """Copy the gradients of this stage's trainable parameters to the CPU; zeros if there is none.
+    """Copy the gradients of the trainable parameters of this pipeline stage to the CPU, for the
+    equivalence check; zeros for parameters without a gradient.
 
     Returns:
         Pairs of a parameter's name in the whole model and its gradient.

@@ -76,7 +76,8 @@ def plain_backward(
 
 
 def find_dropout(context: CheckContext) -> KeyedDropout:
-    """Find the dropout sites of the checked model by forwards of its longest sample.
+    """Find where the model of an equivalence check draws dropout (its dropout sites), by forwards
+    of the longest sample.
 
     Modules whose random draws cannot be tied to a sample do not raise; they are listed in the
     result's `unkeyed`.
@@ -84,7 +85,7 @@ def find_dropout(context: CheckContext) -> KeyedDropout:
     longest = max(context.samples, key=sample_length)
 
     def forward(num_samples: int) -> None:
-        """Run the model and its loss on a batch of copies of the longest sample."""
+        """Run the checked model and its loss on `num_samples` copies of the longest sample."""
         batch = as_batch(context.collate_fn([longest] * num_samples))
         with torch.enable_grad():  # a loss of whole batches is checked to have a gradient
             _compute_loss(context, send_to_device(batch, device_of(context.model)))
@@ -93,7 +94,7 @@ def find_dropout(context: CheckContext) -> KeyedDropout:
 
 
 def _compute_loss(context: CheckContext, batch: Batch) -> tuple[Tensor, float | None]:
-    """Run the checked model on a batch and compute its loss.
+    """Run the model of an equivalence check on a batch, and compute its loss.
 
     Returns:
         The sum of the loss and the number of targets for a `loss_fn`; otherwise the loss itself and
@@ -116,7 +117,9 @@ class _Float64Casts(TorchFunctionMode):
     def __torch_function__(
         self, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        """Call a torch function with float64 in place of every argument that is `torch.float32`."""
+        """Call a torch function, in the equivalence check's float64 reference, with float64 in
+        place of every argument that is `torch.float32`. `Tensor.float` becomes `Tensor.double`.
+        """
         kwargs = kwargs or {}
         if function is Tensor.float:
             function = Tensor.double
@@ -131,7 +134,7 @@ class _Float64Casts(TorchFunctionMode):
 
 def _grouped_matmul(rows: Tensor, matrices: Tensor, group_ends: Tensor) -> Tensor:
     """Multiply each group of consecutive rows by the matrix of its group, as `torch._grouped_mm`
-    does for a mixture of experts, but in any dtype.
+    does for a mixture of experts, but in any dtype: for the equivalence check's float64 reference.
 
     Args:
         rows: Shape (rows, in_features).
@@ -149,12 +152,16 @@ def _grouped_matmul(rows: Tensor, matrices: Tensor, group_ends: Tensor) -> Tenso
 
 
 def _float64_dtype(argument: Any) -> Any:
-    """Return `torch.float64` for the dtype `torch.float32`; any other argument unchanged."""
+    """Return `torch.float64` for the dtype `torch.float32`, and any other argument of a torch
+    function unchanged, for the equivalence check's float64 reference.
+    """
     return torch.float64 if argument is torch.float32 else argument
 
 
 def _to_float64(value: Any) -> Any:
-    """Convert a floating-point tensor to float64; return any other value unchanged."""
+    """Convert a floating-point tensor of a batch to float64, for the equivalence check's reference;
+    return any other value unchanged.
+    """
     if isinstance(value, Tensor) and value.is_floating_point():
         return value.double()
     return value
@@ -162,8 +169,9 @@ def _to_float64(value: Any) -> Any:
 
 @contextmanager
 def running_in_float64(model: nn.Module) -> Iterator[None]:
-    """Run the block with the model's parameters and buffers in float64, and with its own casts to
-    float32 as casts to float64; afterwards restore the tensors.
+    """Run the block, which computes the equivalence check's reference, with the model's parameters
+    and buffers in float64, and with its own casts to float32 as casts to float64. Afterwards the
+    tensors are restored.
     """
     tensors = [*model.parameters(), *model.buffers()]
     floating_point = [tensor for tensor in tensors if tensor.is_floating_point()]

@@ -68,13 +68,13 @@ class EquivalenceReport:
 
     @property
     def worst(self) -> ReportRow:
-        """The failed row with the largest quotient of error and limit; if all passed, the row with
-        the largest quotient.
+        """Of the failed rows of an equivalence report, the one with the largest error relative to
+        its limit; if all passed, the one of all rows.
         """
         return max(self.rows, key=lambda row: (not row.passed, row.share))
 
     def arm(self, name: str) -> "EquivalenceReport":
-        """Return a report with the rows of one arm (training step under test) only."""
+        """Return an equivalence report with the rows of one arm (training step under test) only."""
         return replace(self, rows=[row for row in self.rows if row.arm == name])
 
     def causes(self, arm: str = OURS) -> dict[Cause, list[str]]:
@@ -125,8 +125,8 @@ class EquivalenceReport:
         return lines
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the whole report as a dict that JSON can hold: NaN and infinite numbers become
-        None.
+        """Return the whole equivalence report as a dict that JSON can hold: NaN and infinite
+        numbers become None.
         """
         values = {
             "passed": self.passed,
@@ -137,12 +137,12 @@ class EquivalenceReport:
             **asdict(self),
             "rows": [asdict(row) | {"share_of_limit": row.share} for row in self.rows],
         }
-        # json.dumps writes NaN and Infinity, which are no JSON: read them back as None.
+        # json.dumps writes NaN and Infinity, which JSON does not have: read them back as None.
         return json.loads(json.dumps(values), parse_constant=lambda constant: None)
 
     def save(self, folder: str | Path) -> None:
-        """Write report.json and report.html (text and plot in one file) into a folder, which is
-        created if it does not exist.
+        """Write an equivalence report as report.json and report.html (text and plot in one file)
+        into a folder, which is created if it does not exist.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,9 @@ class EquivalenceReport:
         write_text(folder / "report.html", page)
 
     def __repr__(self) -> str:
-        """Return the report as text: verdicts and causes, the table, how the check was run."""
+        """Return the equivalence report as text: verdicts and causes, the table, how the check was
+        run.
+        """
         lines = [self.model]
         for arm in self.arms:
             lines += [
@@ -164,8 +166,8 @@ class EquivalenceReport:
         return "\n".join([*lines, "", *table_lines(self.rows), "", *self.facts])
 
     def _repr_html_(self) -> str:
-        """Return the text and a plot as HTML, which notebooks display; without the plot if no arm
-        ran or matplotlib is missing.
+        """Return the text of the equivalence report and a plot as HTML, which notebooks display;
+        without the plot if no arm (training step under test) ran or matplotlib is missing.
         """
         plot = ""
         if any(row.refused is None for row in self.rows):
@@ -180,8 +182,8 @@ class EquivalenceReport:
 
 
 def table_lines(rows: Sequence[ReportRow]) -> list[str]:
-    """Format report rows as the lines of a text table with aligned columns: the headers, a rule of
-    dashes, one line for each row.
+    """Format the rows of an equivalence report as the lines of a text table with aligned columns:
+    the headers, a line of dashes, one line for each row.
     """
     headers = list(rows[0].cells())
     table = [headers, *(list(row.cells().values()) for row in rows)]

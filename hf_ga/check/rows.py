@@ -75,14 +75,15 @@ class ReportRow:
 
     @property
     def share(self) -> float:
-        """The gradient's error divided by its limit: the larger of the quotient over all parameters
-        together and that of the worst parameter. Above 1 the row fails.
+        """The error of the training step's gradient divided by its limit: the larger of the
+        quotient over all parameters together and that of the worst parameter. Above 1 the row of
+        the equivalence report fails.
         """
         return max(ratio(self.error, self.limit), self.worst_share)
 
     def cells(self) -> dict[str, str]:
-        """Format the row for the report's table: column header -> text, "-" where the arm has no
-        value.
+        """Format this row for the table of an equivalence report: column header -> text, "-" where
+        the arm (training step under test) has no value.
         """
         cells = {
             "arm": self.arm,
@@ -109,8 +110,8 @@ class ReportRow:
 
 
 def format_sizes(sizes: Sequence[int]) -> str:
-    """Format the sizes of micro-batches: equal ones as a product, different ones as a sum, of which
-    at most six terms are shown.
+    """Format the sizes of micro-batches for an equivalence report: equal ones as a product,
+    different ones as a sum, of which at most six terms are shown; "" for no sizes.
 
     >>> format_sizes([1, 1, 1]), format_sizes([12, 4])
     ('3 x 1', '12 + 4')

@@ -10,8 +10,9 @@ MULTIPLES = (1, 2, 4)  # per-device batch sizes, in chunks
 
 
 def same_bits_row(context: CheckContext, chunk_size: int) -> ReportRow:
-    """Check the promise of `same_bits`: compute the window's gradient with several per-device batch
-    sizes, each in chunks of `chunk_size` samples, and compare losses and hashes of the gradients.
+    """Check the promise of `same_bits` in an equivalence check: compute the window's gradient with
+    several per-device batch sizes, each in chunks of `chunk_size` samples, and compare losses and
+    hashes of the gradients.
 
     Args:
         context: The model and the settings of the check.

@@ -71,21 +71,21 @@ class CheckContext:
 
     @property
     def loss_fn(self) -> LossFunction | None:
-        """The `loss_fn` argument of the check: the user's loss function, or None for the loss of
-        the model's head.
+        """The `loss_fn` argument of `check_equivalence`: the user's loss function, or None for the
+        loss of the model's head.
         """
         return self.proof_arguments["loss_fn"]
 
     @property
     def whole_batch(self) -> WholeBatchLoss | None:
-        """The `whole_batch` argument of the check: the user's loss of all samples of a window
-        together, or None.
+        """The `whole_batch` argument of `check_equivalence`: the user's loss of all samples of a
+        window together, or None.
         """
         return self.proof_arguments["whole_batch"]
 
     def first_samples_window(self, num_samples: int, **loader_arguments: Any) -> Window:
-        """Build a window (the samples of one optimizer step) of the check's first `num_samples`
-        samples, in their order.
+        """Build a window (the samples of one optimizer step) of the first `num_samples` samples of
+        the equivalence check, in their order.
 
         Args:
             num_samples: Number of samples in the window.
@@ -128,7 +128,8 @@ def run_hf_ga_step(context: CheckContext, window: Window) -> tuple[float, Gradie
 def run_user_step(
     step: StepFunction, context: CheckContext, window: Window, accumulation_steps: int
 ) -> tuple[float | None, Gradients]:
-    """Run a step function of the user, of Trainer or of Accelerate on a copy of the model.
+    """Run a training step under test (of the user, of Trainer or of Accelerate) in the equivalence
+    check, on a copy of the model.
 
     Args:
         step: The step function; see `check_equivalence` for what it receives and returns.
@@ -194,14 +195,15 @@ def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's first parameter."""
+    """Return the device of the first parameter of a model in the equivalence check."""
     return next(model.parameters()).device
 
 
 @contextmanager
 def own_accelerate_state() -> Iterator[None]:
-    """Run the block with an empty Accelerate state, so that it can build an Accelerator with other
-    settings; then restore the caller's state and environment variables.
+    """Run the block with an empty Accelerate state, so that the equivalence check, or a training
+    step under test, can build an Accelerator with other settings. Then restore the caller's state
+    and environment variables.
     """
     with restored(os.environ), ExitStack() as stack:
         for state_class in (AcceleratorState, PartialState, GradientState):

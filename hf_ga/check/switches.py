@@ -29,7 +29,9 @@ _DROPOUT_FUNCTIONS = (
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Run the block with torch's dropout functions as no-ops, and attention without dropout."""
+    """Run the block with torch's dropout functions as no-ops, and attention without dropout. The
+    equivalence check tries in this way whether dropout causes a wrong gradient.
+    """
     original_attention = F.scaled_dot_product_attention
 
     def attention_without_dropout(
@@ -41,11 +43,15 @@ def without_dropout() -> Iterator[None]:
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
-        """Call `scaled_dot_product_attention` with a dropout probability of 0."""
+        """Call `scaled_dot_product_attention` with a dropout probability of 0, in a trial of the
+        equivalence check without dropout.
+        """
         return original_attention(query, key, value, attn_mask, 0.0, *args, **kwargs)
 
     def identity(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return the first argument unchanged, in place of a dropout function."""
+        """Return the first argument unchanged, in place of a dropout function, in a trial of the
+        equivalence check without dropout.
+        """
         return x
 
     functions = dict.fromkeys(_DROPOUT_FUNCTIONS, identity)
@@ -56,21 +62,24 @@ def without_dropout() -> Iterator[None]:
 
 def without_batch_statistics() -> AbstractContextManager:
     """Within the block, BatchNorm normalises by its running statistics and does not update them, as
-    in evaluation mode.
+    in evaluation mode. The equivalence check tries in this way whether it causes a wrong gradient.
     """
     return override(F, batch_norm=partial(_eval_mode_batch_norm, F.batch_norm))
 
 
 def without_clipping() -> AbstractContextManager:
     """Within the block, torch's `clip_grad_norm_`, which Accelerate and Trainer also call, only
-    returns the norm and does not clip.
+    returns the norm and does not clip. The equivalence check tries in this way whether clipping
+    causes a wrong gradient.
     """
     original = nn.utils.clip_grad_norm_
 
     def norm_without_clipping(
         parameters: Any, max_norm: float, *args: Any, **kwargs: Any
     ) -> Tensor:
-        """Return the L2 norm of the gradients, which are left unchanged."""
+        """Return the L2 norm of the gradients, which are left unchanged: `clip_grad_norm_` in a
+        trial of the equivalence check without clipping.
+        """
         return original(parameters, math.inf)
 
     return override(nn.utils, clip_grad_norm_=norm_without_clipping)
@@ -94,12 +103,15 @@ class Suspect(NamedTuple):
 
 
 def _has_dropout(context: CheckContext, window: Window) -> bool:
-    """Whether the checked model has dropout, or other modules that draw random numbers."""
+    """Return whether the model of an equivalence check has dropout, or other modules that draw
+    random numbers, so that dropout may cause a wrong gradient.
+    """
     return bool(context.dropout.sites or context.dropout.unkeyed)
 
 
 def _has_batch_norm(context: CheckContext, window: Window) -> bool:
-    """Whether the checked model has a BatchNorm layer.
+    """Return whether the model of an equivalence check has a BatchNorm layer, which may cause a
+    wrong gradient.
 
     Layers in evaluation mode count too, as a step may put them into training mode.
     """
@@ -109,8 +121,8 @@ def _has_batch_norm(context: CheckContext, window: Window) -> bool:
 
 
 def _has_unequal_padding(context: CheckContext, window: Window) -> bool:
-    """Whether the window's micro-batches are padded to different lengths, so that one sample's
-    tensors do not have the same shapes in all of them.
+    """Return whether the micro-batches of an equivalence check are padded to different lengths,
+    which may cause a wrong gradient. It compares the shapes of the first sample of each.
     """
     first_samples = []
     for micro_batch in window.micro_batches:
@@ -125,7 +137,7 @@ def _has_unequal_padding(context: CheckContext, window: Window) -> bool:
 
 
 def _always_applies(context: CheckContext, window: Window) -> bool:
-    """Return True: a step may clip for any model and window."""
+    """Return True: a training step under test may clip gradients for any model and window."""
     return True
 
 
@@ -171,14 +183,14 @@ def _eval_mode_batch_norm(
     *args: Any,
     **kwargs: Any,
 ) -> Tensor:
-    """Replacement for `F.batch_norm` that normalises by the running statistics, as in evaluation
-    mode.
+    """Replacement for `F.batch_norm`, in a trial of the equivalence check without the statistics of
+    micro-batches: normalises by the running statistics, as in evaluation mode.
 
     Args:
         original: `F.batch_norm` itself.
         x: Shape (batch, channels, ...).
         mean: Running mean, shape (channels,). None (a layer without running statistics): 0.
-        variance: Running variance, shape (channels,), as `mean`; 1 instead of 0.
+        variance: Running variance, shape (channels,). None: 1.
         weight: As for `F.batch_norm`.
         bias: As for `F.batch_norm`.
         args: `training`, `momentum` and `eps` of `F.batch_norm`; only `eps` is used.

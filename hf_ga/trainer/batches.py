@@ -34,7 +34,7 @@ class WindowBatch(dict):
     def __init__(
         self, batch: dict[str, Any], key: MicroBatchKey | tuple[None, None] = (None, None)
     ) -> None:
-        """Make the dict; see the class for the arguments."""
+        """Make the dict of a micro-batch for `ExactTrainer`; see the class for the arguments."""
         super().__init__(batch)
         self.request, self.index = key
 
@@ -49,20 +49,30 @@ class MicroBatches(Dataset):
     """
 
     def __init__(self, fetcher: Fetcher) -> None:
-        """Make the dataset; `fetcher` loads and collates the samples of micro-batches."""
+        """Make the dataset of `ExactTrainer`'s DataLoader.
+
+        Args:
+            fetcher: Loads and collates the samples of a window's micro-batches.
+        """
         self.fetcher = fetcher
         self._cached_window: tuple[int, int] | None = None  # its epoch and index
-        self._cached_batches: list[dict[str, Any]] = []
+        self._cached_batches: list[dict[str, Any]] = []  # all micro-batches of that window
 
     def __len__(self) -> int:
-        """Return the number of samples (not of micro-batches), which Trainer logs."""
+        """Return the number of samples (not of micro-batches) in `ExactTrainer`'s dataset, which
+        Trainer logs.
+        """
         return len(self.fetcher.dataset)
 
     def __getitem__(self, key: MicroBatchKey) -> WindowBatch:
         """Load and collate one micro-batch of a window for `ExactTrainer`.
 
-        If the micro-batches of a window must be collated together, this collates all of them and
-        caches the others. A filler (see `WindowBatch`) is the window's first sample.
+        If all micro-batches of a window must be padded to one length, they are collated together
+        and cached. A filler, an index beyond this rank's micro-batches of the window, is the
+        window's first sample.
+
+        Args:
+            key: (request of the window, index of the micro-batch in it).
         """
         request, index = key
         is_filler = index >= len(request.micro_batches)
@@ -74,8 +84,9 @@ class MicroBatches(Dataset):
         return WindowBatch(batch, key)
 
     def _batches_of_window(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """Collate all micro-batches of a window, and cache them until another window is requested,
-        as they are requested one after the other.
+        """Collate all micro-batches of a window for `ExactTrainer`'s DataLoader, padded to one
+        length, and cache them until another window is requested, as they are requested one after
+        the other.
         """
         window = (request.epoch, request.index)
         if self._cached_window != window:
@@ -94,7 +105,7 @@ class WindowSampler(Sampler):
     """
 
     def __init__(self, windows: WindowLoader) -> None:
-        """Make the sampler for the windows of a loader."""
+        """Make the sampler of `ExactTrainer`'s DataLoader for the windows of a loader."""
         self.windows = windows
 
     def set_epoch(self, epoch: int) -> None:
@@ -106,8 +117,8 @@ class WindowSampler(Sampler):
             self.windows.fetcher.dataset.set_epoch(epoch)
 
     def __len__(self) -> int:
-        """Return the number of micro-batches per epoch on each rank (the same on all ranks), from
-        which Trainer computes the number of steps.
+        """Return the number of `ExactTrainer`'s micro-batches per epoch on each rank (the same on
+        all ranks), from which Trainer computes the number of steps.
         """
         layout = self.windows.layout
         num_earlier_windows = len(self.windows) - 1
@@ -119,7 +130,9 @@ class WindowSampler(Sampler):
         return num_earlier_windows * layout.accumulation_steps + num_last_micro_batches
 
     def __iter__(self) -> Iterator[list[MicroBatchKey]]:
-        """Yield the key of each micro-batch of the epoch in a list of its own, window by window."""
+        """Yield the key of each of `ExactTrainer`'s micro-batches of the epoch in a list of its
+        own, window by window: (request of the window, index of the micro-batch in it).
+        """
         for request in self.windows.requests():
             for index in range(request.max_micro_batches):
                 yield [(request, index)]
@@ -135,7 +148,9 @@ class WindowedDataLoader(DataLoader):
     """
 
     def __init__(self, windows: WindowLoader, like: DataLoader) -> None:
-        """Make a DataLoader of micro-batches with the worker settings of the loader `like`."""
+        """Make `ExactTrainer`'s DataLoader of micro-batches, with the worker settings of `like`,
+        which is Trainer's own loader.
+        """
         super().__init__(
             MicroBatches(windows.fetcher),
             batch_sampler=WindowSampler(windows),
@@ -149,7 +164,9 @@ class WindowedDataLoader(DataLoader):
         )
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch (0-based); Trainer calls this at the beginning of each epoch."""
+        """Set the epoch (0-based) of `ExactTrainer`'s windows; Trainer calls this at the beginning
+        of each epoch.
+        """
         self.batch_sampler.set_epoch(epoch)
 
 

@@ -35,15 +35,18 @@ class WindowSize(TrainerCallback, ExportableState):
     """
 
     def __init__(self, window_size: int) -> None:
-        """Make the callback for a run with `window_size` samples per optimizer step."""
+        """Make the callback for an `ExactTrainer` with `window_size` samples per optimizer step."""
         self.window_size = window_size
 
     def state(self) -> dict[str, Any]:
-        """Return the window size in the form in which Trainer saves a callback's state."""
+        """Return `ExactTrainer`'s window size in the form in which Trainer saves a callback's state
+        in a checkpoint.
+        """
         return {"args": {"window_size": self.window_size}, "attributes": {}}
 
     def check_checkpoint(self, args: Any, resume_from: str | bool | None) -> None:
-        """Check that the checkpoint to resume from was saved with the same window size.
+        """Check that the checkpoint from which `ExactTrainer` resumes was saved with the same
+        window size, the number of samples in one optimizer step.
 
         A checkpoint without a window size, such as Trainer's own, passes.
 
@@ -53,8 +56,8 @@ class WindowSize(TrainerCallback, ExportableState):
                 None or False to start from the beginning.
 
         Raises:
-            ConfigError: If it was saved with another size, because the resumed run would visit
-                other samples.
+            ConfigError: If the checkpoint was saved with another size, because the resumed run
+                would visit other samples.
         """
         folder = get_last_checkpoint(args.output_dir) if resume_from is True else resume_from
         if not folder:
@@ -70,7 +73,7 @@ class WindowSize(TrainerCallback, ExportableState):
 
 
 def _saved_window_size(path: Path) -> int | None:
-    """Read the window size from a checkpoint's `trainer_state.json`.
+    """Read the window size that `ExactTrainer` saved in a checkpoint's `trainer_state.json`.
 
     Returns:
         None if there is no such file, or no window size in it.
@@ -146,9 +149,10 @@ def _problems_of_arguments(args: Any) -> Iterator[str]:
 
 
 def _problems_of_processes(trainer: Any) -> Iterator[str]:
-    """Yield a message for each unsupported way in which a trainer uses processes and devices: other
-    backends than DDP and FSDP2, FSDP that would not be applied, processes that would train alone,
-    nn.DataParallel, and a model on several devices.
+    """Yield a message for each way of using processes and devices that `ExactTrainer` does not
+    support: other backends than DDP and FSDP2, label smoothing of a causal language model under
+    FSDP, FSDP that would not be applied, processes that would train alone, nn.DataParallel, and a
+    model on several devices.
     """
     num_processes = trainer.accelerator.num_processes
     backend = trainer.accelerator.distributed_type
@@ -184,16 +188,16 @@ def _problems_of_processes(trainer: Any) -> Iterator[str]:
 
 
 def _is_causal_lm(model: nn.Module) -> bool:
-    """Return whether a model is, or contains, one of transformers' causal language models, whose
-    labels are shifted in the loss.
+    """Return whether the model of an `ExactTrainer` is, or contains, one of transformers' causal
+    language models, whose labels Trainer shifts in its loss with label smoothing.
     """
     class_names = {type(module).__name__ for module in model.modules()}
     return bool(class_names & set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()))
 
 
 def _problems_of_loss(trainer: Any) -> Iterator[str]:
-    """Yield a message if a trainer sets `whole_batch` together with `loss_sums` or TRL's preference
-    pairs, which have losses of their own.
+    """Yield a message if an `ExactTrainer` sets `whole_batch` together with `loss_sums` or TRL's
+    preference pairs, which have losses of their own.
     """
     if trainer.whole_batch and (trainer.loss_sums or has_pairs(trainer.data_collator)):
         yield (
@@ -220,8 +224,8 @@ def _problems_of_overrides(trainer: Any, mixin: type) -> Iterator[str]:
 
 
 def _problems_of_data(trainer: Any) -> Iterator[str]:
-    """Yield a message if a trainer's dataset has no fixed order of samples (streaming), and if its
-    batches join several samples into one row (padding-free).
+    """Yield a message if the dataset of an `ExactTrainer` has no fixed order of samples
+    (streaming), and another one if its batches join several samples into one row (padding-free).
     """
     if isinstance(trainer.train_dataset, IterableDataset):
         yield "a streaming train_dataset has no fixed order: load it without streaming"

@@ -85,14 +85,16 @@ class TrainerWindow:
     """
 
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
-        """Put the model into training mode, and prove the trainer's loss; see the class."""
+        """Put the model of an `ExactTrainer` into training mode, and prove the trainer's loss; see
+        the class.
+        """
         self.trainer = trainer
         self.fetcher = windows.fetcher
-        self.loader_state = windows.state
+        self.loader_state = windows.state  # what windows of the loader share, such as padding
         self.loss_module = TrainerLoss(trainer)
         self.num_begun: int | None = None
         self.result: StepResult | None = None
-        self._is_scale_checked = False
+        self._is_scale_checked = False  # whether `backward` has checked its first loss
         trainer.model.train()  # as in each training step: the proof needs these modes
         self.rule = self._prove(windows)
         windows.state.pad_to_window = self.rule.pad_to_window
@@ -104,6 +106,10 @@ class TrainerWindow:
         Args:
             windows: The loader of the windows.
 
+        Returns:
+            The result of the proof: what the loss averages over, where dropout is drawn, and which
+            speed-ups change nothing.
+
         Raises:
             LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`. Notes on the exception
                 say which methods of a Trainer correspond to the remedies in its message.
@@ -113,7 +119,7 @@ class TrainerWindow:
         whole_batch = self.loss_module.loss_of_window if trainer.whole_batch else None
 
         def prove() -> Rule:
-            """Prove the loss on this process."""
+            """Prove the loss of the `ExactTrainer` on this process."""
             with (
                 _preserving_counters(trainer),
                 _hiding_accumulation(trainer),
@@ -147,14 +153,15 @@ class TrainerWindow:
             raise
 
     def begin(self, batches: list[WindowBatch]) -> None:
-        """Begin a window: count its targets, and make a first pass over it if the loss needs one.
+        """Begin a window of `ExactTrainer`: count its targets, and make a first pass over it if the
+        loss needs one.
 
         Args:
             batches: What Trainer fetched for one optimizer step.
 
         Raises:
-            ConfigError: If the batches are not those of one window, or if the previous window had
-                no training step.
+            ConfigError: If the batches are not those of one window, if `training_step` was never
+                called for the previous window, or if the optimizer's step needs a closure.
             DataError: If the window has no targets under fp16.
         """
         self._check_batches(batches)
@@ -183,14 +190,15 @@ class TrainerWindow:
         self._check_has_targets(any(self.engine.totals))
 
     def _check_batches(self, batches: list[WindowBatch]) -> None:
-        """Check what Trainer fetched for one optimizer step, before the window begins.
+        """Check what Trainer fetched for one optimizer step of `ExactTrainer`, before the window
+        begins.
 
         Args:
             batches: What Trainer fetched.
 
         Raises:
-            ConfigError: If the batches are not those of one window, or if the previous window had
-                no training step.
+            ConfigError: If the batches are not those of one window, or if `training_step` was never
+                called for the previous window.
         """
         if len({(batch.request.epoch, batch.request.index) for batch in batches}) != 1:
             raise ConfigError(
@@ -204,7 +212,7 @@ class TrainerWindow:
             )
 
     def _make_engine(self) -> Engine:
-        """Make the engine that computes one window with the trainer's wrapped model and loss."""
+        """Make the engine that computes one window with `ExactTrainer`'s wrapped model and loss."""
         trainer = self.trainer
         return Engine(
             backend_for(trainer.accelerator),
@@ -217,8 +225,8 @@ class TrainerWindow:
         )
 
     def begin_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> int:
-        """Begin the next micro-batch of the window: count it, and check that it is the one that
-        Trainer passes to `training_step`.
+        """Begin the next micro-batch of a window of `ExactTrainer`: count it, and check that it is
+        the one that Trainer passes to `training_step`.
 
         Args:
             model: The model that Trainer passes to `training_step`.
@@ -282,7 +290,7 @@ class TrainerWindow:
 
     def backward(self, loss: Tensor, **kwargs: Any) -> None:
         """Run the backward of the current micro-batch's term; it replaces `accelerator.backward`
-        during a training step.
+        during a training step of `ExactTrainer`.
 
         Args:
             loss: What Trainer passes: the term that `compute_loss` returned. In the first training
@@ -305,8 +313,8 @@ class TrainerWindow:
         self.engine.backward_term(self._term, self._counts)
 
     def end(self) -> None:
-        """End the window after its last training step: sum its gradients over all ranks, and store
-        its result.
+        """End a window of `ExactTrainer` after its last training step: sum its gradients over all
+        ranks, and store its result.
 
         Raises:
             DataError: If the window has no targets under fp16.
@@ -315,14 +323,14 @@ class TrainerWindow:
         self._check_has_targets(not self.result.skipped)
 
     def _check_has_targets(self, has_targets: bool) -> None:
-        """Check that a window has targets if Accelerate scales losses for fp16, as its gradient
-        scaler needs a loss.
+        """Check that a window of `ExactTrainer` has targets if Accelerate scales losses for fp16,
+        as its gradient scaler needs a loss.
 
         Args:
             has_targets: Whether the window has targets.
 
         Raises:
-            DataError: If it has no targets.
+            DataError: If Accelerate scales losses, but the window has no targets.
         """
         if self.trainer.accelerator.scaler is not None and not has_targets:
             raise DataError(
@@ -330,7 +338,8 @@ class TrainerWindow:
             )
 
     def loss_to_log(self) -> Tensor:
-        """Return the current micro-batch's contribution to the logged loss, a scalar.
+        """Return the current micro-batch's contribution to the loss that `ExactTrainer` logs, a
+        scalar.
 
         Trainer adds these up over the micro-batches of a window and averages them over the
         processes; the result is the window's mean loss.
@@ -407,7 +416,7 @@ class ExactTrainerMixin:
 
     @property
     def _window_size(self) -> int:
-        """The number of samples in one optimizer step over all processes."""
+        """The number of samples in one optimizer step of `ExactTrainer` over all processes."""
         args = self.args
         return args.world_size * args.per_device_train_batch_size * args.gradient_accumulation_steps
 
@@ -467,7 +476,7 @@ class ExactTrainerMixin:
     def get_batch_samples(
         self, epoch_iterator: Iterator, num_batches: int, device: torch.device
     ) -> tuple[list, None]:
-        """Fetch the micro-batches of the next window, and begin the window.
+        """Fetch the micro-batches of the next window from Trainer's loader, and begin the window.
 
         Args:
             epoch_iterator: Trainer's iterator over the training loader.
@@ -522,8 +531,8 @@ class ExactTrainer(ExactTrainerMixin, Trainer):
 
 @contextmanager
 def _hiding_accumulation(trainer: Trainer) -> Iterator[None]:
-    """Let a trainer see 1 gradient accumulation step in the block, so that neither Trainer nor a
-    custom loss divides the loss by the number of steps.
+    """Let an `ExactTrainer` see 1 gradient accumulation step in the block, so that neither Trainer
+    nor a custom loss divides the loss by the number of steps.
     """
     trainer.current_gradient_accumulation_steps = 1  # Trainer's loop sets it for each window
     with override(trainer.args, gradient_accumulation_steps=1):
@@ -532,8 +541,8 @@ def _hiding_accumulation(trainer: Trainer) -> Iterator[None]:
 
 @contextmanager
 def _preserving_counters(trainer: Trainer) -> Iterator[None]:
-    """Restore, after the block, the counters that a trainer logs (of TRL's trainers), so that
-    forwards of the proof or of a first pass do not change the log.
+    """Restore, after the block, the counters that TRL's trainers log, so that `ExactTrainer`'s
+    additional forwards, of the proof or of a first pass over a window, do not change the log.
     """
     saved = {
         name: deepcopy(vars(trainer)[name]) for name in LOGGED_COUNTERS if name in vars(trainer)

@@ -28,11 +28,14 @@ class TrainerLoss(nn.Module):
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Take what computing the loss needs from the trainer, whose model is not wrapped yet."""
+        """Take what computing the loss of an `ExactTrainer` needs from it, before its model is
+        wrapped.
+        """
         super().__init__()
         self.model = trainer.model
         self.config = getattr(trainer.model, "config", None)
         self._compute_loss = trainer.compute_loss
+        # Returns Trainer's number of items (targets) in a list of batches.
         self._get_num_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
         self._needs_num_items = trainer.compute_loss_func is not None
         self._has_pairs = has_pairs(trainer.data_collator)
@@ -40,7 +43,7 @@ class TrainerLoss(nn.Module):
         self._is_loss_of_window = trainer.whole_batch
 
     def forward(self, **batch: Any) -> Any:
-        """Compute the loss of a batch with the trainer's `compute_loss`.
+        """Compute the loss of a batch with the `compute_loss` of an `ExactTrainer`.
 
         Args:
             **batch: The entries of the batch.
@@ -98,7 +101,9 @@ class TrainerLoss(nn.Module):
         return self._get_num_items([batch]) if self._needs_num_items else None
 
     def get_output_embeddings(self) -> nn.Module | None:
-        """Return the model's output layer, which the chunked loss uses; None if it has none."""
+        """Return the output layer of the trainer's model, which the chunked loss uses; None if the
+        model has none.
+        """
         return getattr(self.model, "get_output_embeddings", lambda: None)()
 
 
@@ -112,16 +117,16 @@ class _ModelProxy:
     """
 
     def __init__(self, model: nn.Module, on_call: Callable[[nn.Module, tuple, dict], Any]) -> None:
-        """Wrap a model; its calls go to `on_call`."""
+        """Wrap a model for a trainer's `compute_loss`; its calls go to `on_call`."""
         self._model = model
         self._on_call = on_call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what `on_call` returns for a call of the model."""
+        """Return what `on_call` returns for a call of the model by a trainer's `compute_loss`."""
         return self._on_call(self._model, args, kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped model."""
+        """Return an attribute of the wrapped model, which a trainer's `compute_loss` reads."""
         return getattr(self._model, name)
 
 
@@ -135,7 +140,8 @@ def _call_and_record(returned: list[Any], model: nn.Module, args: tuple, kwargs:
 
 
 def _next_outputs(outputs: Iterator[Any], model: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Return the next of the outputs that were computed before, in place of calling the model.
+    """Return the next of the outputs that were computed before, when a trainer's `compute_loss`
+    calls the model.
 
     Args:
         outputs: An iterator over the outputs, one for each call.

@@ -15,8 +15,8 @@ from hf_ga.exact.batches import Batch
 
 
 def has_pairs(collate_fn: Callable) -> bool:
-    """Return whether a collate function is TRL's `DataCollatorForPreference`, for pairs of a chosen
-    and a rejected text.
+    """Return whether the collate function of an `ExactTrainer` is TRL's
+    `DataCollatorForPreference`, for pairs of a chosen and a rejected text.
 
     It is recognized by the name of its class, as TRL may not be installed.
 
@@ -29,7 +29,8 @@ def has_pairs(collate_fn: Callable) -> bool:
 
 
 def collate_pairs(collate_fn: Callable, samples: list[Any]) -> dict[str, Any]:
-    """Collate TRL's preference pairs so that both rows of a pair belong to one sample.
+    """Collate TRL's preference pairs for an `ExactTrainer`, so that both rows of a pair belong to
+    one sample.
 
     Args:
         collate_fn: TRL's collate function, whose entries have shape (2 x samples, ...): all chosen
@@ -50,7 +51,7 @@ def collate_pairs(collate_fn: Callable, samples: list[Any]) -> dict[str, Any]:
 
 
 def chosen_first(batch: Batch) -> dict[str, Any]:
-    """Undo `collate_pairs`, for TRL's loss of preference pairs.
+    """Undo `collate_pairs`, for the loss of preference pairs of one of TRL's trainers.
 
     Args:
         batch: A batch whose entries of pairs have shape (samples, 2, sequence length).
@@ -67,23 +68,26 @@ def chosen_first(batch: Batch) -> dict[str, Any]:
 
 
 def forward_of_pairs(model: nn.Module, **batch: Any) -> Any:
-    """Run a model's forward on TRL's preference pairs, with the two rows of each pair next to each
-    other, as hf_ga's keyed dropout needs them.
+    """Run a model's forward on the preference pairs of TRL's DPOTrainer, with the two rows of each
+    pair next to each other, as hf_ga's keyed dropout needs them.
 
     Args:
         model: The model.
         **batch: The model's arguments: all chosen rows, then all rejected rows.
 
     Returns:
-        The model's outputs in the order of the arguments.
+        The model's outputs, changed in place: the rows in the order of the arguments.
     """
     num_rows = len(batch["input_ids"])
 
     def reordered(values: Mapping, shape: tuple[int, int]) -> dict[str, Any]:
-        """Reorder the rows of tensors: split dim 0 into `shape`, swap the two dims, and merge them.
+        """Reorder the rows of a trainer's preference pairs: split dim 0 of each tensor into
+        `shape`, swap the two dims, and merge them.
 
-        (2, -1) moves the rows of a pair next to each other; (-1, 2) moves them back. Only tensors
-        with one row for each row of the batch are returned.
+        The shape (2, -1) moves the rows of a pair next to each other; (-1, 2) moves them back.
+
+        Returns:
+            The tensors with one row for each row of the batch, by name; other values are left out.
         """
         tensors = {}
         for name, value in values.items():
