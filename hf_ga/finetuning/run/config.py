@@ -296,8 +296,8 @@ class FinetuneConfig(DataOptions):
     hub_private_repo: bool = option(False, "Make the repository private if it does not exist yet.")
 
     def __post_init__(self) -> None:
-        """Convert class weights that the command line passes as strings: numbers to floats, and the
-        list of the single word `balanced` to this word.
+        """Convert the flag `class_weights`, which the command line passes as a list of strings:
+        numbers to floats, and the list of the single word `balanced` to this word.
         """
         super().__post_init__()
         weights = self.class_weights
@@ -310,8 +310,8 @@ class FinetuneConfig(DataOptions):
         self.class_weights = weights[0] if is_one_word else weights
 
     def layout(self, num_processes: int) -> Layout:
-        """Compute the layout of a training window, the global batch of one optimizer step: its size
-        in samples, the micro-batch size and the accumulation steps.
+        """Compute from a run's flags the layout of a training window, the global batch of one
+        optimizer step: its size in samples, the micro-batch size and the accumulation steps.
 
         If `gradient_accumulation_steps` is not set, the value given to `accelerate launch` is used.
         If that is not set either, the steps follow from `global_batch_size`; without it, they are
@@ -345,15 +345,15 @@ class FinetuneConfig(DataOptions):
 
     @property
     def initial_temperature(self) -> float:
-        """Return the temperature of the embedding loss, by default DEFAULT_TEMPERATURE. If the
-        temperature is learned, this is its value before the first step.
+        """Return the flag `temperature` of the embedding loss, by default DEFAULT_TEMPERATURE. If
+        the temperature is learned, this is its value before the first step.
         """
         return DEFAULT_TEMPERATURE if self.temperature is None else self.temperature
 
     @property
     def sequence_length(self) -> int:
-        """Return the maximum number of tokens in a sample: `block_size` if texts are split into
-        blocks, `max_length` otherwise.
+        """Return the maximum number of tokens in a sample of a run: the flag `block_size` if texts
+        are split into blocks, `max_length` otherwise.
         """
         return self.block_size or self.max_length
 
@@ -464,7 +464,9 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_matryoshka_dims(self) -> None:
-        """Raise ConfigError if a size of `matryoshka_dims` is below 1."""
+        """Raise ConfigError if the flag `matryoshka_dims`, the sizes to which embeddings are
+        truncated in the loss, contains a size below 1.
+        """
         for dim in self.matryoshka_dims or ():
             if dim < 1:
                 raise ConfigError(f"matryoshka_dims must be at least 1, got {dim}.")
@@ -507,8 +509,8 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_adapters(self) -> None:
-        """Raise ConfigError for flags of LoRA adapters that need or exclude each other, and for
-        packages of adapters that are not installed.
+        """Raise ConfigError if flags of LoRA adapters exclude each other or lack one that they
+        need, or if a package that adapters need is not installed.
         """
         flags_of_new_adapters = (
             "lora_alpha",
@@ -592,8 +594,8 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_streaming(self) -> None:
-        """Raise ConfigError for flags that need all training rows at once, which a streamed dataset
-        does not have, and if `max_steps` is not set.
+        """Raise ConfigError if `streaming` is set together with a flag that needs all training rows
+        at once, or without `max_steps`.
         """
         num_workers = self.dataloader_num_workers
         is_unsupported = {
@@ -618,14 +620,14 @@ class FinetuneConfig(DataOptions):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the flags as plain values, for JSON files and experiment trackers; without the
-        secret `hub_token`.
+        """Return the flags of the run as plain values, for summary.json and experiment trackers;
+        without the secret `hub_token`.
         """
         return {name: value for name, value in asdict(self).items() if name != "hub_token"}
 
 
 def _check_package_of_adapters(package: str, *, extra: str) -> None:
-    """Raise ConfigError if a package that adapters need is not installed.
+    """Raise ConfigError if a package that the flags of LoRA adapters need is not installed.
 
     Args:
         package: The name under which it is imported and installed.
