@@ -425,7 +425,8 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
 
 def _without_folder(location: str) -> str:
     """Return the name of a data file, model folder or pattern of files without its parent folders,
-    for the settings that must be equal when a run is resumed. Hub ids and other texts are unchanged.
+    for the settings that must be equal when a run is resumed. Other texts, such as hub ids, are
+    unchanged.
 
     >>> _without_folder("missing/part-*.jsonl"), _without_folder("missing/gpt2")
     ('part-*.jsonl', 'missing/gpt2')

@@ -178,8 +178,8 @@ class _MicroBatchResult:
 def _run_micro_batches(
     engine: Engine, window: Window, reader: Reader | None
 ) -> Iterator[_MicroBatchResult]:
-    """Run the forwards of this rank's micro-batches of a window in an evaluation, and yield the loss
-    and the predictions of each.
+    """Run the forwards of this rank's micro-batches of a window in an evaluation, and yield the
+    loss and the predictions of each.
 
     Under FSDP, where forwards are collectives, ranks with fewer micro-batches run more forwards
     with weight 0; these yield nothing.

@@ -28,7 +28,8 @@ _STRINGS = datasets.Sequence(_STRING)
 def _metric(
     name: str, score: Callable, prediction_type: Any, reference_type: Any = None
 ) -> type[evaluate.Metric]:
-    """Create an `evaluate.Metric` class whose result is `{name: score(references, predictions)}`.
+    """Create an `evaluate.Metric` class for the evaluations of a run. Its result is
+    `{name: score(references, predictions)}`.
 
     Args:
         name: The metric's name.
@@ -41,24 +42,27 @@ def _metric(
     )
 
     class ScoreMetric(evaluate.Metric):
-        """A metric of `evaluate` that calls `score`."""
+        """A metric of the library `evaluate` that calls `score`."""
 
         def _info(self) -> evaluate.MetricInfo:
-            """Return the name of the metric and the types of its inputs."""
+            """Return the name of the metric and the types of its inputs, which `evaluate.Metric`
+            asks for.
+            """
             return evaluate.MetricInfo(description=name, citation="", features=features)
 
         def _compute(
             self, predictions: Sequence[Any], references: Sequence[Any]
         ) -> dict[str, float]:
-            """Compute the score of all samples."""
+            """Compute the score of all samples of a split. `evaluate.Metric` calls this method."""
             return {name: float(score(list(references), list(predictions)))}
 
     return ScoreMetric
 
 
 def _accuracy(references: list[Any], predictions: list[Any]) -> float:
-    """Compute the fraction of correct labels. In multi-label classification, where a prediction is
-    a row of 0 and 1, this is the fraction of samples with all labels correct.
+    """Compute the metric accuracy of an evaluation: the fraction of correct labels. In multi-label
+    classification, where a prediction is a row of 0 and 1, this is the fraction of samples with all
+    labels correct.
     """
     return sklearn.metrics.accuracy_score(np.asarray(references), np.asarray(predictions))
 
@@ -69,14 +73,14 @@ def _micro_f1(references: list[list[int]], predictions: list[list[int]]) -> floa
 
     Args:
         references: A row of 0 and 1 for each sample, with a column for each label.
-        predictions: The same of the predictions.
+        predictions: Such a row of predictions for each sample.
     """
     return sklearn.metrics.f1_score(np.ravel(references), np.ravel(predictions), zero_division=0)
 
 
 def _pearson(references: list[float], predictions: list[float]) -> float:
-    """Compute Pearson's correlation of a regression's predictions with the true values; 0 if either
-    are constant, for which it is not defined.
+    """Compute the metric of the task regression: Pearson's correlation of predictions and true
+    values; 0 if either are constant, for which it is not defined.
     """
     if not np.ptp(references) or not np.ptp(predictions):
         return 0.0
@@ -84,8 +88,8 @@ def _pearson(references: list[float], predictions: list[float]) -> float:
 
 
 def answer_words(answer: str) -> list[str]:
-    """Normalise an answer as SQuAD's metrics do, and split it into words: convert it to lower case,
-    then remove ASCII punctuation and the articles a, an, the.
+    """Split an answer of question answering into words, normalized as by SQuAD's metrics: converted
+    to lower case, without ASCII punctuation and the articles a, an, the.
 
     >>> answer_words("The end-of-file marker, an int.")
     ['endoffile', 'marker', 'int']
@@ -193,7 +197,7 @@ TEXT_METRICS = {
 def compute(
     metrics: Mapping[str, type[evaluate.Metric]], predictions: list[Any], references: list[Any]
 ) -> dict[str, float]:
-    """Compute several metrics over all samples of a split.
+    """Compute several metrics over all samples of a split, in an evaluation of a run.
 
     Args:
         metrics: Name of a metric -> its class.
@@ -221,9 +225,10 @@ def compute(
 def predictions_and_references(
     logits: np.ndarray, labels: np.ndarray
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Turn the logits and labels of a batch into predictions and references.
+    """Turn the logits and labels of an evaluation's batch into predictions and references, the
+    inputs of metrics.
 
-    The dtype and the shape of the labels show the kind of head:
+    The dtype and the shape of the labels show the task:
 
     - floats of shape (samples,): regression; the logit is the prediction
     - floats of shape (samples, classes): multi-label classification; a logit above 0 predicts 1
@@ -236,8 +241,8 @@ def predictions_and_references(
         labels: See above.
 
     Returns:
-        The predictions and the references, each with one array per sample that has an entry for
-        each of its targets.
+        The predictions and the references. Each is a list with an array for each sample, which has
+        an entry for each of its targets.
     """
     if labels.dtype.kind == "f" and labels.ndim == 1:
         predicted = logits.reshape(-1, 1).astype(np.float64)
