@@ -122,8 +122,8 @@ def add_adapters(
 
 
 def _check_trainable(peft_model: Any, config: FinetuneConfig, new_tokens: Sequence[int]) -> None:
-    """Check that no two trainable parameters of a PEFT model share memory, so that an optimizer
-    step updates each once, and that the embeddings of all new tokens are trained.
+    """Check, in a run with LoRA adapters, that no two trainable parameters share memory, so that an
+    optimizer step updates each once, and that the embeddings of all new tokens are trained.
 
     Args:
         peft_model: The `peft.PeftModel`.
@@ -175,8 +175,9 @@ def keep_4_bit_layout(model: nn.Module) -> None:
 def _trainable_token_indices(
     model: PreTrainedModel, config: FinetuneConfig, new_tokens: Sequence[int]
 ) -> dict[str, list[int]]:
-    """Return `trainable_token_indices` for PEFT's LoraConfig: it trains only the rows of new tokens
-    in the input and output embeddings.
+    """Return `trainable_token_indices` for PEFT's LoraConfig, so that a run with LoRA adapters and
+    `resize_token_embeddings` trains the rows of new tokens in the input and output embeddings, and
+    no other rows.
 
     Args:
         model: The model without adapters.
@@ -235,8 +236,9 @@ def _has_name(module_name: str, names: Sequence[str] | None) -> bool:
 
 
 def _trains_embeddings_of(peft_model: nn.Module, token_ids: Sequence[int]) -> bool:
-    """Return whether a PEFT model trains the rows of these tokens in its input embeddings, be it
-    these rows alone or the embeddings in full. For tokens that `resize_token_embeddings` added.
+    """Return whether a PEFT model trains the rows of these tokens, which the flag
+    `resize_token_embeddings` added, in its input embeddings: these rows alone, or the embeddings in
+    full.
     """
     from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 
@@ -247,9 +249,9 @@ def _trains_embeddings_of(peft_model: nn.Module, token_ids: Sequence[int]) -> bo
 
 
 def _modules_without_pretrained_weights(model: nn.Module, new_weights: Sequence[str]) -> list[str]:
-    """Return the names of the modules all of whose parameters are new, such as a new head, which
-    PEFT must train in full beside the LoRA adapters (`modules_to_save`). A module within another
-    one of them is omitted.
+    """Return the names of the modules all of whose parameters are new, such as a new head. A run
+    with LoRA adapters trains them in full (PEFT's `modules_to_save`). A module within another one
+    of them is omitted.
 
     Args:
         model: The model.
@@ -319,7 +321,7 @@ def merge_adapters(peft_model: nn.Module) -> PreTrainedModel:
 
 def _untie(model: nn.Module) -> None:
     """Replace, in place, a parameter that several modules share by a copy in each of them but the
-    first, so that LoRA adapters can be merged into one module without changing the others.
+    first, so that a run's LoRA adapters can be merged into one module without changing the others.
     """
     parameters = set()
     for module in model.modules():

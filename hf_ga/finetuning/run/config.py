@@ -489,8 +489,9 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_doc_stride(self) -> None:
-        """Raise ConfigError if `doc_stride` is not below `max_length`. In question answering, long
-        contexts are split into windows of `max_length` tokens that overlap by `doc_stride` tokens.
+        """Raise ConfigError if the flag `doc_stride` is not below `max_length`. In question
+        answering, long contexts are split into windows of `max_length` tokens that overlap by
+        `doc_stride` tokens.
         """
         if self.doc_stride is not None and self.doc_stride >= self.max_length:
             raise ConfigError(
@@ -499,7 +500,9 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_adam_settings(self) -> None:
-        """Raise ConfigError if betas or epsilon are set for an optimizer that has none."""
+        """Raise ConfigError if the flags of Adam's betas or epsilon are set, but the flag `optim`
+        names an optimizer that has none.
+        """
         settings = (self.adam_beta1, self.adam_beta2, self.adam_epsilon)
         defaults = (0.9, 0.999, 1e-8)
         if self.optim not in ADAM and settings != defaults:
@@ -542,8 +545,8 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_same_bits(self) -> None:
-        """Raise ConfigError if `same_bits`, which fixes the number of samples in each forward so
-        that sums are rounded equally, is larger than a micro-batch.
+        """Raise ConfigError if the flag `same_bits`, which fixes the number of samples in each
+        forward so that sums are rounded equally, is larger than a micro-batch.
         """
         if self.same_bits is not None and self.same_bits > self.per_device_train_batch_size:
             raise ConfigError(
@@ -553,7 +556,9 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_resuming(self) -> None:
-        """Raise ConfigError if `resume_with_changes` is set without `resume_from_checkpoint`."""
+        """Raise ConfigError if the flag `resume_with_changes` is set without the flag
+        `resume_from_checkpoint`.
+        """
         if self.resume_with_changes and self.resume_from_checkpoint is None:
             raise ConfigError(
                 "resume_with_changes needs a checkpoint: set resume_from_checkpoint, or omit it."

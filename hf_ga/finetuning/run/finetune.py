@@ -209,7 +209,8 @@ def _train(
 
 def _check_own_metric(run: Run) -> None:
     """Evaluate once, before the first step, to check that the user's `compute_metrics` returns the
-    metric that the flag `metric_for_best_model` names. No-op without such a metric.
+    metric that the flag `metric_for_best_model` names. No-op if that is the loss, or without
+    `compute_metrics`.
 
     Raises:
         ConfigError: If `compute_metrics` does not return it.

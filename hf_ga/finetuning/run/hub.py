@@ -100,8 +100,8 @@ def upload(config: FinetuneConfig, summary: dict[str, Any]) -> str:
 
 
 def _upload_command(config: FinetuneConfig, repo_id: str, folder: Path) -> str:
-    """Return the shell command, `hf upload ...`, with which the user can repeat a failed upload of
-    the same files.
+    """Return the shell command, `hf upload ...`, with which the user can repeat a run's failed
+    upload of the same files to the Hugging Face Hub.
 
     Args:
         config: The configuration of the run.
@@ -136,8 +136,8 @@ def _short_reason(config: FinetuneConfig, error: Exception) -> str:
 
 
 def _model_card(config: FinetuneConfig, repo_id: str, summary: dict[str, Any]) -> str:
-    """Return the text of the model card for the Hub: metadata (base model, datasets, tags), the
-    data, and a table of validation and test metrics.
+    """Return the text of a run's model card for the Hugging Face Hub: metadata (base model,
+    datasets, tags), the data, and a table of validation and test metrics.
 
     Args:
         config: The configuration of the run.

@@ -185,8 +185,8 @@ def _train_on(
 
 
 def _epochs_done(run: Run, window: Window) -> float:
-    """Return the number of epochs up to the end of a window, such as 1.25; for a stream, which has
-    no length, the number of complete epochs.
+    """Return the `epoch` in a window's line of metrics.jsonl: the number of epochs up to the end of
+    the window, such as 1.25; for a stream, which has no length, the number of complete epochs.
     """
     part_of_epoch = 0.0
     if hasattr(run.windows, "__len__"):

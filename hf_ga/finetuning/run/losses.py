@@ -84,8 +84,8 @@ class WeightedCrossEntropy:
         return weights.to(sum_dtype(labels.device)).sum()
 
     def _predicted_labels(self, batch: Batch) -> Tensor:
-        """Return the labels of a batch that are predicted, for the weighted cross entropy: in a
-        causal language model all but those of the first token, which no token precedes.
+        """Return the labels of a batch that the model predicts, for a run's weighted cross entropy:
+        in a causal language model all but those of the first token, which no token precedes.
         """
         return batch["labels"][:, 1:] if self.shifted else batch["labels"]
 
@@ -106,9 +106,9 @@ class SmoothedCrossEntropy(WeightedCrossEntropy):
     """
 
     def count_targets(self, batch: Batch) -> float:
-        """Count the targets of a batch from its labels, for a loss with label smoothing. So the
-        window's number of targets is known before its first forward. A batch on the CPU needs no
-        device synchronization.
+        """Count the targets of a batch from its labels, for the loss of a run with label smoothing.
+        So the window's number of targets is known before its first forward. A batch on the CPU
+        needs no device synchronization.
         """
         return float(self._sum_of_weights(batch))
 

@@ -45,15 +45,17 @@ def _metric(
         """A metric of the library `evaluate` that calls `score`."""
 
         def _info(self) -> evaluate.MetricInfo:
-            """Return the name of the metric and the types of its inputs, which `evaluate.Metric`
-            asks for.
+            """Return the name of a metric of evaluations and the types of its inputs.
+            `evaluate.Metric` calls this method.
             """
             return evaluate.MetricInfo(description=name, citation="", features=features)
 
         def _compute(
             self, predictions: Sequence[Any], references: Sequence[Any]
         ) -> dict[str, float]:
-            """Compute the score of all samples of a split. `evaluate.Metric` calls this method."""
+            """Compute the metric over all samples of an evaluation. `evaluate.Metric` calls this
+            method.
+            """
             return {name: float(score(list(references), list(predictions)))}
 
     return ScoreMetric
@@ -68,8 +70,8 @@ def _accuracy(references: list[Any], predictions: list[Any]) -> float:
 
 
 def _micro_f1(references: list[list[int]], predictions: list[list[int]]) -> float:
-    """Compute the F1 score of multi-label classification, micro-averaged over all samples and
-    labels.
+    """Compute the metric `micro_f1` of an evaluation of multi-label classification: the F1 score,
+    micro-averaged over all samples and labels.
 
     Args:
         references: A row of 0 and 1 for each sample, with a column for each label.
@@ -79,8 +81,8 @@ def _micro_f1(references: list[list[int]], predictions: list[list[int]]) -> floa
 
 
 def _pearson(references: list[float], predictions: list[float]) -> float:
-    """Compute the metric of the task regression: Pearson's correlation of predictions and true
-    values; 0 if either are constant, for which it is not defined.
+    """Compute the metric `pearson` of an evaluation of a regression: Pearson's correlation of
+    predictions and true values; 0 if either are constant, for which it is not defined.
     """
     if not np.ptp(references) or not np.ptp(predictions):
         return 0.0
@@ -100,8 +102,9 @@ def answer_words(answer: str) -> list[str]:
 
 
 def words_f1(true_words: list[str], predicted_words: list[str]) -> float:
-    """Compute the F1 score of an answer's words, as in SQuAD: 2 x common words / (predicted words +
-    true words). A word that both repeat is counted as often as both have it.
+    """Compute the F1 score of an answer's words, a metric of question answering as in SQuAD:
+    2 x common words / (predicted words + true words). A word that both repeat is counted as often
+    as both have it.
 
     Returns:
         The score. If an answer is empty: 1 if both are, else 0.
@@ -120,8 +123,9 @@ def _mean_answer_score(
     references: list[list[str]],
     predictions: list[str],
 ) -> float:
-    """Compute the mean over questions of a score of the predicted answer, as in SQuAD: each is
-    compared with all correct answers to its question, and the best score counts.
+    """Compute a metric of an evaluation of question answering, as in SQuAD: the mean over questions
+    of a score of the predicted answer. It is compared with all correct answers to its question, and
+    the best score counts.
 
     Args:
         score: A function (words of a correct answer, words of the prediction) -> number.
@@ -139,15 +143,16 @@ def _mean_answer_score(
 
 
 def _fraction_of_equal_texts(references: list[str], predictions: list[str]) -> float:
-    """Compute the fraction of generated texts that are equal to their targets, where any white
-    space counts as one space.
+    """Compute the metric `exact_match` of an evaluation of seq2seq: the fraction of generated texts
+    that are equal to their targets, where any white space counts as one space.
     """
     pairs = zip(references, predictions, strict=True)
     return np.mean([reference.split() == prediction.split() for reference, prediction in pairs])
 
 
 def _mean_rouge(variant: str, references: list[str], predictions: list[str]) -> float:
-    """Compute the mean ROUGE F score of generated texts, without stemming.
+    """Compute a metric of an evaluation of seq2seq: the mean ROUGE F score of generated texts,
+    without stemming.
 
     Args:
         variant: "rouge1", "rouge2" or "rougeL".

@@ -50,7 +50,7 @@ TASKS_WITHOUT_NEW_HEAD = ("causal-lm", "masked-lm", "seq2seq", "embedding")
 
 
 def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model to fine-tune.
+    """Load the tokenizer of the model that a run fine-tunes.
 
     Args:
         config: The configuration of the run.
@@ -110,7 +110,7 @@ def _load_tokenizer_with_prefix_space(config: FinetuneConfig) -> PreTrainedToken
 
 
 def load_base_config(config: FinetuneConfig) -> PretrainedConfig | None:
-    """Load the transformers configuration of the model to fine-tune, without its weights.
+    """Load the transformers configuration of the model that a run fine-tunes, without its weights.
 
     Args:
         config: The configuration of the run.
@@ -132,8 +132,8 @@ def load_base_config(config: FinetuneConfig) -> PretrainedConfig | None:
 
 
 def known_labels(model_config: PretrainedConfig | None) -> list[str] | None:
-    """Return the names of the classes that a pretrained classifier predicts, in the order of their
-    ids, from its configuration.
+    """Return the names of the classes that the pretrained classifier of a run predicts, in the
+    order of their ids, from its configuration.
 
     Args:
         model_config: The configuration of a pretrained model, or None for a new model.
@@ -404,9 +404,9 @@ def load_model(
 
 
 def _load_pretrained(setup: Setup, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
-    """Load the model that `model_name_or_path` names with `from_pretrained` of the task's auto
-    class, and list the parameters that are new because the checkpoint lacks them or has another
-    shape.
+    """Load the pretrained model of a run (flag `model_name_or_path`) with `from_pretrained` of the
+    task's auto class, and list the parameters that are new because the checkpoint lacks them or has
+    other shapes.
 
     Args:
         setup: The setup of the run.

@@ -193,7 +193,8 @@ def _prediction_of_row(found: list[Prediction] | list[Span]) -> Prediction | Non
 def _prediction_from_logits(
     setup: Setup, logits: torch.Tensor, sample: dict, row: dict
 ) -> Prediction:
-    """Turn the logits of one sample into its entry in predictions.jsonl, see `write_predictions`.
+    """Turn the logits of one sample of `predict_file` into its entry in predictions.jsonl, see
+    `write_predictions`.
 
     Args:
         setup: The setup of the run.

@@ -76,7 +76,8 @@ def resume(run: Run, folder: Path) -> Progress:
     must call it.
 
     With `resume_with_changes`, settings or data that differ from the checkpoint's are printed and
-    recorded in `Progress.changes`.
+    recorded in `Progress.changes`. If the metric of the best model depends on one of them, the best
+    metric so far is forgotten.
 
     Args:
         run: The run, as it was built from its configuration; updated.
