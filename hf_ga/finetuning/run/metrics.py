@@ -90,8 +90,8 @@ def _pearson(references: list[float], predictions: list[float]) -> float:
 
 
 def answer_words(answer: str) -> list[str]:
-    """Split an answer of question answering into words, normalized as by SQuAD's metrics: converted
-    to lower case, without ASCII punctuation and the articles a, an, the.
+    """Split an answer to a question into words, normalized as by SQuAD's metrics of question
+    answering: in lower case, without ASCII punctuation and the articles a, an, the.
 
     >>> answer_words("The end-of-file marker, an int.")
     ['endoffile', 'marker', 'int']
@@ -124,8 +124,8 @@ def _mean_answer_score(
     predictions: list[str],
 ) -> float:
     """Compute a metric of an evaluation of question answering, as in SQuAD: the mean over questions
-    of a score of the predicted answer. It is compared with all correct answers to its question, and
-    the best score counts.
+    of a score of the predicted answer. The answer is compared with all correct answers to its
+    question, and the best score counts.
 
     Args:
         score: A function (words of a correct answer, words of the prediction) -> number.

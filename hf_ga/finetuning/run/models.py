@@ -529,9 +529,8 @@ def _add_pooling(encoder: PreTrainedModel, config: FinetuneConfig) -> EmbeddingM
 def _check_new_weights(
     model: PreTrainedModel, new_weights: list[str], config: FinetuneConfig
 ) -> None:
-    """Check that a run will train the weights that the checkpoint of its model lacks, and that are
-    therefore random. It does not with `eval_only`, nor in layers quantized to 4 bits, which are
-    frozen.
+    """Check that a run will train the weights that the checkpoint of its model lacks, which are
+    random. With `eval_only`, nothing is trained, and layers quantized to 4 bits are frozen.
 
     Args:
         model: The loaded model.

@@ -146,8 +146,8 @@ def _batches_of_process(setup: Setup, lengths: np.ndarray) -> list[list[int]]:
 def _predict_batch(
     setup: Setup, model: nn.Module, samples: list[dict], rows: list[dict]
 ) -> list[Prediction] | list[Span]:
-    """Collate samples, run the model, and return the prediction of each sample; in question
-    answering, the best span in each sample. For the rows of `predict_file`.
+    """Collate samples of `predict_file`, run the model, and return the prediction of each sample;
+    in question answering, the best span in each sample.
 
     Args:
         setup: The setup of the run.

@@ -91,7 +91,7 @@ def expected_outputs(setup: Setup, model: nn.Module) -> Expected:
 
 
 def check_model(setup: Setup, folder: Path, weights: Weights, expected: Expected) -> CheckResult:
-    """Load the model that a run saved with `from_pretrained(folder)`, and compare it with the
+    """Load with `from_pretrained(folder)` the model that a run saved, and compare it with the
     trained one.
 
     Call on the main process only. It needs memory for one more model.
@@ -126,8 +126,8 @@ def check_model(setup: Setup, folder: Path, weights: Weights, expected: Expected
 def check_adapter(
     setup: Setup, folder: Path, model: nn.Module, weights: Weights, expected: Expected
 ) -> CheckResult:
-    """Load the LoRA adapter that a run saved onto its base model, and compare the result with the
-    trained model.
+    """Load the LoRA adapter that a run saved, add it to its base model, and compare the result with
+    the trained model.
 
     The base is loaded in its own dtype (QLoRA: in 4 bits). Call on the main process only. It needs
     memory for one more model.
