@@ -27,8 +27,8 @@ PACKAGES = {
 
 
 def _check_packages() -> None:
-    """Raise MissingPackage, with the command to install it, if a package that every fine-tuning run
-    imports is not installed.
+    """Raise MissingPackage if a package that every fine-tuning run imports is not installed. The
+    error has the command that installs it.
     """
     missing = [package for module, package in PACKAGES.items() if find_spec(module) is None]
     if missing:

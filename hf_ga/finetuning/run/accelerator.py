@@ -21,8 +21,8 @@ from hf_ga.parallel.processes import share_cores
 
 
 def precision_name(accelerator: Accelerator) -> str:
-    """Describe the precision in which a run computes, for its log and summary: "float32", or
-    autocast to bf16 or fp16.
+    """Describe the precision in which a fine-tuning run computes, for its log and summary.json:
+    "float32", or autocast to bf16 or fp16.
 
     Example:
         precision_name(accelerator)  # 'bf16 autocast, float32 weights and gradients'
@@ -35,8 +35,8 @@ def precision_name(accelerator: Accelerator) -> str:
 
 
 def make_accelerator(config: FinetuneConfig) -> Accelerator:
-    """Create the Accelerator of a run on the launched processes, and apply the flags of precision
-    and determinism to torch's global settings.
+    """Create the Accelerator of a fine-tuning run on the launched processes, and apply the flags of
+    precision and determinism to torch's global settings.
 
     On all processes except the main one, progress bars and warnings of datasets and transformers
     are disabled.
@@ -81,8 +81,8 @@ def make_accelerator(config: FinetuneConfig) -> Accelerator:
 
 
 def _set_determinism(config: FinetuneConfig, device_type: str) -> None:
-    """Set torch to deterministic kernels or to one CPU thread, if the flags `full_determinism` or
-    `same_bits` need it.
+    """Set torch to deterministic kernels (`full_determinism`, and `same_bits` on a GPU) or to one
+    CPU thread (`same_bits` on a CPU), if a fine-tuning run has these flags.
 
     Args:
         config: The configuration of the run.
@@ -98,15 +98,15 @@ def _set_determinism(config: FinetuneConfig, device_type: str) -> None:
 
 
 def check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:
-    """Check that the flags of a run are supported under FSDP. No-op without FSDP.
+    """Check that the flags of a fine-tuning run are supported under FSDP. No-op without FSDP.
 
     Args:
         config: The configuration of the run.
         accelerator: The accelerator of the run.
 
     Raises:
-        ConfigError: If a flag is not supported; the first one. Also under FSDP1 with
-            fsdp_cpu_ram_efficient_loading.
+        ConfigError: If a flag is not supported (the error names the first one), or if FSDP1 is
+            launched with fsdp_cpu_ram_efficient_loading.
     """
     if not is_sharded(accelerator):
         return

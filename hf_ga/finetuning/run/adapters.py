@@ -20,7 +20,8 @@ from hf_ga.finetuning.run.config import FinetuneConfig
 
 
 def freeze(model: nn.Module, patterns: list[str]) -> None:
-    """Freeze all parameters whose names match a pattern: set their `requires_grad` to False.
+    """Freeze all parameters whose names match a pattern of the flag `freeze`: set their
+    `requires_grad` to False.
 
     Args:
         model: The model.
@@ -61,8 +62,8 @@ def add_adapters(
     new_weights: Sequence[str] = (),
     new_tokens: Sequence[int] = (),
 ) -> nn.Module:
-    """Add new LoRA adapters to a model (`lora_r`), or load existing ones to train them further
-    (`adapter_name_or_path`).
+    """Add new LoRA adapters to the model of a fine-tuning run (flag `lora_r`), or load existing
+    ones to train them further (`adapter_name_or_path`).
 
     The model's own weights are frozen, except modules without any pretrained weights, such as a new
     head, and the embeddings of new tokens. All trainable parameters are converted to float32.
@@ -121,8 +122,8 @@ def add_adapters(
 
 
 def _check_trainable(peft_model: Any, config: FinetuneConfig, new_tokens: Sequence[int]) -> None:
-    """Check that no two trainable parameters of a PEFT model share memory, so that an optimizer
-    step updates each once, and that the embeddings of all new tokens are trained.
+    """Check, in a run with LoRA adapters, that no two trainable parameters share memory, so that an
+    optimizer step updates each once, and that the embeddings of all new tokens are trained.
 
     Args:
         peft_model: The `peft.PeftModel`.
@@ -130,7 +131,7 @@ def _check_trainable(peft_model: Any, config: FinetuneConfig, new_tokens: Sequen
         new_tokens: Ids of tokens whose rows in the token embeddings are new.
 
     Raises:
-        ConfigError: If not.
+        ConfigError: If two of them share memory, or the embedding of a new token is not trained.
     """
     if getattr(peft_model.peft_config["default"], "target_modules_to_tie", None):
         raise ConfigError(
@@ -148,7 +149,7 @@ def _check_trainable(peft_model: Any, config: FinetuneConfig, new_tokens: Sequen
 
 @contextmanager
 def _quiet_peft() -> Iterator[None]:
-    """Suppress those warnings of PEFT within the block that do not apply here."""
+    """Suppress, within the block, warnings of PEFT that do not apply to fine-tuning runs."""
     with warnings.catch_warnings():
         # PEFT sets fan_in_fan_out itself for GPT-2's Conv1D, and warns.
         warnings.filterwarnings("ignore", "fan_in_fan_out")
@@ -163,8 +164,8 @@ def _quiet_peft() -> Iterator[None]:
 
 
 def keep_4_bit_layout(model: nn.Module) -> None:
-    """Prevent bitsandbytes from repacking 4-bit weights in evaluation mode, as it does for bf16 on
-    CPUs with AVX512. No-op for a model without 4-bit layers.
+    """Prevent bitsandbytes from repacking the 4-bit weights of a QLoRA run (`load_in_4bit`) in
+    evaluation mode, as it does for bf16 on CPUs with AVX512. No-op without 4-bit layers.
     """
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -174,8 +175,9 @@ def keep_4_bit_layout(model: nn.Module) -> None:
 def _trainable_token_indices(
     model: PreTrainedModel, config: FinetuneConfig, new_tokens: Sequence[int]
 ) -> dict[str, list[int]]:
-    """Return `trainable_token_indices` for PEFT's LoraConfig: it trains only the rows of new tokens
-    in the input and output embeddings.
+    """Return `trainable_token_indices` for PEFT's LoraConfig, so that a run with LoRA adapters and
+    `resize_token_embeddings` trains the rows of new tokens in the input and output embeddings, and
+    no other rows.
 
     Args:
         model: The model without adapters.
@@ -224,15 +226,19 @@ def _trainable_token_indices(
 
 
 def _has_name(module_name: str, names: Sequence[str] | None) -> bool:
-    """Return whether PEFT selects a module by one of the names in `target_modules` or
-    `modules_to_save`: the full name of the module, or the end of it after a dot.
+    """Return whether PEFT selects a module by one of the names in the flags `lora_target_modules`
+    or `lora_modules_to_save`: its full name, or an end of it after a dot.
+
+    >>> _has_name("encoder.layer.0.query", ["query"]), _has_name("encoder.my_query", ["query"])
+    (True, False)
     """
     return any(module_name == name or module_name.endswith(f".{name}") for name in names or ())
 
 
 def _trains_embeddings_of(peft_model: nn.Module, token_ids: Sequence[int]) -> bool:
-    """Return whether a PEFT model trains the rows of these tokens in its input embeddings: only
-    their rows, or the embeddings in full.
+    """Return whether a PEFT model trains the rows of these tokens, which the flag
+    `resize_token_embeddings` added, in its input embeddings: these rows alone, or the embeddings in
+    full.
     """
     from peft.utils import ModulesToSaveWrapper, TrainableTokensWrapper
 
@@ -243,8 +249,9 @@ def _trains_embeddings_of(peft_model: nn.Module, token_ids: Sequence[int]) -> bo
 
 
 def _modules_without_pretrained_weights(model: nn.Module, new_weights: Sequence[str]) -> list[str]:
-    """Return the names of the modules all of whose parameters are new, such as a new head. A module
-    within another one of them is omitted.
+    """Return the names of the modules all of whose parameters are new, such as a new head. A run
+    with LoRA adapters trains them in full (PEFT's `modules_to_save`). A module within another one
+    of them is omitted.
 
     Args:
         model: The model.
@@ -262,8 +269,8 @@ def _modules_without_pretrained_weights(model: nn.Module, new_weights: Sequence[
 def save_adapter(
     folder: Path, model: nn.Module, weights: dict[str, Tensor], config: FinetuneConfig
 ) -> None:
-    """Save the LoRA adapters of a model, and its other trained parts (a new head, embeddings of new
-    tokens), for `PeftModel.from_pretrained`.
+    """Save the LoRA adapters of a run's model, and its other trained parts (a new head, embeddings
+    of new tokens), for `PeftModel.from_pretrained`.
 
     Args:
         folder: An existing folder.
@@ -282,8 +289,8 @@ def save_adapter(
 
 
 def merge_adapters(peft_model: nn.Module) -> PreTrainedModel:
-    """Merge LoRA adapters into the weights of their base model in place, and return this model
-    without PEFT's wrapper.
+    """Merge the trained LoRA adapters of a run into the weights of their base model in place, and
+    return this model without PEFT's wrapper.
 
     PEFT adds an adapter's product to a weight in place. A tied weight belongs to several modules,
     of which only some may have an adapter, so each module first gets its own copy. If the copies
@@ -313,7 +320,9 @@ def merge_adapters(peft_model: nn.Module) -> PreTrainedModel:
 
 
 def _untie(model: nn.Module) -> None:
-    """Replace a parameter that several modules share by a copy in all of them but the first."""
+    """Replace, in place, a parameter that several modules share by a copy in each of them but the
+    first, so that a run's LoRA adapters can be merged into one module without changing the others.
+    """
     parameters = set()
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):
@@ -324,7 +333,7 @@ def _untie(model: nn.Module) -> None:
 
 
 def is_lora(model: nn.Module) -> bool:
-    """Return whether a model, which may be wrapped by DDP or FSDP, is a PEFT model with LoRA
-    adapters.
+    """Return whether the model of a fine-tuning run, which may be wrapped by DDP or FSDP, is a PEFT
+    model with LoRA adapters.
     """
     return hasattr(unwrapped(model), "merge_and_unload")

@@ -78,7 +78,7 @@ RENAMED = {
     "max_test_samples": "max_predict_samples",
 }
 # Converted to options of FinetuneConfig with other values: flag -> description for docs/flags.md,
-# or, if it starts with "must", the rule that the value is checked against.
+# or, if it starts with "must", the requirement that the value is checked against.
 CONVERTED = {
     "do_train": "flags that you omit have the defaults of TrainingArguments and of the "
     "task's script",
@@ -285,8 +285,8 @@ _ALLOWED_VALUES = {
 
 
 def example_script_flags() -> list[str]:
-    """List the flags of TrainingArguments and of the example scripts that are renamed, converted,
-    ignored or refused.
+    """List the flags of TrainingArguments and of transformers' example scripts that the command
+    `hf-ga` renames, converts, ignores or refuses.
 
     Flags that `FinetuneConfig` has under the same name are not in the list, except `report_to`,
     whose value is converted.
@@ -313,7 +313,7 @@ def convert_script_flags(script_flags: Mapping[str, Any]) -> dict[str, Any]:
             for a flag that takes several.
 
     Returns:
-        Name of the option -> value.
+        Name of the option -> value. The parser of the command line converts strings afterwards.
 
     Raises:
         ConfigError: If a flag of REFUSED has a value that would change the run, or a value cannot
@@ -383,8 +383,8 @@ def adjust_to_script_flags(config: FinetuneConfig, script_flags: Mapping[str, st
 
 
 def _replace_script_values(config: FinetuneConfig, script_flags: Mapping[str, str]) -> None:
-    """Replace, in place, values that TrainingArguments and the example scripts spell differently:
-    names of AdamW, -1 for no `max_steps`, and the test file if `do_predict` is set.
+    """Replace, in place, values that transformers' example scripts spell differently: names of
+    AdamW, and -1 for no `max_steps`. With `do_predict`, `test_file` becomes `predict_file`.
     """
     if config.optim in ("adamw_torch", "adamw_torch_fused"):
         config.optim = "adamw"
@@ -396,8 +396,8 @@ def _replace_script_values(config: FinetuneConfig, script_flags: Mapping[str, st
 
 
 def _check_agreement(config: FinetuneConfig, script_flags: Mapping[str, str]) -> None:
-    """Raise ConfigError if a flag of the example scripts has another value than the option of the
-    run that decides in its place, such as `data_seed` than `seed`.
+    """Raise ConfigError if a flag of transformers' example scripts must equal an option of the run,
+    and does not: `data_seed` must equal `seed`, for example.
     """
     required_values: dict[str, Any] = {
         "data_seed": config.seed,
@@ -439,7 +439,9 @@ def _limit_lengths_to_positions(config: FinetuneConfig) -> list[str]:
 
 
 def _is_on(script_flags: Mapping[str, str], name: str) -> bool:
-    """Whether a switch, such as `do_train`, is among the flags and not turned off."""
+    """Whether a switch of transformers' example scripts, such as `do_train`, is among the flags and
+    not turned off.
+    """
     return script_flags.get(name, "false").lower() not in _OFF
 
 
@@ -559,7 +561,8 @@ def _data_options(script_flags: Mapping[str, str], task: str) -> dict[str, Any]:
 
 
 def _check_glue_task(task_name: str, task: str) -> None:
-    """Raise ConfigError for a task of GLUE whose splits or labels do not fit a run.
+    """Raise ConfigError if the flag `task_name` of run_glue is a task of GLUE whose splits or
+    labels do not fit the run.
 
     Args:
         task_name: The task of GLUE, such as `mrpc`.

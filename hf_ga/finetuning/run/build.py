@@ -63,7 +63,7 @@ LOCATIONS = (
     "validation_file",
     "test_file",
 )
-NO_LIMIT = 2**62  # windows of a run whose length is given in steps
+NO_LIMIT = 2**62  # `max_windows` of a run whose length is given in steps
 # Flags that may change when a run is resumed, because they do not affect its results, by reason.
 FREE_TO_CHANGE = {
     "outputs": """output_dir report_to run_name project save_steps save_total_limit push_to_hub
@@ -79,13 +79,19 @@ FREE_TO_CHANGE = {
 
 
 def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions: Any) -> Setup:
-    """Load the tokenizer, the data and the configuration of the model, and check that they fit each
-    other.
+    """Load the tokenizer, the data and the model's configuration for a fine-tuning run, and check
+    that they fit each other.
 
     Args:
         config: The configuration of the run.
         accelerator: The accelerator of the run.
         **functions: The user's functions, by the names of the arguments of `finetune`.
+
+    Returns:
+        The setup, without the rows of `predict_file`.
+
+    Raises:
+        ConfigError, DataError: If options, data and model do not fit each other.
     """
     base_config = load_base_config(config)
     data = prepare_data(config, load_tokenizer(config), known_labels(base_config))
@@ -104,9 +110,11 @@ def prepare_setup(config: FinetuneConfig, accelerator: Accelerator, **functions:
 
 
 def build_model(setup: Setup) -> nn.Module:
-    """Build the model, in training mode, and print which of its weights are new.
+    """Build the model of a fine-tuning run, in training mode, and print which of its weights are
+    new. All processes must call it.
 
-    Trainable parameters are float32; weights that are frozen under adapters keep the compute dtype.
+    Trainable parameters are float32. Weights that are frozen under adapters may be in the dtype of
+    autocast, see `loading_dtype`.
     """
     if loads_on_main(setup.accelerator):
         model, new_weights = _load_on_main(setup)
@@ -123,7 +131,9 @@ def build_model(setup: Setup) -> nn.Module:
 
 
 def _describe_new_tokens(setup: Setup) -> str:
-    """Return a line on the rows that `resize_token_embeddings` adds to the embeddings."""
+    """Return the line of a run's log on the rows that the flag `resize_token_embeddings` adds to
+    the embeddings.
+    """
     new_ids = new_token_ids(setup.model_config, setup.data.tokenizer)
     if not new_ids:
         return "resize_token_embeddings has no effect: the model has a row for every token"
@@ -131,13 +141,13 @@ def _describe_new_tokens(setup: Setup) -> str:
 
 
 def mergeable(setup: Setup, weights: dict[str, torch.Tensor]) -> nn.Module:
-    """Load a model like the trained one into which adapters can be merged: neither sharded nor in
-    4 bits. Call on the main process only.
+    """Load a second copy of a run's trained model whose LoRA adapters can be merged or saved: it is
+    neither sharded nor in 4 bits. Call on the main process only.
 
     Args:
         setup: The setup of the run.
-        weights: The full `state_dict()` of the trained model, of which the trainable weights are
-            taken.
+        weights: The full `state_dict()` of the trained model. The copy gets its trained weights;
+            frozen ones are loaded anew.
     """
     not_quantized = replace(setup, config=replace(setup.config, load_in_4bit=False))
     model, _ = _load(not_quantized)
@@ -147,8 +157,12 @@ def mergeable(setup: Setup, weights: dict[str, torch.Tensor]) -> nn.Module:
 
 
 def _load(setup: Setup) -> tuple[nn.Module, list[str]]:
-    """Return the model in training mode, and the names of parameters that are new because the
-    pretrained checkpoint lacks them.
+    """Load the model of a fine-tuning run, with adapters and frozen parameters as configured. The
+    seed is set first, so new weights are the same on every process.
+
+    Returns:
+        The model in training mode, and the names of parameters that are new because the pretrained
+        checkpoint lacks them.
     """
     set_seed(setup.config.seed)
     model, new_weights = load_model(setup)
@@ -156,8 +170,9 @@ def _load(setup: Setup) -> tuple[nn.Module, list[str]]:
 
 
 def _load_on_main(setup: Setup) -> tuple[nn.Module, list[str]]:
-    """Do the same as `_load`, but load weights on the main process only; on the others the model is
-    on the meta device. All processes must call it.
+    """Load the model of a fine-tuning run as `_load` does, but the weights on the main process
+    only, from which FSDP distributes them; on the others the model is on the meta device. All
+    processes must call it.
     """
     model: nn.Module | None = None
     new_weights: list[str] = []
@@ -171,7 +186,8 @@ def _load_on_main(setup: Setup) -> tuple[nn.Module, list[str]]:
 
 
 def _trainable(setup: Setup, model: nn.Module, new_weights: Sequence[str]) -> nn.Module:
-    """Add adapters and freeze parameters as configured, and return the model in training mode.
+    """Add LoRA adapters and freeze parameters as a run's flags say, move the model to the device
+    (unless FSDP will do so), and return it in training mode.
 
     Args:
         setup: The setup of the run.
@@ -193,7 +209,8 @@ def _trainable(setup: Setup, model: nn.Module, new_weights: Sequence[str]) -> nn
 
 
 def _check_new_rows(model: nn.Module) -> None:
-    """Check that new rows of the token embeddings are trained.
+    """Check that the flag `freeze` does not freeze the token embeddings, to which
+    `resize_token_embeddings` has added rows for new tokens.
 
     Raises:
         ConfigError: If the embeddings are frozen.
@@ -207,8 +224,12 @@ def _check_new_rows(model: nn.Module) -> None:
 
 
 def build_run(setup: Setup) -> Run:
-    """Build windows, model, optimizer and schedule, test the model's loss, and prepare all of them
-    for training.
+    """Build a fine-tuning run: its windows, model, optimizer and schedule, after a test of what the
+    model's loss averages over. Model and optimizer are prepared for training. All processes must
+    call it.
+
+    Args:
+        setup: The configuration, accelerator and data of the run.
 
     Raises:
         ConfigError: If sizes, options and model do not fit each other.
@@ -274,8 +295,8 @@ def prove_on_split(
     loss_fn: LossFunction | None = None,
     whole_batch: WholeBatchLoss | None = None,
 ) -> Rule:
-    """Test a loss on samples of a split, and return the rule that was proven. All processes must
-    call it.
+    """Test on a few samples of a run's split what the model's loss averages over, and return the
+    result. All processes must call it.
 
     Args:
         setup: The setup of the run.
@@ -301,7 +322,9 @@ def prove_on_split(
 
 
 def _print_size(setup: Setup, model: Any) -> None:
-    """Print the model's class, its numbers of parameters, and where its weights come from."""
+    """Print, in the log of a fine-tuning run, the model's class, its numbers of parameters, and
+    where its weights come from.
+    """
     total = model.num_parameters()
     trained = model.num_parameters(only_trainable=True)
     trained_text = "all" if trained == total else f"{trained:,}"
@@ -313,7 +336,7 @@ def _print_size(setup: Setup, model: Any) -> None:
 def _optimizer(
     config: FinetuneConfig, model: nn.Module, max_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Build the optimizer of a model and its learning rate schedule.
+    """Build the optimizer and the learning rate schedule of a fine-tuning run from its flags.
 
     Args:
         config: The configuration of the run.
@@ -333,7 +356,9 @@ def _optimizer(
 
 
 def _usual_learning_rate(config: FinetuneConfig) -> float:
-    """Return the default learning rate: of adapters, of a new model, or of a pretrained one."""
+    """Return the default of the flag `learning_rate`, which depends on whether the run trains LoRA
+    adapters, a new model or a pretrained one.
+    """
     if config.has_adapters:
         return 2e-4
     if config.model_name_or_path is None:
@@ -342,7 +367,8 @@ def _usual_learning_rate(config: FinetuneConfig) -> float:
 
 
 def warmup_steps_of(config: FinetuneConfig, max_steps: int) -> int:
-    """Return the optimizer steps of linear warmup; `warmup_steps` below 1 is a fraction of all.
+    """Return a run's number of optimizer steps of linear warmup. If the flag `warmup_steps` is
+    below 1, it is a fraction of all steps.
 
     >>> warmup_steps_of(FinetuneConfig(warmup_steps=0.1), max_steps=75)
     8
@@ -353,8 +379,8 @@ def warmup_steps_of(config: FinetuneConfig, max_steps: int) -> int:
 
 
 def _print_long_warmup(setup: Setup, max_steps: int) -> None:
-    """Print a line if the run ends before its warmup, so that the learning rate never reaches the
-    value that was asked for.
+    """Print a warning if the run ends before its warmup does, so that the learning rate never
+    reaches the flag `learning_rate`.
     """
     warmup_steps = warmup_steps_of(setup.config, max_steps)
     has_warmup = setup.config.lr_scheduler_type != "constant"
@@ -368,9 +394,10 @@ def _print_long_warmup(setup: Setup, max_steps: int) -> None:
 
 
 def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any]:
-    """Return the settings that must be equal when a run is resumed.
+    """Return the settings and hashes of data that must be equal when a fine-tuning run is resumed
+    from a checkpoint.
 
-    Of files and folders only the names, as their location may change.
+    Files and folders are in it by their names only, as their location may change.
 
     Args:
         setup: The setup of the run.
@@ -397,8 +424,12 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
 
 
 def _without_folder(location: str) -> str:
-    """Return the name of a file or folder, or of a pattern, without its parent folders; other
-    texts, such as hub ids, are unchanged.
+    """Return the name of a data file, model folder or pattern of files without its parent folders,
+    for the settings that must be equal when a run is resumed. Other texts, such as hub ids, are
+    unchanged.
+
+    >>> _without_folder("missing/part-*.jsonl"), _without_folder("missing/gpt2")
+    ('part-*.jsonl', 'missing/gpt2')
     """
     path = Path(location)
     if path.exists():
@@ -409,15 +440,17 @@ def _without_folder(location: str) -> str:
 
 
 def _frozen_sha256(model: nn.Module) -> str:
-    """Compute the SHA-256 of a model's frozen parameters."""
+    """Compute the SHA-256 of a model's frozen parameters: a LoRA run that is resumed must have the
+    same, as its checkpoints contain the adapters only.
+    """
     named = unwrapped(model).named_parameters(remove_duplicate=False)
     frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
     return state_sha256(frozen)
 
 
 def chosen_loss(setup: Setup) -> dict[str, Any]:
-    """Return the training loss as a keyword argument of `hf_ga.prepare` and `hf_ga.prove_targets`:
-    `whole_batch` for embeddings, else `loss_fn`.
+    """Return the training loss that a run's flags choose, as a keyword argument of `hf_ga.prepare`
+    and `hf_ga.prove_targets`: `whole_batch` for embeddings, else `loss_fn`.
     """
     if setup.data.task.labels == "pairs":
         return {"whole_batch": window_loss(setup.config, setup.data)}
@@ -425,7 +458,9 @@ def chosen_loss(setup: Setup) -> dict[str, Any]:
 
 
 def evaluation_loss(setup: Setup) -> dict[str, Any]:
-    """Return the loss of evaluations in the form of `chosen_loss`."""
+    """Return the loss of a run's evaluations as a keyword argument, like `chosen_loss`, but without
+    label smoothing.
+    """
     if setup.data.task.labels == "pairs":
         return chosen_loss(setup)
     return {"loss_fn": evaluation_loss_fn(setup.config, setup.class_weights)}
@@ -434,7 +469,8 @@ def evaluation_loss(setup: Setup) -> dict[str, Any]:
 def chosen_loss_fn(
     config: FinetuneConfig, class_weights: Mapping[str, float] | None = None
 ) -> LossFunction | None:
-    """Return the training loss with label smoothing or weights, or None for the model's own loss.
+    """Return the training loss with the label smoothing or the weights that a run's flags set, or
+    None for the model's own loss.
 
     Args:
         config: The configuration of the run.
@@ -446,8 +482,8 @@ def chosen_loss_fn(
 def evaluation_loss_fn(
     config: FinetuneConfig, class_weights: Mapping[str, float] | None = None
 ) -> LossFunction | None:
-    """Return the loss of evaluations: with the weights of the training loss, without its label
-    smoothing. None for the model's own loss.
+    """Return the loss of a run's evaluations: with the weights of the training loss, without its
+    label smoothing. None for the model's own loss.
     """
     return _cross_entropy(config, class_weights, label_smoothing=0.0)
 
@@ -455,7 +491,8 @@ def evaluation_loss_fn(
 def _cross_entropy(
     config: FinetuneConfig, class_weights: Mapping[str, float] | None, label_smoothing: float
 ) -> LossFunction | None:
-    """Return a cross entropy for the options of a run, or None if the model's own loss is the same.
+    """Return a cross entropy with the class weights, row weights and label smoothing of a run, or
+    None if it has none of them, so that the model's own loss is used.
 
     Args:
         config: The configuration of the run.
@@ -475,12 +512,13 @@ def _cross_entropy(
 def evaluate_split(
     setup: Setup, model: nn.Module, rule: Rule, split: str = "validation"
 ) -> dict[str, float]:
-    """Evaluate a model on a split, and call the user's `on_evaluate`. All processes must call it.
+    """Evaluate a run's model on a split, and call the user's `on_evaluate`. All processes must call
+    it.
 
     Args:
         setup: The setup of the run.
         model: The prepared model.
-        rule: What was proven about the loss of evaluations.
+        rule: What `prove_on_split` found out about the loss of evaluations.
         split: The split to evaluate.
 
     Returns:
@@ -510,12 +548,16 @@ def evaluate_split(
 
 
 def proof_samples(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:
-    """Return the samples on which a model's loss is tested: spread over the whole range of lengths,
-    so that the test shows whether padding affects the loss, and none with weight 0.
+    """Return the samples on which a fine-tuning run tests its model's loss. They are spread over
+    the whole range of lengths, so that the test shows whether padding affects the loss, and none
+    has weight 0.
 
     Args:
         data: The prepared data.
         split: The split to take them from.
+
+    Returns:
+        At most `NUM_PROOF_SAMPLES` samples, sorted by length.
     """
     dataset = data.splits[split]
     by_length = np.argsort(np.asarray(dataset["length"][:]), kind="stable")

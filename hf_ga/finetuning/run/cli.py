@@ -44,20 +44,24 @@ EXIT_CODES = (
 
 
 class _Parser(HfArgumentParser):
-    """Argument parser that raises ConfigError instead of printing its usage and exiting."""
+    """Argument parser of the command `hf-ga`, which raises ConfigError instead of printing its
+    usage and exiting.
+    """
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError with the message of argparse, which calls this method on bad input."""
+        """Raise ConfigError with argparse's message, so that the command `hf-ga` prints one line.
+        argparse calls this method on bad input.
+        """
         raise ConfigError(message)
 
 
 def parse_config(
     arguments: Sequence[str], config_class: type[FinetuneConfig] = FinetuneConfig
 ) -> FinetuneConfig:
-    """Parse the arguments of the command line into a configuration.
+    """Parse the arguments of the command `hf-ga` into the configuration of a run.
 
-    If flags of transformers' example scripts are among them, notes on their effect are printed by
-    the main process.
+    If flags of transformers' example scripts are among them, the main process prints notes on their
+    effect.
 
     Args:
         arguments: Flags with dashes or underscores, also those of the example scripts. The first
@@ -107,7 +111,8 @@ def parse_config(
 def _split_off_script_flags(
     values_in_file: Mapping[str, Any], arguments: Sequence[str]
 ) -> tuple[dict[str, Any], list[str]]:
-    """Split the input into the flags of transformers' example scripts and all other arguments.
+    """Split the input of the command `hf-ga` into the flags of transformers' example scripts and
+    all other arguments.
 
     Args:
         values_in_file: Flag -> value in the configuration file.
@@ -174,7 +179,8 @@ def finetune_main(arguments: Sequence[str] | None = None) -> int:
 
 def guarded(command: Callable[[Sequence[str]], int | None], arguments: Sequence[str]) -> int:
     """Call `command(arguments)`, and print an error of hf_ga as one line instead of a traceback.
-    The progress bars of transformers and datasets are disabled.
+    The progress bars of transformers and datasets are disabled. `hf-ga` and the scripts of this
+    package use it to run their commands.
 
     Args:
         command: The function to call. It returns the exit code, or None for 0.
@@ -203,7 +209,9 @@ def guarded(command: Callable[[Sequence[str]], int | None], arguments: Sequence[
 
 
 def _is_first_process() -> bool:
-    """Whether this process has rank 0, or is the only one. For use before Accelerate is set up."""
+    """Whether this process of the command `hf-ga` has rank 0, or is the only one. It can be called
+    before Accelerate is set up.
+    """
     return get_int_from_env(["RANK"], 0) == 0
 
 
@@ -213,15 +221,15 @@ def _finetune(arguments: Sequence[str]) -> None:
 
 
 def _read_file(path: Path, known_names: list[str]) -> dict[str, Any]:
-    """Read a YAML or JSON configuration file.
+    """Read a YAML or JSON file with flags of the command `hf-ga`.
 
     Args:
         path: The file.
         known_names: Names of all flags.
 
     Returns:
-        Flag (with underscores) -> value, without flags whose value is null. The types of the values
-        are not checked.
+        Flag -> value, without flags whose value is null. Dashes in flags are replaced by
+        underscores. The types of the values are not checked.
 
     Raises:
         ConfigError: If the file cannot be read, is malformed, or contains an unknown flag.
@@ -256,7 +264,8 @@ def _read_file(path: Path, known_names: list[str]) -> dict[str, Any]:
 
 
 def _raise_unknown_flag(argument: str, known_flags: list[str]) -> NoReturn:
-    """Raise ConfigError for an unknown flag, with the most similar known flag as a hint.
+    """Raise ConfigError for an unknown flag of the command `hf-ga`, with the most similar known
+    flag, if one is similar, as a hint.
 
     Args:
         argument: The argument of the command line: `--name` or `--name=value`.

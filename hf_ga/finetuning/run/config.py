@@ -296,8 +296,8 @@ class FinetuneConfig(DataOptions):
     hub_private_repo: bool = option(False, "Make the repository private if it does not exist yet.")
 
     def __post_init__(self) -> None:
-        """Convert class weights that the command line passes as strings: numbers to floats, and the
-        list of the single word `balanced` to this word.
+        """Convert the flag `class_weights`, which the command line passes as a list of strings:
+        numbers to floats, and the list of the single word `balanced` to this word.
         """
         super().__post_init__()
         weights = self.class_weights
@@ -310,8 +310,8 @@ class FinetuneConfig(DataOptions):
         self.class_weights = weights[0] if is_one_word else weights
 
     def layout(self, num_processes: int) -> Layout:
-        """Compute the layout of a training window, the global batch of one optimizer step: its size
-        in samples, the micro-batch size and the accumulation steps.
+        """Compute from a run's flags the layout of a training window, the global batch of one
+        optimizer step: its size in samples, the micro-batch size and the accumulation steps.
 
         If `gradient_accumulation_steps` is not set, the value given to `accelerate launch` is used.
         If that is not set either, the steps follow from `global_batch_size`; without it, they are
@@ -345,15 +345,15 @@ class FinetuneConfig(DataOptions):
 
     @property
     def initial_temperature(self) -> float:
-        """Return the temperature of the embedding loss, by default DEFAULT_TEMPERATURE. If the
-        temperature is learned, this is its value before the first step.
+        """Return the flag `temperature` of the embedding loss, by default DEFAULT_TEMPERATURE. If
+        the temperature is learned, this is its value before the first step.
         """
         return DEFAULT_TEMPERATURE if self.temperature is None else self.temperature
 
     @property
     def sequence_length(self) -> int:
-        """Return the maximum number of tokens in a sample: `block_size` if texts are split into
-        blocks, `max_length` otherwise.
+        """Return the maximum number of tokens in a sample of a run: the flag `block_size` if texts
+        are split into blocks, `max_length` otherwise.
         """
         return self.block_size or self.max_length
 
@@ -464,7 +464,9 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_matryoshka_dims(self) -> None:
-        """Raise ConfigError if a size of `matryoshka_dims` is below 1."""
+        """Raise ConfigError if the flag `matryoshka_dims`, the sizes to which embeddings are
+        truncated in the loss, contains a size below 1.
+        """
         for dim in self.matryoshka_dims or ():
             if dim < 1:
                 raise ConfigError(f"matryoshka_dims must be at least 1, got {dim}.")
@@ -487,8 +489,9 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_doc_stride(self) -> None:
-        """Raise ConfigError if `doc_stride` is not below `max_length`. In question answering, long
-        contexts are split into windows of `max_length` tokens that overlap by `doc_stride` tokens.
+        """Raise ConfigError if the flag `doc_stride` is not below `max_length`. In question
+        answering, long contexts are split into windows of `max_length` tokens that overlap by
+        `doc_stride` tokens.
         """
         if self.doc_stride is not None and self.doc_stride >= self.max_length:
             raise ConfigError(
@@ -497,7 +500,9 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_adam_settings(self) -> None:
-        """Raise ConfigError if betas or epsilon are set for an optimizer that has none."""
+        """Raise ConfigError if the flags of Adam's betas or epsilon are set, but the flag `optim`
+        names an optimizer that has none.
+        """
         settings = (self.adam_beta1, self.adam_beta2, self.adam_epsilon)
         defaults = (0.9, 0.999, 1e-8)
         if self.optim not in ADAM and settings != defaults:
@@ -507,8 +512,8 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_adapters(self) -> None:
-        """Raise ConfigError for flags of LoRA adapters that need or exclude each other, and for
-        packages of adapters that are not installed.
+        """Raise ConfigError if flags of LoRA adapters exclude each other or lack one that they
+        need, or if a package that adapters need is not installed.
         """
         flags_of_new_adapters = (
             "lora_alpha",
@@ -540,8 +545,8 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_same_bits(self) -> None:
-        """Raise ConfigError if `same_bits`, which fixes the number of samples in each forward so
-        that sums are rounded equally, is larger than a micro-batch.
+        """Raise ConfigError if the flag `same_bits`, which fixes the number of samples in each
+        forward so that sums are rounded equally, is larger than a micro-batch.
         """
         if self.same_bits is not None and self.same_bits > self.per_device_train_batch_size:
             raise ConfigError(
@@ -551,7 +556,9 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_resuming(self) -> None:
-        """Raise ConfigError if `resume_with_changes` is set without `resume_from_checkpoint`."""
+        """Raise ConfigError if the flag `resume_with_changes` is set without the flag
+        `resume_from_checkpoint`.
+        """
         if self.resume_with_changes and self.resume_from_checkpoint is None:
             raise ConfigError(
                 "resume_with_changes needs a checkpoint: set resume_from_checkpoint, or omit it."
@@ -592,8 +599,8 @@ class FinetuneConfig(DataOptions):
             )
 
     def _check_streaming(self) -> None:
-        """Raise ConfigError for flags that need all training rows at once, which a streamed dataset
-        does not have, and if `max_steps` is not set.
+        """Raise ConfigError if `streaming` is set together with a flag that needs all training rows
+        at once, or without `max_steps`.
         """
         num_workers = self.dataloader_num_workers
         is_unsupported = {
@@ -618,14 +625,14 @@ class FinetuneConfig(DataOptions):
             )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the flags as plain values, for JSON files and experiment trackers; without the
-        secret `hub_token`.
+        """Return the flags of the run as plain values, for summary.json and experiment trackers;
+        without the secret `hub_token`.
         """
         return {name: value for name, value in asdict(self).items() if name != "hub_token"}
 
 
 def _check_package_of_adapters(package: str, *, extra: str) -> None:
-    """Raise ConfigError if a package that adapters need is not installed.
+    """Raise ConfigError if a package that the flags of LoRA adapters need is not installed.
 
     Args:
         package: The name under which it is imported and installed.

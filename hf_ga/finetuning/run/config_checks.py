@@ -53,15 +53,15 @@ _TYPE_NAMES = {
 
 
 def check_fields(config: Any) -> None:
-    """Check the value of each field of a dataclass against its type hint, which neither Python nor
-    a configuration file enforces, and check the bounds of numbers.
+    """Check the value of each flag of a fine-tuning run, a field of a dataclass, against its type
+    hint, which neither Python nor a configuration file enforces, and check the bounds of numbers.
 
     Args:
         config: The dataclass instance, such as a `FinetuneConfig`.
 
     Raises:
-        ConfigError: If a value has the wrong type, is an empty string or list, is out of bounds or
-            not finite.
+        ConfigError: If a value has the wrong type, is an empty string or list or a list with an
+            empty string, is out of bounds, or is not finite.
     """
     for name, type_hint in get_type_hints(type(config)).items():
         value = getattr(config, name)
@@ -82,8 +82,8 @@ def check_fields(config: Any) -> None:
 
 
 def _has_type(value: Any, expected: Any) -> bool:
-    """Whether a value has the expected type, such as `int` or `list[str]`. An int is also accepted
-    as a float, but a bool is not accepted as an int.
+    """Whether the value of a flag has the expected type, such as `int` or `list[str]`. An int is
+    also accepted as a float, but a bool is not accepted as an int.
     """
     if get_origin(expected) is list:
         (item_type,) = get_args(expected)
@@ -98,7 +98,8 @@ def _has_type(value: Any, expected: Any) -> bool:
 
 
 def _check_bounds(name: str, value: float, minimum: int) -> None:
-    """Raise ConfigError if the value of a numeric flag is out of bounds or not finite.
+    """Raise ConfigError if the value of a numeric flag is out of bounds, not finite, or an int of
+    2^32 or more.
 
     Args:
         name: The name of the flag.
@@ -118,7 +119,7 @@ def _check_bounds(name: str, value: float, minimum: int) -> None:
 
 
 def check_one_of(name: str, value: str, known: Iterable[str]) -> None:
-    """Check that the value of a flag is among the supported ones.
+    """Check that the value of a flag of a fine-tuning run is among the supported ones.
 
     Args:
         name: The name of the flag.
@@ -135,8 +136,8 @@ def check_one_of(name: str, value: str, known: Iterable[str]) -> None:
 def check_output_dir(
     output_dir: str, *, resume_from: str | None = None, only_adds: bool = False
 ) -> None:
-    """Check that the output folder of a run can be written, and that it contains no other run,
-    whose files would be overwritten.
+    """Check that the flag `output_dir` of a fine-tuning run is a folder that can be written and
+    that contains no other run, whose files would be overwritten.
 
     Args:
         output_dir: The folder. It need not exist.

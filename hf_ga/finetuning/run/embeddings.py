@@ -53,7 +53,7 @@ def has_scores(data: PreparedData) -> bool:
 
 def window_loss(config: FinetuneConfig, data: PreparedData) -> WindowLoss:
     """Return the loss of `--task embedding`: CoSENT for pairs with a score, otherwise InfoNCE. With
-    `matryoshka_dims`, it is the sum of this loss over vectors truncated to these sizes.
+    the flag `matryoshka_dims`, it is the sum of this loss over vectors truncated to these sizes.
     """
     temperature = config.initial_temperature
     loss: WindowLoss = InfoNCE(temperature, symmetric=config.symmetric_loss)
@@ -110,10 +110,11 @@ def _check_metric(metric: str, are_scored: bool) -> None:
 
     Args:
         metric: The flag `metric_for_best_model`.
-        are_scored: Whether the rows are pairs with a score.
+        are_scored: Whether the rows are pairs with a score. If not, they are anchors with
+            positives.
 
     Raises:
-        ConfigError: If it cannot.
+        ConfigError: If the metric cannot be computed from such rows.
     """
     if are_scored:
         rows = "pairs with a score"
@@ -134,7 +135,7 @@ def _check_metric(metric: str, are_scored: bool) -> None:
 def evaluate_embeddings(
     setup: Setup, model: nn.Module, windows: WindowLoader, rule: Rule, split: str
 ) -> dict[str, float]:
-    """Compute loss and metrics of a model's text embeddings on a split.
+    """Compute loss and metrics of a model's text embeddings on a split, for `--task embedding`.
 
     All ranks must call it, and all return the same numbers. The model is in evaluation mode
     meanwhile; the modes of its modules are restored.
@@ -146,7 +147,7 @@ def evaluate_embeddings(
         setup: The setup of the run.
         model: The prepared model.
         windows: The loader of the split, see `evaluation_windows`.
-        rule: The result of the proof for the model and its loss.
+        rule: The result of testing, before training, what the loss averages over.
         split: The name of the split.
 
     Returns:
@@ -171,8 +172,8 @@ def evaluate_embeddings(
 
 
 def _embed_micro_batches(engine: Engine, window: Window) -> Iterator[MicroBatchVectors]:
-    """Run the forwards of this rank's micro-batches of a window, and yield the vectors of each in
-    float32 on the CPU.
+    """Run the forwards of this rank's micro-batches of a window in an evaluation of `--task
+    embedding`, and yield the text vectors of each in float32 on the CPU.
 
     Under FSDP, where forwards are collectives, ranks with fewer micro-batches run more forwards
     with weight 0; these yield nothing.
@@ -187,7 +188,9 @@ def _embed_micro_batches(engine: Engine, window: Window) -> Iterator[MicroBatchV
 
 
 def _join_vectors(micro_batches: list[MicroBatchVectors]) -> Vectors:
-    """Concatenate the vectors of all micro-batches, and sort them in the order of the split."""
+    """Concatenate the text vectors of all micro-batches of an evaluation of `--task embedding`, and
+    sort them in the order of the split.
+    """
     sample_ids = np.concatenate([ids for ids, _ in micro_batches])
     order = torch.from_numpy(np.argsort(sample_ids))
     _, first_vectors = micro_batches[0]
@@ -202,13 +205,16 @@ def _join_vectors(micro_batches: list[MicroBatchVectors]) -> Vectors:
 
 
 def _compute_results(setup: Setup, vectors: Vectors, split: str) -> dict[str, float]:
-    """Compute loss and metrics from the text embeddings of a split: the task's metrics, or the
-    user's `compute_metrics` instead. See `evaluate_embeddings`.
+    """Compute loss and metrics from the text embeddings of a split, for `--task embedding`: the
+    metrics of the task or, if there is one, those of the user's `compute_metrics` instead.
 
     Args:
         setup: The setup of the run.
         vectors: The vectors of all samples, in the order of the split, on the CPU.
         split: The name of the split.
+
+    Returns:
+        See `evaluate_embeddings`.
     """
     data = setup.data
     dataset = data.splits[split]
@@ -237,8 +243,8 @@ def _compute_results(setup: Setup, vectors: Vectors, split: str) -> dict[str, fl
 
 
 def _mean_loss(loss: WindowLoss, vectors: Vectors, batch: dict[str, Tensor]) -> float:
-    """Compute the loss of text embeddings for groups of 256 consecutive samples of a split, and
-    return the mean, weighted by the number of samples in a group.
+    """Compute, in an evaluation of `--task embedding`, the loss of each group of 256 consecutive
+    samples, and return the mean, weighted by the number of samples in a group.
 
     Args:
         loss: A function (vectors, batch) -> mean loss of a group.
@@ -261,7 +267,7 @@ def _mean_loss(loss: WindowLoss, vectors: Vectors, batch: dict[str, Tensor]) -> 
 
 
 def _compute_metrics(vectors: Vectors, batch: dict[str, Tensor]) -> dict[str, float]:
-    """Compute the metrics of the text embeddings of a split: Spearman's correlation for pairs with
+    """Compute the metrics of `--task embedding` for a split: Spearman's correlation for pairs with
     a score, otherwise retrieval metrics.
 
     Args:
@@ -281,8 +287,8 @@ def _compute_metrics(vectors: Vectors, batch: dict[str, Tensor]) -> dict[str, fl
 
 
 def learned_temperature(weights: dict[str, Tensor]) -> float | None:
-    """Return the temperature of the embedding loss from a model's state dict, or None if the model
-    has no learned temperature.
+    """Return, for summary.json, the temperature of the embedding loss from a trained model's state
+    dict, or None if the model has no learned temperature.
     """
     log_temperature = weights.get(LOG_TEMPERATURE)
     if log_temperature is None:

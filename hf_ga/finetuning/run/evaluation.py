@@ -32,15 +32,15 @@ from hf_ga.parallel.processes import broadcast_from_main
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
 
-# Samples in a window of an evaluation. If a head's loss depends on padding, all samples of a window
+# Samples in a window of an evaluation. If the loss depends on padding, all samples of a window
 # are padded to one length. A constant, so that the loss does not depend on the layout.
 EVALUATION_WINDOW = 256
 
 
 @dataclass(frozen=True)
 class Reader:
-    """Two functions with which an evaluation computes metrics: `read` for each micro-batch, then
-    `compute` for the whole split.
+    """Two functions with which an evaluation of a fine-tuning run computes metrics: `read` for each
+    micro-batch, then `compute` for the whole split.
 
     Attributes:
         compute: A function (predictions, references) -> {name of a metric: value}. It gets lists
@@ -65,8 +65,8 @@ def evaluation_windows(
     rule: Rule,
     same_bits: bool = False,
 ) -> WindowLoader:
-    """Return the loader of an evaluation: the samples of a split in windows, in the order of the
-    split.
+    """Return the loader of an evaluation in a fine-tuning run: the samples of a split in windows,
+    in the order of the split.
 
     Within a window, samples of similar length are in one micro-batch (for less padding), and the
     micro-batches are assigned to the processes round-robin. A window has 256 samples. If that is
@@ -79,7 +79,8 @@ def evaluation_windows(
         accelerator: The accelerator of the run.
         batch_size: Maximum number of samples in a micro-batch.
         lengths: The number of tokens of each sample.
-        rule: The result of the proof for the model and its loss.
+        rule: The result of testing, before training, what the loss averages over and whether it
+            depends on padding.
         same_bits: Whether results must have the same bits for every number of processes.
     """
     window_size = EVALUATION_WINDOW
@@ -107,7 +108,7 @@ def evaluate(
     rule: Rule,
     reader: Reader | None = None,
 ) -> dict[str, float]:
-    """Compute the mean loss and the metrics of a split.
+    """Evaluate the model of a fine-tuning run: compute the mean loss and the metrics of a split.
 
     All ranks must call it, and all return the same numbers. The model is in evaluation mode
     meanwhile; the modes of its modules are restored.
@@ -116,7 +117,8 @@ def evaluate(
         accelerator: The accelerator of the run.
         model: The prepared model.
         windows: The loader of the split, see `evaluation_windows`.
-        rule: The result of the proof for the model and its loss: how to count targets.
+        rule: The result of testing, before training, what the loss averages over: how to count
+            targets.
         reader: How to compute metrics besides the loss, or None to compute the loss alone.
 
     Returns:
@@ -156,14 +158,15 @@ def evaluate(
 
 @dataclass(frozen=True)
 class _MicroBatchResult:
-    """The result of one micro-batch of an evaluation, gathered from all ranks.
+    """The result of one micro-batch of an evaluation in a fine-tuning run. The results of all ranks
+    are gathered.
 
     Attributes:
         positions: The positions of its samples in the split, int64, shape (samples,).
         sums_and_counts: First the sums of the loss, then as many numbers of targets, see
             `Loss.sums`.
-        predictions: The predictions that the reader read, one entry per sample; () without reader.
-        references: The references to compare them with, one entry per sample; () without reader.
+        predictions: One prediction per sample for the metrics; () if only the loss is computed.
+        references: What to compare each prediction with; () if only the loss is computed.
     """
 
     positions: np.ndarray
@@ -175,7 +178,8 @@ class _MicroBatchResult:
 def _run_micro_batches(
     engine: Engine, window: Window, reader: Reader | None
 ) -> Iterator[_MicroBatchResult]:
-    """Run the forwards of this rank's micro-batches of a window, and yield the result of each.
+    """Run the forwards of this rank's micro-batches of a window in an evaluation, and yield the
+    loss and the predictions of each.
 
     Under FSDP, where forwards are collectives, ranks with fewer micro-batches run more forwards
     with weight 0; these yield nothing.
@@ -203,7 +207,9 @@ def _run_micro_batches(
 
 
 def _copy_to_cpu(result: _MicroBatchResult) -> _MicroBatchResult:
-    """Return a micro-batch's result with its sums and counts as float64 tensors on the CPU."""
+    """Return the result of a micro-batch of an evaluation with its sums of the loss and numbers of
+    targets as float64 tensors on the CPU.
+    """
     on_cpu = [
         torch.as_tensor(value, dtype=torch.float64, device="cpu")
         for value in result.sums_and_counts
@@ -213,7 +219,7 @@ def _copy_to_cpu(result: _MicroBatchResult) -> _MicroBatchResult:
 
 def _in_order_of_split(results: Sequence[_MicroBatchResult]) -> tuple[list[Any], list[Any]]:
     """Return the predictions and the references of all samples of an evaluation, each in the order
-    of the split.
+    of the split, for the metrics.
     """
     samples: list[tuple[int, Any, Any]] = []
     for result in results:
@@ -225,12 +231,12 @@ def _in_order_of_split(results: Sequence[_MicroBatchResult]) -> tuple[list[Any],
 
 
 def _mean_loss(loss: Loss, results: Sequence[_MicroBatchResult]) -> dict[str, float]:
-    """Compute the mean loss over all targets of a split, and their number.
+    """Compute the mean loss of an evaluation over all targets of a split, and their number.
 
     The sums are exact (`math.fsum`), so they do not depend on the order of the micro-batches.
 
     Args:
-        loss: The loss of the rule, which divides sums by numbers of targets.
+        loss: How to divide the sums by the numbers of targets.
         results: The results of all micro-batches of all ranks, on the CPU.
 
     Returns:

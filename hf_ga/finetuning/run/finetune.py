@@ -76,7 +76,7 @@ def finetune(
     compute_metrics: Callable[[EvalPrediction], dict[str, float]] | None = None,
     preprocess_logits_for_metrics: Callable[[Any, Any], Any] | None = None,
 ) -> dict[str, Any]:
-    """Fine-tune a model by a configuration.
+    """Fine-tune a model as a configuration says: what the command `hf-ga` does.
 
     Writes into `output_dir`: metrics.jsonl (one line per optimizer step), summary.json, curves.png,
     checkpoints, `best/` (the best model by `metric_for_best_model`) and the last model with its
@@ -92,7 +92,8 @@ def finetune(
             evaluation mode, without gradients.
         compute_metrics: As in `transformers.Trainer`; replaces the metrics of the task. It is
             called on every process with an `EvalPrediction` of the whole split: arrays with the
-            samples in the order of the data, ragged ones padded with -100 on the second axis.
+            samples in the order of the data, padded with -100 on the second axis where the lengths
+            of samples differ.
             `predictions` are the model's outputs without the loss (a tuple of arrays if there are
             several), or with `predict_with_generate` the generated token ids. The results are named
             `eval_...` and `test_...`. They may be the `metric_for_best_model`: higher is better,
@@ -134,8 +135,8 @@ def finetune(
 def _prepare_and_print(
     config: FinetuneConfig, accelerator: Accelerator, functions: dict[str, Any]
 ) -> Setup:
-    """Load tokenizer, data and the model's configuration on all processes, and print what was
-    loaded.
+    """Load tokenizer, data and the model's configuration of a fine-tuning run on all processes, and
+    print what was loaded. With `push_to_hub`, also check the login.
 
     Args:
         config: The configuration of the run.
@@ -168,12 +169,15 @@ def _prepare_and_print(
 def _train(
     config: FinetuneConfig, accelerator: Accelerator, functions: dict[str, Any]
 ) -> dict[str, Any]:
-    """Train, from the beginning or from a checkpoint, and save; returns the summary.
+    """Carry out a fine-tuning run: train, from the beginning or from a checkpoint, and save.
 
     Args:
         config: The configuration of the run.
         accelerator: The accelerator of the run.
         functions: The user's functions, by the names of the arguments of `finetune`.
+
+    Returns:
+        The content of `summary.json`.
     """
     setup = _prepare_and_print(config, accelerator, functions)
     checkpoint: Path | None = None
@@ -205,11 +209,12 @@ def _train(
 
 
 def _check_own_metric(run: Run) -> None:
-    """Evaluate once to check that the user's `compute_metrics` returns the metric that chooses the
-    best model.
+    """Evaluate once, before the first step, to check that the user's `compute_metrics` returns the
+    metric that the flag `metric_for_best_model` names. No-op if that is the loss, or without
+    `compute_metrics`.
 
     Raises:
-        ConfigError: If it does not.
+        ConfigError: If `compute_metrics` does not return it.
     """
     metric = run.config.metric_for_best_model
     if run.compute_metrics is not None and metric != "loss":
@@ -217,8 +222,8 @@ def _check_own_metric(run: Run) -> None:
 
 
 def _lines_on_classes(setup: Setup) -> list[str]:
-    """Return a line with the training rows of each class and, if the loss has them, one with the
-    weights of the classes; [] for other tasks and streams.
+    """Return the lines of a run's log on classes: in text classification (unless rows are
+    streamed), how many training rows each class has; if the loss has class weights, these.
     """
     lines = []
     data = setup.data
@@ -233,7 +238,9 @@ def _lines_on_classes(setup: Setup) -> list[str]:
 
 
 def _list_classes(items: Iterable[str]) -> str:
-    """Join a text for each class by commas: up to `NUM_CLASSES`, then their number."""
+    """Join a text for each class by commas, for a run's log: the first `NUM_CLASSES` of them, and
+    the number of classes if there are more.
+    """
     items = list(items)
     listed = ", ".join(items[:NUM_CLASSES])
     if len(items) > NUM_CLASSES:
@@ -242,8 +249,8 @@ def _list_classes(items: Iterable[str]) -> str:
 
 
 def _print_plan(run: Run) -> None:
-    """Print how the windows of a run are computed: layout, targets, dropout, precision, padding,
-    speed-ups.
+    """Print, in the log of a fine-tuning run, how its windows are computed: layout, targets,
+    dropout, precision, padding, bits and speed-ups.
     """
     rule = run.rule
     accelerator = run.accelerator
@@ -267,7 +274,9 @@ def _print_plan(run: Run) -> None:
 
 
 def _describe_padding(run: Run) -> str:
-    """Return a line on the padding ratio and the limit of padded tokens in a micro-batch."""
+    """Return the line of a run's log on the padding ratio and on the maximum number of tokens,
+    padding included, in a micro-batch.
+    """
     ratio = padding_ratio(run.windows, planned_lengths(run.data))
     max_tokens = run.windows.splitter.planner.max_tokens
     line = f"{ratio:.2f} times the real tokens; at most {max_tokens:,} per micro-batch, padding "
@@ -278,13 +287,13 @@ def _describe_padding(run: Run) -> str:
 
 
 def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
-    """Build the error of a run that ran out of memory or met a non-finite number: with what to
-    change, and how to go on from the newest checkpoint.
+    """Build the error of a fine-tuning run that ran out of memory or met a non-finite number: what
+    to change, and how to go on from the newest checkpoint.
 
     Args:
         run: The run.
         progress: How far it came.
-        error: What was raised.
+        error: The error that the training loop raised.
     """
     checkpoint = newest(run.output_dir)
     if checkpoint:
@@ -305,8 +314,8 @@ def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
 
 
 def _hash_of_samples(data: PreparedData) -> str:
-    """Hash the training samples, the labels, and the lengths of all splits, on which the layout
-    depends: what all processes must have in common.
+    """Hash the data that all processes of a run must have loaded alike: the training samples, the
+    labels, and the lengths of all splits, on which the split into micro-batches depends.
     """
     digest = hashlib.sha256()
     digest.update(data.content_hash.encode())
@@ -317,7 +326,8 @@ def _hash_of_samples(data: PreparedData) -> str:
 
 
 def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
-    """Save the last model, check what was saved, write the reports, predict, and upload.
+    """Finish a fine-tuning run after its last step: evaluate the test split, save the last model,
+    check what was saved, write the reports, predict, and upload.
 
     Args:
         run: The run, at its end.
@@ -325,7 +335,7 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
         seconds: Duration of the training.
 
     Returns:
-        The summary.
+        The content of `summary.json`.
     """
     config = run.config
     accelerator = run.accelerator
@@ -360,7 +370,8 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
 def _summary(
     run: Run, progress: Progress, weights: dict[str, torch.Tensor], seconds: float
 ) -> dict[str, Any]:
-    """Return the content of `summary.json` without test results; complete on the main process only.
+    """Return the content of a run's `summary.json` without test results. It is complete on the main
+    process only.
 
     Args:
         run: The run, at its end.
@@ -379,7 +390,8 @@ def _summary(
         "train_seconds": round(seconds, 2),
         "layout": str(run.windows.layout),
         "most_tokens_in_a_micro_batch": state.max_elements,  # None: memory never ran out
-        # On the main process: micro-batches whose structure differs from those of the proof.
+        # Only of the main process: micro-batches that differ in structure from those on which the
+        # speed-ups were tested.
         "micro_batches_without_speed_ups": state.num_plain,
         "precision": precision_name(run.accelerator),
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
@@ -398,8 +410,10 @@ def _summary(
 
 
 def _last_metrics(run: Run) -> dict[str, Any]:
-    """Return the training loss of the last window that made a step (None if none did), and the last
-    line's metrics of an evaluation. Read from metrics.jsonl, on the main process.
+    """Return, from a run's metrics.jsonl, the training loss of the last window that made a step
+    (None if none did), and the metrics of the evaluation after the last window.
+
+    Only the main process reads the file; on the others, the loss is None and there are no metrics.
     """
     metrics = []
     if run.accelerator.is_main_process:
@@ -412,7 +426,9 @@ def _last_metrics(run: Run) -> dict[str, Any]:
 
 
 def _evaluate_only(setup: Setup) -> dict[str, Any]:
-    """Evaluate and predict without training; returns the content of `evaluation.json`."""
+    """Carry out a run with the flag `eval_only`: evaluate and predict without training, write
+    evaluation.json, and return its content.
+    """
     config = setup.config
     accelerator = setup.accelerator
     model = build_model(setup)
@@ -422,7 +438,7 @@ def _evaluate_only(setup: Setup) -> dict[str, Any]:
         "class_weights": setup.class_weights or None,
     }
     loss = evaluation_loss(setup)
-    # The proofs are for counting targets only: evaluations draw no dropout.
+    # Only what the loss averages over matters here: evaluations draw no dropout.
     rules = {
         split: prove_on_split(setup, model, split, allow_split_dependent_randomness=True, **loss)
         for split in setup.data.splits

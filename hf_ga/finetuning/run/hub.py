@@ -27,8 +27,8 @@ NOT_UPLOADED = (f"{PREFIX}*", LATEST, LOCK, "best/*", "trackers/*", "predictions
 
 
 def check_login(config: FinetuneConfig, accelerator: Accelerator) -> None:
-    """Check, before the run starts, that this user can upload to the Hub: the login, the access
-    rights of the token, and the repository's name.
+    """Check, before a fine-tuning run starts, that this user can upload to the Hugging Face Hub:
+    the login, the access rights of the token, and the repository's name.
 
     The main process sends the request. All processes must call this function.
 
@@ -100,8 +100,8 @@ def upload(config: FinetuneConfig, summary: dict[str, Any]) -> str:
 
 
 def _upload_command(config: FinetuneConfig, repo_id: str, folder: Path) -> str:
-    """Return the shell command, `hf upload ...`, with which the user can repeat a failed upload of
-    the same files.
+    """Return the shell command, `hf upload ...`, with which the user can repeat a run's failed
+    upload of the same files to the Hugging Face Hub.
 
     Args:
         config: The configuration of the run.
@@ -117,15 +117,15 @@ def _upload_command(config: FinetuneConfig, repo_id: str, folder: Path) -> str:
 
 
 def _repo_id(config: FinetuneConfig) -> str:
-    """Return the repository to upload to, `name` or `user/name`: `hub_model_id`, or the name of the
-    output folder by default.
+    """Return the repository on the Hugging Face Hub to upload to, `name` or `user/name`: the flag
+    `hub_model_id`, or the name of the output folder by default.
     """
     return config.hub_model_id or Path(config.output_dir).resolve().name
 
 
 def _short_reason(config: FinetuneConfig, error: Exception) -> str:
-    """Return the first sentence of an error of the Hub, or the name of its class if it has no
-    message. The user's token, which some messages contain, is replaced by `***`.
+    """Return the first sentence of an error of the Hugging Face Hub, or the name of its class if it
+    has no message. The user's token, which some messages contain, is replaced by `***`.
     """
     sentences = re.split(r"\n|\.\s|\.$", str(error).strip())
     reason = sentences[0] or type(error).__name__
@@ -136,8 +136,8 @@ def _short_reason(config: FinetuneConfig, error: Exception) -> str:
 
 
 def _model_card(config: FinetuneConfig, repo_id: str, summary: dict[str, Any]) -> str:
-    """Return the text of the model card for the Hub: metadata (base model, datasets, tags), the
-    data, and a table of validation and test metrics.
+    """Return the text of a run's model card for the Hugging Face Hub: metadata (base model,
+    datasets, tags), the data, and a table of validation and test metrics.
 
     Args:
         config: The configuration of the run.
@@ -170,8 +170,8 @@ def _model_card(config: FinetuneConfig, repo_id: str, summary: dict[str, Any]) -
 
 
 def _is_hub_dataset(dataset_name: str) -> bool:
-    """Whether the dataset is one of the Hugging Face Hub, not local files or a folder, nor the
-    embedded corpus `stdlib`.
+    """Whether the flag `dataset_name` is a dataset of the Hugging Face Hub, which the model card
+    lists, not local files or a folder, nor the embedded corpus `stdlib`.
     """
     is_local = is_file(dataset_name) or Path(dataset_name).exists()
     return dataset_name != "stdlib" and not is_local

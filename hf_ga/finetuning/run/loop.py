@@ -29,18 +29,18 @@ MAX_SKIPPED_IN_A_ROW = 20
 
 
 def fit(run: Run, progress: Progress) -> Progress:
-    """Train from `progress` until `max_steps` or `max_windows`. All processes run it together; the
-    main process writes.
+    """Run the training loop of a fine-tuning run, with evaluations and checkpoints, until the end
+    of the run or an early stop. All processes run it together; the main process writes.
 
     Args:
-        run: The parts of the run.
-        progress: Where to begin. It is updated.
+        run: The run.
+        progress: How far the run has come already; updated.
 
     Returns:
         `progress`.
 
     Raises:
-        DataError: If 20 consecutive windows made no step.
+        DataError: If 20 consecutive windows made no optimizer step.
         NonFinite: If a loss or gradient is not finite, and `on_nonfinite` is "stop".
         SavedModelDiffers: If `best/` is not the model that was saved there.
         RunStopped: If a signal stopped the run; it is saved.
@@ -71,7 +71,9 @@ def fit(run: Run, progress: Progress) -> Progress:
 
 
 def _progress_bar(run: Run, progress: Progress) -> tqdm:
-    """Return a progress bar of optimizer steps, which only the main process shows."""
+    """Return the progress bar of a fine-tuning run, which counts optimizer steps. Only the main
+    process shows it.
+    """
     return tqdm(
         total=run.max_steps,
         initial=progress.step,
@@ -82,10 +84,9 @@ def _progress_bar(run: Run, progress: Progress) -> tqdm:
 
 
 def _is_due(run: Run, progress: Progress, line: dict[str, Any], every: int) -> bool:
-    """Return whether to evaluate, or to save, after a window.
-
-    It is after every `every` optimizer steps, and at the end of the run, whose last window may have
-    been skipped.
+    """Return whether the training loop evaluates, or saves a checkpoint, after a window: it does so
+    after every `every` optimizer steps, and at the end of the run, even if the last window was
+    skipped.
 
     Args:
         run: The run.
@@ -110,7 +111,9 @@ def _log(run: Run, progress: Progress, line: dict[str, Any], metrics: MetricsFil
 
 
 def _numbers(line: dict[str, Any]) -> dict[str, float]:
-    """Return the entries of a line of metrics.jsonl that trackers show: numbers, not the step."""
+    """Return the entries of a line of metrics.jsonl that experiment trackers show: numbers without
+    `step`, which trackers get separately.
+    """
     return {
         name: value
         for name, value in line.items()
@@ -121,7 +124,7 @@ def _numbers(line: dict[str, Any]) -> dict[str, float]:
 def _train_on(
     run: Run, progress: Progress, window: Window, request: StopRequest
 ) -> tuple[dict[str, Any], bool]:
-    """Train on one window, and count it in `progress`.
+    """Train on one window of a fine-tuning run, and count it in `progress`.
 
     Args:
         run: The run.
@@ -133,7 +136,7 @@ def _train_on(
         The window's line for metrics.jsonl, and whether any process received a stop signal.
 
     Raises:
-        DataError: If it is the last of too many consecutive windows that made no step.
+        DataError: If it is the 20th consecutive window that made no optimizer step.
     """
     learning_rate = run.scheduler.get_last_lr()[0]
     start = time.perf_counter()
@@ -182,8 +185,8 @@ def _train_on(
 
 
 def _epochs_done(run: Run, window: Window) -> float:
-    """Return the number of epochs up to the end of a window, such as 1.25; for a stream, which has
-    no length, the number of complete epochs.
+    """Return the `epoch` in a window's line of metrics.jsonl: the number of epochs up to the end of
+    the window, such as 1.25; for a stream, which has no length, the number of complete epochs.
     """
     part_of_epoch = 0.0
     if hasattr(run.windows, "__len__"):
@@ -192,14 +195,19 @@ def _epochs_done(run: Run, window: Window) -> float:
 
 
 def _write(run: Run, text: str) -> None:
-    """Print a text above the progress bar, on the main process only."""
+    """Print a text above the progress bar of a fine-tuning run, on the main process only."""
     if run.accelerator.is_main_process:
         tqdm.write(text)
 
 
 def _raise_if_stopped(run: Run, progress: Progress, request: StopRequest) -> None:
-    """Raise RunStopped on all processes if any process received a stop signal, also after the last
-    window (during evaluation or saving).
+    """Raise RunStopped on all processes of a fine-tuning run if any of them received a stop signal,
+    also one that came during the evaluation or saving after the last window.
+
+    Args:
+        run: The run, which is saved already.
+        progress: How far it came, for the message.
+        request: Whether this process has received a stop signal.
     """
     (num_stopping,) = sum_over_ranks(run.accelerator, [request.received])
     if num_stopping:
@@ -212,11 +220,12 @@ def _raise_if_stopped(run: Run, progress: Progress, request: StopRequest) -> Non
 
 
 def _why_skipped(window: Window, result: StepResult) -> str:
-    """Return the error message for too many consecutive windows without an optimizer step.
+    """Return the error message of a run that stops because too many consecutive windows made no
+    optimizer step.
 
     Args:
-        window: The last one.
-        result: Its result.
+        window: The last of these windows.
+        result: The result of its training step, from which the reason is inferred.
     """
     why = "their samples have no targets, or weight 0: check the labels, or remove such rows"
     if result.overflowed:
@@ -236,12 +245,13 @@ def _why_skipped(window: Window, result: StepResult) -> str:
 
 
 def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
-    """Evaluate on the validation split, save the model if it is the best so far, and print the
-    metrics.
+    """Evaluate a run on the validation split, save the model to `best/` if it is the best so far,
+    and print the metrics.
 
     Args:
         run: The run.
-        progress: How far it came; the best metric in it is updated.
+        progress: How far it came. The best metric and the number of evaluations since then are
+            updated.
 
     Returns:
         The metrics, for metrics.jsonl.
@@ -263,7 +273,8 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
 
 
 def _is_better(value: float, best: float | None, lower_is_better: bool) -> bool:
-    """Return whether the value of a metric is better than the best value so far. NaN never is.
+    """Return whether the value of `metric_for_best_model` is better than the best value so far. NaN
+    never is.
 
     Args:
         value: The new value.
@@ -278,7 +289,9 @@ def _is_better(value: float, best: float | None, lower_is_better: bool) -> bool:
 
 
 def _is_finished(run: Run, progress: Progress) -> bool:
-    """Return whether the last window has been trained on, or training stops early."""
+    """Return whether a fine-tuning run has made all its steps or trained on all its windows, or
+    stops early.
+    """
     return (
         progress.step >= run.max_steps
         or progress.num_windows >= run.max_windows

@@ -21,8 +21,8 @@ from hf_ga.finetuning.run.config import BALANCED, FinetuneConfig
 
 @dataclass(frozen=True)
 class WeightedCrossEntropy:
-    """A `loss_fn` that returns the weighted sum of the cross entropies of all targets, and the sum
-    of their weights.
+    """The loss of runs with class weights or row weights: a `loss_fn` that returns the weighted sum
+    of the cross entropies of all targets, and the sum of their weights.
 
     The weight of a target is the weight of its class times the weight of its row (the batch's
     `row_weights`), each 1 if there is none. Without row weights, the quotient of the two sums is
@@ -41,7 +41,8 @@ class WeightedCrossEntropy:
     class_weights: tuple[float, ...] | None = None
 
     def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, Tensor]:
-        """Compute the weighted sum of the losses and the sum of the weights of a batch.
+        """Compute the cross entropies of a batch with the class weights, row weights and label
+        smoothing of a fine-tuning run.
 
         Args:
             outputs: The model's outputs with `logits`, shape (samples, ..., classes).
@@ -67,8 +68,9 @@ class WeightedCrossEntropy:
         return loss, self._sum_of_weights(batch)
 
     def _sum_of_weights(self, batch: Batch) -> Tensor:
-        """Return the sum of the weights of all targets of a batch, a scalar. The weight of a target
-        is the weight of its class times the weight of its row.
+        """Return the sum of the weights of all targets of a batch, a scalar, by which the loss is
+        divided. The weight of a target is its class's weight (flag `class_weights`) times its row's
+        weight (flag `weight_column`).
         """
         labels = self._predicted_labels(batch)
         weights = (labels != IGNORED_LABEL).float()
@@ -82,13 +84,15 @@ class WeightedCrossEntropy:
         return weights.to(sum_dtype(labels.device)).sum()
 
     def _predicted_labels(self, batch: Batch) -> Tensor:
-        """Return the labels that a token or sample predicts: in a causal language model all but
-        those of the first token, which no token precedes.
+        """Return the labels of a batch that the model predicts, for a run's weighted cross entropy:
+        in a causal language model all but those of the first token, which no token precedes.
         """
         return batch["labels"][:, 1:] if self.shifted else batch["labels"]
 
     def _class_weights_tensor(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """Return the weight of each class as a tensor of shape (classes,), or None if all are 1."""
+        """Return the weights of the classes (flag `class_weights`) as a tensor of shape (classes,),
+        or None if all are 1.
+        """
         if self.class_weights is None:
             return None
         weights = torch.tensor(self.class_weights, dtype=torch.float32)
@@ -97,19 +101,20 @@ class WeightedCrossEntropy:
 
 @dataclass(frozen=True)
 class SmoothedCrossEntropy(WeightedCrossEntropy):
-    """Label-smoothed cross entropy without weights: a `loss_fn` that returns the sum of the losses
-    and the number of targets.
+    """The loss of runs with the flag `label_smoothing_factor` and without weights: a `loss_fn` that
+    returns the sum of the label-smoothed cross entropies and the number of targets.
     """
 
     def count_targets(self, batch: Batch) -> float:
-        """Count the targets of a batch from its labels, so that the window's number of targets is
-        known before its first forward. A batch on the CPU needs no device synchronization.
+        """Count the targets of a batch from its labels, for the loss of a run with label smoothing.
+        So the window's number of targets is known before its first forward. A batch on the CPU
+        needs no device synchronization.
         """
         return float(self._sum_of_weights(batch))
 
 
 def _row_weights_like(labels: Tensor, batch: Batch) -> Tensor | None:
-    """Expand the weight of each row to the shape of the labels.
+    """Expand the weight of each row (flag `weight_column`) to the shape of the batch's labels.
 
     Args:
         labels: The labels, shape (samples, ...).
@@ -157,8 +162,8 @@ def weights_of_classes(config: FinetuneConfig, data: PreparedData) -> dict[str, 
 
 
 def _balanced_weights(train: Dataset, labels: list[str]) -> list[float]:
-    """Compute for each class the weight targets / (classes x targets of the class), so that all
-    classes have the same total weight.
+    """Compute the weights of the flag `class_weights balanced`: targets / (classes x targets of the
+    class), so that all classes have the same total weight in the loss.
 
     Args:
         train: The training samples, with the column `label`: a class index, or the list of a

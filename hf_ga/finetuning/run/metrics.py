@@ -28,7 +28,8 @@ _STRINGS = datasets.Sequence(_STRING)
 def _metric(
     name: str, score: Callable, prediction_type: Any, reference_type: Any = None
 ) -> type[evaluate.Metric]:
-    """Create an `evaluate.Metric` class whose result is `{name: score(references, predictions)}`.
+    """Create an `evaluate.Metric` class for the evaluations of a run. Its result is
+    `{name: score(references, predictions)}`.
 
     Args:
         name: The metric's name.
@@ -41,42 +42,47 @@ def _metric(
     )
 
     class ScoreMetric(evaluate.Metric):
-        """A metric of `evaluate` that calls `score`."""
+        """A metric of the library `evaluate` that calls `score`."""
 
         def _info(self) -> evaluate.MetricInfo:
-            """Return the name of the metric and the types of its inputs."""
+            """Return the name of a metric of evaluations and the types of its inputs.
+            `evaluate.Metric` calls this method.
+            """
             return evaluate.MetricInfo(description=name, citation="", features=features)
 
         def _compute(
             self, predictions: Sequence[Any], references: Sequence[Any]
         ) -> dict[str, float]:
-            """Compute the score of all samples."""
+            """Compute the metric over all samples of an evaluation. `evaluate.Metric` calls this
+            method.
+            """
             return {name: float(score(list(references), list(predictions)))}
 
     return ScoreMetric
 
 
 def _accuracy(references: list[Any], predictions: list[Any]) -> float:
-    """Compute the fraction of correct labels. In multi-label classification, where a prediction is
-    a row of 0 and 1, this is the fraction of samples with all labels correct.
+    """Compute the metric accuracy of an evaluation: the fraction of correct labels. In multi-label
+    classification, where a prediction is a row of 0 and 1, this is the fraction of samples with all
+    labels correct.
     """
     return sklearn.metrics.accuracy_score(np.asarray(references), np.asarray(predictions))
 
 
 def _micro_f1(references: list[list[int]], predictions: list[list[int]]) -> float:
-    """Compute the F1 score of multi-label classification, micro-averaged over all samples and
-    labels.
+    """Compute the metric `micro_f1` of an evaluation of multi-label classification: the F1 score,
+    micro-averaged over all samples and labels.
 
     Args:
         references: A row of 0 and 1 for each sample, with a column for each label.
-        predictions: The same of the predictions.
+        predictions: Such a row of predictions for each sample.
     """
     return sklearn.metrics.f1_score(np.ravel(references), np.ravel(predictions), zero_division=0)
 
 
 def _pearson(references: list[float], predictions: list[float]) -> float:
-    """Compute Pearson's correlation of a regression's predictions with the true values; 0 if either
-    are constant, for which it is not defined.
+    """Compute the metric `pearson` of an evaluation of a regression: Pearson's correlation of
+    predictions and true values; 0 if either are constant, for which it is not defined.
     """
     if not np.ptp(references) or not np.ptp(predictions):
         return 0.0
@@ -84,8 +90,8 @@ def _pearson(references: list[float], predictions: list[float]) -> float:
 
 
 def answer_words(answer: str) -> list[str]:
-    """Normalise an answer as SQuAD's metrics do, and split it into words: convert it to lower case,
-    then remove ASCII punctuation and the articles a, an, the.
+    """Split an answer to a question into words, normalized as by SQuAD's metrics of question
+    answering: in lower case, without ASCII punctuation and the articles a, an, the.
 
     >>> answer_words("The end-of-file marker, an int.")
     ['endoffile', 'marker', 'int']
@@ -96,8 +102,9 @@ def answer_words(answer: str) -> list[str]:
 
 
 def words_f1(true_words: list[str], predicted_words: list[str]) -> float:
-    """Compute the F1 score of an answer's words, as in SQuAD: 2 x common words / (predicted words +
-    true words). A word that both repeat is counted as often as both have it.
+    """Compute the F1 score of an answer's words, a metric of question answering as in SQuAD:
+    2 x common words / (predicted words + true words). A word that both repeat is counted as often
+    as both have it.
 
     Returns:
         The score. If an answer is empty: 1 if both are, else 0.
@@ -116,8 +123,9 @@ def _mean_answer_score(
     references: list[list[str]],
     predictions: list[str],
 ) -> float:
-    """Compute the mean over questions of a score of the predicted answer, as in SQuAD: each is
-    compared with all correct answers to its question, and the best score counts.
+    """Compute a metric of an evaluation of question answering, as in SQuAD: the mean over questions
+    of a score of the predicted answer. The answer is compared with all correct answers to its
+    question, and the best score counts.
 
     Args:
         score: A function (words of a correct answer, words of the prediction) -> number.
@@ -135,15 +143,16 @@ def _mean_answer_score(
 
 
 def _fraction_of_equal_texts(references: list[str], predictions: list[str]) -> float:
-    """Compute the fraction of generated texts that are equal to their targets, where any white
-    space counts as one space.
+    """Compute the metric `exact_match` of an evaluation of seq2seq: the fraction of generated texts
+    that are equal to their targets, where any white space counts as one space.
     """
     pairs = zip(references, predictions, strict=True)
     return np.mean([reference.split() == prediction.split() for reference, prediction in pairs])
 
 
 def _mean_rouge(variant: str, references: list[str], predictions: list[str]) -> float:
-    """Compute the mean ROUGE F score of generated texts, without stemming.
+    """Compute a metric of an evaluation of seq2seq: the mean ROUGE F score of generated texts,
+    without stemming.
 
     Args:
         variant: "rouge1", "rouge2" or "rougeL".
@@ -193,7 +202,7 @@ TEXT_METRICS = {
 def compute(
     metrics: Mapping[str, type[evaluate.Metric]], predictions: list[Any], references: list[Any]
 ) -> dict[str, float]:
-    """Compute several metrics over all samples of a split.
+    """Compute several metrics over all samples of a split, in an evaluation of a run.
 
     Args:
         metrics: Name of a metric -> its class.
@@ -221,9 +230,10 @@ def compute(
 def predictions_and_references(
     logits: np.ndarray, labels: np.ndarray
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Turn the logits and labels of a batch into predictions and references.
+    """Turn the logits and labels of an evaluation's batch into predictions and references, the
+    inputs of metrics.
 
-    The dtype and the shape of the labels show the kind of head:
+    The dtype and the shape of the labels show the task:
 
     - floats of shape (samples,): regression; the logit is the prediction
     - floats of shape (samples, classes): multi-label classification; a logit above 0 predicts 1
@@ -236,8 +246,8 @@ def predictions_and_references(
         labels: See above.
 
     Returns:
-        The predictions and the references, each with one array per sample that has an entry for
-        each of its targets.
+        The predictions and the references. Each is a list with an array for each sample, which has
+        an entry for each of its targets.
     """
     if labels.dtype.kind == "f" and labels.ndim == 1:
         predicted = logits.reshape(-1, 1).astype(np.float64)

@@ -50,11 +50,14 @@ TASKS_WITHOUT_NEW_HEAD = ("causal-lm", "masked-lm", "seq2seq", "embedding")
 
 
 def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of the model to fine-tune.
+    """Load the tokenizer of the model that a run fine-tunes.
 
     Args:
-        config: The configuration of the run. Without `model_name_or_path`, return the tokenizer
-            that was trained on the corpus in this package (sources of Python's standard library).
+        config: The configuration of the run.
+
+    Returns:
+        The tokenizer that `model_name_or_path` names. Without this flag, the one that was trained
+        on the corpus in this package (sources of Python's standard library).
 
     Raises:
         ConfigError: If the tokenizer cannot be loaded, or has neither a padding nor an end-of-text
@@ -79,18 +82,19 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return whether a tokenizer splits text as GPT-2 and RoBERTa do, where a space belongs to the
-    token that follows it.
+    """Return whether the tokenizer of the model to fine-tune splits text as those of GPT-2 and
+    RoBERTa do, where a space belongs to the token that follows it.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return isinstance(getattr(backend, "pre_tokenizer", None), ByteLevel)
 
 
 def _load_tokenizer_with_prefix_space(config: FinetuneConfig) -> PreTrainedTokenizerBase:
-    """Load a byte-level tokenizer that adds a space before each word.
+    """Load, for a run of token classification, a byte-level tokenizer that adds a space before each
+    word.
 
-    Token classification tokenizes the words of a row one by one. With the space, a word gets the
-    same tokens as in running text.
+    This task tokenizes the words of a row one by one. With the space, a word gets the same tokens
+    as in running text.
 
     Args:
         config: The configuration of the run.
@@ -106,7 +110,7 @@ def _load_tokenizer_with_prefix_space(config: FinetuneConfig) -> PreTrainedToken
 
 
 def load_base_config(config: FinetuneConfig) -> PretrainedConfig | None:
-    """Load the transformers configuration of the model to fine-tune, without its weights.
+    """Load the transformers configuration of the model that a run fine-tunes, without its weights.
 
     Args:
         config: The configuration of the run.
@@ -128,8 +132,8 @@ def load_base_config(config: FinetuneConfig) -> PretrainedConfig | None:
 
 
 def known_labels(model_config: PretrainedConfig | None) -> list[str] | None:
-    """Return the names of the classes that a pretrained classifier predicts, in the order of their
-    ids, from its configuration.
+    """Return the names of the classes that the pretrained classifier of a run predicts, in the
+    order of their ids, from its configuration.
 
     Args:
         model_config: The configuration of a pretrained model, or None for a new model.
@@ -146,8 +150,8 @@ def known_labels(model_config: PretrainedConfig | None) -> list[str] | None:
 def complete_config(
     base_config: PretrainedConfig | None, config: FinetuneConfig, data: PreparedData
 ) -> PretrainedConfig:
-    """Set labels and padding token in the model's configuration, and check that task, lengths and
-    tokenizer fit the model.
+    """Set labels and padding token in the configuration of the model to fine-tune, and check that
+    the run's task, lengths and tokenizer fit the model.
 
     Args:
         base_config: The configuration of the pretrained model, changed in place. None: create that
@@ -179,13 +183,13 @@ def complete_config(
 
 
 def _check_architecture(model_config: PretrainedConfig, config: FinetuneConfig) -> None:
-    """Check that the model's architecture can do the task: a model for causal-lm must not be an
-    encoder such as BERT, and a model for seq2seq must have an encoder and a decoder.
+    """Check that the model's architecture can do the task of a run: a model for causal-lm must not
+    be an encoder such as BERT, and a model for seq2seq must have an encoder and a decoder.
 
     An encoder has no causal mask, so as a causal LM it would attend to the tokens it predicts.
 
     Raises:
-        ConfigError: If it cannot.
+        ConfigError: If the architecture cannot do the task.
     """
     model_type = model_config.model_type
     if config.task == "causal-lm" and _is_encoder(model_config):
@@ -202,8 +206,9 @@ def _check_architecture(model_config: PretrainedConfig, config: FinetuneConfig) 
 
 
 def _is_encoder(model_config: PretrainedConfig) -> bool:
-    """Return whether a model is an encoder such as BERT: transformers has a masked-LM head for it,
-    and it is neither an encoder-decoder nor configured as a decoder (`is_decoder`).
+    """Return whether the model to fine-tune is an encoder such as BERT: transformers has a
+    masked-LM head for it, and it is neither an encoder-decoder nor configured as a decoder
+    (`is_decoder`).
     """
     has_masked_lm_head = type(model_config) in MODEL_FOR_MASKED_LM_MAPPING
     is_decoder = getattr(model_config, "is_decoder", False)
@@ -211,8 +216,8 @@ def _is_encoder(model_config: PretrainedConfig) -> bool:
 
 
 def _check_lengths(model_config: PretrainedConfig, config: FinetuneConfig) -> None:
-    """Check that samples, and texts to generate, are not longer than the model's position
-    embeddings allow.
+    """Check that the samples of a run, and its texts to generate, are not longer than the model's
+    position embeddings allow.
 
     Raises:
         ConfigError: If `max_length`, `block_size` or `max_new_tokens` is too large.
@@ -235,7 +240,8 @@ def _check_lengths(model_config: PretrainedConfig, config: FinetuneConfig) -> No
 
 
 def num_positions(model_config: PretrainedConfig | None) -> int | None:
-    """Return the maximum number of tokens in a sample that a model has position embeddings for.
+    """Return the maximum number of tokens in a sample for which the model to fine-tune has position
+    embeddings. It bounds flags such as `max_length`.
 
     Args:
         model_config: The configuration of the model; None for the small default model, which is
@@ -252,7 +258,7 @@ def num_positions(model_config: PretrainedConfig | None) -> int | None:
 
 def new_token_ids(model_config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase) -> range:
     """Return the ids of the tokenizer's tokens that are beyond the model's vocabulary: the token
-    embeddings have no rows for them yet.
+    embeddings have no rows for them, unless the flag `resize_token_embeddings` adds them.
     """
     vocab_size = getattr(model_config.get_text_config(), "vocab_size", None)
     largest_id = max(tokenizer.get_vocab().values(), default=0)
@@ -264,10 +270,10 @@ def _check_vocabulary(
     model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData
 ) -> None:
     """Check that every token of the tokenizer has a row in the model's token embeddings, or gets
-    one by `resize_token_embeddings`.
+    one by the flag `resize_token_embeddings`.
 
     Raises:
-        ConfigError: If a token has none.
+        ConfigError: If a token has no row and gets none.
     """
     new_ids = new_token_ids(model_config, data.tokenizer)
     if not new_ids or config.resize_token_embeddings:
@@ -282,9 +288,9 @@ def _check_vocabulary(
 
 
 def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData) -> None:
-    """Set the number of outputs of a classification head, the names of its labels and its loss in
-    the model's configuration, in place. If the data have no labels, set those of the pretrained
-    head in the data instead.
+    """Set in the configuration of the model to fine-tune, in place, the number of outputs of its
+    classification head, the names of the labels and the loss. If the data have no labels, set those
+    of the pretrained head in the data instead.
 
     Raises:
         DataError: If an evaluation has labels that the model was not trained on.
@@ -310,11 +316,11 @@ def _set_labels(model_config: PretrainedConfig, config: FinetuneConfig, data: Pr
 def _check_trained_labels(
     model_config: PretrainedConfig, config: FinetuneConfig, data: PreparedData
 ) -> None:
-    """Check for `eval_only` that the labels of the rows are those that the model was trained on, by
-    their names or their ids.
+    """Check for a run with `eval_only` that the labels of the rows are those that the model was
+    trained on, by their names or their ids. No check if the model has no names of labels.
 
     Raises:
-        DataError: If they are not.
+        DataError: If the labels are others.
     """
     trained = known_labels(model_config)
     if not trained:
@@ -335,8 +341,8 @@ def _check_trained_labels(
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Within the block, let transformers log errors only: not, for example, its report of new
-    weights, which is pages long.
+    """Within the block, in which a run loads its model, let transformers log errors only: not, for
+    example, its report of new weights, which is pages long.
     """
     verbosity = logging.get_verbosity()
     logging.set_verbosity_error()
@@ -347,8 +353,8 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def compute_dtype(setup: Setup) -> torch.dtype:
-    """Return the dtype of matrix products under Accelerate's mixed precision: bfloat16, float16, or
-    float32 without it.
+    """Return the dtype of matrix products in a run: bfloat16 or float16 under Accelerate's mixed
+    precision, float32 without it.
     """
     dtypes = {"bf16": torch.bfloat16, "fp16": torch.float16}
     return dtypes.get(setup.accelerator.mixed_precision, torch.float32)
@@ -369,8 +375,9 @@ def loading_dtype(setup: Setup) -> torch.dtype:
 def load_model(
     setup: Setup, dtype: torch.dtype | None = None
 ) -> tuple[PreTrainedModel | EmbeddingModel, list[str]]:
-    """Load the pretrained model with the head of the task (for embeddings, its pooling), or create
-    the small default model. With `resize_token_embeddings`, add embeddings for new tokens.
+    """Load the pretrained model of a run with the head of its task (for embeddings, its pooling),
+    or create the small default model. With `resize_token_embeddings`, add embeddings for new
+    tokens.
 
     New weights are drawn from torch's global generator: seed it first.
 
@@ -397,12 +404,16 @@ def load_model(
 
 
 def _load_pretrained(setup: Setup, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
-    """Call `from_pretrained` of the task's auto class, and list the parameters that are new because
-    the checkpoint lacks them or has another shape.
+    """Load the pretrained model of a run (flag `model_name_or_path`) with `from_pretrained` of the
+    task's auto class, and list the parameters that are new because the checkpoint lacks them or has
+    other shapes.
 
     Args:
         setup: The setup of the run.
         dtype: The dtype of the weights.
+
+    Returns:
+        The model, and the names of its new parameters.
 
     Raises:
         ConfigError: If the weights cannot be loaded.
@@ -438,8 +449,8 @@ def _load_pretrained(setup: Setup, dtype: torch.dtype) -> tuple[PreTrainedModel,
 
 
 def empty_model(setup: Setup) -> PreTrainedModel | EmbeddingModel:
-    """Create the model of `load_model` with its parameters on the meta device, without loading
-    weights: for FSDP ranks that receive their shards from the main process.
+    """Create the model of a run as `load_model` does, but with its parameters on the meta device,
+    without loading weights: for FSDP ranks that receive their shards from the main process.
     """
     config = setup.config
     options: dict[str, Any] = {}
@@ -456,8 +467,8 @@ def empty_model(setup: Setup) -> PreTrainedModel | EmbeddingModel:
 
 
 def _configure(model: PreTrainedModel, config: FinetuneConfig) -> PreTrainedModel | EmbeddingModel:
-    """Set the loss of a causal LM, switch on gradient checkpointing if asked for, and for
-    embeddings wrap the encoder with its pooling.
+    """Complete the loaded model of a run: set the loss of a causal LM, switch on gradient
+    checkpointing if its flag is set, and for `--task embedding` wrap the encoder with its pooling.
 
     Raises:
         ConfigError: If the model does not support gradient checkpointing.
@@ -478,8 +489,9 @@ def _configure(model: PreTrainedModel, config: FinetuneConfig) -> PreTrainedMode
 
 
 def _add_rows(model: PreTrainedModel, setup: Setup, *, mean_resizing: bool = True) -> None:
-    """Resize the token embeddings in place so that every token of the tokenizer has a row, and set
-    the padding token if the model has none. No-op if no token is new.
+    """Carry out the flag `resize_token_embeddings`: add rows to the token embeddings, in place, so
+    that every token of the tokenizer has one, and set the padding token if the model has none.
+    No-op if no token is new.
 
     Args:
         model: The loaded model.
@@ -498,7 +510,7 @@ def _add_rows(model: PreTrainedModel, setup: Setup, *, mean_resizing: bool = Tru
 
 
 def _add_pooling(encoder: PreTrainedModel, config: FinetuneConfig) -> EmbeddingModel:
-    """Wrap an encoder so that it returns one vector per text.
+    """Wrap the encoder of a run with `--task embedding` so that it returns one vector per text.
 
     The pooling is that of the flag `pooling`, else the one saved with the pretrained model, else
     the mean over the tokens.
@@ -517,8 +529,8 @@ def _add_pooling(encoder: PreTrainedModel, config: FinetuneConfig) -> EmbeddingM
 def _check_new_weights(
     model: PreTrainedModel, new_weights: list[str], config: FinetuneConfig
 ) -> None:
-    """Check that new weights will be trained: there are none in an evaluation, and none in layers
-    quantized to 4 bits, which are frozen.
+    """Check that a run will train the weights that the checkpoint of its model lacks, which are
+    random. With `eval_only`, nothing is trained, and layers quantized to 4 bits are frozen.
 
     Args:
         model: The loaded model.
@@ -526,7 +538,7 @@ def _check_new_weights(
         config: The configuration of the run.
 
     Raises:
-        ConfigError: If there are.
+        ConfigError: If a new weight will not be trained.
     """
     if config.eval_only and new_weights:
         raise ConfigError(
@@ -547,8 +559,8 @@ def _check_new_weights(
 
 
 def _loading_error(what: str, config: FinetuneConfig, error: Exception) -> ConfigError:
-    """Build the ConfigError for a tokenizer or model that transformers cannot load, with the first
-    line of its own error.
+    """Build the ConfigError for a tokenizer or model to fine-tune that transformers cannot load,
+    with the first line of its own error.
 
     Args:
         what: "tokenizer" or "model".

@@ -37,15 +37,15 @@ SCHEDULES = (
 def build_optimizer(
     model: nn.Module, name: str, learning_rate: float, weight_decay: float, **settings: Any
 ) -> torch.optim.Optimizer:
-    """Build an optimizer over the trainable parameters of a model, in two groups: matrices with
-    weight decay; vectors, which are norms' weights and all biases, without.
+    """Build the optimizer of a fine-tuning run over the trainable parameters of its model, in two
+    groups: matrices with weight decay; vectors, which are norms' weights and all biases, without.
 
-    A parameter shared by two modules (tied embeddings) is optimized once. A fused kernel is used
-    where there is one.
+    A parameter shared by two modules (tied embeddings) is optimized once. AdamW and Adam use their
+    fused kernels where the device of the parameters has them.
 
     Args:
         model: The model. Parameters with `requires_grad=False` are excluded.
-        name: A key of OPTIMIZERS, such as "adamw".
+        name: The flag `optim`, a key of OPTIMIZERS, such as "adamw".
         learning_rate: Peak learning rate.
         weight_decay: Weight decay of parameters with two or more dims.
         settings: Other keyword arguments of the optimizer, such as `betas`.

@@ -40,15 +40,16 @@ from hf_ga.recovery.manifest import read_manifest
 
 
 def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
-    """Create the folder of the run, and remove what a crash left there. On a resume, make its
-    checkpoint the latest and delete surplus ones; otherwise delete an earlier run's metrics.jsonl.
+    """Create the output folder of a fine-tuning run, and remove incomplete files that a crash left
+    there. If the run resumes from a checkpoint in this folder, make it the latest and delete
+    surplus ones; otherwise delete an earlier metrics.jsonl.
 
     Args:
         config: The configuration of the run.
         checkpoint: The checkpoint to resume from, which may be in another folder, or None.
 
     Raises:
-        CheckpointError: If the system refuses to write there.
+        CheckpointError: If the folder cannot be written.
     """
     folder = Path(config.output_dir)
     folder.mkdir(parents=True, exist_ok=True)
@@ -66,19 +67,20 @@ def prepare_output_dir(config: FinetuneConfig, checkpoint: Path | None) -> None:
 
 
 def save_and_check_best(setup: Setup, model: nn.Module) -> CheckResult | None:
-    """Save the best model so far (see `save_best`), then load the folder and compare it with the
-    model. All processes must call it.
+    """Save the best model of a run so far to `best/`, then load that folder again and compare it
+    with the model. All processes must call it.
 
     Args:
         setup: The setup of the run.
         model: The prepared model.
 
     Returns:
-        The result for `summary.json`; None on processes other than the main one.
+        The result of the comparison for `summary.json`; None on processes other than the main one,
+        and for adapters of a base model with random initial weights, which is not saved.
 
     Raises:
         CheckpointError: If a write fails; on all processes.
-        SavedModelDiffers: If the folder is not the model; on all processes.
+        SavedModelDiffers: If the loaded model is not the model in memory; on all processes.
     """
     expected = expected_outputs(setup, model)
     weights = save_best(setup, model)
@@ -91,8 +93,8 @@ def save_and_check_best(setup: Setup, model: nn.Module) -> CheckResult | None:
 
 
 def save_best(setup: Setup, model: nn.Module) -> dict[str, Tensor]:
-    """Atomically save the model (with LoRA, the adapters only) and its tokenizer to `best/`. All
-    processes must call it.
+    """Atomically save a run's model (with LoRA, the adapters only) and its tokenizer to `best/` in
+    the output folder. All processes must call it.
 
     Args:
         setup: The setup of the run.
@@ -123,8 +125,8 @@ def save_best(setup: Setup, model: nn.Module) -> dict[str, Tensor]:
 
 
 def _hides_adapters(setup: Setup) -> bool:
-    """Return whether PEFT cannot find the adapters in the prepared model, because FSDP1's wrappers
-    change the names of parameters.
+    """Return whether PEFT cannot find the LoRA adapters in a run's prepared model to save them,
+    because FSDP1's wrappers change the names of parameters.
     """
     return is_sharded(setup.accelerator) and not setup.accelerator.is_fsdp2
 
@@ -148,7 +150,7 @@ def save_and_check_trained(
 
     Raises:
         CheckpointError: If a write fails.
-        SavedModelDiffers: If a folder is not the trained model.
+        SavedModelDiffers: If a loaded model is not the trained model.
     """
     results: dict[str, CheckResult | None] = {}
     model: Any = unwrapped(run.model)
@@ -173,7 +175,7 @@ def save_and_check_trained(
 def _check_saved_folder(
     setup: Setup, folder: Path, model: nn.Module, weights: dict[str, Tensor], expected: Expected
 ) -> CheckResult | None:
-    """Load a saved model or adapter, and compare it with the model in memory.
+    """Load a model or adapter that a run saved, and compare it with the model in memory.
 
     Args:
         setup: The setup of the run.
@@ -187,7 +189,7 @@ def _check_saved_folder(
         weights, as that base is not saved and cannot be loaded.
 
     Raises:
-        SavedModelDiffers: If the folder is not the model.
+        SavedModelDiffers: If the loaded model is not the model in memory.
     """
     if not is_lora(model):
         return check_model(setup, folder, weights, expected)
@@ -232,7 +234,7 @@ def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor]) -> Non
 
 
 def _is_model_config(path: Path) -> bool:
-    """Return whether a file of a saved model is its config.json."""
+    """Return whether a file of a run's saved model is its config.json, which is renamed last."""
     return path.name == CONFIG_NAME
 
 
@@ -260,8 +262,9 @@ def write_reports(folder: Path, summary: dict[str, Any]) -> None:
 def _save_in_original_dtype(
     folder: Path, model: Any, dtype: torch.dtype, weights: dict[str, Tensor]
 ) -> None:
-    """Save a model, which is trained in float32, with its parameters in the dtype of the pretrained
-    checkpoint. Buffers and integer tensors keep their dtype, and tied tensors are saved once.
+    """Save the model of a run, which is trained in float32, with its parameters in the dtype of the
+    pretrained checkpoint. Buffers and integer tensors keep their dtype, and tied tensors are saved
+    once.
 
     Args:
         folder: An existing folder.
@@ -287,8 +290,8 @@ def _save_in_original_dtype(
 
 
 def _tie(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Let the names of a tied weight share one tensor in a state dict, if their values are equal.
-    FSDP gathers a copy for each name.
+    """Let the names of a tied weight share one tensor in the state dict of a run's model, if their
+    values are equal, so that it is saved once. FSDP gathers a copy for each name.
 
     Args:
         model: The model without wrappers, which knows the names of its tied weights.

@@ -119,8 +119,8 @@ def _predict_samples(
 
 
 def _batches_of_process(setup: Setup, lengths: np.ndarray) -> list[list[int]]:
-    """Sort the samples to predict by length, longest first, split them into batches, and return
-    those of this process, assigned round-robin.
+    """Sort the samples of `predict_file` by length, longest first, split them into batches, and
+    return those that this process predicts, assigned round-robin.
 
     Args:
         setup: The setup of the run.
@@ -146,8 +146,8 @@ def _batches_of_process(setup: Setup, lengths: np.ndarray) -> list[list[int]]:
 def _predict_batch(
     setup: Setup, model: nn.Module, samples: list[dict], rows: list[dict]
 ) -> list[Prediction] | list[Span]:
-    """Collate samples, run the model, and return the prediction of each sample; in question
-    answering, the best span in each sample.
+    """Collate samples of `predict_file`, run the model, and return the prediction of each sample;
+    in question answering, the best span in each sample.
 
     Args:
         setup: The setup of the run.
@@ -174,7 +174,7 @@ def _predict_batch(
 
 
 def _prediction_of_row(found: list[Prediction] | list[Span]) -> Prediction | None:
-    """Return the prediction of a row from what was found for its samples.
+    """Return the prediction of a row of `predict_file` from what was found for its samples.
 
     Args:
         found: The prediction of the row's sample; in question answering, the best span in each
@@ -193,13 +193,17 @@ def _prediction_of_row(found: list[Prediction] | list[Span]) -> Prediction | Non
 def _prediction_from_logits(
     setup: Setup, logits: torch.Tensor, sample: dict, row: dict
 ) -> Prediction:
-    """Turn the logits of one sample into its entry in predictions.jsonl, see `write_predictions`.
+    """Turn the logits of one sample of `predict_file` into its entry in predictions.jsonl, see
+    `write_predictions`.
 
     Args:
         setup: The setup of the run.
         logits: Shape (classes,), for token classification (length, classes); float32 on the CPU.
         sample: The tokenized sample.
         row: The row of the sample.
+
+    Returns:
+        The entry, such as {"label": "positive", "score": 0.98}.
     """
     task = setup.config.task
     labels = setup.data.labels
@@ -224,8 +228,8 @@ def _prediction_from_logits(
 def _tags_of_words(
     labels: list[str], logits: torch.Tensor, sample: dict, row: dict
 ) -> list[str | None]:
-    """Return the predicted tag of each word of a row in token classification: that of the word's
-    first token, or None if the word was truncated.
+    """Return the predicted tag of each word of a row of `predict_file` in token classification:
+    that of the word's first token, or None if the word was truncated.
 
     Args:
         labels: The names of the tags.

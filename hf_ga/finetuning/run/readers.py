@@ -31,13 +31,13 @@ from hf_ga.finetuning.run.metrics import (
 )
 from hf_ga.finetuning.run.run import Setup
 
-# Entries of a batch that are labels.
+# Entries of a batch that are labels, which `compute_metrics` gets.
 LABEL_NAMES = ("labels", "start_positions", "end_positions")
 
 
 def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
-    """Choose how to compute metrics in an evaluation: by the user's `compute_metrics` if there is
-    one, otherwise by the metrics of the task.
+    """Choose how an evaluation of a run computes metrics: by the user's `compute_metrics` if there
+    is one, otherwise by the metrics of the task.
 
     Args:
         setup: The setup of the run.
@@ -68,7 +68,8 @@ def make_reader(setup: Setup, model: nn.Module, split: str) -> Reader | None:
 def _read_entities(
     labels: list[str], outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
 ) -> tuple[list[list[str]], list[list[str]]]:
-    """Return the predicted and the true tags of each text by their names, the input of seqeval.
+    """Return the predicted and the true tags of each text of an evaluation by their names, the
+    input of seqeval, which computes metrics of named entities.
 
     Args:
         labels: The names of the tags, in the order of their ids.
@@ -86,8 +87,8 @@ def _read_entities(
 def _read_answers(
     dataset: Dataset, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
 ) -> tuple[list[Span], list[list[str]]]:
-    """Return the best span of each sample of question answering, and the correct answers to its
-    question.
+    """Return the best span of each sample of question answering in an evaluation, and the correct
+    answers to its question.
 
     Args:
         dataset: The tokenized split.
@@ -108,8 +109,8 @@ def _read_generated(
     batch: dict[str, Any],
     micro_batch: MicroBatch,
 ) -> tuple[list[str], list[str]]:
-    """Generate a text for each source text of a seq2seq batch, and return the generated and the
-    target texts.
+    """Generate a text for each source text of a seq2seq batch in an evaluation (with the flag
+    `predict_with_generate`), and return the generated and the target texts.
 
     Args:
         setup: The setup of the run.
@@ -126,8 +127,8 @@ def _read_generated(
 def answer_metrics(
     windows: Sequence[int], spans: Sequence[Span], references: Sequence[list[str]]
 ) -> dict[str, float]:
-    """Compute the metrics of question answering, where a long context is split into overlapping
-    windows. The answer to a question is the best one over its windows.
+    """Compute the metrics of question answering in an evaluation. A long context is split into
+    overlapping windows, and the answer to a question is the best one over its windows.
 
     Args:
         windows: The index of each window within its question, from 0.
@@ -146,7 +147,8 @@ def answer_metrics(
 
 
 def logits_reader(metrics: Sequence[str]) -> Reader:
-    """Return a reader for metrics that compare logits with labels.
+    """Return the reader with which an evaluation of a run computes metrics that compare logits with
+    labels.
 
     Args:
         metrics: Names of metrics in `METRICS`.
@@ -158,13 +160,16 @@ def logits_reader(metrics: Sequence[str]) -> Reader:
 def read_logits(
     outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Read predictions from the logits of a classification or regression head, and references from
-    the labels, see `predictions_and_references`.
+    """Read, in an evaluation of a run, predictions from the logits of a classification or
+    regression head, and references from the labels, see `predictions_and_references`.
 
     Args:
         outputs: The model's outputs.
         batch: The batch on the device, which is not used.
         micro_batch: The same batch on the CPU, with its labels.
+
+    Returns:
+        Predictions and references, each with one array for each sample.
     """
     logits = outputs.logits.float().cpu()
     labels = micro_batch.batch["labels"]
@@ -172,10 +177,12 @@ def read_logits(
 
 
 def user_metrics_reader(setup: Setup, model: nn.Module) -> Reader:
-    """Return a reader that calls the user's `compute_metrics` with what Trainer passes to it or,
-    with `predict_with_generate`, with generated token ids, as Seq2SeqTrainer does.
+    """Return the reader with which an evaluation of a run calls the user's `compute_metrics`. The
+    predictions it passes are those of Trainer or, with `predict_with_generate`, generated token
+    ids, as in Seq2SeqTrainer.
 
-    Its `compute` raises ConfigError if `compute_metrics` does not return a dict of numbers.
+    Its function `compute` raises ConfigError if `compute_metrics` does not return a dict of
+    numbers.
 
     Args:
         setup: The setup of the run.
@@ -191,8 +198,9 @@ def user_metrics_reader(setup: Setup, model: nn.Module) -> Reader:
 def _read_for_user(
     setup: Setup, model: nn.Module, outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Return the predictions and the labels that the user's `compute_metrics` gets, after the
-    user's `preprocess_logits_for_metrics`.
+    """Return, for a micro-batch of an evaluation, the predictions and the labels that the user's
+    `compute_metrics` gets. The predictions are the outputs of the user's
+    `preprocess_logits_for_metrics` if there is one.
 
     Args:
         setup: The setup of the run.
@@ -224,20 +232,23 @@ def _read_for_user(
 def _compute_user_metrics_of_split(
     setup: Setup, predictions: list[Any], references: list[Any]
 ) -> dict[str, float]:
-    """Join the predictions and the labels of all samples of a split to arrays, padded with -100,
-    and call the user's `compute_metrics`.
+    """Join the predictions and the labels of all samples of an evaluation to arrays, padded with
+    -100, and call the user's `compute_metrics`.
 
     Args:
         setup: The setup of the run.
         predictions: One entry per sample, see `_read_for_user`.
-        references: One entry per sample.
+        references: The labels, one entry per sample.
+
+    Returns:
+        Name of a metric -> number.
     """
     prediction = EvalPrediction(_join_samples(predictions), _join_samples(references))
     return compute_user_metrics(setup, prediction)
 
 
 def compute_user_metrics(setup: Setup, prediction: EvalPrediction) -> dict[str, float]:
-    """Call the user's `compute_metrics`, and check what it returns.
+    """Call the user's `compute_metrics` in an evaluation of a run, and check what it returns.
 
     Args:
         setup: The setup of the run.
@@ -247,7 +258,7 @@ def compute_user_metrics(setup: Setup, prediction: EvalPrediction) -> dict[str, 
         Name of a metric -> number.
 
     Raises:
-        ConfigError: If it does not return a dict of numbers.
+        ConfigError: If `compute_metrics` does not return a dict of numbers.
     """
     metrics = denumpify_detensorize(setup.compute_metrics(prediction))
     is_valid = isinstance(metrics, dict)
@@ -261,8 +272,8 @@ def compute_user_metrics(setup: Setup, prediction: EvalPrediction) -> dict[str, 
 
 
 def _single_or_tuple(tensors: list[Tensor]) -> Any:
-    """Return the tensor itself if there is one, otherwise a tuple of all of them, as Trainer passes
-    predictions and labels.
+    """Return the tensor itself if there is one, otherwise a tuple of all of them: the form in which
+    the user's `compute_metrics` gets predictions and labels, as in Trainer.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -270,7 +281,8 @@ def _single_or_tuple(tensors: list[Tensor]) -> Any:
 
 
 def _split_into_samples(arrays: Any) -> Sequence[Any]:
-    """Split the arrays of a batch into one entry per sample.
+    """Split the predictions or labels of a batch, which the user's `compute_metrics` gets later,
+    into one entry per sample.
 
     Args:
         arrays: An array whose first dim is the samples, or a (nested) tuple or list of such arrays.
@@ -286,7 +298,8 @@ def _split_into_samples(arrays: Any) -> Sequence[Any]:
 
 
 def _join_samples(samples: Sequence[Any]) -> Any:
-    """Stack the arrays of all samples, padded with -100 to the largest length.
+    """Stack the predictions or labels of all samples of an evaluation for the user's
+    `compute_metrics`, padded with -100 to the largest length.
 
     Args:
         samples: The array of each sample, all scalars, or all of shape (length, ...), where the
@@ -309,7 +322,8 @@ def _join_samples(samples: Sequence[Any]) -> Any:
 
 
 def generated_ids(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    """Generate the token ids of a text for each source text, by greedy or beam search.
+    """Generate the token ids of a text for each source text of a seq2seq batch, by greedy or beam
+    search (flag `num_beams`), in an evaluation or for the rows of `predict_file`.
 
     Sources are right-padded as in training, and the attention mask hides the padding. So a text
     does not depend on the rest of its batch, except that rounding can decide between two almost
@@ -340,8 +354,8 @@ def generated_ids(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> T
 
 
 def generated_targets(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> list[str]:
-    """Generate a text for each source text of a seq2seq batch, and decode it without special tokens
-    and surrounding white space.
+    """Generate a text for each source text of a seq2seq batch, in an evaluation or for the rows of
+    `predict_file`, and decode it without special tokens and surrounding white space.
 
     Args:
         setup: The setup of the run.
@@ -354,8 +368,9 @@ def generated_targets(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) 
 
 
 def are_entities(labels: list[str]) -> bool:
-    """Return whether the labels of token classification mark entities in the IOB format: O, and at
-    least one label that begins with B- (begin) or I- (inside), but no other labels.
+    """Return whether the labels of token classification mark entities in the IOB format, so that an
+    evaluation computes entity metrics: O, and at least one label that begins with B- (begin) or I-
+    (inside), but no other labels.
 
     >>> are_entities(["O", "B-PER", "I-PER"]), are_entities(["NOUN", "VERB"])
     (True, False)

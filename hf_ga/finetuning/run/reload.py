@@ -46,8 +46,8 @@ Outputs = dict[str, Tensor]
 Weights = Mapping[str, Tensor]
 
 NUM_ROWS = 4
-MAX_LOGIT_POSITIONS = 64  # positions for which a decoder computes logits
-MAX_LISTED_TENSORS = 5  # tensors that an error message names
+MAX_LOGIT_POSITIONS = 64  # maximum number of positions for which a decoder computes logits
+MAX_LISTED_TENSORS = 5  # maximum number of tensors that an error message names
 # See `_tolerances`.
 NUM_PERTURBATIONS = 4
 SAFETY_FACTOR = 4
@@ -58,7 +58,8 @@ TF32_ROUNDING = 2.0**-11
 
 @dataclass(frozen=True)
 class Expected:
-    """The inputs and outputs of the trained model that a saved folder must reproduce.
+    """A few inputs of a run's trained model, and its outputs for them. The model that is loaded
+    from the saved folder must have the same outputs.
 
     Attributes:
         batch: A few training rows, on the CPU.
@@ -71,8 +72,8 @@ class Expected:
 
 
 def expected_outputs(setup: Setup, model: nn.Module) -> Expected:
-    """Compute the trained model's outputs for a few training rows, before it is saved, to compare
-    the saved folder with them.
+    """Compute the outputs of a run's model for a few training rows before it is saved. The model
+    that is loaded from the saved folder is then compared with them.
 
     All processes must call it: under FSDP, a forward is a collective. The rows range from the
     shortest to one of median length, and are at most one evaluation batch, which fits into memory.
@@ -90,7 +91,8 @@ def expected_outputs(setup: Setup, model: nn.Module) -> Expected:
 
 
 def check_model(setup: Setup, folder: Path, weights: Weights, expected: Expected) -> CheckResult:
-    """Load a saved model with `from_pretrained(folder)`, and compare it with the trained one.
+    """Load with `from_pretrained(folder)` the model that a run saved, and compare it with the
+    trained one.
 
     Call on the main process only. It needs memory for one more model.
 
@@ -124,7 +126,8 @@ def check_model(setup: Setup, folder: Path, weights: Weights, expected: Expected
 def check_adapter(
     setup: Setup, folder: Path, model: nn.Module, weights: Weights, expected: Expected
 ) -> CheckResult:
-    """Load a saved LoRA adapter onto its base model, and compare the result with the trained model.
+    """Load the LoRA adapter that a run saved, add it to its base model, and compare the result with
+    the trained model.
 
     The base is loaded in its own dtype (QLoRA: in 4 bits). Call on the main process only. It needs
     memory for one more model.
@@ -186,8 +189,8 @@ def _load_saved_model(setup: Setup, folder: Path) -> PreTrainedModel | Embedding
 
 @contextmanager
 def _loading(setup: Setup, folder: Path) -> Iterator[None]:
-    """Turn an error of the block, which loads a saved model, into SavedModelDiffers; out-of-memory
-    errors are raised unchanged.
+    """Turn an error of the block, which loads the model that a run saved, into SavedModelDiffers.
+    Out-of-memory errors are raised unchanged.
 
     Warnings about missing weights are suppressed. The state of torch's CPU generator, from which
     loading draws initial weights, is restored.
@@ -215,7 +218,8 @@ def _compare_tensors(
     trained: Weights,
     saved_dtypes: Mapping[str, torch.dtype],
 ) -> None:
-    """Check that a saved model has the names, shapes and values of the trained model's tensors.
+    """Check that the model that a run saved has the names, shapes and values of the trained model's
+    tensors.
 
     Args:
         setup: The setup of the run.
@@ -226,7 +230,7 @@ def _compare_tensors(
             tensors were saved in the dtype they have.
 
     Raises:
-        SavedModelDiffers: If it has not.
+        SavedModelDiffers: If a name, a shape or a value differs.
     """
     differences = dict.fromkeys(trained.keys() - loaded.keys(), "missing")
     differences |= dict.fromkeys(loaded.keys() - trained.keys(), "not of the trained model")
@@ -242,8 +246,8 @@ def _compare_tensors(
 
 
 def _describe_differences(differences: Mapping[str, str]) -> str:
-    """Return the part of an error message that names the first tensors in which a saved model
-    differs from the trained one, and counts the others.
+    """Return the part of an error message that names the first tensors in which the model that a
+    run saved differs from the trained one, and counts the others.
 
     Args:
         differences: Name of a tensor -> its difference, such as "missing".
@@ -259,7 +263,8 @@ def _describe_differences(differences: Mapping[str, str]) -> str:
 def _compare_outputs(
     setup: Setup, folder: Path, loaded: nn.Module, trained: Weights, expected: Expected
 ) -> CheckResult:
-    """Check that the outputs of a saved model are those of the trained model, up to rounding.
+    """Check that the outputs of the model that a run saved are those of the trained model, up to
+    rounding.
 
     Args:
         setup: The setup of the run.
@@ -289,8 +294,9 @@ def _compare_outputs(
 
 
 def _outputs_where_it_fits(setup: Setup, loaded: nn.Module, batch: Batch) -> Outputs:
-    """Compute the outputs of a loaded model on the run's device, or on the CPU if the device has
-    not enough memory for a second model. The loaded model stays where it was computed.
+    """Compute the outputs of a run's saved model, loaded again, on the run's device, or on the CPU
+    if the device has not enough memory for a second model. The loaded model stays on the device
+    that was used.
 
     Args:
         setup: The setup of the run.
@@ -313,10 +319,10 @@ def _outputs_where_it_fits(setup: Setup, loaded: nn.Module, batch: Batch) -> Out
 @torch.no_grad()
 def _compute_outputs(setup: Setup, model: nn.Module, batch: Batch, device: torch.device) -> Outputs:
     """Run a model in evaluation mode and return its floating-point outputs, except scalars, in
-    float32 on the CPU.
+    float32 on the CPU, to compare the trained model of a run with the saved one.
 
-    Scalars are the loss, and a learned temperature, which is not saved. A decoder computes the
-    logits of at most 64 positions, to save memory.
+    The omitted scalars are the loss, and a learned temperature, which is not saved. A decoder
+    computes the logits of at most 64 positions, to save memory.
 
     Args:
         setup: The setup of the run.
@@ -349,8 +355,8 @@ def _compute_outputs(setup: Setup, model: nn.Module, batch: Batch, device: torch
 
 
 def relative_error(found: Outputs, expected: Outputs) -> float:
-    """Return the largest relative L2 error of a model's outputs; infinity if their names, shapes or
-    NaNs differ.
+    """Return the largest relative L2 error of the outputs of a run's saved model; infinity if their
+    names, shapes, NaNs or infinite entries differ.
 
     Args:
         found: The outputs of the loaded model by name.
@@ -365,12 +371,18 @@ def relative_error(found: Outputs, expected: Outputs) -> float:
 
 
 def _relative_distance(found: Tensor, expected: Tensor) -> float:
-    """Return the L2 norm of the difference of two outputs, divided by the norm of the expected one.
+    """Return the L2 norm of the difference between an output of a run's saved model and that of the
+    trained one, divided by the norm of the latter.
 
     Equal entries count as 0, also where both are NaN or, as masked logits, -inf.
 
+    Args:
+        found: The output of the saved model.
+        expected: The output of the trained model.
+
     Returns:
-        The distance; infinity if the shapes differ, or only one of two entries is NaN or infinite.
+        The distance; infinity if the shapes differ, or if two entries differ and one of them is NaN
+        or infinite.
     """
     if found.shape != expected.shape:
         return math.inf
@@ -384,7 +396,8 @@ def _relative_distance(found: Tensor, expected: Tensor) -> float:
 def _tolerances(
     setup: Setup, loaded: nn.Module, trained: Weights, batch: Batch, outputs: Outputs
 ) -> Iterator[float]:
-    """Yield upper bounds of the relative error that rounding may cause in a saved model's outputs.
+    """Yield upper bounds of the relative error that rounding may cause in the outputs of the model
+    that a run saved.
 
     Each bound is at least as large as the one before and takes longer to compute, so the caller
     stops at the first one that is large enough:
@@ -392,8 +405,8 @@ def _tolerances(
     1. 1e-4, for float32 sums in another order.
     2. For a model saved in bf16 or fp16, this plus the effect of rounding the weights: the relative
        change of the outputs if the loaded model gets the trained weights, which are not rounded.
-    3. As the second, but if larger with `SAFETY_FACTOR` times the effect of rounding in the forward
-       (see `_rounding_effect`) instead of 1e-4.
+    3. As the second, but instead of 1e-4 with `SAFETY_FACTOR` times the effect of rounding in the
+       forward (see `_rounding_effect`), if that is larger.
 
     Args:
         setup: The setup of the run.
@@ -416,7 +429,7 @@ def _tolerances(
 
 
 def _rounding_effect(setup: Setup, model: nn.Module, batch: Batch, outputs: Outputs) -> float:
-    """Estimate how much rounding in the forward changes a model's outputs.
+    """Estimate how much rounding in the forward changes the outputs of a run's saved model.
 
     Move all weights up or down, at random, by one rounding error: relative to the weight, 2^-8 if
     matrix products are computed in bf16, 2^-11 in fp16 and TF32, 2^-21 in float32 (more than its
@@ -447,8 +460,8 @@ def _rounding_effect(setup: Setup, model: nn.Module, batch: Batch, outputs: Outp
 
 @torch.no_grad()
 def _perturb_weights_(model: nn.Module, rounding: float, generator: torch.Generator) -> None:
-    """Multiply each floating-point weight in place by 1 + `rounding` or 1 - `rounding`, chosen at
-    random.
+    """Multiply each floating-point weight of a run's saved model, loaded again, in place by
+    1 + `rounding` or 1 - `rounding`, chosen at random, to measure the effect on the outputs.
 
     Args:
         model: The model.
@@ -464,8 +477,8 @@ def _perturb_weights_(model: nn.Module, rounding: float, generator: torch.Genera
 
 
 def _difference_error(setup: Setup, folder: Path, difference: str) -> SavedModelDiffers:
-    """Build the error for a saved folder that is not the trained model, with a remedy that depends
-    on whether the run has a checkpoint.
+    """Build the error of a run for a saved folder that does not contain the trained model, with a
+    remedy that depends on whether the run has a checkpoint.
 
     Args:
         setup: The setup of the run.

@@ -16,7 +16,8 @@ from hf_ga.recovery.files import SUFFIX, flush, writing
 
 
 class MetricsFile:
-    """The file metrics.jsonl of a run: one JSON object per line, appended as training goes on.
+    """The file metrics.jsonl of a fine-tuning run: for each training window a line with a JSON
+    object, which is appended as training goes on.
 
     Args:
         path: The file, which is created if it does not exist. None: nothing is written, as on all
@@ -31,18 +32,20 @@ class MetricsFile:
 
     def __init__(self, path: Path | None, size: int = 0) -> None:
         self.path = path
-        self.size = 0
+        self.size = 0  # in bytes, of complete lines only
         if path is None:
             return
         with writing(path, path.parent):
             path.touch()
             kept = path.read_bytes()[:size]
-            # Up to the last line break: complete lines only.
+            # Up to the last line break: complete lines only. What a run wrote after the checkpoint
+            # that it resumes from is cut off.
             self.size = kept.rfind(b"\n") + 1
             os.truncate(path, self.size)
 
     def write(self, **values: Any) -> None:
-        """Append one line, a JSON object of the keyword arguments. No-op if there is no path.
+        """Append one line to the metrics.jsonl of a run: a JSON object of the keyword arguments.
+        No-op if there is no path.
 
         Raises:
             CheckpointError: If the write fails, as on a full disk; no partial line is left.
@@ -60,8 +63,8 @@ class MetricsFile:
 
 
 def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:
-    """Print lines of a run's log on the main process, aligned in a column, with a name in front of
-    the first one.
+    """Print lines of the log of a fine-tuning run on the main process, aligned in a column, with a
+    name in front of the first one.
 
     Args:
         accelerator: The accelerator of the run.
@@ -74,9 +77,9 @@ def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:
 
 
 def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
-    """Print a table of losses and metrics on the main process, with a row for the last training
-    step, the validation and the test split, and a column for each metric. Rows without values are
-    omitted.
+    """Print a table of a run's losses and metrics on the main process, with a row each for the last
+    training step, the validation split and the test split, and a column for each metric. Rows
+    without values are omitted.
 
     Args:
         accelerator: The accelerator of the run.
@@ -101,13 +104,14 @@ def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read a metrics.jsonl: one dict for each line."""
+    """Read the metrics.jsonl of a fine-tuning run: one dict for each line, thus for each window."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Plot the curves of a run over its optimizer steps, and write them to an image file: the
-    training loss of each window, its moving mean, the validation losses and the learning rate.
+    """Plot the curves of a fine-tuning run over its optimizer steps, and write them to an image
+    file: the training loss of each window, its moving mean, the validation losses and the learning
+    rate.
 
     Windows that were skipped, without an optimizer step, are not plotted.
 
@@ -163,7 +167,8 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
 
 
 def _moving_mean(values: np.ndarray, radius: int) -> list[float]:
-    """Return, for each value, the mean of itself and of `radius` neighbors on both sides.
+    """Smooth the training losses in a run's curves.png: return, for each value, the mean of itself
+    and of `radius` neighbors on both sides.
 
     Near both ends, fewer neighbors are used, equally many on both sides: a mean over one side only
     would be biased where the curve has a slope.

@@ -27,8 +27,8 @@ MEASURES = {
 def retrieval_metrics(
     queries: Tensor, documents: Tensor, query_ids: Tensor, document_ids: Tensor
 ) -> dict[str, float]:
-    """Compute retrieval metrics of text embeddings: recall at 1 and 10, mean reciprocal rank and
-    nDCG at 10.
+    """Compute the retrieval metrics of an evaluation of `--task embedding`: recall at 1 and 10,
+    mean reciprocal rank and nDCG at 10.
 
     Each anchor is a query, and its positive is a relevant document. The search ranks all positives
     and negatives of the split by cosine similarity. Equal texts are one query or one document, so a
@@ -62,13 +62,14 @@ def retrieval_metrics(
 def _retrieve(
     queries: Tensor, documents: Tensor, query_ids: Tensor, document_ids: Tensor
 ) -> dict[str, dict[str, float]]:
-    """Retrieve for each query the 10 documents with the largest cosine similarity.
+    """Retrieve for each query the 10 documents with the largest cosine similarity, for the metrics
+    of `--task embedding`.
 
     Args:
         queries: Unit vectors, shape (num_queries, dim).
         documents: Unit vectors, shape (num_documents, dim).
-        query_ids: Shape (num_queries,).
-        document_ids: Shape (num_documents,).
+        query_ids: The id of each query's text, shape (num_queries,), on the CPU.
+        document_ids: The id of each document's text, shape (num_documents,), on the CPU.
 
     Returns:
         Id of a query -> {id of a document: cosine similarity}, the format of pytrec_eval.
@@ -91,14 +92,15 @@ def _retrieve(
 
 
 def _distinct(vectors: Tensor, text_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Drop the vectors of repeated texts, except the first of each, and those of missing texts.
+    """Drop the vectors of repeated texts, except the first of each, and those of missing texts, for
+    the metrics of `--task embedding`.
 
     Args:
         vectors: Shape (texts, dim).
         text_ids: Ids of the texts, equal for equal texts, 0 for a missing one: shape (texts,).
 
     Returns:
-        The other vectors and their ids, in their order.
+        The remaining vectors and their ids, in their order.
     """
     _, first_indices = np.unique(text_ids.numpy(), return_index=True)
     indices = torch.from_numpy(np.sort(first_indices))
@@ -107,8 +109,8 @@ def _distinct(vectors: Tensor, text_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def spearman(first: Tensor, second: Tensor, scores: Tensor) -> float:
-    """Compute Spearman's rank correlation between the cosine similarities of pairs of texts and
-    their true similarity scores.
+    """Compute the metric of `--task embedding` for pairs with a score: Spearman's rank correlation
+    between the cosine similarities of the pairs and their true scores.
 
     Args:
         first: Unit vectors of the first texts, shape (pairs, dim).

@@ -19,13 +19,13 @@ from hf_ga.finetuning.run.config import FinetuneConfig
 
 @dataclass
 class Progress:
-    """Progress of a training run, saved in its checkpoints.
+    """Progress of a fine-tuning run, saved in its checkpoints.
 
     Attributes:
         step: Number of optimizer steps done.
         num_windows: Number of windows consumed.
-        num_skipped: Number of windows skipped without an optimizer step, because their loss or
-            gradient was not finite.
+        num_skipped: Number of windows without an optimizer step: their loss or gradient was not
+            finite, or their samples had no targets.
         skipped_in_a_row: Number of windows skipped since the last optimizer step.
         best_metric: Best value so far of `metric_for_best_model`. None: not evaluated yet.
         best_check: Results of loading the saved folder `best/` again and comparing the model. None
@@ -48,7 +48,7 @@ class Progress:
 
 @dataclass(kw_only=True)
 class Setup:
-    """The inputs that training, evaluation and prediction of a run share.
+    """The inputs that training, evaluation and prediction of a fine-tuning run share.
 
     Attributes:
         config: The configuration of the run.
@@ -78,13 +78,13 @@ class Setup:
 
     @property
     def output_dir(self) -> Path:
-        """Return the folder of all outputs of the run."""
+        """Return the folder of all outputs of the fine-tuning run, the flag `output_dir`."""
         return Path(self.config.output_dir)
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype in which the run saves models: that of the pretrained model, float32 by
-        default.
+        """Return the dtype in which the fine-tuning run saves models: that of the pretrained model,
+        float32 by default.
         """
         return self.model_config.dtype or torch.float32
 
@@ -99,7 +99,7 @@ class Run(Setup):
         optimizer: The prepared optimizer.
         scheduler: The schedule of the learning rate.
         windows: The loader of the training windows.
-        rule: The result of the proof before training: which targets the loss averages over, and
+        rule: The result of the tests before training: which targets the loss averages over, and
             which speed-ups and dropout sites the model has.
         evaluate: Function from the name of a split (default: the validation split) to its loss and
             metrics, such as `eval_loss` or `test_accuracy`.

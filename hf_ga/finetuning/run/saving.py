@@ -38,7 +38,8 @@ _AFFECTS_METRIC = {
 
 
 def save(run: Run, progress: Progress) -> None:
-    """Write a checkpoint of the run, between two windows. All processes must call it.
+    """Write a checkpoint of a fine-tuning run, between two windows: model, optimizer, schedule,
+    progress, and the settings that must be equal on a resume. All processes must call it.
 
     Raises:
         CheckpointError: If a write fails, for example because the disk is full; on all processes.
@@ -71,14 +72,19 @@ def save(run: Run, progress: Progress) -> None:
 
 
 def resume(run: Run, folder: Path) -> Progress:
-    """Restore a run from a checkpoint. All processes must call it.
+    """Restore a fine-tuning run from a checkpoint (flag `resume_from_checkpoint`). All processes
+    must call it.
 
     With `resume_with_changes`, settings or data that differ from the checkpoint's are printed and
-    recorded in `Progress.changes`.
+    recorded in `Progress.changes`. If the metric of the best model depends on one of them, the best
+    metric so far is forgotten.
 
     Args:
         run: The run, as it was built from its configuration; updated.
         folder: The checkpoint, verified by `find_checkpoint`.
+
+    Returns:
+        How far the run came.
 
     Raises:
         CheckpointError: If the checkpoint does not fit this model, or has other settings.
@@ -115,11 +121,12 @@ def resume(run: Run, folder: Path) -> Progress:
 
 
 def _print_changed_machine(run: Run, saved: dict[str, Any]) -> None:
-    """Print what differs between the machine, and the versions, of a checkpoint and of this run.
+    """Print in which hardware and versions of packages a run that is resumed differs from its
+    checkpoint. No-op if they are the same.
 
     Args:
         run: The run.
-        saved: Name -> value in the checkpoint, such as {"cpu": ..., "torch": "2.13.0"}.
+        saved: Name -> value in the checkpoint, such as {"torch": "2.13.0"}. Empty: unknown.
     """
     current = machine() | versions()
     changed = [
@@ -133,8 +140,13 @@ def _print_changed_machine(run: Run, saved: dict[str, Any]) -> None:
 
 
 def forget_other_best(run: Run, progress: Progress, checkpoint: Path) -> None:
-    """Reset the best metric if `best/` is missing or was saved after the checkpoint, in steps that
-    are made again.
+    """Reset the best metric of a run that is resumed if `best/` is missing, or was saved after the
+    checkpoint, in steps that are made again. All processes must call it.
+
+    Args:
+        run: The run.
+        progress: How far it came; updated.
+        checkpoint: The checkpoint that it resumes from.
     """
     best = run.output_dir / "best"
     is_valid = best.exists() and best.stat().st_mtime <= checkpoint.stat().st_mtime
@@ -143,10 +155,11 @@ def forget_other_best(run: Run, progress: Progress, checkpoint: Path) -> None:
 
 
 def _comparable_identity(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
-    """Return the run's identity with the entries that the identity in a checkpoint has.
+    """Return the identity of a run that is resumed (settings and hashes of data), with the same
+    entries as the identity in its checkpoint.
 
-    Earlier versions saved no hash of validation rows. Still earlier ones saved a hash of the tokens
-    of all training samples instead of hashes of their rows, tokenizer and template.
+    Checkpoints of earlier versions have no hash of validation rows. Still earlier ones have a hash
+    of the tokens of all training samples instead of hashes of their rows, tokenizer and template.
 
     Args:
         run: The run.
@@ -165,7 +178,7 @@ def _comparable_identity(run: Run, saved: dict[str, Any]) -> dict[str, Any]:
 def _changes(
     folder: Path, saved: dict[str, Any], identity: dict[str, Any], are_allowed: bool
 ) -> dict[str, str]:
-    """Find the settings that differ from the checkpoint's.
+    """Find the settings of a run that is resumed that differ from its checkpoint's.
 
     Args:
         folder: The checkpoint.
@@ -174,11 +187,11 @@ def _changes(
         are_allowed: Whether settings may differ (`resume_with_changes`).
 
     Returns:
-        Name -> "name old -> new".
+        Name of a changed setting -> description, such as {"seed": "seed 0 -> 1"}.
 
     Raises:
-        CheckpointError: If settings differ, but may not; or differ in what the optimizer's state
-            depends on.
+        CheckpointError: If settings differ without `resume_with_changes`, or a setting differs that
+            the optimizer's state depends on.
     """
     changes = {
         name: f"{name} {saved.get(name)!r} -> {value!r}"
@@ -203,15 +216,15 @@ def _changes(
 def _apply_changed_settings(
     run: Run, progress: Progress, changes: dict[str, str], configured_groups: list[dict[str, Any]]
 ) -> None:
-    """Apply changed settings to a run whose weights, moments and position were loaded from a
-    checkpoint.
+    """Apply changed settings (flag `resume_with_changes`) to a run whose weights, moments and
+    position were loaded from a checkpoint, and print them.
 
     Args:
         run: The run; optimizer, schedule and windows are updated.
         progress: How far it came; its number of windows is counted anew in the new window size.
-        changes: Name -> "name old -> new".
-        configured_groups: The settings of the optimizer's parameter groups (learning rate, weight
-            decay, ...) by the configuration, without the parameters.
+        changes: Name of a changed setting -> description, such as {"seed": "seed 0 -> 1"}.
+        configured_groups: The settings that the configuration gives to the optimizer's parameter
+            groups (learning rate, weight decay, ...), without the parameters.
     """
     if isinstance(run.windows, WindowLoader):  # a stream's earlier windows are unknown
         windows_per_epoch = len(run.windows)
@@ -234,11 +247,11 @@ def _apply_changed_settings(
 
 
 def _scheduled_steps(run: Run, progress: Progress) -> int:
-    """Return a run's position in its learning rate schedule, in steps.
+    """Return the position of a fine-tuning run in its learning rate schedule, in steps.
 
-    If the length of the run is given in steps, it is the number of optimizer steps. If it is given
-    in epochs, it is the number of windows at the current window size, without skipped ones, so that
-    the schedule ends with the last epoch.
+    If the length of the run is given in steps (`max_steps`), it is the number of optimizer steps.
+    If it is given in epochs, it is the number of windows at the current window size, without
+    skipped ones, so that the schedule ends with the last epoch.
     """
     is_in_epochs = run.max_steps == run.max_windows
     if is_in_epochs:

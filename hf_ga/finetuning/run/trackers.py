@@ -44,8 +44,8 @@ def tracker_names(report_to: str) -> list[str]:
 
 
 def start_trackers(accelerator: Accelerator, config: FinetuneConfig, *, resumed: bool) -> None:
-    """Start the experiment trackers of a run, which record its flags. TensorBoard and wandb write
-    to the folder `output_dir/trackers`.
+    """Start the experiment trackers of a fine-tuning run, which record its flags. TensorBoard and
+    wandb write to the folder `output_dir/trackers`.
 
     If there is a `hub_token`, it is replaced by `***` in `sys.argv`, which wandb records.
 
@@ -88,8 +88,8 @@ def start_trackers(accelerator: Accelerator, config: FinetuneConfig, *, resumed:
 
 
 def _flags_for_trackers(config: FinetuneConfig) -> dict[str, Any]:
-    """Return the flags of a run as trackers accept them: numbers, booleans and strings as they are,
-    lists and None as strings.
+    """Return the flags of a fine-tuning run as experiment trackers accept them: numbers, booleans
+    and strings as they are, lists and None as strings.
     """
     flags = config.to_dict()
     for name, value in flags.items():

@@ -22,8 +22,8 @@ MAX_PLANNED_SAMPLES = 20_000
 
 
 def planned_lengths(data: PreparedData) -> np.ndarray:
-    """Return the lengths of the training samples in tokens, from which windows are split into
-    micro-batches of similar lengths.
+    """Return the lengths in tokens of the training samples of a fine-tuning run, by which its
+    windows are split into micro-batches of similar lengths.
 
     If samples have a source and a target text (seq2seq), memory depends on both: the length is the
     larger one of the source's length and the target's length, which is scaled so that the longest
@@ -48,8 +48,8 @@ def planned_lengths(data: PreparedData) -> np.ndarray:
 
 
 def train_windows(setup: Setup) -> WindowLoader | StreamLoader:
-    """Build the loader of a run's training windows, which splits each window into micro-batches of
-    samples with similar lengths.
+    """Build the loader of the training windows of a fine-tuning run, which splits each window into
+    micro-batches of samples with similar lengths.
 
     Args:
         setup: The configuration, accelerator and data of the run.
@@ -99,8 +99,8 @@ def train_windows(setup: Setup) -> WindowLoader | StreamLoader:
 
 
 def padding_ratio(windows: WindowLoader | StreamLoader, lengths: np.ndarray) -> float:
-    """Compute the padding ratio of the first training windows, (tokens + padding) / tokens, from
-    the lengths of the samples alone.
+    """Compute the padding ratio in the log of a fine-tuning run, (tokens + padding) / tokens, of
+    its first training windows, from the lengths of the samples alone.
 
     Args:
         windows: The loader of the training windows. A stream is planned without shuffling.
