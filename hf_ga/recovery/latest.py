@@ -136,7 +136,9 @@ def _in_order_of_preference(output_dir: Path) -> list[Path]:
         latest_name = latest_file.read_text(encoding="utf-8", errors="replace").strip()
 
     def preference(checkpoint: Path) -> tuple[bool, int]:
-        """Sort key: the one that `latest` names is the largest, then later steps are larger."""
+        """Sort key of a checkpoint to resume from: the one that the file `latest` names is the
+        largest; of the others, later steps are larger.
+        """
         return checkpoint.name == latest_name, step_of(checkpoint)
 
     return sorted(list_checkpoints(output_dir), key=preference, reverse=True)
