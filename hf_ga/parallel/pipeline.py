@@ -289,11 +289,11 @@ class StageForward(nn.Module):
         return self._pad_hidden_states(outputs)
 
     def _loss_term(self, outputs: Any) -> Tensor:
-        """Return a micro-batch's term of the window's mean loss (0 for a filler), and add it to the
-        loss that the engine reports for the window.
+        """On the last pipeline stage, return a micro-batch's term of the window's mean loss (0 for
+        a filler), and add it to the loss that the engine reports for the window.
 
         Args:
-            outputs: The model's outputs on the last stage.
+            outputs: The model's outputs.
         """
         engine = self.engine
         with engine.backend.autocast():
@@ -409,7 +409,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_rule(rule: Rule, model: nn.Module) -> None:
-    """Check that a proven rule is one that pipeline stages can compute.
+    """Check that pipeline stages can compute the loss and the dropout of a proven rule.
 
     Args:
         rule: The result of `prove_targets`.
@@ -473,7 +473,8 @@ def dropout_of_stage(full_dropout: KeyedDropout, model: nn.Module) -> KeyedDropo
 
 
 def max_hidden_shape(engine: Engine, hidden_size: int) -> tuple[int, int, int]:
-    """Return the smallest shape into which the hidden states of every micro-batch of a window fit.
+    """Return the smallest shape into which the hidden states of every micro-batch of a window fit:
+    the one shape that pipeline stages send to each other.
 
     Args:
         engine: The engine, which has begun the window.
@@ -498,11 +499,14 @@ def max_hidden_shape(engine: Engine, hidden_size: int) -> tuple[int, int, int]:
 
 def weights_index(files: list[tuple[str, dict[str, int]]]) -> dict[str, Any]:
     """Return the content of the index (`model.safetensors.index.json`) in which transformers looks
-    up the file of each weight.
+    up the file of each weight of a model that pipeline stages have saved.
 
     Args:
         files: For each rank, the name of its stage's file, and name of a weight -> its size in
             bytes. The ranks of one stage in several replicas list the same file.
+
+    >>> weights_index([("1.safetensors", {"wte": 8}), ("2.safetensors", {"head": 4})])
+    {'metadata': {'total_size': 12}, 'weight_map': {'wte': '1.safetensors', 'head': '2.safetensors'}}
     """
     total_size = 0
     weight_map = {}
@@ -514,8 +518,8 @@ def weights_index(files: list[tuple[str, dict[str, int]]]) -> dict[str, Any]:
 
 
 def unique_weights(model: nn.Module, excluded: nn.Parameter | None) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a pipeline stage by their names. A tensor
-    with several names (tied weights) has its first name only.
+    """Return the parameters and persistent buffers of a pipeline stage by their names, to save
+    them. A tensor with several names (tied weights) is listed under its first name only.
 
     Args:
         model: The stage.

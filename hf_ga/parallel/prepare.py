@@ -148,7 +148,9 @@ def every_prepare_exact(accelerator: Accelerator) -> Iterator[None]:
     original_prepare = accelerator.prepare
 
     def prepare_exactly(*args: Any, **kwargs: Any) -> Any:
-        """Call the original `accelerator.prepare` within `exact_sharding`."""
+        """Call the original `accelerator.prepare` within `exact_sharding`, which configures FSDP
+        for exact gradients.
+        """
         models = [value for value in args if isinstance(value, nn.Module)]
         optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
         with exact_sharding(accelerator, models, optimizers):
@@ -200,8 +202,9 @@ def _set_classes_to_wrap(plugin: FullyShardedDataParallelPlugin, model: nn.Modul
 
 @contextmanager
 def _without_shared_parameter_names(model: nn.Module) -> Iterator[None]:
-    """During the block, remove a parameter from a module if it is also a parameter of one of the
-    module's submodules; afterwards, set it again to the submodule's (now sharded) parameter.
+    """While FSDP2 shards a model in the block, remove a parameter from a module if it is also a
+    parameter of one of the module's submodules; afterwards, set it again to the submodule's (now
+    sharded) parameter.
 
     BERT's masked-LM head, for example, shares the bias of its decoder. FSDP2 would add such a
     parameter to two groups and fail.
