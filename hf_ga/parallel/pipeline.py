@@ -505,8 +505,8 @@ def weights_index(files: list[tuple[str, dict[str, int]]]) -> dict[str, Any]:
         files: For each rank, the name of its stage's file, and name of a weight -> its size in
             bytes. The ranks of one stage in several replicas list the same file.
 
-    >>> weights_index([("1.safetensors", {"wte": 8}), ("2.safetensors", {"head": 4})])
-    {'metadata': {'total_size': 12}, 'weight_map': {'wte': '1.safetensors', 'head': '2.safetensors'}}
+    >>> weights_index([("1.safetensors", {"wte": 8}), ("2.safetensors", {"ln": 4})])
+    {'metadata': {'total_size': 12}, 'weight_map': {'wte': '1.safetensors', 'ln': '2.safetensors'}}
     """
     total_size = 0
     weight_map = {}

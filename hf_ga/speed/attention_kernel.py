@@ -40,7 +40,10 @@ UNSPECIALIZED = ["num_tokens", "keep_threshold", "sliding_window"]
 
 @triton.jit
 def product(a, b):
-    """Compute the matrix product a @ b, accumulated in float32, never rounded to TF32."""
+    """Compute a matrix product a @ b in a Triton kernel of attention.
+
+    It is accumulated in float32, and never rounded to TF32.
+    """
     if IS_INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -49,7 +52,7 @@ def product(a, b):
 
 @triton.jit
 def tanh(x):
-    """Compute the hyperbolic tangent, elementwise.
+    """Compute the hyperbolic tangent, elementwise, for the soft cap of attention scores.
 
     Uses 1 - 2 / (exp(2x) + 1), but its Taylor series below |x| = 0.25, where that cancels.
     """
@@ -88,7 +91,7 @@ def base_2_scores(products, product_scale, tanh_scale, HAS_SOFTCAP: tl.constexpr
 def is_visible(
     rows, columns, length, sliding_window, IS_CAUSAL: tl.constexpr, HAS_SLIDING_WINDOW: tl.constexpr
 ):
-    """Compute the attention mask of a block: True where a query attends to a key.
+    """Compute the attention mask of a kernel's block: True where a query attends to a key.
 
     Rows beyond the length are not masked. That does no harm: their outputs are not stored, and
     their gradients are zero.
@@ -120,7 +123,7 @@ def visible_columns(
     IS_CAUSAL: tl.constexpr,
     HAS_SLIDING_WINDOW: tl.constexpr,
 ):
-    """Find the range of keys to which at least one query of a block attends.
+    """Find the range of keys to which at least one query of an attention kernel's block attends.
 
     Args:
         first_row: First query of the block.
@@ -175,7 +178,7 @@ def head_key(SEEDS, sample, head):
 def load_tokens(
     first, stride, tokens, length, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr
 ):
-    """Load the vectors of some tokens of one head of a sample, padded with zeros.
+    """Load a block of an attention kernel: vectors of tokens of one head, padded with zeros.
 
     Args:
         first: Pointer to the vector of the sample's first token.
@@ -199,7 +202,7 @@ def load_tokens(
 def store_tokens(
     first, stride, tokens, length, values, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr
 ):
-    """Store the vectors of some tokens of one head of a sample, without the padding.
+    """Store a block of an attention kernel: vectors of tokens of one head, without padding.
 
     Args:
         first: Pointer to the vector of the sample's first token.
@@ -751,7 +754,7 @@ class Attention(torch.autograd.Function):
         seeds: Tensor,
         config: AttentionConfig,
     ) -> Tensor:
-        """Launch the forward kernel, and save what the backward needs.
+        """Launch the forward kernel of attention, and save what the backward needs.
 
         Args:
             ctx: Context of the autograd function.
@@ -794,7 +797,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Launch the three backward kernels.
+        """Launch the three backward kernels of attention.
 
         Args:
             ctx: Context of the autograd function.
@@ -957,9 +960,10 @@ def _shape_arguments(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def _launch_settings_for(q: Tensor) -> KernelLaunches:
-    """Return the launch settings for queries of shape (..., head_dim) on their device.
+    """Return the attention kernels' launch settings for queries, of shape (..., head_dim).
 
-    On a CPU (Triton's interpreter), those of compute capability 8.0.
+    They depend on the GPU that holds the queries. On a CPU (Triton's interpreter) they are those of
+    compute capability 8.0.
     """
     capability = 80
     if q.is_cuda:
