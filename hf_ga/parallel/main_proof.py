@@ -56,8 +56,8 @@ def prove_where_weights_are(
 
     Raises:
         HfGaError: If the proof raised it; on all processes.
-        ProcessFailed: If the proof raised any other error on the main process; on the other
-            processes.
+        ProcessFailed: On the other processes, if the proof raised any other error on the main
+            process.
 
     Example:
         rule = prove_where_weights_are(accelerator, model, partial(prove_targets, model, samples))
@@ -127,6 +127,7 @@ class _NamingPickler(pickle.Pickler):
     def __init__(self, file: BytesIO, objects_by_name: dict[str, Any]) -> None:
         """Store the names of the objects of which every process has its own, such as modules."""
         super().__init__(file)
+        # `id` of an object -> its name.
         self._names = {id(value): name for name, value in objects_by_name.items()}
 
     def persistent_id(self, value: Any) -> str | None:

@@ -199,17 +199,18 @@ class Pipeline:
             raise error.__cause__ from None
 
     def _example_input(self, hidden_shape: tuple[int, ...]) -> Tensor | tuple[()]:
-        """Return an empty tensor of the shape of what this stage receives from the previous one,
-        for torch's schedule: hidden states, or () on the first stage, which receives nothing.
+        """Return a tensor without data (on the meta device) of the shape of the hidden states that
+        this pipeline stage receives, for torch's schedule; () on the first stage, which receives
+        none.
         """
         if self._stage_model.is_first:
             return ()
         return torch.empty(hidden_shape, device="meta", requires_grad=True)
 
     def _example_output(self, hidden_shape: tuple[int, ...]) -> Tensor:
-        """Return an empty tensor of the shape of what this stage returns, for torch's schedule:
-        hidden states or, on the last stage, a scalar (a micro-batch's term of the window's mean
-        loss).
+        """Return a tensor without data (on the meta device) of the shape of what this pipeline
+        stage returns, for torch's schedule: hidden states or, on the last stage, a scalar (a
+        micro-batch's term of the window's mean loss).
         """
         shape = () if self._stage_model.is_last else hidden_shape
         return torch.empty(shape, device="meta", requires_grad=True)
@@ -259,7 +260,7 @@ class StageForward(nn.Module):
     def __init__(
         self, engine: Engine, stage_model: StageModel, hidden_shape: tuple[int, ...]
     ) -> None:
-        """Store the engine, the stage and the shape of the hidden states that are sent."""
+        """Store the engine, the stage and the shape of the hidden states that stages send."""
         super().__init__()
         self.engine = engine
         self.stage_model = stage_model

@@ -127,7 +127,7 @@ class StageModel(nn.Module):
         if embedding is not None and (self.is_first or self.is_last):
             self.tied = embedding.weight
         self.model = model
-        self._accepted = argument_filter(model)
+        self._accepted = argument_filter(model)  # keeps the arguments that the forward takes
 
     def forward(self, **batch: Any) -> Any:
         """Run the forward of this pipeline stage on one micro-batch.

@@ -110,7 +110,7 @@ def exact_sharding(
     do nothing.
 
     The settings of the accelerator's FSDP plugin stay changed: gradients are reduced in float32,
-    FSDP2 wraps modules that it can, and FSDP1 uses the original parameters. With
+    FSDP2 wraps only modules that it is able to wrap, and FSDP1 uses the original parameters. With
     `cpu_ram_efficient_loading`, the main process's weights are distributed to the shards of all
     processes.
 
@@ -164,8 +164,8 @@ def configure_fsdp(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> 
     """Change the settings of FSDP in place: reduce gradients in float32 and, for FSDP2, keep the
     dtype of the outputs and choose modules that it can wrap.
 
-    Accelerate's default for both dtypes is the compute dtype. FSDP2 would round a float32 loss to
-    it, and so the weight of a micro-batch in the gradient: to 8 bits in bf16.
+    Accelerate's default for both dtypes is the compute dtype. With bf16, FSDP2 would round a
+    float32 loss to 8 bits, and with it the weight of the micro-batch in the window's gradient.
 
     Args:
         plugin: The accelerator's FSDP settings.

@@ -188,7 +188,8 @@ def state_sha256(weights: Mapping[str, Tensor]) -> str:
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """Raise a CheckpointError in place of any error that the block raises while it loads a
-    checkpoint. The checkpoint was verified, so its files are intact: they do not fit this model.
+    checkpoint. The checkpoint was verified before, so its files are intact, and the error means
+    that they do not fit this model.
 
     Args:
         path: The file or folder that the block loads, for the message.

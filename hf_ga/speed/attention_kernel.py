@@ -261,13 +261,13 @@ def forward_kernel(
         Q, K, V: Pointers to queries, keys and values of all tokens, of shape (num_tokens, heads,
             HEAD_DIM) with the strides below.
         OUT: Pointer to the output, contiguous, of shape (num_tokens, num_heads, HEAD_DIM).
-        LSE: Pointer to the output of log-sum-exp of each query's scores, in base 2: float32, of
-            shape (num_heads, num_tokens).
+        LSE: Pointer to the second result, log-sum-exp of each query's scores, in base 2: float32,
+            of shape (num_heads, num_tokens).
         CU_SEQLENS: Pointer to where each sample starts, then num_tokens: int32.
         SEEDS: Pointer to the dropout seed of each sample: int64.
         product_scale, tanh_scale: See `base_2_scores`.
         dropout_scale: 1 / (1 - drop probability).
-        keep_threshold: int32 from which a draw is kept.
+        keep_threshold: An attention weight is kept if its draw (int32) is at least this.
         sliding_window: See `is_visible`.
         HEADS_PER_KV_HEAD: Query heads that share one head of keys and values.
         PADDED_HEAD_DIM: HEAD_DIM, rounded up to a power of two.
@@ -334,10 +334,10 @@ def delta_kernel(
     PADDED_HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Compute delta of the attention backward: for each token and head, output . its gradient.
+    """Compute delta of the attention backward: the dot product of output and output gradient.
 
-    This dot product is the term that the softmax backward subtracts (FlashAttention-2). Grid:
-    (blocks of tokens, num_heads).
+    For each token and head, it is the term that the softmax backward subtracts (FlashAttention-2).
+    Grid: (blocks of tokens, num_heads).
 
     Args:
         OUT: Pointer to the output, contiguous, of shape (num_tokens, num_heads, HEAD_DIM).
@@ -410,7 +410,8 @@ def query_gradient_kernel(
             num_heads, HEAD_DIM).
         LSE: Pointer to log-sum-exp of each query's scores, in base 2: float32, of shape (num_heads,
             num_tokens).
-        DELTA: Pointer to output . its gradient for each query, of the shape of LSE.
+        DELTA: Pointer to the dot product of each query's output and its gradient, of the shape of
+            LSE.
         Q_GRAD: Pointer to the result, like OUT_GRAD.
         ROW_KEYS: Pointer to the dropout keys to store: int64, of the shape of LSE.
         CU_SEQLENS: Pointer to where each sample starts, then num_tokens: int32.
@@ -418,7 +419,7 @@ def query_gradient_kernel(
         scale: Factor of the scores (before a soft cap).
         product_scale, tanh_scale: See `base_2_scores`.
         dropout_scale: 1 / (1 - drop probability).
-        keep_threshold: int32 from which a draw is kept.
+        keep_threshold: An attention weight is kept if its draw (int32) is at least this.
         sliding_window: See `is_visible`.
         HEADS_PER_KV_HEAD: Query heads that share one head of keys and values.
         PADDED_HEAD_DIM: HEAD_DIM, rounded up to a power of two.
@@ -533,7 +534,8 @@ def key_value_gradient_kernel(
             num_heads, HEAD_DIM).
         LSE: Pointer to log-sum-exp of each query's scores, in base 2: float32, of shape (num_heads,
             num_tokens).
-        DELTA: Pointer to output . its gradient for each query, of the shape of LSE.
+        DELTA: Pointer to the dot product of each query's output and its gradient, of the shape of
+            LSE.
         K_GRAD, V_GRAD: Pointers to the results, contiguous, of shape (num_tokens, num_kv_heads,
             HEAD_DIM).
         ROW_KEYS: Pointer to the dropout keys of the queries, from `query_gradient_kernel`: int64,
@@ -542,7 +544,7 @@ def key_value_gradient_kernel(
         scale: Factor of the scores (before a soft cap).
         product_scale, tanh_scale: See `base_2_scores`.
         dropout_scale: 1 / (1 - drop probability).
-        keep_threshold: int32 from which a draw is kept.
+        keep_threshold: An attention weight is kept if its draw (int32) is at least this.
         sliding_window: See `is_visible`.
         HEADS_PER_KV_HEAD: Query heads that share one head of keys and values.
         PADDED_HEAD_DIM: HEAD_DIM, rounded up to a power of two.
@@ -723,7 +725,10 @@ class AttentionConfig:
     softcap: float | None
 
     def kernel_arguments(self) -> dict[str, Any]:
-        """Return the settings as keyword arguments of the three large attention kernels."""
+        """Return the settings as keyword arguments of the three large attention kernels.
+
+        Without a sliding window or a soft cap, its arguments have values that are not used.
+        """
         has_softcap = self.softcap is not None
         return {
             "product_scale": self.scale / self.softcap if has_softcap else self.scale * LOG2_E,

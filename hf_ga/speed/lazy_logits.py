@@ -53,7 +53,7 @@ class ChunkedLoss(SpeedUp):
         """Start the chunked loss without a model; `attach` keeps the model."""
         self.was_read = False
         self.rows_per_chunk: int | None = None
-        self._call: Call | None = None
+        self._call: Call | None = None  # this micro-batch
         # Counts on the host the targets of the head's only cross entropy. None if no counting rule
         # matched in the proof: then each loss counts on the device.
         self._count_on_host: Callable[[Batch, int], int] | None = None

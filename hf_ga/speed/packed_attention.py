@@ -51,7 +51,7 @@ class PackedSamples:
 
     @staticmethod
     def of(attention_mask: Tensor, keys: Tensor) -> "PackedSamples":
-        """Compute lengths and starts from an attention mask, without waiting for the device.
+        """Compute lengths and starts of packed samples, without waiting for the device.
 
         Args:
             attention_mask: 1 for each real token and 0 for padding on the right, of shape (samples,

@@ -37,11 +37,11 @@ UNSUPPORTED = (
     "layerdrop",
     "encoder_layerdrop",
 )
-# Padding ratio (padded / real tokens) above which packing is faster: GPT-2, 4 layers x 256, on a
-# CPU: 0 % at 1.03, 7 % at 1.10.
+# Padding ratio (padded / real tokens) above which packing is faster. Measured with GPT-2 (4 layers,
+# hidden size 256) on a CPU: not faster at 1.03, 7 % faster at 1.10.
 MIN_PADDING_RATIO = 1.05
-# With the attention kernel and dropout also batches without padding are packed: otherwise attention
-# stores weights and masks of length x length.
+# With the attention kernel and dropout, batches without padding are packed, too: otherwise
+# attention stores weights and masks of length x length.
 MIN_PADDING_RATIO_WITH_KERNEL = 0.0
 
 
@@ -57,14 +57,14 @@ class Packing(SpeedUp):
     def __init__(self, use_kernel: bool | None = None) -> None:
         """Start the packing without a model; `attach` finds the layers to pack."""
         self._use_kernel = use_kernel
-        self._min_padding_ratio = MIN_PADDING_RATIO
-        self._is_on_trial = False
+        self._min_padding_ratio = MIN_PADDING_RATIO  # above which a micro-batch is packed
+        self._is_on_trial = False  # whether the proof tests the packing
         # Sides on which samples were padded in the proof: "left", "right" or "inside".
         self._proven_sides: set[str] = set()
         # The real tokens of this micro-batch. None if it is not packed.
         self._tokens: PackedTokens | None = None
-        self._was_packed = False
-        self._is_in_attention = False
+        self._was_packed = False  # whether any micro-batch was packed so far
+        self._is_in_attention = False  # whether attention of padded samples runs
         # Per-token arguments of the layers in this micro-batch: (padded, packed).
         self._packed_arguments: list[tuple[Tensor, Tensor]] = []
 
@@ -93,6 +93,7 @@ class Packing(SpeedUp):
         self._modules_in_layers = frozenset(
             module for layer in layers for module in layer.modules()
         )
+        # Names of the arguments of a layer's forward.
         layer_signature = inspect.signature(type(layers[0]).forward)
         self._parameter_names = list(layer_signature.parameters)[1:]  # without self
         return None
