@@ -67,7 +67,7 @@ class Pipeline:
         schedule: str,
         loader_state: LoaderState,
     ) -> None:
-        """Make the engine of this rank's stage; `prepare_pipeline` calls it.
+        """Make the engine of this rank's pipeline stage; `prepare_pipeline` calls it.
 
         Args:
             backend: How the ranks of the pipeline communicate.
@@ -94,8 +94,8 @@ class Pipeline:
         *,
         max_grad_norm: float | None = None,
     ) -> StepResult:
-        """Update this rank's stage once: compute the gradient of the window, clip it, step the
-        optimizer, zero the gradients. All ranks must call it.
+        """Update this rank's pipeline stage once: compute the gradient of the window, clip it, step
+        the optimizer, zero the gradients. All ranks must call it.
 
         Args:
             optimizer: The optimizer of `model.parameters()`.
@@ -129,8 +129,8 @@ class Pipeline:
         return result
 
     def backward_window(self, window: Window) -> StepResult:
-        """Add the gradient of the window's mean loss, with respect to this stage's parameters, to
-        their `.grad`. All ranks must call it.
+        """Add the gradient of the window's mean loss, with respect to this pipeline stage's
+        parameters, to their `.grad`. All ranks must call it.
 
         Args:
             window: See `train_step`.
@@ -166,8 +166,8 @@ class Pipeline:
             return engine.end()
 
     def _run_schedule(self) -> None:
-        """Run torch's schedule: the forwards and backwards of all micro-batches of this replica.
-        Adds the gradients to this stage's parameters.
+        """Run torch's pipeline schedule: the forwards and backwards of all micro-batches of this
+        replica in a window. Adds the gradients to those of this stage's parameters.
 
         Raises:
             Exception: The error of this stage's forward or backward.
@@ -267,7 +267,7 @@ class StageForward(nn.Module):
         self.hidden_shape = hidden_shape
 
     def forward(self, *received: Tensor, index: Tensor) -> Tensor:
-        """Run this stage's forward of one micro-batch.
+        """Run this pipeline stage's forward of one micro-batch; torch's schedule calls it.
 
         Args:
             received: The padded hidden states of the previous stage, of shape `hidden_shape`;

@@ -73,7 +73,7 @@ class OutputProjection:
 
 
 def choose_rows_per_chunk(hidden: Tensor, num_classes: int) -> int:
-    """Choose how many rows of logits to compute at a time.
+    """Choose how many rows of logits a chunked loss computes at a time.
 
     On a GPU, the float32 logits of a chunk take `CHUNK_BYTES`, or as much memory as the hidden
     states of all rows in float32 if that is more. On a CPU, they about fit the cache.

@@ -41,11 +41,11 @@ class FusedAttention(SpeedUp):
         return None
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context within which keyed dropout computes attention as one fused function."""
+        """Return a context in which this speed-up computes attention with keyed dropout, fused."""
         return override(self._dropout, attend=self._attend)
 
     def verdict(self) -> str | None:
-        """After the proof's trial forward, return why attention was not fused; None if it was."""
+        """After the trial of this speed-up, return why attention was not fused; None if it was."""
         if not self._was_used:
             return "no attention with dropout in full precision"
         return None
@@ -60,7 +60,7 @@ class FusedAttention(SpeedUp):
         scale: float,
         drop_probability: float,
     ) -> Tensor:
-        """Compute attention with a given dropout mask by `DroppedAttention`.
+        """Compute attention with a given dropout mask by one fused function, `DroppedAttention`.
 
         Replaces `dropout_functions.dropped_attention`, and falls back to it for tensors that
         `DroppedAttention` does not support.

@@ -99,11 +99,11 @@ class ChunkedLoss(SpeedUp):
         return layer
 
     def trial(self) -> AbstractContextManager[None]:
-        """Use small chunks of logits within the context: the proof's small batches need several."""
+        """Use small chunks in the trial of this speed-up, so that small batches have several."""
         return override(self, rows_per_chunk=TRIAL_ROWS_PER_CHUNK)
 
     def verdict(self) -> str | None:
-        """After the proof's trial forward, return why the chunked loss gained nothing.
+        """After the trial of this speed-up, return why the chunked loss gained nothing.
 
         Also chooses the counting rule by which targets are counted on the host from now on.
 
@@ -298,7 +298,7 @@ class LazyLogits(Tensor):
         self.real_logits: Tensor | None = None
 
     def materialize(self) -> Tensor:
-        """Compute and cache the real logits, and record in the speed-up that they were read.
+        """Compute and cache the real logits, and record that the chunked loss did not avoid them.
 
         Each call returns the same tensor, so that later operations see in-place changes.
         """

@@ -212,7 +212,7 @@ class PackedAttention:
     def _matches_mask(
         self, module: nn.Module, attention_mask: Tensor | None, arguments: AttentionArguments
     ) -> bool:
-        """Whether a mask of padded samples hides exactly what the kernel hides by its arguments.
+        """Whether a mask of padded samples hides exactly what a kernel hides without the mask.
 
         Such a mask is called plain. Checking it waits for the device. If a module's mask is plain
         for a long sample, it is plain for shorter ones, so it is checked again only if a
@@ -321,7 +321,7 @@ def autocast_tensors(*tensors: Tensor) -> list[Tensor]:
 
 
 def are_supported(query: Tensor, key: Tensor, value: Tensor, samples: PackedSamples) -> bool:
-    """Whether the attention kernels support dtype, device and shape of these tensors.
+    """Whether the kernels for packed attention support dtype, device and shape of tensors.
 
     Args:
         query: Queries, of shape (1, num_heads, num_tokens, head_dim).
@@ -349,7 +349,7 @@ def is_plain_mask(
     mask: Tensor, lengths: Tensor, is_causal: bool, sliding_window: int | None
 ) -> bool:
     """Whether an attention mask hides padding, later tokens, tokens beyond a sliding window, and
-    nothing else.
+    nothing else, so that a kernel can compute attention of packed tokens without it.
 
     Rows of the mask that belong to queries in the padding are ignored.
 

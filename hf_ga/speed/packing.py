@@ -99,14 +99,14 @@ class Packing(SpeedUp):
         return None
 
     def trial(self) -> AbstractContextManager[None]:
-        """Pack any padding within the context, also where it is too little to be faster.
+        """Within the trial of this speed-up, remove even padding that is too little to be faster.
 
         Records on which sides the proof's samples are padded.
         """
         return override(self, _min_padding_ratio=1.0, _is_on_trial=True)
 
     def verdict(self) -> str | None:
-        """After the proof's trial forward, return why nothing was packed; None if something was."""
+        """After the trial of this speed-up, return why it packed nothing; None if it did."""
         if not self._was_packed:
             return "its batches have no padding, no attention mask, or targets at the padding"
         return None
@@ -144,7 +144,7 @@ class Packing(SpeedUp):
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
-        """Within the block, remove padding between the layers of a model.
+        """Let this speed-up remove the padding between the layers of a model within the block.
 
         Hooks the layers, and replaces transformers' attention functions.
         """
@@ -361,7 +361,7 @@ def find_layer_stack(model: nn.Module) -> nn.ModuleList | None:
 
 
 def _num_parameters(module: nn.Module) -> int:
-    """Count the elements of all parameters of a module, to find the largest stack of layers."""
+    """Count the elements of all parameters of a module, to find the layers to pack."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
