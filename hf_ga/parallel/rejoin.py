@@ -45,8 +45,8 @@ class CollectiveCounter:
         self._is_repetition = False  # whether the next try repeats a micro-batch
 
     def attach(self, model: nn.Module) -> None:
-        """Make FSDP2 call collectives that are counted here, in place of torch's own and of any
-        custom ones that were set before.
+        """Count all collectives that FSDP2 makes for a model from now on: replace torch's own, and
+        any custom ones that were set before, by ones that are counted.
 
         Args:
             model: The model, sharded by FSDP2.

@@ -44,8 +44,8 @@ def flush_tree(folder: Path) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically and durably: after a crash or power loss it has either its old
-    or its new content.
+    """Write a text file (of a run's output folder, for example) atomically and durably: after a
+    crash or power loss it has either its old or its new content.
     """
     temporary = path.with_name(path.name + SUFFIX)
     temporary.write_text(text, encoding="utf-8")
@@ -55,7 +55,9 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write values as an indented JSON file, atomically and durably (see `write_text`)."""
+    """Write values as an indented JSON file, atomically and durably: after a crash it has either
+    its old or its new content.
+    """
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
@@ -182,9 +184,9 @@ def _is_refused_write(error: BaseException) -> bool:
 
 @contextmanager
 def partial_folder(final: Path, path_in_error: Path | None = None) -> Iterator[Path]:
-    """Create an empty temporary folder for the block to write into, and delete it if the block
-    raises. At its end the block gives the folder its final name, with `publish(final)`, or moves
-    the files to where they belong.
+    """Create an empty temporary folder for the block to write into (a saved model, for example),
+    and delete it if the block raises. At its end the block gives the folder its final name, with
+    `publish(final)`, or moves the files to where they belong.
 
     Args:
         final: The folder that is being written.

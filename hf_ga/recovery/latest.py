@@ -27,8 +27,10 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """Return the optimizer step that is part of a checkpoint folder's name: 50 for
-    `checkpoint-50`.
+    """Return the optimizer step that is part of the name of a checkpoint's folder.
+
+    >>> step_of(Path("outputs/run/checkpoint-50"))
+    50
     """
     return int(folder.name.removeprefix(PREFIX))
 

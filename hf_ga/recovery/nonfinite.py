@@ -111,8 +111,8 @@ def find_cause(
 
 
 def _search(engine: Engine, window: Window, with_backward: bool) -> Cause:
-    """Search the cause of a non-finite loss or gradient on this rank: repeat its micro-batches, and
-    then each sample of the non-finite ones alone. Leaves gradients behind.
+    """Search this rank's micro-batches for the cause of a non-finite loss or gradient: repeat them,
+    and then each sample of the non-finite ones alone. Leaves gradients behind.
 
     Under FSDP, samples are not repeated alone: forwards are collectives, and other ranks have
     other micro-batches to repeat.
@@ -173,7 +173,8 @@ def _repeat_each_sample(
 
 def _repeat(engine: Engine, window: Window, with_backward: bool) -> list[Repetition]:
     """Repeat the forwards of a window's micro-batches on this rank, with the dropout masks of the
-    training step, and record what is not finite. Leaves gradients behind.
+    training step, and record which losses, outputs of modules and gradients are not finite. Leaves
+    gradients behind.
 
     Args:
         engine: The engine, which repeats forwards.

@@ -35,9 +35,9 @@ class StopRequest:
         return bool(self.first_arrival)
 
     def pass_on(self) -> None:
-        """Send the recorded stop signals to this process again, for those that arrived too late for
-        the training loop to stop. Call it after the `stop_requests` block, where the original
-        handlers are back.
+        """Send the recorded stop signals to this process again, so that one that arrived too late
+        for the training loop to stop is not lost. Call it after the `stop_requests` block, where
+        the original handlers are back.
         """
         for number in self.first_arrival:
             signal.raise_signal(number)
