@@ -85,8 +85,8 @@ class ShardedBackend(Backend):
         """Read the FSDP settings of the accelerator."""
         super().__init__(accelerator)
         self.plugin = accelerator.state.fsdp_plugin
-        self.can_rejoin = can_rejoin(accelerator)
-        self._counter = CollectiveCounter()
+        self.can_rejoin = can_rejoin(accelerator)  # after a rank ran out of memory
+        self._counter = CollectiveCounter()  # of FSDP2's collectives in a micro-batch
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
         """Check, before the forwards of a window, that FSDP reduces gradients exactly. Configure
@@ -98,8 +98,9 @@ class ShardedBackend(Backend):
             loss: The loss of the window.
 
         Raises:
-            ConfigError: If gradients would be reduced in half precision, or not be reduced (ignored
-                modules), or the loss itself uses parameters, which are sharded outside of forwards.
+            ConfigError: If FSDP would reduce gradients in half precision, would not reduce some at
+                all (`ignored_modules`), or if the loss itself uses parameters, which are sharded
+                outside of forwards.
         """
         if self.plugin.ignored_modules is not None:
             raise ConfigError(
@@ -125,8 +126,8 @@ class ShardedBackend(Backend):
             unit.reshard()
 
     def rejoin(self, model: nn.Module) -> None:
-        """Prepare to repeat a micro-batch that ran out of memory on this rank, so that it makes the
-        collectives for which the other ranks wait.
+        """Under FSDP2, prepare to repeat a micro-batch that ran out of memory on this rank, so that
+        the rank makes the collectives for which the others wait.
         """
         self._counter.prepare_repetition(model)
 
@@ -161,12 +162,13 @@ class ShardedBackend(Backend):
         return policy.param_dtype in LOW_PRECISION
 
     def backward(self, term: Tensor | float, weight: int) -> None:
-        """Run the backward of a micro-batch's term of the window's mean loss. It runs also for
-        weight 0 (with zero gradients), because it is a collective of all ranks.
+        """Run the backward of a micro-batch's term of the window's mean loss, multiplied by the
+        number of ranks, over which FSDP averages gradients. It runs also for weight 0 (with zero
+        gradients), because it is a collective of all ranks.
 
         Args:
             term: The micro-batch's term, a scalar.
-            weight: 1, or 0 for a micro-batch that must not count.
+            weight: 1, or 0 for a filler, which must not count.
 
         Raises:
             LossNotAdditive: If the weight is 0 and the term is not finite or has no backward, so
@@ -227,8 +229,8 @@ class ShardedBackend(Backend):
         self, model: nn.Module, status: RankStatus, unused: Collection[str]
     ) -> None:
         """Set the gradients of unused parameters to None if they are zero on all ranks, so that the
-        optimizer does not decay these parameters. All gradients have already been reduced by FSDP
-        during the backward.
+        optimizer does not decay these parameters. Gradients are not reduced here: FSDP has reduced
+        them during the backward.
 
         Args:
             model: The prepared model.
@@ -259,23 +261,25 @@ class ShardedBackend(Backend):
         return norm
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """Return whether a condition on this rank's shards is true on all ranks. All ranks must
-        call it.
+        """Return whether a condition on this rank's shards (of FSDP) is true on all ranks. All
+        ranks must call it.
         """
         (num_false,) = sum_over_ranks(self.accelerator, [float(not value)])
         return num_false == 0
 
 
 def _sum_of_absolute_values(gradient: Tensor | None) -> float:
-    """Return the sum of the absolute values of this rank's shard of a gradient; 0 if it is None."""
+    """Return the sum of the absolute values of this rank's FSDP shard of a gradient; 0 if the
+    gradient is None.
+    """
     if gradient is None:
         return 0.0
     return float(local_shard(gradient).abs().sum())
 
 
 def _has_finite_backward(term: Tensor | float) -> bool:
-    """Whether the backward of 0 times this term of the loss runs and gives zero gradients: the term
-    is a finite tensor that requires grad.
+    """Whether the backward of 0 times this term of the loss (of a filler under FSDP) runs and gives
+    zero gradients: the term is a finite tensor that requires grad.
     """
     return isinstance(term, Tensor) and term.requires_grad and bool(term.isfinite())
 
@@ -297,6 +301,9 @@ def _make_filler(window: Window, calls: list[Call], loss: Loss) -> Call:
 def unwrapped_name(name: str) -> str:
     """Return the name that a parameter or module has in the unwrapped model: without the parts that
     FSDP1 and activation checkpointing add.
+
+    >>> unwrapped_name("layers.0._fsdp_wrapped_module.weight")
+    'layers.0.weight'
     """
     return ".".join(part for part in name.split(".") if part not in WRAPPER_PARTS)
 
@@ -309,7 +316,8 @@ def _check_policy(policy: Any) -> None:
         policy: The `MixedPrecision` of FSDP1, the `MixedPrecisionPolicy` of FSDP2, or None.
 
     Raises:
-        ConfigError: If it does one of them.
+        ConfigError: If gradients are reduced, or outputs such as the loss are rounded, in fp16 or
+            bf16.
     """
     if policy is None:
         return

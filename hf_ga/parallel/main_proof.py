@@ -50,14 +50,14 @@ def prove_where_weights_are(
     Args:
         accelerator: The accelerator of the run.
         model: The model, with the same modules on all processes. It may be sharded already.
-        prove: A function that makes the proof and returns its rule or None.
+        prove: A function that makes the proof and returns its rule, or None if there is none.
         functions: The user's loss functions, to which the rule may refer; the same on all
             processes.
 
     Raises:
         HfGaError: If the proof raised it; on all processes.
-        ProcessFailed: If the proof raised any other error on the main process; on the other
-            processes.
+        ProcessFailed: On the other processes, if the proof raised any other error on the main
+            process.
 
     Example:
         rule = prove_where_weights_are(accelerator, model, partial(prove_targets, model, samples))
@@ -92,8 +92,8 @@ def prove_where_weights_are(
 
 
 def pack(value: Any, objects_by_name: dict[str, Any]) -> bytes:
-    """Pickle a proof's rule for other processes, with names in place of the objects that every
-    process has its own of, and None in place of tensors.
+    """Pickle a proof's rule for other processes, with names in place of the objects of which every
+    process has its own, such as modules. Tensors are not sent: they are None after `unpack`.
 
     Args:
         value: The rule, or None.
@@ -105,18 +105,19 @@ def pack(value: Any, objects_by_name: dict[str, Any]) -> bytes:
 
 
 def unpack(packed: bytes, objects_by_name: dict[str, Any]) -> Any:
-    """Unpickle what `pack` returned on another process, with this process's objects in place of
-    their names.
+    """Unpickle a proof's rule, which `pack` pickled on another process, with this process's objects
+    in place of their names.
 
     Args:
-        packed: The pickled value.
+        packed: What `pack` returned.
         objects_by_name: This process's objects, by the same names as in `pack`.
     """
     return _NamingUnpickler(BytesIO(packed), objects_by_name).load()
 
 
 class _NamingPickler(pickle.Pickler):
-    """A pickler that writes names in place of objects that every process has its own of.
+    """A pickler for a proven rule that is sent to other processes: it writes names in place of
+    objects of which every process has its own.
 
     Args:
         file: The file to write to.
@@ -124,13 +125,15 @@ class _NamingPickler(pickle.Pickler):
     """
 
     def __init__(self, file: BytesIO, objects_by_name: dict[str, Any]) -> None:
-        """Store the name of each object, by which the pickler finds it."""
+        """Store the names of the objects of which every process has its own, such as modules."""
         super().__init__(file)
+        # `id` of an object -> its name.
         self._names = {id(value): name for name, value in objects_by_name.items()}
 
     def persistent_id(self, value: Any) -> str | None:
-        """Return the name to write in place of an object, or None to pickle the object itself. The
-        pickler calls it for every object; "" means that the object is not sent.
+        """Return the name to write in place of an object of which every process has its own, such
+        as a module; "" for a tensor or another object that is not sent; None to pickle the object
+        itself. The pickler of a proven rule calls it for every object.
         """
         if isinstance(value, NOT_SENT):
             return ""
@@ -149,13 +152,15 @@ class _NamingUnpickler(pickle.Unpickler):
     """
 
     def __init__(self, file: BytesIO, objects_by_name: dict[str, Any]) -> None:
-        """Store the objects that take the place of their names."""
+        """Store this process's objects, which take the place of their names in the rule that the
+        main process has sent.
+        """
         super().__init__(file)
         self._objects_by_name = objects_by_name
 
     def persistent_load(self, name: str) -> Any:
-        """Return this process's object of a name; None for "", which stands for an object that was
-        not sent.
+        """Return this process's object for a name in the rule that the main process has sent; None
+        for "", which stands for an object that was not sent.
         """
         if not name:
             return None
@@ -165,9 +170,9 @@ class _NamingUnpickler(pickle.Unpickler):
 
 
 def _local_objects(model: nn.Module, functions: Sequence[Any]) -> dict[str, Any]:
-    """Return the objects that a rule may refer to and that every process has its own of, by names
-    that are the same on all processes: counting rules, modules of the model, and the user's loss
-    functions.
+    """Return the objects to which a proven rule may refer, and of which every process has its own,
+    by names that are the same on all processes: counting rules, modules of the model, and the
+    user's loss functions (those that are not None).
     """
     objects_by_name: dict[str, Any] = {}
     for name, count in COUNTING_RULES.items():

@@ -27,7 +27,7 @@ from hf_ga.parallel.processes import raise_on_all_ranks
 
 @dataclass(frozen=True)
 class ParameterInfo:
-    """What is known of a parameter without its values.
+    """A parameter of a model without its values, to check that all processes built the same model.
 
     Attributes:
         shape: Its full shape.
@@ -40,7 +40,9 @@ class ParameterInfo:
     requires_grad: bool
 
     def __str__(self) -> str:
-        """Describe the parameter for an error message: shape, dtype and whether it is trainable."""
+        """Describe the parameter for the error that two processes built different models: shape,
+        dtype and whether it is trainable.
+        """
         kind = "trainable" if self.requires_grad else "frozen"
         return f"{tuple(self.shape)} {self.dtype} ({kind})"
 
@@ -157,7 +159,8 @@ def _check_same_model(
         outline: The main process's model and optimizers.
 
     Raises:
-        ConfigError: If they differ.
+        ConfigError: If a parameter is missing or differs (shape, dtype, trainability), or an
+            optimizer has another number of parameter groups.
     """
     own_parameters = _describe_parameters(model)
     for name in sorted({*outline.parameters, *own_parameters}):
@@ -179,8 +182,8 @@ def _check_same_model(
 
 
 def _make_outline(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> ModelOutline:
-    """Describe a model and its optimizers without the values of the parameters; for the main
-    process.
+    """Describe the main process's model and optimizers without the values of the parameters, for
+    the other processes, which do not load the weights.
 
     Raises:
         ConfigError: If an optimizer has a parameter that is not the model's.
@@ -223,8 +226,8 @@ def _describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
 
 
 def _move_parameters_to_meta(model: nn.Module, outline: ModelOutline) -> None:
-    """Replace all parameters of a model by ones on the meta device, and its buffers by those of the
-    main process.
+    """Before FSDP2 shards a model, replace all its parameters by ones on the meta device, without
+    values, and its buffers by those of the main process.
     """
     for name, info in outline.parameters.items():
         empty = torch.empty(info.shape, dtype=info.dtype, device="meta")
@@ -255,8 +258,8 @@ def _broadcast_weights(model: nn.Module, weights: dict[str, Tensor], *, offload:
 
 
 def _tie_parameters(model: nn.Module, outline: ModelOutline) -> None:
-    """Tie the parameters of a model that are tied on the main process: all their names refer to the
-    parameter of the first name.
+    """Tie the parameters of a model that are tied in the main process's model: all their names
+    refer to the parameter of the first name.
     """
     for first_name, *other_names in outline.tied_names:
         for name in other_names:
@@ -264,7 +267,8 @@ def _tie_parameters(model: nn.Module, outline: ModelOutline) -> None:
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace a parameter of a model by another one, such as an empty one on the meta device.
+    """Replace a parameter of a model by another one, such as one without values on the meta device
+    for FSDP2 to shard.
 
     Args:
         model: The model.
@@ -297,7 +301,8 @@ def _check_has_values(model: nn.Module) -> None:
     were broadcast.
 
     Raises:
-        ConfigError: If one is: an attribute of a module that is neither a parameter nor a buffer.
+        ConfigError: If a tensor is still there: an attribute of a module that is neither a
+            parameter nor a buffer.
     """
     for name, tensor in _named_tensors(model):
         if tensor.is_meta:
@@ -309,8 +314,9 @@ def _check_has_values(model: nn.Module) -> None:
 
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Iterate over the names and tensors of all parameters and buffers of a model, and of all
-    tensors that are plain attributes of its modules (which FSDP does not know).
+    """Iterate over all tensors of a model and their names: parameters, buffers, and plain
+    attributes of its modules, which FSDP does not know, so that they get no values of the main
+    process.
     """
     yield from model.named_parameters()
     yield from model.named_buffers()

@@ -67,7 +67,7 @@ class Pipeline:
         schedule: str,
         loader_state: LoaderState,
     ) -> None:
-        """Make the engine of this rank's stage; `prepare_pipeline` calls it.
+        """Make the engine of this rank's pipeline stage; `prepare_pipeline` calls it.
 
         Args:
             backend: How the ranks of the pipeline communicate.
@@ -94,8 +94,8 @@ class Pipeline:
         *,
         max_grad_norm: float | None = None,
     ) -> StepResult:
-        """Update this rank's stage once: compute the gradient of the window, clip it, step the
-        optimizer, zero the gradients. All ranks must call it.
+        """Update this rank's pipeline stage once: compute the gradient of the window, clip it, step
+        the optimizer, zero the gradients. All ranks must call it.
 
         Args:
             optimizer: The optimizer of `model.parameters()`.
@@ -129,8 +129,8 @@ class Pipeline:
         return result
 
     def backward_window(self, window: Window) -> StepResult:
-        """Add the gradient of the window's mean loss, with respect to this stage's parameters, to
-        their `.grad`. All ranks must call it.
+        """Add the gradient of the window's mean loss, with respect to this pipeline stage's
+        parameters, to their `.grad`. All ranks must call it.
 
         Args:
             window: See `train_step`.
@@ -166,8 +166,8 @@ class Pipeline:
             return engine.end()
 
     def _run_schedule(self) -> None:
-        """Run torch's schedule: the forwards and backwards of all micro-batches of this replica.
-        Adds the gradients to this stage's parameters.
+        """Run torch's pipeline schedule: the forwards and backwards of all micro-batches of this
+        replica in a window. Adds the gradients to those of this stage's parameters.
 
         Raises:
             Exception: The error of this stage's forward or backward.
@@ -199,17 +199,18 @@ class Pipeline:
             raise error.__cause__ from None
 
     def _example_input(self, hidden_shape: tuple[int, ...]) -> Tensor | tuple[()]:
-        """Return an empty tensor of the shape of what this stage receives from the previous one,
-        for torch's schedule: hidden states, or () on the first stage, which receives nothing.
+        """Return a tensor without data (on the meta device) of the shape of the hidden states that
+        this pipeline stage receives, for torch's schedule; () on the first stage, which receives
+        none.
         """
         if self._stage_model.is_first:
             return ()
         return torch.empty(hidden_shape, device="meta", requires_grad=True)
 
     def _example_output(self, hidden_shape: tuple[int, ...]) -> Tensor:
-        """Return an empty tensor of the shape of what this stage returns, for torch's schedule:
-        hidden states or, on the last stage, a scalar (a micro-batch's term of the window's mean
-        loss).
+        """Return a tensor without data (on the meta device) of the shape of what this pipeline
+        stage returns, for torch's schedule: hidden states or, on the last stage, a scalar (a
+        micro-batch's term of the window's mean loss).
         """
         shape = () if self._stage_model.is_last else hidden_shape
         return torch.empty(shape, device="meta", requires_grad=True)
@@ -259,14 +260,14 @@ class StageForward(nn.Module):
     def __init__(
         self, engine: Engine, stage_model: StageModel, hidden_shape: tuple[int, ...]
     ) -> None:
-        """Store the engine, the stage and the shape of the hidden states that are sent."""
+        """Store the engine, the stage and the shape of the hidden states that stages send."""
         super().__init__()
         self.engine = engine
         self.stage_model = stage_model
         self.hidden_shape = hidden_shape
 
     def forward(self, *received: Tensor, index: Tensor) -> Tensor:
-        """Run this stage's forward of one micro-batch.
+        """Run this pipeline stage's forward of one micro-batch; torch's schedule calls it.
 
         Args:
             received: The padded hidden states of the previous stage, of shape `hidden_shape`;
@@ -289,11 +290,11 @@ class StageForward(nn.Module):
         return self._pad_hidden_states(outputs)
 
     def _loss_term(self, outputs: Any) -> Tensor:
-        """Return a micro-batch's term of the window's mean loss (0 for a filler), and add it to the
-        loss that the engine reports for the window.
+        """On the last pipeline stage, return a micro-batch's term of the window's mean loss (0 for
+        a filler), and add it to the loss that the engine reports for the window.
 
         Args:
-            outputs: The model's outputs on the last stage.
+            outputs: The model's outputs.
         """
         engine = self.engine
         with engine.backend.autocast():
@@ -409,7 +410,7 @@ def check_accelerator(accelerator: Accelerator) -> None:
 
 
 def check_rule(rule: Rule, model: nn.Module) -> None:
-    """Check that a proven rule is one that pipeline stages can compute.
+    """Check that pipeline stages can compute the loss and the dropout of a proven rule.
 
     Args:
         rule: The result of `prove_targets`.
@@ -473,7 +474,8 @@ def dropout_of_stage(full_dropout: KeyedDropout, model: nn.Module) -> KeyedDropo
 
 
 def max_hidden_shape(engine: Engine, hidden_size: int) -> tuple[int, int, int]:
-    """Return the smallest shape into which the hidden states of every micro-batch of a window fit.
+    """Return the smallest shape into which the hidden states of every micro-batch of a window fit:
+    the one shape that pipeline stages send to each other.
 
     Args:
         engine: The engine, which has begun the window.
@@ -498,11 +500,14 @@ def max_hidden_shape(engine: Engine, hidden_size: int) -> tuple[int, int, int]:
 
 def weights_index(files: list[tuple[str, dict[str, int]]]) -> dict[str, Any]:
     """Return the content of the index (`model.safetensors.index.json`) in which transformers looks
-    up the file of each weight.
+    up the file of each weight of a model that pipeline stages have saved.
 
     Args:
         files: For each rank, the name of its stage's file, and name of a weight -> its size in
             bytes. The ranks of one stage in several replicas list the same file.
+
+    >>> weights_index([("1.safetensors", {"wte": 8}), ("2.safetensors", {"ln": 4})])
+    {'metadata': {'total_size': 12}, 'weight_map': {'wte': '1.safetensors', 'ln': '2.safetensors'}}
     """
     total_size = 0
     weight_map = {}
@@ -514,8 +519,8 @@ def weights_index(files: list[tuple[str, dict[str, int]]]) -> dict[str, Any]:
 
 
 def unique_weights(model: nn.Module, excluded: nn.Parameter | None) -> dict[str, Tensor]:
-    """Return the parameters and persistent buffers of a pipeline stage by their names. A tensor
-    with several names (tied weights) has its first name only.
+    """Return the parameters and persistent buffers of a pipeline stage by their names, to save
+    them. A tensor with several names (tied weights) is listed under its first name only.
 
     Args:
         model: The stage.

@@ -53,7 +53,10 @@ class PipelineBackend(Backend):
     )
 
     def __init__(self, accelerator: Accelerator, num_stages: int, min_calls: int) -> None:
-        """Arrange the ranks in a grid of replicas x stages, and make their process groups."""
+        """Arrange the ranks in a grid of replicas x pipeline stages, and make the process groups of
+        its rows and columns. Raises a ConfigError if the number of processes is not a multiple of
+        the number of stages.
+        """
         super().__init__(accelerator)
         self.num_stages = num_stages
         self.num_replicas = self.num_processes // num_stages
@@ -72,30 +75,31 @@ class PipelineBackend(Backend):
         self.replicas = mesh.get_group("replicas")
         self.replica = self.process_index // num_stages
         self.stage = self.process_index % num_stages
-        self.min_calls = min_calls
+        self.min_calls = min_calls  # fewer micro-batches than these are filled up
         self.tied: nn.Parameter | None = None
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank holds the first stage, which has the embeddings."""
+        """Whether this rank holds the first pipeline stage, which has the embeddings."""
         return self.stage == 0
 
     @property
     def is_last(self) -> bool:
-        """Whether this rank holds the last stage, which has the head and computes the loss."""
+        """Whether this rank holds the last pipeline stage, which computes the loss."""
         return self.stage == self.num_stages - 1
 
     def backward(self, term: Tensor | float, weight: int) -> None:
         """Do nothing: in a pipeline, torch's schedule runs the backward of each micro-batch."""
 
     def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Return the forwards of this replica's micro-batches. If there are fewer than the schedule
-        can run, add fillers: the first one again, with weight 0. No micro-batches stay none.
+        """Return the forwards of this replica's micro-batches. If there are fewer than the pipeline
+        schedule needs, add fillers: the first one again, with weight 0. If there is none at all,
+        add none.
 
         Args:
             window: The window.
             calls: The forwards of this replica's micro-batches.
-            loss: The loss.
+            loss: Not needed in a pipeline.
         """
         num_missing = self.min_calls - len(calls)
         if not calls or num_missing <= 0:
@@ -104,9 +108,9 @@ class PipelineBackend(Backend):
         return calls + [filler] * num_missing
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
-        """Sum the status over all ranks. The targets of each replica are counted once, and whether
-        a parameter has a gradient is combined over the replicas of this stage only, since other
-        stages have other parameters.
+        """Sum what the ranks of a pipeline computed in a window (loss, targets, failures). The
+        targets of each replica are counted once, and whether a parameter has a gradient is combined
+        over the replicas of this stage only, since other stages have other parameters.
 
         Args:
             status: What this rank computed.
@@ -126,8 +130,8 @@ class PipelineBackend(Backend):
     def reduce_gradients(
         self, model: nn.Module, status: RankStatus, unused: Collection[str]
     ) -> None:
-        """Sum this stage's gradients over the replicas, then sum the gradients of the two copies of
-        a tied weight, which are on the first and the last stage.
+        """Sum this pipeline stage's gradients over the replicas, then sum the gradients of the two
+        copies of a tied weight, which are on the first and the last stage.
 
         Args:
             model: This rank's stage.
@@ -141,8 +145,9 @@ class PipelineBackend(Backend):
             self._sum_tied(self.tied)
 
     def _sum_tied(self, copy: nn.Parameter) -> None:
-        """Set the gradients of both copies of a tied weight to their sum. The first stage computes
-        the sum and sends it back, so that both have the same bits and the copies stay equal.
+        """Set the gradients of both copies of a tied weight, on the first and the last pipeline
+        stage, to their sum. The first stage computes the sum and sends it back, so that both have
+        the same bits and the copies stay equal.
 
         Args:
             copy: This rank's copy, on the first or the last stage.
@@ -160,8 +165,8 @@ class PipelineBackend(Backend):
         copy.grad = gradient
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
-        """Clip the gradients of this stage to a global L2 norm of at most `max_norm`, and return
-        the norm over all stages before clipping. A tied weight counts once in the norm.
+        """Clip the gradients of this pipeline stage to a global L2 norm of at most `max_norm`, and
+        return the norm over all stages before clipping. A tied weight counts once in the norm.
         """
         # Its gradient is the same on the first stage, so the last stage does not count it.
         not_counted = self.tied if self.is_last else None
@@ -174,8 +179,8 @@ class PipelineBackend(Backend):
         return norm
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """Return whether a condition on this rank's stage is true on all ranks. All ranks must call
-        it.
+        """Return whether a condition on this rank's pipeline stage is true on all ranks. All ranks
+        must call it.
         """
         (num_false,) = sum_over_ranks(self.accelerator, [float(not value)])
         return num_false == 0

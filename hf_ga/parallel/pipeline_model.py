@@ -64,8 +64,8 @@ class PassThrough(nn.Module):
     """
 
     def forward(self, *args: Any, inputs_embeds: Tensor | None = None, **kwargs: Any) -> Tensor:
-        """Return the hidden states unchanged: `inputs_embeds` if it is passed, otherwise the first
-        argument.
+        """Return the hidden states unchanged, in place of a module of another pipeline stage:
+        `inputs_embeds` if it is passed, otherwise the first argument.
         """
         if inputs_embeds is not None:
             return inputs_embeds
@@ -78,7 +78,9 @@ class ZeroEmbedding(nn.Module):
     """
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Return a scalar zero, which does not change the hidden states that it is added to."""
+        """Return a scalar zero in place of an embedding of another pipeline stage: added to the
+        hidden states, it does not change them.
+        """
         return torch.zeros((), device=ids.device)
 
 
@@ -112,7 +114,9 @@ class StageModel(nn.Module):
     """
 
     def __init__(self, model: PreTrainedModel, stage: int, num_stages: int) -> None:
-        """Check the model, and replace its modules of other stages by placeholders."""
+        """Check that the model can be split into pipeline stages, and replace its modules of other
+        stages by placeholders, in place.
+        """
         super().__init__()
         check_can_be_split(model, num_stages)
         self.is_first = stage == 0
@@ -123,10 +127,10 @@ class StageModel(nn.Module):
         if embedding is not None and (self.is_first or self.is_last):
             self.tied = embedding.weight
         self.model = model
-        self._accepted = argument_filter(model)
+        self._accepted = argument_filter(model)  # keeps the arguments that the forward takes
 
     def forward(self, **batch: Any) -> Any:
-        """Run the forward of this stage on one micro-batch.
+        """Run the forward of this pipeline stage on one micro-batch.
 
         Args:
             batch: The arguments of the full model, on every stage; on all stages but the first also
@@ -150,7 +154,8 @@ class StageModel(nn.Module):
     def _replace_modules_of_other_stages(
         self, model: PreTrainedModel, stage: int, num_stages: int, tied: nn.Embedding | None
     ) -> None:
-        """Replace the modules of a model that belong to other stages by placeholders, in place.
+        """Replace the modules of a model that belong to other pipeline stages by placeholders, in
+        place.
 
         Args:
             model: The full model.
@@ -216,7 +221,7 @@ def check_can_be_split(model: nn.Module, num_stages: int) -> None:
 
 def tied_embedding(model: PreTrainedModel) -> nn.Embedding | None:
     """Return the input embedding of a model if its output layer shares the weight (tied
-    embeddings), otherwise None.
+    embeddings), so that the first and the last pipeline stage both need it; otherwise None.
     """
     embedding = model.get_input_embeddings()
     output = model.get_output_embeddings()

@@ -110,7 +110,7 @@ def exact_sharding(
     do nothing.
 
     The settings of the accelerator's FSDP plugin stay changed: gradients are reduced in float32,
-    FSDP2 wraps modules that it can, and FSDP1 uses the original parameters. With
+    FSDP2 wraps only modules that it is able to wrap, and FSDP1 uses the original parameters. With
     `cpu_ram_efficient_loading`, the main process's weights are distributed to the shards of all
     processes.
 
@@ -148,7 +148,9 @@ def every_prepare_exact(accelerator: Accelerator) -> Iterator[None]:
     original_prepare = accelerator.prepare
 
     def prepare_exactly(*args: Any, **kwargs: Any) -> Any:
-        """Call the original `accelerator.prepare` within `exact_sharding`."""
+        """Call the original `accelerator.prepare` within `exact_sharding`, which configures FSDP
+        for exact gradients.
+        """
         models = [value for value in args if isinstance(value, nn.Module)]
         optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
         with exact_sharding(accelerator, models, optimizers):
@@ -162,8 +164,8 @@ def configure_fsdp(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> 
     """Change the settings of FSDP in place: reduce gradients in float32 and, for FSDP2, keep the
     dtype of the outputs and choose modules that it can wrap.
 
-    Accelerate's default for both dtypes is the compute dtype. FSDP2 would round a float32 loss to
-    it, and so the weight of a micro-batch in the gradient: to 8 bits in bf16.
+    Accelerate's default for both dtypes is the compute dtype. With bf16, FSDP2 would round a
+    float32 loss to 8 bits, and with it the weight of the micro-batch in the window's gradient.
 
     Args:
         plugin: The accelerator's FSDP settings.
@@ -200,8 +202,9 @@ def _set_classes_to_wrap(plugin: FullyShardedDataParallelPlugin, model: nn.Modul
 
 @contextmanager
 def _without_shared_parameter_names(model: nn.Module) -> Iterator[None]:
-    """During the block, remove a parameter from a module if it is also a parameter of one of the
-    module's submodules; afterwards, set it again to the submodule's (now sharded) parameter.
+    """While FSDP2 shards a model in the block, remove a parameter from a module if it is also a
+    parameter of one of the module's submodules; afterwards, set it again to the submodule's (now
+    sharded) parameter.
 
     BERT's masked-LM head, for example, shares the bias of its decoder. FSDP2 would add such a
     parameter to two groups and fail.

@@ -111,8 +111,8 @@ def end_training(accelerator: Accelerator) -> None:
 
 
 def print_on_main(accelerator: Accelerator, text: str) -> None:
-    """Print a line on the main process only: once, also for several machines. Accelerate's `print`
-    prints once on each machine.
+    """Print a line on the main process only: once, also if a run's processes are on several
+    machines. Accelerate's `print` prints once on each machine.
     """
     if accelerator.is_main_process:
         print(text, flush=True)
@@ -133,15 +133,17 @@ def share_cores(accelerator: Accelerator) -> None:
 
 
 def _num_cores() -> int:
-    """Return the number of CPU cores that this process may use."""
+    """Return the number of CPU cores that this process may use, which the processes of a run on
+    this machine share; 1 if it is unknown.
+    """
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def gather_uneven(gather: Callable, values: Any) -> Any:
-    """Gather a tensor that may have a different number of rows on each rank. TRL needs that for its
-    metrics, which have one value for each pair of texts.
+    """Gather, over all ranks, a tensor that may have a different number of rows on each of them.
+    TRL needs that for its metrics, which have one value for each pair of texts.
 
     Args:
         gather: The accelerator's own `gather`, which needs equal shapes on all ranks.

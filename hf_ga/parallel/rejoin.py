@@ -39,14 +39,14 @@ class CollectiveCounter:
     """
 
     def __init__(self) -> None:
-        """Start with all counts at 0."""
+        """Start with no collective of FSDP2 counted."""
         self.num_made = 0
         self.num_requested = 0
-        self._is_repetition = False
+        self._is_repetition = False  # whether the next try repeats a micro-batch
 
     def attach(self, model: nn.Module) -> None:
-        """Make FSDP2 call collectives that are counted here, in place of torch's own and of any
-        custom ones that were set before.
+        """Count all collectives that FSDP2 makes for a model from now on: replace torch's own, and
+        any custom ones that were set before, by ones that are counted.
 
         Args:
             model: The model, sharded by FSDP2.
@@ -56,8 +56,9 @@ class CollectiveCounter:
             unit.set_custom_reduce_scatter(CountedReduceScatter(self))
 
     def start_micro_batch(self) -> None:
-        """Reset the counts before the forward of a micro-batch. If the micro-batch is a repetition,
-        the number of collectives that were made before is kept.
+        """Reset the counts of FSDP2's collectives before the forward of a micro-batch. If it is the
+        repetition of one that ran out of memory, the number of collectives that this rank has
+        already made with the others is kept.
         """
         if not self._is_repetition:
             self.num_made = 0
@@ -93,11 +94,15 @@ class _CountedCollective:
     """
 
     def __init__(self, counter: CollectiveCounter) -> None:
-        """Store the counter that all collectives of a model share."""
+        """Store the counter of FSDP2's collectives in a micro-batch, which all collectives of a
+        model share.
+        """
         self.counter = counter
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Return an uninitialized buffer for the collective's output; FSDP2 calls it."""
+        """Return an uninitialized buffer for the output of an all-gather or reduce-scatter; FSDP2
+        calls it.
+        """
         return torch.empty(*size, dtype=dtype, device=device)
 
 
@@ -113,7 +118,7 @@ class CountedAllGather(_CountedCollective):
         group: dist.ProcessGroup,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Gather the shards of all ranks into `output_tensor`.
+        """Gather the shards of FSDP2's parameters from all ranks into `output_tensor`.
 
         If this rank has already made this all-gather with the others, in a try of the same
         micro-batch that ran out of memory, fill the output with copies of its own shard instead.
@@ -145,7 +150,8 @@ class CountedReduceScatter(_CountedCollective):
         op: Any,
         async_op: bool = False,
     ) -> dist.Work | None:
-        """Reduce the gradients over all ranks, and write this rank's shard into `output_tensor`.
+        """Reduce the gradients of FSDP2's parameters over all ranks, and write this rank's shard
+        into `output_tensor`.
 
         If this rank has already made this reduce-scatter with the others, in a try of the same
         micro-batch that ran out of memory, write zeros instead.

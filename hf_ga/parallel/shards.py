@@ -109,7 +109,7 @@ def _remove_state_of_others(
     optimizer: Optimizer, optimizer_state: dict[str, Any], loaded: Collection[str]
 ) -> None:
     """Remove the state of all parameters from an optimizer, in place, except of those whose state
-    was loaded from a checkpoint.
+    was loaded from a distributed checkpoint: torch has created zeros for the others.
 
     Args:
         optimizer: torch's optimizer.
@@ -125,13 +125,15 @@ def _remove_state_of_others(
 
 
 def _unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return torch's optimizer inside an `AcceleratedOptimizer`; any other optimizer itself."""
+    """Return torch's optimizer inside an `AcceleratedOptimizer`, which torch's distributed
+    checkpoint needs; any other optimizer itself.
+    """
     return getattr(optimizer, "optimizer", optimizer)
 
 
 def _assign_files(tensors: dict[str, Any]) -> dict[str, int]:
-    """Assign the tensors of a checkpoint to files of about `FILE_BYTES`. All processes must call
-    it.
+    """Assign the tensors of a distributed checkpoint to numbered files of about `FILE_BYTES`
+    (1 GiB). All processes must call it.
 
     Args:
         tensors: Name -> tensor, of this rank.
@@ -153,8 +155,9 @@ def _assign_files(tensors: dict[str, Any]) -> dict[str, int]:
 
 
 def _remove_unsaved_weights(model: nn.Module, weights: dict[str, Any], trained_only: bool) -> None:
-    """Remove from a state dict, in place, the weights that a checkpoint does not contain: all names
-    of a tied parameter but the first, and, with `trained_only`, frozen parameters.
+    """Remove from a state dict, in place, the weights that a distributed checkpoint does not
+    contain: a tied parameter under all its names but the first, and, with `trained_only`, frozen
+    parameters.
 
     Args:
         model: The prepared model.
@@ -172,11 +175,14 @@ def _remove_unsaved_weights(model: nn.Module, weights: dict[str, Any], trained_o
 
 def _named_tensors(weights: dict[str, Any], moments: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """Return the tensors of weights and optimizer state in one dict, by the names that they have in
-    a checkpoint: `model.<parameter>` and `optimizer.<parameter>.<key>`.
+    a distributed checkpoint: `model.<parameter>` and `optimizer.<parameter>.<key>`.
 
     Args:
         weights: Name of a parameter or buffer -> tensor.
         moments: Name of a parameter -> key in the optimizer's state ("exp_avg") -> tensor.
+
+    >>> _named_tensors({"lm_head.weight": 1}, {"lm_head.weight": {"exp_avg": 2}})
+    {'model.lm_head.weight': 1, 'optimizer.lm_head.weight.exp_avg': 2}
     """
     tensors = {f"{MODEL}{name}": weight for name, weight in weights.items()}
     for name, state in moments.items():

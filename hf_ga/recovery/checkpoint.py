@@ -89,7 +89,7 @@ def save_checkpoint(
 
 def _param_group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
     """Return the settings of each of an optimizer's parameter groups (learning rate, weight decay,
-    ...), without the parameters.
+    ...), without the parameters, for a checkpoint's `state.json`.
     """
     return [
         {name: value for name, value in group.items() if name != "params"}
@@ -166,8 +166,8 @@ def read_state(folder: Path) -> dict[str, Any]:
 
 
 def state_sha256(weights: Mapping[str, Tensor]) -> str:
-    """Return one SHA-256 of all tensors of a model's weights or gradients: equal hashes mean equal
-    bits.
+    """Return one SHA-256 of all tensors of a model's weights or gradients, to compare those of two
+    runs (an interrupted and an uninterrupted one, for example): equal hashes mean equal bits.
 
     Args:
         weights: Name -> tensor, such as a `state_dict()`.
@@ -188,7 +188,8 @@ def state_sha256(weights: Mapping[str, Tensor]) -> str:
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
     """Raise a CheckpointError in place of any error that the block raises while it loads a
-    checkpoint. The checkpoint was verified, so its files are intact: they do not fit this model.
+    checkpoint. The checkpoint was verified before, so its files are intact, and the error means
+    that they do not fit this model.
 
     Args:
         path: The file or folder that the block loads, for the message.

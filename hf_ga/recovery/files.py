@@ -36,14 +36,16 @@ def flush(path: Path) -> None:
 
 
 def flush_tree(folder: Path) -> None:
-    """Flush a folder and everything in it, recursively, to the disk (fsync)."""
+    """Flush a folder (a checkpoint, a saved model) and everything in it, recursively, to the disk
+    (fsync), so that it survives a power loss.
+    """
     for path in (*folder.rglob("*"), folder):
         flush(path)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a text file atomically and durably: after a crash or power loss it has either its old
-    or its new content.
+    """Write a text file (of a run's output folder, for example) atomically and durably: after a
+    crash or power loss it has either its old or its new content.
     """
     temporary = path.with_name(path.name + SUFFIX)
     temporary.write_text(text, encoding="utf-8")
@@ -53,20 +55,26 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, values: dict[str, Any]) -> None:
-    """Write values as an indented JSON file, atomically and durably (see `write_text`)."""
+    """Write values as an indented JSON file, atomically and durably: after a crash it has either
+    its old or its new content.
+    """
     write_text(path, json.dumps(values, indent=2) + "\n")
 
 
 def partial_of(final: Path) -> Path:
-    """Return the temporary path under which the folder `final` is written, in the same parent
-    folder.
+    """Return the temporary path under which the folder `final` (a checkpoint, for example) is
+    written, in the same parent folder.
+
+    >>> partial_of(Path("outputs/checkpoint-50")).name
+    'partial-checkpoint-50'
     """
     return final.with_name(PARTIAL + final.name)
 
 
 def new_partial(final: Path) -> Path:
-    """Create the temporary folder under which the folder `final` will be written (`partial_of`),
-    and return its path. Deletes an earlier one that a crash left behind.
+    """Create the empty temporary folder under which the folder `final` (a checkpoint, for example)
+    will be written, `partial_of(final)`, and return its path. Deletes an earlier one that a crash
+    left behind.
     """
     partial = partial_of(final)
     delete(partial)
@@ -75,8 +83,8 @@ def new_partial(final: Path) -> Path:
 
 
 def publish(final: Path) -> None:
-    """Give a completely written folder its final name: flush the temporary folder
-    `partial_of(final)` to the disk and rename it to `final`, replacing an existing folder.
+    """Give a completely written folder, such as a checkpoint, its final name: flush the temporary
+    folder `partial_of(final)` to the disk and rename it to `final`, replacing an existing folder.
 
     A crash leaves the old or the new folder, never a mixture; `restore` undoes a replacement that a
     crash interrupted.
@@ -111,8 +119,8 @@ def discard(folder: Path) -> None:
 
 
 def restore(folder: Path) -> None:
-    """Undo interrupted replacements in a folder: each `replaced-<name>` in it, for which a crash
-    left no new `<name>`, gets its own name again.
+    """Undo the replacements of checkpoints in a run's output folder that a crash interrupted: each
+    `replaced-<name>` for which there is no new `<name>` gets its own name again.
     """
     for replaced in folder.glob(REPLACED + "*"):
         final = folder / replaced.name.removeprefix(REPLACED)
@@ -121,8 +129,8 @@ def restore(folder: Path) -> None:
 
 
 def tidy(folder: Path) -> None:
-    """Clean up what crashes left in a folder: undo interrupted replacements (`restore`), then
-    delete all temporary files and folders in it.
+    """Clean up what crashes left in a run's output folder: undo interrupted replacements of
+    checkpoints (`restore`), then delete all temporary files and folders in it.
     """
     restore(folder)
     for pattern in (PARTIAL + "*", REPLACED + "*", "*" + SUFFIX):
@@ -165,7 +173,9 @@ def writing(path: Path, output_dir: Path) -> Iterator[None]:
 
 
 def _is_refused_write(error: BaseException) -> bool:
-    """Whether an error means that the operating system refused to write a file."""
+    """Whether an error of a library that writes a checkpoint or a model means that the operating
+    system refused to write (a full disk, a quota, missing permissions).
+    """
     if isinstance(error, OSError | SafetensorError | CheckpointException):
         return True
     # The tokenizers library raises a plain Exception whose text contains the system's error.
@@ -174,9 +184,9 @@ def _is_refused_write(error: BaseException) -> bool:
 
 @contextmanager
 def partial_folder(final: Path, path_in_error: Path | None = None) -> Iterator[Path]:
-    """Create an empty temporary folder for the block to write into, and delete it if the block
-    raises. At its end the block gives the folder its final name, with `publish(final)`, or moves
-    the files to where they belong.
+    """Create an empty temporary folder for the block to write into (a saved model, for example),
+    and delete it if the block raises. At its end the block gives the folder its final name, with
+    `publish(final)`, or moves the files to where they belong.
 
     Args:
         final: The folder that is being written.

@@ -27,8 +27,10 @@ def list_checkpoints(output_dir: Path) -> list[Path]:
 
 
 def step_of(folder: Path) -> int:
-    """Return the optimizer step that is part of a checkpoint folder's name: 50 for
-    `checkpoint-50`.
+    """Return the optimizer step that is part of the name of a checkpoint's folder.
+
+    >>> step_of(Path("outputs/run/checkpoint-50"))
+    50
     """
     return int(folder.name.removeprefix(PREFIX))
 
@@ -136,7 +138,9 @@ def _in_order_of_preference(output_dir: Path) -> list[Path]:
         latest_name = latest_file.read_text(encoding="utf-8", errors="replace").strip()
 
     def preference(checkpoint: Path) -> tuple[bool, int]:
-        """Sort key: the one that `latest` names is the largest, then later steps are larger."""
+        """Sort key of a checkpoint to resume from: the one that the file `latest` names is the
+        largest; of the others, later steps are larger.
+        """
         return checkpoint.name == latest_name, step_of(checkpoint)
 
     return sorted(list_checkpoints(output_dir), key=preference, reverse=True)

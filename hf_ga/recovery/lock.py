@@ -54,8 +54,8 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
 
 
 def is_empty_folder(folder: Path) -> bool:
-    """Whether a folder does not exist or contains no file, except the lock file that a killed run
-    left behind.
+    """Whether a run's output folder does not exist or contains no file, except the lock file
+    (`run.lock`) that a killed run left behind.
     """
     return not folder.is_dir() or all(path.name == LOCK for path in folder.iterdir())
 

@@ -48,7 +48,7 @@ def verify(folder: Path) -> dict[str, Any]:
 
     Raises:
         CheckpointError: If a file is missing, damaged, or from another checkpoint; the message
-            names it.
+            names it. Files that the manifest does not list are ignored.
     """
     manifest = read_manifest(folder)
     for name, sha256 in manifest["files"].items():
@@ -105,7 +105,7 @@ def read_manifest(folder: Path) -> dict[str, Any]:
 
 
 def sha256_of_file(file: Path) -> str:
-    """Return the SHA-256 of a file's content, in hexadecimal."""
+    """Return the SHA-256 of a checkpoint file's content, in hexadecimal, for the manifest."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 

@@ -54,8 +54,9 @@ class Repetition:
 
     @property
     def is_nonfinite(self) -> bool:
-        """Whether the micro-batch makes the window non-finite: its loss or a gradient is not
-        finite, and its weight is not 0 (with weight 0 it is only a filler).
+        """Whether this micro-batch is a cause of its window's non-finite loss or gradient: its own
+        loss or gradient is not finite, and its weight is not 0. (With weight 0 it is a filler,
+        repeated only so that all ranks make the same number of forwards.)
         """
         if not self.call.weight:
             return False
@@ -110,8 +111,8 @@ def find_cause(
 
 
 def _search(engine: Engine, window: Window, with_backward: bool) -> Cause:
-    """Repeat the micro-batches of this rank, and then each sample of the non-finite ones alone, to
-    find the samples, modules and parameters that are not finite. Leaves gradients behind.
+    """Search this rank's micro-batches for the cause of a non-finite loss or gradient: repeat them,
+    and then each sample of the non-finite ones alone. Leaves gradients behind.
 
     Under FSDP, samples are not repeated alone: forwards are collectives, and other ranks have
     other micro-batches to repeat.
@@ -120,6 +121,9 @@ def _search(engine: Engine, window: Window, with_backward: bool) -> Cause:
         engine: The engine, which repeats forwards.
         window: The window that was trained on.
         with_backward: Whether to search the gradients, too.
+
+    Returns:
+        The samples, the first module and the last parameter of this rank that are not finite.
     """
     repetitions = _repeat(engine, window, with_backward)
     is_sharded = engine.backend.is_sharded
@@ -150,12 +154,15 @@ def _repeat_each_sample(
     engine: Engine, repetitions: Sequence[Repetition], with_backward: bool
 ) -> list[Repetition]:
     """Repeat each sample of the non-finite micro-batches in a micro-batch of its own, to find out
-    which samples are not finite.
+    whose loss or gradient is not finite.
 
     Args:
         engine: The engine, which has just repeated these micro-batches.
         repetitions: The results of these micro-batches.
         with_backward: Whether to search the gradients, too.
+
+    Returns:
+        One result for each sample.
     """
     window = engine.window
     positions = np.concatenate([one.call.micro_batch.positions for one in repetitions])
@@ -166,12 +173,16 @@ def _repeat_each_sample(
 
 def _repeat(engine: Engine, window: Window, with_backward: bool) -> list[Repetition]:
     """Repeat the forwards of a window's micro-batches on this rank, with the dropout masks of the
-    training step, and record what is not finite. Leaves gradients behind.
+    training step, and record which losses, outputs of modules and gradients are not finite. Leaves
+    gradients behind.
 
     Args:
         engine: The engine, which repeats forwards.
         window: The window to repeat.
         with_backward: Whether to run backwards and check the gradients, too.
+
+    Returns:
+        One result for each micro-batch, fillers included.
     """
     repetitions = []
     engine.begin(window, training=False)
@@ -191,7 +202,8 @@ def _repeat(engine: Engine, window: Window, with_backward: bool) -> list[Repetit
 
 def _find_nonfinite_gradient(engine: Engine, mean: Tensor) -> str | None:
     """Run the backward of a micro-batch's mean loss, and return the name of the last parameter of
-    the model whose gradient is not finite, or None if all gradients are finite.
+    the model whose gradient is NaN or infinite (the one that the backward reached first), or None
+    if all gradients are finite.
 
     Args:
         engine: The engine, which has just computed the micro-batch. Its model's earlier gradients
@@ -223,7 +235,8 @@ def _exchange_parameters(model: nn.Module, repetitions: Sequence[Repetition]) ->
 
 @contextmanager
 def _record_nonfinite_modules(model: nn.Module) -> Iterator[list[str]]:
-    """During the block, record each module of a model whose forward returns a non-finite output.
+    """During the block, record each module of a model whose forward returns a non-finite output
+    (NaN or infinite), to find where a non-finite loss comes from.
 
     Yields:
         A list to which each such forward appends the module's name and class, in the order in which
@@ -244,8 +257,9 @@ def _record_nonfinite_modules(model: nn.Module) -> Iterator[list[str]]:
 def _append_if_nonfinite(
     modules: list[str], label: str, module: nn.Module, inputs: tuple, output: Any
 ) -> None:
-    """Append the label of a module to `modules` if a tensor of its output is not finite. With the
-    first two arguments bound, it is a forward hook.
+    """Append the label of a module to `modules` if a tensor of its output is NaN or infinite
+    somewhere. With the first two arguments bound, it is the forward hook with which the cause of a
+    non-finite loss is searched.
     """
     tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
     if not all(_is_finite(tensor) for tensor in tensors):
@@ -253,7 +267,7 @@ def _append_if_nonfinite(
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    """Whether all elements of a tensor are finite."""
+    """Whether no element of a loss, a module's output or a gradient is NaN or infinite."""
     return bool(tensor.detach().isfinite().all())
 
 
@@ -291,8 +305,8 @@ def _describe(window_name: str, rule_name: str, loss: float, causes: Sequence[Ca
 
 
 def _format_samples(samples: Sequence[int]) -> str:
-    """Return "sample 7" for one sample id, or "samples 7, 9, ..." with at most `MAX_LISTED_SAMPLES`
-    ids for several.
+    """Return the samples that cause a non-finite loss, for the error message: "sample 7" for one
+    id, or "samples 7, 9, ..." with at most `MAX_LISTED_SAMPLES` (8) ids for several.
     """
     if len(samples) == 1:
         return f"sample {samples[0]}"

@@ -31,18 +31,21 @@ class StopRequest:
 
     @property
     def received(self) -> bool:
-        """Whether this process has received a stop signal."""
+        """Whether this process has received a stop signal (SIGTERM, Ctrl-C, ...)."""
         return bool(self.first_arrival)
 
     def pass_on(self) -> None:
-        """Send the recorded signals to this process again. Call it after the `stop_requests` block,
-        where the original handlers are back.
+        """Send the recorded stop signals to this process again, so that one that arrived too late
+        for the training loop to stop is not lost. Call it after the `stop_requests` block, where
+        the original handlers are back.
         """
         for number in self.first_arrival:
             signal.raise_signal(number)
 
     def __str__(self) -> str:
-        """Return the name of the signal that arrived first, for messages."""
+        """Return the name of the stop signal that arrived first, such as "SIGTERM", for messages;
+        "a signal to another process" if this one has received none.
+        """
         if not self.first_arrival:
             return "a signal to another process"
         number = next(iter(self.first_arrival))
@@ -50,7 +53,8 @@ class StopRequest:
 
 
 def _replaceable_handlers() -> dict[int, Any]:
-    """Return signal number -> current handler, for the stop signals whose handler may be replaced.
+    """Return signal number -> current handler, for the signals in `STOP_SIGNALS` (SIGTERM, Ctrl-C,
+    SLURM's warnings) whose handler may be replaced while a run trains.
 
     Signals that are ignored stay ignored. A handler of None was not set from Python, so it could
     not be set again afterwards.
@@ -81,8 +85,9 @@ def stop_requests() -> Iterator[StopRequest]:
         handlers = _replaceable_handlers()
 
     def record(number: int, frame: FrameType | None) -> None:
-        """Record a signal, or call its original handler if it was recorded long enough before. This
-        is the signal handler during the block.
+        """Record a stop signal (SIGTERM, Ctrl-C, ...); if the same signal first arrived more than
+        `SAME_REQUEST_SECONDS` ago, restore its original handler and call it. This is the signal
+        handler during the block.
         """
         now = time.monotonic()
         first_arrival = request.first_arrival.setdefault(number, now)

@@ -12,8 +12,8 @@ LIBRARIES = ("hf_ga", "torch", "transformers", "accelerate", "datasets")
 
 
 def versions() -> dict[str, str]:
-    """Return name -> version of Python and of the libraries that results depend on. Libraries that
-    are not installed are omitted.
+    """Return name -> version of Python and of the libraries that results depend on, for the
+    manifest of a checkpoint and for reports. Libraries that are not installed are omitted.
     """
     version_by_name = {"python": platform.python_version()}
     for name in LIBRARIES:
@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
 def machine() -> dict[str, str | int | bool]:
     """Return the properties of this machine and process on which the bits of a result depend,
     besides versions: the device, the number of threads, and whether torch uses deterministic
-    kernels only.
+    kernels only. A checkpoint stores them, so that a resumed run can tell whether they changed.
     """
     device = f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"
     if torch.cuda.is_available() and torch.cuda.is_initialized():

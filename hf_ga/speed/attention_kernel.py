@@ -40,7 +40,10 @@ UNSPECIALIZED = ["num_tokens", "keep_threshold", "sliding_window"]
 
 @triton.jit
 def product(a, b):
-    """Compute the matrix product a @ b, accumulated in float32, never rounded to TF32."""
+    """Compute a matrix product a @ b in a Triton kernel of attention.
+
+    It is accumulated in float32, and never rounded to TF32.
+    """
     if IS_INTERPRETED:
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -49,7 +52,7 @@ def product(a, b):
 
 @triton.jit
 def tanh(x):
-    """Compute the hyperbolic tangent, elementwise.
+    """Compute the hyperbolic tangent, elementwise, for the soft cap of attention scores.
 
     Uses 1 - 2 / (exp(2x) + 1), but its Taylor series below |x| = 0.25, where that cancels.
     """
@@ -88,7 +91,7 @@ def base_2_scores(products, product_scale, tanh_scale, HAS_SOFTCAP: tl.constexpr
 def is_visible(
     rows, columns, length, sliding_window, IS_CAUSAL: tl.constexpr, HAS_SLIDING_WINDOW: tl.constexpr
 ):
-    """Compute the attention mask of a block: True where a query attends to a key.
+    """Compute the attention mask of a kernel's block: True where a query attends to a key.
 
     Rows beyond the length are not masked. That does no harm: their outputs are not stored, and
     their gradients are zero.
@@ -120,7 +123,7 @@ def visible_columns(
     IS_CAUSAL: tl.constexpr,
     HAS_SLIDING_WINDOW: tl.constexpr,
 ):
-    """Find the range of keys to which at least one query of a block attends.
+    """Find the range of keys to which at least one query of an attention kernel's block attends.
 
     Args:
         first_row: First query of the block.
@@ -175,7 +178,7 @@ def head_key(SEEDS, sample, head):
 def load_tokens(
     first, stride, tokens, length, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr
 ):
-    """Load the vectors of some tokens of one head of a sample, padded with zeros.
+    """Load a block of an attention kernel: vectors of tokens of one head, padded with zeros.
 
     Args:
         first: Pointer to the vector of the sample's first token.
@@ -199,7 +202,7 @@ def load_tokens(
 def store_tokens(
     first, stride, tokens, length, values, HEAD_DIM: tl.constexpr, PADDED_HEAD_DIM: tl.constexpr
 ):
-    """Store the vectors of some tokens of one head of a sample, without the padding.
+    """Store a block of an attention kernel: vectors of tokens of one head, without padding.
 
     Args:
         first: Pointer to the vector of the sample's first token.
@@ -258,13 +261,13 @@ def forward_kernel(
         Q, K, V: Pointers to queries, keys and values of all tokens, of shape (num_tokens, heads,
             HEAD_DIM) with the strides below.
         OUT: Pointer to the output, contiguous, of shape (num_tokens, num_heads, HEAD_DIM).
-        LSE: Pointer to the output of log-sum-exp of each query's scores, in base 2: float32, of
-            shape (num_heads, num_tokens).
+        LSE: Pointer to the second result, log-sum-exp of each query's scores, in base 2: float32,
+            of shape (num_heads, num_tokens).
         CU_SEQLENS: Pointer to where each sample starts, then num_tokens: int32.
         SEEDS: Pointer to the dropout seed of each sample: int64.
         product_scale, tanh_scale: See `base_2_scores`.
         dropout_scale: 1 / (1 - drop probability).
-        keep_threshold: int32 from which a draw is kept.
+        keep_threshold: An attention weight is kept if its draw (int32) is at least this.
         sliding_window: See `is_visible`.
         HEADS_PER_KV_HEAD: Query heads that share one head of keys and values.
         PADDED_HEAD_DIM: HEAD_DIM, rounded up to a power of two.
@@ -331,10 +334,10 @@ def delta_kernel(
     PADDED_HEAD_DIM: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
 ):
-    """Compute delta of the attention backward: for each token and head, output . its gradient.
+    """Compute delta of the attention backward: the dot product of output and output gradient.
 
-    This dot product is the term that the softmax backward subtracts (FlashAttention-2). Grid:
-    (blocks of tokens, num_heads).
+    For each token and head, it is the term that the softmax backward subtracts (FlashAttention-2).
+    Grid: (blocks of tokens, num_heads).
 
     Args:
         OUT: Pointer to the output, contiguous, of shape (num_tokens, num_heads, HEAD_DIM).
@@ -407,7 +410,8 @@ def query_gradient_kernel(
             num_heads, HEAD_DIM).
         LSE: Pointer to log-sum-exp of each query's scores, in base 2: float32, of shape (num_heads,
             num_tokens).
-        DELTA: Pointer to output . its gradient for each query, of the shape of LSE.
+        DELTA: Pointer to the dot product of each query's output and its gradient, of the shape of
+            LSE.
         Q_GRAD: Pointer to the result, like OUT_GRAD.
         ROW_KEYS: Pointer to the dropout keys to store: int64, of the shape of LSE.
         CU_SEQLENS: Pointer to where each sample starts, then num_tokens: int32.
@@ -415,7 +419,7 @@ def query_gradient_kernel(
         scale: Factor of the scores (before a soft cap).
         product_scale, tanh_scale: See `base_2_scores`.
         dropout_scale: 1 / (1 - drop probability).
-        keep_threshold: int32 from which a draw is kept.
+        keep_threshold: An attention weight is kept if its draw (int32) is at least this.
         sliding_window: See `is_visible`.
         HEADS_PER_KV_HEAD: Query heads that share one head of keys and values.
         PADDED_HEAD_DIM: HEAD_DIM, rounded up to a power of two.
@@ -530,7 +534,8 @@ def key_value_gradient_kernel(
             num_heads, HEAD_DIM).
         LSE: Pointer to log-sum-exp of each query's scores, in base 2: float32, of shape (num_heads,
             num_tokens).
-        DELTA: Pointer to output . its gradient for each query, of the shape of LSE.
+        DELTA: Pointer to the dot product of each query's output and its gradient, of the shape of
+            LSE.
         K_GRAD, V_GRAD: Pointers to the results, contiguous, of shape (num_tokens, num_kv_heads,
             HEAD_DIM).
         ROW_KEYS: Pointer to the dropout keys of the queries, from `query_gradient_kernel`: int64,
@@ -539,7 +544,7 @@ def key_value_gradient_kernel(
         scale: Factor of the scores (before a soft cap).
         product_scale, tanh_scale: See `base_2_scores`.
         dropout_scale: 1 / (1 - drop probability).
-        keep_threshold: int32 from which a draw is kept.
+        keep_threshold: An attention weight is kept if its draw (int32) is at least this.
         sliding_window: See `is_visible`.
         HEADS_PER_KV_HEAD: Query heads that share one head of keys and values.
         PADDED_HEAD_DIM: HEAD_DIM, rounded up to a power of two.
@@ -720,7 +725,10 @@ class AttentionConfig:
     softcap: float | None
 
     def kernel_arguments(self) -> dict[str, Any]:
-        """Return the settings as keyword arguments of the three large attention kernels."""
+        """Return the settings as keyword arguments of the three large attention kernels.
+
+        Without a sliding window or a soft cap, its arguments have values that are not used.
+        """
         has_softcap = self.softcap is not None
         return {
             "product_scale": self.scale / self.softcap if has_softcap else self.scale * LOG2_E,
@@ -751,7 +759,7 @@ class Attention(torch.autograd.Function):
         seeds: Tensor,
         config: AttentionConfig,
     ) -> Tensor:
-        """Launch the forward kernel, and save what the backward needs.
+        """Launch the forward kernel of attention, and save what the backward needs.
 
         Args:
             ctx: Context of the autograd function.
@@ -794,7 +802,7 @@ class Attention(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, out_grad: Tensor) -> tuple[Tensor | None, ...]:
-        """Launch the three backward kernels.
+        """Launch the three backward kernels of attention.
 
         Args:
             ctx: Context of the autograd function.
@@ -957,9 +965,10 @@ def _shape_arguments(q: Tensor, k: Tensor, v: Tensor) -> dict[str, int]:
 
 
 def _launch_settings_for(q: Tensor) -> KernelLaunches:
-    """Return the launch settings for queries of shape (..., head_dim) on their device.
+    """Return the attention kernels' launch settings for queries, of shape (..., head_dim).
 
-    On a CPU (Triton's interpreter), those of compute capability 8.0.
+    They depend on the GPU that holds the queries. On a CPU (Triton's interpreter) they are those of
+    compute capability 8.0.
     """
     capability = 80
     if q.is_cuda:

@@ -43,7 +43,7 @@ class OutputProjection:
     label_smoothing: float = 0.0
 
     def loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-        """Compute the cross entropy of some rows, summed over the rows.
+        """Compute an output layer's logits for one chunk of rows, and the sum of their losses.
 
         Weight and bias are arguments, so that autograd can return their gradients for these rows.
 
@@ -54,7 +54,7 @@ class OutputProjection:
             target: Classes of the rows: int64, of shape (rows,).
 
         Returns:
-            A scalar of at least float32.
+            The cross entropy summed over the rows, a scalar of at least float32.
         """
         logits = F.linear(hidden.to(self.dtype), weight, bias)
         for logit_op in self.logit_ops:
@@ -68,12 +68,12 @@ class OutputProjection:
         )
 
     def to_compute_dtype(self, parameter: Tensor | None) -> Tensor | None:
-        """Convert the layer's weight or bias to its compute dtype; None stays None."""
+        """Convert the output layer's weight or bias to its compute dtype; None stays None."""
         return None if parameter is None else parameter.to(self.dtype)
 
 
 def choose_rows_per_chunk(hidden: Tensor, num_classes: int) -> int:
-    """Choose how many rows of logits to compute at a time.
+    """Choose how many rows of logits a chunked loss computes at a time.
 
     On a GPU, the float32 logits of a chunk take `CHUNK_BYTES`, or as much memory as the hidden
     states of all rows in float32 if that is more. On a CPU, they about fit the cache.
@@ -147,7 +147,9 @@ class _ChunkedSum(torch.autograd.Function):
         rows_per_chunk: int,
         needs_grad: Sequence[bool],
     ) -> Tensor:
-        """Compute the sum, and the gradients unless the backward must.
+        """Compute the cross entropy summed over all rows, chunk by chunk, and its gradients.
+
+        With fp16 logits, the backward computes the gradients instead.
 
         Args:
             ctx: Context of the autograd function.
@@ -178,6 +180,9 @@ class _ChunkedSum(torch.autograd.Function):
     def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden, weight and bias, and None for the other arguments.
 
+        Scales those that the forward of the chunked loss has computed. With fp16 logits, or in a
+        second backward, computes them chunk by chunk.
+
         Args:
             ctx: Context of the autograd function.
             loss_gradient: The gradient with respect to the sum, a scalar.
@@ -205,7 +210,8 @@ def _chunks(
     projection: OutputProjection,
     rows_per_chunk: int,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-    """Split rows into chunks, and yield the arguments of `OutputProjection.loss` for each.
+    """Split the rows of a chunked loss, and yield the arguments of `OutputProjection.loss` for each
+    chunk.
 
     Args:
         inputs: Hidden states of all rows, weight, and bias or None.

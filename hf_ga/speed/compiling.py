@@ -40,7 +40,7 @@ def repeated_layers(module: nn.Module) -> list[nn.Module]:
     """Return the layers of a model to compile: those in an `nn.ModuleList` of layers of one class.
 
     Includes the layers of several such lists, such as those of an encoder and of a decoder. A list
-    within a layer is not searched: its modules are compiled with the layer.
+    within a layer is not searched: its modules are compiled with the layer. Empty if there is none.
     """
     is_list = isinstance(module, nn.ModuleList)
     if is_list and len({type(layer) for layer in module}) == 1:

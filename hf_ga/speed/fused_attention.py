@@ -24,24 +24,28 @@ class FusedAttention(SpeedUp):
     name = "fused attention"
 
     def __init__(self) -> None:
-        """Start unattached; `attach` keeps the model's keyed dropout."""
-        self._was_used = False
+        """Start the fused attention without a model; `attach` keeps the model's keyed dropout."""
+        self._was_used = False  # whether a forward has fused attention
 
     def attach(
         self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool
     ) -> str | None:
-        """Keep the model's keyed dropout; return a reason if there is none, else None."""
+        """Keep the model's keyed dropout, for fused attention; the other arguments are not needed.
+
+        Returns:
+            Why attention cannot be fused: the model draws no dropout. None if it can be tried.
+        """
         self._dropout = dropout
         if not dropout.sites:
             return "the model draws no dropout"
         return None
 
     def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context within which keyed dropout computes attention by `_attend`."""
+        """Return a context in which this speed-up computes attention with keyed dropout, fused."""
         return override(self._dropout, attend=self._attend)
 
     def verdict(self) -> str | None:
-        """After the proof's trial forward, return why it was not used; None if it was."""
+        """After the trial of this speed-up, return why attention was not fused; None if it was."""
         if not self._was_used:
             return "no attention with dropout in full precision"
         return None
@@ -56,7 +60,7 @@ class FusedAttention(SpeedUp):
         scale: float,
         drop_probability: float,
     ) -> Tensor:
-        """Compute attention with a given dropout mask by `DroppedAttention`.
+        """Compute attention with a given dropout mask by one fused function, `DroppedAttention`.
 
         Replaces `dropout_functions.dropped_attention`, and falls back to it for tensors that
         `DroppedAttention` does not support.
@@ -83,8 +87,8 @@ class FusedAttention(SpeedUp):
 
 
 def _is_supported(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether `DroppedAttention` supports tensors: on a CPU, float32 or float64, no autocast, the
-    same batch size and number of heads.
+    """Whether fused attention (`DroppedAttention`) supports query, key and value: on a CPU, all in
+    float32 or all in float64, without autocast, with the same batch size and number of heads.
     """
     return (
         query.device.type == "cpu"
@@ -145,8 +149,10 @@ class DroppedAttention(torch.autograd.Function):
     def backward(ctx: Any, output_grad: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of query, key, value and bias, and None for the other arguments.
 
+        The bias has one only if it requires a gradient.
+
         Args:
-            ctx: Context of the autograd function.
+            ctx: Context of the autograd function, with the weights that `forward` has saved.
             output_grad: Gradient of the output, of shape (N, L, value dim).
         """
         query, key, value, mask, bias, weights = ctx.saved_tensors

@@ -50,10 +50,10 @@ class ChunkedLoss(SpeedUp):
     name = "chunked loss"
 
     def __init__(self) -> None:
-        """Start unattached; `attach` keeps the model."""
+        """Start the chunked loss without a model; `attach` keeps the model."""
         self.was_read = False
         self.rows_per_chunk: int | None = None
-        self._call: Call | None = None
+        self._call: Call | None = None  # this micro-batch
         # Counts on the host the targets of the head's only cross entropy. None if no counting rule
         # matched in the proof: then each loss counts on the device.
         self._count_on_host: Callable[[Batch, int], int] | None = None
@@ -65,7 +65,11 @@ class ChunkedLoss(SpeedUp):
     def attach(
         self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool
     ) -> str | None:
-        """Keep the model; return why its loss cannot be chunked, or None if it can be tried."""
+        """Keep the model; return why its loss cannot be chunked, or None if it can be tried.
+
+        It can be tried if the loss is the head's own (not `reads_logits`), and the model has an
+        output layer that can be made lazy. The other arguments are not needed.
+        """
         if reads_logits:  # after the forward: under FSDP the layer is sharded again
             return "its loss is computed from the logits"
         self._model = model
@@ -95,13 +99,16 @@ class ChunkedLoss(SpeedUp):
         return layer
 
     def trial(self) -> AbstractContextManager[None]:
-        """Use small chunks within the context, so that the proof's small batches have several."""
+        """Use small chunks in the trial of this speed-up, so that small batches have several."""
         return override(self, rows_per_chunk=TRIAL_ROWS_PER_CHUNK)
 
     def verdict(self) -> str | None:
-        """After the proof's trial forward, return why it gained nothing, or None if it did.
+        """After the trial of this speed-up, return why the chunked loss gained nothing.
 
-        Also chooses the counting rule that counts targets on the host from now on.
+        Also chooses the counting rule by which targets are counted on the host from now on.
+
+        Returns:
+            The reason, or None if the loss was computed in chunks and nothing else read the logits.
         """
         if not self._num_rows:
             return "its loss is not a cross entropy of the logits"
@@ -127,9 +134,10 @@ class ChunkedLoss(SpeedUp):
         return None
 
     def before(self, call: Call) -> None:
-        """Before a micro-batch's forward, count its targets on the host if a rule is known.
+        """Before a micro-batch's forward, count the targets of its chunked loss on the host.
 
-        This avoids a synchronization: counting on a GPU waits for the device.
+        This avoids a synchronization: counting on a GPU waits for the device. Without a known
+        counting rule, nothing is counted here.
         """
         self._call = call
         self._expected_targets = None
@@ -139,7 +147,10 @@ class ChunkedLoss(SpeedUp):
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
-        """Let the output layer return lazy logits within the block."""
+        """Let the model's output layer return lazy logits within the block.
+
+        Their cross entropy is computed chunk by chunk. Forgets the last scope's number of rows.
+        """
         self._num_rows.clear()  # not at the end: `verdict` reads them after a trial
         with ExitStack() as stack:
             layer = self.output_layer
@@ -157,6 +168,9 @@ class ChunkedLoss(SpeedUp):
             layer: The output layer.
             forward: Its own forward.
             input: Hidden states, of shape (..., hidden size).
+
+        Returns:
+            Lazy logits, of shape (..., classes), with the dtype of the layer's output.
         """
         device_type = input.device.type
         dtype = input.dtype
@@ -179,7 +193,8 @@ class ChunkedLoss(SpeedUp):
     ) -> tuple[Tensor, Tensor]:
         """Select the hidden states and targets of the rows whose target is not ignored.
 
-        Records their number. Waits for the device unless the number was counted on the host before.
+        The chunked loss computes logits for these rows only. Records their number. Waits for the
+        device unless the number was counted on the host before.
 
         Args:
             hidden: Hidden states, of shape (rows, hidden size).
@@ -226,7 +241,10 @@ class DeferredLayerCall:
     grad_enabled: bool
 
     def compute(self, hidden: Tensor) -> Tensor:
-        """Compute the layer's output for hidden states, with autocast and grad mode as recorded."""
+        """Compute the output layer's logits for hidden states, as when the call was deferred.
+
+        Autocast and grad mode are those of that time.
+        """
         with (
             torch.set_grad_enabled(self.grad_enabled),
             torch.autocast(hidden.device.type, self.dtype, enabled=self.autocast_enabled),
@@ -256,7 +274,10 @@ class LazyLogits(Tensor):
         hidden: Tensor,
         logit_ops: Sequence[TensorFunction] = (),
     ) -> "LazyLogits":
-        """Create the placeholder. Running the operations on no rows shows the final dtype."""
+        """Create the placeholder for logits, with the shape and dtype that they would have.
+
+        Running the operations on logits without rows shows the dtype.
+        """
         num_classes = layer_call.layer.out_features
         no_rows = torch.empty((0, num_classes), dtype=layer_call.dtype, device=hidden.device)
         for logit_op in logit_ops:
@@ -270,14 +291,14 @@ class LazyLogits(Tensor):
         hidden: Tensor,
         logit_ops: Sequence[TensorFunction] = (),
     ) -> None:
-        """Store what is needed to compute the logits later; `__new__` has set shape and dtype."""
+        """Store what is needed to compute the lazy logits later; `__new__` set shape and dtype."""
         self.layer_call = layer_call
         self.hidden = hidden
         self.logit_ops = tuple(logit_ops)
         self.real_logits: Tensor | None = None
 
     def materialize(self) -> Tensor:
-        """Compute and cache the real logits, and record in the speed-up that they were read.
+        """Compute and cache the real logits, and record that the chunked loss did not avoid them.
 
         Each call returns the same tensor, so that later operations see in-place changes.
         """
@@ -291,7 +312,7 @@ class LazyLogits(Tensor):
         return self.real_logits
 
     def with_hidden(self, hidden: Tensor) -> "LazyLogits":
-        """Return lazy logits of the same layer and operations for other hidden states."""
+        """Return lazy logits for other hidden states, of the same output layer and operations."""
         return LazyLogits(self.layer_call, hidden, self.logit_ops)
 
     def with_op(self, logit_op: TensorFunction) -> "LazyLogits":
@@ -324,7 +345,7 @@ class LazyLogits(Tensor):
     def __torch_dispatch__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Raise TypeError: lazy logits have reached a kernel, which needs data."""
+        """Raise a TypeError: lazy logits have reached a kernel of torch, which needs data."""
         raise TypeError(
             f"{function} received lazy logits without going through torch's functions (a custom "
             "autograd function?)."
@@ -332,7 +353,10 @@ class LazyLogits(Tensor):
 
 
 def _materialized(value: Any) -> Any:
-    """Replace lazy logits by the real ones in function arguments, also inside lists and dicts."""
+    """Replace lazy logits by real ones in a function's arguments, also in lists, tuples, dicts.
+
+    Other values are returned as they are.
+    """
     if isinstance(value, LazyLogits):
         return value.materialize()
     if isinstance(value, dict):
@@ -348,7 +372,7 @@ def _materialized(value: Any) -> Any:
 
 
 def _lazy_reshape(logits: LazyLogits, *shape: Any) -> Any:
-    """Lazy version of `Tensor.reshape` and `view`, if the classes stay the last dim.
+    """Lazy version of `Tensor.reshape` and `view` for logits, if the classes stay the last dim.
 
     Args:
         logits: Lazy logits, of shape (..., classes).
@@ -368,7 +392,7 @@ def _lazy_reshape(logits: LazyLogits, *shape: Any) -> Any:
 
 
 def _lazy_getitem(logits: LazyLogits, index: Any) -> Any:
-    """Lazy version of slicing that keeps all classes, such as `[:, :-1]` or `[..., :-1, :]`.
+    """Lazy version of slicing logits, if it keeps all classes: `[:, :-1]` or `[..., :-1, :]`.
 
     Returns:
         Lazy logits, or NotImplemented to compute the real ones: for an index other than slices and
@@ -384,11 +408,11 @@ def _lazy_getitem(logits: LazyLogits, index: Any) -> Any:
 
 
 def _lazy_to(logits: LazyLogits, to: Any = None, **kwargs: Any) -> Any:
-    """Lazy version of `Tensor.to` and `float`: convert to another floating-point dtype.
+    """Lazy version of `Tensor.to` and `float` for logits: convert to another floating-point dtype.
 
     Returns:
-        Lazy logits, or NotImplemented to compute the real ones: for another device, an integer
-        dtype, or other arguments. The same lazy logits if they have this dtype or device already.
+        Lazy logits (the same ones if they have this dtype or device already), or NotImplemented to
+        compute the real ones: for another device, an integer dtype, or other arguments.
     """
     if kwargs or not isinstance(to, torch.dtype | torch.device):
         return NotImplemented
@@ -400,7 +424,7 @@ def _lazy_to(logits: LazyLogits, to: Any = None, **kwargs: Any) -> Any:
 
 
 def _lazy_scale(function: Callable, logits: LazyLogits, number: Any, **kwargs: Any) -> Any:
-    """Lazy version of multiplying or dividing by a Python number.
+    """Lazy version of multiplying or dividing logits by a Python number.
 
     Args:
         function: torch's function, such as `Tensor.mul` or `torch.div`.
@@ -418,7 +442,7 @@ def _lazy_scale(function: Callable, logits: LazyLogits, number: Any, **kwargs: A
 
 
 def _lazy_add(logits: LazyLogits, other: Any, **kwargs: Any) -> Any:
-    """Lazy version of adding a bias that needs no gradient (BART's `final_logits_bias`).
+    """Lazy version of adding a bias without gradient to logits (BART's `final_logits_bias`).
 
     Returns:
         Lazy logits, or NotImplemented to compute the real ones: unless `other` is a tensor with one

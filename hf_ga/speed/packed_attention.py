@@ -51,7 +51,7 @@ class PackedSamples:
 
     @staticmethod
     def of(attention_mask: Tensor, keys: Tensor) -> "PackedSamples":
-        """Compute lengths and starts from an attention mask, without waiting for the device.
+        """Compute lengths and starts of packed samples, without waiting for the device.
 
         Args:
             attention_mask: 1 for each real token and 0 for padding on the right, of shape (samples,
@@ -102,7 +102,7 @@ class PackedAttention:
     """
 
     def __init__(self, dropout: KeyedDropout, use_kernel: bool | None) -> None:
-        """Start without a micro-batch; `start_micro_batch` sets its samples."""
+        """Start without a packed micro-batch; `start_micro_batch` sets its samples."""
         self.num_calls = 0
         self._dropout = dropout
         self._use_kernel = use_kernel
@@ -115,15 +115,18 @@ class PackedAttention:
         self._max_plain_length: dict[tuple[nn.Module, bool, int | None], int] = {}
 
     def can_run(self, device: torch.device) -> bool:
-        """Whether the Triton kernels run on a device, or were requested by the user."""
+        """Whether the Triton kernels compute attention of packed tokens on a device.
+
+        By default, on a GPU with Triton; otherwise as the user requested.
+        """
         if self._use_kernel is None:
             return device.type == "cuda" and has_triton()
         return self._use_kernel
 
     def start_micro_batch(self, samples: PackedSamples | None) -> None:
-        """Set the samples of the next micro-batch; None if its attention must be computed padded.
+        """Set the samples of the next packed micro-batch, whose attention the kernels compute.
 
-        Forgets the masks of the last micro-batch.
+        None if its attention must be computed padded. Forgets the masks of the last micro-batch.
         """
         self._samples = samples
         self._checked_masks.clear()
@@ -209,11 +212,11 @@ class PackedAttention:
     def _matches_mask(
         self, module: nn.Module, attention_mask: Tensor | None, arguments: AttentionArguments
     ) -> bool:
-        """Whether a mask of padded samples hides exactly what the kernel hides by its arguments.
+        """Whether a mask of padded samples hides exactly what a kernel hides without the mask.
 
-        Checking a mask waits for the device. If a module's mask is plain for a long sample, it is
-        so for shorter ones. So a module's mask is checked again only if a micro-batch has a longer
-        sample than all before. Without a mask there must be no padding.
+        Such a mask is called plain. Checking it waits for the device. If a module's mask is plain
+        for a long sample, it is plain for shorter ones, so it is checked again only if a
+        micro-batch has a longer sample than all before. Without a mask there must be no padding.
         """
         samples = self._samples
         if attention_mask is None:
@@ -229,7 +232,7 @@ class PackedAttention:
     def _is_plain(
         self, attention_mask: Tensor, is_causal: bool, sliding_window: int | None
     ) -> bool:
-        """Return `is_plain_mask` for a mask of this micro-batch, cached for layers that share it.
+        """Return `is_plain_mask` for an attention mask, cached for layers that share the mask.
 
         Args:
             attention_mask: The mask of the padded samples.
@@ -253,7 +256,7 @@ def attention_arguments(
     attention_mask: Tensor | None,
     options: dict[str, Any],
 ) -> AttentionArguments | None:
-    """Find out what a call of an attention function of transformers computes.
+    """Find out what a call of a transformers attention function computes, to let a kernel do it.
 
     Known functions are transformers' `sdpa_attention_forward` and the models' own
     `eager_attention_forward`. Another function of that name may do more than its arguments say:
@@ -268,8 +271,8 @@ def attention_arguments(
         options: The other arguments of `original`.
 
     Returns:
-        None if the function or one of its options is not known, an option is not supported, or it
-        is unknown whether attention is causal.
+        What it computes. None if the function or one of its options is not known, an option is not
+        supported, or it is unknown whether attention is causal.
     """
     is_sdpa = original is sdpa_attention_forward
     if not is_sdpa and getattr(original, "__name__", "") != "eager_attention_forward":
@@ -318,7 +321,7 @@ def autocast_tensors(*tensors: Tensor) -> list[Tensor]:
 
 
 def are_supported(query: Tensor, key: Tensor, value: Tensor, samples: PackedSamples) -> bool:
-    """Whether the attention kernels support dtype, device and shape of these tensors.
+    """Whether the kernels for packed attention support dtype, device and shape of tensors.
 
     Args:
         query: Queries, of shape (1, num_heads, num_tokens, head_dim).
@@ -346,7 +349,7 @@ def is_plain_mask(
     mask: Tensor, lengths: Tensor, is_causal: bool, sliding_window: int | None
 ) -> bool:
     """Whether an attention mask hides padding, later tokens, tokens beyond a sliding window, and
-    nothing else.
+    nothing else, so that a kernel can compute attention of packed tokens without it.
 
     Rows of the mask that belong to queries in the padding are ignored.
 

@@ -33,7 +33,7 @@ class PackedTokens:
 
     @staticmethod
     def of(attention_mask: Tensor, device: torch.device) -> "PackedTokens | None":
-        """Find the real tokens of a micro-batch, without waiting for the device.
+        """Find the real tokens of a micro-batch, to pack them, without waiting for the device.
 
         Args:
             attention_mask: 1 for each real token and 0 for padding, of shape (samples, width), on
@@ -41,8 +41,8 @@ class PackedTokens:
             device: The device of the index.
 
         Returns:
-            None if the micro-batch cannot be packed: the mask has values other than 0 and 1, or a
-            sample has no real token.
+            The real tokens. None if the micro-batch cannot be packed: the mask has values other
+            than 0 and 1, or a sample has no real token.
         """
         is_real = attention_mask != 0
         is_binary = bool(((attention_mask == 1) == is_real).all())
@@ -55,26 +55,26 @@ class PackedTokens:
 
     @property
     def padded_shape(self) -> tuple[int, int]:
-        """The first two sizes of padded tensors: (num_samples, width)."""
+        """The first two sizes of a padded micro-batch's tensors: (num_samples, width)."""
         return self.num_samples, self.width
 
     @property
     def packed_shape(self) -> tuple[int, int]:
-        """The first two sizes of packed tensors: (1, num_tokens)."""
+        """The first two sizes of tensors of packed tokens (all real tokens): (1, num_tokens)."""
         return 1, len(self.index)
 
     @cached_property
     def samples(self) -> Tensor:
-        """For each real token, the row of its sample in the batch: int64, shape (num_tokens,)."""
+        """For each packed (real) token, the row of its sample: int64, of shape (num_tokens,)."""
         return self.index // self.width
 
     @cached_property
     def columns(self) -> Tensor:
-        """For each real token, its column in the padded batch: int64, of shape (num_tokens,)."""
+        """For each packed (real) token, its column in the padded batch: int64, (num_tokens,)."""
         return self.index % self.width
 
     def pack(self, padded: Tensor) -> Tensor:
-        """Select the real tokens of a padded tensor, and concatenate them.
+        """Pack a padded tensor of a micro-batch: select its real tokens, and concatenate them.
 
         Args:
             padded: Of shape (num_samples, width, ...), or (1, width, ...) if all samples share it
@@ -119,8 +119,8 @@ class PackedMasks:
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
         """Draw the dropout mask of packed tokens.
 
-        It has the rows of the mask of the padded batch, (num_samples, width, ...), that belong to
-        real tokens.
+        Its rows are those of the padded batch's mask, of shape (num_samples, width, ...), that
+        belong to real tokens.
 
         Args:
             site: The dropout site.
@@ -141,10 +141,9 @@ class PackedMasks:
         return keep_columns(keys, shape[-1], drop_probability).view(shape)
 
     def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply dropout to all elements of packed tokens.
+        """Apply dropout to all elements of packed tokens, with the mask that `mask` draws.
 
-        On a GPU one kernel draws and applies the mask, without storing it, if it supports the
-        input.
+        If a GPU kernel supports the input, it draws and applies the mask without storing it.
 
         Args:
             site: The dropout site.
@@ -165,15 +164,16 @@ class PackedMasks:
         return apply_dropout_mask(input, drop_probability, kept)
 
     def _check_shape(self, site: DropoutSite, shape: torch.Size) -> None:
-        """Check that a dropout mask is for packed tokens, and the padded mask at this site is for
-        padded ones.
+        """Check that a dropout mask to draw is for packed tokens, and that padded samples have a
+        mask with the same number of dims at this dropout site.
 
         Args:
             site: The dropout site, with the shape of the mask of padded samples.
             shape: Shape of the mask to draw.
 
         Raises:
-            UnkeyedRandomness: If not, so that the mask cannot be tied to tokens.
+            UnkeyedRandomness: If one of these does not hold, so that the mask cannot be tied to
+                tokens.
         """
         is_packed = len(shape) >= 3 and shape[:2] == self.tokens.packed_shape
         matches_padded_mask = site.sample_dim == 0 and len(shape) == len(site.shapes[0])

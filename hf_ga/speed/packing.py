@@ -37,11 +37,11 @@ UNSUPPORTED = (
     "layerdrop",
     "encoder_layerdrop",
 )
-# Padding ratio (padded / real tokens) above which packing is faster: GPT-2, 4 layers x 256, on a
-# CPU: 0 % at 1.03, 7 % at 1.10.
+# Padding ratio (padded / real tokens) above which packing is faster. Measured with GPT-2 (4 layers,
+# hidden size 256) on a CPU: not faster at 1.03, 7 % faster at 1.10.
 MIN_PADDING_RATIO = 1.05
-# With the attention kernel and dropout also batches without padding are packed: otherwise attention
-# stores weights and masks of length x length.
+# With the attention kernel and dropout, batches without padding are packed, too: otherwise
+# attention stores weights and masks of length x length.
 MIN_PADDING_RATIO_WITH_KERNEL = 0.0
 
 
@@ -55,23 +55,27 @@ class Packing(SpeedUp):
     name = "packing"
 
     def __init__(self, use_kernel: bool | None = None) -> None:
-        """Start unattached; `attach` finds the layers to pack."""
+        """Start the packing without a model; `attach` finds the layers to pack."""
         self._use_kernel = use_kernel
-        self._min_padding_ratio = MIN_PADDING_RATIO
-        self._is_on_trial = False
+        self._min_padding_ratio = MIN_PADDING_RATIO  # above which a micro-batch is packed
+        self._is_on_trial = False  # whether the proof tests the packing
         # Sides on which samples were padded in the proof: "left", "right" or "inside".
         self._proven_sides: set[str] = set()
         # The real tokens of this micro-batch. None if it is not packed.
         self._tokens: PackedTokens | None = None
-        self._was_packed = False
-        self._is_in_attention = False
+        self._was_packed = False  # whether any micro-batch was packed so far
+        self._is_in_attention = False  # whether attention of padded samples runs
         # Per-token arguments of the layers in this micro-batch: (padded, packed).
         self._packed_arguments: list[tuple[Tensor, Tensor]] = []
 
     def attach(
         self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool
     ) -> str | None:
-        """Find the layers to pack; return why the model cannot be packed, or None if it can."""
+        """Find the layers between which padding can be removed, and keep the keyed dropout.
+
+        Returns:
+            Why the model cannot be packed, or None if it can be tried.
+        """
         layers = find_layer_stack(model)
         if layers is None:
             return "it has no stack of equal layers"
@@ -89,29 +93,31 @@ class Packing(SpeedUp):
         self._modules_in_layers = frozenset(
             module for layer in layers for module in layer.modules()
         )
+        # Names of the arguments of a layer's forward.
         layer_signature = inspect.signature(type(layers[0]).forward)
         self._parameter_names = list(layer_signature.parameters)[1:]  # without self
         return None
 
     def trial(self) -> AbstractContextManager[None]:
-        """Pack any padding within the context, also where it is too little to be faster.
+        """Within the trial of this speed-up, remove even padding that is too little to be faster.
 
         Records on which sides the proof's samples are padded.
         """
         return override(self, _min_padding_ratio=1.0, _is_on_trial=True)
 
     def verdict(self) -> str | None:
-        """After the proof's trial forward, return why nothing was packed; None if something was."""
+        """After the trial of this speed-up, return why it packed nothing; None if it did."""
         if not self._was_packed:
             return "its batches have no padding, no attention mask, or targets at the padding"
         return None
 
     def fits(self, call: Call) -> bool:
-        """Whether all samples of a micro-batch are padded on a side that the proof has tested.
+        """Whether a micro-batch may be packed: its samples are padded on sides that were proven.
 
-        A head may read a fixed column (the first or the last token), which must not become padding.
-        During the proof, records the side instead. False if a sample has padding between its
-        tokens. True if there is no mask of tokens: then nothing is packed.
+        A head may read a fixed column (the first or the last one), where a sample that is padded
+        there has zeros after packing. During the proof, a side is recorded as proven if all padded
+        samples of the micro-batch share it. True if there is no attention mask of tokens: then
+        nothing is packed.
         """
         mask = call.micro_batch.batch.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
@@ -122,9 +128,9 @@ class Packing(SpeedUp):
         return sides <= self._proven_sides
 
     def before(self, call: Call) -> None:
-        """Before a micro-batch's forward, find its real tokens if it is to be packed.
+        """Before a micro-batch's forward, find its real tokens if its padding is to be removed.
 
-        Then dropout masks are drawn by this object instead of by `SampleMasks`.
+        Then this object draws the dropout masks, instead of `SampleMasks`.
         """
         self._packed_arguments.clear()
         device = call.keys.device
@@ -138,7 +144,10 @@ class Packing(SpeedUp):
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
-        """Hook the layers, and replace transformers' attention functions, within the block."""
+        """Let this speed-up remove the padding between the layers of a model within the block.
+
+        Hooks the layers, and replaces transformers' attention functions.
+        """
         with ExitStack() as stack:
             stack.callback(self._packed_arguments.clear)
             stack.callback(setattr, self, "_tokens", None)
@@ -152,7 +161,7 @@ class Packing(SpeedUp):
             original_get_interface = AttentionInterface.get_interface
 
             def get_interface(*args: Any) -> Callable:
-                """Return the attention function of a model, wrapped by `_attend`."""
+                """Return a model's attention function, wrapped so that it takes packed tokens."""
                 return partial(self._attend, original_get_interface(*args))
 
             stack.enter_context(override(AttentionInterface, get_interface=get_interface))
@@ -172,9 +181,10 @@ class Packing(SpeedUp):
         return self._masks_of(site).mask(site, shape, drop_probability)
 
     def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply dropout to all elements of an input, with the mask that `mask` would draw.
+        """Apply dropout to an input: packed tokens within layers, else padded samples.
 
-        Keyed dropout calls this in place of `SampleMasks.drop`.
+        The mask is the one that `mask` draws. Keyed dropout calls this in place of
+        `SampleMasks.drop`.
         """
         return self._masks_of(site).drop(site, input, drop_probability)
 
@@ -229,7 +239,7 @@ class Packing(SpeedUp):
         return args, kwargs
 
     def _packed_hidden_states(self, layer: nn.Module, hidden_states: Tensor) -> Tensor:
-        """Return the hidden states of a layer: packed before the first one, then unchanged.
+        """Return a layer's hidden states for packing: packed before the first one, then unchanged.
 
         Args:
             layer: The layer.
@@ -335,7 +345,7 @@ class Packing(SpeedUp):
 
 
 def find_layer_stack(model: nn.Module) -> nn.ModuleList | None:
-    """Find a model's transformer layers: its largest `nn.ModuleList` of layers of one class.
+    """Find the layers to pack: a model's largest `nn.ModuleList` of layers of one class.
 
     Lists within another one are skipped; the largest has the most parameters. None if there is
     none.
@@ -351,12 +361,12 @@ def find_layer_stack(model: nn.Module) -> nn.ModuleList | None:
 
 
 def _num_parameters(module: nn.Module) -> int:
-    """Count the elements of all parameters of a module, to find the largest stack of layers."""
+    """Count the elements of all parameters of a module, to find the layers to pack."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 
 def padded_sides(mask: Tensor) -> set[str]:
-    """Find out on which sides the samples of a batch are padded.
+    """Find out on which sides the samples of a batch are padded, for packing.
 
     Args:
         mask: The attention mask, 1 for each real token, of shape (samples, width).
@@ -381,15 +391,15 @@ def padded_sides(mask: Tensor) -> set[str]:
 
 
 def _tokens_to_pack(call: Call, min_padding_ratio: float) -> PackedTokens | None:
-    """Find the real tokens of a micro-batch, if it can be packed and that is worth it.
+    """Find the real tokens of a micro-batch, if removing its padding is possible and worth it.
 
     Args:
         call: The micro-batch's forward and backward.
         min_padding_ratio: Padding ratio (padded / real tokens) above which packing is worth it.
 
     Returns:
-        None if the batch has no 0/1 attention mask of tokens on the CPU, too little padding, a
-        sample without tokens, or targets that are predicted at the padding.
+        The real tokens. None if the batch has no attention mask of tokens (0 or 1, on the CPU), too
+        little padding, a sample without tokens, or targets that are predicted at the padding.
     """
     batch = call.micro_batch.batch
     mask = batch.get("attention_mask")
@@ -406,8 +416,9 @@ def _tokens_to_pack(call: Call, min_padding_ratio: float) -> PackedTokens | None
 def _has_targets_at_padding(mask: Tensor, labels: Any) -> bool:
     """Whether any label of a batch is predicted from the logits of a padding token.
 
-    A masked language model predicts the label of column t at column t; a causal one at t - 1. As
-    the kind of head is unknown, both are checked. False for labels of another shape than the mask.
+    Such a batch cannot be packed, because packing changes these logits. A masked language model
+    predicts the label of column t at column t; a causal one at t - 1. As the kind of head is
+    unknown, both are checked. False for labels of another shape than the mask.
 
     Args:
         mask: The attention mask, 1 for each real token, of shape (samples, width).
