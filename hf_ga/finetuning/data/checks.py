@@ -62,8 +62,8 @@ def is_not_none(value: Any) -> bool:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a label or weight of a row is an int or float that is finite in float32; a bool
-    is not.
+    """Return whether a label or weight of a row is an int or float that is finite in float32; a
+    bool is not.
     """
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and abs(value) <= MAX_FLOAT32

@@ -76,8 +76,8 @@ def is_file(name: str) -> bool:
 
 
 def is_pattern(name: str) -> bool:
-    """Return whether the name of a dataset is a pattern of files: whether it has wildcards, and there
-    is no file or folder of exactly this name.
+    """Return whether the name of a dataset is a pattern of files: whether it has wildcards, and
+    there is no file or folder of exactly this name.
     """
     has_wildcard = any(character in name for character in "*?[")
     return has_wildcard and not Path(name).expanduser().exists()
@@ -289,8 +289,8 @@ def _load_parts(file_type: str, parts: Sequence[_Part], streaming: bool) -> Any:
 
 
 def _check_no_lfs_pointer(path: Path) -> None:
-    """Check that a file of a dataset is not a pointer of git-lfs, which stands for data that was not
-    fetched.
+    """Check that a file of a dataset is not a pointer of git-lfs, which stands for data that was
+    not fetched.
 
     Raises:
         DataError: If the file is such a pointer.
@@ -333,8 +333,8 @@ def _check_no_leading_null(path: Path) -> None:
 
 
 def _checked_file_type(file: str) -> str:
-    """Return the type of a dataset's file by its extension, after checks of what can be wrong before
-    it is parsed.
+    """Return the type of a dataset's file by its extension, after checks of what can be wrong
+    before it is parsed.
 
     Returns:
         A value of `FILE_TYPES`.
@@ -466,8 +466,8 @@ def _columns_of_part(file_type: str, part: _Part) -> list[str]:
 
 
 def _file_type(path: Path) -> str | None:
-    """Return the type of a dataset's file by its extension, apart from .gz: a value of `FILE_TYPES`,
-    or None if the extension is unknown.
+    """Return the type of a dataset's file by its extension, apart from .gz: a value of
+    `FILE_TYPES`, or None if the extension is unknown.
 
     >>> _file_type(Path("rows.tsv.gz")), _file_type(Path("rows.xlsx"))
     ('csv', None)

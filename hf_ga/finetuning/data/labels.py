@@ -221,16 +221,16 @@ def _is_class(value: Any) -> bool:
 
 
 def _is_whole_float(value: Any) -> bool:
-    """Return whether a label is a float or Decimal without a fraction, such as 1.0, and small enough
-    to be exact (below 2**53 in absolute value).
+    """Return whether a label is a float or Decimal without a fraction, such as 1.0, and small
+    enough to be exact (below 2**53 in absolute value).
     """
     is_float = isinstance(value, float | Decimal)
     return is_float and abs(value) < MAX_WHOLE_FLOAT and value == int(value)
 
 
 def _num_multi_hot_classes(values: Sequence[Any]) -> int:
-    """Return the number of classes if the labels of all rows are multi-hot (a 0 or 1 for each class)
-    and equally long, and 0 otherwise.
+    """Return the number of classes if the labels of all rows are multi-hot (a 0 or 1 for each
+    class) and equally long, and 0 otherwise.
 
     >>> _num_multi_hot_classes([[0, 1, 1], [0, 0, 1]]), _num_multi_hot_classes([[0, 1], [2]])
     (3, 0)

@@ -42,8 +42,8 @@ class KeyedMasks:
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a sample with a `mask_key`, the seed of its mask for a masked language model, drawn
-        from numpy's global generator.
+        """Return a sample with a `mask_key`, the seed of its mask for a masked language model,
+        drawn from numpy's global generator.
         """
         key = np.random.randint(0, 2**63 - 1, dtype=np.int64)
         return {**self.dataset[index], "mask_key": int(key)}

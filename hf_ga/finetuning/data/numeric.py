@@ -91,8 +91,8 @@ def _convert_column(
 
 
 def _is_number_or_none(text: str | None) -> bool:
-    """Return whether a cell of a column of numbers, a string, is a number, with a decimal comma or a
-    decimal point; None passes.
+    """Return whether a cell of a column of numbers, a string, is a number, with a decimal comma or
+    a decimal point; None passes.
 
     >>> [_is_number_or_none(text) for text in ("1,5", "-.5e3", "1,234.5", None)]
     [True, True, False, True]
