@@ -25,7 +25,7 @@ def check_values(
     remedy: str,
     has_row_numbers: bool = True,
 ) -> None:
-    """Check one value of each row in a split.
+    """Check one value of each row in a split of a dataset, such as its label, weight or text.
 
     Args:
         split: Name of the split, for the error.
@@ -57,18 +57,22 @@ counted from 0). Fix these rows.
 
 
 def is_not_none(value: Any) -> bool:
-    """Return whether a value is not None."""
+    """Return whether a value in a column of a dataset is not None, for `check_values`."""
     return value is not None
 
 
 def is_number(value: Any) -> bool:
-    """Return whether a value is an int or float that is finite in float32; a bool is not."""
+    """Return whether a label or weight of a row is an int or float that is finite in float32; a
+    bool is not.
+    """
     is_real = isinstance(value, int | float) and not isinstance(value, bool)
     return is_real and abs(value) <= MAX_FLOAT32
 
 
 def is_weight(value: Any) -> bool:
-    """Return whether a value can weight a row in the loss: a number >= 0, finite in float32."""
+    """Return whether a value can weight a row of a dataset in the loss: a number that is finite in
+    float32 and at least 0.
+    """
     return is_number(value) and value >= 0
 
 

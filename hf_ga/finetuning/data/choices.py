@@ -31,8 +31,8 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
         the correct choice.
 
     Raises:
-        DataError: If rows have different numbers of choices, fewer than two, or a label that is not
-            the index of a choice.
+        DataError: If choices are not lists of strings, rows have different numbers of choices or
+            fewer than two, or a label is not the index of a choice.
     """
     encoded = DatasetDict({split: _encode_split(dataset, split) for split, dataset in rows.items()})
     counts = {len(choices) for dataset in encoded.values() for choices in dataset["choices"]}
@@ -51,6 +51,12 @@ def _encode_split(dataset: Dataset, split: str) -> Dataset:
     Args:
         dataset: The rows.
         split: Name of the split, for errors.
+
+    Returns:
+        The rows with a column `choices` and, if they had labels, an int64 `label`.
+
+    Raises:
+        DataError: If choices are not lists of strings, or a label is not the index of a choice.
     """
     choice_columns = [name for name in dataset.column_names if name.startswith("choice")]
     rows = list(dataset)
@@ -80,7 +86,12 @@ def _encode_split(dataset: Dataset, split: str) -> Dataset:
 
 
 def _prepend_text_pair(row: dict[str, Any], choices: list[str | None]) -> list[str]:
-    """Prepend the `text_pair` of a multiple-choice row, if it has one, to each of its choices."""
+    """Prepend the `text_pair` of a multiple-choice row, if it has one, to each of its choices. A
+    choice that is None is empty.
+
+    >>> _prepend_text_pair({"text": "The cat is hungry.", "text_pair": "It"}, ["eats.", "sleeps."])
+    ['It eats.', 'It sleeps.']
+    """
     text_pair = row.get("text_pair") or ""
     return [f"{text_pair} {choice or ''}".removeprefix(" ") for choice in choices]
 
@@ -107,14 +118,16 @@ def _checked_labels(split: str, rows: list[dict[str, Any]], choices: list[list])
 
 def _is_index_of_choice(label_and_count: dict[str, Any]) -> bool:
     """Return whether `label` (an int, or a string of digits) is the 0-based index of one of
-    `choices` choices.
+    the `choices` (their number) that a multiple-choice row has.
     """
     label = str(label_and_count["label"])
     return label.isdecimal() and int(label) < label_and_count["choices"]
 
 
 def _is_list_of_texts(value: Any) -> bool:
-    """Return whether a value is a list of strings, some of which may be None (an empty choice)."""
+    """Return whether the choices of a multiple-choice row are a list of strings, some of which may
+    be None (an empty choice).
+    """
     return isinstance(value, list) and all(text is None or isinstance(text, str) for text in value)
 
 
@@ -138,7 +151,7 @@ def tokenize_choices(
     num_choices = len(rows["choices"][0])
 
     def group_by_row(values: list) -> list[list]:
-        """Group the values of consecutive choices by row."""
+        """Group a list with one value per choice, row after row, by row."""
         return [values[i : i + num_choices] for i in range(0, len(values), num_choices)]
 
     texts = [text or "" for text in rows["text"] for _ in range(num_choices)]

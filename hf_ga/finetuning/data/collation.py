@@ -19,29 +19,31 @@ ROW_WEIGHTS = "row_weights"
 
 
 def pad(rows: Sequence[Sequence[int]], padding_value: int) -> Tensor:
-    """Right-pad lists of integers to the longest and stack them.
+    """Right-pad the token ids, masks or labels of samples to the longest and stack them, to collate
+    a batch.
 
     Args:
-        rows: Lists of any lengths.
+        rows: A list of integers per sample, of any lengths.
         padding_value: The number to pad with.
 
     Returns:
-        int64, shape (rows, longest).
+        int64, shape (samples, longest).
     """
     tensors = [torch.as_tensor(row, dtype=torch.int64) for row in rows]
     return pad_sequence(tensors, batch_first=True, padding_value=padding_value)
 
 
 def collate_ids(samples: Samples, pad_token_id: int) -> dict[str, Tensor]:
-    """Collate the inputs of a model, without its targets.
+    """Collate the token ids of samples to the inputs of a model, without its targets.
 
     Args:
-        samples: Samples with `input_ids` and optionally `token_type_ids` and `weight`.
+        samples: Tokenized samples with `input_ids` and optionally `token_type_ids` and `weight`.
         pad_token_id: The id of the padding token.
 
     Returns:
         `input_ids`, `attention_mask` and, if the samples have them, `token_type_ids`, each int64 of
-        shape (samples, longest), and `row_weights`, float32 of shape (samples,).
+        shape (samples, longest) and 0 (ids: `pad_token_id`) at padding; and, if the samples have
+        a `weight`, `row_weights`, their weights in the loss, float32 of shape (samples,).
     """
     rows = [sample["input_ids"] for sample in samples]
     ones = [[1] * len(row) for row in rows]

@@ -79,6 +79,11 @@ def choose_columns(rows: DatasetDict, options: DataOptions, task: Task) -> dict[
 
     The columns that flags name need not exist: `rename_columns` checks them.
 
+    Args:
+        rows: The rows of all splits.
+        options: The flags that name columns, and `block_size`.
+        task: The task.
+
     Returns:
         Role -> column. Roles are `text`, `text_pair`, `tokens`, `label`, `question`, `context`,
         `answers`, `choices` (or `choice0`, `choice1`, ...), `target`, `weight`, `anchor`,
@@ -176,19 +181,23 @@ def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None
 
 
 def _is_text_or_none(value: Any) -> bool:
-    """Return whether a value of a text column is a string or None."""
+    """Return whether a value in a dataset's column of texts is a string or None."""
     return value is None or isinstance(value, str)
 
 
 def _is_word_list_or_none(value: Any) -> bool:
-    """Return whether a value is a list of strings (the words of a row) or None."""
+    """Return whether a value in a dataset's column of words is a list of strings or None."""
     if value is None:
         return True
     return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def _has_only_strings(feature: Any) -> bool:
-    """Return whether a column of this type (of `datasets`) has only strings, or only nulls."""
+    """Return whether the type of a dataset's column says that it has only strings, or only nulls.
+
+    Args:
+        feature: The type of the column in `datasets`.
+    """
     return isinstance(feature, Value) and ("string" in feature.dtype or feature.dtype == "null")
 
 
@@ -292,7 +301,7 @@ def _question_and_choices(dataset: Dataset, options: DataOptions) -> dict[str, s
 
 
 def _digits_of(name: str) -> int:
-    """Return the number that the digits of a column name form, such as 2 for ending_2."""
+    """Return the number in the name of a column of choices, to sort them: 2 for ending_2."""
     return int(re.sub(r"\D", "", name))
 
 
@@ -325,7 +334,7 @@ def _default_text_column(dataset: Dataset, options: DataOptions) -> str:
     """Return the text column if no flag names it: `text`, or else the only column of strings that
     has no other role.
 
-    If there is no such column, `text` is returned, although it does not exist.
+    If there is no such column, `text` is returned, and `rename_columns` reports that it is missing.
     """
     if "text" in dataset.column_names:
         return "text"
@@ -339,5 +348,7 @@ def _default_text_column(dataset: Dataset, options: DataOptions) -> str:
 
 
 def _first_existing_column(dataset: Dataset, names: Sequence[str]) -> str:
-    """Return the first of `names` that is a column of the dataset, or `names[0]` if none is."""
+    """Return the first of `names` that is a column of the dataset. If none is one, return
+    `names[0]`, and `rename_columns` reports that it is missing.
+    """
     return next((name for name in names if name in dataset.column_names), names[0])

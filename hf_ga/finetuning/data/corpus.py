@@ -36,10 +36,8 @@ _Definition = ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
-    """Yield one row per docstring of the Python files below `folder`, always in the same order.
-
-    Args:
-        folder: A folder of packages. None: the standard library of the running interpreter.
+    """Yield the rows of the embedded corpus: one per docstring of the Python files below `folder`,
+    always in the same order.
 
     Sources are parsed, never imported; files that do not parse are skipped. A row is
 
@@ -48,6 +46,9 @@ def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
 
     Duplicate texts are dropped, so that no text of one split occurs in another. Names may repeat (a
     property's getter and setter): the split follows the name, so such rows stay together.
+
+    Args:
+        folder: A folder of packages. None: the standard library of the running interpreter.
     """
     folder = folder or Path(sysconfig.get_path("stdlib"))
     seen_texts = set()
@@ -163,8 +164,11 @@ def truecasing_row(row: dict[str, str]) -> dict[str, list[str]]:
 
 
 def _case_of(word: str) -> str:
-    """Return the case of a word as a tag: lower, Title, UPPER, Mixed, or "none" if it has no
-    letters with a case.
+    """Return the tag of a word for truecasing, its upper or lower case: lower, Title, UPPER, Mixed,
+    or "none" if it has no letters with a case. A single capital is Title.
+
+    >>> [_case_of(word) for word in ("tar", "Tar", "A", "TAR", "TarFile", "42")]
+    ['lower', 'Title', 'Title', 'UPPER', 'Mixed', 'none']
     """
     if word.lower() == word.upper():
         return "none"
@@ -178,7 +182,8 @@ def _case_of(word: str) -> str:
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 4000) -> PreTrainedTokenizerFast:
-    """Train a byte-level BPE tokenizer; the same texts give the same tokenizer.
+    """Train a byte-level BPE tokenizer, as for the embedded corpus; the same texts give the same
+    tokenizer.
 
     `decode(encode(text))` returns the text unchanged: all 256 bytes are tokens, and there is no
     normaliser and no post-processor. The caller appends <eos> for a causal model and adds <cls> for
@@ -227,7 +232,8 @@ def load_stdlib_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def _source_files(folder: Path) -> list[Path]:
-    """List the .py files below a folder, in the same order on every file system and platform.
+    """List the .py files below a folder, the sources of the embedded corpus, in the same order on
+    every file system and platform.
 
     `_EXCLUDED_FOLDERS`, such as site-packages and tests, are skipped.
     """
@@ -240,7 +246,9 @@ def _source_files(folder: Path) -> list[Path]:
 
 
 def _parse(path: Path) -> ast.Module | None:
-    """Parse a Python source file; return None if it is not valid Python."""
+    """Parse a Python file, whose docstrings the embedded corpus has as rows; return None if it is
+    not valid Python.
+    """
     # Bytes, because the parser reads the encoding declaration.
     source = path.read_bytes()
     try:
@@ -255,7 +263,7 @@ def _parse(path: Path) -> ast.Module | None:
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:
     """Yield (dotted name, docstring without indentation) of a module, class or function and of all
-    definitions inside it, in source order.
+    definitions inside it, in source order, as rows of the embedded corpus.
 
     Args:
         node: A node of a syntax tree.

@@ -315,6 +315,9 @@ def _encode_targets(
         data: Its `labels` are set to the class names, and lines for the log are appended to its
             `notes`.
         model_labels: Class names of a trained head, see `prepare_data`.
+
+    Raises:
+        DataError: If labels, answers, choices or scores are invalid, or no rows are left.
     """
     label_type = data.task.labels
     if label_type == "pairs":
@@ -415,8 +418,8 @@ def _tokenize_function(roles: Iterable[str], options: DataOptions, data: Prepare
 
 
 def _tokenize_split(rows: Dataset, split: str, options: DataOptions, data: PreparedData) -> Dataset:
-    """Tokenize the rows of one split, drop empty samples, and split them into blocks if
-    `block_size` is set.
+    """Tokenize the rows of one split, and drop samples without tokens. If `block_size` is set, the
+    samples are concatenated and split into blocks.
 
     Args:
         rows: The rows, with columns named by role.
@@ -557,7 +560,8 @@ def _select_loss_columns(samples: Dataset) -> Dataset:
 
 def _content_hash(train: Dataset, labels: Sequence[str]) -> str:
     """Hash what a model learns from: the columns of the training samples that the loss depends on,
-    and the class names. The hash does not depend on where the samples were loaded from.
+    and the class names. The hash (16 hex digits) does not depend on where the samples were loaded
+    from.
     """
     digest = hashlib.sha256(json.dumps(labels).encode())
     for rows in _select_loss_columns(train).iter(batch_size=1000):
@@ -589,7 +593,7 @@ def _identity_of(train: Dataset, data: PreparedData) -> dict[str, str | None]:
 
 def _hash_rows(dataset: Dataset, data: PreparedData) -> str:
     """Hash the rows of a split, with columns named by role, and the class names, because the rows
-    contain only class ids.
+    contain only class ids. The hash (16 hex digits) is part of the identity of a run's data.
     """
     digest = hashlib.sha256(json.dumps(data.labels).encode())
     for rows in dataset.iter(batch_size=1000):
@@ -598,5 +602,12 @@ def _hash_rows(dataset: Dataset, data: PreparedData) -> str:
 
 
 def _short_hash(value: Any) -> str:
-    """Return the first 16 hex digits of the SHA-256 hash of a value that JSON can represent."""
+    """Hash the settings of a tokenizer, or a chat template, for the identity of a run's data.
+
+    Args:
+        value: Any value that JSON can represent.
+
+    Returns:
+        The first 16 hex digits of its SHA-256 hash.
+    """
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -49,10 +49,11 @@ def with_dates_as_texts(rows: Any, paths: Sequence[str]) -> Any:
 
 
 def rows_of_files(paths: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of JSON files, read by Python's JSON reader.
+    """Yield the objects of JSON files, the rows of a dataset, read by Python's JSON reader, which
+    does not convert dates.
 
     Args:
-        paths: Files of JSON lines, or with a list of objects.
+        paths: Files of JSON lines, or with a list of objects, optionally compressed (.gz).
     """
     for path in paths:
         opener = gzip.open if Path(path).suffix == ".gz" else open
@@ -68,7 +69,12 @@ def rows_of_files(paths: list[str]) -> Iterator[dict[str, Any]]:
 
 
 def _has_timestamps(pa_type: pa.DataType) -> bool:
-    """Return whether the type of a pyarrow column is a timestamp, or a list or struct with one."""
+    """Return whether pyarrow reads a column of a JSON file as timestamps, or as lists or structs
+    with timestamps.
+
+    Args:
+        pa_type: The type of the column.
+    """
     if pa.types.is_timestamp(pa_type):
         return True
     children = [pa_type.field(i).type for i in range(pa_type.num_fields)]
@@ -93,8 +99,8 @@ def _may_be_converted(values: pa.Array) -> bool:
 
 
 def _with_strings(feature: Any) -> Any:
-    """Return a feature of `datasets` (or a dict of features) with string types in place of
-    timestamps, also in nested features.
+    """Return the type of a JSON file's column in `datasets` (or a dict of such types) with strings
+    in place of timestamps, also in nested types.
     """
     if isinstance(feature, dict):
         return {name: _with_strings(child) for name, child in feature.items()}

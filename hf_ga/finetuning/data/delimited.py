@@ -119,7 +119,7 @@ def _check_quotes(path: str, rows: Dataset) -> None:
     with a tab and a line break.
 
     Raises:
-        DataError: If one does.
+        DataError: If a cell has both.
     """
     for name in rows.column_names:
         texts = rows.data.column(name)
@@ -211,7 +211,10 @@ def _parse_cell(text: str, dtype: str) -> bool | int | float:
         dtype: "int64", "float64" or "bool", inferred from all rows, or from the first of a stream.
 
     Raises:
-        DataError: If the cell is not of this type, as may be a later row of a stream.
+        DataError: If the cell is not of this type, which can happen in a later row of a stream.
+
+    >>> _parse_cell(" +7", "int64"), _parse_cell("1e3", "float64"), _parse_cell("TRUE", "bool")
+    (7, 1000.0, True)
     """
     cell = text.strip().lower()
     if dtype == "bool" and cell in _BOOLS:

@@ -120,14 +120,16 @@ def _read_single_object(path: Path, line_is_row: bool) -> dict[str, Any] | None:
 
 
 def _open_text(path: Path) -> TextIO:
-    """Open a UTF-8 file, with or without a byte order mark, and decompress it if it ends in .gz."""
+    """Open a JSON file, UTF-8 with or without a byte order mark, and decompress it if its name ends
+    in .gz.
+    """
     opener = gzip.open if path.suffix == ".gz" else open
     return opener(path, "rt", encoding="utf-8-sig")
 
 
 def _next_non_blank_line(file: TextIO) -> str:
-    """Read up to and including the next line that is not blank, and return it without leading
-    spaces; return "" at the end of the file.
+    """Read a JSON file up to and including the next line that is not blank, and return that line
+    without leading spaces; return "" at the end of the file.
     """
     return next((line.lstrip() for line in file if line.strip()), "")
 
@@ -250,6 +252,9 @@ def _unused_keys(document: Mapping[str, Any], used_key: str) -> str:
     Args:
         document: The object.
         used_key: The key of the rows, with dots for nested keys.
+
+    >>> _unused_keys({"rows": [{"text": "a"}], "licenses": ["MIT"], "version": 1}, "rows")
+    ' (not used: licenses)'
     """
     top_level_key = used_key.partition(".")[0]
     unused = [
@@ -261,8 +266,8 @@ def _unused_keys(document: Mapping[str, Any], used_key: str) -> str:
 
 
 def _to_rows(value: Any) -> list[Row] | None:
-    """Return a JSON value as rows: a list of objects, or an object in a format of pandas. Return
-    None for any other value.
+    """Return a JSON value as the rows of a dataset if it is a list of objects (which may be empty),
+    or an object in a format of pandas. Return None for any other value.
     """
     if isinstance(value, list):
         return value if all(isinstance(row, dict) for row in value) else None
@@ -290,7 +295,9 @@ def _rows_of_pandas(document: Mapping[str, Any]) -> list[Row] | None:
 
 
 def _without_index(row: Row) -> Row:
-    """Return a row without the column `index`, which pandas writes for the index of a frame."""
+    """Return a row of a JSON file without the column `index`, which pandas writes for the index of
+    a frame.
+    """
     return {name: value for name, value in row.items() if name != "index"}
 
 
@@ -301,7 +308,11 @@ def _rows_of_dicts(document: Mapping[str, dict[str, Any]]) -> list[Row] | None:
         document: An object of objects with the same keys.
 
     Returns:
-        The rows, or None if either both or none of the inner and outer keys are numbers.
+        The rows, or None if rows and columns cannot be told apart: both the outer and the inner
+        keys are numbers, or neither are.
+
+    >>> _rows_of_dicts({"text": {"0": "a", "1": "b"}, "label": {"0": 3, "1": 4}})
+    [{'text': 'a', 'label': 3}, {'text': 'b', 'label': 4}]
     """
     inner_keys = list(next(iter(document.values())))
     has_row_numbers_inside = all(map(str.isdecimal, inner_keys))
@@ -331,7 +342,9 @@ def _has_table_format(document: Mapping[str, Any]) -> bool:
 
 
 def _is_dict_of_dicts(document: Mapping[str, Any]) -> bool:
-    """Return whether all values of a JSON object are non-empty objects with the same keys."""
+    """Return whether all values of a JSON object are non-empty objects with the same keys, as in
+    pandas' formats by column or by row; False for an empty object.
+    """
     values = list(document.values())
     if not values or not all(isinstance(value, dict) and value for value in values):
         return False
@@ -348,6 +361,9 @@ def _lists_of_objects(
         document: The object.
         parent_key: The key of `document` in its parent with a dot at the end; "" for the whole
             file.
+
+    >>> [*_lists_of_objects({"version": 1, "data": {"rows": [{"text": "a"}]}})]
+    [('data.rows', [{'text': 'a'}])]
     """
     for key, value in document.items():
         if _is_list_of(dict, value):

@@ -76,8 +76,8 @@ def is_file(name: str) -> bool:
 
 
 def is_pattern(name: str) -> bool:
-    """Return whether the name of a file has wildcards, and there is no file or folder of exactly
-    this name.
+    """Return whether the name of a dataset is a pattern of files: whether it has wildcards, and
+    there is no file or folder of exactly this name.
     """
     has_wildcard = any(character in name for character in "*?[")
     return has_wildcard and not Path(name).expanduser().exists()
@@ -191,7 +191,7 @@ def load_folder(
 def _find_parts(
     files: Sequence[str], field: str | None, notes: list[str]
 ) -> tuple[str, list[_Part]]:
-    """Resolve patterns, check the files, and convert JSON files that are one object.
+    """Resolve patterns, check the files of a dataset, and convert JSON files that are one object.
 
     Args:
         files: Names and patterns of files.
@@ -225,7 +225,8 @@ def _find_parts(
 
 
 def _common_file_type(files: Sequence[str], paths: Sequence[str]) -> str:
-    """Check files, and return the type that all of them have.
+    """Check the files of a dataset, and return the type that all of them have (a value of
+    `FILE_TYPES`).
 
     Args:
         files: Names and patterns as the user gave them, for the error.
@@ -288,10 +289,11 @@ def _load_parts(file_type: str, parts: Sequence[_Part], streaming: bool) -> Any:
 
 
 def _check_no_lfs_pointer(path: Path) -> None:
-    """Check that a file is not a pointer of git-lfs, which stands for data that was not fetched.
+    """Check that a file of a dataset is not a pointer of git-lfs, which stands for data that was
+    not fetched.
 
     Raises:
-        DataError: If it is.
+        DataError: If the file is such a pointer.
     """
     if path.stat().st_size > MAX_POINTER_BYTES:
         return
@@ -305,10 +307,10 @@ def _check_no_lfs_pointer(path: Path) -> None:
 
 
 def _check_not_utf16(path: Path) -> None:
-    """Check that a file does not begin with the byte order mark of UTF-16.
+    """Check that a file of a dataset does not begin with the byte order mark of UTF-16.
 
     Raises:
-        DataError: If it does.
+        DataError: If the file begins with that mark.
     """
     with path.open("rb") as file:
         if file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
@@ -320,7 +322,7 @@ def _check_no_leading_null(path: Path) -> None:
     reader. Files that cannot be read pass: reading reports their error.
 
     Raises:
-        DataError: If it does.
+        DataError: If the file begins with `null`.
     """
     opener = gzip.open if path.suffix == ".gz" else open
     with suppress(OSError, EOFError, zlib.error), opener(path, "rb") as file:
@@ -331,8 +333,8 @@ def _check_no_leading_null(path: Path) -> None:
 
 
 def _checked_file_type(file: str) -> str:
-    """Return the type of a file by its extension, after checks of what can be wrong before it is
-    parsed.
+    """Return the type of a dataset's file by its extension, after checks of what can be wrong
+    before it is parsed.
 
     Returns:
         A value of `FILE_TYPES`.
@@ -361,7 +363,7 @@ def _checked_file_type(file: str) -> str:
 
 def columns_of(rows: Any) -> list[str]:
     """Return the column names of a dataset or a stream; of a stream without known columns, those of
-    its first row.
+    its first row (none if it has no rows).
     """
     return rows.column_names or list(next(iter(rows), ()))
 
@@ -374,7 +376,7 @@ def check_same_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> None:
         columns: (name of the dataset or file, its columns) of each.
 
     Raises:
-        DataError: If another one has other columns than the first.
+        DataError: If one of them has other columns than the first.
     """
     first_name, first_columns = columns[0]
     for name, other_columns in columns[1:]:
@@ -428,7 +430,8 @@ def read_error(name: str, error: BaseException) -> DataError:
 
 
 def _matching_paths(file: str) -> list[str]:
-    """Return the files that a name stands for: the file itself, or the sorted matches of a pattern.
+    """Return the files that a name in an option such as `dataset_name` stands for: the file itself,
+    or the sorted matches of a pattern.
 
     Raises:
         DataError: If no file matches a pattern. That a named file exists is not checked.
@@ -463,6 +466,11 @@ def _columns_of_part(file_type: str, part: _Part) -> list[str]:
 
 
 def _file_type(path: Path) -> str | None:
-    """Return the type of a file by its extension, apart from .gz; None if the type is unknown."""
+    """Return the type of a dataset's file by its extension, apart from .gz: a value of
+    `FILE_TYPES`, or None if the extension is unknown.
+
+    >>> _file_type(Path("rows.tsv.gz")), _file_type(Path("rows.xlsx"))
+    ('csv', None)
+    """
     suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
     return FILE_TYPES.get(suffixes[-1]) if suffixes else None

@@ -62,8 +62,8 @@ def multi_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
     """Replace multi-hot labels, a 0 or 1 for each class, by the ids of the classes that apply.
 
     Labels are multi-hot if every row of the first split is a list of the same length, at least 2,
-    of nothing but 0 and 1 (or false and true). As ids, such lists would name the same two classes
-    in every row, or name a class twice.
+    of nothing but 0 and 1 (or false and true). Lists of class ids hardly look so: they would name
+    the classes 0 and 1 in every row, or one class twice.
 
     Returns:
         (rows, number of classes). If the labels are not multi-hot: (the given rows, 0).
@@ -190,18 +190,21 @@ def _label_lists(dataset: Dataset, split: str, label_type: str) -> list[list[Any
 
 
 def _is_class_list_or_none(row: Any) -> bool:
-    """Return whether a value is None or a list of class names or whole numbers."""
+    """Return whether the labels of a row are None or a list of class names or whole numbers."""
     return row is None or (isinstance(row, list) and all(map(_is_class, row)))
 
 
 def _have_same_length(words_and_tags: tuple[list[str] | None, list]) -> bool:
-    """Return whether a row has as many tags as words, given as (words, tags)."""
+    """Return whether a row of token classification has as many tags as words, given as (words,
+    tags).
+    """
     words, tags = words_and_tags
     return len(words or []) == len(tags)
 
 
 def _has_names_or_distinct_numbers(row: list) -> bool:
-    """Return whether a list of labels has no duplicates, or starts with a string (a class name).
+    """Return whether the list of a row's labels has no duplicates, or starts with a string (a class
+    name).
 
     A number twice, as in [0, 1, 0], shows that the list is not a list of ids.
     """
@@ -218,14 +221,19 @@ def _is_class(value: Any) -> bool:
 
 
 def _is_whole_float(value: Any) -> bool:
-    """Return whether a value is a float or Decimal without a fraction, such as 1.0."""
+    """Return whether a label is a float or Decimal without a fraction, such as 1.0, and small
+    enough to be exact (below 2**53 in absolute value).
+    """
     is_float = isinstance(value, float | Decimal)
     return is_float and abs(value) < MAX_WHOLE_FLOAT and value == int(value)
 
 
 def _num_multi_hot_classes(values: Sequence[Any]) -> int:
-    """Return the number of classes if every row's label is multi-hot (a 0 or 1 for each class), and
-    0 otherwise.
+    """Return the number of classes if the labels of all rows are multi-hot (a 0 or 1 for each
+    class) and equally long, and 0 otherwise.
+
+    >>> _num_multi_hot_classes([[0, 1, 1], [0, 0, 1]]), _num_multi_hot_classes([[0, 1], [2]])
+    (3, 0)
     """
     lengths = {len(row) if _is_multi_hot(row) else 0 for row in values}
     return lengths.pop() if len(lengths) == 1 else 0
@@ -248,7 +256,7 @@ def _class_names(
     values: Iterable[Sequence[Any]],
     model_labels: Sequence[str] | None,
 ) -> list[str]:
-    """Return the class names in the order of their ids.
+    """Return the class names of a dataset's labels in the order of their ids.
 
     Args:
         feature: The type of the label column if `datasets` knows its class names, else None: then
@@ -296,6 +304,9 @@ def _class_name(value: Any, feature: ClassLabel | None) -> str:
         value: A string, an int, or a float or Decimal without a fraction (1.0 is 1).
         feature: The type of the label column if `datasets` knows its class names; then a number is
             the index of a name. None: the number itself is the name.
+
+    >>> _class_name(1, ClassLabel(names=["neg", "pos"])), _class_name(1.0, None)
+    ('pos', '1')
     """
     if _is_whole_float(value):
         value = int(value)

@@ -38,11 +38,13 @@ class KeyedMasks:
         self.dataset = dataset
 
     def __len__(self) -> int:
-        """Return the number of samples."""
+        """Return the number of samples of the masked language model's dataset."""
         return len(self.dataset)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        """Return a sample with a `mask_key`, drawn from numpy's global generator."""
+        """Return a sample with a `mask_key`, the seed of its mask for a masked language model,
+        drawn from numpy's global generator.
+        """
         key = np.random.randint(0, 2**63 - 1, dtype=np.int64)
         return {**self.dataset[index], "mask_key": int(key)}
 
@@ -72,7 +74,8 @@ def mask_tokens(
         ids of the targets, and -100 for other tokens.
     """
     padded_length = input_ids.shape[1]
-    # Three independent numbers per token: one chooses targets, one what becomes of them.
+    # Three independent numbers per token: whether it is a target, what a target becomes, and which
+    # random token.
     target_draw = _to_uniform(_random_bits(keys, padded_length, draw=0))
     share = _to_uniform(_random_bits(keys, padded_length, draw=1))
     random_ids = _random_bits(keys, padded_length, draw=2) % np.uint64(vocab_size)
@@ -88,7 +91,8 @@ def mask_tokens(
 
 def _random_bits(keys: np.ndarray, padded_length: int, draw: int) -> np.ndarray:
     """Hash (key of the sample, position of the token, draw) to 64 random bits for each token, to
-    mask tokens. The bits of a token do not depend on the padded length or on other samples.
+    choose and mask the targets of a masked language model. The bits of a token do not depend on
+    the padded length or on other samples.
 
     Args:
         keys: The `mask_key` of each sample, integers of shape (samples,).
@@ -106,5 +110,7 @@ def _random_bits(keys: np.ndarray, padded_length: int, draw: int) -> np.ndarray:
 
 
 def _to_uniform(bits: np.ndarray) -> np.ndarray:
-    """Convert random uint64 bits to uniform float64 numbers in [0, 1), from the upper 53 bits."""
+    """Convert random uint64 bits to uniform float64 numbers in [0, 1), from the upper 53 bits, to
+    choose the targets of a masked language model.
+    """
     return (bits >> np.uint64(11)) * 2.0**-53

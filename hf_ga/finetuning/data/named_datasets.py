@@ -134,7 +134,8 @@ def _check_configs(
 
 
 def _check_weights(weights: Sequence[float] | None, names: Sequence[str]) -> None:
-    """Check that there is a positive and finite weight for each dataset, or no weight at all.
+    """Check that there is a positive and finite weight for each dataset of `dataset_name`, by which
+    training rows are mixed, or no weight at all.
 
     Raises:
         ConfigError: If a weight is not positive and finite, or there are more or fewer weights than

@@ -91,17 +91,24 @@ def _convert_column(
 
 
 def _is_number_or_none(text: str | None) -> bool:
-    """Return whether a string is a number, with a decimal comma or a decimal point; None passes."""
+    """Return whether a cell of a column of numbers, a string, is a number, with a decimal comma or
+    a decimal point; None passes.
+
+    >>> [_is_number_or_none(text) for text in ("1,5", "-.5e3", "1,234.5", None)]
+    [True, True, False, True]
+    """
     return text is None or bool(_WITH_COMMA.fullmatch(text) or _WITH_POINT.fullmatch(text))
 
 
 def _has_no_point(text: str | None) -> bool:
-    """Return whether a number in a string is written without a decimal point; None passes."""
+    """Return whether a cell of a column with decimal commas, a string, has no decimal point; None
+    passes.
+    """
     return text is None or "." not in text
 
 
 def _replace_by_floats(dataset: Dataset, column: str, values: list[Any]) -> Dataset:
-    """Replace a column by its values as float64; it becomes the last column.
+    """Replace a column of a dataset by its values as float64; it becomes the last column.
 
     Args:
         dataset: The rows.

@@ -28,7 +28,9 @@ def option(default: Any, help: str, *, repr: bool = True) -> Any:
 
 
 def as_list(value: Several) -> list[str]:
-    """Return the values of an option that takes one or several as a list; None as an empty one."""
+    """Return the values of a command-line option that takes one or several, such as `dataset_name`,
+    as a list; None as an empty one.
+    """
     if value is None:
         return []
     return value if isinstance(value, list) else [value]
@@ -153,8 +155,8 @@ class DataOptions:
     )
 
     def __post_init__(self) -> None:
-        """Convert `os.PathLike` values to strings, so that options can be saved as JSON, and lists
-        of a single string to that string.
+        """Convert options that are `os.PathLike` to strings, so that they can be saved as JSON, and
+        lists of a single string to that string.
         """
         for name, value in list(vars(self).items()):
             if name in SEVERAL and isinstance(value, list):
@@ -165,5 +167,7 @@ class DataOptions:
 
 
 def _path_to_str(value: Any) -> Any:
-    """Convert an `os.PathLike` option to a string; return any other value unchanged."""
+    """Convert the value of an option of `DataOptions` to a string if it is `os.PathLike`; return
+    any other value unchanged.
+    """
     return os.fspath(value) if isinstance(value, os.PathLike) else value

@@ -96,7 +96,9 @@ def _common_pair(names: Sequence[str]) -> tuple[str, str]:
 
 
 def _negative_index(name: str) -> int:
-    """Return the number of a column of negatives: 2 for `negative_2`, 0 for `negative`."""
+    """Return the number of a column of negatives in a dataset of text pairs, to sort them: 2 for
+    `negative_2`, 0 for `negative`.
+    """
     return int(NEGATIVE.fullmatch(name)[1] or 0)
 
 
@@ -116,7 +118,9 @@ def check_scores(rows: DatasetDict) -> None:
 
 
 def _is_score(value: Any) -> bool:
-    """Return whether a value can be the score of a pair: a number (or bool) finite in float32."""
+    """Return whether a value can be the similarity score of a text pair: an int, float or bool that
+    is finite in float32.
+    """
     return isinstance(value, int | float) and abs(value) <= MAX_FLOAT32
 
 
@@ -152,7 +156,9 @@ def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
     text_ids_by_column = [[text_id(text) for text in texts[name]] for name in columns]
 
     def group_by_row(values_by_column: Sequence[Sequence[Any]]) -> list[list[Any]]:
-        """Transpose lists by column to lists by row, empty for rows without a pair."""
+        """Transpose the values of texts from lists by column to lists by row, empty for a row
+        without anchor or positive.
+        """
         values_by_row = [list(row) for row in zip(*values_by_column, strict=True)]
         return clear_rows_without_content(values_by_row, has_pair)
 
@@ -170,8 +176,8 @@ def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
 
 
 def text_id(text: str) -> int:
-    """Hash a text to a signed 64-bit integer, equal for equal texts; 0 for a text that is empty or
-    only spaces. Spaces around the text are ignored.
+    """Hash a text of a pair to a signed 64-bit integer, by which equal texts are recognized when
+    embeddings are trained; 0 for a text that is empty or only spaces. Spaces around it are ignored.
 
     >>> text_id("cat") == text_id("cat"), text_id("cat") == text_id("dog"), text_id(" ")
     (True, False, 0)
@@ -210,7 +216,8 @@ def collate_pairs(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[
 
 
 def names_of_texts(num_texts: int) -> list[str]:
-    """Return the names of the texts in a sample of pairs: an anchor, a positive, and negatives.
+    """Return the names of the texts in a sample of pairs, to train embeddings: an anchor, a
+    positive, and negatives.
 
     >>> names_of_texts(4)
     ['anchor', 'positive', 'negative', 'negative_1']
@@ -219,7 +226,7 @@ def names_of_texts(num_texts: int) -> list[str]:
 
 
 def names_of_negatives(num_negatives: int) -> list[str]:
-    """Return the names of the negatives in a sample of pairs.
+    """Return the names of the negatives in a sample of text pairs, to train embeddings.
 
     >>> names_of_negatives(3)
     ['negative', 'negative_1', 'negative_2']

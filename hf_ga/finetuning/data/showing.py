@@ -60,7 +60,7 @@ def split_at_targets(
 
 
 def _full_lines(parts: list[tuple[str, str]]) -> list[str]:
-    """Format all parts of a sample as lines of `WIDTH` characters.
+    """Format all parts of a training sample as lines of `WIDTH` characters for the log.
 
     Args:
         parts: See `split_at_targets`. Each name stands before the first line of its text.
@@ -75,8 +75,8 @@ def _full_lines(parts: list[tuple[str, str]]) -> list[str]:
 
 
 def _abridged_lines(parts: list[tuple[str, str]]) -> list[str]:
-    """Format the first `NUM_PARTS` parts of a sample, each as one abridged line, and add a line
-    with the number of the other parts.
+    """Format the first `NUM_PARTS` parts of a training sample for the log, each as one abridged
+    line, and add a line with the number of the other parts.
 
     Args:
         parts: See `split_at_targets`.
@@ -88,7 +88,9 @@ def _abridged_lines(parts: list[tuple[str, str]]) -> list[str]:
 
 
 def _abridge(text: str) -> str:
-    """Replace the middle of a text that is longer than a line (`WIDTH`) by dots."""
+    """Replace the middle of a training sample's text by dots if the text is longer than a line of
+    the log (`WIDTH`).
+    """
     if len(text) <= WIDTH:
         return text
     half = (WIDTH - len(" ... ")) // 2

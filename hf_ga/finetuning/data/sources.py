@@ -78,7 +78,7 @@ def load_rows(
 
 
 def first_rows(rows: Dataset, count: int | None) -> Dataset:
-    """Return the first `count` rows, or all if `count` is None."""
+    """Return the first `count` rows of a split, or all if there are fewer or `count` is None."""
     if count is None:
         return rows
     return rows.take(min(count, len(rows)))
@@ -108,7 +108,9 @@ def _has_files_only(options: DataOptions, from_files: Mapping[str, Dataset]) -> 
 
 
 def _limits_of_splits(options: DataOptions) -> dict[str, int | None]:
-    """Return the maximum number of rows of each split; None: no limit."""
+    """Return the maximum number of rows of each split, from options such as `max_train_samples`;
+    None: no limit.
+    """
     return {
         "train": options.max_train_samples,
         "validation": options.max_eval_samples,
@@ -211,8 +213,8 @@ def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
 
 
 def _remedy_for_nested_rows(rows: Dataset) -> str:
-    """Return a remedy to append to an error if a single row holds all rows in one of its columns,
-    or "".
+    """Return a remedy to append to an error about too few training rows: if the only row has a
+    column with a list of objects, these may be the rows of a JSON file. Otherwise return "".
     """
     nested = [
         name

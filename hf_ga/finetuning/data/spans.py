@@ -81,7 +81,12 @@ def _has_answer_format(value: Any) -> bool:
 def _non_empty_answers(
     value: dict[str, list] | list[dict[str, Any]] | None,
 ) -> list[tuple[str, int]]:
-    """Return the answers of a question as (text, start character), without empty texts."""
+    """Return the answers of a question as (text, start character in the context), without empty
+    texts; an empty list if there are none.
+
+    >>> _non_empty_answers({"text": ["red", ""], "answer_start": [4, 0]})
+    [('red', 4)]
+    """
     if not value:
         return []
     texts, starts = _texts_and_starts(value)
@@ -287,8 +292,8 @@ def _check_windows(
 
 
 def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:
-    """Return the characters [start, end) of a row's first answer in its context, without
-    surrounding spaces, or None if the row has no answer.
+    """Return the characters [start, end) of the first answer to a row's question in its context,
+    without surrounding spaces, or None if the row has no answer.
 
     Args:
         rows: A batch of rows by column, see `tokenize_questions`.
@@ -304,8 +309,8 @@ def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:
 
 
 def _context_characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the characters [start, end) of each token of a sample in the context; -1 for tokens of
-    the question, special tokens and tokens without characters.
+    """Return the characters [start, end) of each token of a question answering sample in the
+    context; -1 for tokens of the question, special tokens and tokens without characters.
 
     Args:
         encoded: The tokenizer's output for questions with their contexts, with offsets.
@@ -326,8 +331,8 @@ def _context_characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarra
 def _tokens_of_answer(
     answer: tuple[int, int], starts: np.ndarray, ends: np.ndarray, lacks_context: bool
 ) -> tuple[int, int] | None:
-    """Return the indices of the first and the last token that overlap the answer, or None if the
-    sample does not contain the whole answer.
+    """Return the indices of the first and the last token that overlap the answer to a question, or
+    None if the sample (a window of the context) does not contain the whole answer.
 
     Args:
         answer: Characters [start, end) of the answer in the context.
@@ -446,7 +451,7 @@ def best_answer(windows: Sequence[Span]) -> dict[str, Any]:
 
 
 def read_spans(outputs: Any, samples: Sequence[dict[str, Any]]) -> list[Span]:
-    """Find the best answer in each sample of a batch.
+    """Find the best answer in each question answering sample of a batch.
 
     Args:
         outputs: The outputs of a question answering head, with `start_logits` and `end_logits` of

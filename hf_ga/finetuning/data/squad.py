@@ -68,8 +68,11 @@ def _answers_in(question: dict[str, Any]) -> dict[str, list] | None:
     """Return the answers of a SQuAD question as {"text": [...], "answer_start": [...]}.
 
     Returns:
-        Empty lists for a question that is marked as impossible to answer (`is_impossible`); None
-        if the question has no `answers`, as in files to predict.
+        The two lists. If the question has no `answers`: empty lists if it is marked as impossible
+        to answer (`is_impossible`), otherwise None, as in files to predict.
+
+    >>> _answers_in({"answers": [{"text": "red", "answer_start": 4}]})
+    {'text': ['red'], 'answer_start': [4]}
     """
     answers = question.get("answers")
     if answers is None:

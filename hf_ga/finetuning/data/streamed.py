@@ -59,11 +59,11 @@ class StreamedSamples:
         self.samples = samples.filter(bool, input_columns="length")
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch of a stream that shuffles its rows by epoch."""
+        """Set the epoch of a stream of training rows that shuffles its rows by epoch."""
         self.samples.set_epoch(epoch)
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
-        """Read the stream once, and yield its samples.
+        """Read the stream of training rows once, and yield its tokenized samples.
 
         Raises:
             DataError: If a row cannot be read or tokenized, or has an unknown label or an invalid

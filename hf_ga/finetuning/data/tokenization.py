@@ -367,15 +367,18 @@ def encoding_settings(tokenizer: PreTrainedTokenizerBase) -> str:
 def _token_characters(offsets: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
     """Return the characters [start, end) of each token in the text, from its offsets.
 
-    Special tokens have no characters (start = end). Byte-level tokenizers that exclude spaces from
-    offsets give a token of only spaces an empty offset, at its end: such a token starts at the end
-    of the previous one.
+    Special tokens have no characters (their end is 0). Byte-level tokenizers that exclude spaces
+    from offsets give a token of only spaces an empty offset, at its end: such a token starts at the
+    end of the previous one.
 
     Args:
         offsets: A tokenizer's `offset_mapping` of one text.
 
     Returns:
         Starts and ends, each int64 of shape (tokens,).
+
+    >>> _token_characters([(0, 2), (3, 3), (3, 5), (0, 0)])  # the second token is a space
+    (array([0, 2, 3, 5]), array([2, 3, 5, 0]))
     """
     starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
     # The largest end of all earlier tokens; special tokens, whose end is 0, do not lower it.
@@ -443,7 +446,7 @@ def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
     """Check that a tokenizer is a fast one, which can return the characters of each token.
 
     Raises:
-        ConfigError: If it is not.
+        ConfigError: If it is a slow one, without offsets of tokens.
     """
     if not tokenizer.is_fast:
         raise ConfigError(
@@ -524,12 +527,15 @@ def clear_rows_without_content(rows: Sequence[list], contents: Sequence[Any]) ->
         rows: A list per row, such as its token ids.
         contents: What was tokenized, or whether there was something: empty, "", None or False for a
             row to clear.
+
+    >>> clear_rows_without_content([[101, 7592, 102], [101, 102]], ["hello", ""])
+    [[101, 7592, 102], []]
     """
     return [row if content else [] for row, content in zip(rows, contents, strict=True)]
 
 
 def _is_shorter(truncated: Sequence[list[int]], full: Sequence[list[int]]) -> list[bool]:
-    """Return, for each row of token ids, whether truncation removed tokens of it."""
+    """Return whether truncation removed tokens, for the token ids of each row of a dataset."""
     return [len(row) < len(full_row) for row, full_row in zip(truncated, full, strict=True)]
 
 

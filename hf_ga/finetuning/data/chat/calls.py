@@ -73,7 +73,7 @@ def _read_call(call: Any) -> dict[str, Any]:
 
 
 def _invalid_call(call: Any) -> DataError:
-    """Return the error for a tool call of a format that is not supported."""
+    """Return the error for a tool call in a chat dataset whose format is not supported."""
     return DataError(
         "a tool call must consist of id, type (function) and function, which has name and "
         f"arguments, got {call!r:.200}"
@@ -120,7 +120,11 @@ def _adapt_message(message: Message, arguments_as_json: bool, add_empty_content:
 
 
 def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call with its arguments as a JSON string instead of a dict."""
+    """Return a tool call of a chat message with its arguments as a JSON string instead of a dict.
+
+    >>> _with_json_arguments({"function": {"name": "add", "arguments": {"x": 1}}})
+    {'function': {'name': 'add', 'arguments': '{"x": 1}'}}
+    """
     function = call["function"]
     arguments = json.dumps(function["arguments"], ensure_ascii=False)
     return {**call, "function": {**function, "arguments": arguments}}

@@ -79,10 +79,15 @@ def read_conversation(row: dict[str, Any]) -> Conversation:
 
 def _read_turns_of_row(row: dict[str, Any]) -> tuple[list[Turn], str | None]:
     """Read the turns of a conversation from the columns of its format: `messages`, `conversations`,
-    `instruction` and `output`, or `prompt` and `completion`.
+    `instruction` and `output`, or `prompt` and `completion`. A prompt and its completion are two
+    strings, or two lists of messages, where no message of the prompt is a target.
 
     Returns:
-        (turns; the separator of their contents without a chat template, see `Conversation`)
+        (turns; the separator of their contents without a chat template: None for lists of messages,
+        which need a template)
+
+    >>> _read_turns_of_row({"prompt": "1 + 2 =", "completion": " 3"})[0][1]
+    Turn(message={'role': 'assistant', 'content': ' 3'}, is_target=True)
     """
     for name in ("messages", "conversations"):
         if name in row:

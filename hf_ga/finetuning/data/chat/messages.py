@@ -47,7 +47,7 @@ MESSAGE_RULE = "every message needs the strings role and content"
 
 @dataclass(frozen=True)
 class Turn:
-    """One message of a conversation.
+    """One message of a conversation in a chat dataset.
 
     Attributes:
         message: The message as chat templates read it: role, content, tool_calls, ...
@@ -143,6 +143,9 @@ def _convert_sharegpt(raw_message: dict[str, Any]) -> dict[str, Any]:
 
     Raises:
         DataError: If a message has both names of a key.
+
+    >>> _convert_sharegpt({"from": "human", "value": "hi"})
+    {'role': 'user', 'content': 'hi'}
     """
     has_both_roles = "role" in raw_message and "from" in raw_message
     has_both_contents = "content" in raw_message and "value" in raw_message
@@ -165,6 +168,9 @@ def _read_content(content: Any) -> str:
 
     Raises:
         DataError: If it is neither, or a part has another type or an unknown key.
+
+    >>> _read_content([{"type": "text", "text": "Hello "}, {"type": "text", "text": "world"}])
+    'Hello world'
     """
     if isinstance(content, str):
         return content

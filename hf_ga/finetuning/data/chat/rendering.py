@@ -64,7 +64,9 @@ def render_rows(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> It
 
 @contextmanager
 def _errors_show_row(row: dict[str, Any]) -> Iterator[None]:
-    """Turn errors of a row or of its chat template into a one-line DataError that shows the row."""
+    """Turn errors of a row of conversations, or of the chat template that renders it, into a
+    one-line DataError that shows the row.
+    """
     try:
         yield
     except (TemplateError, DataError, TypeError, ValueError) as error:

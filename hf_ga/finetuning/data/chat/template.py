@@ -29,7 +29,9 @@ class ChatTemplate:
 
     @cached_property
     def source(self) -> str:
-        """The Jinja source of the chat template."""
+        """The Jinja source of the tokenizer's chat template (of its variant for tools if the row
+        has tools).
+        """
         return self.tokenizer.get_chat_template(tools=self.tools)
 
     @property
@@ -54,14 +56,16 @@ class ChatTemplate:
         )
 
     def generation_prompt(self, messages: list[Message], text_with_prompt: str) -> str | None:
-        """Return the generation prompt that the template appends to messages.
+        """Return the generation prompt that the chat template appends to messages, such as
+        `<|im_start|>assistant` with a line break.
 
         Args:
             messages: At least one.
             text_with_prompt: `render(messages, add_generation_prompt=True)`.
 
         Returns:
-            The end of `text_with_prompt`, or None if it does not begin with the rendered messages.
+            What follows the rendered messages in `text_with_prompt`, or None if it does not begin
+            with them.
         """
         text = self.render(messages)
         # Some templates end a conversation with the end-of-text token, but not before a turn.

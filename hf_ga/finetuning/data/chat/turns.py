@@ -97,9 +97,10 @@ def _locate_by_marker(
     """Locate a turn of the assistant that is rendered differently when others follow it: chat
     templates of reasoning models omit its thoughts, and some end the last turn in another way.
 
-    With a marker as its content, the conversation is rendered as `head MARKER ending rest`, so the
-    text is `head ... ending rest` with the true content. The ending is known from the same turn
-    with nothing after it.
+    With a marker as the content of the turn, the conversation is rendered as `head MARKER ending
+    rest`: all before the content, the marker, the end token of the turn, and all later turns. So
+    the text with the true content is `head ... ending rest`. The ending is known from a second
+    rendering, in which nothing follows the turn.
 
     Args:
         index: The turn.
@@ -138,14 +139,18 @@ def _start_of_turn(head: str, head_if_last: str, text_before: str, prompt: str) 
     the generation prompt, or after as much of the prompt as the conversation contains.
 
     Args:
-        head: The conversation up to the content of the turn.
-        head_if_last: The same if the turn is the last one.
+        head: The rendered conversation up to the content of the turn.
+        head_if_last: The same text if the turn is rendered as the last one.
         text_before: The rendered messages before the turn, which end with the generation prompt.
         prompt: The generation prompt, such as a begin-of-turn token and the role, and for reasoning
             models the beginning of thoughts.
 
     Returns:
         The position in `head`, or None if the conversation contains nothing of the prompt.
+
+    >>> prompt = "<assistant><think>"  # but earlier turns are rendered without thoughts
+    >>> _start_of_turn("hi<assistant>", f"hi{prompt}</think>", f"hi{prompt}", prompt)
+    13
     """
     if head.startswith(text_before):
         return len(text_before)

@@ -224,7 +224,10 @@ def _renders_text(text: str, template: ChatTemplate, messages: list[Message]) ->
 
 
 def _contains(text: str, part: str) -> bool:
-    """Return whether a text contains another one, directly or if white space, which chat templates
-    strip, is ignored in both.
+    """Return whether the text of a rendered conversation contains a part of a message, directly or
+    if white space, which chat templates strip, is ignored in both.
+
+    >>> _contains("<user>Hello world<end>", " Hello  world "), _contains("<user><end>", "Hello")
+    (True, False)
     """
     return part in text or "".join(part.split()) in "".join(text.split())

@@ -7,7 +7,8 @@ from hf_ga.errors import DataError
 
 
 def parse_json(value: Any, rule: str) -> Any:
-    """Parse a value of a row as JSON if it is a string; return any other value unchanged.
+    """Parse a value of a row of conversations as JSON if it is a string; return any other value
+    unchanged.
 
     Args:
         value: The value.
@@ -28,8 +29,8 @@ def parse_json(value: Any, rule: str) -> Any:
 
 
 def without_none(value: Any) -> Any:
-    """Return a copy of a value of a row without the keys of dicts whose value is None, also in
-    nested dicts and lists: `datasets` adds such keys to rows that lack them.
+    """Return a copy of a value of a row of conversations without the keys of dicts whose value is
+    None, also in nested dicts and lists: `datasets` adds such keys to rows that lack them.
 
     >>> without_none({"a": None, "b": [{"c": None, "d": 0}]})
     {'b': [{'d': 0}]}
