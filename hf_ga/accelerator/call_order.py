@@ -74,10 +74,11 @@ class CallOrder:
         self._had_backward = True
 
     def note_gradients(self, parameters: Iterable[nn.Parameter]) -> None:
-        """Remember the gradients after `accelerator.backward` within a window of the user's loop.
+        """Remember the first gradient, as a sample of all, after `accelerator.backward` within a
+        window of the user's loop: the tensor and its version counter.
 
-        `check_gradients`, before the window's next backward, compares with them, to notice a
-        `zero_grad` or another change between the two.
+        Before the window's next backward, `check_gradients` compares them with those of then, to
+        notice a `zero_grad` or another change in between.
 
         Args:
             parameters: The model's trained parameters.

@@ -353,15 +353,17 @@ class TrainingLoop:
             self._micro_batch_contexts.enter_context(model.no_sync())
 
     def _recorder_of(self, model: nn.Module) -> ForwardRecorder:
-        """Return the recorder of the forwards that a user's loop runs of a prepared model; make it,
-        with its hooks, on first use.
+        """Return the recorder of a prepared model's forward passes in the user's loop.
+
+        It is made on first use, and then hooks the model.
         """
         if model not in self._recorders:
             self._recorders[model] = ForwardRecorder(
                 model,
                 is_waiting_for_backward=lambda: self.call_order.is_waiting,
-                criteria=self._criteria,
+                criteria=self._criteria,  # loss functions of torch that the loop calls
                 leave_micro_batch=self.leave_micro_batch,
+                # A `whole_batch` loss is computed from the outputs, not from a loss of the loop.
                 records_tensors=self.loss_settings.whole_batch is not None,
             )
         return self._recorders[model]

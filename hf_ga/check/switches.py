@@ -61,15 +61,17 @@ def without_dropout() -> Iterator[None]:
 
 
 def without_batch_statistics() -> AbstractContextManager:
-    """Within the block, BatchNorm normalises by its running statistics and does not update them, as
-    in evaluation mode. The equivalence check tries in this way whether it causes a wrong gradient.
+    """Patch `torch.nn.functional.batch_norm` within the block: BatchNorm normalises by its running
+    statistics and does not update them, as in evaluation mode.
+
+    The equivalence check uses this to test whether BatchNorm causes a wrong gradient.
     """
     return override(F, batch_norm=partial(_eval_mode_batch_norm, F.batch_norm))
 
 
 def without_clipping() -> AbstractContextManager:
     """Within the block, torch's `clip_grad_norm_`, which Accelerate and Trainer also call, only
-    returns the norm and does not clip. The equivalence check tries in this way whether clipping
+    returns the norm and does not clip. The equivalence check uses this to test whether clipping
     causes a wrong gradient.
     """
     original = nn.utils.clip_grad_norm_

@@ -269,11 +269,11 @@ def _count_mask_patterns(mask: np.ndarray) -> dict[str, int]:
 
 
 def _count_label_patterns(labels: np.ndarray) -> dict[Any, int]:
-    """Find the label values in a batch, and count the rows that have them: data patterns on which a
-    loss may not be additive (class weights).
+    """Find the label values in a micro-batch, for the choice of those to audit before a window's
+    update: with class weights, the loss of a new label value may not be additive.
 
-    If rows have several labels, they are not counted per value: the count is 1 for every value that
-    occurs. The rows that have the ignored label -100 only are then counted, too.
+    If rows have several labels, the rows of each value are not counted: the count is 1 for every
+    value that occurs. Rows whose labels are all -100 (ignored) are counted as well.
 
     Args:
         labels: Integers, shape (samples, labels per sample).

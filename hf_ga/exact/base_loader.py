@@ -44,7 +44,10 @@ class Splitter:
         lengths: np.ndarray,
         pad_to_window: bool = False,
     ) -> WindowRequest:
-        """Plan a window and return this process's part of it.
+        """Plan a window and return this process's part of it, as a request for its batches.
+
+        For the same bits on any number of processes, the window is split into chunks of
+        `canonical_micro_batch` samples, whose gradients are summed in the order of a tree.
 
         Args:
             epoch: The epoch of the window (0-based).
@@ -60,9 +63,9 @@ class Splitter:
         chunk_tree = None
         if self.canonical_micro_batch is not None:
             chunks = plan[0]  # of the whole window, as it was planned for a single process
-            costs = [len(chunk) * max(1, int(lengths[chunk].max())) for chunk in chunks]
-            chunk_tree = ChunkTree(tuple(costs), self.layout.num_processes)
-            plan = [[chunks[index] for index in indices] for indices in chunk_tree.chunks_per_rank]
+            padded_tokens = [len(chunk) * max(1, int(lengths[chunk].max())) for chunk in chunks]
+            chunk_tree = ChunkTree(tuple(padded_tokens), self.layout.num_processes)
+            plan = [[chunks[i] for i in indices] for indices in chunk_tree.chunks_per_rank]
         check_plan(plan, len(sample_ids), self.layout.num_processes)
         positions = index * self.layout.window_size + np.arange(len(sample_ids))
         return WindowRequest(

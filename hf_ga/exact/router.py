@@ -98,7 +98,10 @@ class Router:
         """Find the factors with which the model adds its load-balancing losses (mixture of experts)
         to its loss, and store them in `coefficients`.
 
-        Call this within `patched`, after the forward and backward of one batch.
+        Within `patched`, each call of the model's load-balancing function returns a zero that
+        requires a gradient. Its gradient is the factor with which the model adds the loss; without
+        a gradient, the model does not add it. Call this within `patched`, after the forward and
+        backward of one batch. Also stores the lengths of the counts in `sizes`.
         """
         self.coefficients = []
         self.sizes = []

@@ -125,10 +125,12 @@ class StreamLoader(BaseLoader):
         )
 
     def use_seed(self, seed: int) -> None:
-        """Replace the seed of the order of samples by that of a saved position, also in the reader
-        of the stream.
+        """Use the shuffle seed of a saved position, also in the process that reads the stream.
+
+        Args:
+            seed: The seed of the run that saved the position.
         """
-        super().use_seed(seed)
+        super().use_seed(seed)  # makes another `splitter`, which holds the seed
         self.reader = replace(self.reader, splitter=self.splitter)
 
     def probe_samples(self, count: int) -> list[Any]:

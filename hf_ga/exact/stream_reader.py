@@ -163,8 +163,9 @@ class WindowReader(IterableDataset):
     def _windows(self) -> Iterator[HeldSamples]:
         """Read the stream, shuffle it, skip consumed windows, and yield the samples of the others.
 
-        The first samples of the stream come with the first window that is yielded, for the proof.
-        Seeds the global random generators; the caller restores their states.
+        The first window that is yielded also carries the first samples of the stream, unshuffled:
+        the proof tests the model on them. Seeds the global random generators; the caller restores
+        their states.
 
         Raises:
             DataError: If the stream ends before the consumed windows, or if it is so short that
@@ -175,7 +176,8 @@ class WindowReader(IterableDataset):
         is_distributed = self.splitter.layout.num_processes > 1
         stream = numbered_samples(self.dataset, seed, self.epoch)
         beginning = list(islice(stream, NUM_FOR_PROOF))
-        first = sorted((sample for _, sample in beginning), key=self.length_of)
+        # By length, because the proof compares the shortest and the longest sample.
+        proof_samples = sorted((sample for _, sample in beginning), key=self.length_of)
         samples = shuffled(chain(beginning, stream), self.shuffle_buffer_size, seed, self.epoch)
         del beginning
         self._skip_consumed(samples)
@@ -185,12 +187,14 @@ class WindowReader(IterableDataset):
             is_short = len(window) < size
             if not window or (is_short and self.drop_last_window):
                 break
+            # Processes compare it: each reads the stream for itself and must see the same samples.
             digest = _digest(window) if is_distributed else 0
-            held = HeldSamples(window, first, digest)
-            del window, first  # otherwise they stay in memory until the next window is read
+            held = HeldSamples(window, proof_samples, digest)
+            # Otherwise they stay in memory until the next window is read.
+            del window, proof_samples
             yield held
             del held
-            first = []
+            proof_samples = []
             num_windows += 1
         if not num_windows:
             raise DataError(
