@@ -383,7 +383,9 @@ def _notes_on_template(data: PreparedData) -> list[str]:
 
 
 def _number_columns(data: PreparedData) -> dict[str, str]:
-    """Return the columns that must contain numbers for the task: flag that names it -> column."""
+    """Return the columns that must contain numbers for the task: flag that names a column -> this
+    column.
+    """
     roles = ["weight"]
     if data.task.labels in ("number", "pairs"):
         roles = ["label", "weight"]

@@ -25,7 +25,7 @@ from hf_ga.errors import DataError
 SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
 # The types of a stream's columns are inferred from this many rows.
 NUM_INFERENCE_ROWS = 1000
-# Codes: 007, and numbers with more digits than an int64 or a float holds.
+# How codes begin, which are not numbers: 007, or more digits than an int64 or a float holds.
 _CODE = r"^[+-]?(0\d|\d{19})"
 _NUMBER = re.compile(r"[+-]?[\d.]+(e[+-]?\d+)?")
 _BOOLS = {"true": True, "false": False}

@@ -129,11 +129,11 @@ def load_files(
     of this split are loaded, from other files all.
 
     Args:
-        files: As for `load_splits`.
+        files: Names and patterns of files, in the order of their rows.
         split: `validation`, `test`, `predict`, or any other name.
-        field: As for `load_splits`.
-        streaming: As for `load_splits`.
-        notes: As for `load_splits`.
+        field: Key of the rows in JSON files that are one object. None: search for the rows.
+        streaming: Read rows lazily.
+        notes: Lines for the log, on how the files were read, are appended to it.
 
     Returns:
         A dataset, or a stream with `streaming`.
@@ -159,8 +159,8 @@ def load_folder(
 
     Args:
         folder: Contains files of one type, such as train.csv and test.csv.
-        streaming: As for `load_splits`.
-        notes: As for `load_splits`.
+        streaming: Read rows lazily.
+        notes: Lines for the log, on how the files were read, are appended to it.
 
     Returns:
         Split name -> dataset, or stream with `streaming`. None if `datasets` must read the folder
@@ -195,7 +195,7 @@ def _find_parts(
 
     Args:
         files: Names and patterns of files.
-        field: See `load_splits`.
+        field: Key of the rows in JSON files that are one object. None: search for the rows.
         notes: Lines for the log, on separators and on keys in JSON files, are appended to it.
 
     Returns:

@@ -31,7 +31,8 @@ def encode_labels(
 
     Args:
         rows: The rows of all splits. Class names are those of the first split.
-        label_type: "class", "classes", "tags" or "number"; see `tasks.Task`.
+        label_type: "class" (one per row), "classes" (a set of them), "tags" (a class for each
+            word) or "number" (regression).
         model_labels: Class names of a model whose head is trained already, in the order of its
             outputs. If they include all names in the data, their order determines the ids. None:
             the head is new.
@@ -62,8 +63,8 @@ def multi_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
     """Replace multi-hot labels, a 0 or 1 for each class, by the ids of the classes that apply.
 
     Labels are multi-hot if every row of the first split is a list of the same length, at least 2,
-    of nothing but 0 and 1 (or false and true). Lists of class ids hardly look so: they would name
-    the classes 0 and 1 in every row, or one class twice.
+    of nothing but 0 and 1 (or false and true). Lists of class ids would not look like this: each
+    would name just the classes 0 and 1, or one of them twice.
 
     Returns:
         (rows, number of classes). If the labels are not multi-hot: (the given rows, 0).
@@ -165,7 +166,8 @@ def _label_lists(dataset: Dataset, split: str, label_type: str) -> list[list[Any
     Args:
         dataset: The rows, with `label`, and for tags with `tokens`.
         split: Name of the split, for errors.
-        label_type: "class", "classes" or "tags", see `tasks.Task`.
+        label_type: "class" (one per row), "classes" (a set of them) or "tags" (a class for each
+            word).
 
     Raises:
         DataError: If a label is not a name or whole number, a word has no tag, or a list of numbers

@@ -160,7 +160,7 @@ def _load_splits_of(
         names: One name; or several files.
         config_name: The configuration of a hub dataset, else None.
         options: The options of the run's data.
-        notes: See `load_named_datasets`.
+        notes: Lines for the log, on how files were read, are appended to it.
 
     Returns:
         Split name -> dataset, or stream with `streaming`.

@@ -58,6 +58,9 @@ def _convert_column(
         column: The column, which must contain numbers.
         notes: A line for the log on decimal commas is appended to it, once per column.
 
+    Returns:
+        The rows; the column is the last one if it was converted.
+
     Raises:
         DataError: See `convert_to_numbers`.
     """

@@ -176,8 +176,10 @@ def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
 
 
 def text_id(text: str) -> int:
-    """Hash a text of a pair to a signed 64-bit integer, by which equal texts are recognized when
-    embeddings are trained; 0 for a text that is empty or only spaces. Spaces around it are ignored.
+    """Hash a text of a pair to a signed 64-bit integer, equal for equal texts: the loss of an
+    embedding model then does not take a text that equals the positive as a negative.
+
+    The hash is 0 for a text that is empty or only spaces. Spaces around the text are ignored.
 
     >>> text_id("cat") == text_id("cat"), text_id("cat") == text_id("dog"), text_id(" ")
     (True, False, 0)

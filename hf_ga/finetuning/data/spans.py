@@ -222,8 +222,8 @@ def _encode(
 
     Args:
         tokenizer: The tokenizer of the model.
-        max_length: See `tokenize_questions`.
-        doc_stride: See `tokenize_questions`.
+        max_length: Maximum number of tokens of a sample. None: no truncation.
+        doc_stride: Number of context tokens that neighboring windows share. None: truncate.
         texts: (question, context) of each row.
 
     Returns:

@@ -136,10 +136,10 @@ def _sequence_classification(
     or a number): one prediction per text or pair of texts.
 
     Args:
-        labels: See `Task`.
-        collate: See `Task`.
-        problem_type: See `Task`.
-        metrics: See `Task`.
+        labels: The type of a row's label: "class", "classes" or "number".
+        collate: Function (samples, settings) -> batch.
+        problem_type: The `problem_type` of transformers, which selects the classifier's loss.
+        metrics: Names of the metrics besides the loss.
     """
     return Task(
         auto_class=AutoModelForSequenceClassification,

@@ -377,8 +377,9 @@ def _token_characters(offsets: Sequence[tuple[int, int]]) -> tuple[np.ndarray, n
     Returns:
         Starts and ends, each int64 of shape (tokens,).
 
-    >>> _token_characters([(0, 2), (3, 3), (3, 5), (0, 0)])  # the second token is a space
-    (array([0, 2, 3, 5]), array([2, 3, 5, 0]))
+    >>> offsets = [(0, 2), (3, 3), (3, 5), (0, 0)]  # the second token is a space, the last special
+    >>> [characters.tolist() for characters in _token_characters(offsets)]
+    [[0, 2, 3, 5], [2, 3, 5, 0]]
     """
     starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
     # The largest end of all earlier tokens; special tokens, whose end is 0, do not lower it.

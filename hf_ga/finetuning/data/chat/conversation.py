@@ -161,6 +161,9 @@ def _read_tool(tool: Any) -> dict[str, Any]:
 
     Raises:
         DataError: If it has another format.
+
+    >>> _read_tool({"name": "now", "parameters": '{"type": "object"}'})
+    {'type': 'function', 'function': {'name': 'now', 'parameters': {'type': 'object'}}}
     """
     if not isinstance(tool, dict):
         raise DataError(f"{TOOLS_RULE}, got {tool!r:.80}")

@@ -23,11 +23,14 @@ ROLES = {
     "model": "assistant",
     "function": "tool",
 }
+# Keys and roles of ShareGPT's format -> those that chat templates read.
 SHAREGPT_KEYS = {"from": "role", "value": "content"}
 SHAREGPT_ROLES = {**ROLES, "observation": "tool", "function_response": "tool"}
 SHAREGPT_CALLS = ("function_call", "tool_call")  # roles of messages that consist of calls
+# Names that datasets use for the thoughts of a message.
 REASONING_KEYS = ("reasoning_content", "reasoning", "thinking")
 LOSS_KEYS = ("weight", "train")  # 0 or false: the turn is not a target
+# All keys that a message may have.
 KEYS = (
     "role",
     "content",
@@ -40,6 +43,7 @@ KEYS = (
     "name",
     *LOSS_KEYS,
 )
+# Those whose values must be strings.
 STRING_KEYS = ("role", "from", *REASONING_KEYS, "tool_call_id", "name")
 CONVERSATION_RULE = "a conversation must be a list of messages, or JSON of one"
 MESSAGE_RULE = "every message needs the strings role and content"

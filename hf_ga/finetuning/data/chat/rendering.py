@@ -25,8 +25,8 @@ class RenderedRow:
         text: The text.
         targets: The characters [start, end) that the model learns to write, in order.
         is_templated: Whether a chat template rendered the text, and so wrote all special tokens.
-        notes: What the template omits. Each note is the predicate of a sentence about the row, for
-            the log.
+        notes: What the template omits, for the log. Each note is the end of a sentence that begins
+            with a number of rows, such as "have names in their messages, which ...".
     """
 
     text: str

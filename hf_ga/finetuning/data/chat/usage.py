@@ -11,7 +11,7 @@ from hf_ga.finetuning.data.chat.conversation import Conversation
 from hf_ga.finetuning.data.chat.template import ChatTemplate, Message, Span
 from hf_ga.finetuning.data.chat.turns import MARKER, SpansByTurn
 
-# Notes for the log: predicates of sentences about rows.
+# Notes for the log, each the end of a sentence that begins with a number of rows.
 NO_THOUGHTS = "have thoughts in earlier turns, which the chat template leaves out"
 NO_NAMES = "have names in their messages, which the chat template leaves out"
 OTHER_BEGINNING = (
