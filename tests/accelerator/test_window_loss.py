@@ -73,6 +73,47 @@ def test_the_loss_of_a_window_is_the_same_on_two_ranks():
         assert losses == pytest.approx(expected_losses(), rel=1e-6)
 
 
+def losses_of_own_sums(layout, mixed_precision: str = "no") -> list[float]:
+    """The losses of one epoch in a loop that passes a sum and its number of targets."""
+    accelerator = layout.make(Accelerator, mixed_precision=mixed_precision)
+    model = h.gpt2()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    samples = h.token_samples(NUM_SAMPLES)
+    loader = DataLoader(samples, layout.per_device_batch_size, collate_fn=h.pad_right)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    losses = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            logits = model(**batch).logits[:, :-1].float()
+            targets = batch["labels"][:, 1:]
+            total = torch.nn.functional.cross_entropy(
+                logits.flatten(0, 1), targets.flatten(), reduction="sum"
+            )
+            accelerator.backward(total, num_targets=(targets != -100).sum())
+            if accelerator.sync_gradients:
+                losses.append(accelerator.window_loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("layout", [TWO_STEPS, UNEVEN], ids=str)
+def test_the_loss_of_a_window_of_own_sums(layout):
+    assert losses_of_own_sums(layout) == pytest.approx(expected_losses(), rel=1e-6)
+
+
+def test_the_loss_of_a_window_of_own_sums_on_two_ranks():
+    found = without_errors(on_two_ranks(partial(losses_of_own_sums, LAYOUTS[2][1])))
+    for losses in found:
+        assert losses == pytest.approx(expected_losses(), rel=1e-6)
+
+
+def test_the_loss_scale_of_fp16_is_not_in_the_loss_of_a_window():
+    losses = losses_of_own_sums(TWO_STEPS, mixed_precision="fp16")
+    assert losses == pytest.approx(expected_losses(), rel=1e-3)
+
+
 def logged_about_schedulers(**options) -> list[str]:
     """What is logged when a scheduler is prepared."""
     accelerator = Accelerator(cpu=True, **options)

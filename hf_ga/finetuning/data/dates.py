@@ -8,6 +8,8 @@ become a `datetime`, or the string "2024-01-02 00:00:00" where other blocks have
 import gzip
 import json
 from collections.abc import Iterator, Sequence
+from datetime import datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, List, Value
 
+from hf_ga.errors import DataError
+
+NUM_INSPECTED = 1000  # rows of a stream whose columns have no known types
 # How pyarrow writes a timestamp as a string.
 _WRITTEN_TIMESTAMP = r"^\d{4}-\d{2}-\d{2} \d{2}:\d{2}:\d{2}"
 
@@ -22,7 +27,8 @@ _WRITTEN_TIMESTAMP = r"^\d{4}-\d{2}-\d{2} \d{2}:\d{2}:\d{2}"
 def with_dates_as_texts(rows: Any, paths: Sequence[str]) -> Any:
     """Read JSON files again with Python's JSON reader if pyarrow may have converted dates in them.
 
-    Of a stream, only the types of its columns are inspected, not the rows.
+    Of a stream, only the types of its columns are inspected, or its first rows if these are not
+    known.
 
     Args:
         rows: The dataset or stream that `datasets` read from the files.
@@ -31,8 +37,16 @@ def with_dates_as_texts(rows: Any, paths: Sequence[str]) -> Any:
     Returns:
         `rows` itself if it has no dates, otherwise the same rows with all dates as they are in the
         files.
+
+    Raises:
+        DataError: If a stream of a JSON list has dates.
     """
-    if rows.features is None:
+    if rows.features is None:  # a stream of a file that is a list
+        if any(_has_datetimes(row) for row in islice(rows, NUM_INSPECTED)):
+            raise DataError(
+                f"{', '.join(paths)} has dates, which are not kept as they are in a stream of a "
+                "JSON list: save the rows as JSON lines, or omit streaming."
+            )
         return rows
     if isinstance(rows, IterableDataset):
         if not any(_has_timestamps(pa_type) for pa_type in rows.features.arrow_schema.types):
@@ -45,7 +59,10 @@ def with_dates_as_texts(rows: Any, paths: Sequence[str]) -> Any:
     if not any(_may_be_converted(chunk) for column in columns for chunk in column.chunks):
         return rows
     features = Features(_with_strings(dict(rows.features)))
-    return Dataset.from_list(list(rows_of_files(list(paths))), features=features)
+    read_again = list(rows_of_files(list(paths)))
+    # Not `Dataset.from_list`, which takes the names of columns from the first row.
+    columns_by_name = {name: [row.get(name) for row in read_again] for name in features}
+    return Dataset.from_dict(columns_by_name, features=features)
 
 
 def rows_of_files(paths: list[str]) -> Iterator[dict[str, Any]]:
@@ -53,19 +70,31 @@ def rows_of_files(paths: list[str]) -> Iterator[dict[str, Any]]:
     does not convert dates.
 
     Args:
-        paths: Files of JSON lines, or with a list of objects, optionally compressed (.gz).
+        paths: Files of JSON lines, or with a list of objects or strings, optionally compressed
+            (.gz).
     """
     for path in paths:
         opener = gzip.open if Path(path).suffix == ".gz" else open
         with opener(path, "rt", encoding="utf-8-sig") as file:
             first = next((line for line in file if line.strip()), "")
             if first.lstrip().startswith("["):
-                yield from json.loads(first + file.read())
+                for row in json.loads(first + file.read()):
+                    # As `datasets` does with a list of strings.
+                    yield {"text": row} if isinstance(row, str) else row
                 continue
             yield json.loads(first)
             for line in file:
                 if line.strip():
                     yield json.loads(line)
+
+
+def _has_datetimes(value: Any) -> bool:
+    """Return whether a row of a stream, or a value in it, is or contains a `datetime`."""
+    if isinstance(value, dict):
+        return any(_has_datetimes(child) for child in value.values())
+    if isinstance(value, list):
+        return any(_has_datetimes(child) for child in value)
+    return isinstance(value, datetime)
 
 
 def _has_timestamps(pa_type: pa.DataType) -> bool:

@@ -6,6 +6,7 @@ import json
 import pytest
 from datasets import load_dataset
 
+from hf_ga.errors import DataError
 from hf_ga.finetuning.data.files import load_files
 
 DATE = "2024-01-02"
@@ -62,3 +63,30 @@ def test_a_text_that_looks_converted_is_not_changed(tmp_path):
     rows = [{"text": "2024-01-02 00:00:00 was a Tuesday"}, {"text": "b"}]
     path = write_lines(tmp_path / "rows.jsonl", rows)
     assert list(load_files([path], "train")) == rows
+
+
+def test_a_column_that_the_first_row_lacks(tmp_path):
+    rows = [{"text": DATE}, {"text": OTHER_FORM, "label": "a"}]
+    path = write_lines(tmp_path / "rows.jsonl", rows)
+    assert list(load_files([path], "train")) == [{"text": DATE, "label": None}, rows[1]]
+
+
+def test_a_list_of_dates(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([DATE, OTHER_FORM]))
+    assert list(load_files([str(path)], "train")) == [{"text": DATE}, {"text": OTHER_FORM}]
+
+
+@pytest.mark.parametrize("rows", [[DATE], [{"text": "a", "days": [DATE]}]])
+def test_dates_in_a_streamed_list_are_refused(tmp_path, rows):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    with pytest.raises(DataError, match=r"has dates.*JSON lines, or omit streaming"):
+        load_files([str(path)], "train", streaming=True)
+
+
+def test_a_streamed_list_without_dates(tmp_path):
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"text": "a"}, {"text": "b"}]))
+    found = list(load_files([str(path)], "train", streaming=True))
+    assert found == [{"text": "a"}, {"text": "b"}]
