@@ -1,7 +1,8 @@
 """`hf_ga.Accelerator`: Accelerate's own loop, in which any split of a window is the full batch."""
 
+import sys
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +14,16 @@ from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from hf_ga.accelerator.call_order import MANUAL_ACCUMULATION_REMEDY
 from hf_ga.accelerator.loader import Epochs, WindowedDataLoader, loader_seed, make_windowed
 from hf_ga.accelerator.metrics import gather_rows
-from hf_ga.accelerator.sharding import prove_before_sharding
 from hf_ga.accelerator.state import (
     InitialSchedulerState,
     SavedState,
     check_can_save,
     folder_to_load,
     loader_positions,
+    padded_loaders,
+    restore_padding,
     restore_positions,
 )
 from hf_ga.accelerator.training_loop import TrainingLoop
@@ -31,10 +32,7 @@ from hf_ga.exact.backend import check_supported, keep_process_group_alive
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.precision import check_step
-from hf_ga.exact.whole_window import WholeBatchLoss
-from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, exact_sharding
-from hf_ga.training import LossSettings
 
 logger = get_logger(__name__)
 
@@ -54,10 +52,6 @@ class Accelerator(accelerate.Accelerator):
             follow from it, and a size that is not divisible gives uneven micro-batches. Default:
             processes x batch size of the DataLoader x gradient accumulation steps.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
-        audit: Test the model's loss again on the windows that are trained on, before their updates.
-            False accepts that a kind of row which the proof did not see trains a wrong gradient.
-        whole_batch: A function (outputs, batch) -> the loss of all samples of a window, a scalar;
-            see `hf_ga.prepare`. The loop then passes the model's outputs to `backward`.
         **kwargs: See `accelerate.Accelerator`.
 
     Attributes:
@@ -93,19 +87,13 @@ class Accelerator(accelerate.Accelerator):
         *args: Any,
         global_batch_size: int | None = None,
         allow_split_dependent_randomness: bool = False,
-        audit: bool = True,
-        whole_batch: WholeBatchLoss | None = None,
         **kwargs: Any,
     ) -> None:
         """Make the accelerator; see the class for the arguments."""
         super().__init__(*args, **kwargs)
         self.global_batch_size = global_batch_size
         self._requested_accumulation_steps = self.gradient_accumulation_steps
-        self._loss_settings = LossSettings(
-            whole_batch=whole_batch,
-            allow_split_dependent_randomness=allow_split_dependent_randomness,
-            audit=audit,
-        )
+        self._allow_split_dependent_randomness = allow_split_dependent_randomness
         check_supported(self)
         enable_fsdp_on_cpu(self)
         enable_fp16_on_cpu(self)
@@ -113,7 +101,9 @@ class Accelerator(accelerate.Accelerator):
 
     def _forget_prepared_objects(self) -> None:
         """Reset `hf_ga.Accelerator` to a new one's state: no prepared model, loader, scheduler."""
-        self.training_loop = TrainingLoop(self, self._loss_settings)
+        self.training_loop = TrainingLoop(
+            self, allow_split_dependent_randomness=self._allow_split_dependent_randomness
+        )
         self.epochs = Epochs()
         self._initial_scheduler_states: list[InitialSchedulerState] = []
 
@@ -122,13 +112,9 @@ class Accelerator(accelerate.Accelerator):
     def prepare(self, *args: Any, device_placement: list[bool] | None = None) -> Any:
         """Prepare objects as `accelerate.Accelerator.prepare` does.
 
-        Under FSDP, models are also proven before they are sharded (trial forwards and backwards
-        test how the loss adds up over samples), and gradients are reduced in float32.
+        Under FSDP, gradients are reduced in float32.
         """
         models = [value for value in args if isinstance(value, nn.Module)]
-        loaders = [value for value in args if isinstance(value, DataLoader)]
-        if models and is_sharded(self):
-            prove_before_sharding(self, models, loaders, self._loss_settings)
         optimizers = [value for value in args if isinstance(value, torch.optim.Optimizer)]
         with exact_sharding(self, models, optimizers):
             return super().prepare(*args, device_placement=device_placement)
@@ -212,7 +198,7 @@ class Accelerator(accelerate.Accelerator):
         """Release everything that was prepared, as `accelerate.Accelerator.free_memory` does, and
         give up the current window.
         """
-        self.training_loop.close()
+        self.training_loop.leave()
         self._forget_prepared_objects()
         return super().free_memory(*objects)
 
@@ -224,57 +210,75 @@ class Accelerator(accelerate.Accelerator):
     def accumulate(self, *models: nn.Module) -> Iterator[None]:
         """Enclose a micro-batch's forward, backward and optimizer step, as in Accelerate.
 
-        It does nothing: the loader has already set `sync_gradients`, which is true for the last
-        micro-batch of a window.
+        The loader has already set `sync_gradients`, which is true for the last micro-batch of a
+        window.
         """
+        self.training_loop.is_inside = True
         yield
 
     def no_sync(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Refuse Accelerate's context manager for accumulation by hand, since hf_ga sums the
-        gradients over all processes once per window.
+        """Do nothing: gradients are summed over processes where the window needs it.
 
         Raises:
-            ConfigError: Always.
+            ConfigError: If LocalSGD calls it, whose processes train apart.
         """
-        raise ConfigError(
-            "accelerator.no_sync (which LocalSGD uses, too) turns off the gradient synchronization "
-            "between processes, but hf_ga does that by itself until the end of each window. "
-            f"{MANUAL_ACCUMULATION_REMEDY}"
-        )
+        caller = sys._getframe(1).f_globals.get("__name__", "")
+        if caller.startswith("accelerate.local_sgd"):
+            raise ConfigError(
+                "LocalSGD lets processes train apart between averages of their weights, so no "
+                "split of a window is the full batch: leave it out."
+            )
+        return nullcontext()
 
     def backward(
-        self, loss: Any, *, num_targets: float | Tensor | None = None, **kwargs: Any
-    ) -> Tensor | None:
-        """Add the gradient of a micro-batch's part of the window's mean loss, in the user's loop.
+        self, loss: Tensor, *, num_targets: float | Tensor | None = None, **kwargs: Any
+    ) -> None:
+        """Add the gradient of a loss of the current micro-batch to that of its window.
+
+        What the loss averages over is read from its autograd graph. It is any sum of means: of the
+        model's own loss, torch's loss functions, sums over a mask that are divided by its sum, ...
 
         Args:
-            loss: The model's own loss of this micro-batch, neither divided nor scaled. A criterion
-                with the same mean, and a penalty on the weights, are recognised. With
-                `num_targets`, any sum over targets, a scalar. With `whole_batch`, what the model
-                returned for this micro-batch.
-            num_targets: What `loss` is summed over: the number of targets, or the sum of their
-                weights.
-            **kwargs: Further arguments of `accelerate.Accelerator.backward`, such as
-                `retain_graph`, are refused.
-
-        Returns:
-            With `whole_batch`, the loss of the whole window, the same for each of its
-            micro-batches; otherwise None.
+            loss: The loss of this micro-batch, a scalar, neither divided by the accumulation steps
+                nor scaled.
+            num_targets: For a sum that is not divided: what it is summed over, the number of
+                targets or the sum of their weights.
+            **kwargs: `retain_graph`, as in `Tensor.backward`. Others are refused.
 
         Raises:
             ConfigError: If the loop does not call fetch, forward, backward and step in this order.
-            LossNotAdditive: If the loss is not the one that was proven.
+            LossNotAdditive: If the loss is not a sum of means, or compares samples.
+            UnkeyedRandomness: If random numbers were drawn that cannot be tied to samples.
 
         Example:
             losses = F.cross_entropy(outputs.logits, labels, weight=weight, reduction="sum")
             accelerator.backward(losses, num_targets=weight[labels].sum())
         """
+        retain_graph = bool(kwargs.pop("retain_graph", False))
         if kwargs:
             raise ConfigError(
-                f"accelerator.backward got {', '.join(kwargs)}, but only takes a loss and "
-                "num_targets, as each micro-batch has a single backward. Leave it out."
+                f"accelerator.backward got {', '.join(kwargs)}, but only takes a loss, num_targets "
+                "and retain_graph. Leave it out."
             )
-        return self.training_loop.backward(loss, num_targets)
+        self.training_loop.backward(loss, num_targets, retain_graph=retain_graph)
+
+    def unscale_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Unscale the gradients of fp16, as `accelerate.Accelerator.unscale_gradients` does.
+
+        Within a window there are none yet, so nothing is done.
+        """
+        if self.sync_gradients:
+            super().unscale_gradients(optimizer)
+
+    def clip_grad_norm_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Clip gradients, as `accelerate.Accelerator.clip_grad_norm_` does.
+
+        Returns:
+            The norm before clipping; 0 within a window, where there are no gradients yet.
+        """
+        if self.sync_gradients:
+            return super().clip_grad_norm_(*args, **kwargs)
+        return torch.zeros((), device=self.device)
 
     @property
     def window_loss(self) -> Tensor | None:
@@ -287,8 +291,7 @@ class Accelerator(accelerate.Accelerator):
             if accelerator.sync_gradients:  # after `backward` of the window's last micro-batch
                 print(f"loss {accelerator.window_loss.item():.4f}")
         """
-        result = self.training_loop.last_result
-        return None if result is None else result.loss_tensor
+        return self.training_loop.loss
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """Gather values from all processes as `accelerate.Accelerator.gather_for_metrics` does.
@@ -297,12 +300,11 @@ class Accelerator(accelerate.Accelerator):
         fewer micro-batches than the others repeats a sample: its values are dropped, so that each
         sample counts once.
         """
-        engine = self.training_loop.engine
-        micro_batch_call = None if engine is None else engine.call
-        if micro_batch_call is None or not self.training_loop.is_in_windows:
+        slot = self.training_loop.slot
+        is_evaluation = getattr(self.gradient_state.active_dataloader, "is_yielding_windows", False)
+        if slot is None or not is_evaluation:
             return super().gather_for_metrics(input_data, use_gather_object)
-        is_repeated_sample = micro_batch_call.weight == 0
-        num_rows = 0 if is_repeated_sample else len(micro_batch_call.micro_batch)
+        num_rows = len(slot.micro_batch) if slot.is_counted else 0
         return gather_rows(self, input_data, num_rows, as_objects=use_gather_object)
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
@@ -351,12 +353,17 @@ class Accelerator(accelerate.Accelerator):
         Raises:
             ConfigError: If the window is not complete, because its gradients would be lost.
         """
-        check_can_save(self, is_complete=self.training_loop.call_order.is_complete)
+        check_can_save(self, is_complete=self.training_loop.is_complete)
         folder = super().save_state(output_dir, *args, **kwargs)
         positions = loader_positions(self._dataloaders)
         if self.is_main_process:
-            passes_own_loss = self.training_loop.loss_terms.passes_own_loss
-            SavedState(self.num_processes, positions, passes_own_loss).write(Path(folder))
+            saved = SavedState(
+                self.num_processes,
+                positions,
+                self.training_loop.num_windows,
+                padded_loaders(self._dataloaders),
+            )
+            saved.write(Path(folder))
         self.wait_for_everyone()
         return folder
 
@@ -373,8 +380,9 @@ class Accelerator(accelerate.Accelerator):
         saved = SavedState.read(folder)
         if saved is None:
             return
-        self.training_loop.loss_terms.passes_own_loss = saved.passes_own_loss
+        self.training_loop.num_windows = saved.num_windows
         restore_positions(self._dataloaders, saved.loaders)
+        restore_padding(self._dataloaders, saved.pads_to_window)
         if saved.num_processes != self.num_processes:
             for initial_state in self._initial_scheduler_states:
                 initial_state.convert(saved.num_processes, self.num_processes)
@@ -398,6 +406,10 @@ class WindowOptimizer(AcceleratedOptimizer):
         Raises:
             ConfigError: If the window's gradient is not complete at its end.
         """
-        if self.gradient_state.sync_gradients:
-            self.accelerator.training_loop.check_optimizer_step(self)
-        super().step(closure)
+        if not self.gradient_state.sync_gradients:
+            return
+        training_loop = self.accelerator.training_loop
+        training_loop.before_step(self)
+        with training_loop.suspended():
+            super().step(closure)
+        training_loop.after_step()

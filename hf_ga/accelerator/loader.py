@@ -1,6 +1,6 @@
 """The prepared loader: yields the micro-batches of windows while a model is in training mode."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -80,7 +80,7 @@ class WindowedDataLoader:
         self._was_interrupted = False  # the loop left the last epoch by `break`
         self._is_yielding_own_batches = False  # it is yielding Accelerate's batches
         self._collate = DictCollator(original.collate_fn)
-        self._batch_type: type | None = None  # what the user's collate function returns
+        self._example: Any = None  # a batch of one sample, as the user's collate function returns it
 
     @property
     def windows(self) -> WindowLoader | StreamLoader:
@@ -137,18 +137,18 @@ class WindowedDataLoader:
         """Yield the micro-batches of windows if a prepared model is in training mode, otherwise
         Accelerate's own batches, of which those that `skip_first_batches` asked for are skipped.
         """
-        model = self.accelerator.training_loop.training_model()
-        if model is not None:
-            yield from self._micro_batches(model)
+        training_loop = self.accelerator.training_loop
+        if training_loop.training_models():
+            yield from self._micro_batches()
             return
         num_to_skip = self._pop_num_to_skip()
         self._is_yielding_own_batches = True
-        self.accelerator.training_loop.call_order.begin_other_batches()
         try:
-            if num_to_skip:
-                yield from skip_batches_of(self, num_to_skip)
-            else:
-                yield from super().__iter__()
+            with training_loop.suspended():
+                if num_to_skip:
+                    yield from skip_batches_of(self, num_to_skip)
+                else:
+                    yield from super().__iter__()
         finally:
             self._is_yielding_own_batches = False
 
@@ -198,14 +198,11 @@ class WindowedDataLoader:
             return False
         if self.has_yielded_windows or self.shuffles:
             return True
-        return self.accelerator.training_loop.training_model() is not None
+        return bool(self.accelerator.training_loop.training_models())
 
-    def _micro_batches(self, model: torch.nn.Module) -> Iterator[Any]:
+    def _micro_batches(self) -> Iterator[Any]:
         """Yield this rank's micro-batches of the rest of the epoch to the user's loop, and keep
         Accelerate's state of the loader (`end_of_dataloader`, `iteration`) up to date.
-
-        Args:
-            model: The prepared model that is in training mode.
 
         Yields:
             Batches on the device, in the type that the user's collate function returns.
@@ -214,9 +211,8 @@ class WindowedDataLoader:
         training_loop = accelerator.training_loop
         windows = self.windows
         self._go_to_first_window(windows)
-        if self._batch_type is None:
-            self._batch_type = self._collate.find_batch_type(self.original.dataset)
-        batches_are_mappings = issubclass(self._batch_type, Mapping)
+        if self._example is None:
+            self._example = self._collate.example(self.original.dataset)
         num_steps = accelerator.gradient_accumulation_steps
         last_window_index = len(windows) - 1 if hasattr(windows, "__len__") else None
         accelerator.epochs.begin(self.original.dataset, windows.epoch)
@@ -227,16 +223,13 @@ class WindowedDataLoader:
         try:
             for window in windows:
                 self._check_accumulation_steps(num_steps)
-                batches = training_loop.micro_batches(
-                    model, window, batches_are_mappings=batches_are_mappings
-                )
-                for batch, is_last in batches:
+                for batch, is_last in training_loop.micro_batches(self, window):
                     self.end_of_dataloader = is_last and window.index == last_window_index
-                    yield DictCollator.restore(batch, self._batch_type)
+                    yield DictCollator.restore(batch, self._example)
             self._was_interrupted = False
         finally:  # also if the loop left by `break` or by an exception
             self.is_yielding_windows = False
-            training_loop.leave_micro_batch()
+            training_loop.leave_loader(self)
             self.end()
         self.iteration += 1
 

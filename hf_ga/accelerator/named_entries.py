@@ -1,21 +1,24 @@
-"""Converts batches of any type to dicts, and back to the type that the user's loop expects."""
+"""Converts batches of any type to flat dicts, and back to what the user's loop expects."""
 
 import copy
 from collections.abc import Mapping
 from typing import Any
 
+from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.generators import preserved_random_states, seed_generators
 
+SEPARATOR = "/"  # between the names of nested entries
+
 
 class DictCollator:
-    """A collate function that always returns a dict, whatever the user's collate function returns.
+    """A collate function that always returns a flat dict, whatever the user's function returns.
 
-    It is used for the DataLoaders of a user's loop with `hf_ga.Accelerator`. A mapping becomes a
-    plain dict, a tuple or list becomes {"0": ..., "1": ...}, and a single tensor {"0": ...}.
-    `restore` converts a dict back to the user's type.
+    A mapping becomes a dict, a tuple or list becomes {"0": ..., "1": ...}, and a single tensor
+    {"0": ...}. Nested containers of tensors are flattened: {"inputs": {"ids": x}} becomes
+    {"inputs/ids": x}. Lists of strings or numbers are entries. `restore` is the reverse.
 
     Args:
         collate_fn: The user's collate function.
@@ -26,21 +29,19 @@ class DictCollator:
         self.collate_fn = collate_fn
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        """Collate samples by the collate function of a user's loader, and convert the batch to a
-        dict: ("a", "b") becomes {"0": "a", "1": "b"}.
-        """
+        """Collate samples by the user's collate function, and flatten the batch."""
         collated = self.collate_fn(samples)
-        if isinstance(collated, Mapping):
-            return dict(collated)
-        entries = collated if isinstance(collated, tuple | list) else (collated,)
-        return {str(index): entry for index, entry in enumerate(entries)}
+        if not _is_container(collated) and not isinstance(collated, Mapping | tuple | list):
+            return {"0": collated}
+        entries: dict[str, Any] = {}
+        for name, value in _items(collated):
+            entries.update(_flat(value, name))
+        return entries
 
-    def find_batch_type(self, dataset: Any) -> type:
-        """Return the type of batch that the user's collate function returns, and that the user's
-        loop therefore expects from the prepared loader.
+    def example(self, dataset: Any) -> Any:
+        """Return the user's batch of the first sample of a dataset, for the type of batches.
 
-        The function is called on the first sample of the dataset; all random generators are
-        restored afterwards.
+        All random generators are restored afterwards.
 
         Args:
             dataset: A map-style or iterable dataset.
@@ -49,30 +50,61 @@ class DictCollator:
             seed_generators(0)
             is_stream = isinstance(dataset, IterableDataset)
             sample = next(iter(dataset)) if is_stream else dataset[0]
-            batch = self.collate_fn([copy.copy(sample)])
-            return type(batch)
+            return self.collate_fn([copy.copy(sample)])
 
     @staticmethod
-    def restore(batch: dict[str, Any], batch_type: type) -> Any:
-        """Convert a batch as a dict back to the type that the user's collate function returns, for
-        the user's loop: {"0": "a", "1": "b"} to ("a", "b").
+    def restore(entries: dict[str, Any], example: Any) -> Any:
+        """Convert a flat dict back to the type that the user's collate function returns.
 
         Args:
-            batch: A batch as a dict; it is copied, as the user's loop may remove entries.
-            batch_type: The type: a mapping, a tuple or named tuple, a list, or any other for a
-                batch of one entry.
-
-        Returns:
-            The batch in that type.
+            entries: The flat dict.
+            example: A batch that the user's collate function returned.
         """
-        batch = dict(batch)
-        if batch_type is dict:
-            return batch
-        if issubclass(batch_type, Mapping):
-            return batch_type(batch)
-        is_named_tuple = issubclass(batch_type, tuple) and hasattr(batch_type, "_fields")
-        if is_named_tuple:
-            return batch_type(*batch.values())
-        if issubclass(batch_type, tuple | list):
-            return batch_type(batch.values())
-        return batch["0"]
+        is_single = not isinstance(example, Mapping | tuple | list)
+        return entries["0"] if is_single else _nested(entries, example)
+
+
+def _is_container(value: Any) -> bool:
+    """Whether a value is a mapping, tuple or list that holds tensors, at any depth."""
+    if not isinstance(value, Mapping | tuple | list):
+        return False
+    values = value.values() if isinstance(value, Mapping) else value
+    return any(isinstance(inner, Tensor) or _is_container(inner) for inner in values)
+
+
+def _items(container: Any) -> list[tuple[str, Any]]:
+    """Return the named values of a mapping, tuple or list."""
+    if isinstance(container, Mapping):
+        return [(str(name), value) for name, value in container.items()]
+    return [(str(index), value) for index, value in enumerate(container)]
+
+
+def _flat(value: Any, name: str) -> dict[str, Any]:
+    """Return the entries of a value with this name."""
+    if not _is_container(value):
+        return {name: value}
+    entries: dict[str, Any] = {}
+    for inner_name, inner in _items(value):
+        entries.update(_flat(inner, f"{name}{SEPARATOR}{inner_name}"))
+    return entries
+
+
+def _nested(entries: dict[str, Any], example: Any) -> Any:
+    """Put entries together to a container of the type of an example."""
+    grouped: dict[str, dict[str, Any]] = {}
+    for name, value in entries.items():
+        outer, _, inner = name.partition(SEPARATOR)
+        grouped.setdefault(outer, {})[inner] = value
+    examples = dict(_items(example))
+    values = {}
+    for outer, inner_entries in grouped.items():
+        is_leaf = "" in inner_entries
+        values[outer] = (
+            inner_entries[""] if is_leaf else _nested(inner_entries, examples.get(outer, {}))
+        )
+    container_type = type(example)
+    if isinstance(example, Mapping):
+        return values if container_type is dict else container_type(values)
+    if hasattr(container_type, "_fields"):  # a named tuple
+        return container_type(*values.values())
+    return container_type(values.values())

@@ -1,129 +1,128 @@
-"""Drives the engine for a user's own training loop, micro-batch by micro-batch."""
+"""Keeps the books of a user's own training loop: which micro-batch it works on, what it passed to
+`backward`, and when the window's gradient is complete.
+
+A loop accumulates in one of two ways:
+
+- planned: with `gradient_accumulation_steps`, or in `with accelerator.accumulate(model):`. The
+  loader knows the window. `.grad` appears with its last backward.
+- by hand: the loop divides its loss by k and steps its optimizer after every k-th backward. `.grad`
+  is at any time the gradient of the mean loss so far, and the window ends where it steps.
+"""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import accelerate
-import numpy as np
 import torch
+from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.nn.parallel import DistributedDataParallel
 
-from hf_ga.accelerator.call_order import CallOrder, check_gradient_sync
-from hf_ga.accelerator.criteria import CriteriaRecorder
-from hf_ga.accelerator.engines import engine_if_provable, rule_for_loop
-from hf_ga.accelerator.first_forward import prove_first_forward
-from hf_ga.accelerator.loader import WindowedDataLoader
-from hf_ga.accelerator.loss_checks import LossChecks
-from hf_ga.accelerator.loss_comparison import MicroBatchRecord, SumPassedByLoop
-from hf_ga.accelerator.loss_terms import LossTerms, check_has_one_element
-from hf_ga.accelerator.outputs import ForwardRecorder
-from hf_ga.errors import ConfigError, DataError, HfGaError, LossNotAdditive, UnkeyedRandomness
-from hf_ga.exact.engine import Engine
-from hf_ga.exact.forward import unwrapped
+from hf_ga.accelerator.by_hand import ByHand
+from hf_ga.accelerator.misuse import (
+    check_no_earlier_gradients,
+    check_no_foreign_gradients,
+    check_undivided,
+    early_step,
+    not_fetched,
+    unexpected_backward,
+)
+from hf_ga.accelerator.slots import Slot, plan_slots
+from hf_ga.draws.keyed import KeyedDraws
+from hf_ga.engine.divisors import Reading
+from hf_ga.engine.gradient import WindowGradient
+from hf_ga.engine.rehearsal import OutputRecorder, Rehearsal, footprints_of, is_rehearsed
+from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.exact.forward import snapshot_buffers, unwrapped
 from hf_ga.exact.generators import moved_generators, random_states
-from hf_ga.exact.update import StepResult
-from hf_ga.exact.whole_window import WholeWindow, parameters_of
+from hf_ga.exact.loss import Loss
+from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.window import Window
-from hf_ga.parallel.fsdp import is_sharded
-from hf_ga.training import LossSettings, engine_for
+from hf_ga.parallel.fsdp import backend_for
+
+logger = get_logger(__name__)
 
 
 class TrainingLoop:
-    """Runs the engine for a user's loop, which fetches batches and calls `accelerator.backward`.
+    """The state of a user's loop, which fetches batches and calls `accelerator.backward`.
 
     Args:
         accelerator: The accelerator of the loop.
-        loss_settings: The user's settings for the model's loss and its proof.
+        allow_split_dependent_randomness: Whether draws that cannot be tied to samples are accepted.
 
     Attributes:
-        call_order: Tracks the loop's calls within the window.
-        loss_terms: Runs the backward of the losses that the loop passes.
-        engine: The engine of the current window. None before the first window, and before the first
-            forward of a model that is proven in that forward.
-        last_result: The result of the last complete window; None before there is one.
+        gradient: The sums of the current window. None before the first one.
+        slot: The current iteration. None between iterations.
+        num_windows: Number of windows that were begun in the run.
+        is_inside: Whether the loop is inside of `accelerator.accumulate`.
+        is_complete: Whether all backwards of the current window were run.
+        loss: Mean loss of the last complete window, a scalar. None before there is one.
     """
 
-    def __init__(self, accelerator: accelerate.Accelerator, loss_settings: LossSettings) -> None:
+    def __init__(
+        self, accelerator: accelerate.Accelerator, *, allow_split_dependent_randomness: bool
+    ) -> None:
         """Start before the first window of a user's loop, with no prepared model."""
         self.accelerator = accelerator
-        self.loss_settings = loss_settings
-        self.call_order = CallOrder()
-        self.loss_terms = LossTerms(LossChecks(can_differentiate=not is_sharded(accelerator)))
-        self.engine: Engine | None = None
-        self.last_result: StepResult | None = None
+        self.allows_any_randomness = allow_split_dependent_randomness
+        self.gradient: WindowGradient | None = None
+        self.slot: Slot | None = None
+        self.num_windows = 0
+        self.is_inside = False
+        self.is_complete = True
+        self.loss: Tensor | None = None
+        self.by_hand = ByHand()
+        self._draws = KeyedDraws(allow_unkeyed=allow_split_dependent_randomness)
+        self._recorder = OutputRecorder()
+        self._rehearsal: Rehearsal | None = None  # of the current window
         self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
-        self._recorders: dict[nn.Module, ForwardRecorder] = {}  # of prepared models
-        self._criteria = CriteriaRecorder()
-        # Context managers that are entered when a micro-batch is handed out, until its backward,
-        # and those of the window.
-        self._micro_batch_contexts = ExitStack()
+        self._window: Window | None = None
+        self._leader: Any = None  # the loader whose windows are computed
+        self._index = 0  # of the iteration in the window
+        self._num_slots = 1
+        self._attempt = 0  # how often the window was begun again
+        self._num_backwards = 0  # in this iteration
+        self._backwards_per_iteration: int | None = None  # of complete iterations
+        self._contexts = ExitStack()  # of the current iteration
         self._window_contexts = ExitStack()
-        # The random generators' states when a batch was handed out whose forward is a proof.
         self._random_states: dict[str, bytes] = {}
+        self._learning_rates: list[float] = []
+        self._has_stepped = False  # an optimizer, in this window
+
+    # Models
 
     def add_model(self, prepared: nn.Module) -> None:
         """Register a model that `accelerator.prepare` returns."""
         self._prepared_models[unwrapped(prepared)] = prepared
 
-    def close(self) -> None:
-        """Give up the window of the user's loop, and remove all hooks from the prepared models."""
-        self.leave_micro_batch()
-        self._window_contexts.close()
-        for recorder in self._recorders.values():
-            recorder.remove()
-
-    @property
-    def is_in_windows(self) -> bool:
-        """Whether the loader that the user's loop iterates over yields windows now, which is not so
-        in an evaluation.
-        """
-        active = self.accelerator.gradient_state.active_dataloader
-        return isinstance(active, WindowedDataLoader) and active.is_yielding_windows
-
-    def training_model(self) -> nn.Module | None:
-        """Return the prepared model that is in training mode and has trainable parameters.
-
-        Returns:
-            None if there is no such model, as in an evaluation.
-
-        Raises:
-            ConfigError: If there are several.
-        """
-        # For a model under DDP, Accelerate's list contains the model inside the wrapper.
-        unwrapped_models = dict.fromkeys(unwrapped(model) for model in self.accelerator._models)
-        in_training = [
-            model for model in unwrapped_models if model.training and is_trainable(model)
+    def training_models(self) -> list[nn.Module]:
+        """Return the prepared models that are in training mode and have trainable parameters."""
+        models = dict.fromkeys(unwrapped(model) for model in self.accelerator._models)
+        return [
+            self._prepared_models.get(model, model)
+            for model in models
+            if model.training and is_trainable(model)
         ]
-        if not in_training:
-            return None
-        if len(in_training) > 1:
-            names = ", ".join(type(model).__name__ for model in in_training)
-            raise ConfigError(
-                f"{len(in_training)} prepared models are in training mode ({names}), but a window "
-                "can train one model only: put them into one nn.Module and prepare that, or call "
-                "eval() or requires_grad_(False) on those that are not trained."
-            )
-        model = in_training[0]
-        return self._prepared_models.get(model, model)
 
-    def micro_batches(
-        self, model: nn.Module, window: Window, *, batches_are_mappings: bool
-    ) -> Iterator[tuple[dict[str, Any], bool]]:
-        """Begin a window, and hand out its micro-batches on this rank one by one to the user's
-        loop.
+    def _trained_parameters(self, models: Sequence[nn.Module]) -> list[nn.Parameter]:
+        """Return the parameters that the loop trains: of the models, then others of optimizers."""
+        parameters = [p for model in models for p in model.parameters()]
+        for optimizer in self.accelerator._optimizers:
+            parameters += [p for group in optimizer.param_groups for p in group["params"]]
+        return [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
 
-        Sets Accelerate's `step` and `sync_gradients` for each of them.
+    # Windows
+
+    def micro_batches(self, loader: Any, window: Window) -> Iterator[tuple[Any, bool]]:
+        """Hand out the micro-batches of a window to the loop, one for each of its iterations.
 
         Args:
-            model: The prepared model that is trained.
+            loader: The prepared loader that the loop iterates over.
             window: The window.
-            batches_are_mappings: Whether the user's collate function returns mappings, so that
-                the proof can call `model(**batch)`.
 
         Yields:
             (batch on the device, whether it is the last one of the window).
@@ -132,418 +131,421 @@ class TrainingLoop:
             ConfigError: If the loop fetches a batch before it called `accelerator.backward` for
                 the previous one.
         """
+        if self._is_follower(loader):
+            yield from self._follow(window)
+            return
+        self._leader = loader
+        self._attempt = 0
+        while True:
+            slots = self._begin_window(window)
+            for index, slot in enumerate(slots):
+                self._check_fetch()
+                is_last = index == len(slots) - 1
+                batch = self._open(slot, index, is_last)
+                yield batch, is_last
+                self._close()
+            if not self._must_begin_again():
+                return
+            self._attempt += 1
+
+    def _begin_window(self, window: Window) -> list[Slot]:
+        """Begin a window, and plan the iterations of the loop in it."""
         self._check_fetch()
-        window = self._begin_window(model, window, batches_are_mappings)
-        num_micro_batches = window.request.max_micro_batches  # the same on all ranks
-        for index in range(num_micro_batches):
-            self._check_fetch()
-            self.call_order.begin_micro_batch(index)
-            is_last = index == num_micro_batches - 1
-            self.accelerator.step = index + 1
-            self.accelerator.gradient_state._set_sync_gradients(is_last)
-            if self.engine is None:
-                batch = self._first_batch_to_prove(model, window)
-            else:
-                batch = self._enter_micro_batch(model, index)
-            yield batch, is_last
+        accelerator = self.accelerator
+        models = self.training_models()
+        self._window_contexts.close()
+        if window.state.pad_to_window:
+            window = window.padded_to_window()
+        self._window = window
+        is_planned = self._is_planned
+        slots = plan_slots(
+            window,
+            num_processes=accelerator.num_processes,
+            is_rehearsed=is_planned and is_rehearsed(self.num_windows),
+        )
+        self._num_slots = len(slots)
+        has_rehearsal = any(slot.is_rehearsal for slot in slots)
+        self._rehearsal = Rehearsal() if has_rehearsal else None
+        parameters = self._trained_parameters(models)
+        if self.gradient is None or self.gradient.parameters != parameters:
+            self.gradient = WindowGradient(backend_for(accelerator), parameters)
+        for model in models:
+            self.gradient.backend.begin(model, Loss())
+            self.gradient.backend.reshard(model)
+            if isinstance(model, DistributedDataParallel):
+                model.require_backward_grad_sync = False  # the window's end sums the gradients
+        if is_planned or self.is_complete:
+            self.gradient.begin()
+            self._learning_rates = self._current_learning_rates()
+        self.is_complete = False
+        self._has_stepped = False
+        if has_rehearsal:
+            recording = self._recorder.recording(
+                [unwrapped(model) for model in models],
+                with_submodules=not self.gradient.backend.is_sharded,
+            )
+            self._window_contexts.enter_context(recording)
+        if self._attempt == 0:
+            self.num_windows += 1
+        return slots
 
-    def backward(self, loss: Any, num_targets: float | Tensor | None) -> Tensor | None:
-        """Run the backward of the current micro-batch, which the user's loop asks for, and finish
-        the window after its last one.
+    @property
+    def _is_planned(self) -> bool:
+        """Whether the loop accumulates as planned by the loader, and not by hand."""
+        steps = self.accelerator.gradient_accumulation_steps
+        return steps > 1 or self.accelerator.global_batch_size is not None or self.is_inside
 
-        Finishing sums the gradients over all ranks and raises errors that were kept for the end of
-        the window.
+    def _must_begin_again(self) -> bool:
+        """Whether the window that has just ended must be computed once more."""
+        gradient = self.gradient
+        if not self._is_planned or gradient.must_repeat is None:
+            return False
+        logger.info(f"hf_ga: the window is computed once more: {gradient.must_repeat}.")
+        return True
+
+    # Iterations
+
+    def _open(self, slot: Slot, index: int, is_last: bool) -> Any:
+        """Begin an iteration of the loop. Returns its batch on the device."""
+        accelerator = self.accelerator
+        window = self._window
+        self.slot = slot
+        self._index = index
+        self._num_backwards = 0
+        accelerator.step = index + 1
+        accelerator.gradient_state._set_sync_gradients(is_last)
+        self._contexts = ExitStack()
+        if slot.is_rehearsal:
+            for model in self.training_models():
+                self._contexts.callback(snapshot_buffers(model))
+        self._recorder.clear()
+        request = window.request
+        keys = sample_keys(request.seed, request.epoch, slot.micro_batch.positions)
+        key_of_window = window_key(request.seed, request.epoch, request.index)
+        batch, keys, key_of_window = send_to_device(
+            [slot.micro_batch.batch, keys, key_of_window], accelerator.device, non_blocking=True
+        )
+        self._draws.begin(keys, key_of_window)
+        if not self.allows_any_randomness:
+            self._random_states = random_states()
+        self._contexts.enter_context(self._draws.scope())
+        return batch
+
+    def _close(self) -> None:
+        """End an iteration of the loop."""
+        contexts = self._contexts
+        self._contexts = ExitStack()
+        contexts.close()
+        if self._num_backwards and self._backwards_per_iteration is None:
+            self._backwards_per_iteration = self._num_backwards
+
+    def leave_loader(self, loader: Any) -> None:
+        """Give up the current iteration if it is one of this loader, which ends."""
+        if loader is self._leader:
+            self.leave()
+
+    def leave(self) -> None:
+        """Give up the current window, because the loop left it or ended."""
+        self.slot = None
+        self._close()
+        self._window_contexts.close()
+        self._leader = None
+
+    def leave_window(self) -> None:
+        """Give up the current window of the loop, because `load_state` loads other weights."""
+        self.leave()
+        self.is_complete = True
+
+    def _check_fetch(self) -> None:
+        """Check, before a batch is handed out, that the loop has used the previous one.
+
+        Raises:
+            ConfigError: If it did not call `accelerator.backward` for it.
+        """
+        if self.slot is None or self._num_backwards or not self._is_planned:
+            return
+        self.leave()
+        raise not_fetched()
+
+    def suspended(self) -> contextlib.AbstractContextManager[None]:
+        """Return a context in which torch's random functions are its own again."""
+        return self._draws.suspended()
+
+    # Other loaders beside the one whose windows are computed (zip)
+
+    def _is_follower(self, loader: Any) -> bool:
+        """Whether a loader's batches belong to the current iteration of another loader."""
+        is_other = self._leader is not None and self._leader is not loader
+        return is_other and self.slot is not None and not self._num_backwards
+
+    def _follow(self, window: Window) -> Iterator[tuple[Any, bool]]:
+        """Hand out micro-batches of a second loader, split as those of the first one.
+
+        Raises:
+            ConfigError: If the windows of the two loaders have different sizes.
+        """
+        number = self.num_windows
+        attempt = -1
+        while self.num_windows == number and self._attempt > attempt:
+            attempt = self._attempt
+            if window.state.pad_to_window or self._window.request.pad_to_window:
+                window = window.padded_to_window()
+            slots = plan_slots(
+                window,
+                num_processes=self.accelerator.num_processes,
+                is_rehearsed=self._rehearsal is not None,
+            )
+            for index, slot in enumerate(slots):
+                own = len(self.slot.micro_batch)
+                if index != self._index or own != len(slot.micro_batch):
+                    raise ConfigError(
+                        f"two loaders are used together, but give {own} and "
+                        f"{len(slot.micro_batch)} samples in one iteration: give both the same "
+                        "batch size, drop_last=True, and begin their epochs together."
+                    )
+                batch = send_to_device(slot.micro_batch.batch, self.accelerator.device)
+                yield batch, index == len(slots) - 1
+
+    # Backward
+
+    def backward(
+        self, loss: Tensor, num_targets: float | Tensor | None, *, retain_graph: bool
+    ) -> None:
+        """Add the gradient of a loss to the window, and finish it after its last backward.
 
         Args:
             loss: See `Accelerator.backward`.
             num_targets: See `Accelerator.backward`.
-
-        Returns:
-            With `whole_batch`, the loss of the whole window; otherwise None.
+            retain_graph: See `Tensor.backward`.
 
         Raises:
             ConfigError: If no micro-batch waits for its backward, or gradients were changed.
-            LossNotAdditive: If the loss is not one that is known to add up over micro-batches.
+            LossNotAdditive: If the loss is not a sum of means.
+            UnkeyedRandomness: If a random number was drawn that cannot be tied to samples.
         """
-        call_order = self.call_order
-        if not call_order.is_waiting:
-            raise call_order.unexpected_backward(is_in_evaluation=self._is_in_evaluation())
-        if self.engine is not None:
-            call_order.check_gradients(self.engine, self.accelerator._optimizers)
-        try:
-            with self._raising_on_all_ranks():
-                self._backward(loss, num_targets)
-        finally:
-            call_order.note_backward()
-        with self._raising_on_all_ranks():
-            self._micro_batch_contexts.close()
-        engine = self.engine
-        is_last_micro_batch = call_order.index == len(engine.calls) - 1
-        if is_last_micro_batch:
-            self._window_contexts.close()
-            self.last_result = engine.end()
-            call_order.is_complete = True
-        else:
-            call_order.note_gradients(engine.parameters)
-        return engine.loss.value if isinstance(engine.loss, WholeWindow) else None
+        if self.slot is None:
+            raise unexpected_backward(is_in_evaluation=self._is_in_evaluation())
+        self._num_backwards += 1
+        with self._failing_together():
+            self._check_before_backward(loss)
+            self._read_and_add(loss, num_targets, retain_graph)
+        if not self._is_planned:
+            self._show_mean_so_far()
+        elif self._is_last_backward():
+            self._finish()
+        self._draws.after_backward()
 
-    def leave_micro_batch(self) -> None:
-        """Give up the micro-batch that was handed out to the user's loop, without its backward.
-
-        Its context managers are closed; errors of hf_ga that they raise are ignored, as they are
-        about a micro-batch that does not count.
-        """
-        self.call_order.is_waiting = False
-        contexts = self._micro_batch_contexts
-        self._micro_batch_contexts = ExitStack()
-        with contextlib.suppress(HfGaError):
-            contexts.close()
-
-    def leave_window(self) -> None:
-        """Give up the current window of the user's loop, because `accelerator.load_state` loads
-        weights from a checkpoint.
-        """
-        self.leave_micro_batch()
-        self.call_order.is_complete = True
-
-    def check_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Check, before a prepared optimizer of the user's loop steps, that the gradient of the
-        window is complete.
+    def _check_before_backward(self, loss: Tensor) -> None:
+        """Check what happened since the batch was handed out.
 
         Raises:
-            ConfigError: If the gradient is not complete, or if parameters outside of the model have
-                a gradient.
+            ConfigError: If gradients appeared, or the optimizer stepped.
+            UnkeyedRandomness: If a random number was drawn that cannot be tied to samples.
         """
-        loss_parameters = parameters_of(self.loss_settings.whole_batch)
-        self.call_order.check_optimizer_step(self.engine, optimizer, loss_parameters)
-
-    # Windows
-
-    def _begin_window(self, model: nn.Module, window: Window, batches_are_mappings: bool) -> Window:
-        """Begin a window of the user's loop, and its engine unless the model is proven in the
-        loop's first forward.
-
-        Args:
-            model: The prepared model that is trained.
-            window: The window.
-            batches_are_mappings: Whether the user's collate function returns mappings, so that
-                the proof can call `model(**batch)`.
-
-        Returns:
-            The window; if the loop's loss may average over the padding, with all micro-batches
-            padded to the same length.
-
-        Raises:
-            ConfigError: If the loop turned gradient synchronization off.
-        """
-        check_gradient_sync(model)
-        if not self.loss_terms.passes_own_loss and self.loss_settings.whole_batch is None:
-            window = window.padded_to_window()
-        self.call_order.begin_window()
-        self.loss_terms.begin_window()
-        self._window_contexts.close()
-        hook = register_optimizer_step_pre_hook(self._before_any_step)
-        self._window_contexts.callback(hook.remove)
-        self.engine = engine_if_provable(
-            self.accelerator,
-            model,
-            window,
-            self.loss_settings,
-            batches_are_mappings=batches_are_mappings,
-        )
-        if self.engine is not None:
-            self._begin_engine(window)
-        return window
-
-    def _begin_engine(self, window: Window) -> None:
-        """Begin a window of the user's loop in the engine: count its targets and plan this rank's
-        micro-batches.
-
-        First, speed-ups that do not fit the loop are removed from the engine's rule. An example is
-        packing, for a loop that computes a loss of its own from the model's outputs.
-
-        Args:
-            window: The window.
-
-        Raises:
-            DataError: If the window has no targets under fp16, because the GradScaler needs a loss
-                to scale.
-        """
-        engine = self.engine
-        passes_own_loss = self.loss_terms.passes_own_loss
-        # Removing speed-ups again changes nothing, so this may be repeated in every window.
-        engine.rule = rule_for_loop(engine.rule, self.accelerator, passes_own_loss=passes_own_loss)
-        engine.begin(window, num_calls=window.request.max_micro_batches)
-        if self.accelerator.scaler is not None and not engine.has_targets:
-            raise DataError(
-                f"window {window.index} of epoch {window.epoch} has no targets, so it has no loss "
-                "for fp16 to scale: remove samples without targets."
-            )
-
-    def _before_any_step(
-        self, optimizer: torch.optim.Optimizer, args: tuple, kwargs: dict[str, Any]
-    ) -> None:
-        """Step pre-hook of all torch optimizers during a window of the user's loop: refuse a step
-        that would update the model before the window's gradient is complete.
-        """
-        if self.engine is not None:
-            self.call_order.check_other_optimizer(self.engine, optimizer)
-
-    def _is_in_evaluation(self) -> bool:
-        """Return whether the user's loop is in an evaluation, which explains a call of
-        `accelerator.backward` that no micro-batch waits for.
-
-        That is so if no model is in training mode now, or if none was when the loop began to
-        iterate over the loader, which then yields Accelerate's own batches.
-        """
-        active = self.accelerator.gradient_state.active_dataloader
-        if isinstance(active, WindowedDataLoader) and not active.is_yielding_windows:
-            return True
-        return self.training_model() is None
-
-    def _check_fetch(self) -> None:
-        """Check, before a batch is handed out to the user's loop, that the loop called
-        `accelerator.backward` for the previous one.
-
-        Raises:
-            ConfigError: If the loop did not call it. The previous micro-batch is given up first.
-        """
-        try:
-            self.call_order.check_fetch()
-        except ConfigError:
-            self.leave_micro_batch()
-            raise
-
-    # Micro-batches
-
-    def _enter_micro_batch(self, model: nn.Module, index: int) -> dict[str, Any]:
-        """Enter the context managers of a micro-batch of the user's loop (keyed dropout, speed-ups,
-        recording), which `backward` closes.
-
-        Args:
-            model: The prepared model.
-            index: The index of the micro-batch in its window (0-based).
-
-        Returns:
-            The micro-batch's batch on the device.
-        """
-        engine = self.engine
-        self._enter_recording_contexts(model)
-        self._micro_batch_contexts.enter_context(engine.scope())
-        batch = self._micro_batch_contexts.enter_context(engine.micro_batch(index))
-        recorder = self._recorder_of(model)
-        # If the loop counts the targets of its own loss, it may call the model with anything.
-        accepts_any_arguments = isinstance(engine.rule.loss, SumPassedByLoop)
-        recorder.start(None if accepts_any_arguments else engine.arguments(batch))
-        recorder.prove_again = partial(self._prove_again, model)
-        return batch
-
-    def _enter_recording_contexts(self, model: nn.Module) -> None:
-        """Begin the contexts of a micro-batch: until its backward, the loss functions that the
-        user's loop calls are recorded, and DDP does not all-reduce gradients.
-
-        Args:
-            model: The prepared model.
-        """
-        self._micro_batch_contexts = ExitStack()
-        self._criteria.start(unwrapped(model))
-        self._micro_batch_contexts.callback(self._criteria.turn_off)
-        if isinstance(model, nn.parallel.DistributedDataParallel):
-            # The engine sums the gradients over all ranks once, at the end of the window.
-            self._micro_batch_contexts.enter_context(model.no_sync())
-
-    def _recorder_of(self, model: nn.Module) -> ForwardRecorder:
-        """Return the recorder of a prepared model's forward passes in the user's loop.
-
-        It is made on first use, and then hooks the model.
-        """
-        if model not in self._recorders:
-            self._recorders[model] = ForwardRecorder(
-                model,
-                is_waiting_for_backward=lambda: self.call_order.is_waiting,
-                criteria=self._criteria,  # loss functions of torch that the loop calls
-                leave_micro_batch=self.leave_micro_batch,
-                # A `whole_batch` loss is computed from the outputs, not from a loss of the loop.
-                records_tensors=self.loss_settings.whole_batch is not None,
-            )
-        return self._recorders[model]
-
-    def _backward(self, loss: Any, num_targets: float | Tensor | None) -> None:
-        """Check what the loop passed to `accelerator.backward`, and run the backward of the current
-        micro-batch.
-
-        Args:
-            loss: The loss; with `whole_batch`, the model's outputs.
-            num_targets: The number of targets that the loss is summed over, or None.
-
-        Raises:
-            ConfigError: If, with `whole_batch`, the loop passed anything but what the model
-                returned.
-            LossNotAdditive: If the loss is not one that is known to add up over micro-batches.
-        """
-        engine = self.engine
-        if engine is None:
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            shape = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
             raise LossNotAdditive(
-                "the loss does not come from a training forward of the prepared model on this "
-                "batch: call the model that accelerator.prepare returned."
+                f"accelerator.backward takes a loss with one element, got {shape}: average it "
+                "over what should count equally, for example loss.mean()."
             )
-        recorder = self._recorder_of(engine.model)
-        if self.loss_settings.whole_batch is None:
-            check_has_one_element(loss)
-            record = self._record_of_micro_batch(recorder)
-            self.loss_terms.backward(engine, recorder, record, loss, num_targets)
-            return
-        if num_targets is not None or not recorder.is_unchanged(loss):
+        if not self.allows_any_randomness:
+            moved = moved_generators(self._random_states)
+            if moved or self._draws.unkeyed_after_backward:
+                source = self._draws.unkeyed_after_backward or f"from {' and '.join(moved)}"
+                raise UnkeyedRandomness(
+                    f"the loop or the model drew random numbers ({source}) that cannot be tied to "
+                    "samples, so they depend on the split of the window. Draw with torch's "
+                    "functions, one row for each sample, or in the dataset or collate function; or "
+                    "accept it with Accelerator(allow_split_dependent_randomness=True)."
+                )
+        if self._is_planned and not self.is_complete:
+            check_no_foreign_gradients(self.gradient.parameters, self.gradient.earlier)
+        if self._is_planned and self._has_stepped:
             raise ConfigError(
-                "with whole_batch, accelerator.backward takes what the model returned for this "
-                "micro-batch, unchanged and alone: outputs = model(**batch); "
-                "accelerator.backward(outputs)."
+                "accelerator.backward came after the optimizer's step in the same window, so its "
+                "forward used other weights than those of the window's other micro-batches: run "
+                "all backwards of a micro-batch before optimizer.step()."
             )
-        engine.backward(loss)
 
-    def _record_of_micro_batch(self, recorder: ForwardRecorder) -> MicroBatchRecord:
-        """Collect what was recorded of the current micro-batch of the user's loop, for the checks
-        of the loss that the loop passes for it.
+    def _read_and_add(
+        self, loss: Tensor, num_targets: float | Tensor | None, retain_graph: bool
+    ) -> None:
+        """Read the loss, compare its samples with their rehearsal, and add its gradient."""
+        gradient = self.gradient
+        slot = self.slot
+        loss = loss.reshape(()) if loss.dim() else loss
+        readings = gradient.read(loss, len(slot.micro_batch), num_targets)
+        if self._is_planned:
+            steps = self.accelerator.gradient_accumulation_steps
+            check_undivided(loss, len(readings), steps)
+        else:
+            gradient.begin_again_if_zeroed()
+            self.by_hand.note_backward(loss, len(readings))
+        prefix = self._num_backwards
+        readings = [replace(reading, key=(prefix, reading.key)) for reading in readings]
+        if self._rehearsal is not None and not slot.is_filler:
+            self._compare(loss, readings)
+        if slot.is_rehearsal:
+            gradient.note_rehearsal(readings)
+        elif slot.is_counted:
+            gradient.add(loss, readings, retain_graph=retain_graph, sync=self._sync)
+        else:
+            gradient.add_nothing(loss, readings, sync=self._sync)
+
+    def _compare(self, loss: Tensor, readings: Sequence[Reading]) -> None:
+        """Record the samples of a rehearsal, or compare those of the window with it.
+
+        Raises:
+            LossNotAdditive: If a sample's gradient differs in other company.
         """
-        call = self.engine.call
-        tensors = [value for value in call.batch.values() if isinstance(value, Tensor)]
-        return MicroBatchRecord(
-            outputs=recorder.outputs,
-            means=self._criteria.means,
-            submodules_run_by_loop=self._criteria.submodules_run_by_loop,
-            num_samples=len(call.micro_batch),
-            num_accumulation_steps=self.accelerator.gradient_accumulation_steps,
-            batch_storages=frozenset(tensor.untyped_storage().data_ptr() for tensor in tensors),
+        rehearsal = self._rehearsal
+        positions = self.slot.micro_batch.positions.tolist()
+        data_readings = [r for r in readings if r.term is None or not r.term.is_penalty]
+        footprints, is_low_precision = footprints_of(
+            loss, data_readings, self._recorder, positions
+        )
+        rehearsal.is_low_precision |= is_low_precision
+        if self.slot.is_rehearsal:
+            rehearsal.record(footprints)
+            rehearsal.num_reclassified = self._draws.num_reclassified
+            return
+        if rehearsal.num_reclassified != self._draws.num_reclassified:
+            self.gradient.must_repeat = "the dims of random numbers were found out"
+            self._rehearsal = Rehearsal()
+            return
+        difference = rehearsal.difference(footprints)
+        if difference is None:
+            return
+        if not self._window.request.pad_to_window:
+            self.gradient.must_pad = True
+            return
+        _, before, now = difference
+        name = next(r.name for r in readings if r.key == difference[0])
+        raise LossNotAdditive(
+            f"{name}: the gradient of a sample at the model's outputs was {before:.6g} among some "
+            f"samples of the window and {now:.6g} among others, so its loss depends on the other "
+            "samples of its micro-batch (BatchNorm, in-batch negatives, statistics or mixtures "
+            "over the batch, state that the loop keeps), and no split of the window is the full "
+            "batch. Compute it for each sample alone, in the dataset or collate function, or over "
+            "the whole window with Accelerator(whole_batch=...)."
         )
 
     @contextmanager
-    def _raising_on_all_ranks(self) -> Iterator[None]:
-        """Let an error of hf_ga on this rank of a user's loop be raised on all ranks at the end of
-        the window.
+    def _failing_together(self) -> Iterator[None]:
+        """Let an error of hf_ga on this process be raised on all of them, at the window's end.
 
-        If only this rank raised at once, the others would wait for it forever in the next
-        all-reduce. The error is raised at once on a single process, before the engine exists, and
-        under FSDP, which cannot continue without this rank.
+        If only this process raised at once, the others would wait for it. It raises at once on a
+        single process, under FSDP (which cannot go on without it), and in a loop by hand.
         """
         try:
             yield
         except HfGaError as error:
-            engine = self.engine
-            is_alone = self.accelerator.num_processes == 1 or engine is None
-            if is_alone or engine.backend.is_sharded:
-                self.leave_micro_batch()
+            backend = self.gradient.backend
+            if backend.num_processes == 1 or backend.is_sharded:
+                self.leave()
                 raise
-            if engine.status.failure is None:
-                engine.status.failure = error
+            self.gradient.failure = self.gradient.failure or error
 
-    # Models that are proven in a forward of the loop
+    def _sync(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context of a backward in which sharded models reduce their gradients."""
+        stack = ExitStack()
+        is_last = self._index == self._num_slots - 1 or not self._is_planned
+        for model in self.training_models():
+            stack.enter_context(self.gradient.backend.sync(model, is_last))
+        return stack
 
-    def _first_batch_to_prove(self, model: nn.Module, window: Window) -> dict[str, Any]:
-        """Return the first batch of a window for a model that will be proven in the loop's forward
-        on this batch, because it is not known yet how the loop calls the model.
+    # The window's end
 
-        Args:
-            model: The prepared model.
-            window: The window, which has no engine yet.
+    def _is_last_backward(self) -> bool:
+        """Whether this backward completes the window."""
+        is_last_slot = self._index == self._num_slots - 1
+        expected = self._backwards_per_iteration or 1
+        return is_last_slot and self._num_backwards >= expected
 
-        Returns:
-            The batch on the device, padded to the longest sample of the window. A rank without
-            samples in the window gets one that does not count.
-        """
-        window = window.padded_to_window()
-        micro_batches = window.micro_batches
-        if not micro_batches:  # other ranks have all samples of the window
-            micro_batches = window.split([np.array([0])]).micro_batches
-        first = micro_batches[0]
-        recorder = self._recorder_of(model)
-        recorder.start()
-        recorder.prove = partial(self._prove, model, window, len(first))
-        self._enter_recording_contexts(model)
-        self._random_states = random_states()
-        return send_to_device(first.batch, self.accelerator.device)
-
-    def _prove(
-        self,
-        model: nn.Module,
-        window: Window,
-        num_samples: int,
-        args: tuple,
-        kwargs: dict[str, Any],
-    ) -> None:
-        """Prove the model on the arguments of a forward that the loop has just called, and then
-        begin the window, so that this forward is the one of its first micro-batch.
-
-        Args:
-            model: The prepared model.
-            window: The window.
-            num_samples: The number of samples in the arguments.
-            args: The positional arguments of the forward.
-            kwargs: The keyword arguments of the forward.
-
-        Raises:
-            ConfigError: If the arguments cannot be split into samples.
-            UnkeyedRandomness: If the loop drew random numbers since it fetched the batch.
-        """
-        self._check_generators()
-        rule, self.loss_terms.model_loss = prove_first_forward(
-            unwrapped(model),
-            args,
-            kwargs,
-            num_samples,
-            allow_split_dependent_randomness=self.loss_settings.allow_split_dependent_randomness,
+    def _finish(self) -> None:
+        """Finish a planned window: `.grad` appears, or the window is computed once more."""
+        gradient = self.gradient
+        check_no_earlier_gradients(self.accelerator._optimizers, gradient.earlier)
+        is_set = gradient.finish(
+            is_padded=self._window.request.pad_to_window,
+            can_repeat=True,
+            keeps_sums=self._backwards_per_iteration is None,
         )
-        window.state.rules[unwrapped(model)] = rule
-        window.state.pad_to_window = True
-        self.engine = engine_for(self.accelerator, model, window)
-        self._begin_engine(window)
-        self._micro_batch_contexts.close()
-        self._enter_micro_batch(model, 0)
-        rule.dropout.join_forward(args, kwargs)  # this forward has begun already
+        if gradient.must_pad:
+            self._window.state.pad_to_window = True
+        if not is_set:
+            self.accelerator.gradient_state._set_sync_gradients(False)
+            return
+        self.is_complete = True
+        self.loss = gradient.loss
 
-    def _prove_again(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Prove a model once more because the loop calls it with something other than the batch
-        that it was proven on, and begin the window again.
+    def _show_mean_so_far(self) -> None:
+        """Set `.grad` of a loop that accumulates by hand to the gradient of the mean so far."""
+        gradient = self.gradient
+        mean = gradient.mean_so_far(is_padded=self._window.request.pad_to_window)
+        gradient.show(mean, times=self.by_hand.num_shown)
+        self.loss = gradient.loss
 
-        Args:
-            model: The prepared model.
-            args: The positional arguments of the forward.
-            kwargs: The keyword arguments of the forward.
-
-        Raises:
-            ConfigError: If the loop called the model with the batch before, so that targets were
-                counted wrongly, or if there is a `whole_batch`.
-        """
-        if self.loss_settings.whole_batch is not None:
-            raise ConfigError(
-                "whole_batch needs the model to be called as model(**batch), with the batch that "
-                "the loader returned: its forward runs once more before the loop's."
-            )
-        if self.loss_terms.checks.num_windows > 1 or self.call_order.index:
-            raise ConfigError(
-                "the model was called with the entries of the batch before, and is now called with "
-                "others (changed labels, another mask, more arguments), so the targets of the "
-                "window were counted wrongly: make these changes in the collate function."
-            )
-        num_samples = len(self.engine.call.micro_batch)
-        self._micro_batch_contexts.close()  # the proof must run without this one's speed-ups
-        self._random_states = random_states()
-        self._prove(model, self.engine.window, num_samples, args, kwargs)
-
-    def _check_generators(self) -> None:
-        """Check that the user's loop drew no random numbers between fetching a batch and the
-        forward in which the model is proven, unless split-dependent randomness is allowed.
+    def before_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Check, before a prepared optimizer steps, that the window's gradient is complete.
 
         Raises:
-            UnkeyedRandomness: If the loop drew random numbers there.
+            ConfigError: If it is not, or the learning rate changed within the window.
         """
-        moved = moved_generators(self._random_states)
-        if moved and not self.loss_settings.allow_split_dependent_randomness:
-            raise UnkeyedRandomness(
-                f"the loop drew from {' and '.join(moved)} between fetching a batch and its "
-                "forward: this randomness depends on the split of the window. Draw it in the "
-                "dataset or the collate function, where it is seeded for each sample, or accept it "
-                "with Accelerator(allow_split_dependent_randomness=True)."
+        gradient = self.gradient
+        if gradient is None or self.slot is None:
+            if any(p.grad is not None and bool(p.grad.any()) for p in _parameters_of(optimizer)):
+                raise early_step()
+            return
+        if not self._is_planned:
+            self.by_hand.check_step()
+        elif not self.is_complete:
+            raise early_step()
+        if gradient.num_backwards > 1:
+            self._check_learning_rates()
+
+    def after_step(self) -> None:
+        """Note that a prepared optimizer has stepped: a loop by hand begins another window."""
+        self._has_stepped = True
+        if self.gradient is not None and not self._is_planned:
+            self.by_hand.note_step()
+            self.gradient.begin()
+            self.is_complete = True
+            self._learning_rates = self._current_learning_rates()
+
+    def _current_learning_rates(self) -> list[float]:
+        """Return the learning rates of all prepared optimizers."""
+        optimizers = self.accelerator._optimizers
+        return [group["lr"] for optimizer in optimizers for group in optimizer.param_groups]
+
+    def _check_learning_rates(self) -> None:
+        """Check that no schedule stepped within the window.
+
+        Raises:
+            ConfigError: If a learning rate changed since the window began.
+        """
+        before = self._learning_rates
+        now = self._current_learning_rates()
+        if [float(rate) for rate in before] != [float(rate) for rate in now]:
+            raise ConfigError(
+                f"the learning rate changed from {before} to {now} within a window: a schedule "
+                "that steps with every micro-batch makes the update depend on their number. Pass "
+                "the scheduler to accelerator.prepare, or step it only if "
+                "accelerator.sync_gradients."
             )
+
+    def _is_in_evaluation(self) -> bool:
+        """Return whether the loop is in an evaluation, which explains an unexpected backward."""
+        active = self.accelerator.gradient_state.active_dataloader
+        is_windowed = hasattr(active, "is_yielding_windows")
+        if is_windowed and not active.is_yielding_windows:
+            return True
+        return not self.training_models()
+
+
+def _parameters_of(optimizer: torch.optim.Optimizer) -> list[nn.Parameter]:
+    """Return the parameters of all groups of an optimizer."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def is_trainable(model: nn.Module) -> bool:

@@ -1,0 +1,79 @@
+"""Loops that accumulate by hand: `accelerator.backward(loss / k)`, a step after every k-th one."""
+
+from torch import Tensor
+
+from hf_ga.accelerator.misuse import division_by_number
+from hf_ga.errors import ConfigError
+
+
+class ByHand:
+    """Finds out over how many backwards a loop accumulates, and checks that it does.
+
+    Attributes:
+        num_parts: What the loop divides its losses by; 1 if it does not divide them.
+        is_established: Whether the optimizer has stepped after that many backwards.
+    """
+
+    def __init__(self) -> None:
+        """Start before the first backward of the run."""
+        self.num_parts = 1
+        self.is_established = False
+        self._num_backwards = 0  # since the last step
+        self._num_terms = 1  # of the first of them
+        self._is_mean_of_terms = False  # loss = (a + b) / 2 is no accumulation
+
+    def note_backward(self, loss: Tensor, num_terms: int) -> None:
+        """Record a backward, before it frees the graph.
+
+        Args:
+            loss: What the loop passed to `accelerator.backward`.
+            num_terms: Number of its terms.
+        """
+        self._num_backwards += 1
+        if not self._is_mean_of_terms:
+            self.num_parts = division_by_number(loss) or 1
+        if self._num_backwards == 1:
+            self._num_terms = num_terms
+
+    @property
+    def num_shown(self) -> int:
+        """What the mean loss so far is multiplied by, so that a complete window has its mean."""
+        return self.num_parts if self.is_established else self._num_backwards
+
+    def check_step(self) -> None:
+        """Check, before the optimizer steps, that the window has as many backwards as its losses
+        were divided by. The last window of an epoch may have fewer.
+
+        Raises:
+            ConfigError: If it has not.
+        """
+        number = self._num_backwards
+        parts = self.num_parts
+        if number == 0 or number == parts:
+            self.is_established = self.is_established or number == parts > 1
+            return
+        if number < parts and self.is_established:
+            return
+        if number == 1 and parts == self._num_terms:
+            self._is_mean_of_terms = True
+            self.num_parts = 1
+            return
+        if number < parts:
+            raise ConfigError(
+                f"the optimizer steps after {number} of {parts} backwards whose losses are divided "
+                f"by {parts}: this update would have the gradient of {number} micro-batch alone. "
+                f"Step when (step + 1) % {parts} == 0, not when step % {parts} == 0; or pass "
+                f"gradient_accumulation_steps={parts} to Accelerator, put the loop's body into "
+                "`with accelerator.accumulate(model):`, and leave the division out. If the loss is "
+                f"meant to be divided by {parts}, multiply it by {1 / parts:.6g}."
+            )
+        raise ConfigError(
+            f"the optimizer steps after {number} backwards whose losses are divided by {parts}: "
+            f"the update is {number / parts:g} times that of the full batch. Divide the loss by "
+            f"{number}; or pass gradient_accumulation_steps={number} to Accelerator, and put the "
+            "loop's body into `with accelerator.accumulate(model):`."
+        )
+
+    def note_step(self) -> None:
+        """Record that the optimizer has stepped: the next backward begins a window."""
+        self._num_backwards = 0

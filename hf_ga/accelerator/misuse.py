@@ -1,0 +1,136 @@
+"""Errors for loops whose calls would train with a wrong gradient."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from hf_ga.errors import ConfigError
+from hf_ga.loss.means import SUMS
+
+ACCUMULATE_REMEDY = (
+    "pass gradient_accumulation_steps to Accelerator, put the loop's body into `with "
+    "accelerator.accumulate(model):`, and call accelerator.backward for each batch"
+)
+
+
+def division_by_number(loss: Tensor) -> int | None:
+    """Return the whole number by which a loss is divided last, such as in `mean / 4`.
+
+    None if there is none, or if it is what a sum is divided by to become a mean.
+    """
+    node = loss.grad_fn
+    if node is None or node.name() not in ("DivBackward0", "DivBackward1"):
+        return None
+    divisor = node._saved_other
+    divided = node.next_functions[0][0]
+    is_number = isinstance(divisor, Tensor) and divisor.dim() == 0 and divisor.device.type == "cpu"
+    if divided is None or not is_number:
+        return None
+    is_sum = divided.name() in SUMS or getattr(divided, "_saved_reduction", None) == 2
+    value = float(divisor)
+    if is_sum or value < 2 or not value.is_integer():
+        return None
+    return int(value)
+
+
+def not_fetched() -> ConfigError:
+    """Return the error for a batch that is fetched while the one before waits for its backward."""
+    return ConfigError(
+        "a batch was fetched before accelerator.backward of the one before it. If this is an "
+        "evaluation, call model.eval() before it. If the loop collects several batches, or calls "
+        f"loss.backward() itself: {ACCUMULATE_REMEDY}."
+    )
+
+
+def unexpected_backward(*, is_in_evaluation: bool) -> ConfigError:
+    """Return the error for a backward without a micro-batch.
+
+    Args:
+        is_in_evaluation: Whether no model was in training mode when the loop over it began.
+    """
+    if is_in_evaluation:
+        return ConfigError(
+            "accelerator.backward needs a batch of a training window, but the model was in "
+            "evaluation mode when the loader began (from_pretrained returns it so): call "
+            "model.train() before the training loop. To train without dropout, set its "
+            "probabilities to 0."
+        )
+    return ConfigError(
+        "accelerator.backward needs a batch of a prepared DataLoader that was not used yet: pass "
+        "the training DataLoader to accelerator.prepare, and keep the iterator: `iterator = "
+        "iter(loader)`, not next(iter(loader))."
+    )
+
+
+def check_undivided(loss: Tensor, num_terms: int, num_steps: int) -> None:
+    """Check that a planned loop does not divide its loss by the accumulation steps.
+
+    (a + b) / 2 with 2 steps is taken for the mean of two terms.
+
+    Raises:
+        ConfigError: If it does.
+    """
+    if num_steps < 2 or division_by_number(loss) != num_steps:
+        return
+    if num_terms > 1 and num_steps == 2:
+        return
+    raise ConfigError(
+        f"the loss is divided by {num_steps}, the gradient accumulation steps, but the window's "
+        "gradient is that of the mean loss already: leave the division out. If it is meant, "
+        f"multiply the loss by {1 / num_steps:.6g}."
+    )
+
+
+def check_no_foreign_gradients(
+    parameters: Sequence[nn.Parameter], earlier: Sequence[Tensor | None]
+) -> None:
+    """Check that no gradient appeared within a window but by `accelerator.backward`.
+
+    Args:
+        parameters: The trained parameters.
+        earlier: Their gradients when the window began.
+
+    Raises:
+        ConfigError: If one did.
+    """
+    for parameter, gradient in zip(parameters, earlier, strict=True):
+        if parameter.grad is not None and parameter.grad is not gradient:
+            raise ConfigError(
+                "gradients appeared within a window without accelerator.backward (loss.backward() "
+                "bypasses the accelerator, and an optimizer in backward hooks steps too early): "
+                f"{ACCUMULATE_REMEDY}."
+            )
+
+
+def check_no_earlier_gradients(
+    optimizers: Sequence[torch.optim.Optimizer], shown: Sequence[Tensor | None]
+) -> None:
+    """Check, at the end of a window, that the gradients of the window before were zeroed.
+
+    Args:
+        optimizers: All prepared optimizers.
+        shown: The gradients that were there when the window began.
+
+    Raises:
+        ConfigError: If an optimizer would have used them once more.
+    """
+    earlier = {id(gradient) for gradient in shown if gradient is not None}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                is_left = parameter.grad is not None and id(parameter.grad) in earlier
+                if is_left and bool(parameter.grad.any()):
+                    raise ConfigError(
+                        "gradients of an earlier window are left: its optimizer.step() or "
+                        f"zero_grad() was not called. Call both in each iteration; {ACCUMULATE_REMEDY}."
+                    )
+
+
+def early_step() -> ConfigError:
+    """Return the error for an optimizer step before the window's gradient is complete."""
+    return ConfigError(
+        "optimizer.step() came before accelerator.backward of every micro-batch of the window "
+        "(loss.backward() bypasses the accelerator, and so does a DataLoader that was not "
+        f"prepared): {ACCUMULATE_REMEDY}. Of two losses of one micro-batch, both come before it."
+    )

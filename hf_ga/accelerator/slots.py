@@ -1,0 +1,68 @@
+"""What a user's loop gets in each iteration of a window."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from hf_ga.engine.rehearsal import rehearsal_parts
+from hf_ga.exact.batches import MicroBatch
+from hf_ga.exact.window import Window
+
+
+@dataclass(frozen=True)
+class Slot:
+    """One iteration of the loop.
+
+    Attributes:
+        micro_batch: The samples of the iteration.
+        is_rehearsal: Whether its gradient is dropped: its samples come again in the window.
+        is_filler: Whether it adds nothing, because this process has fewer micro-batches.
+    """
+
+    micro_batch: MicroBatch
+    is_rehearsal: bool = False
+    is_filler: bool = False
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether the gradient of the iteration belongs to the window."""
+        return not self.is_rehearsal and not self.is_filler
+
+
+def plan_slots(window: Window, *, num_processes: int, is_rehearsed: bool) -> list[Slot]:
+    """Plan the iterations of a window on this process: the same number on all processes.
+
+    A rehearsed window has as many iterations as it would have without a rehearsal: the window
+    itself follows in one micro-batch less. A window of one micro-batch has one iteration more on
+    several processes, and no rehearsal on a single one, where it is the full batch.
+
+    Args:
+        window: The window.
+        num_processes: Number of processes.
+        is_rehearsed: Whether to begin with a rehearsal.
+    """
+    num_planned = window.request.max_micro_batches
+    is_full_batch = num_planned == 1 and num_processes == 1
+    if not is_rehearsed or is_full_batch:
+        slots = [Slot(micro_batch) for micro_batch in window.micro_batches]
+        return _with_fillers(slots, window, num_planned)
+    own = window.request.micro_batches
+    if not len(own):
+        return _with_fillers([], window, max(2, num_planned))
+    spare = np.setdiff1d(window.offsets, np.concatenate(own))
+    rehearsed, parts = rehearsal_parts(own, max(1, num_planned - 1), spare)
+    first, *others = window.split([rehearsed, *parts]).micro_batches
+    slots = [Slot(first, is_rehearsal=True), *(Slot(micro_batch) for micro_batch in others)]
+    return _with_fillers(slots, window, max(2, num_planned))
+
+
+def _with_fillers(slots: Sequence[Slot], window: Window, number: int) -> list[Slot]:
+    """Append fillers, up to a number of iterations: a sample that adds nothing."""
+    missing = number - len(slots)
+    if missing <= 0:
+        return list(slots)
+    own = window.request.micro_batches
+    offset = own[0][:1] if len(own) else window.offsets[:1]
+    (stand_in,) = window.split([np.asarray(offset)]).micro_batches
+    return [*slots, *[Slot(stand_in, is_filler=True)] * missing]

@@ -1,0 +1,194 @@
+"""What each term of a loss divides by in the micro-batches of a window, and whether their sum is
+what the full batch divides by.
+
+A divisor is trusted if it follows the micro-batch: if it is proportional to what the term sums over
+(targets, or the sum of their weights), or to the number of samples. Then divisors of micro-batches
+add up to that of the window. One that does neither is a constant (`sum / 100`), has a constant
+added, or depends on the padded width.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_ga.errors import LossNotAdditive
+from hf_ga.loss import Term, describe
+
+TermKey = Hashable
+Number = float | Tensor
+RELATIVE_ROUNDING = 1e-5  # of sums that are computed in float32
+BY_TARGETS = "targets"
+BY_SAMPLES = "samples"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One term of the loss of one micro-batch.
+
+    Attributes:
+        key: What the term is, the same in every micro-batch and on every rank.
+        term: The term as it was read. None: the loop passed a sum and its number of targets.
+        num_samples: Number of samples of the micro-batch.
+        divisor: What the term divides by.
+        count: What its numerator sums over. None: unknown.
+        factor: What the loss multiplies the term by.
+        is_counted: Whether the micro-batch belongs to the window. False for a rehearsal.
+    """
+
+    key: TermKey
+    term: Term | None
+    num_samples: int
+    divisor: Number
+    count: Number | None
+    factor: Number
+    is_counted: bool = True
+
+    @property
+    def name(self) -> str:
+        """The term in words, for error messages."""
+        return "the sum with num_targets" if self.term is None else describe(self.term)
+
+
+def on_host(readings: Sequence[Reading]) -> list[Reading]:
+    """Copy the numbers of readings to the host, in one transfer."""
+    tensors = [
+        value
+        for reading in readings
+        for value in (reading.divisor, reading.count, reading.factor)
+        if isinstance(value, Tensor)
+    ]
+    if not tensors:
+        return list(readings)
+    stacked = torch.stack([tensor.detach().double().reshape(()) for tensor in tensors])
+    values = iter(stacked.tolist())
+
+    def number(value: Number | None) -> float | None:
+        """Return the value on the host."""
+        return next(values) if isinstance(value, Tensor) else value
+
+    return [
+        replace(
+            reading,
+            divisor=number(reading.divisor),
+            count=number(reading.count),
+            factor=number(reading.factor),
+        )
+        for reading in readings
+    ]
+
+
+def true_divisor(reading: Reading) -> float:
+    """Return what a reading on the host adds to the divisor of the window.
+
+    A micro-batch without targets adds 0, also where the loop raised its number of targets to 1
+    (`clamp(min=1)`, `max(k, 1)`).
+    """
+    is_empty = reading.count is not None and reading.count == 0
+    return 0.0 if is_empty else float(reading.divisor)
+
+
+class DivisorChecks:
+    """Checks the divisors and factors of a run's windows.
+
+    Attributes:
+        followed: For each term, what its divisor was found to be proportional to, in all windows so
+            far.
+    """
+
+    def __init__(self) -> None:
+        """Start without any term."""
+        self.followed: dict[TermKey, set[str]] = {}
+
+    def check(self, readings: Sequence[Reading], *, is_padded: bool) -> bool:
+        """Check the readings of a window, which are on the host.
+
+        Args:
+            readings: All terms of all micro-batches of this rank, those of a rehearsal included.
+            is_padded: Whether all micro-batches have the same padded width.
+
+        Returns:
+            Whether they can be trusted. False: only if all micro-batches are padded alike.
+
+        Raises:
+            LossNotAdditive: If a divisor follows neither samples nor targets, or a factor differs
+                between micro-batches of the window.
+        """
+        by_term: Mapping[TermKey, list[Reading]] = defaultdict(list)
+        for reading in readings:
+            if reading.term is not None:
+                by_term[reading.key].append(reading)
+        is_trusted = True
+        for key, of_term in by_term.items():
+            _check_factors(of_term)
+            if of_term[0].term.is_penalty:
+                continue
+            possible = _proportional_to(of_term)
+            known = self.followed.get(key, {BY_TARGETS, BY_SAMPLES})
+            if possible & known:
+                self.followed[key] = possible & known
+            elif not is_padded:
+                is_trusted = False
+            elif not of_term[0].term.is_shape_divisor:
+                raise _untrusted(of_term)
+        return is_trusted
+
+
+def _check_factors(readings: Sequence[Reading]) -> None:
+    """Check that a term has one factor in all micro-batches of a window.
+
+    Raises:
+        LossNotAdditive: If it has several.
+    """
+    factors = [reading.factor for reading in readings if true_divisor(reading)]
+    if not factors:
+        return
+    smallest = min(factors)
+    largest = max(factors)
+    if largest - smallest > RELATIVE_ROUNDING * max(abs(smallest), abs(largest)):
+        raise LossNotAdditive(
+            f"{readings[0].name}: its factor in the loss is {smallest:.6g} in one micro-batch and "
+            f"{largest:.6g} in another one of the same window, so the full batch has no such "
+            "factor. Change a factor between optimizer steps only; if it is a share of targets, "
+            "divide a sum by the number that it stands for, or pass num_targets."
+        )
+
+
+def _proportional_to(readings: Sequence[Reading]) -> set[str]:
+    """Return what the divisors of a term are proportional to in the micro-batches of a window."""
+    possible = set()
+    if _have_one_ratio([(r.divisor, r.num_samples) for r in readings]):
+        possible.add(BY_SAMPLES)
+    is_known = all(reading.count is not None for reading in readings)
+    is_shape = readings[0].term.is_shape_divisor
+    if is_known and not is_shape:
+        with_targets = [r for r in readings if r.count]
+        if _have_one_ratio([(r.divisor, r.count) for r in with_targets]):
+            possible.add(BY_TARGETS)
+    return possible
+
+
+def _have_one_ratio(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether the quotient of all pairs is the same, up to rounding."""
+    ratios = [divisor / number for divisor, number in pairs if number]
+    if not ratios:
+        return True
+    tolerance = RELATIVE_ROUNDING * max(map(abs, ratios))
+    return max(ratios) - min(ratios) <= tolerance
+
+
+def _untrusted(readings: Sequence[Reading]) -> LossNotAdditive:
+    """Return the error for a divisor that does not follow the micro-batch."""
+    divisors = ", ".join(f"{reading.divisor:.6g}" for reading in readings[:4])
+    counts = ", ".join(
+        "?" if reading.count is None else f"{reading.count:.6g}" for reading in readings[:4]
+    )
+    samples = ", ".join(str(reading.num_samples) for reading in readings[:4])
+    return LossNotAdditive(
+        f"{readings[0].name}: it divides by {divisors} in micro-batches of {samples} samples with "
+        f"{counts} targets, which follows neither: a constant, or one was added to it. The divisor "
+        "of the full batch cannot be known from that. Divide by what the sum is over, or pass the "
+        "sum and its number of targets: accelerator.backward(sum, num_targets=n)."
+    )

@@ -1,0 +1,492 @@
+"""Adds up the gradient of a window over its micro-batches, and divides it at the window's end.
+
+    gradient of the window = sum over terms k of
+        (sum over micro-batches of factor_k x gradient of numerator_k) / (sum of divisor_k)
+
+Nothing is counted ahead: each loss is read when the loop passes it. Until the window's end `.grad`
+of the parameters stays as the loop left it; the sums are kept here.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from hf_ga.engine.divisors import (
+    DivisorChecks,
+    Reading,
+    TermKey,
+    on_host,
+    true_divisor,
+)
+from hf_ga.engine.groups import Group, Grouping
+from hf_ga.errors import ConfigError
+from hf_ga.exact.backend import Backend, RankStatus
+from hf_ga.exact.early_sums import sum_gradients
+from hf_ga.exact.precision import sum_dtype
+from hf_ga.loss import Term, read_terms, undivided
+
+Gradients = list[Tensor | None]
+
+
+class WindowGradient:
+    """The gradient of one window at a time, for the parameters that a loop trains.
+
+    Args:
+        backend: How ranks communicate.
+        parameters: The trainable parameters, in the same order on all ranks.
+
+    Attributes:
+        readings: The terms that were read in this window, of all micro-batches.
+        failure: An error of this rank that all ranks raise at the window's end.
+        loss: The mean loss of the window so far or, after `finish`, of the whole window; None if
+            its terms have several divisors in other proportions.
+        must_repeat: Why the window must be computed once more, or None.
+        must_pad: Whether it must be padded to its longest sample then.
+        earlier: `.grad` of the parameters when the window began.
+        num_backwards: Number of backwards in this window.
+    """
+
+    def __init__(self, backend: Backend, parameters: Sequence[nn.Parameter]) -> None:
+        """Make the sums for these parameters, and begin a window."""
+        self.backend = backend
+        self.parameters = list(parameters)
+        self.checks = DivisorChecks()
+        self.grouping = Grouping()
+        self._index_of = {id(p): index for index, p in enumerate(self.parameters)}
+        self._stack_sizes: dict[TermKey, set[tuple[int, int]]] = {}
+        self._expected: dict[TermKey, float] = {}  # divisors of the last window
+        self.loss: Tensor | None = None
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin a window, or begin it again: forget all sums."""
+        self.readings: list[Reading] = []
+        self.failure: Exception | None = None
+        self.must_repeat: str | None = None
+        self.must_pad = False
+        self.num_backwards = 0
+        self._groups: list[Group] | None = None
+        self._buffers: list[Gradients] = []
+        self._scales: list[float] = []  # power of two near each group's divisor
+        self._has_new_terms = False
+        device = self.backend.device
+        self._loss_sum = torch.zeros((), dtype=sum_dtype(device), device=device)
+        self.earlier: Gradients = [p.grad for p in self.parameters]
+        self._shown: Gradients | None = None
+
+    # Reading
+
+    def read(
+        self, loss: Tensor, num_samples: int, num_targets: float | Tensor | None
+    ) -> list[Reading]:
+        """Read the terms of a micro-batch's loss.
+
+        Args:
+            loss: The loss, a scalar.
+            num_samples: Number of samples of the micro-batch.
+            num_targets: What the loss is a sum over. None: the loss is read.
+
+        Raises:
+            LossNotAdditive: If the loss is no sum of means.
+        """
+        if num_targets is not None:
+            number = num_targets if isinstance(num_targets, Tensor) else float(num_targets)
+            return [Reading(("num_targets",), None, num_samples, number, None, 1.0)]
+        terms = read_terms(loss, num_samples=num_samples, stack_sizes=self._stack_sizes)
+        keys = self._keys_of(terms)
+        return [
+            Reading(key, term, num_samples, term.divisor, term.count(), term.factor)
+            for key, term in zip(keys, terms, strict=True)
+        ]
+
+    def _keys_of(self, terms: Sequence[Term]) -> list[TermKey]:
+        """Return keys that are the same on all ranks: parameters by index, equal terms numbered."""
+        keys: list[TermKey] = []
+        num_equal: dict[TermKey, int] = {}
+        for term in terms:
+            identity = self._with_indices(term.identity)
+            number = num_equal.get(identity, 0)
+            num_equal[identity] = number + 1
+            keys.append((*identity, number))
+        return keys
+
+    def _with_indices(self, identity: TermKey) -> TermKey:
+        """Return an identity with the index of each parameter in place of its id."""
+        if isinstance(identity, tuple):
+            return tuple(self._with_indices(part) for part in identity)
+        return self._index_of.get(identity, identity)
+
+    # Adding
+
+    def add(
+        self,
+        loss: Tensor,
+        readings: list[Reading],
+        *,
+        retain_graph: bool = False,
+        sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Run the backward of a micro-batch's loss, and add its undivided gradients to the sums.
+
+        Args:
+            loss: The loss.
+            readings: Its terms, from `read`.
+            retain_graph: Whether the loop runs another backward through the same graph.
+            sync: Returns the context in which a sharded model reduces its gradients.
+        """
+        data_terms = [r for r in readings if r.term is None or not r.term.is_penalty]
+        if len(data_terms) > 1:
+            data_terms = on_host(data_terms)  # to compare the proportions of their divisors
+        groups = self._groups_for(data_terms)
+        self.readings += readings
+        self.num_backwards += 1
+        divisors = {reading.key: reading.divisor for reading in data_terms}
+        penalties = {r.key for r in readings if r.term is not None and r.term.is_penalty}
+        used = [
+            index
+            for index, group in enumerate(groups)
+            if not divisors.keys().isdisjoint(group.keys) or (index == 0 and penalties)
+        ]
+        for index in used:
+            scales = self._scales_of(index, groups[index], readings, divisors)
+            is_kept = retain_graph or index != used[-1]
+            self._backward_into(index, loss, readings, scales, is_kept, sync)
+        self._add_loss(loss, data_terms)
+
+    def note_rehearsal(self, readings: Sequence[Reading]) -> None:
+        """Learn from the terms of a rehearsal, whose gradient does not count."""
+        data_terms = [r for r in readings if r.term is None or not r.term.is_penalty]
+        self._groups_for(data_terms)
+        self.readings += [replace(reading, is_counted=False) for reading in readings]
+
+    def add_nothing(
+        self,
+        loss: Tensor,
+        readings: Sequence[Reading],
+        *,
+        sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Run the backward of a filler with a gradient of zero, if a backward is a collective."""
+        if not self.backend.is_sharded or not loss.requires_grad:
+            return
+        terms = [reading.term for reading in readings if reading.term is not None]
+        with sync(), undivided(terms, [0.0] * len(terms)):
+            (loss if terms else loss * 0).backward()
+
+    def show(self, gradients: Gradients, *, times: int) -> None:
+        """Set `.grad` to gradients within a window, for a loop that accumulates by hand.
+
+        Args:
+            gradients: The gradients of the mean so far.
+            times: What they are multiplied by.
+        """
+        shown: Gradients = []
+        for parameter, gradient, earlier in zip(
+            self.parameters, gradients, self.earlier, strict=True
+        ):
+            if gradient is not None:
+                gradient = gradient * times
+                parameter.grad = gradient if earlier is None else earlier + gradient
+            shown.append(parameter.grad)
+        self._shown = shown
+
+    def begin_again_if_zeroed(self) -> None:
+        """Begin a window by hand again if the loop has set the gradients that `show` set to zero,
+        before the first backward, or after any."""
+        now: Gradients = [parameter.grad for parameter in self.parameters]
+        if self._shown is None:
+            self.earlier = now
+            return
+        pairs = [(a, b) for a, b in zip(now, self._shown, strict=True) if b is not None]
+        if pairs and all(a is None or not bool(a.any()) for a, _ in pairs):
+            self.begin()
+
+    def _groups_for(self, data_terms: Sequence[Reading]) -> list[Group]:
+        """Return the groups of the current window, split where a micro-batch is out of proportion.
+        """
+        keys = [reading.key for reading in data_terms]
+        if self.grouping.add_terms(keys):
+            self._has_new_terms = True
+            self._regroup()
+        if self._groups is None:
+            self._regroup()
+        if len(data_terms) < 2 and len(self.grouping.structure) < 2:
+            single = self._groups[0].keys if self._groups else []
+            if len(single) < 2:
+                return self._groups
+        divisors = {reading.key: true_divisor(reading) for reading in on_host(data_terms)}
+        misfits = [group for group in self._groups if not group.fits(divisors)]
+        for group in misfits:
+            self.grouping.split(group, divisors)
+        if misfits:
+            self._has_new_terms = True
+            self._regroup()
+        for group in self._groups:
+            group.learn(divisors)
+        return self._groups
+
+    def _regroup(self) -> None:
+        """Make the groups of the window anew. What was added in other groups must be repeated."""
+        if any(gradient is not None for buffer in self._buffers for gradient in buffer):
+            self.must_repeat = "terms of the loss have divisors in other proportions"
+        self._groups = [Group(list(keys)) for keys in self.grouping.structure]
+        self._buffers = [[None] * len(self.parameters) for _ in self._groups]
+        self._scales = [0.0] * len(self._groups)
+
+    def _scales_of(
+        self,
+        index: int,
+        group: Group,
+        readings: Sequence[Reading],
+        divisors: Mapping[TermKey, float | Tensor],
+    ) -> list[float | Tensor]:
+        """Return what each term's undivided gradient is multiplied by in a group's buffer."""
+        if not self._scales[index]:
+            self._scales[index] = self._power_of_two_near(group, divisors)
+        scale = self._scales[index]
+        scales: list[float | Tensor] = []
+        for reading in readings:
+            if reading.term is not None and reading.term.is_penalty:
+                # The same in every micro-batch, so it counts by the micro-batch's share.
+                share = divisors.get(group.keys[0], 0.0)
+                scales.append(share / scale if index == 0 else 0.0)
+            elif reading.key in group.keys:
+                scales.append(1.0 / (group.ratios.get(reading.key, 1.0) * scale))
+            else:
+                scales.append(0.0)
+        return scales
+
+    def _power_of_two_near(
+        self, group: Group, divisors: Mapping[TermKey, float | Tensor]
+    ) -> float:
+        """Return a power of two near the divisor of the window, so that fp16 does not overflow.
+
+        Before the first window's end it is near that of the first micro-batch. Multiplying by it
+        is exact, so it does not matter for the result.
+        """
+        key = group.keys[0]
+        divisor = self._expected.get(key) or float(divisors.get(key, 0.0)) or 1.0
+        exponent = round(math.log2(abs(divisor))) if math.isfinite(divisor) else 0
+        if self.backend.is_sharded and key not in self._expected:
+            exponent = self.backend.max_over_ranks(exponent)
+        return 2.0**exponent
+
+    def _backward_into(
+        self,
+        index: int,
+        loss: Tensor,
+        readings: Sequence[Reading],
+        scales: Sequence[float | Tensor],
+        retain_graph: bool,
+        sync: Callable[[], AbstractContextManager[None]],
+    ) -> None:
+        """Run one backward, with `.grad` being the buffer of a group meanwhile."""
+        if not loss.requires_grad:
+            return
+        is_sharded = self.backend.is_sharded
+        earlier = [parameter.grad for parameter in self.parameters]
+        if not is_sharded:
+            self._set_gradients(self._buffers[index])
+        terms = [reading.term for reading in readings if reading.term is not None]
+        with ExitStack() as stack:
+            stack.enter_context(sync())
+            scaled = loss
+            if len(terms) == len(readings):
+                stack.enter_context(undivided(terms, scales))
+            else:
+                scaled = loss * scales[0]
+            self.backend.scaled(scaled).backward(retain_graph=retain_graph)
+        self._buffers[index] = [parameter.grad for parameter in self.parameters]
+        if not is_sharded:
+            self._set_gradients(earlier)
+
+    def _set_gradients(self, gradients: Gradients) -> None:
+        """Set `.grad` of all parameters."""
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            parameter.grad = gradient
+
+    def _add_loss(self, loss: Tensor, data_terms: Sequence[Reading]) -> None:
+        """Add the micro-batch's loss, weighted by its divisor, for the mean loss of the window."""
+        if not data_terms:
+            return
+        first = data_terms[0]
+        value = loss.detach().to(self._loss_sum.dtype).reshape(())
+        if first.term is None:
+            self._loss_sum += value
+            return
+        divisor = first.divisor
+        if isinstance(divisor, Tensor):
+            self._loss_sum += torch.where(divisor == 0, 0.0, value * divisor)
+        elif divisor:
+            self._loss_sum += value * divisor
+
+    # The window's end
+
+    def finish(self, *, is_padded: bool, can_repeat: bool, keeps_sums: bool) -> bool:
+        """Check the window's divisors, sum over all ranks, and set `.grad` to the gradient of the
+        window's mean loss. A collective: each rank must call it once per window.
+
+        Args:
+            is_padded: Whether all micro-batches of the window have the same padded width.
+            can_repeat: Whether the loop can be given the window once more.
+            keeps_sums: Whether another backward may follow in this window, which adds to the sums.
+
+        Returns:
+            Whether `.grad` is set. False: the window must be computed again (see `must_repeat`).
+
+        Raises:
+            Exception: The error of this rank.
+            ProcessFailed: If another rank failed.
+        """
+        readings = self._checked_readings(is_padded)
+        self._add_totals(readings)
+        if not self._agree_on_groups(can_repeat):
+            return False
+        gradients = self._mean_gradients(keeps_sums)
+        for parameter, gradient in zip(self.parameters, gradients, strict=True):
+            if gradient is not None:
+                parameter.grad = gradient
+        return True
+
+    def mean_so_far(self, *, is_padded: bool) -> Gradients:
+        """Return the gradient of the mean loss of the micro-batches so far, summed over all ranks,
+        for a loop that accumulates by hand. A collective.
+        """
+        readings = self._checked_readings(is_padded)
+        self._add_totals(readings)
+        self._agree_on_groups(can_repeat=False)
+        return self._mean_gradients(keeps_sums=True)
+
+    def _checked_readings(self, is_padded: bool) -> list[Reading]:
+        """Return the window's readings on the host; keep the error if they cannot be trusted."""
+        readings = on_host(self.readings)
+        if self.failure is not None:
+            return readings
+        try:
+            if not self.checks.check(readings, is_padded=is_padded):
+                self.must_pad = True
+        except Exception as error:
+            self.failure = error
+        return readings
+
+    def _add_totals(self, readings: Sequence[Reading]) -> None:
+        """Add up the divisors of each group."""
+        for group in self._groups or []:
+            group.total = sum(
+                true_divisor(reading)
+                for reading in readings
+                if reading.is_counted and reading.key == group.keys[0]
+            )
+
+    def _agree_on_groups(self, can_repeat: bool) -> bool:
+        """Exchange the status of all ranks: failures, repetitions, divisors.
+
+        Returns:
+            Whether the window is complete. False: all ranks repeat it.
+        """
+        if self.backend.num_processes > 1 and self._is_new_anywhere():
+            self._merge_groups()
+        groups = self._groups or []
+        if self.must_pad:
+            self.must_repeat = "a sample's gradient depends on the padded width"
+        flags = (float(self.must_repeat is not None), float(self.must_pad))
+        status = RankStatus(
+            loss=self._loss_sum,
+            counts=(*flags, *(group.total for group in groups)),
+            has_gradient=[
+                any(buffer[i] is not None for buffer in self._buffers)
+                for i in range(len(self.parameters))
+            ],
+            failure=self._failure_or_dead_end(can_repeat),
+        )
+        status = self.backend.all_reduce_status(status)
+        num_to_repeat, num_to_pad, *totals = status.counts
+        self._has_gradient = status.has_gradient
+        self.must_pad = bool(num_to_pad)
+        if num_to_repeat:
+            self.must_repeat = self.must_repeat or "another process repeats it"
+            return False
+        for group, total in zip(groups, totals, strict=True):
+            group.total = total
+            self._expected[group.keys[0]] = total
+        self.loss = None
+        if len(groups) == 1:
+            self.loss = status.loss / (totals[0] or 1.0)
+        return True
+
+    def _failure_or_dead_end(self, can_repeat: bool) -> Exception | None:
+        """Return this rank's error, also if the window cannot be repeated but must be."""
+        if self.failure is None and self.must_repeat is not None and not can_repeat:
+            return ConfigError(
+                f"{self.must_repeat}, so this window must be computed once more, but a loop that "
+                "accumulates by hand cannot be given it again: pass gradient_accumulation_steps to "
+                "Accelerator, and put the loop's body into `with accelerator.accumulate(model):`."
+            )
+        return self.failure
+
+    def _is_new_anywhere(self) -> bool:
+        """Return whether any rank has terms or groups that it did not have before."""
+        return bool(self.backend.max_over_ranks(int(self._has_new_terms)))
+
+    def _merge_groups(self) -> None:
+        """Let all ranks use the same groups, in the same order."""
+        own = [list(keys) for keys in self.grouping.structure]
+        structures: list[list[list[TermKey]]] = [[] for _ in range(self.backend.num_processes)]
+        dist.all_gather_object(structures, own)
+        self.grouping.merge(structures)
+        self._has_new_terms = False
+        if self.grouping.structure == own:
+            return
+        totals = {group.keys[0]: group.total for group in self._groups or []}
+        if any(gradient is not None for buffer in self._buffers for gradient in buffer):
+            self.must_repeat = "processes had terms of the loss in other proportions"
+        self._groups = [
+            Group(list(keys), total=totals.get(keys[0], 0.0)) for keys in self.grouping.structure
+        ]
+        self._buffers = [[None] * len(self.parameters) for _ in self._groups]
+        self._scales = [1.0] * len(self._groups)
+
+    def _mean_gradients(self, keeps_sums: bool) -> Gradients:
+        """Return the gradients of the window's mean loss: the sums over all ranks, divided."""
+        result: Gradients = [None] * len(self.parameters)
+        for group, buffer, scale in zip(
+            self._groups or [], self._buffers, self._scales, strict=True
+        ):
+            factor = scale / group.total if group.total else 0.0
+            if self.backend.is_sharded:
+                factor *= self.backend.num_processes  # FSDP has divided by it
+            self._add_scaled(result, buffer, factor, in_place=not keeps_sums)
+        if not self.backend.is_sharded and self.backend.num_processes > 1:
+            result = self._summed_over_ranks(result)
+        return result
+
+    @staticmethod
+    def _add_scaled(
+        result: Gradients, buffer: Gradients, factor: float, *, in_place: bool
+    ) -> None:
+        """Add the gradients of a group, times a factor, to the result."""
+        first = [i for i, gradient in enumerate(buffer) if gradient is not None]
+        gradients = [buffer[i] for i in first]
+        if not gradients:
+            return
+        if in_place:
+            torch._foreach_mul_(gradients, factor)
+            scaled = gradients
+        else:
+            scaled = torch._foreach_mul(gradients, factor)
+        for index, gradient in zip(first, scaled, strict=True):
+            result[index] = gradient if result[index] is None else result[index] + gradient
+
+    def _summed_over_ranks(self, gradients: Gradients) -> Gradients:
+        """Sum gradients over all ranks, in buckets."""
+        kept = [parameter.grad for parameter in self.parameters]
+        self._set_gradients(gradients)
+        sum_gradients(self.parameters, self._has_gradient)
+        summed = [parameter.grad for parameter in self.parameters]
+        self._set_gradients(kept)
+        return summed

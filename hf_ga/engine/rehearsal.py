@@ -1,0 +1,328 @@
+"""Rehearsals: some samples of a window are computed twice, in other company.
+
+If the loss of a window is a sum over samples, then the undivided gradient of each term at the
+model's outputs of a sample depends on that sample alone. So its norm, and its product with the
+outputs, are the same among other samples, at another place in another micro-batch. Whatever makes
+them differ is refused: BatchNorm, in-batch negatives, rewards that are normalised over the
+micro-batch, mixed samples, hard example mining, a queue, a random number that is not keyed.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from hf_ga.engine.divisors import Reading, TermKey
+from hf_ga.exact.precision import LOW_PRECISION
+from hf_ga.loss import undivided
+
+NUM_FIRST_WINDOWS = 3  # are rehearsed
+INTERVAL = 100  # one window in this many is rehearsed afterwards
+TOLERANCE = 1e-3  # relative, in float32: other batch sizes use other kernels
+LOW_PRECISION_TOLERANCE = 0.2  # bf16 keeps 8 bits, and outputs add up many roundings
+# Whether the rows of a sample in the outputs are next to each other, or one in each block of rows
+# (as in torch.cat([chosen, rejected])).
+ARRANGEMENTS = ("rows", "blocks")
+
+
+def is_rehearsed(window_index: int) -> bool:
+    """Whether the n-th window of a run, counted from 0, is rehearsed."""
+    return window_index < NUM_FIRST_WINDOWS or window_index % INTERVAL == 0
+
+
+def rehearsal_parts(
+    planned: Sequence[np.ndarray], num_parts: int, spare: np.ndarray
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Choose the samples to rehearse in a window, and split the window into other micro-batches.
+
+    Args:
+        planned: The micro-batches of this rank, as offsets of samples in the window.
+        num_parts: Number of micro-batches after the rehearsal.
+        spare: Offsets of other ranks' samples, which may keep the rehearsed samples company.
+
+    Returns:
+        (offsets of the rehearsed samples, micro-batches that follow), of different sizes.
+    """
+    own = np.concatenate(planned) if len(planned) else np.empty(0, np.int64)
+    parts = [part for part in np.array_split(own, num_parts) if len(part)]
+    size = max((len(micro_batch) for micro_batch in planned), default=0)
+    in_turn = _in_turn(sorted(parts, key=len, reverse=True))
+    if len(parts) == 1:
+        # All samples of this rank are together anyway: leave some out, take others in.
+        num_own = max(1, size // 2)
+        company = spare[: max(0, size - 1 - num_own)]
+        rehearsed = np.concatenate([in_turn[:num_own], company])
+    else:
+        rehearsed = in_turn[:size]
+    # Not in the order of the window, in which they follow.
+    return rehearsed[::-1].copy(), parts
+
+
+def _in_turn(parts: Sequence[np.ndarray]) -> np.ndarray:
+    """Return the samples of all parts: the first of each part, then the second of each, ..."""
+    longest = max((len(part) for part in parts), default=0)
+    taken = [part[i] for i in range(longest) for part in parts if i < len(part)]
+    return np.array(taken, np.int64)
+
+
+class OutputRecorder:
+    """Records what models return in a micro-batch, while it is switched on.
+
+    Attributes:
+        outputs: Tensors of the models' outputs that need a gradient, in the order of the calls.
+        nested: Those within tuples or lists of the outputs, such as hidden states.
+        inner: Outputs of submodules, for a model that returns nothing but its loss.
+    """
+
+    def __init__(self) -> None:
+        """Start switched off."""
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.outputs: list[Tensor] = []
+        self.nested: list[Tensor] = []
+        self.inner: list[Tensor] = []
+
+    @contextmanager
+    def recording(
+        self, models: Sequence[nn.Module], *, with_submodules: bool
+    ) -> Iterator[None]:
+        """Record the outputs of these models (without wrappers) in the block."""
+        handles = []
+        for model in models:
+            if with_submodules:
+                handles += [
+                    module.register_forward_hook(self._record_inner)
+                    for module in model.modules()
+                    if module is not model and not list(module.children())
+                ]
+            handles.append(model.register_forward_hook(self._record))
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.clear()
+
+    def _record(self, module: nn.Module, args: tuple, outputs: Any) -> None:
+        """Record the outputs of a model; a forward hook."""
+        for value in _values(outputs):
+            if _needs_gradient(value):
+                self.outputs.append(value)
+            elif not isinstance(value, Tensor):
+                self.nested += [inner for inner in _leaves(value) if _needs_gradient(inner)]
+
+    def _record_inner(self, module: nn.Module, args: tuple, outputs: Any) -> None:
+        """Record the outputs of a submodule; a forward hook."""
+        self.inner += [value for value in _values(outputs) if _needs_gradient(value)]
+
+    def candidates(self, num_samples: int) -> Iterator[list[Tensor]]:
+        """Yield lists of outputs with rows of samples, the nearest to the loss first."""
+        yield _with_rows(self.outputs, num_samples)
+        yield _with_rows(self.nested, num_samples)
+        for tensor in reversed(_with_rows(self.inner, num_samples)):
+            yield [tensor]
+
+
+def _values(outputs: Any) -> list[Any]:
+    """Return the values of a model's outputs: of a mapping, a tuple, or a single one."""
+    if isinstance(outputs, Mapping):
+        return list(outputs.values())
+    if isinstance(outputs, tuple | list):
+        return list(outputs)
+    return [outputs]
+
+
+def _leaves(value: Any) -> list[Any]:
+    """Return all tensors in nested tuples and lists."""
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, tuple | list):
+        return [leaf for inner in value for leaf in _leaves(inner)]
+    return []
+
+
+def _needs_gradient(value: Any) -> bool:
+    """Whether a value is a tensor of numbers through which the loss may have a gradient."""
+    return isinstance(value, Tensor) and value.requires_grad and value.dim() > 0
+
+
+def _with_rows(tensors: Sequence[Tensor], num_samples: int) -> list[Tensor]:
+    """Return the tensors whose first dim holds the same number of rows for each sample."""
+    return [t for t in tensors if len(t) and len(t) % num_samples == 0]
+
+
+@dataclass
+class Footprint:
+    """What a sample's undivided gradient at an output looks like, in both arrangements of rows.
+
+    Attributes:
+        norms: Its L2 norm, by arrangement.
+        products: Its product with the output.
+        scales: The product of both norms, which bounds the rounding of `products`.
+    """
+
+    norms: dict[str, float] = field(default_factory=dict)
+    products: dict[str, float] = field(default_factory=dict)
+    scales: dict[str, float] = field(default_factory=dict)
+
+
+class Rehearsal:
+    """Compares the samples of a window that were rehearsed with what they give in the window.
+
+    Attributes:
+        is_low_precision: Whether outputs were in half precision.
+    """
+
+    def __init__(self) -> None:
+        """Start without any rehearsed sample."""
+        self._rehearsed: dict[tuple[TermKey, int, int], Footprint] = {}
+        self.is_low_precision = False
+
+    def record(self, footprints: Mapping[tuple[TermKey, int, int], Footprint]) -> None:
+        """Keep the footprints of the rehearsed samples."""
+        self._rehearsed.update(footprints)
+
+    @property
+    def has_samples(self) -> bool:
+        """Whether there is anything to compare with."""
+        return bool(self._rehearsed)
+
+    def difference(
+        self, footprints: Mapping[tuple[TermKey, int, int], Footprint]
+    ) -> tuple[TermKey, float, float] | None:
+        """Return the first difference between a sample and its rehearsal.
+
+        Args:
+            footprints: By (term, index of the output, position of the sample).
+
+        Returns:
+            (term, value in the rehearsal, value now), or None if there is none.
+        """
+        by_output: dict[tuple[TermKey, int], list[tuple[Footprint, Footprint]]] = {}
+        for key, now in footprints.items():
+            before = self._rehearsed.get(key)
+            if before is not None:
+                by_output.setdefault(key[:2], []).append((before, now))
+        for (term, _), pairs in by_output.items():
+            # One arrangement must fit all samples.
+            found = [_first_difference(pairs, name, self._tolerance) for name in ARRANGEMENTS]
+            if all(difference is not None for difference in found):
+                before, now = found[0]
+                return term, before, now
+        return None
+
+    @property
+    def _tolerance(self) -> float:
+        """Relative tolerance of the comparison."""
+        return LOW_PRECISION_TOLERANCE if self.is_low_precision else TOLERANCE
+
+
+def _first_difference(
+    pairs: Sequence[tuple[Footprint, Footprint]], name: str, tolerance: float
+) -> tuple[float, float] | None:
+    """Return the values of the first sample that differs in an arrangement of rows, or None."""
+    largest = max(max(before.norms[name], now.norms[name]) for before, now in pairs)
+    for before, now in pairs:
+        norm_before = before.norms[name]
+        norm_now = now.norms[name]
+        bound = tolerance * max(norm_before, norm_now) + 1e-6 * largest
+        if abs(norm_before - norm_now) > bound:
+            return norm_before, norm_now
+        product_before = before.products[name]
+        product_now = now.products[name]
+        scale = max(before.scales[name], now.scales[name])
+        if abs(product_before - product_now) > tolerance * scale:
+            return product_before, product_now
+    return None
+
+
+def footprints_of(
+    loss: Tensor, readings: Sequence[Reading], recorder: OutputRecorder, positions: Sequence[int]
+) -> tuple[dict[tuple[TermKey, int, int], Footprint], bool]:
+    """Compute the footprints of all samples of a micro-batch, for each term of its loss.
+
+    Only the graph between the loss and the outputs is run backward, so no parameter gets a
+    gradient.
+
+    Args:
+        loss: The loss.
+        readings: Its terms.
+        recorder: The recorded outputs.
+        positions: Positions of the samples in the epoch.
+
+    Returns:
+        (footprints, whether an output is in half precision).
+    """
+    footprints: dict[tuple[TermKey, int, int], Footprint] = {}
+    is_low_precision = False
+    for number, reading in enumerate(readings):
+        gradient_of = _gradient_function(loss, readings, number)
+        for outputs in recorder.candidates(len(positions)):
+            pairs = [
+                (index, output, gradient)
+                for index, (output, gradient) in enumerate(
+                    zip(outputs, gradient_of(outputs), strict=True)
+                )
+                if gradient is not None
+            ]
+            if not pairs:
+                continue
+            for index, output, gradient in pairs:
+                is_low_precision |= output.dtype in LOW_PRECISION
+                for position, footprint in zip(
+                    positions, _footprints(output, gradient, len(positions)), strict=True
+                ):
+                    footprints[reading.key, index, position] = footprint
+            break
+    return footprints, is_low_precision
+
+
+def _gradient_function(
+    loss: Tensor, readings: Sequence[Reading], number: int
+) -> Callable[[Sequence[Tensor]], Sequence[Tensor | None]]:
+    """Return a function that computes the undivided gradient of one term at some outputs."""
+    terms = [reading.term for reading in readings if reading.term is not None]
+    scales = [float(index == number) for index in range(len(terms))]
+
+    def gradient_of(outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+        """Return the gradient at each output; None where the term does not depend on it."""
+        if not outputs:
+            return []
+        if not terms:
+            return torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
+        with undivided(terms, scales):
+            return torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
+
+    return gradient_of
+
+
+def _footprints(output: Tensor, gradient: Tensor, num_samples: int) -> list[Footprint]:
+    """Compute the footprint of each sample at one output."""
+    footprints = [Footprint() for _ in range(num_samples)]
+    for name in ARRANGEMENTS:
+        values = _by_sample(output.detach(), num_samples, name)
+        gradients = _by_sample(gradient, num_samples, name)
+        norms = gradients.norm(dim=1)
+        # Padding may hold infinities, where the gradient is 0.
+        products = torch.where(gradients == 0, 0.0, values * gradients)
+        bounds = torch.where(gradients == 0, 0.0, values).norm(dim=1) * norms
+        table = torch.stack([norms, products.sum(1), bounds]).tolist()
+        for footprint, norm, product, bound in zip(footprints, *table, strict=True):
+            footprint.norms[name] = norm
+            footprint.products[name] = product
+            footprint.scales[name] = bound
+    return footprints
+
+
+def _by_sample(tensor: Tensor, num_samples: int, arrangement: str) -> Tensor:
+    """Return a tensor as one row a sample, float64, shape (samples, elements of a sample)."""
+    if arrangement == "rows":
+        return tensor.double().reshape(num_samples, -1)
+    in_blocks = tensor.double().reshape(-1, num_samples, *tensor.shape[1:])
+    return in_blocks.transpose(0, 1).reshape(num_samples, -1)
