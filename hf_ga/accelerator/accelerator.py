@@ -300,7 +300,7 @@ class Accelerator(accelerate.Accelerator):
         fewer micro-batches than the others repeats a sample: its values are dropped, so that each
         sample counts once.
         """
-        slot = self.training_loop.slot
+        slot = self.training_loop.engine.slot
         is_evaluation = getattr(self.gradient_state.active_dataloader, "is_yielding_windows", False)
         if slot is None or not is_evaluation:
             return super().gather_for_metrics(input_data, use_gather_object)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from hf_ga.accelerator.misuse import division_by_number
+from hf_ga.accelerator.misuse import division_by_number, is_sum_of_terms
 from hf_ga.errors import ConfigError
 
 
@@ -19,21 +19,17 @@ class ByHand:
         self.num_parts = 1
         self.is_established = False
         self._num_backwards = 0  # since the last step
-        self._num_terms = 1  # of the first of them
-        self._is_mean_of_terms = False  # loss = (a + b) / 2 is no accumulation
+        self._may_be_mean_of_terms = False
+        self._is_mean_of_terms = False  # (a + b) / 2 is no accumulation
 
-    def note_backward(self, loss: Tensor, num_terms: int) -> None:
-        """Record a backward, before it frees the graph.
-
-        Args:
-            loss: What the loop passed to `accelerator.backward`.
-            num_terms: Number of its terms.
+    def note_backward(self, loss: Tensor) -> None:
+        """Record a backward of what the loop passed to `accelerator.backward`, before it frees the
+        graph.
         """
         self._num_backwards += 1
         if not self._is_mean_of_terms:
             self.num_parts = division_by_number(loss) or 1
-        if self._num_backwards == 1:
-            self._num_terms = num_terms
+        self._may_be_mean_of_terms = self.num_parts == 2 and is_sum_of_terms(loss)
 
     @property
     def num_shown(self) -> int:
@@ -54,7 +50,7 @@ class ByHand:
             return
         if number < parts and self.is_established:
             return
-        if number == 1 and parts == self._num_terms:
+        if number == 1 and self._may_be_mean_of_terms:
             self._is_mean_of_terms = True
             self.num_parts = 1
             return

@@ -80,7 +80,7 @@ class WindowedDataLoader:
         self._was_interrupted = False  # the loop left the last epoch by `break`
         self._is_yielding_own_batches = False  # it is yielding Accelerate's batches
         self._collate = DictCollator(original.collate_fn)
-        self._example: Any = None  # a batch of one sample, as the user's collate function returns it
+        self._example: Any = None  # a batch of one sample, in the user's type
 
     @property
     def windows(self) -> WindowLoader | StreamLoader:
@@ -229,7 +229,7 @@ class WindowedDataLoader:
             self._was_interrupted = False
         finally:  # also if the loop left by `break` or by an exception
             self.is_yielding_windows = False
-            training_loop.leave_loader(self)
+            training_loop.leave(self)
             self.end()
         self.iteration += 1
 

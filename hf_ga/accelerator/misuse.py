@@ -34,6 +34,21 @@ def division_by_number(loss: Tensor) -> int | None:
     return int(value)
 
 
+def is_sum_of_terms(loss: Tensor) -> bool:
+    """Whether a divided loss is the sum of several ones, as (a + b) / 2 is."""
+    divided = loss.grad_fn.next_functions[0][0]
+    return divided.name() == "AddBackward0" and all(node for node, _ in divided.next_functions)
+
+
+def backward_after_step() -> ConfigError:
+    """Return the error for a backward after an optimizer step in the same window."""
+    return ConfigError(
+        "accelerator.backward came after the optimizer's step in the same window, so its forward "
+        "used other weights than those of the window's other micro-batches: run all backwards of a "
+        "micro-batch before optimizer.step()."
+    )
+
+
 def not_fetched() -> ConfigError:
     """Return the error for a batch that is fetched while the one before waits for its backward."""
     return ConfigError(
@@ -63,7 +78,7 @@ def unexpected_backward(*, is_in_evaluation: bool) -> ConfigError:
     )
 
 
-def check_undivided(loss: Tensor, num_terms: int, num_steps: int) -> None:
+def check_undivided(loss: Tensor, num_steps: int) -> None:
     """Check that a planned loop does not divide its loss by the accumulation steps.
 
     (a + b) / 2 with 2 steps is taken for the mean of two terms.
@@ -73,7 +88,7 @@ def check_undivided(loss: Tensor, num_terms: int, num_steps: int) -> None:
     """
     if num_steps < 2 or division_by_number(loss) != num_steps:
         return
-    if num_terms > 1 and num_steps == 2:
+    if num_steps == 2 and is_sum_of_terms(loss):
         return
     raise ConfigError(
         f"the loss is divided by {num_steps}, the gradient accumulation steps, but the window's "
@@ -123,7 +138,8 @@ def check_no_earlier_gradients(
                 if is_left and bool(parameter.grad.any()):
                     raise ConfigError(
                         "gradients of an earlier window are left: its optimizer.step() or "
-                        f"zero_grad() was not called. Call both in each iteration; {ACCUMULATE_REMEDY}."
+                        "zero_grad() was not called. Call both in each iteration; "
+                        f"{ACCUMULATE_REMEDY}."
                     )
 
 

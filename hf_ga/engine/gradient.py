@@ -207,8 +207,7 @@ class WindowGradient:
             self.begin()
 
     def _groups_for(self, data_terms: Sequence[Reading]) -> list[Group]:
-        """Return the groups of the current window, split where a micro-batch is out of proportion.
-        """
+        """Return the groups of the window, split where a micro-batch is out of proportion."""
         keys = [reading.key for reading in data_terms]
         if self.grouping.add_terms(keys):
             self._has_new_terms = True
@@ -261,9 +260,7 @@ class WindowGradient:
                 scales.append(0.0)
         return scales
 
-    def _power_of_two_near(
-        self, group: Group, divisors: Mapping[TermKey, float | Tensor]
-    ) -> float:
+    def _power_of_two_near(self, group: Group, divisors: Mapping[TermKey, float | Tensor]) -> float:
         """Return a power of two near the divisor of the window, so that fp16 does not overflow.
 
         Before the first window's end it is near that of the first micro-batch. Multiplying by it
@@ -466,9 +463,7 @@ class WindowGradient:
         return result
 
     @staticmethod
-    def _add_scaled(
-        result: Gradients, buffer: Gradients, factor: float, *, in_place: bool
-    ) -> None:
+    def _add_scaled(result: Gradients, buffer: Gradients, factor: float, *, in_place: bool) -> None:
         """Add the gradients of a group, times a factor, to the result."""
         first = [i for i, gradient in enumerate(buffer) if gradient is not None]
         gradients = [buffer[i] for i in first]

@@ -89,9 +89,7 @@ class OutputRecorder:
         self.inner: list[Tensor] = []
 
     @contextmanager
-    def recording(
-        self, models: Sequence[nn.Module], *, with_submodules: bool
-    ) -> Iterator[None]:
+    def recording(self, models: Sequence[nn.Module], *, with_submodules: bool) -> Iterator[None]:
         """Record the outputs of these models (without wrappers) in the block."""
         handles = []
         for model in models:
@@ -177,21 +175,21 @@ class Rehearsal:
 
     Attributes:
         is_low_precision: Whether outputs were in half precision.
+        num_reclassified: `KeyedDraws.num_reclassified` after the rehearsal; None before it.
     """
 
     def __init__(self) -> None:
         """Start without any rehearsed sample."""
+        self.num_reclassified: int | None = None
         self._rehearsed: dict[tuple[TermKey, int, int], Footprint] = {}
         self.is_low_precision = False
 
-    def record(self, footprints: Mapping[tuple[TermKey, int, int], Footprint]) -> None:
+    def record(
+        self, footprints: Mapping[tuple[TermKey, int, int], Footprint], num_reclassified: int
+    ) -> None:
         """Keep the footprints of the rehearsed samples."""
         self._rehearsed.update(footprints)
-
-    @property
-    def has_samples(self) -> bool:
-        """Whether there is anything to compare with."""
-        return bool(self._rehearsed)
+        self.num_reclassified = num_reclassified
 
     def difference(
         self, footprints: Mapping[tuple[TermKey, int, int], Footprint]
