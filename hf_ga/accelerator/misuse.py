@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError
-from hf_ga.loss.means import SUMS
+from hf_ga.loss.means import reduction_of
+from hf_ga.loss.saved import number, saved
 
 ACCUMULATE_REMEDY = (
     "pass gradient_accumulation_steps to Accelerator, put the loop's body into `with "
@@ -22,16 +23,15 @@ def division_by_number(loss: Tensor) -> int | None:
     node = loss.grad_fn
     if node is None or node.name() not in ("DivBackward0", "DivBackward1"):
         return None
-    divisor = node._saved_other
+    divisor = number(saved(node, "other"))
     divided = node.next_functions[0][0]
-    is_number = isinstance(divisor, Tensor) and divisor.dim() == 0 and divisor.device.type == "cpu"
-    if divided is None or not is_number:
+    if divided is None or isinstance(divisor, Tensor):
         return None
-    is_sum = divided.name() in SUMS or getattr(divided, "_saved_reduction", None) == 2
-    value = float(divisor)
-    if is_sum or value < 2 or not value.is_integer():
+    reduction = reduction_of(divided)
+    is_sum = reduction is not None and reduction.divisor is None
+    if is_sum or divisor < 2 or not divisor.is_integer():
         return None
-    return int(value)
+    return int(divisor)
 
 
 def is_sum_of_terms(loss: Tensor) -> bool:

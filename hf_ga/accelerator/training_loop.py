@@ -147,6 +147,9 @@ class TrainingLoop:
             models,
             trainable_parameters(models, self.accelerator._optimizers),
             is_rehearsed=any(slot.is_rehearsal for slot in self._slots),
+            is_full_batch=is_planned
+            and len(self._slots) == 1
+            and self.accelerator.num_processes == 1,
             goes_on=goes_on,
         )
         if not goes_on:

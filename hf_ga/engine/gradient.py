@@ -28,7 +28,7 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend, RankStatus
 from hf_ga.exact.early_sums import sum_gradients
 from hf_ga.exact.precision import sum_dtype
-from hf_ga.loss import Term, read_terms, undivided
+from hf_ga.loss import StackSizes, Term, read_terms, undivided
 
 Gradients = list[Tensor | None]
 
@@ -58,7 +58,7 @@ class WindowGradient:
         self.checks = DivisorChecks()
         self.grouping = Grouping()
         self._index_of = {id(p): index for index, p in enumerate(self.parameters)}
-        self._stack_sizes: dict[TermKey, set[tuple[int, int]]] = {}
+        self.stack_sizes = StackSizes()
         self._expected: dict[TermKey, float] = {}  # divisors of the last window
         self.loss: Tensor | None = None
         self.begin()
@@ -97,7 +97,10 @@ class WindowGradient:
         if num_targets is not None:
             number = num_targets if isinstance(num_targets, Tensor) else float(num_targets)
             return [Reading(("num_targets",), None, num_samples, number, None, 1.0)]
-        terms = read_terms(loss, num_samples=num_samples, stack_sizes=self._stack_sizes)
+        num_changed = self.stack_sizes.num_changed
+        terms = read_terms(loss, num_samples=num_samples, stack_sizes=self.stack_sizes)
+        if self.stack_sizes.num_changed != num_changed and self.num_backwards:
+            self.must_repeat = "what the loss stacks was found to be no losses of samples"
         keys = self._keys_of(terms)
         return [
             Reading(key, term, num_samples, term.divisor, term.count(), term.factor)
@@ -344,6 +347,8 @@ class WindowGradient:
         self._add_totals(readings)
         if not self._agree_on_groups(can_repeat):
             return False
+        if self.num_backwards > 1 or self.backend.num_processes > 1:
+            self.stack_sizes.settle()
         gradients = self._mean_gradients(keeps_sums)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:

@@ -70,6 +70,7 @@ class WindowEngine:
         parameters: Sequence[nn.Parameter],
         *,
         is_rehearsed: bool,
+        is_full_batch: bool = False,
         goes_on: bool = False,
     ) -> None:
         """Begin a window, or begin it again.
@@ -78,6 +79,7 @@ class WindowEngine:
             models: The prepared models that are trained.
             parameters: The trainable parameters, of the models and beside them.
             is_rehearsed: Whether a micro-batch of the window is a rehearsal.
+            is_full_batch: Whether a single micro-batch is the whole window.
             goes_on: Whether the sums so far belong to the window, of a loop that accumulates by
                 hand.
         """
@@ -94,6 +96,8 @@ class WindowEngine:
             backend.reshard(model)
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = False  # `finish` sums the gradients
+        # Micro-batches of other sizes follow, or there is only one.
+        self.gradient.stack_sizes.may_change = is_rehearsed or is_full_batch
         self._rehearsal = Rehearsal() if is_rehearsed else None
         if is_rehearsed:
             recording = self._recorder.recording(

@@ -1,0 +1,13 @@
+"""A scalar loss read from its autograd graph: which means it is a sum of, what each divides by.
+
+In: the loss of one micro-batch, before its backward. Out: a list of `Term`, with
+loss = sum_k factor_k * numerator_k / divisor_k, and a backward that leaves out the divisions.
+A loss of another form raises `LossNotAdditive`. Begin with `read_terms` in graph.py; means.py says
+what a node divides by, stacks.py, penalty.py, identity.py, counts.py and saved.py serve it.
+"""
+
+from hf_ga.loss.graph import read_terms
+from hf_ga.loss.stacks import StackSizes
+from hf_ga.loss.terms import Term, describe, undivided
+
+__all__ = ["StackSizes", "Term", "describe", "read_terms", "undivided"]

@@ -1,0 +1,92 @@
+"""Losses of single samples that a loop adds up: `sum(losses) / len(losses)`.
+
+Each is a mean of its own, but the loss is one mean over samples. Two calls of one model on the same
+micro-batch (R-Drop) look the same, so the number of them in other micro-batches decides.
+"""
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import replace
+
+from hf_ga.errors import LossNotAdditive
+from hf_ga.loss.refusals import undivided_sum
+from hf_ga.loss.saved import Number
+from hf_ga.loss.stacks import StackSizes, sizes_follow_samples
+from hf_ga.loss.terms import Term
+
+Found = tuple[Term, Number | None]
+
+
+def joined_samples(found: Sequence[Found], num_samples: int, stack_sizes: StackSizes) -> list[Term]:
+    """Join the terms that are the losses of single samples.
+
+    Args:
+        found: The terms, each with what the loss divides it by, if anything.
+        num_samples: Number of samples of the micro-batch.
+        stack_sizes: The sizes seen in the run (see stacks.py).
+
+    Returns:
+        The terms; those of single samples as one, whose divisor is what the loss divides their sum
+        by.
+    """
+    groups: dict[Hashable, list[Found]] = defaultdict(list)
+    for term, divisor in found:
+        groups[term.identity].append((term, divisor))
+    terms = []
+    for identity, group in groups.items():
+        if _are_samples(identity, group, num_samples, stack_sizes):
+            terms.append(_joined(group))
+        else:
+            terms.extend(term for term, _ in group)
+    return terms
+
+
+def _are_samples(
+    identity: Hashable, group: Sequence[Found], num_samples: int, stack_sizes: StackSizes
+) -> bool:
+    """Whether the terms of one kind are one for each sample of the micro-batch.
+
+    Raises:
+        LossNotAdditive: If that cannot be known, or their sum is not divided by anything.
+    """
+    key = ("added", identity)
+    first, divisor = group[0]
+    if first.is_penalty or not first.node_divides:
+        return False
+    factors = [term.factor for term, _ in group]
+    if all(isinstance(factor, float) for factor in factors) and len(set(factors)) > 1:
+        return False
+    if len(group) == 1 and key not in stack_sizes.pairs:
+        return False  # a plain loss
+    if not sizes_follow_samples(key, num_samples, len(group), stack_sizes):
+        return False
+    is_certain = len(stack_sizes.pairs[key]) > 1
+    if divisor is None and is_certain:
+        raise undivided_sum(first.node)
+    if is_certain:
+        return True
+    if divisor is None or (isinstance(divisor, float) and divisor != len(group)):
+        return False
+    if len(group) == 2 and not stack_sizes.may_change:
+        raise LossNotAdditive(
+            f"the loss is half the sum of two means of the same kind ({first.node.name()}) in a "
+            "micro-batch of two samples: they may be the losses of the two samples, or two losses "
+            "of both. Use another micro-batch size, or pass a sum and its number of targets: "
+            "accelerator.backward(sum, num_targets=n)."
+        )
+    return True
+
+
+def _joined(group: Sequence[Found]) -> Term:
+    """Return the losses of single samples as one term: factor * sum of the losses / divisor."""
+    first, divisor = group[0]
+    assert divisor is not None
+    return replace(
+        first,
+        nodes=tuple(term.node for term, _ in group),
+        factor=first.factor * divisor,
+        divisor=divisor,
+        identity=("samples", first.identity),
+        is_shape_divisor=False,
+        node_divides=False,
+    )

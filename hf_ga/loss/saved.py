@@ -1,0 +1,98 @@
+"""What autograd nodes keep of their forward. All `_saved_*` attributes are read here.
+
+The attributes are not documented by PyTorch, so SAVED lists all that this package relies on, and a
+test checks that they exist.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from hf_ga.errors import LossNotAdditive
+
+Number = float | Tensor
+
+# For each kind of node, the attributes that are read, without the prefix `_saved_`.
+SAVED = {
+    "AddBackward0": ("alpha",),
+    "BinaryCrossEntropyBackward0": ("self", "target", "weight", "reduction"),
+    "BinaryCrossEntropyWithLogitsBackward0": ("self", "target", "weight", "reduction"),
+    "DivBackward0": ("self", "other"),
+    "DivBackward1": ("other",),
+    "HuberLossBackward0": ("self", "target", "reduction"),
+    "MaskedFillBackward0": ("mask",),
+    "MeanBackward1": ("dim",),
+    "MseLossBackward0": ("self", "target", "reduction"),
+    "MulBackward0": ("self", "other"),
+    "MulBackward1": ("other",),
+    "MultiMarginLossBackward0": ("self", "reduction"),
+    "MultilabelMarginLossBackward0": ("self", "reduction"),
+    "NllLossBackward0": ("reduction", "total_weight", "target", "weight", "ignore_index"),
+    "NllLoss2DBackward0": ("reduction", "total_weight", "target", "weight", "ignore_index"),
+    "PermuteBackward0": ("dims",),
+    "PowBackward0": ("exponent",),
+    "RsubBackward0": ("alpha",),
+    "RsubBackward1": ("alpha",),
+    "SelectBackward0": ("index",),
+    "SmoothL1LossBackward0": ("self", "target", "reduction"),
+    "SoftMarginLossBackward0": ("self", "target", "reduction"),
+    "SubBackward0": ("alpha",),
+    "SumBackward1": ("dim", "keepdim"),
+    "TransposeBackward0": ("dim0", "dim1"),
+    "WhereBackward0": ("condition",),
+}
+
+
+def saved(node: Node, name: str) -> Any:
+    """Return what a node keeps under a name of SAVED.
+
+    Raises:
+        LossNotAdditive: If the node of this version of PyTorch does not keep it.
+    """
+    kind = node.name()
+    assert name in SAVED[kind], f"{kind}.{name} is not in SAVED"
+    try:
+        return getattr(node, f"_saved_{name}")
+    except AttributeError:
+        raise LossNotAdditive(
+            f"{kind} of PyTorch {torch.__version__} has no _saved_{name}, so the loss cannot be "
+            "read. Pass the sum and its number of targets: "
+            "accelerator.backward(sum, num_targets=n)."
+        ) from None
+
+
+def number(value: Any) -> Number:
+    """Return a number, or a tensor of one element, as a float if it is on the CPU.
+
+    One on another device stays a tensor: to read it would wait for the device.
+    """
+    if not isinstance(value, Tensor):
+        return float(value)
+    if value.device.type == "cpu":
+        return float(value)
+    value = value.detach().reshape(())
+    return value.float() if value.dtype == torch.bool else value
+
+
+def quotient(value: Number, divisor: Number) -> Number:
+    """Return value / divisor; infinite for a divisor of 0."""
+    if isinstance(divisor, float) and divisor == 0.0:
+        return value * float("inf")
+    return value / divisor
+
+
+def signed(index: int) -> int:
+    """Return a saved index, which autograd shows as an unsigned number of 64 bits."""
+    return index - 2**64 if index >= 2**63 else index
+
+
+def inputs(node: Node) -> list[tuple[Node, int]]:
+    """Return (node, output index) of the inputs that need a gradient."""
+    return [(child, index) for child, index in node.next_functions if child is not None]
+
+
+def output_shape(node: Node, index: int = 0) -> torch.Size:
+    """Return the shape of an output of a node's forward."""
+    return torch.Size(node._input_metadata[index].shape)

@@ -1,0 +1,147 @@
+"""Stacked scalars: the losses of single samples, or those of several heads.
+
+`torch.stack(losses).mean()` is one mean over samples if each entry is the loss of a sample. If each
+is the loss of a head, every entry is a mean with a divisor of its own. The graph of one micro-batch
+may fit both, so the sizes of all stacks of a run are kept.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.autograd.graph import Node
+
+from hf_ga.errors import LossNotAdditive
+from hf_ga.loss.identity import VIEWS, nearest_parameters
+from hf_ga.loss.saved import inputs, output_shape, saved
+
+STACKS = {"CatBackward0", "StackBackward0"}
+
+
+@dataclass
+class StackSizes:
+    """The sizes of all stacks of a run.
+
+    Attributes:
+        pairs: For each stack, the pairs (number of samples, size of the stack) seen so far.
+        settled: The stacks whose reading has entered an update.
+        may_change: Whether a stack that fits both answers may be read as either for now, because
+            micro-batches of other sizes follow before the update, or the micro-batch is the window.
+        num_changed: How often a stack turned out to be the other kind.
+    """
+
+    pairs: dict[Hashable, set[tuple[int, int]]] = field(default_factory=dict)
+    settled: set[Hashable] = field(default_factory=set)
+    may_change: bool = False
+    num_changed: int = 0
+
+    def settle(self) -> None:
+        """Note that the readings so far enter an update."""
+        self.settled.update(self.pairs)
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Scalars that a loss stacks.
+
+    Attributes:
+        node: The node of `torch.stack` or `torch.cat`.
+        weights: What the loss multiplies the entries by. None: 1.
+    """
+
+    node: Node
+    weights: Tensor | None
+
+    @property
+    def size(self) -> int:
+        """The number of entries, those without a gradient included."""
+        return len(self.node.next_functions)
+
+    def weight(self, index: int) -> Tensor | float:
+        """Return what the loss multiplies an entry by."""
+        if self.weights is None:
+            return 1.0
+        return self.weights.expand(self.size)[index]
+
+
+def find_stack(node: Node) -> Stack | None:
+    """Return the stack of scalars that a sum or a mean reduces. None: it reduces something else."""
+    factors = []
+    child, _ = inputs(node)[0]
+    while child.name() not in STACKS:
+        kind = child.name()
+        if kind == "MulBackward0" and len(inputs(child)) == 1:
+            is_first = child.next_functions[0][0] is not None
+            factors.append(saved(child, "other" if is_first else "self"))
+        elif kind not in VIEWS:
+            return None
+        child, _ = inputs(child)[0]
+    are_scalars = all(output_shape(entry, i).numel() == 1 for entry, i in inputs(child))
+    if not are_scalars or output_shape(child).numel() != len(child.next_functions):
+        return None
+    weights = None
+    for factor in factors:
+        flat = factor.detach().reshape(-1)
+        weights = flat if weights is None else weights * flat
+    return Stack(child, weights)
+
+
+def is_per_sample(stack: Stack, num_samples: int, stack_sizes: StackSizes) -> bool:
+    """Whether the entries of a stack are the losses of single samples.
+
+    Args:
+        stack: The stack.
+        num_samples: Number of samples of the micro-batch.
+        stack_sizes: The sizes of the run's stacks. Adds that of this one.
+
+    Raises:
+        LossNotAdditive: If the sizes fitted the other answer before.
+    """
+    entries = [nearest_parameters(entry) for entry, _ in inputs(stack.node)]
+    if len(set(entries)) > 1:
+        return False  # heads: they differ in their parameters
+    key = (stack.node.name(), entries[0])
+    return sizes_follow_samples(key, num_samples, stack.size, stack_sizes)
+
+
+def sizes_follow_samples(
+    key: Hashable, num_samples: int, size: int, stack_sizes: StackSizes
+) -> bool:
+    """Whether something has as many elements as the micro-batch has samples, in all of them.
+
+    Args:
+        key: What it is, the same in all micro-batches.
+        num_samples: Number of samples of the micro-batch.
+        size: Its number of elements in this micro-batch.
+        stack_sizes: See `is_per_sample`.
+
+    Raises:
+        LossNotAdditive: If it seemed to have before, in micro-batches that are done.
+    """
+    before = stack_sizes.pairs.get(key, set())
+    after = before | {(num_samples, size)}
+    followed = _follow(before)
+    follow = _follow(after)
+    stack_sizes.pairs[key] = after
+    if not before or not followed or follow:
+        return follow
+    if key in stack_sizes.settled or not stack_sizes.may_change:
+        raise LossNotAdditive(
+            f"the loss averages {size} values in a micro-batch of {num_samples} samples, but one "
+            "for each sample in micro-batches before, so it was read as a mean over samples. "
+            "Add the means up instead of stacking them, or pass a sum and its number of targets: "
+            "accelerator.backward(sum, num_targets=n)."
+        )
+    stack_sizes.num_changed += 1
+    return False
+
+
+def _follow(pairs: set[tuple[int, int]]) -> bool:
+    """Whether all sizes are the number of samples, or the same multiple of it.
+
+    A multiple counts only if micro-batches of several sizes have it.
+    """
+    ratios = {size / num_samples for num_samples, size in pairs}
+    if len(ratios) != 1:
+        return False
+    return ratios == {1.0} or len(pairs) > 1

@@ -1,0 +1,171 @@
+"""A term of a loss, and the backward that leaves out what the terms divide by."""
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+
+from torch import Tensor, zeros_like
+from torch.autograd.graph import Node
+
+from hf_ga.loss.counts import count_of
+from hf_ga.loss.saved import Number, output_shape
+
+Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """One term of a loss: factor * numerator / divisor.
+
+    Attributes:
+        nodes: The nodes that compute the numerator, or the mean itself. Several only if a loop adds
+            up the losses of single samples.
+        factor: What the loss multiplies the term by. A tensor only if it is on an accelerator.
+        divisor: What the term divides by in this micro-batch. A tensor only if it is on an
+            accelerator.
+        identity: What the term is: equal in all micro-batches of a process, whatever their sizes
+            and the order of the terms. It contains ids of parameters, which differ between
+            processes. Two terms of one loss may have the same.
+        is_shape_divisor: Whether the divisor is a number of elements, not one computed from data.
+        is_penalty: Whether only parameters enter the term. Its divisor is 1.
+        node_divides: Whether the nodes themselves divide by the divisor, as a mean does. False if
+            the loss divides the nodes' result.
+        root: The node of the loss.
+        inner_division: The node that divides the elements before they are summed, as in
+            `(losses / n).sum()`. None: no division but `divisor` is to be left out.
+    """
+
+    nodes: tuple[Node, ...]
+    factor: Number
+    divisor: Number
+    identity: tuple
+    is_shape_divisor: bool
+    is_penalty: bool
+    node_divides: bool
+    root: Node
+    inner_division: Node | None = None
+
+    @property
+    def node(self) -> Node:
+        """The (first) node of the term."""
+        return self.nodes[0]
+
+    def count(self) -> Number | None:
+        """Return what the numerator sums over: elements, or the sum of their mask or weights.
+
+        None: unknown. It does not depend on the divisor.
+        """
+        if self.is_penalty:
+            return None
+        if self.identity[0] == "samples":
+            return float(len(self.nodes))
+        return count_of(self.node)
+
+
+def describe(term: Term) -> str:
+    """Return a term in words, for error messages."""
+    kind = term.node.name()
+    if term.is_penalty:
+        what = f"the penalty on parameters ({kind})"
+    elif term.identity[0] == "samples":
+        what = f"the mean of {len(term.nodes)} losses of single samples ({kind})"
+    elif "NllLoss" in kind:
+        what = f"the mean of {kind} (cross entropy)"
+    elif term.node_divides:
+        what = f"the mean of {kind}"
+    else:
+        what = f"the divided sum of {kind}"
+    return f"{what}, factor {_shown(term.factor)}, divisor {_shown(term.divisor)}"
+
+
+def _shown(value: Number) -> str:
+    """Return a number as text; one on an accelerator is not read."""
+    return f"{value:.6g}" if isinstance(value, float) else f"a number on {value.device}"
+
+
+@contextmanager
+def undivided(terms: Sequence[Term], scales: Sequence[Number]) -> Iterator[None]:
+    """Make the backward of a loss leave out the divisions by its terms' divisors.
+
+    Within the block, `loss.backward()`, the backward of a multiple of `loss`, and
+    `torch.autograd.grad` compute
+
+        sum_k scales[k] * factor_k * gradient of numerator_k
+
+    The gradient that enters a term's nodes is replaced, so a divisor of 0 causes no NaN. With
+    scale 0, zeros leave the nodes. The backward below runs all the same: with sharded parameters
+    it is a collective.
+
+    Args:
+        terms: All terms of the loss, from `read_terms`.
+        scales: One number for each term.
+    """
+    entering: dict[Node, Number] = defaultdict(float)
+    for term, scale in zip(terms, scales, strict=True):
+        for node in term.nodes:
+            entering[node] = entering[node] + _gradient_that_enters(term, scale)
+    of_loss: list[Tensor] = []
+    with ExitStack() as hooks:
+        if terms:
+            handle = terms[0].root.register_prehook(_record(of_loss))
+            hooks.callback(handle.remove)
+        for node, value in entering.items():
+            handle = node.register_prehook(_replace(node, value, of_loss))
+            hooks.callback(handle.remove)
+            if _is_zero(value):
+                handle = node.register_hook(_zeros)
+                hooks.callback(handle.remove)
+        for term in terms:
+            if term.inner_division is not None:
+                handle = term.inner_division.register_hook(_pass_through)
+                hooks.callback(handle.remove)
+        yield
+
+
+def _gradient_that_enters(term: Term, scale: Number) -> Number:
+    """Return the gradient that enters a term's nodes if that of the loss is 1."""
+    if _is_zero(scale):
+        return 0.0
+    value = scale * term.factor
+    if not term.node_divides:
+        return value
+    if _is_zero(term.divisor):
+        return 0.0
+    return value * term.divisor
+
+
+def _is_zero(value: Number) -> bool:
+    """Whether a number is 0; one on an accelerator is not read."""
+    return isinstance(value, (int, float)) and value == 0
+
+
+def _record(of_loss: list[Tensor]) -> Callable[[Gradients], None]:
+    """Return a hook that keeps the gradient that enters the loss."""
+
+    def hook(gradients: Gradients) -> None:
+        of_loss[:] = gradients
+
+    return hook
+
+
+def _replace(node: Node, value: Number, of_loss: list[Tensor]) -> Callable[[Gradients], Gradients]:
+    """Return a hook that replaces the gradient that enters a node by a multiple of the loss's."""
+    metadata = node._input_metadata[0]
+    shape = output_shape(node)
+
+    def hook(_: Gradients) -> Gradients:
+        gradient = (of_loss[0] * value).to(device=metadata.device, dtype=metadata.dtype)
+        return (gradient.reshape(shape),)
+
+    return hook
+
+
+def _zeros(gradients: Gradients, _: Gradients) -> Gradients:
+    """Let zeros leave a node, which may compute 0 / 0."""
+    return tuple(None if gradient is None else zeros_like(gradient) for gradient in gradients)
+
+
+def _pass_through(gradients: Gradients, entered: Gradients) -> Gradients:
+    """Let the gradient leave a division as it entered."""
+    return (entered[0], *gradients[1:])

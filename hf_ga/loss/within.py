@@ -1,0 +1,65 @@
+"""Whether a number computed from the whole micro-batch enters the elements of a mean.
+
+`(loss * weights).mean()` with a scalar `loss` has a mean inside of a mean, and
+`((z - z.mean()) ** 2).mean()` is a variance: neither is a sum over samples.
+"""
+
+from torch.autograd.graph import Node
+
+from hf_ga.loss.identity import VIEWS
+from hf_ga.loss.means import reduced_shape
+from hf_ga.loss.penalty import ELEMENTWISE, PARAMETER, REDUCTIONS, UNARY, Penalties
+from hf_ga.loss.refusals import refusal
+from hf_ga.loss.saved import inputs, output_shape, saved, signed
+
+MAX_NODES = 64
+MORE_ELEMENTWISE = {"ExpandBackward0", "MaskedFillBackward0", "WhereBackward0"}
+SELECTIONS = {"IndexBackward0", "SelectBackward0", "UnbindBackward0"}
+ALONG_DIMENSIONS = {"MeanBackward1", "SumBackward1"}
+WALKED = (UNARY - REDUCTIONS) | ELEMENTWISE | VIEWS | MORE_ELEMENTWISE
+
+
+def check_elements(node: Node, penalties: Penalties, num_samples: int) -> None:
+    """Check that no element of a sum or a mean depends on a number of the whole micro-batch.
+
+    Only what computes the elements one by one is walked, not the model.
+
+    Args:
+        node: The node of the sum or the mean.
+        penalties: Tells what depends on parameters only.
+        num_samples: Number of samples of the micro-batch.
+
+    Raises:
+        LossNotAdditive: If one does.
+    """
+    if num_samples == 1:
+        return
+    waiting = inputs(node)
+    seen = set()
+    while waiting and len(seen) < MAX_NODES:
+        child, _ = waiting.pop()
+        if child in seen or child.name() == PARAMETER:
+            continue
+        seen.add(child)
+        if child.name() in WALKED:
+            waiting.extend(inputs(child))
+        elif _reduces_samples(child, num_samples):
+            raise refusal(child, "a sum or mean over samples in the elements of a mean")
+        elif _reduces_all(child) and not penalties.has(child):
+            raise refusal(child, "a number of the whole micro-batch in the elements of a mean")
+
+
+def _reduces_all(node: Node) -> bool:
+    """Whether a node computes one number from several, other than by selecting one."""
+    if node.name() in SELECTIONS or output_shape(node) != ():
+        return False
+    return any(output_shape(child, index).numel() > 1 for child, index in inputs(node))
+
+
+def _reduces_samples(node: Node, num_samples: int) -> bool:
+    """Whether a node reduces the first dimension only, which has one entry for each sample."""
+    if node.name() not in ALONG_DIMENSIONS:
+        return False
+    shape = reduced_shape(node)
+    dims = [signed(dim) for dim in saved(node, "dim")]
+    return dims in ([0], [-len(shape)]) and shape[0] == num_samples
