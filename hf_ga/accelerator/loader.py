@@ -1,6 +1,7 @@
 """The prepared loader: yields the micro-batches of windows while a model is in training mode."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Generator, Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -139,7 +140,8 @@ class WindowedDataLoader:
         """
         training_loop = self.accelerator.training_loop
         if training_loop.training_models():
-            yield from self._micro_batches()
+            # Loading draws random numbers of its own, also within another loader's iteration.
+            yield from _with_each_step_in(training_loop.suspended, self._micro_batches())
             return
         num_to_skip = self._pop_num_to_skip()
         self._is_yielding_own_batches = True
@@ -200,7 +202,7 @@ class WindowedDataLoader:
             return True
         return bool(self.accelerator.training_loop.training_models())
 
-    def _micro_batches(self) -> Iterator[Any]:
+    def _micro_batches(self) -> Generator[Any, None, None]:
         """Yield this rank's micro-batches of the rest of the epoch to the user's loop, and keep
         Accelerate's state of the loader (`end_of_dataloader`, `iteration`) up to date.
 
@@ -288,6 +290,22 @@ class WindowedDataLoader:
         num_to_skip = self.num_to_skip
         self.num_to_skip = 0
         return num_to_skip
+
+
+def _with_each_step_in(
+    context: Callable[[], AbstractContextManager[None]], generator: Generator[Any, None, None]
+) -> Iterator[Any]:
+    """Yield what a generator yields, and run its own code in a context, but not its caller's."""
+    try:
+        while True:
+            with context():
+                try:
+                    value = next(generator)
+                except StopIteration:
+                    return
+            yield value
+    finally:
+        generator.close()
 
 
 def _continue_at(windows: BaseLoader, position: dict[str, Any]) -> None:
