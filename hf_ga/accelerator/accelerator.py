@@ -32,6 +32,7 @@ from hf_ga.exact.backend import check_supported, keep_process_group_alive
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.layout import Layout
 from hf_ga.exact.precision import check_step
+from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, exact_sharding
 
 logger = get_logger(__name__)
@@ -52,6 +53,11 @@ class Accelerator(accelerate.Accelerator):
             follow from it, and a size that is not divisible gives uneven micro-batches. Default:
             processes x batch size of the DataLoader x gradient accumulation steps.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
+        whole_batch: A function (outputs, batch) -> the loss of all samples of a window, a scalar,
+            for a loss that is not a sum over samples: in-batch negatives, the hardest samples. It
+            gets the model's outputs for all samples of all processes, one row per sample, and their
+            batch. The loop calls `model(**batch)` and passes the outputs to `backward`. Each
+            micro-batch has two forwards. Parameters of a module `whole_batch` are trained, too.
         **kwargs: See `accelerate.Accelerator`.
 
     Attributes:
@@ -87,6 +93,7 @@ class Accelerator(accelerate.Accelerator):
         *args: Any,
         global_batch_size: int | None = None,
         allow_split_dependent_randomness: bool = False,
+        whole_batch: WholeBatchLoss | None = None,
         **kwargs: Any,
     ) -> None:
         """Make the accelerator; see the class for the arguments."""
@@ -94,6 +101,7 @@ class Accelerator(accelerate.Accelerator):
         self.global_batch_size = global_batch_size
         self._requested_accumulation_steps = self.gradient_accumulation_steps
         self._allow_split_dependent_randomness = allow_split_dependent_randomness
+        self._whole_batch = whole_batch
         check_supported(self)
         enable_fsdp_on_cpu(self)
         enable_fp16_on_cpu(self)
@@ -102,7 +110,9 @@ class Accelerator(accelerate.Accelerator):
     def _forget_prepared_objects(self) -> None:
         """Reset `hf_ga.Accelerator` to a new one's state: no prepared model, loader, scheduler."""
         self.training_loop = TrainingLoop(
-            self, allow_split_dependent_randomness=self._allow_split_dependent_randomness
+            self,
+            allow_split_dependent_randomness=self._allow_split_dependent_randomness,
+            whole_batch=self._whole_batch,
         )
         self.epochs = Epochs()
         self._initial_scheduler_states: list[InitialSchedulerState] = []
@@ -231,8 +241,8 @@ class Accelerator(accelerate.Accelerator):
         return nullcontext()
 
     def backward(
-        self, loss: Tensor, *, num_targets: float | Tensor | None = None, **kwargs: Any
-    ) -> None:
+        self, loss: Any, *, num_targets: float | Tensor | None = None, **kwargs: Any
+    ) -> Tensor | None:
         """Add the gradient of a loss of the current micro-batch to that of its window.
 
         What the loss averages over is read from its autograd graph. It is any sum of means: of the
@@ -240,10 +250,14 @@ class Accelerator(accelerate.Accelerator):
 
         Args:
             loss: The loss of this micro-batch, a scalar, neither divided by the accumulation steps
-                nor scaled.
+                nor scaled. With `whole_batch`, what the model returned for this micro-batch.
             num_targets: For a sum that is not divided: what it is summed over, the number of
                 targets or the sum of their weights.
             **kwargs: `retain_graph`, as in `Tensor.backward`. Others are refused.
+
+        Returns:
+            With `whole_batch`, the loss of the whole window, a scalar without gradient, the same
+            for each of its micro-batches. Otherwise None.
 
         Raises:
             ConfigError: If the loop does not call fetch, forward, backward and step in this order.
@@ -260,7 +274,7 @@ class Accelerator(accelerate.Accelerator):
                 f"accelerator.backward got {', '.join(kwargs)}, but only takes a loss, num_targets "
                 "and retain_graph. Leave it out."
             )
-        self.training_loop.backward(loss, num_targets, retain_graph=retain_graph)
+        return self.training_loop.backward(loss, num_targets, retain_graph=retain_graph)
 
     def unscale_gradients(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Unscale the gradients of fp16, as `accelerate.Accelerator.unscale_gradients` does.

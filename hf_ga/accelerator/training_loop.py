@@ -9,8 +9,10 @@ A loop accumulates in one of two ways:
   is at any time the gradient of the mean loss so far, and the window ends where it steps.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
+from types import FrameType
 from typing import Any
 
 import accelerate
@@ -29,11 +31,13 @@ from hf_ga.accelerator.misuse import (
     not_fetched,
     unexpected_backward,
 )
+from hf_ga.accelerator.whole_batch import WholeBatch
 from hf_ga.engine.rehearsal import is_rehearsed
 from hf_ga.engine.slots import Slot, plan_slots
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import unwrapped
+from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import Window
 
 logger = get_logger(__name__)
@@ -45,17 +49,22 @@ class TrainingLoop:
     Args:
         accelerator: The accelerator of the loop.
         allow_split_dependent_randomness: Whether draws that cannot be tied to samples are accepted.
+        whole_batch: A loss of all samples of a window. None: the loop passes its loss.
 
     Attributes:
         engine: Computes the windows.
         num_windows: Number of windows that were begun in the run.
-        is_inside: Whether the loop uses `accelerator.accumulate`.
+        is_inside: Whether the loop uses `accelerator.accumulate`: it did, or its code names it.
         is_complete: Whether all backwards of the current window were run.
         loss: Mean loss of the last complete window, a scalar. None before there is one.
     """
 
     def __init__(
-        self, accelerator: accelerate.Accelerator, *, allow_split_dependent_randomness: bool
+        self,
+        accelerator: accelerate.Accelerator,
+        *,
+        allow_split_dependent_randomness: bool,
+        whole_batch: WholeBatchLoss | None = None,
     ) -> None:
         """Start before the first window of a user's loop, with no prepared model."""
         self.accelerator = accelerator
@@ -66,6 +75,9 @@ class TrainingLoop:
         self.is_inside = False
         self.is_complete = True
         self.loss: Tensor | None = None
+        self._whole_batch: WholeBatch | None = None
+        if whole_batch is not None:
+            self._whole_batch = WholeBatch(self.engine, whole_batch)
         self._by_hand = ByHand()
         self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
         self._window: Window | None = None
@@ -132,14 +144,19 @@ class TrainingLoop:
             The window, padded to its longest sample if that is needed.
         """
         self._check_fetch()
+        if self._whole_batch is not None:
+            self._whole_batch.prove(window, self.training_models())
         if window.state.pad_to_window:
             window = window.padded_to_window()
+        self.is_inside = self.is_inside or _calls_accumulate(sys._getframe())
         is_planned = self._is_planned
         self._window = window
         self._slots = plan_slots(
             window,
             num_processes=self.accelerator.num_processes,
-            is_rehearsed=is_planned and is_rehearsed(self.num_windows),
+            is_rehearsed=is_planned
+            and self._whole_batch is None  # which compares samples on purpose
+            and is_rehearsed(self.num_windows),
         )
         models = self.training_models()
         goes_on = not is_planned and not self.is_complete
@@ -156,11 +173,15 @@ class TrainingLoop:
             self._learning_rates = self._current_learning_rates()
         self.is_complete = False
         self._has_stepped = False
+        if self._whole_batch is not None:
+            self._whole_batch.begin(window, self._slots)
         return window
 
     @property
     def _is_planned(self) -> bool:
         """Whether the loop accumulates as planned by the loader, and not by hand."""
+        if self._whole_batch is not None:  # of which there is no mean so far
+            return True
         steps = self.accelerator.gradient_accumulation_steps
         return steps > 1 or self.accelerator.global_batch_size is not None or self.is_inside
 
@@ -183,6 +204,8 @@ class TrainingLoop:
         accelerator.gradient_state._set_sync_gradients(is_last)
         batch = send_to_device(slot.micro_batch.batch, accelerator.device, non_blocking=True)
         self._iteration.enter_context(self.engine.micro_batch(slot, self._window.request))
+        if self._whole_batch is not None:
+            self._iteration.enter_context(self._whole_batch.recording(index, batch))
         return batch
 
     def _close(self) -> None:
@@ -279,14 +302,17 @@ class TrainingLoop:
     # Backward
 
     def backward(
-        self, loss: Tensor, num_targets: float | Tensor | None, *, retain_graph: bool
-    ) -> None:
+        self, loss: Any, num_targets: float | Tensor | None, *, retain_graph: bool
+    ) -> Tensor | None:
         """Add the gradient of a loss to the window, and finish it after its last backward.
 
         Args:
             loss: See `Accelerator.backward`.
             num_targets: See `Accelerator.backward`.
             retain_graph: See `Tensor.backward`.
+
+        Returns:
+            The loss of the window with `whole_batch`, otherwise None.
 
         Raises:
             ConfigError: If no micro-batch waits for its backward, or gradients were changed.
@@ -298,6 +324,8 @@ class TrainingLoop:
             raise unexpected_backward(is_in_evaluation=self._is_in_evaluation())
         is_last_slot = self._index == len(self._slots) - 1
         with engine.failing_together():
+            if self._whole_batch is not None:
+                loss, num_targets = self._whole_batch.term(loss, num_targets)
             self._check_before_backward(loss)
             engine.add(
                 loss,
@@ -310,6 +338,7 @@ class TrainingLoop:
             self.loss = engine.gradient.loss
         elif is_last_slot and engine.num_adds >= (self._backwards_per_iteration or 1):
             self._finish()
+        return None if self._whole_batch is None else self._whole_batch.value
 
     def _check_before_backward(self, loss: Tensor) -> None:
         """Check what the loop did since the batch was handed out, and how it divides its loss.
@@ -341,6 +370,8 @@ class TrainingLoop:
         if not is_set:
             self.accelerator.gradient_state._set_sync_gradients(False)
             return
+        if self._whole_batch is not None:
+            self._whole_batch.add_direct_gradients()
         self.is_complete = True
         self.loss = gradient.loss
 
@@ -400,6 +431,18 @@ class TrainingLoop:
         if is_windowed and not active.is_yielding_windows:
             return True
         return not self.training_models()
+
+
+def _calls_accumulate(frame: FrameType | None) -> bool:
+    """Whether the code that is fetching a batch names `accumulate`, so that the first window can be
+    rehearsed before the loop gets there.
+    """
+    while frame is not None:
+        is_loop = not frame.f_globals.get("__name__", "").startswith(("hf_ga.", "accelerate."))
+        if is_loop and "accumulate" in frame.f_code.co_names:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def is_trainable(model: nn.Module) -> bool:

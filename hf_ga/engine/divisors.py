@@ -142,7 +142,10 @@ def _check_factors(readings: Sequence[Reading]) -> None:
     Raises:
         LossNotAdditive: If it has several.
     """
-    factors = [reading.factor for reading in readings if true_divisor(reading)]
+    counted = [reading for reading in readings if reading.is_counted]
+    # A window of one micro-batch has one factor, whatever it was in an iteration before.
+    compared = readings if len(counted) > 1 else counted
+    factors = [reading.factor for reading in compared if true_divisor(reading)]
     if not factors:
         return
     smallest = min(factors)

@@ -31,6 +31,7 @@ from hf_ga.exact.precision import sum_dtype
 from hf_ga.loss import StackSizes, Term, read_terms, undivided
 
 Gradients = list[Tensor | None]
+SMALLEST_ID = 1 << 20  # Python's ids are addresses, indices are smaller
 
 
 class WindowGradient:
@@ -119,10 +120,16 @@ class WindowGradient:
         return keys
 
     def _with_indices(self, identity: TermKey) -> TermKey:
-        """Return an identity with the index of each parameter in place of its id."""
-        if isinstance(identity, tuple):
-            return tuple(self._with_indices(part) for part in identity)
-        return self._index_of.get(identity, identity)
+        """Return an identity with the indices of parameters in place of their ids, in order.
+
+        Parameters that are not trained (of a teacher) count as one.
+        """
+        if not isinstance(identity, tuple):
+            return identity
+        are_ids = [isinstance(part, int) and part > SMALLEST_ID for part in identity]
+        if identity and all(are_ids):
+            return tuple(sorted(self._index_of.get(part, -1) for part in identity))
+        return tuple(self._with_indices(part) for part in identity)
 
     # Adding
 

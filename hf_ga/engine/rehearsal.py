@@ -27,6 +27,10 @@ LOW_PRECISION_TOLERANCE = 0.2  # bf16 keeps 8 bits, and outputs add up many roun
 # Whether the rows of a sample in the outputs are next to each other, or one in each block of rows
 # (as in torch.cat([chosen, rejected])).
 ARRANGEMENTS = ("rows", "blocks")
+# An output: (kind of output, its index, rows of a sample in it).
+Place = tuple[int, int, int]
+# (term, output, position of the sample)
+FootprintKey = tuple[TermKey, Place, int]
 
 
 def is_rehearsed(window_index: int) -> bool:
@@ -181,28 +185,26 @@ class Rehearsal:
     def __init__(self) -> None:
         """Start without any rehearsed sample."""
         self.num_reclassified: int | None = None
-        self._rehearsed: dict[tuple[TermKey, int, int], Footprint] = {}
+        self._rehearsed: dict[FootprintKey, Footprint] = {}
         self.is_low_precision = False
 
-    def record(
-        self, footprints: Mapping[tuple[TermKey, int, int], Footprint], num_reclassified: int
-    ) -> None:
+    def record(self, footprints: Mapping[FootprintKey, Footprint], num_reclassified: int) -> None:
         """Keep the footprints of the rehearsed samples."""
         self._rehearsed.update(footprints)
         self.num_reclassified = num_reclassified
 
     def difference(
-        self, footprints: Mapping[tuple[TermKey, int, int], Footprint]
+        self, footprints: Mapping[FootprintKey, Footprint]
     ) -> tuple[TermKey, float, float] | None:
         """Return the first difference between a sample and its rehearsal.
 
         Args:
-            footprints: By (term, index of the output, position of the sample).
+            footprints: By term, output and sample.
 
         Returns:
             (term, value in the rehearsal, value now), or None if there is none.
         """
-        by_output: dict[tuple[TermKey, int], list[tuple[Footprint, Footprint]]] = {}
+        by_output: dict[tuple[TermKey, Place], list[tuple[Footprint, Footprint]]] = {}
         for key, now in footprints.items():
             before = self._rehearsed.get(key)
             if before is not None:
@@ -242,7 +244,7 @@ def _first_difference(
 
 def footprints_of(
     loss: Tensor, readings: Sequence[Reading], recorder: OutputRecorder, positions: Sequence[int]
-) -> tuple[dict[tuple[TermKey, int, int], Footprint], bool]:
+) -> tuple[dict[FootprintKey, Footprint], bool]:
     """Compute the footprints of all samples of a micro-batch, for each term of its loss.
 
     Only the graph between the loss and the outputs is run backward, so no parameter gets a
@@ -257,11 +259,11 @@ def footprints_of(
     Returns:
         (footprints, whether an output is in half precision).
     """
-    footprints: dict[tuple[TermKey, int, int], Footprint] = {}
+    footprints: dict[FootprintKey, Footprint] = {}
     is_low_precision = False
     for number, reading in enumerate(readings):
         gradient_of = _gradient_function(loss, readings, number)
-        for outputs in recorder.candidates(len(positions)):
+        for level, outputs in enumerate(recorder.candidates(len(positions))):
             pairs = [
                 (index, output, gradient)
                 for index, (output, gradient) in enumerate(
@@ -273,10 +275,11 @@ def footprints_of(
                 continue
             for index, output, gradient in pairs:
                 is_low_precision |= output.dtype in LOW_PRECISION
+                place = (level, index, len(output) // len(positions))
                 for position, footprint in zip(
                     positions, _footprints(output, gradient, len(positions)), strict=True
                 ):
-                    footprints[reading.key, index, position] = footprint
+                    footprints[reading.key, place, position] = footprint
             break
     return footprints, is_low_precision
 
@@ -286,7 +289,10 @@ def _gradient_function(
 ) -> Callable[[Sequence[Tensor]], Sequence[Tensor | None]]:
     """Return a function that computes the undivided gradient of one term at some outputs."""
     terms = [reading.term for reading in readings if reading.term is not None]
-    scales = [float(index == number) for index in range(len(terms))]
+    # Without its factor, which may change from window to window.
+    factor = readings[number].factor
+    inverse = 1.0 / factor if isinstance(factor, Tensor) or factor else 0.0
+    scales = [inverse if index == number else 0.0 for index in range(len(terms))]
 
     def gradient_of(outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
         """Return the gradient at each output; None where the term does not depend on it."""

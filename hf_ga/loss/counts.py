@@ -60,8 +60,8 @@ def _of_product(node: Node) -> Tensor | None:
         return _product(_weights(first, i), _weights(second, j))
     is_first = node.next_functions[0][0] is not None
     constant = saved(node, "other" if is_first else "self").detach()
-    if constant.numel() == 1:
-        return _below(node)
+    if constant.dim() == 0:
+        return _below(node)  # a number; a mask of one element has a dim
     return _product(_below(node), constant)
 
 

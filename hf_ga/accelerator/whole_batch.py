@@ -1,0 +1,476 @@
+"""A loss of all samples of a window, `Accelerator(whole_batch=...)`, in a user's own loop.
+
+- `prove`, once: the loss uses outputs of the model that belong to single samples.
+- `begin`, a first pass without gradients: the window's loss, and its gradient at the outputs.
+- `recording` and `term`, for each micro-batch: the loop's forward draws the same random numbers, so
+  it returns the same outputs; their part of the window's loss.
+- `add_direct_gradients`: the gradients of parameters that the loss itself uses.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from accelerate.utils import send_to_device
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import PreTrainedModel
+
+from hf_ga.accelerator.named_entries import SEPARATOR
+from hf_ga.draws.keyed import KeyedDraws
+from hf_ga.engine.slots import Slot
+from hf_ga.engine.window_engine import WindowEngine
+from hf_ga.errors import ConfigError, LossNotAdditive, ProcessFailed, UnkeyedRandomness
+from hf_ga.exact.backend import Backend, RankStatus
+from hf_ga.exact.engine import accumulate_gradient
+from hf_ga.exact.forward import (
+    argument_filter,
+    callable_module,
+    extra_forwards,
+    module_modes,
+    restored_buffers,
+    unwrapped,
+)
+from hf_ga.exact.generators import moved_generators, random_states
+from hf_ga.exact.hooks import Call, Hook
+from hf_ga.exact.loss import FirstPass
+from hf_ga.exact.outputs import named_tensors, with_tensors
+from hf_ga.exact.override import override
+from hf_ga.exact.precision import LOW_PRECISION, sum_dtype
+from hf_ga.exact.whole_window import ProbeLoss, WholeBatchLoss, WholeWindow
+from hf_ga.exact.window import Window
+from hf_ga.proof.prover import Prover
+from hf_ga.proof.whole_batch import find_used_outputs, prove_whole_batch
+
+NUM_PROOF_SAMPLES = 64
+# Largest relative difference between the outputs of both passes, which differ by rounding at most:
+# attention may use another kernel where gradients are needed.
+TOLERANCE = 1e-3
+LOW_PRECISION_TOLERANCE = 5e-2
+
+
+class WholeBatch:
+    """The loss of all samples of a window, one window at a time.
+
+    Args:
+        engine: Computes the windows of the loop.
+        whole_batch: The user's function (outputs of all samples, batch of all samples) -> loss.
+
+    Attributes:
+        value: The loss of the current window, a scalar.
+    """
+
+    def __init__(self, engine: WindowEngine, whole_batch: WholeBatchLoss) -> None:
+        """Start before the first window, with nothing proven."""
+        self.engine = engine
+        self.whole_batch = whole_batch
+        self._model: nn.Module | None = None  # as it was prepared
+        self._loss: WholeWindow | None = None  # once it is proven
+        self._must_pad = False
+        self._proven_for: tuple[nn.Module, tuple[bool, ...]] | None = None  # model, its modes
+        self._window: Window | None = None
+        self._slots: Sequence[Slot] = []
+        self._first_outputs: list[Any] = []  # of each slot, without those that are not used
+        self._differences: list[tuple[str, Tensor, float]] = []  # output, its change, tolerance
+        # Of the current iteration
+        self._index = 0
+        self._versions: dict[int, int] = {}  # id of a tensor of the batch -> its version counter
+        self._outputs: Any = None  # what the model returned to the loop, until its backward
+        self._output_versions: dict[str, tuple[Tensor, int]] = {}
+
+    @property
+    def value(self) -> Tensor:
+        """The loss of the current window, a scalar without gradient."""
+        return self._loss.value
+
+    # Before the loop's iterations
+
+    def prove(self, window: Window, models: Sequence[nn.Module]) -> None:
+        """Prove the loss, unless it is proven for the model in its training modes; learn whether
+        windows must be padded.
+
+        Args:
+            window: A window, of whose dataset the proof takes samples.
+            models: The prepared models that are trained.
+
+        Raises:
+            ConfigError: If the loop is not one that whole_batch supports.
+            LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`.
+        """
+        self._model = _only_model(models)
+        _check_named_entries(window)
+        inner = unwrapped(self._model)
+        if self._proven_for != (inner, module_modes(inner)):
+            with _resumed(self.engine.draws):
+                self._loss, self._must_pad = _prove(
+                    inner, self.whole_batch, window, self.engine.draws
+                )
+            self._proven_for = (inner, module_modes(inner))
+        window.state.pad_to_window |= self._must_pad
+
+    def begin(self, window: Window, slots: Sequence[Slot]) -> None:
+        """Compute the loss of a window, and its gradient at the model's outputs. A collective.
+
+        Args:
+            window: The window, which `engine` has begun.
+            slots: The iterations of the loop in it.
+
+        Raises:
+            ConfigError: If the loss uses parameters that are sharded.
+            ProcessFailed: If another process failed.
+            Others: See `WholeWindow.prepare`.
+        """
+        backend = self.engine.gradient.backend
+        self._window = window
+        self._slots = slots
+        self._differences = []
+        loss = torch.zeros((), dtype=sum_dtype(backend.device), device=backend.device)
+        status = RankStatus(loss=loss, counts=())
+        try:
+            self._first_outputs = self._first_forwards(backend)
+            self._loss.prepare(self._first_pass(backend, status))
+        except ProcessFailed:
+            raise
+        except Exception as error:
+            if backend.is_sharded:
+                raise
+            status.failure = error
+        finally:
+            self.engine.slot = None
+        backend.all_reduce_status(status)  # raises the error of a rank on all ranks
+
+    def _first_pass(self, backend: Backend, status: RankStatus) -> FirstPass:
+        """Return the inputs of `WholeWindow.prepare`."""
+        if backend.is_sharded and self._loss.uses_parameters:
+            raise ConfigError(
+                "under FSDP whole_batch cannot use parameters directly, which are sharded: let the "
+                "model's forward return them among its outputs (a temperature as a scalar)."
+            )
+        return FirstPass(
+            window=self._window,
+            calls=[self._call(index) for index in range(len(self._slots))],
+            totals=(self._window.num_samples,),
+            device=backend.device,
+            process_index=backend.process_index,
+            parameters=self.engine.gradient.parameters,
+            forward=lambda call: self._first_outputs[call.index],
+            all_reduce=partial(backend.all_reduce, status=status),
+            scaled=backend.scaled,
+        )
+
+    def _call(self, index: int) -> Call:
+        """Return an iteration of the loop as the loss needs it."""
+        slot = self._slots[index]
+        return Call(slot.micro_batch, index=index, weight=int(slot.is_counted))
+
+    def _first_forwards(self, backend: Backend) -> list[Any]:
+        """Run the forwards of all iterations without gradients, and return their outputs.
+
+        They are run again if one showed that random numbers of the others were keyed otherwise.
+
+        Raises:
+            UnkeyedRandomness: If random numbers were drawn that are not keyed.
+        """
+        draws = self.engine.draws
+        before = random_states()
+        while True:
+            num_reclassified = draws.num_reclassified
+            with _resumed(draws), _without_cache(self._model):
+                outputs = [self._first_forward(slot) for slot in self._slots]
+            is_changed = draws.num_reclassified != num_reclassified
+            if backend.is_sharded:  # forwards are collectives
+                is_changed = bool(backend.max_over_ranks(int(is_changed)))
+            if not is_changed:
+                break
+        moved = moved_generators(before)
+        if moved:
+            raise UnkeyedRandomness(
+                f"the model drew random numbers (from the generator of {' and '.join(moved)}) that "
+                "cannot be tied to samples. whole_batch runs each forward twice, and the second "
+                "one would draw others, so its gradient would be wrong: turn this randomness off."
+            )
+        return outputs
+
+    def _first_forward(self, slot: Slot) -> Any:
+        """Run the forward of an iteration; return those of its outputs that the loss uses."""
+        module = callable_module(self._model)
+        batch = send_to_device(slot.micro_batch.batch, self.engine.accelerator.device)
+        draws_of_slot = self.engine.micro_batch(slot, self._window.request)
+        with draws_of_slot, torch.no_grad(), extra_forwards(self._model):
+            outputs = module(**argument_filter(self._model)(batch))
+        tensors = named_tensors(outputs)
+        used = {name: tensors[name] for name in self._loss.used.names if name in tensors}
+        return with_tensors(outputs, used)
+
+    # Iterations of the loop
+
+    @contextmanager
+    def recording(self, index: int, batch: dict[str, Any]) -> Iterator[None]:
+        """Record what the model returns to the loop in the block.
+
+        Args:
+            index: Index of the iteration in the window.
+            batch: Its batch on the device, as the loop gets it.
+        """
+        self._index = index
+        self._outputs = None
+        tensors = [value for value in batch.values() if isinstance(value, Tensor)]
+        self._versions = {id(tensor): tensor._version for tensor in tensors}
+        model = self._model
+        hooks = [model.register_forward_pre_hook(self._before_forward, with_kwargs=True)]
+        # A wrapper such as DDP runs its hooks last, so that its own outputs are recorded.
+        hooks += [m.register_forward_hook(self._record) for m in {model, unwrapped(model)}]
+        try:
+            yield
+        finally:
+            self._outputs = None
+            for hook in hooks:
+                hook.remove()
+
+    def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Check how the loop calls the model.
+
+        Raises:
+            ConfigError: If it passes other tensors than the batch's, or runs the model twice.
+        """
+        if not _is_training(model):
+            return
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+        if any(self._versions.get(id(tensor)) != tensor._version for tensor in tensors):
+            raise ConfigError(
+                "whole_batch needs the model to be called as model(**batch), with the batch that "
+                "the loader returned: its forward runs once more before the loop's."
+            )
+        if self._outputs is not None:
+            raise ConfigError(
+                "with whole_batch, the model ran twice on one batch in training mode, but the loss "
+                "of the window was computed from one forward of each micro-batch: let the model's "
+                "forward return what both runs compute."
+            )
+
+    def _record(self, model: nn.Module, args: tuple, outputs: Any) -> None:
+        """Record what the model returns to the loop."""
+        if not _is_training(model):
+            return
+        self._outputs = outputs
+        tensors = named_tensors(outputs)
+        self._output_versions = {name: (t, t._version) for name, t in tensors.items()}
+
+    def term(self, outputs: Any, num_targets: float | Tensor | None) -> tuple[Tensor, float]:
+        """Return a micro-batch's part of the window's loss, and its share of the window's samples.
+
+        Both add up, to the loss of the window and to 1, over the micro-batches of all processes.
+
+        Args:
+            outputs: What the loop passed to `backward`.
+            num_targets: See `Accelerator.backward`; must be None.
+
+        Raises:
+            ConfigError: If the loop passed anything but what the model returned.
+            LossNotAdditive: If the model did not return what it returned in the first pass.
+        """
+        if num_targets is not None or not self._is_recorded(outputs):
+            raise ConfigError(
+                "with whole_batch, accelerator.backward takes what the model returned for this "
+                "micro-batch, unchanged and alone: outputs = model(**batch); "
+                "accelerator.backward(outputs)."
+            )
+        self._outputs = None  # one backward for each forward
+        self._compare_with_first_pass(outputs)
+        if self._index == len(self._slots) - 1:
+            self._check_differences()
+        call = self._call(self._index)
+        sums, _ = self._loss.sums(outputs, call)
+        return sums[0], len(call.micro_batch) / self._window.num_samples
+
+    def _is_recorded(self, outputs: Any) -> bool:
+        """Whether the loop passes the object that the model returned, with unchanged tensors."""
+        if outputs is None or outputs is not self._outputs:
+            return False
+        tensors = named_tensors(outputs)
+        if tensors.keys() != self._output_versions.keys():
+            return False
+        for name, tensor in tensors.items():
+            recorded, version = self._output_versions[name]
+            if tensor is not recorded or tensor._version != version:
+                return False
+        return True
+
+    def _compare_with_first_pass(self, outputs: Any) -> None:
+        """Note how much what the model returned to the loop differs from the first pass."""
+        tensors = named_tensors(outputs)
+        firsts = named_tensors(self._first_outputs[self._index])
+        self._first_outputs[self._index] = None  # not needed any more
+        for name, first in firsts.items():
+            if first.is_floating_point() and name in tensors:
+                output = tensors[name].detach()
+                tolerance = self._tolerance(output)
+                self._differences.append((name, _relative_difference(output, first), tolerance))
+
+    def _tolerance(self, output: Tensor) -> float:
+        """Return how much an output may differ by rounding."""
+        is_mixed = self.engine.accelerator.mixed_precision != "no"
+        is_low_precision = is_mixed or output.dtype in LOW_PRECISION
+        return LOW_PRECISION_TOLERANCE if is_low_precision else TOLERANCE
+
+    def _check_differences(self) -> None:
+        """Check that the model returned to the loop what it returned in the first pass.
+
+        Called once a window, as it waits for the device.
+
+        Raises:
+            LossNotAdditive: If it did not.
+        """
+        for name, difference, tolerance in self._differences:
+            if float(difference) > tolerance:  # not if it is NaN, as the outputs are then
+                raise LossNotAdditive(
+                    f"the model's {name!r} in the loop's forward differs from that in the first "
+                    f"pass of whole_batch over the window (relative difference "
+                    f"{float(difference):.1e}), so the gradient of the window's loss would be "
+                    "wrong. Likely causes: the loop draws random numbers before the forward, "
+                    "leaves out entries of the batch, or changes the model within a window."
+                )
+
+    # The window's end
+
+    def add_direct_gradients(self) -> None:
+        """Add the gradients of parameters that the loss itself uses to their `.grad`, which already
+        has the gradient through the model's outputs.
+        """
+        for parameter, gradient in self._loss.direct_gradients:
+            accumulate_gradient(parameter, gradient)
+        self._first_outputs = []
+
+
+def _resumed(draws: KeyedDraws) -> AbstractContextManager[None]:
+    """Return a context in which draws are keyed although a loader is running, which suspends them
+    so that loading draws torch's own numbers.
+    """
+    return override(draws, _num_suspensions=0)
+
+
+@contextmanager
+def _without_cache(model: nn.Module) -> Iterator[None]:
+    """Let transformers models return no cache for generation: an object that is no output of
+    samples.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel) and getattr(module.config, "use_cache", False):
+                # Not `override`: some configs map this name to another attribute.
+                stack.callback(setattr, module.config, "use_cache", True)
+                module.config.use_cache = False
+        yield
+
+
+def _relative_difference(output: Tensor, first: Tensor) -> Tensor:
+    """Return the norm of the difference of two outputs over the norm of the first, on the device.
+
+    Infinities (masked logits) in both do not count. Infinity if the shapes differ.
+    """
+    if output.shape != first.shape:
+        return torch.full((), float("inf"), device=first.device)
+    output = output.float()
+    first = first.float()
+    change = torch.where(output == first, 0.0, output - first)
+    size = torch.where(first.isinf(), 0.0, first).norm()
+    return change.norm() / size.clamp(min=1e-12)
+
+
+def _is_training(model: nn.Module) -> bool:
+    """Whether a forward of the loop is one that it trains on."""
+    return model.training and torch.is_grad_enabled()
+
+
+def _only_model(models: Sequence[nn.Module]) -> nn.Module:
+    """Return the model that is trained.
+
+    Raises:
+        ConfigError: If there is not exactly one, or it is sharded by FSDP1.
+    """
+    if len(models) != 1:
+        raise ConfigError(
+            "whole_batch needs exactly one prepared model in training mode, got "
+            f"{len(models)}: put them into one module, or call eval() on those that are not "
+            "trained."
+        )
+    (model,) = models
+    if isinstance(model, FullyShardedDataParallel):
+        raise ConfigError(
+            "whole_batch does not support FSDP1, whose shards it cannot test: use FSDP2 "
+            "(fsdp_version=2) or DDP."
+        )
+    return model
+
+
+def _check_named_entries(window: Window) -> None:
+    """Check that the user's batches are mappings of the model's arguments.
+
+    Raises:
+        ConfigError: If they are tuples, tensors, or nested.
+    """
+    # `DictCollator` names the entries of a tuple "0", "1", and those of containers "outer/inner".
+    names = [name for batch in window.batches for name in batch]
+    if any(name == "0" or SEPARATOR in name for name in names):
+        raise ConfigError(
+            "whole_batch needs batches with named entries, as hf_ga calls the model with them "
+            "once more: let the collate function return a dict, and call model(**batch)."
+        )
+
+
+class _KeyedDrawsOfProof(Hook):
+    """Keyed draws, as the engine of a proof calls keyed dropout.
+
+    Attributes:
+        sites: No dropout sites are searched.
+    """
+
+    def __init__(self, draws: KeyedDraws) -> None:
+        """Wrap the draws of the loop, which learn in the proof which dims hold samples."""
+        self.draws = draws
+        self.sites: dict[Any, Any] = {}
+
+    def scope(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which all draws are keyed."""
+        return self.draws.scope()
+
+    def before(self, call: Call) -> None:
+        """Begin the draws of a forward."""
+        self.draws.begin(call.keys, call.window_key)
+
+
+def _prove(
+    model: nn.Module, whole_batch: WholeBatchLoss, window: Window, draws: KeyedDraws
+) -> tuple[WholeWindow, bool]:
+    """Prove, on trial batches, that the outputs that a loss uses belong to single samples, and that
+    its gradient in two micro-batches is that of one forward.
+
+    Args:
+        model: The unwrapped model.
+        whole_batch: The user's loss.
+        window: A window of the dataset of which samples are taken.
+        draws: The random draws of the loop.
+
+    Returns:
+        (the loss as the loop computes it, whether windows must be padded to one width).
+
+    Raises:
+        LossNotAdditive, UnkeyedRandomness, ConfigError: See `hf_ga.prove_targets`.
+    """
+    fetcher = window.fetcher
+    samples = fetcher.probe_samples(window.request, NUM_PROOF_SAMPLES)
+    prover = Prover(model, samples, fetcher.collate_fn, None)
+    prover.dropout = _KeyedDrawsOfProof(draws)
+    is_module = isinstance(whole_batch, nn.Module)
+    loss_buffers = restored_buffers(whole_batch) if is_module else nullcontext()
+    with prover.proof_mode(), loss_buffers, _without_cache(model):
+        used = find_used_outputs(prover, whole_batch)
+        # A simple loss of the same outputs is additive only if these belong to single samples.
+        prover.loss_fn = ProbeLoss(used)
+        prover.prove_loss()
+        prover.cover_values()
+        must_pad = prover.width_matters() is not False
+        loss = prove_whole_batch(prover, whole_batch, used)
+    return loss, must_pad
