@@ -1,0 +1,354 @@
+"""Keyed draws: while a micro-batch is processed, all random numbers of torch belong to samples."""
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property, update_wrapper
+from weakref import ref
+
+import torch
+from torch import Generator, Tensor, nn
+from torch._C._functorch import TransformType
+from torch.utils._device import _device_constructors
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hf_ga.draws.draw import Draw, cached_key
+from hf_ga.draws.refusal import NotKeyed
+from hf_ga.draws.replacements import REPLACEMENTS, Replacement
+from hf_ga.draws.sample_dims import SampleDims
+from hf_ga.errors import UnkeyedRandomness
+from hf_ga.exact.dropout_functions import dropped_attention
+from hf_ga.exact.hashing import mixed
+from hf_ga.exact.masks import apply_dropout_mask, drop
+from hf_ga.exact.override import override
+
+REMEDY_IN_BACKWARD = (
+    "Use checkpoint(..., preserve_rng_state=True), and do not draw noise in hooks of a backward; "
+    "or use Accelerator(allow_split_dependent_randomness=True)."
+)
+
+
+@dataclass
+class MicroBatch:
+    """Where the draws of a micro-batch stand.
+
+    Attributes:
+        keys: One random key per sample: int64, shape (samples,).
+        window_key: The key of numbers that all samples of the window share: int64, shape (1,).
+        num_draws: How many draws were made since the micro-batch began, or since `seed` was set.
+        seed: The last seed that `torch.manual_seed` has set in the micro-batch.
+        num_seedings: How often it was called.
+        is_recomputation: Whether activation checkpointing repeats draws of the forward.
+        moved: Copies of `keys` and `window_key` on other devices.
+    """
+
+    keys: Tensor
+    window_key: Tensor
+    num_draws: int = 0
+    seed: int | None = None
+    num_seedings: int = 0
+    is_recomputation: bool = False
+    moved: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
+
+    def keys_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return the keys of the samples and of the window on a device."""
+        if device == self.keys.device:
+            return self.keys, self.window_key
+        if device not in self.moved:
+            self.moved[device] = (self.keys.to(device), self.window_key.to(device))
+        return self.moved[device]
+
+
+class KeyedDraws:
+    """Replaces torch's random functions by functions that derive each number from (key of its
+    sample, number of the draw in the micro-batch, coordinates within the sample's rows).
+
+    So the numbers depend neither on how a window is split into micro-batches, nor on the padded
+    width. Numbers that all samples share (`torch.rand(1)`) are derived from the key of the window.
+    The global generators and the user's generators stay as they are.
+
+    Also a `dropout_functions.MaskDrawer`.
+
+    Attributes:
+        allow_unkeyed: Whether draws that cannot be tied to samples are torch's own. Otherwise they
+            are refused.
+        attend: Computes attention with a given dropout mask of its weights: `dropped_attention`, or
+            a faster function that a speed-up puts in its place.
+        unkeyed_after_backward: Description of the first draw after `after_backward` that could not
+            be tied to samples; None if there was none.
+
+    Example:
+        draws = KeyedDraws()
+        with draws.scope():
+            draws.begin(sample_keys(seed, epoch, positions), window_key(seed, epoch, index))
+            noise = torch.randn_like(images)
+            loss = model(images + noise)
+    """
+
+    def __init__(self, allow_unkeyed: bool = False) -> None:
+        """Create keyed draws without keys: until `begin`, all draws are torch's own."""
+        self.allow_unkeyed = allow_unkeyed
+        self.attend: Callable[..., Tensor] = dropped_attention
+        self.unkeyed_after_backward: str | None = None
+        self._is_after_backward = False
+        self._micro_batch: MicroBatch | None = None
+        self._sample_dims = SampleDims()
+        self._num_scopes = 0
+        self._num_suspensions = 0
+        self._thread = threading.get_ident()
+        # Where the draws stood when a state of torch's generator was saved.
+        self._saved = WeakTensorKeyDictionary()
+
+    def begin(self, keys: Tensor, window_key: Tensor) -> None:
+        """Begin a micro-batch: the next draw has the number 0.
+
+        Args:
+            keys: One random key per sample: int64, shape (samples,), on the training device.
+            window_key: The key of numbers that all samples of the window share: int64, shape (1,).
+        """
+        self._micro_batch = MicroBatch(mixed(keys), mixed(window_key))
+        self._is_after_backward = False
+        self.unkeyed_after_backward = None
+
+    def after_backward(self) -> None:
+        """Until the next `begin`, do not refuse draws that cannot be tied to samples, such as those
+        of a validation: they are torch's own, and `unkeyed_after_backward` describes the first.
+        """
+        self._is_after_backward = True
+
+    @property
+    def num_draws(self) -> int:
+        """How many draws the micro-batch has made so far, or since `torch.manual_seed`."""
+        return 0 if self._micro_batch is None else self._micro_batch.num_draws
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples the micro-batch has."""
+        return len(self._micro_batch.keys)
+
+    @property
+    def num_reclassified(self) -> int:
+        """How often a micro-batch contradicted the dim in which earlier ones had the samples of a
+        draw, so that the numbers of the earlier ones were keyed otherwise.
+        """
+        return self._sample_dims.num_reclassified
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Within the block, torch's random functions draw keyed numbers, in this thread and in
+        every backward. At the end, they are torch's own again. Blocks may be nested.
+        """
+        with ExitStack() as stack:
+            if self._num_scopes == 0:
+                self._thread = threading.get_ident()
+                _device_constructors()  # torch lists its functions in the first call: not ours
+                for owner, name, replacement in self._replacements:
+                    stack.enter_context(override(owner, **{name: replacement}))
+            self._num_scopes += 1
+            try:
+                yield
+            finally:
+                self._num_scopes -= 1
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Within the block, torch's random functions draw torch's own numbers, also in a scope."""
+        self._num_suspensions += 1
+        try:
+            yield
+        finally:
+            self._num_suspensions -= 1
+
+    def draw(
+        self,
+        function: str,
+        shape: torch.Size,
+        device: torch.device,
+        generator: Generator | None = None,
+        batch_dims: int | None = None,
+        only_shared: bool = False,
+    ) -> Draw:
+        """Return the next draw of the micro-batch.
+
+        Args:
+            function: Name of the random function.
+            shape: Shape of the numbers.
+            device: Where they are needed.
+            generator: The generator that the user passed: its seed makes the numbers others.
+            batch_dims: How many leading dims may hold the samples. None: all.
+            only_shared: Whether all samples share the numbers, whatever their shape.
+
+        Raises:
+            NotKeyed: If the numbers cannot be tied to samples.
+        """
+        micro_batch = self._micro_batch
+        number = micro_batch.num_draws
+        micro_batch.num_draws += 1
+        if is_in_backward() and not micro_batch.is_recomputation:
+            reason = "it is drawn in a backward, and does not repeat a draw of the forward"
+            raise NotKeyed(function, shape, reason, REMEDY_IN_BACKWARD)
+        if is_in_vmap():
+            raise NotKeyed(function, shape, "it is drawn in a function that torch.vmap transforms")
+        if not all(isinstance(size, int) for size in shape):
+            raise NotKeyed(function, shape, "the samples of a nested tensor differ in size")
+        place = (micro_batch.num_seedings, number, function)
+        sample_dim = self._sample_dim(place, shape[:batch_dims], only_shared)
+        is_shared = sample_dim is None
+        if is_shared and self._is_after_backward and generator is not None:
+            raise NotKeyed(function, shape, "it has no dim with the samples of the micro-batch")
+        seeds = [micro_batch.seed, None if generator is None else generator.initial_seed()]
+        site = cached_key(number, *[seed for seed in seeds if seed is not None])
+        keys, window_key = micro_batch.keys_on(device)
+        return Draw(window_key if is_shared else keys, site, torch.Size(shape), sample_dim)
+
+    def _sample_dim(
+        self, place: tuple[int, int, str], shape: torch.Size, only_shared: bool
+    ) -> int | None:
+        """Return the dim of a draw that holds the samples; None if they share the numbers."""
+        if 0 in shape:
+            return None
+        num_samples = self.num_samples
+        layout = self._sample_dims.find((*place, len(shape)), shape, num_samples, only_shared)
+        if layout is None:
+            reason = (
+                "its shape changes between micro-batches, but does not hold an equal number of "
+                f"rows for each of the {num_samples} samples"
+            )
+            raise NotKeyed(place[-1], shape, reason)
+        return layout.dim
+
+    # The interface of `dropout_functions.MaskDrawer`.
+
+    @property
+    def running(self) -> nn.Module | None:
+        """None: keyed draws know no modules."""
+        return None
+
+    def needs_mask(self, drop_probability: float, training: bool = True) -> bool:
+        """Whether a call of a dropout function draws a mask. Otherwise it is left to torch."""
+        return training and 0 < drop_probability < 1
+
+    def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
+        """Draw a dropout mask on the device of the keys: bool, True where dropout keeps."""
+        device = self._micro_batch.keys.device
+        return self.draw("dropout", shape, device).keep_mask(drop_probability)
+
+    def drop(self, input: Tensor, drop_probability: float) -> Tensor:
+        """Apply dropout to a tensor, elementwise, with one fused kernel where there is one."""
+        draw = self.draw("dropout", input.shape, input.device)
+        dropped = drop(input, draw.keys, draw.site, draw.sample_dim, drop_probability)
+        if dropped is not None:
+            return dropped
+        return apply_dropout_mask(input, drop_probability, draw.keep_mask(drop_probability))
+
+    # The replacements.
+
+    @cached_property
+    def _replacements(self) -> list[Replacement]:
+        """The functions that take the places of torch's: the same ones in every scope, because
+        torch.compile knows functions by their identity.
+        """
+        return [
+            (owner, name, self._replacement(getattr(owner, name), keyed))
+            for owner, name, keyed in [*REPLACEMENTS, *OF_GENERATOR]
+        ]
+
+    @property
+    def _is_keying(self) -> bool:
+        """Whether draws of the running code are keyed."""
+        if self._num_scopes == 0 or self._num_suspensions > 0 or self._micro_batch is None:
+            return False
+        # Another thread may load data.
+        return threading.get_ident() == self._thread or is_in_backward()
+
+    def _replacement(self, original: Callable, keyed: Callable) -> Callable:
+        """Return the function that takes the place of a random function of torch.
+
+        It refers to this object weakly, because torch.compile never frees the functions that it
+        traced, and modules that are imported in a scope keep it.
+        """
+        weak_self = ref(self)
+
+        def replacement(*args: object, **kwargs: object) -> object:
+            """Call the keyed function, or the original where numbers are torch's own."""
+            draws = weak_self()
+            if draws is None or not draws._is_keying:
+                return original(*args, **kwargs)
+            try:
+                return keyed(draws, original, *args, **kwargs)
+            except NotKeyed as error:
+                draws._refuse(error)
+            with draws.suspended():
+                return original(*args, **kwargs)
+
+        return update_wrapper(replacement, original)
+
+    def _refuse(self, error: NotKeyed) -> None:
+        """Refuse a draw, unless unkeyed draws are allowed now.
+
+        Raises:
+            UnkeyedRandomness: The refusal.
+        """
+        if self._is_after_backward:
+            self.unkeyed_after_backward = self.unkeyed_after_backward or error.description
+        elif not self.allow_unkeyed:
+            raise UnkeyedRandomness(str(error)) from None
+
+
+# The state of torch's generator includes where the draws stand. Activation checkpointing saves it
+# before a forward, and restores it before it recomputes the forward in the backward.
+
+
+def save_state(draws: KeyedDraws, original: Callable) -> Tensor:
+    """Replacement of `torch.get_rng_state`: remembers where the draws stand."""
+    state = original()
+    micro_batch = draws._micro_batch
+    is_in_forward = not is_in_backward() or micro_batch.is_recomputation
+    draws._saved[state] = replace(micro_batch, is_recomputation=is_in_forward)
+    return state
+
+
+def restore_state(draws: KeyedDraws, original: Callable, new_state: Tensor) -> None:
+    """Replacement of `torch.set_rng_state`: makes the draws stand where they stood then."""
+    original(new_state)
+    saved = draws._saved.get(new_state)
+    if saved is None:
+        return
+    # In a backward, the draws of an earlier micro-batch may be repeated; elsewhere, the user sets
+    # an old state.
+    if is_in_backward() or saved.keys is draws._micro_batch.keys:
+        is_recomputation = saved.is_recomputation and is_in_backward()
+        draws._micro_batch = replace(saved, is_recomputation=is_recomputation)
+
+
+def set_seed(draws: KeyedDraws, original: Callable, seed: int) -> Generator:
+    """Replacement of `torch.manual_seed`: the same seed repeats the same draws in a micro-batch."""
+    micro_batch = draws._micro_batch
+    generator = original(seed)
+    micro_batch.seed = generator.initial_seed()
+    micro_batch.num_seedings += 1
+    micro_batch.num_draws = 0
+    return generator
+
+
+OF_GENERATOR = [
+    (owner, name, keyed)
+    for owner in (torch, torch.random)
+    for name, keyed in [
+        ("get_rng_state", save_state),
+        ("set_rng_state", restore_state),
+        ("manual_seed", set_seed),
+    ]
+]
+
+
+def is_in_backward() -> bool:
+    """Whether autograd's backward is running."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def is_in_vmap() -> bool:
+    """Whether the running function is transformed by `torch.vmap`, which hides dims of a draw."""
+    transforms = torch._C._functorch.get_interpreter_stack() or []
+    return any(transform.key() == TransformType.Vmap for transform in transforms)
