@@ -54,16 +54,36 @@ def rehearsal_parts(
     own = np.concatenate(planned) if len(planned) else np.empty(0, np.int64)
     parts = [part for part in np.array_split(own, num_parts) if len(part)]
     size = max((len(micro_batch) for micro_batch in planned), default=0)
-    in_turn = _in_turn(sorted(parts, key=len, reverse=True))
     if len(parts) == 1:
-        # All samples of this rank are together anyway: leave some out, take others in.
-        num_own = max(1, size // 2)
-        company = spare[: max(0, size - 1 - num_own)]
-        rehearsed = np.concatenate([in_turn[:num_own], company])
+        rehearsed = _with_company(parts[0], spare, size - 1)
     else:
-        rehearsed = in_turn[:size]
-    # Not in the order of the window, in which they follow.
+        rehearsed = _in_turn(sorted(parts, key=len, reverse=True))[:size]
     return rehearsed[::-1].copy(), parts
+
+
+def rehearsed_offsets(planned: Sequence[np.ndarray], spare: np.ndarray) -> np.ndarray:
+    """Choose the samples to rehearse in a window that follows as it was planned.
+
+    Their number differs from that of all planned micro-batches, where the window has enough.
+
+    Args:
+        planned: The micro-batches of this rank, as offsets of samples in the window.
+        spare: Offsets of other ranks' samples, which may keep them company.
+    """
+    sizes = {len(micro_batch) for micro_batch in planned}
+    size = max(sizes) - 1
+    if size < 2 or size in sizes:
+        size = max(sizes) + 1
+    if len(planned) == 1:
+        return _with_company(planned[0], spare, size)[::-1].copy()
+    in_turn = np.concatenate([_in_turn(planned), spare])
+    return in_turn[:size][::-1].copy()
+
+
+def _with_company(own: np.ndarray, spare: np.ndarray, size: int) -> np.ndarray:
+    """Return half of this rank's samples together with others, `size` in total, at least one."""
+    num_own = max(1, min(len(own), (size + 1) // 2))
+    return np.concatenate([own[:num_own], spare[: max(0, size - num_own)]])
 
 
 def _in_turn(parts: Sequence[np.ndarray]) -> np.ndarray:

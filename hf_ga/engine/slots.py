@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hf_ga.engine.rehearsal import rehearsal_parts
+from hf_ga.engine.rehearsal import rehearsal_parts, rehearsed_offsets
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.window import Window
 
@@ -45,8 +45,7 @@ def plan_slots(window: Window, *, num_processes: int, is_rehearsed: bool) -> lis
     num_planned = window.request.max_micro_batches
     is_full_batch = num_planned == 1 and num_processes == 1
     if not is_rehearsed or is_full_batch:
-        slots = [Slot(micro_batch) for micro_batch in window.micro_batches]
-        return _with_fillers(slots, window, num_planned)
+        return plain_slots(window)
     own = window.request.micro_batches
     if not len(own):
         return _with_fillers([], window, max(2, num_planned))
@@ -55,6 +54,33 @@ def plan_slots(window: Window, *, num_processes: int, is_rehearsed: bool) -> lis
     first, *others = window.split([rehearsed, *parts]).micro_batches
     slots = [Slot(first, is_rehearsal=True), *(Slot(micro_batch) for micro_batch in others)]
     return _with_fillers(slots, window, max(2, num_planned))
+
+
+def plain_slots(window: Window) -> list[Slot]:
+    """Return the iterations of a window without a rehearsal, the same number on all processes."""
+    slots = [Slot(micro_batch) for micro_batch in window.micro_batches]
+    return _with_fillers(slots, window, window.request.max_micro_batches)
+
+
+def extra_rehearsal(window: Window, *, num_processes: int) -> Slot | None:
+    """Return a rehearsal for a loop that can be given one micro-batch more than the window has.
+
+    Args:
+        window: The window, which follows as it was planned.
+        num_processes: Number of processes.
+
+    Returns:
+        The rehearsal; None if the window is one micro-batch of a single process, so the full batch.
+    """
+    own = window.request.micro_batches
+    if window.request.max_micro_batches == 1 and num_processes == 1:
+        return None
+    if not len(own):
+        return _with_fillers([], window, 1)[0]
+    spare = np.setdiff1d(window.offsets, np.concatenate(own))
+    rehearsed = rehearsed_offsets(own, spare)
+    (micro_batch,) = window.split([rehearsed]).micro_batches
+    return Slot(micro_batch, is_rehearsal=True)
 
 
 def _with_fillers(slots: Sequence[Slot], window: Window, number: int) -> list[Slot]:

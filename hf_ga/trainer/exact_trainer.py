@@ -12,8 +12,7 @@ overridden:
                            mean loss, not divided again
 """
 
-import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import replace
@@ -27,33 +26,23 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
-from hf_ga.errors import ConfigError, DataError, LossNotAdditive
-from hf_ga.exact.engine import Engine
-from hf_ga.exact.forward import (
-    LossFunction,
-    argument_filter,
-    call_loss_fn,
-    callable_module,
-    module_modes,
-)
+from hf_ga.engine.rehearsal import is_rehearsed
+from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
+from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
+from hf_ga.errors import ConfigError
+from hf_ga.exact.fetch import WindowRequest
+from hf_ga.exact.forward import LossFunction, argument_filter, call_loss_fn
 from hf_ga.exact.lengths import find_lengths
 from hf_ga.exact.override import override
 from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.precision import check_step
-from hf_ga.exact.rule import Rule
-from hf_ga.exact.update import StepResult
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.parallel.fsdp import backend_for
-from hf_ga.parallel.main_proof import prove_where_weights_are
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, every_prepare_exact
 from hf_ga.parallel.processes import gather_uneven
-from hf_ga.proof.precision import full_precision
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer
-from hf_ga.trainer.loss import TrainerLoss
-from hf_ga.trainer.pairs import collate_pairs, has_pairs
-from hf_ga.training import NUM_PROOF_SAMPLES, prove_targets
+from hf_ga.trainer.pairs import chosen_first, collate_pairs, forward_of_pairs, has_pairs
 
 logger = get_logger(__name__)
 
@@ -66,95 +55,36 @@ class TrainerWindow:
     """Drives the engine in the order in which Trainer's loop makes its calls: it fetches all
     batches of a window first, then trains on each of them.
 
-    Making it proves the trainer's loss on samples of the training dataset.
-
     Args:
-        trainer: The trainer, whose model is not wrapped yet.
+        trainer: The trainer.
         windows: The loader of the windows of its training dataset.
 
     Attributes:
-        rule: The result of the proof.
-        loss_module: The trainer's loss as a module.
-        engine: The engine of the current window.
-        batches: The micro-batches of the current window that Trainer fetched.
+        engine: Computes the windows.
+        slots: The micro-batches of the current window.
         num_begun: How many of them `training_step` was called for; None before the first window.
-        result: The result of the current window; None until it is complete.
-
-    Raises:
-        LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`.
+        is_complete: Whether the gradient of the current window is complete.
     """
 
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
-        """Put the model of an `ExactTrainer` into training mode, and prove the trainer's loss; see
-        the class.
-        """
+        """Start before the first window of an `ExactTrainer`."""
         self.trainer = trainer
         self.fetcher = windows.fetcher
         self.loader_state = windows.state  # what windows of the loader share, such as padding
-        self.loss_module = TrainerLoss(trainer)
+        self.engine = WindowEngine(trainer.accelerator, allow_split_dependent_randomness=False)
+        self.slots: list[Slot] = []
         self.num_begun: int | None = None
-        self.result: StepResult | None = None
+        self.is_complete = False
+        self._batches: list[WindowBatch] = []
+        self._window: Window | None = None
+        self._mask_request: WindowRequest | None = None
+        self._rehearsal: Slot | None = None
+        self._num_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
+        self._has_pairs = has_pairs(trainer.data_collator)
         self._is_scale_checked = False  # whether `backward` has checked its first loss
-        trainer.model.train()  # as in each training step: the proof needs these modes
-        self.rule = self._prove(windows)
-        windows.state.pad_to_window = self.rule.pad_to_window
-
-    def _prove(self, windows: WindowLoader) -> Rule:
-        """Prove how the trainer's loss counts its targets, by trial forwards and backwards on
-        samples of the training dataset.
-
-        Args:
-            windows: The loader of the windows.
-
-        Returns:
-            The result of the proof: what the loss averages over, where dropout is drawn, and which
-            speed-ups change nothing.
-
-        Raises:
-            LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`. Notes on the exception
-                say which methods of a Trainer correspond to the remedies in its message.
-        """
-        trainer = self.trainer
-        loss_fn = trainer.loss_sums
-        whole_batch = self.loss_module.loss_of_window if trainer.whole_batch else None
-
-        def prove() -> Rule:
-            """Prove the loss of the `ExactTrainer` on this process."""
-            with (
-                _preserving_counters(trainer),
-                _hiding_accumulation(trainer),
-                full_precision(trainer.model),
-            ):
-                return prove_targets(
-                    self.loss_module,
-                    windows.probe_samples(NUM_PROOF_SAMPLES),
-                    windows.collate_fn,
-                    loss_fn=loss_fn,
-                    whole_batch=whole_batch,
-                )
-
-        try:
-            return prove_where_weights_are(
-                trainer.accelerator, self.loss_module, prove, (loss_fn, whole_batch)
-            )
-        except LossNotAdditive as error:
-            error.add_note(
-                "ExactTrainer uses compute_loss or compute_loss_func. In place of them, and of "
-                "loss_fn, write a method loss_sums(self, outputs, batch) of your subclass; in "
-                "place of passing whole_batch, set whole_batch = True in it."
-            )
-            raise
-        except KeyError as error:
-            if loss_fn is not None:
-                error.add_note(
-                    "loss_sums gets what the collate function returns; Trainer removes columns "
-                    "that the model does not take unless remove_unused_columns=False."
-                )
-            raise
 
     def begin(self, batches: list[WindowBatch]) -> None:
-        """Begin a window of `ExactTrainer`: count its targets, and make a first pass over it if the
-        loss needs one.
+        """Begin a window of `ExactTrainer`.
 
         Args:
             batches: What Trainer fetched for one optimizer step.
@@ -162,39 +92,45 @@ class TrainerWindow:
         Raises:
             ConfigError: If the batches are not those of one window, if `training_step` was never
                 called for the previous window, or if the optimizer's step needs a closure.
-            DataError: If the window has no targets under fp16.
         """
         self._check_batches(batches)
-        trainer = self.trainer
-        accelerator = trainer.accelerator
-        if trainer.optimizer is not None:  # Trainer makes it after its data loader
-            check_step(trainer.optimizer)
-        # Dropout is keyed by `seed`, whereas the order of samples may be keyed by `data_seed`.
-        request = replace(batches[0].request, seed=trainer.args.seed)
+        if self.trainer.optimizer is not None:  # Trainer makes it after its data loader
+            check_step(self.trainer.optimizer)
+        request = batches[0].request
         # Trainer fetches the same number of batches on all ranks; those beyond this rank's
         # micro-batches of the window do not count.
         without_fillers = batches[: len(request.micro_batches)]
-        window = Window(request, self.fetcher, without_fillers, self.loader_state)
-        self.engine = self._make_engine()
-        trainer.model.train()  # for a first pass; Trainer calls it in each training step only
-        gather = partial(gather_uneven, accelerator.gather)
-        with (
-            _preserving_counters(trainer),
-            _hiding_accumulation(trainer),
-            override(accelerator, gather=gather),
-        ):
-            self.engine.begin(window, num_calls=len(batches))
-        self.batches = batches
+        self._batches = batches
+        self._window = Window(request, self.fetcher, without_fillers, self.loader_state)
+        # Random draws are keyed by `seed`, whereas the order may be keyed by `data_seed`.
+        self._mask_request = replace(request, seed=self.trainer.args.seed)
         self.num_begun = 0
-        self.result = None
-        self._check_has_targets(any(self.engine.totals))
+        self._begin_window()
+
+    def _begin_window(self) -> None:
+        """Begin the window in the engine, or begin it again."""
+        trainer = self.trainer
+        if self.loader_state.pad_to_window:
+            self._window = self._window.padded_to_window()
+            self._mask_request = replace(self._mask_request, pad_to_window=True)
+        self.slots = plain_slots(self._window)
+        self._rehearsal = None
+        if is_rehearsed(trainer.state.global_step):
+            self._rehearsal = extra_rehearsal(
+                self._window, num_processes=trainer.accelerator.num_processes
+            )
+        self.is_complete = False
+        optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
+        self.engine.begin_window(
+            [trainer.model_wrapped],
+            trainable_parameters([trainer.model_wrapped], optimizers),
+            is_rehearsed=self._rehearsal is not None,
+            is_full_batch=len(self.slots) == 1 and trainer.accelerator.num_processes == 1,
+        )
 
     def _check_batches(self, batches: list[WindowBatch]) -> None:
         """Check what Trainer fetched for one optimizer step of `ExactTrainer`, before the window
         begins.
-
-        Args:
-            batches: What Trainer fetched.
 
         Raises:
             ConfigError: If the batches are not those of one window, or if `training_step` was never
@@ -211,147 +147,105 @@ class TrainerWindow:
                 "micro-batch."
             )
 
-    def _make_engine(self) -> Engine:
-        """Make the engine that computes one window with `ExactTrainer`'s wrapped model and loss."""
-        trainer = self.trainer
-        return Engine(
-            backend_for(trainer.accelerator),
-            trainer.model_wrapped,
-            self.rule,
-            module=self.loss_module,
-            is_audited=trainer.audit,
-            # A user's compute_loss may contain a collective (TRL's gathers metrics).
-            audits_together=trainer.loss_sums is None,
-        )
-
-    def begin_micro_batch(self, model: nn.Module, inputs: dict[str, Any]) -> int:
-        """Begin the next micro-batch of a window of `ExactTrainer`: count it, and check that it is
-        the one that Trainer passes to `training_step`.
-
-        Args:
-            model: The model that Trainer passes to `training_step`.
-            inputs: The batch that Trainer passes to `training_step`.
-
-        Returns:
-            The index of the micro-batch in the window (0-based).
+    def next_index(self, inputs: dict[str, Any]) -> int:
+        """Return the index of the micro-batch that Trainer passes to `training_step` (0-based).
 
         Raises:
-            ConfigError: If the window has no further micro-batch, `inputs` is not this one, or the
-                model is not the proven one.
+            ConfigError: If the window has no further micro-batch, or `inputs` is not this one.
         """
         index = self.num_begun
-        if index == len(self.batches) or inputs is not self.batches[index]:
+        if index == len(self._batches) or inputs is not self._batches[index]:
             raise ConfigError(
                 "training_step must be called once for each micro-batch that get_batch_samples "
                 "returned."
             )
-        if callable_module(model) is not self.loss_module.model:
-            raise ConfigError(
-                "the model must be trained as it was proven, but it was wrapped in a "
-                f"{type(model).__name__}."
-            )
         self.num_begun += 1
         return index
 
-    def compute_loss(
-        self, model: nn.Module, inputs: dict[str, Any], num_items_in_batch: None = None
+    def train(self, index: int, step: Callable[[dict[str, Any]], Any]) -> None:
+        """Train on a micro-batch, with the rehearsal before the first one, and complete the window
+        after the last one.
+
+        Args:
+            index: The index of the micro-batch in the window (0-based).
+            step: Runs Trainer's own training step on a batch.
+        """
+        if index == 0:
+            self._rehearse(step)
+        is_last = index == len(self.slots) - 1
+        self._run(self.slots[index], step, is_last)
+        if not is_last:
+            return
+        while not self.engine.finish(can_repeat=True, keeps_sums=False):
+            self.loader_state.pad_to_window |= self.engine.gradient.must_pad
+            logger.info(f"hf_ga: a window is computed again: {self.engine.gradient.must_repeat}.")
+            self._begin_window()
+            with preserving_counters(self.trainer):
+                self._rehearse(step)
+                for slot in self.slots:
+                    self._run(slot, step, slot is self.slots[-1])
+        self.engine.leave_window()
+        self.is_complete = True
+
+    def _rehearse(self, step: Callable[[dict[str, Any]], Any]) -> None:
+        """Compute some samples of the window in other company, without adding their gradient."""
+        if self._rehearsal is None:
+            return
+        with preserving_counters(self.trainer):
+            self._run(self._rehearsal, step, is_last=False)
+
+    def _run(self, slot: Slot, step: Callable[[dict[str, Any]], Any], is_last: bool) -> None:
+        """Run Trainer's training step on a micro-batch, with keyed draws and the engine's backward."""
+        trainer = self.trainer
+        backward = partial(self._backward, is_last=is_last)
+        with (
+            self.engine.micro_batch(slot, self._mask_request),
+            override(trainer, compute_loss=partial(self._compute_loss, trainer.compute_loss)),
+            override(trainer.accelerator, backward=backward),
+        ):
+            step(dict(slot.micro_batch.batch))
+
+    def _compute_loss(
+        self,
+        original: Callable[..., Any],
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: None = None,
     ) -> Tensor:
-        """Compute the current micro-batch's term of the window's mean loss; it replaces Trainer's
-        `compute_loss` during a training step.
-
-        The arguments are Trainer's; they are not used, as the engine has the batch.
-
-        Returns:
-            The term, a scalar; 0 for a micro-batch that does not count.
-
-        Raises:
-            ConfigError: If the modules' training modes are not those of the proof.
+        """Compute the trainer's loss of a micro-batch alone; replaces its `compute_loss` during a
+        training step. `compute_loss_func` gets the number of items of this micro-batch.
         """
-        engine = self.engine
-        if self.rule.modes != module_modes(self.loss_module):
-            raise ConfigError(
-                "the training modes (or the modules) of the model differ from those of the proof: "
-                "a callback or training_step put a module into evaluation mode. Do that in the "
-                "model's own train() method, which the proof calls too."
-            )
-        self._term = torch.zeros((), device=engine.backend.device, requires_grad=True)
-        self._counts = ()
-        counts_in_window = bool(engine.call.weight)
-        # Under FSDP every forward and backward is a collective, which all ranks must make.
-        is_needed_by_fsdp = engine.backend.is_sharded and any(engine.totals)
-        if counts_in_window or is_needed_by_fsdp:
-            outputs = engine.forward(engine.call.batch)
-            self._term, self._counts = engine.loss_term(outputs)
-        elif engine.backend.num_processes > 1:
-            # A user's loss may contain a collective (TRL's gathers metrics): all ranks compute it.
-            with torch.no_grad():
-                engine.sums(engine.forward(engine.call.batch))
-        return self._term
+        num_items = None
+        if self.trainer.compute_loss_func is not None:
+            num_items = self._num_items([inputs])
+        if self.trainer.loss_sums is not None:
+            outputs = model(**argument_filter(model)(inputs))
+            loss, self._num_targets = call_loss_fn(self.trainer.loss_sums, outputs, inputs)
+            return loss
+        self._num_targets = None
+        if self._has_pairs:
+            inputs = chosen_first(inputs)
+            model = partial(forward_of_pairs, model)
+        self._loss = original(model, inputs, num_items_in_batch=num_items)
+        return self._loss
 
-    def backward(self, loss: Tensor, **kwargs: Any) -> None:
-        """Run the backward of the current micro-batch's term; it replaces `accelerator.backward`
-        during a training step of `ExactTrainer`.
+    def _backward(self, loss: Tensor, *, is_last: bool, **kwargs: Any) -> None:
+        """Add the gradient of a micro-batch's loss to the window; replaces `accelerator.backward`
+        during a training step.
+        """
+        with self.engine.failing_together():
+            self.engine.add(loss, self._num_targets, is_last=is_last)
+
+    def loss_to_log(self, loss: Tensor) -> Tensor:
+        """Return what `ExactTrainer` logs for the current micro-batch, a scalar: the window's mean
+        loss for its last one, 0 for the others, as Trainer adds them up.
 
         Args:
-            loss: What Trainer passes: the term that `compute_loss` returned. In the first training
-                step, this is checked; later not, because reading a value waits for the device.
-            **kwargs: Further arguments of `accelerator.backward`, ignored.
-
-        Raises:
-            ConfigError: If the term was scaled between `compute_loss` and here.
+            loss: The loss of the micro-batch.
         """
-        if not self._is_scale_checked:
-            self._is_scale_checked = True
-            passed = float(loss.detach())
-            expected = float(self._term.detach())
-            if passed != expected and math.isfinite(expected):
-                raise ConfigError(
-                    "the term of the window's loss must reach backward() unscaled, but was "
-                    f"multiplied by {passed / expected:g}: an overridden training_step scales it "
-                    "again. Remove that scaling."
-                )
-        self.engine.backward_term(self._term, self._counts)
-
-    def end(self) -> None:
-        """End a window of `ExactTrainer` after its last training step: sum its gradients over all
-        ranks, and store its result.
-
-        Raises:
-            DataError: If the window has no targets under fp16.
-        """
-        self.result = self.engine.end()
-        self._check_has_targets(not self.result.skipped)
-
-    def _check_has_targets(self, has_targets: bool) -> None:
-        """Check that a window of `ExactTrainer` has targets if Accelerate scales losses for fp16,
-        as its gradient scaler needs a loss.
-
-        Args:
-            has_targets: Whether the window has targets.
-
-        Raises:
-            DataError: If Accelerate scales losses, but the window has no targets.
-        """
-        if self.trainer.accelerator.scaler is not None and not has_targets:
-            raise DataError(
-                "a window has no targets, so it has no loss for fp16 to scale: remove such samples."
-            )
-
-    def loss_to_log(self) -> Tensor:
-        """Return the current micro-batch's contribution to the loss that `ExactTrainer` logs, a
-        scalar.
-
-        Trainer adds these up over the micro-batches of a window and averages them over the
-        processes; the result is the window's mean loss.
-        """
-        if self.engine.loss.counts_in_forward:
-            # The divisor is known at the end of the window: its last micro-batch logs the loss.
-            if self.result is None:
-                return torch.zeros_like(self._term.detach())
-            return self.result.loss_tensor.to(self._term.dtype)
-        # Times the number of processes, as Trainer averages. A filler has the weight 0.
-        weight = self.engine.call.weight * self.engine.backend.num_processes
-        return self._term.detach() * weight
+        if not self.is_complete:
+            return torch.zeros_like(loss)
+        return self.engine.gradient.loss.to(loss.dtype)
 
 
 class ExactTrainerMixin:
@@ -394,6 +288,21 @@ class ExactTrainerMixin:
     # A subclass may have a method `loss_sums(self, outputs, batch) -> (sum of the loss, targets)`.
     # (Not `loss_fn`: trainers with their own compute_loss often have an attribute of that name.)
     loss_sums: LossFunction | None = None
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Check the order of the bases when a subclass is made.
+
+        Raises:
+            ConfigError: If a trainer comes before the mixin, whose methods it would hide.
+        """
+        super().__init_subclass__(**kwargs)
+        for base in cls.__mro__[1 : cls.__mro__.index(ExactTrainerMixin)]:
+            if issubclass(base, Trainer) and not issubclass(base, ExactTrainerMixin):
+                raise ConfigError(
+                    f"class {cls.__name__}: {base.__name__} comes before ExactTrainerMixin, so it "
+                    f"would train as {base.__name__} does: class {cls.__name__}(ExactTrainerMixin, "
+                    f"{base.__name__})."
+                )
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Check that training can be made exact, then train as `Trainer.train` does.
@@ -443,10 +352,9 @@ class ExactTrainerMixin:
         return (loss, outputs) if return_outputs else loss
 
     def get_train_dataloader(self) -> DataLoader:
-        """Prove the trainer's loss, and return a loader of the micro-batches of hf_ga's windows.
+        """Return a loader of the micro-batches of hf_ga's windows, and log their layout.
 
         The dataset, the collate function and the worker settings are those of Trainer's own loader.
-        Unless progress bars are disabled, the layout and the result of the proof are logged.
         """
         loader = super().get_train_dataloader()
         args = self.args
@@ -468,9 +376,8 @@ class ExactTrainerMixin:
             lengths=find_lengths(loader.dataset, loader.collate_fn),
         )
         self._window = TrainerWindow(self, windows)
-        if not args.disable_tqdm:
-            # A warning, so that it is shown with the default settings of logging.
-            logger.warning(f"ExactTrainer: {windows.layout}; {self._window.rule}")
+        # A warning, so that it is shown with the default settings of logging.
+        logger.warning(f"ExactTrainer: {windows.layout}")
         return WindowedDataLoader(windows, loader)
 
     def get_batch_samples(
@@ -508,21 +415,19 @@ class ExactTrainerMixin:
             The micro-batch's contribution to the logged loss, a scalar.
         """
         window = self._window
-        index = window.begin_micro_batch(model, inputs)
+        index = window.next_index(inputs)
         if index == 0:
             model.zero_grad()  # gradients of a window that a callback interrupted
+        losses: list[Tensor] = []
+
+        def step(batch: dict[str, Any]) -> None:
+            """Run the training step of Trainer, or of the subclass, on a batch."""
+            losses.append(super(ExactTrainerMixin, self).training_step(model, batch))
+
         gather = partial(gather_uneven, self.accelerator.gather)
         with _hiding_accumulation(self), override(self.accelerator, gather=gather):
-            with (
-                window.engine.scope(),
-                window.engine.micro_batch(index),
-                override(self, compute_loss=window.compute_loss),
-                override(self.accelerator, backward=window.backward),
-            ):
-                super().training_step(model, inputs)
-            if index == len(window.batches) - 1:
-                window.end()
-        return window.loss_to_log()
+            window.train(index, step)
+        return window.loss_to_log(losses[-1])
 
 
 class ExactTrainer(ExactTrainerMixin, Trainer):
@@ -540,7 +445,7 @@ def _hiding_accumulation(trainer: Trainer) -> Iterator[None]:
 
 
 @contextmanager
-def _preserving_counters(trainer: Trainer) -> Iterator[None]:
+def preserving_counters(trainer: Trainer) -> Iterator[None]:
     """Restore, after the block, the counters that TRL's trainers log, so that `ExactTrainer`'s
     additional forwards, of the proof or of a first pass over a window, do not change the log.
     """
