@@ -391,7 +391,7 @@ class TrainingLoop:
             self._by_hand.check_step()
         elif not self.is_complete:
             raise early_step()
-        if engine.gradient.num_backwards > 1:
+        if len(self._slots) > 1 or engine.gradient.num_backwards > 1:
             self._check_learning_rates()
 
     def after_step(self) -> None:

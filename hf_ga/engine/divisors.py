@@ -84,10 +84,13 @@ def true_divisor(reading: Reading) -> float:
     """Return what a reading on the host adds to the divisor of the window.
 
     A micro-batch without targets adds 0, also where the loop raised its number of targets to 1
-    (`clamp(min=1)`, `max(k, 1)`).
+    (`clamp(min=1)`, `max(k, 1)`, `k + eps`). A number of elements or of samples counts whatever
+    their weights add up to.
     """
+    divisor = float(reading.divisor)
     is_empty = reading.count is not None and reading.count == 0
-    return 0.0 if is_empty else float(reading.divisor)
+    is_shape = reading.term is not None and reading.term.is_shape_divisor
+    return 0.0 if is_empty and not is_shape and divisor <= 1 else divisor
 
 
 class DivisorChecks:

@@ -149,14 +149,16 @@ class WindowGradient:
             retain_graph: Whether the loop runs another backward through the same graph.
             sync: Returns the context in which a sharded model reduces its gradients.
         """
-        data_terms = [r for r in readings if r.term is None or not r.term.is_penalty]
-        if len(data_terms) > 1:
+        data_terms = self._terms_to_group(readings)
+        if len(readings) > 1:
             data_terms = on_host(data_terms)  # to compare the proportions of their divisors
         groups = self._groups_for(data_terms)
         self.readings += readings
         self.num_backwards += 1
         divisors = {reading.key: reading.divisor for reading in data_terms}
-        penalties = {r.key for r in readings if r.term is not None and r.term.is_penalty}
+        if len(readings) > 1:
+            divisors = {reading.key: true_divisor(reading) for reading in data_terms}
+        penalties = len(readings) > len(data_terms)
         used = [
             index
             for index, group in enumerate(groups)
@@ -170,8 +172,7 @@ class WindowGradient:
 
     def note_rehearsal(self, readings: Sequence[Reading]) -> None:
         """Learn from the terms of a rehearsal, whose gradient does not count."""
-        data_terms = [r for r in readings if r.term is None or not r.term.is_penalty]
-        self._groups_for(data_terms)
+        self._groups_for(self._terms_to_group(readings))
         self.readings += [replace(reading, is_counted=False) for reading in readings]
 
     def add_nothing(
@@ -215,6 +216,21 @@ class WindowGradient:
         pairs = [(a, b) for a, b in zip(now, self._shown, strict=True) if b is not None]
         if pairs and all(a is None or not bool(a.any()) for a, _ in pairs):
             self.begin()
+
+    def _terms_to_group(self, readings: Sequence[Reading]) -> list[Reading]:
+        """Return the terms of a loss that are grouped by their divisors.
+
+        A penalty on parameters is not, because it takes the share of the terms beside it. Where
+        there are none, or none with a target, it counts as a mean over the micro-batches, from then
+        on in all of them.
+        """
+        data_terms = [r for r in readings if r.term is None or not r.term.is_penalty]
+        if len(data_terms) == len(readings):
+            return data_terms
+        if not any(true_divisor(reading) for reading in on_host(data_terms)):
+            return list(readings)
+        grouped = {key for keys in self.grouping.structure for key in keys}
+        return [r for r in readings if r in data_terms or r.key in grouped]
 
     def _groups_for(self, data_terms: Sequence[Reading]) -> list[Group]:
         """Return the groups of the window, split where a micro-batch is out of proportion."""
@@ -260,12 +276,11 @@ class WindowGradient:
         scale = self._scales[index]
         scales: list[float | Tensor] = []
         for reading in readings:
-            if reading.term is not None and reading.term.is_penalty:
-                # The same in every micro-batch, so it counts by the micro-batch's share.
-                share = divisors.get(group.keys[0], 0.0)
-                scales.append(share / scale if index == 0 else 0.0)
-            elif reading.key in group.keys:
+            if reading.key in group.keys:
                 scales.append(1.0 / (group.ratios.get(reading.key, 1.0) * scale))
+            elif reading.key not in divisors and index == 0:
+                # A penalty, the same in every micro-batch: it counts by the micro-batch's share.
+                scales.append(divisors.get(group.keys[0], 0.0) / scale)
             else:
                 scales.append(0.0)
         return scales

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_ga.draws import KeyedDraws
+from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.divisors import Reading
 from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.rehearsal import OutputRecorder, Rehearsal, footprints_of
