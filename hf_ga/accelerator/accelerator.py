@@ -374,7 +374,7 @@ class Accelerator(accelerate.Accelerator):
             saved = SavedState(
                 self.num_processes,
                 positions,
-                self.training_loop.num_windows,
+                self.training_loop.num_complete_windows,
                 padded_loaders(self._dataloaders),
             )
             saved.write(Path(folder))

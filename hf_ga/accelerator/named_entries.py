@@ -7,8 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from hf_ga.errors import ConfigError
 from hf_ga.exact.fetch import Collate
 from hf_ga.exact.generators import preserved_random_states, seed_generators
+from hf_ga.exact.window import Window
 
 SEPARATOR = "/"  # between the names of nested entries
 
@@ -108,3 +110,18 @@ def _nested(entries: dict[str, Any], example: Any) -> Any:
     if hasattr(container_type, "_fields"):  # a named tuple
         return container_type(*values.values())
     return container_type(values.values())
+
+
+def check_named_entries(window: Window) -> None:
+    """Check that the user's batches are mappings of the model's arguments.
+
+    Raises:
+        ConfigError: If they are tuples, tensors, or nested.
+    """
+    # `DictCollator` names the entries of a tuple "0", "1", and those of containers "outer/inner".
+    names = [name for batch in window.batches for name in batch]
+    if any(name == "0" or SEPARATOR in name for name in names):
+        raise ConfigError(
+            "whole_batch needs batches with named entries, as hf_ga calls the model with them "
+            "once more: let the collate function return a dict, and call model(**batch)."
+        )

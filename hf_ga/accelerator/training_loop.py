@@ -31,9 +31,10 @@ from hf_ga.accelerator.misuse import (
     not_fetched,
     unexpected_backward,
 )
-from hf_ga.accelerator.whole_batch import WholeBatch
+from hf_ga.accelerator.named_entries import check_named_entries
 from hf_ga.engine.rehearsal import is_rehearsed
 from hf_ga.engine.slots import Slot, plan_slots
+from hf_ga.engine.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import unwrapped
@@ -145,6 +146,7 @@ class TrainingLoop:
         """
         self._check_fetch()
         if self._whole_batch is not None:
+            check_named_entries(window)
             self._whole_batch.prove(window, self.training_models())
         if window.state.pad_to_window:
             window = window.padded_to_window()
@@ -193,6 +195,12 @@ class TrainingLoop:
             return False
         logger.info(f"hf_ga: a window is computed once more: {reason}.")
         return True
+
+    @property
+    def num_complete_windows(self) -> int:
+        """Number of windows of the run whose optimizer step is done, for a checkpoint."""
+        is_open = self.engine.slot is not None
+        return self.num_windows + is_open
 
     # Iterations
 

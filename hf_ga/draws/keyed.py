@@ -1,10 +1,13 @@
 """Keyed draws: while a micro-batch is processed, all random numbers of torch belong to samples."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import cached_property, update_wrapper
+from typing import Any
 from weakref import ref
 
 import torch
@@ -19,6 +22,7 @@ from hf_ga.draws.replacements import REPLACEMENTS, Replacement
 from hf_ga.draws.sample_dims import SampleDims
 from hf_ga.errors import UnkeyedRandomness
 from hf_ga.exact.dropout_functions import dropped_attention
+from hf_ga.exact.dropout_site import DropoutSite
 from hf_ga.exact.hashing import mixed
 from hf_ga.exact.masks import apply_dropout_mask, drop
 from hf_ga.exact.override import override
@@ -51,6 +55,11 @@ class MicroBatch:
     is_recomputation: bool = False
     moved: dict[torch.device, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    @property
+    def place(self) -> tuple[int, int]:
+        """What identifies the next draw in every micro-batch."""
+        return self.num_seedings, self.num_draws
+
     def keys_on(self, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return the keys of the samples and of the window on a device."""
         if device == self.keys.device:
@@ -75,6 +84,9 @@ class KeyedDraws:
             are refused.
         attend: Computes attention with a given dropout mask of its weights: `dropped_attention`, or
             a faster function that a speed-up puts in its place.
+        mask_source: A speed-up that draws some of the dropout masks itself, see
+            `speed.packing.Packing.current_masks`. None: there is none.
+        sites: For each dropout mask of padded samples, its last draw, by its place.
         unkeyed_after_backward: Description of the first draw after `after_backward` that could not
             be tied to samples; None if there was none.
 
@@ -90,6 +102,8 @@ class KeyedDraws:
         """Create keyed draws without keys: until `begin`, all draws are torch's own."""
         self.allow_unkeyed = allow_unkeyed
         self.attend: Callable[..., Tensor] = dropped_attention
+        self.mask_source: Any = None
+        self.sites: dict[tuple[int, int], Draw] = {}
         self.unkeyed_after_backward: str | None = None
         self._is_after_backward = False
         self._micro_batch: MicroBatch | None = None
@@ -108,6 +122,7 @@ class KeyedDraws:
             window_key: The key of numbers that all samples of the window share: int64, shape (1,).
         """
         self._micro_batch = MicroBatch(mixed(keys), mixed(window_key))
+        self.mask_source = None
         self._is_after_backward = False
         self.unkeyed_after_backward = None
 
@@ -116,6 +131,25 @@ class KeyedDraws:
         of a validation: they are torch's own, and `unkeyed_after_backward` describes the first.
         """
         self._is_after_backward = True
+
+    @contextmanager
+    def rewound(self) -> Iterator[None]:
+        """At the end of the block, let the draws stand where they stood before it, so that the next
+        forward repeats the numbers of one in the block.
+        """
+        micro_batch = replace(self._micro_batch)
+        sample_dims = deepcopy(self._sample_dims)
+        try:
+            yield
+        finally:
+            self._micro_batch = micro_batch
+            self._sample_dims = sample_dims
+            self.mask_source = None
+
+    @property
+    def keys(self) -> Tensor:
+        """The keys of the samples from which draws of this micro-batch are derived."""
+        return self._micro_batch.keys
 
     @property
     def num_draws(self) -> int:
@@ -143,7 +177,9 @@ class KeyedDraws:
             if self._num_scopes == 0:
                 self._thread = threading.get_ident()
                 _device_constructors()  # torch lists its functions in the first call: not ours
-                for owner, name, replacement in self._replacements:
+                is_compiling = "torch._dynamo" in sys.modules  # which takes a second to import
+                replacements = self._untraced if is_compiling else self._replacements
+                for owner, name, replacement in replacements:
                     stack.enter_context(override(owner, **{name: replacement}))
             self._num_scopes += 1
             try:
@@ -159,6 +195,16 @@ class KeyedDraws:
             yield
         finally:
             self._num_suspensions -= 1
+
+    @contextmanager
+    def resumed(self) -> Iterator[None]:
+        """Within the block, draws are keyed again, also within `suspended`."""
+        num_suspensions = self._num_suspensions
+        self._num_suspensions = 0
+        try:
+            yield
+        finally:
+            self._num_suspensions = num_suspensions
 
     def draw(
         self,
@@ -197,10 +243,14 @@ class KeyedDraws:
         is_shared = sample_dim is None
         if is_shared and self._is_after_backward and generator is not None:
             raise NotKeyed(function, shape, "it has no dim with the samples of the micro-batch")
-        seeds = [micro_batch.seed, None if generator is None else generator.initial_seed()]
-        site = cached_key(number, *[seed for seed in seeds if seed is not None])
+        site = self._site_key(number, generator)
         keys, window_key = micro_batch.keys_on(device)
         return Draw(window_key if is_shared else keys, site, torch.Size(shape), sample_dim)
+
+    def _site_key(self, number: int, generator: Generator | None = None) -> int:
+        """Return the 64-bit key of a draw."""
+        seeds = [self._micro_batch.seed, None if generator is None else generator.initial_seed()]
+        return cached_key(number, *[seed for seed in seeds if seed is not None])
 
     def _sample_dim(
         self, place: tuple[int, int, str], shape: torch.Size, only_shared: bool
@@ -231,16 +281,78 @@ class KeyedDraws:
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
         """Draw a dropout mask on the device of the keys: bool, True where dropout keeps."""
-        device = self._micro_batch.keys.device
-        return self.draw("dropout", shape, device).keep_mask(drop_probability)
+        packed = self._packed_masks()
+        if packed is not None:
+            return packed.mask(self._count_site(), shape, drop_probability)
+        draw = self._draw_dropout(shape, self._micro_batch.keys.device)
+        return draw.keep_mask(drop_probability)
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
         """Apply dropout to a tensor, elementwise, with one fused kernel where there is one."""
-        draw = self.draw("dropout", input.shape, input.device)
+        packed = self._packed_masks()
+        if packed is not None:
+            return packed.drop(self._count_site(), input, drop_probability)
+        draw = self._draw_dropout(input.shape, input.device)
         dropped = drop(input, draw.keys, draw.site, draw.sample_dim, drop_probability)
         if dropped is not None:
             return dropped
         return apply_dropout_mask(input, drop_probability, draw.keep_mask(drop_probability))
+
+    def _draw_dropout(self, shape: torch.Size, device: torch.device) -> Draw:
+        """Return the draw of a dropout mask of padded samples."""
+        place = self._micro_batch.place
+        draw = self.draw("dropout", shape, device)
+        self.sites[place] = draw
+        return draw
+
+    # The interface of speed-ups that draw dropout masks themselves.
+
+    @property
+    def unkeyed(self) -> bool:
+        """Whether the user allowed draws that cannot be tied to samples."""
+        return self.allow_unkeyed
+
+    def next_site(self) -> DropoutSite | None:
+        """Return where the next draw takes place, without counting it, if an earlier micro-batch
+        has drawn a dropout mask of padded samples there; otherwise None.
+        """
+        micro_batch = self._micro_batch
+        known = self.sites.get(micro_batch.place)
+        if known is None:
+            return None
+        dim = known.sample_dim
+        if dim is not None and known.rows_per_sample != 1:
+            dim = None
+        return DropoutSite(
+            name=f"draw {micro_batch.num_draws} of the micro-batch",
+            module=None,
+            key=self._site_key(micro_batch.num_draws),
+            shapes=[known.shape],
+            sample_dim=dim,
+        )
+
+    def skip_draw(self) -> None:
+        """Count a draw without making it: a kernel of a speed-up makes it."""
+        self._micro_batch.num_draws += 1
+
+    def _packed_masks(self) -> Any:
+        """Return what draws the masks of packed tokens, if the running code computes such."""
+        return None if self.mask_source is None else self.mask_source.current_masks()
+
+    def _count_site(self) -> DropoutSite:
+        """Return where the next draw takes place, and count it.
+
+        Raises:
+            UnkeyedRandomness: If no earlier micro-batch has drawn a dropout mask there.
+        """
+        site = self.next_site()
+        if site is None:
+            raise UnkeyedRandomness(
+                f"draw {self.num_draws} of a micro-batch is a dropout mask of packed tokens, but "
+                "no micro-batch before had one: the model's path depends on its data."
+            )
+        self.skip_draw()
+        return site
 
     # The replacements.
 
@@ -252,6 +364,16 @@ class KeyedDraws:
         return [
             (owner, name, self._replacement(getattr(owner, name), keyed))
             for owner, name, keyed in [*REPLACEMENTS, *OF_GENERATOR]
+        ]
+
+    @cached_property
+    def _untraced(self) -> list[Replacement]:
+        """The replacements as torch.compile may call them: each breaks the graph, which would
+        otherwise keep the keys and the number of the draw that it was traced with.
+        """
+        return [
+            (owner, name, torch.compiler.disable(replacement))
+            for owner, name, replacement in self._replacements
         ]
 
     @property

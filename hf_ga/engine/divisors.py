@@ -35,6 +35,7 @@ class Reading:
         divisor: What the term divides by.
         count: What its numerator sums over. None: unknown.
         factor: What the loss multiplies the term by.
+        num_elements: Number of elements of what it sums over, without masks. None: unknown.
         is_counted: Whether the micro-batch belongs to the window. False for a rehearsal.
     """
 
@@ -44,6 +45,7 @@ class Reading:
     divisor: Number
     count: Number | None
     factor: Number
+    num_elements: int | None = None
     is_counted: bool = True
 
     @property
@@ -105,6 +107,12 @@ class DivisorChecks:
         """Start without any term."""
         self.followed: dict[TermKey, set[str]] = {}
 
+    def true_divisor(self, reading: Reading) -> float:
+        """Return what a reading on the host adds to the divisor of the window."""
+        if self.followed.get(reading.key) == {BY_SAMPLES}:
+            return float(reading.divisor)  # of samples, also where their weights are 0
+        return true_divisor(reading)
+
     def check(self, readings: Sequence[Reading], *, is_padded: bool) -> bool:
         """Check the readings of a window, which are on the host.
 
@@ -132,6 +140,7 @@ class DivisorChecks:
             known = self.followed.get(key, {BY_TARGETS, BY_SAMPLES})
             if possible & known:
                 self.followed[key] = possible & known
+                _check_known(of_term, possible & known)
             elif not is_padded:
                 is_trusted = False
             elif not of_term[0].term.is_shape_divisor:
@@ -162,18 +171,48 @@ def _check_factors(readings: Sequence[Reading]) -> None:
         )
 
 
+def _check_known(readings: Sequence[Reading], followed: set[str]) -> None:
+    """Check that the divisor of each micro-batch whose weights are all 0 is known.
+
+    A divisor of 1 for one sample may be the number of samples, or that of targets raised to 1.
+
+    Raises:
+        LossNotAdditive: If it may be both in all windows so far.
+    """
+    if len(followed) == 1 or sum(reading.is_counted for reading in readings) == 1:
+        return
+    if any(r.count == 0 and r.num_samples == 1 and r.divisor == 1 for r in readings):
+        raise LossNotAdditive(
+            f"{readings[0].name}: a micro-batch of one sample without a target divides by 1, which "
+            "may be its number of samples, or its number of targets that was raised to 1. Use "
+            "larger micro-batches, or pass the sum and its number of targets: "
+            "accelerator.backward(sum, num_targets=n)."
+        )
+
+
 def _proportional_to(readings: Sequence[Reading]) -> set[str]:
     """Return what the divisors of a term are proportional to in the micro-batches of a window."""
     possible = set()
     if _have_one_ratio([(r.divisor, r.num_samples) for r in readings]):
         possible.add(BY_SAMPLES)
-    is_known = all(reading.count is not None for reading in readings)
+    is_known = all(reading.count is not None for reading in readings) and _grows(readings)
     is_shape = readings[0].term.is_shape_divisor
     if is_known and not is_shape:
         with_targets = [r for r in readings if r.count]
-        if _have_one_ratio([(r.divisor, r.count) for r in with_targets]):
+        may_be_raised = all(r.divisor <= 1 for r in readings if not r.count)
+        if may_be_raised and _have_one_ratio([(r.divisor, r.count) for r in with_targets]):
             possible.add(BY_TARGETS)
     return possible
+
+
+def _grows(readings: Sequence[Reading]) -> bool:
+    """Whether what a term sums over grows with the number of samples, as far as is known.
+
+    A sum over experts or classes has weights, too, but not one for each sample.
+    """
+    elements = {reading.num_elements for reading in readings}
+    num_samples = {reading.num_samples for reading in readings}
+    return len(elements) > 1 or len(num_samples) == 1 or None in elements
 
 
 def _have_one_ratio(pairs: Sequence[tuple[float, float]]) -> bool:

@@ -44,8 +44,9 @@ class WindowGradient:
     Attributes:
         readings: The terms that were read in this window, of all micro-batches.
         failure: An error of this rank that all ranks raise at the window's end.
-        loss: The mean loss of the window so far or, after `finish`, of the whole window; None if
-            its terms have several divisors in other proportions.
+        loss: The mean loss of the window so far or, after `finish`, of the whole window, a scalar.
+            If terms in other proportions cannot be valued apart (sums that the loop wrote itself),
+            it is the mean of the micro-batches' losses, weighted by the first one's divisors.
         must_repeat: Why the window must be computed once more, or None.
         must_pad: Whether it must be padded to its longest sample then.
         earlier: `.grad` of the parameters when the window began.
@@ -74,6 +75,8 @@ class WindowGradient:
         self._groups: list[Group] | None = None
         self._buffers: list[Gradients] = []
         self._scales: list[float] = []  # power of two near each group's divisor
+        self._value_sums: list[float] = []  # of each group's terms, times its divisor
+        self._lacks_values = False
         self._has_new_terms = False
         device = self.backend.device
         self._loss_sum = torch.zeros((), dtype=sum_dtype(device), device=device)
@@ -104,7 +107,15 @@ class WindowGradient:
             self.must_repeat = "what the loss stacks was found to be no losses of samples"
         keys = self._keys_of(terms)
         return [
-            Reading(key, term, num_samples, term.divisor, term.count(), term.factor)
+            Reading(
+                key,
+                term,
+                num_samples,
+                term.divisor,
+                term.count(),
+                term.factor,
+                num_elements=term.num_elements,
+            )
             for key, term in zip(keys, terms, strict=True)
         ]
 
@@ -159,6 +170,7 @@ class WindowGradient:
         if len(readings) > 1:
             divisors = {reading.key: true_divisor(reading) for reading in data_terms}
         penalties = len(readings) > len(data_terms)
+        values = self._values_by_group(loss, readings) if len(groups) > 1 else None
         used = [
             index
             for index, group in enumerate(groups)
@@ -169,6 +181,10 @@ class WindowGradient:
             is_kept = retain_graph or index != used[-1]
             self._backward_into(index, loss, readings, scales, is_kept, sync)
         self._add_loss(loss, data_terms)
+        if values is not None:
+            self._add_values(values, divisors)
+        elif len(groups) > 1:
+            self._lacks_values = True
 
     def note_rehearsal(self, readings: Sequence[Reading]) -> None:
         """Learn from the terms of a rehearsal, whose gradient does not count."""
@@ -262,6 +278,7 @@ class WindowGradient:
         self._groups = [Group(list(keys)) for keys in self.grouping.structure]
         self._buffers = [[None] * len(self.parameters) for _ in self._groups]
         self._scales = [0.0] * len(self._groups)
+        self._value_sums = [0.0] * len(self._groups)
 
     def _scales_of(
         self,
@@ -292,11 +309,12 @@ class WindowGradient:
         is exact, so it does not matter for the result.
         """
         key = group.keys[0]
-        divisor = self._expected.get(key) or float(divisors.get(key, 0.0)) or 1.0
-        exponent = round(math.log2(abs(divisor))) if math.isfinite(divisor) else 0
-        if self.backend.is_sharded and key not in self._expected:
-            exponent = self.backend.max_over_ranks(exponent)
-        return 2.0**exponent
+        divisor = self._expected.get(key)
+        if not divisor and not self.backend.is_sharded:  # shards need the same on all ranks
+            divisor = float(divisors.get(key, 0.0))
+        if not divisor or not math.isfinite(divisor):
+            return 1.0
+        return 2.0 ** round(math.log2(abs(divisor)))
 
     def _backward_into(
         self,
@@ -347,6 +365,35 @@ class WindowGradient:
         elif divisor:
             self._loss_sum += value * divisor
 
+    def _values_by_group(self, loss: Tensor, readings: Sequence[Reading]) -> list[float] | None:
+        """Return what the terms of each group add to a micro-batch's loss; None if unknown.
+
+        The values of one group follow from those of the others.
+        """
+        known: list[float | None] = []
+        for group in self._groups:
+            of_group = [r.term.value() for r in readings if r.key in group.keys]
+            is_known = all(value is not None for value in of_group)
+            known.append(float(sum(of_group)) if is_known else None)
+        unknown = [index for index, value in enumerate(known) if value is None]
+        if len(unknown) > 1:
+            return None
+        rest = float(loss.detach()) - sum(value for value in known if value is not None)
+        if unknown:
+            known[unknown[0]] = rest
+        else:
+            known[0] += rest  # penalties
+        return known
+
+    def _add_values(
+        self, values: Sequence[float], divisors: Mapping[TermKey, float | Tensor]
+    ) -> None:
+        """Add the values of each group, weighted by its divisor, for the window's mean loss."""
+        for index, group in enumerate(self._groups):
+            divisor = float(divisors.get(group.keys[0], 0.0))
+            if divisor:
+                self._value_sums[index] += values[index] * divisor
+
     # The window's end
 
     def finish(self, *, is_padded: bool, can_repeat: bool, keeps_sums: bool) -> bool:
@@ -368,6 +415,8 @@ class WindowGradient:
         readings = self._checked_readings(is_padded)
         self._add_totals(readings)
         if not self._agree_on_groups(can_repeat):
+            if not self.backend.is_sharded:
+                self._set_gradients(self.earlier)  # an earlier backward of the window showed it
             return False
         if self.num_backwards > 1 or self.backend.num_processes > 1:
             self.stack_sizes.settle()
@@ -402,7 +451,7 @@ class WindowGradient:
         """Add up the divisors of each group."""
         for group in self._groups or []:
             group.total = sum(
-                true_divisor(reading)
+                self.checks.true_divisor(reading)
                 for reading in readings
                 if reading.is_counted and reading.key == group.keys[0]
             )
@@ -413,15 +462,21 @@ class WindowGradient:
         Returns:
             Whether the window is complete. False: all ranks repeat it.
         """
+        if self._groups is None and self.grouping.structure:
+            self._regroup()  # this rank had fillers only, but sends as many numbers as the others
         if self.backend.num_processes > 1 and self._is_new_anywhere():
             self._merge_groups()
         groups = self._groups or []
         if self.must_pad:
             self.must_repeat = "a sample's gradient depends on the padded width"
-        flags = (float(self.must_repeat is not None), float(self.must_pad))
+        flags = (
+            float(self.must_repeat is not None),
+            float(self.must_pad),
+            float(self._lacks_values),
+        )
         status = RankStatus(
             loss=self._loss_sum,
-            counts=(*flags, *(group.total for group in groups)),
+            counts=(*flags, *(group.total for group in groups), *self._value_sums),
             has_gradient=[
                 any(buffer[i] is not None for buffer in self._buffers)
                 for i in range(len(self.parameters))
@@ -429,7 +484,9 @@ class WindowGradient:
             failure=self._failure_or_dead_end(can_repeat),
         )
         status = self.backend.all_reduce_status(status)
-        num_to_repeat, num_to_pad, *totals = status.counts
+        num_to_repeat, num_to_pad, num_without_values, *sums = status.counts
+        totals = sums[: len(groups)]
+        value_sums = sums[len(groups) :]
         self._has_gradient = status.has_gradient
         self.must_pad = bool(num_to_pad)
         if num_to_repeat:
@@ -438,9 +495,12 @@ class WindowGradient:
         for group, total in zip(groups, totals, strict=True):
             group.total = total
             self._expected[group.keys[0]] = total
-        self.loss = None
-        if len(groups) == 1:
-            self.loss = status.loss / (totals[0] or 1.0)
+        self.loss = status.loss / (totals[0] or 1.0) if totals else status.loss
+        if len(groups) > 1 and not num_without_values:
+            means = [
+                value / (total or 1.0) for value, total in zip(value_sums, totals, strict=True)
+            ]
+            self.loss = torch.full_like(self.loss, sum(means))
         return True
 
     def _failure_or_dead_end(self, can_repeat: bool) -> Exception | None:
@@ -474,6 +534,7 @@ class WindowGradient:
         ]
         self._buffers = [[None] * len(self.parameters) for _ in self._groups]
         self._scales = [1.0] * len(self._groups)
+        self._value_sums = [0.0] * len(self._groups)
 
     def _mean_gradients(self, keeps_sums: bool) -> Gradients:
         """Return the gradients of the window's mean loss: the sums over all ranks, divided."""

@@ -7,7 +7,7 @@ them differ is refused: BatchNorm, in-batch negatives, rewards that are normalis
 micro-batch, mixed samples, hard example mining, a queue, a random number that is not keyed.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,8 +27,8 @@ LOW_PRECISION_TOLERANCE = 0.2  # bf16 keeps 8 bits, and outputs add up many roun
 # Whether the rows of a sample in the outputs are next to each other, or one in each block of rows
 # (as in torch.cat([chosen, rejected])).
 ARRANGEMENTS = ("rows", "blocks")
-# An output: (kind of output, its index, rows of a sample in it).
-Place = tuple[int, int, int]
+# An output: (kind of output, its index, whether it has one row a sample).
+Place = tuple[int, int, bool]
 # (term, output, position of the sample)
 FootprintKey = tuple[TermKey, Place, int]
 
@@ -200,17 +200,25 @@ class Rehearsal:
     Attributes:
         is_low_precision: Whether outputs were in half precision.
         num_reclassified: `KeyedDraws.num_reclassified` after the rehearsal; None before it.
+        uncompared: The terms of which no sample was found again in the window.
     """
 
     def __init__(self) -> None:
         """Start without any rehearsed sample."""
         self.num_reclassified: int | None = None
         self._rehearsed: dict[FootprintKey, Footprint] = {}
+        self.uncompared: set[TermKey] = set()
         self.is_low_precision = False
 
-    def record(self, footprints: Mapping[FootprintKey, Footprint], num_reclassified: int) -> None:
-        """Keep the footprints of the rehearsed samples."""
+    def record(
+        self,
+        footprints: Mapping[FootprintKey, Footprint],
+        terms: Iterable[TermKey],
+        num_reclassified: int,
+    ) -> None:
+        """Keep the footprints of the rehearsed samples, for all terms of the loss."""
         self._rehearsed.update(footprints)
+        self.uncompared.update(terms)
         self.num_reclassified = num_reclassified
 
     def difference(
@@ -228,6 +236,7 @@ class Rehearsal:
         for key, now in footprints.items():
             before = self._rehearsed.get(key)
             if before is not None:
+                self.uncompared.discard(key[0])
                 by_output.setdefault(key[:2], []).append((before, now))
         for (term, _), pairs in by_output.items():
             # One arrangement must fit all samples.
@@ -281,24 +290,21 @@ def footprints_of(
     """
     footprints: dict[FootprintKey, Footprint] = {}
     is_low_precision = False
+    num_samples = len(positions)
     for number, reading in enumerate(readings):
         gradient_of = _gradient_function(loss, readings, number)
-        for level, outputs in enumerate(recorder.candidates(len(positions))):
-            pairs = [
-                (index, output, gradient)
-                for index, (output, gradient) in enumerate(
-                    zip(outputs, gradient_of(outputs), strict=True)
-                )
-                if gradient is not None
-            ]
-            if not pairs:
+        for level, outputs in enumerate(recorder.candidates(num_samples)):
+            gradients = gradient_of(outputs)
+            # Terms share a graph, so the gradient at an output that a term does not use is 0.
+            if not any(gradient is not None and bool(gradient.any()) for gradient in gradients):
                 continue
-            for index, output, gradient in pairs:
+            for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
+                if gradient is None:
+                    continue
                 is_low_precision |= output.dtype in LOW_PRECISION
-                place = (level, index, len(output) // len(positions))
-                for position, footprint in zip(
-                    positions, _footprints(output, gradient, len(positions)), strict=True
-                ):
+                place = (level, index, len(output) == num_samples)
+                of_samples = _footprints(output, gradient, num_samples)
+                for position, footprint in zip(positions, of_samples, strict=True):
                     footprints[reading.key, place, position] = footprint
             break
     return footprints, is_low_precision

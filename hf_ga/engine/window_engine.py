@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import accelerate
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -30,6 +31,8 @@ from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.parallel.fsdp import backend_for
+
+logger = get_logger(__name__)
 
 
 class WindowEngine:
@@ -60,6 +63,7 @@ class WindowEngine:
         self._recorder = OutputRecorder()
         self._rehearsal: Rehearsal | None = None  # of the current window
         self._random_states: dict[str, bytes] = {}
+        self._has_warned = False
         self._window_contexts = ExitStack()
 
     # Windows
@@ -214,7 +218,8 @@ class WindowEngine:
         footprints, is_low_precision = footprints_of(loss, data_readings, self._recorder, positions)
         rehearsal.is_low_precision |= is_low_precision
         if self.slot.is_rehearsal:
-            rehearsal.record(footprints, self.draws.num_reclassified)
+            terms = [reading.key for reading in data_readings]
+            rehearsal.record(footprints, terms, self.draws.num_reclassified)
             return
         if rehearsal.num_reclassified != self.draws.num_reclassified:
             # Draws of the rehearsal were keyed otherwise.
@@ -252,6 +257,7 @@ class WindowEngine:
             if backend.num_processes == 1 or backend.is_sharded:
                 raise
             self.gradient.failure = self.gradient.failure or error
+            self.num_adds = max(self.num_adds, 1)  # a refused loss counts: all ranks finish
 
     def _sync(self) -> AbstractContextManager[None]:
         """Return the context of a backward in which sharded models keep their gradients."""
@@ -272,6 +278,12 @@ class WindowEngine:
 
     def finish(self, *, can_repeat: bool, keeps_sums: bool) -> bool:
         """Finish the window: see `WindowGradient.finish`."""
+        if self._rehearsal is not None and self._rehearsal.uncompared and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "hf_ga: no output of the prepared models has rows of samples, so it was not tried "
+                "whether a sample's loss depends on the other samples of its micro-batch."
+            )
         return self.gradient.finish(
             is_padded=self._request.pad_to_window, can_repeat=can_repeat, keeps_sums=keeps_sums
         )
@@ -286,9 +298,14 @@ def _check_scalar(loss: Tensor) -> None:
     """Check what a loop passed to `backward`.
 
     Raises:
-        LossNotAdditive: If it is no tensor with one element.
+        LossNotAdditive: If it is no tensor with one element, or needs no gradient.
     """
     if isinstance(loss, Tensor) and loss.numel() == 1:
+        if not loss.requires_grad:
+            raise LossNotAdditive(
+                "the loss needs no gradient: it was detached, or computed under torch.no_grad or "
+                "by frozen parameters. For a micro-batch without targets, pass outputs.sum() * 0."
+            )
         return
     found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise LossNotAdditive(

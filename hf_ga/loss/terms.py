@@ -9,7 +9,9 @@ from torch import Tensor, zeros_like
 from torch.autograd.graph import Node
 
 from hf_ga.loss.counts import count_of
+from hf_ga.loss.means import SUMS, reduced_shape
 from hf_ga.loss.saved import Number, output_shape
+from hf_ga.loss.values import value_of
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -61,6 +63,20 @@ class Term:
         if self.identity[0] == "samples":
             return float(len(self.nodes))
         return count_of(self.node)
+
+    @property
+    def num_elements(self) -> int | None:
+        """Number of elements of what a sum reduces, without regard to masks. None: unknown."""
+        is_sum = self.node.name() in SUMS and not self.is_penalty
+        return reduced_shape(self.node).numel() if is_sum else None
+
+    def value(self) -> Tensor | None:
+        """Return what the term adds to the loss. None: its inputs are not saved."""
+        values = [value_of(node) for node in self.nodes]
+        if any(value is None for value in values):
+            return None
+        total = sum(values[1:], values[0]) * self.factor
+        return total if self.node_divides else total / self.divisor
 
 
 def describe(term: Term) -> str:

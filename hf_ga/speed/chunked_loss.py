@@ -42,8 +42,8 @@ class OutputProjection:
     class_weights: Tensor | None = None
     label_smoothing: float = 0.0
 
-    def loss(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
-        """Compute an output layer's logits for one chunk of rows, and the sum of their losses.
+    def losses(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor) -> Tensor:
+        """Compute an output layer's logits for one chunk of rows, and the losses of the rows.
 
         Weight and bias are arguments, so that autograd can return their gradients for these rows.
 
@@ -54,7 +54,7 @@ class OutputProjection:
             target: Classes of the rows: int64, of shape (rows,).
 
         Returns:
-            The cross entropy summed over the rows, a scalar of at least float32.
+            The cross entropy of each row, of shape (rows,), in at least float32.
         """
         logits = F.linear(hidden.to(self.dtype), weight, bias)
         for logit_op in self.logit_ops:
@@ -63,7 +63,7 @@ class OutputProjection:
             at_least_float32(logits),
             target,
             self.class_weights,
-            reduction="sum",
+            reduction="none",
             label_smoothing=self.label_smoothing,
         )
 
@@ -109,31 +109,28 @@ def chunked_cross_entropy(
     Returns:
         A scalar in float32 (float64 for float64 inputs).
     """
+    inputs = (hidden, projection.weight, projection.bias)
+    needs_grad = [torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs]
     with torch.autocast(hidden.device.type, enabled=False):
-        if len(hidden) <= rows_per_chunk:
-            weight = projection.to_compute_dtype(projection.weight)
-            bias = projection.to_compute_dtype(projection.bias)
-            total = projection.loss(hidden, weight, bias, target)
-        else:
-            inputs = (hidden, projection.weight, projection.bias)
-            needs_grad = [
-                torch.is_grad_enabled() and x is not None and x.requires_grad for x in inputs
-            ]
-            total = _ChunkedSum.apply(*inputs, target, projection, rows_per_chunk, needs_grad)
-    if not mean:
-        return total
-    if projection.class_weights is None:
-        return total / len(target)
-    return total / projection.class_weights[target].sum()
+        log_likelihoods = _LogLikelihoods.apply(
+            *inputs, target, projection, rows_per_chunk, needs_grad
+        )
+        if mean and projection.class_weights is not None:
+            return -log_likelihoods.sum() / projection.class_weights[target].sum()
+        # So the loss ends as that of the head does, and is read as a mean over the targets.
+        only_class = torch.zeros_like(target)
+        return F.nll_loss(log_likelihoods, only_class, reduction="mean" if mean else "sum")
 
 
-class _ChunkedSum(torch.autograd.Function):
-    """The cross entropy summed over all rows, chunk by chunk.
+class _LogLikelihoods(torch.autograd.Function):
+    """The log likelihood (minus the cross entropy) of each row, as a tensor of shape (targets, 1),
+    chunk by chunk.
 
-    The forward computes the gradients of each chunk right after its loss, so that its logits can be
-    freed; the backward only scales the sums. With fp16 logits the backward computes them instead,
-    because only there the loss scale is known, without which small gradients underflow. Gradients
-    of weight and bias are accumulated in float32. A second backward computes all gradients again.
+    Its gradient must be the same number for all rows: that of their sum or mean. The forward
+    computes the gradients of each chunk right after its losses, so that its logits can be freed;
+    the backward only scales the sums. With fp16 logits the backward computes them instead, because
+    only there the loss scale is known, without which small gradients underflow. Gradients of weight
+    and bias are accumulated in float32. A second backward computes all gradients again.
     """
 
     @staticmethod
@@ -147,7 +144,7 @@ class _ChunkedSum(torch.autograd.Function):
         rows_per_chunk: int,
         needs_grad: Sequence[bool],
     ) -> Tensor:
-        """Compute the cross entropy summed over all rows, chunk by chunk, and its gradients.
+        """Compute the log likelihoods chunk by chunk, and the gradients of minus their sum.
 
         With fp16 logits, the backward computes the gradients instead.
 
@@ -168,16 +165,16 @@ class _ChunkedSum(torch.autograd.Function):
         ctx.save_for_backward(hidden, weight, bias, target)
         inputs = (hidden, weight, bias)
         if any(needs_grad) and projection.dtype != torch.float16:
-            loss, ctx.gradients = _loss_and_gradients(
+            losses, ctx.gradients = _losses_and_gradients(
                 inputs, target, projection, rows_per_chunk, needs_grad, loss_gradient=None
             )
-            return loss
-        chunks = _chunks(inputs, target, projection, rows_per_chunk)
-        losses = [projection.loss(*chunk) for chunk in chunks]
-        return torch.stack(losses).sum()
+        else:
+            chunks = _chunks(inputs, target, projection, rows_per_chunk)
+            losses = torch.cat([projection.losses(*chunk) for chunk in chunks])
+        return -losses.unsqueeze(1)
 
     @staticmethod
-    def backward(ctx: Any, loss_gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of hidden, weight and bias, and None for the other arguments.
 
         Scales those that the forward of the chunked loss has computed. With fp16 logits, or in a
@@ -185,12 +182,13 @@ class _ChunkedSum(torch.autograd.Function):
 
         Args:
             ctx: Context of the autograd function.
-            loss_gradient: The gradient with respect to the sum, a scalar.
+            gradient: The gradient with respect to the log likelihoods, the same in all rows.
         """
+        loss_gradient = -gradient[0, 0] if len(gradient) else gradient.new_zeros(())
         gradients = ctx.gradients
         if gradients is None:
             *inputs, target = ctx.saved_tensors
-            _, gradients = _loss_and_gradients(
+            _, gradients = _losses_and_gradients(
                 inputs,
                 target,
                 ctx.projection,
@@ -210,7 +208,7 @@ def _chunks(
     projection: OutputProjection,
     rows_per_chunk: int,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-    """Split the rows of a chunked loss, and yield the arguments of `OutputProjection.loss` for each
+    """Split the rows of a chunked loss, and yield the arguments of `OutputProjection.losses` for each
     chunk.
 
     Args:
@@ -227,7 +225,7 @@ def _chunks(
         yield chunk_hidden, weight, bias, chunk_target
 
 
-def _loss_and_gradients(
+def _losses_and_gradients(
     inputs: Sequence[Tensor | None],
     target: Tensor,
     projection: OutputProjection,
@@ -235,7 +233,7 @@ def _loss_and_gradients(
     needs_grad: Sequence[bool],
     loss_gradient: Tensor | None,
 ) -> tuple[Tensor, list[Tensor | None]]:
-    """Compute the cross entropy summed over all rows, and its gradients, chunk by chunk.
+    """Compute the cross entropy of all rows, and the gradients of its sum, chunk by chunk.
 
     Args:
         inputs: Hidden states of all rows, weight, and bias or None.
@@ -246,7 +244,7 @@ def _loss_and_gradients(
         loss_gradient: A scalar that multiplies all gradients. None: 1.
 
     Returns:
-        The sum, and the gradient of each input; None for an input that needs none.
+        The losses of the rows, and the gradient of each input; None for one that needs none.
     """
     # One tensor like each input, in at least float32.
     gradient_sums = [
@@ -262,8 +260,9 @@ def _loss_and_gradients(
             for x, needs in zip(chunk_inputs, needs_grad, strict=True)
         ]
         with torch.enable_grad(), torch.autocast(target.device.type, enabled=False):
-            loss = projection.loss(*leaves, chunk_target)
-        losses.append(loss.detach())
+            chunk_losses = projection.losses(*leaves, chunk_target)
+            loss = chunk_losses.sum()
+        losses.append(chunk_losses.detach())
         leaves_with_grad = [leaf for leaf, needs in zip(leaves, needs_grad, strict=True) if needs]
         chunk_gradients = iter(torch.autograd.grad(loss, leaves_with_grad, loss_gradient))
         if hidden_gradient is not None:  # each row is in one chunk
@@ -276,4 +275,4 @@ def _loss_and_gradients(
     gradients = [
         g if g is None else g.to(x.dtype) for g, x in zip(gradient_sums, inputs, strict=True)
     ]
-    return torch.stack(losses).sum(), gradients
+    return torch.cat(losses), gradients

@@ -12,6 +12,7 @@ overridden:
                            mean loss, not divided again
 """
 
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -29,7 +30,7 @@ from transformers.trainer_utils import TrainOutput
 from hf_ga.engine.rehearsal import is_rehearsed
 from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
-from hf_ga.errors import ConfigError
+from hf_ga.errors import ConfigError, DataError
 from hf_ga.exact.fetch import WindowRequest
 from hf_ga.exact.forward import LossFunction, argument_filter, call_loss_fn
 from hf_ga.exact.lengths import find_lengths
@@ -170,6 +171,7 @@ class TrainerWindow:
             index: The index of the micro-batch in the window (0-based).
             step: Runs Trainer's own training step on a batch.
         """
+        trainer = self.trainer
         if index == 0:
             self._rehearse(step)
         is_last = index == len(self.slots) - 1
@@ -180,12 +182,17 @@ class TrainerWindow:
             self.loader_state.pad_to_window |= self.engine.gradient.must_pad
             logger.info(f"hf_ga: a window is computed again: {self.engine.gradient.must_repeat}.")
             self._begin_window()
-            with preserving_counters(self.trainer):
+            with preserving_counters(trainer):
                 self._rehearse(step)
                 for slot in self.slots:
                     self._run(slot, step, slot is self.slots[-1])
         self.engine.leave_window()
         self.is_complete = True
+        has_gradient = any(p.grad is not None for p in self.engine.gradient.parameters)
+        if trainer.accelerator.scaler is not None and not has_gradient:
+            raise DataError(
+                "a window has no targets, so it has no loss for fp16 to scale: remove such samples."
+            )
 
     def _rehearse(self, step: Callable[[dict[str, Any]], Any]) -> None:
         """Compute some samples of the window in other company, without adding their gradient."""
@@ -195,7 +202,7 @@ class TrainerWindow:
             self._run(self._rehearsal, step, is_last=False)
 
     def _run(self, slot: Slot, step: Callable[[dict[str, Any]], Any], is_last: bool) -> None:
-        """Run Trainer's training step on a micro-batch, with keyed draws and the engine's backward."""
+        """Run Trainer's training step on a micro-batch, with keyed draws and our backward."""
         trainer = self.trainer
         backward = partial(self._backward, is_last=is_last)
         with (
@@ -220,8 +227,8 @@ class TrainerWindow:
             num_items = self._num_items([inputs])
         if self.trainer.loss_sums is not None:
             outputs = model(**argument_filter(model)(inputs))
-            loss, self._num_targets = call_loss_fn(self.trainer.loss_sums, outputs, inputs)
-            return loss
+            self._loss, self._num_targets = self._loss_sums(outputs, inputs)
+            return self._loss
         self._num_targets = None
         if self._has_pairs:
             inputs = chosen_first(inputs)
@@ -229,12 +236,42 @@ class TrainerWindow:
         self._loss = original(model, inputs, num_items_in_batch=num_items)
         return self._loss
 
+    def _loss_sums(self, outputs: Any, inputs: dict[str, Any]) -> tuple[Tensor, float]:
+        """Call the trainer's `loss_sums`, and explain a missing column."""
+        try:
+            return call_loss_fn(self.trainer.loss_sums, outputs, inputs)
+        except KeyError as error:
+            error.add_note(
+                "loss_sums gets what the collate function returns; Trainer removes columns that "
+                "the model does not take unless remove_unused_columns=False."
+            )
+            raise
+
     def _backward(self, loss: Tensor, *, is_last: bool, **kwargs: Any) -> None:
         """Add the gradient of a micro-batch's loss to the window; replaces `accelerator.backward`
         during a training step.
         """
+        self._check_scale(loss)
         with self.engine.failing_together():
             self.engine.add(loss, self._num_targets, is_last=is_last)
+
+    def _check_scale(self, loss: Tensor) -> None:
+        """Check once that the loss reached `backward` as `compute_loss` returned it.
+
+        Raises:
+            ConfigError: If it was scaled in between.
+        """
+        if self._is_scale_checked:
+            return  # reading a value waits for the device
+        self._is_scale_checked = True
+        passed = float(loss.detach())
+        expected = float(self._loss.detach())
+        if passed != expected and math.isfinite(expected):
+            raise ConfigError(
+                "the loss must reach backward() unscaled, but was multiplied by "
+                f"{passed / expected:g}: an overridden training_step scales it again. Remove that "
+                "scaling."
+            )
 
     def loss_to_log(self, loss: Tensor) -> Tensor:
         """Return what `ExactTrainer` logs for the current micro-batch, a scalar: the window's mean

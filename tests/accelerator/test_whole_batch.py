@@ -2,6 +2,7 @@
 layout and any number of processes.
 """
 
+import random
 from functools import partial
 
 import accelerate
@@ -19,10 +20,10 @@ from documented_loop import (
     reset_states,
     train,
 )
-from forked import on_ranks, without_errors
+from forked import on_ranks, on_two_ranks, without_errors
 
 from hf_ga import Accelerator
-from hf_ga.errors import ConfigError
+from hf_ga.errors import ConfigError, LossNotAdditive, UnkeyedRandomness
 
 CLOSE = 1e-6
 FAR = 1e-3
@@ -96,15 +97,19 @@ def changed(model, batch):
     return outputs
 
 
-def loop(compute, collate=pairs.collate_pairs):
-    accelerator = TWO_STEPS.make(exact)
-    model = build()
+def prepared(model, collate=pairs.collate_pairs, num_samples=16, **options):
+    accelerator = TWO_STEPS.make(Accelerator, **{"whole_batch": contrast, **options})
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = torch.utils.data.DataLoader(
-        pairs.pair_samples(16), batch_size=8, shuffle=True, collate_fn=collate
+        pairs.pair_samples(num_samples), batch_size=8, shuffle=True, collate_fn=collate
     )
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    model.train()
+    return accelerator, model.train(), optimizer, loader
+
+
+def loop(compute, collate=pairs.collate_pairs, model=None, **options):
+    model = build() if model is None else model
+    accelerator, model, optimizer, loader = prepared(model, collate, **options)
     losses = []
     for batch in loader:
         with accelerator.accumulate(model):
@@ -147,6 +152,169 @@ def test_backward_returns_the_loss_of_the_window():
 def test_misuse_is_refused(compute, collate, words):
     with pytest.raises(ConfigError, match=words):
         loop(compute, collate)
+
+
+def test_a_second_backward_is_refused():
+    def loop_with_two_backwards():
+        accelerator, model, optimizer, loader = prepared(build())
+        for batch in loader:
+            with accelerator.accumulate(model):
+                outputs = outputs_of(model, batch)
+                accelerator.backward(outputs)
+                accelerator.backward(outputs)
+                optimizer.step()
+
+    with pytest.raises(ConfigError, match="takes what the model returned"):
+        loop_with_two_backwards()
+
+
+def test_a_second_forward_is_refused():
+    def second_of_two(model, batch):
+        outputs_of(model, batch)
+        return outputs_of(model, batch)
+
+    with pytest.raises(ConfigError, match="the model ran twice on one batch"):
+        loop(second_of_two)
+
+
+def test_num_targets_are_refused():
+    accelerator, model, _, loader = prepared(build())
+    with pytest.raises(ConfigError, match="takes what the model returned"):
+        for batch in loader:
+            accelerator.backward(outputs_of(model, batch), num_targets=8)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: torch.rand(1),  # so the forward draws the numbers after it
+        lambda model: model.log_scale.data.add_(1.0),
+    ],
+    ids=["a draw", "another weight"],
+)
+def test_other_outputs_than_in_the_first_pass_are_refused(change):
+    def changed_before(model, batch):
+        change(model)
+        return outputs_of(model, batch)
+
+    with pytest.raises(LossNotAdditive, match="differs from that in the first pass"):
+        loop(changed_before)
+
+
+class NormalizedOverBatch(pairs.Embedder):
+    """The outputs of a sample depend on the others."""
+
+    def embed(self, ids, mask):
+        embedded = super().embed(ids, mask)
+        return embedded - embedded.mean(0)
+
+
+class Remembering(pairs.Embedder):
+    """Keeps the embeddings for a loss that does not use the outputs alone."""
+
+    def embed(self, ids, mask):
+        self.last = super().embed(ids, mask)
+        return self.last
+
+
+class Drawing(pairs.Embedder):
+    """Draws from a generator of Python's."""
+
+    def embed(self, ids, mask):
+        return super().embed(ids, mask) * random.random()
+
+
+@pytest.mark.parametrize(
+    ("model_class", "error", "words"),
+    [
+        (NormalizedOverBatch, LossNotAdditive, "loss of a batch is not the mean"),
+        (Drawing, UnkeyedRandomness, "drew from random"),
+    ],
+    ids=["outputs that compare samples", "an unkeyed draw"],
+)
+def test_models_that_are_refused(model_class, error, words):
+    with pytest.raises(error, match=words):
+        loop(outputs_of, model=model_class(0.1, True))
+
+
+def test_a_loss_of_something_beside_the_outputs_is_refused():
+    model = Remembering(0.1, True)
+
+    def of_last(outputs, batch):
+        return contrast(outputs, batch) + model.last.square().sum()
+
+    with pytest.raises(LossNotAdditive, match="not that of one forward of all samples"):
+        loop(outputs_of, model=model, whole_batch=of_last)
+
+
+def test_draws_that_are_not_keyed_are_refused_even_where_they_are_allowed():
+    with pytest.raises(UnkeyedRandomness):
+        loop(outputs_of, model=Drawing(0.1, True), allow_split_dependent_randomness=True)
+
+
+def returning_a_copy_on_the_second_rank(model, batch):
+    outputs = outputs_of(model, batch)
+    return dict(outputs) if torch.distributed.get_rank() else outputs
+
+
+def test_all_ranks_end_where_the_backward_of_one_is_refused():
+    first, second = on_two_ranks(partial(loop, returning_a_copy_on_the_second_rank))
+    assert "ProcessFailed" in first
+    assert "takes what the model returned" in second
+
+
+class FailingOnTheSecondRank(pairs.Embedder):
+    """In the first pass, after the proof."""
+
+    def forward(self, anchor, anchor_mask, positive, positive_mask):
+        is_first_pass = not torch.is_grad_enabled() and len(anchor) == 8
+        if is_first_pass and torch.distributed.get_rank():
+            raise ValueError("this rank fails")
+        return super().forward(anchor, anchor_mask, positive, positive_mask)
+
+
+def test_all_ranks_end_where_the_first_pass_of_one_fails():
+    work = partial(loop, outputs_of, model=FailingOnTheSecondRank(0.1, True), num_samples=32)
+    first, second = on_two_ranks(work)
+    assert "ProcessFailed" in first
+    assert "this rank fails" in second
+
+
+def test_fp16_scales_no_gradient_twice():
+    """Neither that through the outputs nor that of a parameter of the loss."""
+    layout = TWO_STEPS
+    expected = gradients_of_learned_scale(layout, "no")
+    found = gradients_of_learned_scale(layout, "fp16")
+    assert h.relative_error(found, expected) < 5e-2
+
+
+def gradients_of_learned_scale(layout, mixed_precision):
+    loss = LearnedScale()
+    accelerator = layout.make(Accelerator, whole_batch=loss, mixed_precision=mixed_precision)
+    model = pairs.embedder(dropout=0.0).train()
+    optimizer = torch.optim.SGD([*model.parameters(), *loss.parameters()], lr=0.0)
+    loader = torch.utils.data.DataLoader(
+        pairs.pair_samples(16), layout.per_device_batch_size, collate_fn=pairs.collate_pairs
+    )
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(outputs_of(model, batch))
+    accelerator.unscale_gradients()
+    return h.gradients(model) | {"loss scale": loss.scale.grad}
+
+
+@pytest.mark.slow("trains on two processes")
+def test_shards_of_fsdp2_end_with_the_same_weights(full_batch):
+    work = partial(train, exact, LAYOUTS[2][1], PAIRS, NUM_SAMPLES)
+    for trained in without_errors(on_ranks(work, 2, "fsdp2")):
+        assert distance(trained.weights, full_batch.weights) < CLOSE
+
+
+def test_fsdp1_is_refused():
+    work = partial(train, exact, LAYOUTS[2][1], PAIRS, NUM_SAMPLES)
+    for found in on_ranks(work, 2, "fsdp1"):
+        assert "whole_batch does not support FSDP1" in found
 
 
 def test_token_outputs_are_padded_to_the_window():

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
-from hf_ga.accelerator.named_entries import SEPARATOR
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.window_engine import WindowEngine
@@ -37,7 +36,6 @@ from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Hook
 from hf_ga.exact.loss import FirstPass
 from hf_ga.exact.outputs import named_tensors, with_tensors
-from hf_ga.exact.override import override
 from hf_ga.exact.precision import LOW_PRECISION, sum_dtype
 from hf_ga.exact.whole_window import ProbeLoss, WholeBatchLoss, WholeWindow
 from hf_ga.exact.window import Window
@@ -100,10 +98,9 @@ class WholeBatch:
             LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`.
         """
         self._model = _only_model(models)
-        _check_named_entries(window)
         inner = unwrapped(self._model)
         if self._proven_for != (inner, module_modes(inner)):
-            with _resumed(self.engine.draws):
+            with self.engine.draws.resumed():
                 self._loss, self._must_pad = _prove(
                     inner, self.whole_batch, window, self.engine.draws
                 )
@@ -177,7 +174,7 @@ class WholeBatch:
         before = random_states()
         while True:
             num_reclassified = draws.num_reclassified
-            with _resumed(draws), _without_cache(self._model):
+            with draws.resumed(), _without_cache(self._model):
                 outputs = [self._first_forward(slot) for slot in self._slots]
             is_changed = draws.num_reclassified != num_reclassified
             if backend.is_sharded:  # forwards are collectives
@@ -344,13 +341,6 @@ class WholeBatch:
         self._first_outputs = []
 
 
-def _resumed(draws: KeyedDraws) -> AbstractContextManager[None]:
-    """Return a context in which draws are keyed although a loader is running, which suspends them
-    so that loading draws torch's own numbers.
-    """
-    return override(draws, _num_suspensions=0)
-
-
 @contextmanager
 def _without_cache(model: nn.Module) -> Iterator[None]:
     """Let transformers models return no cache for generation: an object that is no output of
@@ -403,21 +393,6 @@ def _only_model(models: Sequence[nn.Module]) -> nn.Module:
             "(fsdp_version=2) or DDP."
         )
     return model
-
-
-def _check_named_entries(window: Window) -> None:
-    """Check that the user's batches are mappings of the model's arguments.
-
-    Raises:
-        ConfigError: If they are tuples, tensors, or nested.
-    """
-    # `DictCollator` names the entries of a tuple "0", "1", and those of containers "outer/inner".
-    names = [name for batch in window.batches for name in batch]
-    if any(name == "0" or SEPARATOR in name for name in names):
-        raise ConfigError(
-            "whole_batch needs batches with named entries, as hf_ga calls the model with them "
-            "once more: let the collate function return a dict, and call model(**batch)."
-        )
 
 
 class _KeyedDrawsOfProof(Hook):
