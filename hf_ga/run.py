@@ -167,7 +167,7 @@ def _choose_class_of_new(
             return object.__new__(cls)
         if cls not in made:
             made[cls] = choose(cls)
-            _print_on_main(f"hf_ga.run: {cls.__name__} accumulates exactly ({made[cls].__mro__[1]})")
+            _print_replacement(cls, made[cls])
         return object.__new__(made[cls])
 
     base.__new__ = new
@@ -207,6 +207,14 @@ def exact_trainer(cls: type) -> type:
                 "hf_ga.run, and accept that its updates depend on the split of the batch."
             )
     return new_class(cls.__name__, (ExactTrainerMixin, cls))
+
+
+def _print_replacement(cls: type, exact: type) -> None:
+    """Print, on the main process, which class of hf_ga an object of a script gets."""
+    if exact is cls:
+        return
+    own = next(base for base in exact.__mro__ if base.__module__.startswith("hf_ga."))
+    _print_on_main(f"hf_ga.run: {cls.__module__}.{cls.__qualname__} runs as hf_ga.{own.__name__}")
 
 
 def _print_on_main(line: str) -> None:

@@ -411,6 +411,11 @@ class WindowOptimizer(AcceleratedOptimizer):
 
     accelerator: Accelerator
 
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Zero the gradients as `AcceleratedOptimizer.zero_grad` does."""
+        self.accelerator.training_loop.before_zero_grad(self)
+        super().zero_grad(set_to_none)
+
     def step(self, closure: Any = None) -> None:
         """Step as `AcceleratedOptimizer.step` does, after a check that the window's gradient is
         complete.

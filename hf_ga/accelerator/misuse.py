@@ -4,15 +4,18 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import Node
 
 from hf_ga.errors import ConfigError
 from hf_ga.loss.means import reduction_of
-from hf_ga.loss.saved import number, saved
+from hf_ga.loss.saved import inputs, number, saved
 
 ACCUMULATE_REMEDY = (
     "pass gradient_accumulation_steps to Accelerator, put the loop's body into `with "
     "accelerator.accumulate(model):`, and call accelerator.backward for each batch"
 )
+
+MULTIPLES = ("NegBackward0", "MulBackward0", "MulBackward1")
 
 
 def division_by_number(loss: Tensor) -> int | None:
@@ -27,11 +30,17 @@ def division_by_number(loss: Tensor) -> int | None:
     divided = node.next_functions[0][0]
     if divided is None or isinstance(divisor, Tensor):
         return None
-    reduction = reduction_of(divided)
-    is_sum = reduction is not None and reduction.divisor is None
-    if is_sum or divisor < 2 or not divisor.is_integer():
+    if is_sum(divided) or divisor < 2 or not divisor.is_integer():
         return None
     return int(divisor)
+
+
+def is_sum(node: Node) -> bool:
+    """Whether a node is a sum over elements, or a multiple of one."""
+    while node.name() in MULTIPLES and len(inputs(node)) == 1:
+        ((node, _),) = inputs(node)
+    reduction = reduction_of(node)
+    return reduction is not None and reduction.divisor is None
 
 
 def is_sum_of_terms(loss: Tensor) -> bool:
@@ -46,6 +55,25 @@ def backward_after_step() -> ConfigError:
         "accelerator.backward came after the optimizer's step in the same window, so its forward "
         "used other weights than those of the window's other micro-batches: run all backwards of a "
         "micro-batch before optimizer.step()."
+    )
+
+
+def backward_after_zero_grad() -> ConfigError:
+    """Return the error for a zero_grad between two backwards of a micro-batch."""
+    return ConfigError(
+        "optimizer.zero_grad() came between two calls of accelerator.backward in one micro-batch, "
+        "after the first one reached the optimizer's parameters: it would drop the first loss for "
+        "them, but gradients are summed until the window's end. Let the first loss not reach them "
+        "(detach), or train the models in loops of their own."
+    )
+
+
+def late_parameters() -> ConfigError:
+    """Return the error for parameters that were switched on within a window."""
+    return ConfigError(
+        "requires_grad of a parameter was set to True after the batch was fetched: its gradient "
+        "is not among those that the window sums up. Set requires_grad before the batch is "
+        "fetched, at the end of the iteration before."
     )
 
 

@@ -24,15 +24,17 @@ from torch import Tensor, nn
 from hf_ga.accelerator.by_hand import ByHand
 from hf_ga.accelerator.misuse import (
     backward_after_step,
+    backward_after_zero_grad,
     check_no_earlier_gradients,
     check_no_foreign_gradients,
     check_undivided,
     early_step,
+    late_parameters,
     not_fetched,
     unexpected_backward,
 )
 from hf_ga.accelerator.named_entries import check_named_entries
-from hf_ga.engine.rehearsal import is_rehearsed
+from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS, is_rehearsed
 from hf_ga.engine.slots import Slot, plan_slots
 from hf_ga.engine.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
@@ -88,6 +90,7 @@ class TrainingLoop:
         self._attempt = 0  # how often the window was begun again
         self._backwards_per_iteration: int | None = None  # of complete iterations
         self._has_stepped = False  # an optimizer, in this window
+        self._is_zeroed = False  # gradients, since a backward of this micro-batch
         self._learning_rates: list[float] = []  # when the window began
         self._iteration = ExitStack()  # contexts of the current iteration
 
@@ -152,15 +155,16 @@ class TrainingLoop:
             window = window.padded_to_window()
         self.is_inside = self.is_inside or _calls_accumulate(sys._getframe())
         is_planned = self._is_planned
+        models = self.training_models()
         self._window = window
         self._slots = plan_slots(
             window,
             num_processes=self.accelerator.num_processes,
             is_rehearsed=is_planned
             and self._whole_batch is None  # which compares samples on purpose
-            and is_rehearsed(self.num_windows),
+            and is_rehearsed(self.num_windows)
+            and self.engine.can_rehearse(),
         )
-        models = self.training_models()
         goes_on = not is_planned and not self.is_complete
         self.engine.begin_window(
             models,
@@ -177,6 +181,8 @@ class TrainingLoop:
         self._has_stepped = False
         if self._whole_batch is not None:
             self._whole_batch.begin(window, self._slots)
+        else:
+            self.engine.count_experts(self._slots, window.request)
         return window
 
     @property
@@ -208,6 +214,7 @@ class TrainingLoop:
         """Begin an iteration of the loop. Returns its batch on the device."""
         accelerator = self.accelerator
         self._index = index
+        self._is_zeroed = False
         accelerator.step = index + 1
         accelerator.gradient_state._set_sync_gradients(is_last)
         batch = send_to_device(slot.micro_batch.batch, accelerator.device, non_blocking=True)
@@ -362,7 +369,12 @@ class TrainingLoop:
             return
         if self._has_stepped:
             raise backward_after_step()
-        if not self.is_complete:
+        if self._is_zeroed:
+            raise backward_after_zero_grad()
+        is_sharded = gradient.backend.is_sharded  # FSDP2 swaps parameters
+        if self.num_windows < NUM_FIRST_WINDOWS and not is_sharded:
+            self._check_no_late_parameters()
+        if not self.is_complete and not gradient.backend.is_sharded:  # FSDP1 keeps its sums there
             check_no_foreign_gradients(gradient.parameters, gradient.earlier)
         check_undivided(loss, self.accelerator.gradient_accumulation_steps)
 
@@ -382,6 +394,30 @@ class TrainingLoop:
             self._whole_batch.add_direct_gradients()
         self.is_complete = True
         self.loss = gradient.loss
+
+    def _check_no_late_parameters(self) -> None:
+        """Check that no parameter needs a gradient now that did not when the window began.
+
+        Raises:
+            ConfigError: If one does: its gradient is not among those that are summed.
+        """
+        known = set(self.engine.gradient.parameters)
+        now = trainable_parameters(self.training_models(), self.accelerator._optimizers)
+        if not known.issuperset(now):
+            raise late_parameters()
+
+    def before_zero_grad(self, optimizer: torch.optim.Optimizer) -> None:
+        """Note that the loop zeroes gradients between two backwards of one micro-batch.
+
+        Only the first counted micro-batch of a window shows whether the backwards so far reached
+        the optimizer's parameters.
+        """
+        engine = self.engine
+        if engine.slot is None or not self._is_planned or not engine.num_adds:
+            return
+        if engine.gradient.num_backwards == engine.num_adds:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            self._is_zeroed = engine.gradient.has_sums_of(parameters)
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Check, before a prepared optimizer steps, that the window's gradient is complete.

@@ -85,7 +85,7 @@ class KeyedDraws:
         attend: Computes attention with a given dropout mask of its weights: `dropped_attention`, or
             a faster function that a speed-up puts in its place.
         mask_source: A speed-up that draws some of the dropout masks itself, see
-            `speed.packing.Packing.current_masks`. None: there is none.
+            `speed.packing.Packing.masks_of_shape`. None: there is none.
         sites: For each dropout mask of padded samples, its last draw, by its place.
         unkeyed_after_backward: Description of the first draw after `after_backward` that could not
             be tied to samples; None if there was none.
@@ -281,7 +281,7 @@ class KeyedDraws:
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
         """Draw a dropout mask on the device of the keys: bool, True where dropout keeps."""
-        packed = self._packed_masks()
+        packed = self._packed_masks(shape)
         if packed is not None:
             return packed.mask(self._count_site(), shape, drop_probability)
         draw = self._draw_dropout(shape, self._micro_batch.keys.device)
@@ -289,7 +289,7 @@ class KeyedDraws:
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
         """Apply dropout to a tensor, elementwise, with one fused kernel where there is one."""
-        packed = self._packed_masks()
+        packed = self._packed_masks(input.shape)
         if packed is not None:
             return packed.drop(self._count_site(), input, drop_probability)
         draw = self._draw_dropout(input.shape, input.device)
@@ -335,9 +335,9 @@ class KeyedDraws:
         """Count a draw without making it: a kernel of a speed-up makes it."""
         self._micro_batch.num_draws += 1
 
-    def _packed_masks(self) -> Any:
-        """Return what draws the masks of packed tokens, if the running code computes such."""
-        return None if self.mask_source is None else self.mask_source.current_masks()
+    def _packed_masks(self, shape: torch.Size) -> Any:
+        """Return what draws the masks of packed tokens, if a mask of this shape is one."""
+        return None if self.mask_source is None else self.mask_source.masks_of_shape(shape)
 
     def _count_site(self) -> DropoutSite:
         """Return where the next draw takes place, and count it.

@@ -62,6 +62,7 @@ class WindowGradient:
         self._index_of = {id(p): index for index, p in enumerate(self.parameters)}
         self.stack_sizes = StackSizes()
         self._expected: dict[TermKey, float] = {}  # divisors of the last window
+        self._first_exponent: int | None = None  # of shards' scale in the first window
         self.loss: Tensor | None = None
         self.begin()
 
@@ -80,8 +81,15 @@ class WindowGradient:
         self._has_new_terms = False
         device = self.backend.device
         self._loss_sum = torch.zeros((), dtype=sum_dtype(device), device=device)
+        self._parts: Gradients = [None] * len(self.parameters)  # see `add_part`
+        self._part_sum = torch.zeros_like(self._loss_sum)
         self.earlier: Gradients = [p.grad for p in self.parameters]
         self._shown: Gradients | None = None
+
+    @property
+    def num_targets(self) -> float:
+        """After `finish`, what the first term divides by in the whole window, over all ranks."""
+        return self._groups[0].total if self._groups else 0.0
 
     # Reading
 
@@ -160,10 +168,17 @@ class WindowGradient:
             retain_graph: Whether the loop runs another backward through the same graph.
             sync: Returns the context in which a sharded model reduces its gradients.
         """
+        self._agree_on_first_scale(readings)
         data_terms = self._terms_to_group(readings)
         if len(readings) > 1:
             data_terms = on_host(data_terms)  # to compare the proportions of their divisors
         groups = self._groups_for(data_terms)
+        if self.backend.is_sharded and len(groups) > 1:
+            raise ConfigError(
+                "the loss is a sum of means whose divisors keep no proportion ("
+                f"{', '.join(reading.name for reading in data_terms)}), which need a buffer each, "
+                "but FSDP has one: use DDP."
+            )
         self.readings += readings
         self.num_backwards += 1
         divisors = {reading.key: reading.divisor for reading in data_terms}
@@ -186,8 +201,34 @@ class WindowGradient:
         elif len(groups) > 1:
             self._lacks_values = True
 
+    def add_part(
+        self,
+        part: Tensor,
+        *,
+        retain_graph: bool = False,
+        sync: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """Run the backward of a micro-batch's part of a loss of the whole window: the parts of all
+        micro-batches add up to it, and are divided by nothing.
+
+        Args:
+            part: The part, a scalar.
+            retain_graph: Whether another backward follows through the same graph.
+            sync: Returns the context in which a sharded model reduces its gradients, in each part.
+        """
+        if not part.requires_grad:
+            return
+        earlier = [parameter.grad for parameter in self.parameters]
+        self._set_gradients(self._parts)
+        with sync():
+            self.backend.scaled(part).backward(retain_graph=retain_graph)
+        self._parts = [parameter.grad for parameter in self.parameters]
+        self._set_gradients(earlier)
+        self._part_sum += part.detach().to(self._part_sum.dtype)
+
     def note_rehearsal(self, readings: Sequence[Reading]) -> None:
         """Learn from the terms of a rehearsal, whose gradient does not count."""
+        self._agree_on_first_scale(readings)
         self._groups_for(self._terms_to_group(readings))
         self.readings += [replace(reading, is_counted=False) for reading in readings]
 
@@ -196,14 +237,16 @@ class WindowGradient:
         loss: Tensor,
         readings: Sequence[Reading],
         *,
+        retain_graph: bool = False,
         sync: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         """Run the backward of a filler with a gradient of zero, if a backward is a collective."""
+        self._agree_on_first_scale(())
         if not self.backend.is_sharded or not loss.requires_grad:
             return
         terms = [reading.term for reading in readings if reading.term is not None]
         with sync(), undivided(terms, [0.0] * len(terms)):
-            (loss if terms else loss * 0).backward()
+            (loss if terms else loss * 0).backward(retain_graph=retain_graph)
 
     def show(self, gradients: Gradients, *, times: int) -> None:
         """Set `.grad` to gradients within a window, for a loop that accumulates by hand.
@@ -236,14 +279,13 @@ class WindowGradient:
     def _terms_to_group(self, readings: Sequence[Reading]) -> list[Reading]:
         """Return the terms of a loss that are grouped by their divisors.
 
-        A penalty on parameters is not, because it takes the share of the terms beside it. Where
-        there are none, or none with a target, it counts as a mean over the micro-batches, from then
-        on in all of them.
+        A penalty on parameters is not, because it takes the share of the terms beside it. In a
+        backward of its own it counts as a mean over the micro-batches.
         """
         data_terms = [r for r in readings if r.term is None or not r.term.is_penalty]
         if len(data_terms) == len(readings):
             return data_terms
-        if not any(true_divisor(reading) for reading in on_host(data_terms)):
+        if not data_terms:
             return list(readings)
         grouped = {key for keys in self.grouping.structure for key in keys}
         return [r for r in readings if r in data_terms or r.key in grouped]
@@ -310,11 +352,21 @@ class WindowGradient:
         """
         key = group.keys[0]
         divisor = self._expected.get(key)
-        if not divisor and not self.backend.is_sharded:  # shards need the same on all ranks
-            divisor = float(divisors.get(key, 0.0))
-        if not divisor or not math.isfinite(divisor):
-            return 1.0
-        return 2.0 ** round(math.log2(abs(divisor)))
+        if divisor:
+            return 2.0 ** _exponent(divisor)
+        if self.backend.is_sharded:
+            return 2.0 ** (self._first_exponent or 0)
+        return 2.0 ** _exponent(float(divisors.get(key, 0.0)))
+
+    def _agree_on_first_scale(self, readings: Sequence[Reading]) -> None:
+        """Let all ranks with shards multiply by the same power of two before the first window's
+        end. A collective: each rank calls it in its first micro-batch, also in a filler.
+        """
+        if not self.backend.is_sharded or self._first_exponent is not None:
+            return
+        divisors = [float(reading.divisor) for reading in readings[:1]]
+        exponent = max(map(_exponent, divisors), default=0)
+        self._first_exponent = self.backend.max_over_ranks(exponent)
 
     def _backward_into(
         self,
@@ -344,6 +396,11 @@ class WindowGradient:
         self._buffers[index] = [parameter.grad for parameter in self.parameters]
         if not is_sharded:
             self._set_gradients(earlier)
+
+    def has_sums_of(self, parameters: Sequence[nn.Parameter]) -> bool:
+        """Whether a backward of this window has reached one of these parameters."""
+        indices = [self._index_of[id(p)] for p in parameters if id(p) in self._index_of]
+        return any(buffer[index] is not None for buffer in self._buffers for index in indices)
 
     def _set_gradients(self, gradients: Gradients) -> None:
         """Set `.grad` of all parameters."""
@@ -476,15 +533,20 @@ class WindowGradient:
         )
         status = RankStatus(
             loss=self._loss_sum,
-            counts=(*flags, *(group.total for group in groups), *self._value_sums),
+            counts=(
+                *flags,
+                float(self._part_sum),
+                *(group.total for group in groups),
+                *self._value_sums,
+            ),
             has_gradient=[
-                any(buffer[i] is not None for buffer in self._buffers)
+                any(buffer[i] is not None for buffer in (*self._buffers, self._parts))
                 for i in range(len(self.parameters))
             ],
             failure=self._failure_or_dead_end(can_repeat),
         )
         status = self.backend.all_reduce_status(status)
-        num_to_repeat, num_to_pad, num_without_values, *sums = status.counts
+        num_to_repeat, num_to_pad, num_without_values, sum_of_parts, *sums = status.counts
         totals = sums[: len(groups)]
         value_sums = sums[len(groups) :]
         self._has_gradient = status.has_gradient
@@ -492,6 +554,8 @@ class WindowGradient:
         if num_to_repeat:
             self.must_repeat = self.must_repeat or "another process repeats it"
             return False
+        if self.backend.is_sharded:
+            self._take_shards(groups)
         for group, total in zip(groups, totals, strict=True):
             group.total = total
             self._expected[group.keys[0]] = total
@@ -501,7 +565,14 @@ class WindowGradient:
                 value / (total or 1.0) for value, total in zip(value_sums, totals, strict=True)
             ]
             self.loss = torch.full_like(self.loss, sum(means))
+        self.loss = self.loss + sum_of_parts
         return True
+
+    def _take_shards(self, groups: Sequence[Group]) -> None:
+        """Take the gradients that FSDP reduced, also on a rank that had fillers only."""
+        if len(groups) == 1:
+            self._scales = [self._power_of_two_near(groups[0], {})]
+            self._buffers = [[parameter.grad for parameter in self.parameters]]
 
     def _failure_or_dead_end(self, can_repeat: bool) -> Exception | None:
         """Return this rank's error, also if the window cannot be repeated but must be."""
@@ -546,6 +617,8 @@ class WindowGradient:
             if self.backend.is_sharded:
                 factor *= self.backend.num_processes  # FSDP has divided by it
             self._add_scaled(result, buffer, factor, in_place=not keeps_sums)
+        factor = self.backend.num_processes if self.backend.is_sharded else 1.0
+        self._add_scaled(result, self._parts, factor, in_place=not keeps_sums)
         if not self.backend.is_sharded and self.backend.num_processes > 1:
             result = self._summed_over_ranks(result)
         return result
@@ -573,3 +646,8 @@ class WindowGradient:
         summed = [parameter.grad for parameter in self.parameters]
         self._set_gradients(kept)
         return summed
+
+
+def _exponent(divisor: float) -> int:
+    """Return the exponent of the power of two near a divisor; 0 for 0, infinities and NaN."""
+    return round(math.log2(abs(divisor))) if divisor and math.isfinite(divisor) else 0

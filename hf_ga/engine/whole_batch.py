@@ -21,18 +21,17 @@ from transformers import PreTrainedModel
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.window_engine import WindowEngine
-from hf_ga.errors import ConfigError, LossNotAdditive, ProcessFailed, UnkeyedRandomness
+from hf_ga.errors import ConfigError, LossNotAdditive, ProcessFailed
 from hf_ga.exact.backend import Backend, RankStatus
 from hf_ga.exact.engine import accumulate_gradient
+from hf_ga.exact.fetch import WindowRequest
 from hf_ga.exact.forward import (
     argument_filter,
     callable_module,
-    extra_forwards,
     module_modes,
     restored_buffers,
     unwrapped,
 )
-from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Hook
 from hf_ga.exact.loss import FirstPass
 from hf_ga.exact.outputs import named_tensors, with_tensors
@@ -55,15 +54,19 @@ class WholeBatch:
     Args:
         engine: Computes the windows of the loop.
         whole_batch: The user's function (outputs of all samples, batch of all samples) -> loss.
+        module: Computes the outputs from the entries of a batch. None: the prepared model does.
 
     Attributes:
         value: The loss of the current window, a scalar.
     """
 
-    def __init__(self, engine: WindowEngine, whole_batch: WholeBatchLoss) -> None:
+    def __init__(
+        self, engine: WindowEngine, whole_batch: WholeBatchLoss, module: nn.Module | None = None
+    ) -> None:
         """Start before the first window, with nothing proven."""
         self.engine = engine
         self.whole_batch = whole_batch
+        self._module = module
         self._model: nn.Module | None = None  # as it was prepared
         self._loss: WholeWindow | None = None  # once it is proven
         self._must_pad = False
@@ -98,7 +101,7 @@ class WholeBatch:
             LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`.
         """
         self._model = _only_model(models)
-        inner = unwrapped(self._model)
+        inner = unwrapped(self._model) if self._module is None else self._module
         if self._proven_for != (inner, module_modes(inner)):
             with self.engine.draws.resumed():
                 self._loss, self._must_pad = _prove(
@@ -107,12 +110,15 @@ class WholeBatch:
             self._proven_for = (inner, module_modes(inner))
         window.state.pad_to_window |= self._must_pad
 
-    def begin(self, window: Window, slots: Sequence[Slot]) -> None:
+    def begin(
+        self, window: Window, slots: Sequence[Slot], request: WindowRequest | None = None
+    ) -> None:
         """Compute the loss of a window, and its gradient at the model's outputs. A collective.
 
         Args:
             window: The window, which `engine` has begun.
             slots: The iterations of the loop in it.
+            request: What keys its random draws. None: the window's own plan.
 
         Raises:
             ConfigError: If the loss uses parameters that are sharded.
@@ -126,7 +132,10 @@ class WholeBatch:
         loss = torch.zeros((), dtype=sum_dtype(backend.device), device=backend.device)
         status = RankStatus(loss=loss, counts=())
         try:
-            self._first_outputs = self._first_forwards(backend)
+            with _without_cache(self._model):
+                self._first_outputs = self.engine.first_pass(
+                    slots, request or window.request, self._first_forward
+                )
             self._loss.prepare(self._first_pass(backend, status))
         except ProcessFailed:
             raise
@@ -162,41 +171,13 @@ class WholeBatch:
         slot = self._slots[index]
         return Call(slot.micro_batch, index=index, weight=int(slot.is_counted))
 
-    def _first_forwards(self, backend: Backend) -> list[Any]:
-        """Run the forwards of all iterations without gradients, and return their outputs.
-
-        They are run again if one showed that random numbers of the others were keyed otherwise.
-
-        Raises:
-            UnkeyedRandomness: If random numbers were drawn that are not keyed.
-        """
-        draws = self.engine.draws
-        before = random_states()
-        while True:
-            num_reclassified = draws.num_reclassified
-            with draws.resumed(), _without_cache(self._model):
-                outputs = [self._first_forward(slot) for slot in self._slots]
-            is_changed = draws.num_reclassified != num_reclassified
-            if backend.is_sharded:  # forwards are collectives
-                is_changed = bool(backend.max_over_ranks(int(is_changed)))
-            if not is_changed:
-                break
-        moved = moved_generators(before)
-        if moved:
-            raise UnkeyedRandomness(
-                f"the model drew random numbers (from the generator of {' and '.join(moved)}) that "
-                "cannot be tied to samples. whole_batch runs each forward twice, and the second "
-                "one would draw others, so its gradient would be wrong: turn this randomness off."
-            )
-        return outputs
-
     def _first_forward(self, slot: Slot) -> Any:
         """Run the forward of an iteration; return those of its outputs that the loss uses."""
-        module = callable_module(self._model)
         batch = send_to_device(slot.micro_batch.batch, self.engine.accelerator.device)
-        draws_of_slot = self.engine.micro_batch(slot, self._window.request)
-        with draws_of_slot, torch.no_grad(), extra_forwards(self._model):
-            outputs = module(**argument_filter(self._model)(batch))
+        if self._module is None:
+            outputs = callable_module(self._model)(**argument_filter(self._model)(batch))
+        else:
+            outputs = self._module(**batch)
         tensors = named_tensors(outputs)
         used = {name: tensors[name] for name in self._loss.used.names if name in tensors}
         return with_tensors(outputs, used)
@@ -275,10 +256,22 @@ class WholeBatch:
                 "accelerator.backward(outputs)."
             )
         self._outputs = None  # one backward for each forward
-        self._compare_with_first_pass(outputs)
-        if self._index == len(self._slots) - 1:
+        return self.part(self._index, outputs)
+
+    def part(self, index: int, outputs: Any) -> tuple[Tensor, float]:
+        """Return a micro-batch's part of the window's loss, see `term`.
+
+        Args:
+            index: Index of the micro-batch in the window.
+            outputs: What the model returned for it.
+
+        Raises:
+            LossNotAdditive: If it is not what the model returned in the first pass.
+        """
+        self._compare_with_first_pass(index, outputs)
+        if index == len(self._slots) - 1:
             self._check_differences()
-        call = self._call(self._index)
+        call = self._call(index)
         sums, _ = self._loss.sums(outputs, call)
         return sums[0], len(call.micro_batch) / self._window.num_samples
 
@@ -295,11 +288,11 @@ class WholeBatch:
                 return False
         return True
 
-    def _compare_with_first_pass(self, outputs: Any) -> None:
+    def _compare_with_first_pass(self, index: int, outputs: Any) -> None:
         """Note how much what the model returned to the loop differs from the first pass."""
         tensors = named_tensors(outputs)
-        firsts = named_tensors(self._first_outputs[self._index])
-        self._first_outputs[self._index] = None  # not needed any more
+        firsts = named_tensors(self._first_outputs[index])
+        self._first_outputs[index] = None  # not needed any more
         for name, first in firsts.items():
             if first.is_floating_point() and name in tensors:
                 output = tensors[name].detach()

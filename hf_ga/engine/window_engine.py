@@ -9,28 +9,40 @@ that it passes to `backward` read, compared with its rehearsal, and added to the
     finish(...)                  one sum over ranks; `.grad` appears
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import accelerate
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.divisors import Reading
 from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.rehearsal import OutputRecorder, Rehearsal, footprints_of
+from hf_ga.engine.router import WindowRouter
 from hf_ga.engine.slots import Slot
-from hf_ga.errors import HfGaError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.engine.speed_ups import SpeedUps
+from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.fetch import WindowRequest
-from hf_ga.exact.forward import snapshot_buffers, unwrapped
+from hf_ga.exact.forward import (
+    argument_filter,
+    callable_module,
+    extra_forwards,
+    snapshot_buffers,
+    unwrapped,
+)
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.parallel.fsdp import backend_for
+from hf_ga.parallel.fsdp import backend_for, is_sharded
 
 logger = get_logger(__name__)
 
@@ -44,6 +56,7 @@ class WindowEngine:
 
     Attributes:
         draws: Keys the random draws of a micro-batch.
+        speed_ups: Speed-ups of the models' forwards.
         gradient: The sums of the current window. None before the first one.
         slot: The current micro-batch. None between two of them.
         num_adds: How many losses of the current micro-batch were added.
@@ -55,6 +68,7 @@ class WindowEngine:
         """Start before the first window."""
         self.accelerator = accelerator
         self.draws = KeyedDraws(allow_unkeyed=allow_split_dependent_randomness)
+        self.speed_ups = SpeedUps(self.draws)
         self.gradient: WindowGradient | None = None
         self.slot: Slot | None = None
         self.num_adds = 0
@@ -62,11 +76,28 @@ class WindowEngine:
         self._request: WindowRequest | None = None
         self._recorder = OutputRecorder()
         self._rehearsal: Rehearsal | None = None  # of the current window
+        self._router: WindowRouter | None = None  # of models with a balancing loss
+        self._found_router: WindowRouter | None = None  # of the models, whether it is on or not
+        self._goes_on = False
         self._random_states: dict[str, bytes] = {}
         self._has_warned = False
         self._window_contexts = ExitStack()
 
     # Windows
+
+    def can_rehearse(self) -> bool:
+        """Whether a loss can be differentiated once more in a micro-batch. Not under FSDP, where
+        that is a collective, and FSDP1 gathers parameters for one backward only. Says so once.
+        """
+        if not is_sharded(self.accelerator):
+            return True
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "hf_ga: under FSDP it is not tried whether a sample's loss depends on the other "
+                "samples of its micro-batch. Try the script on one process without FSDP first."
+            )
+        return False
 
     def begin_window(
         self,
@@ -89,6 +120,8 @@ class WindowEngine:
         """
         self.leave_window()
         self._models = list(models)
+        self._router = None
+        self._goes_on = goes_on
         parameters = list(parameters)
         if self.gradient is None or self.gradient.parameters != parameters:
             self.gradient = WindowGradient(backend_for(self.accelerator), parameters)
@@ -108,6 +141,111 @@ class WindowEngine:
                 [unwrapped(model) for model in models], with_submodules=not backend.is_sharded
             )
             self._window_contexts.enter_context(recording)
+        speed_ups = self.speed_ups.window(models, self.gradient, is_rehearsed=is_rehearsed)
+        self._window_contexts.enter_context(speed_ups)
+
+    def count_experts(
+        self,
+        slots: Sequence[Slot],
+        request: WindowRequest,
+        forward: Callable[[Slot], Any] | None = None,
+    ) -> None:
+        """Make a first pass over the window if its models add the load-balancing loss of a mixture of
+        experts to their loss, which needs how often each expert is chosen in the whole window.
+
+        A collective, after `begin_window`.
+
+        Args:
+            slots: The micro-batches of this rank.
+            request: The plan of the window.
+            forward: Runs the loop's forward of a micro-batch. None: model(**batch).
+
+        Raises:
+            ConfigError: If the loop accumulates by hand, or under FSDP1.
+            UnkeyedRandomness: If random numbers were drawn that are not keyed.
+            ProcessFailed: If another rank failed.
+        """
+        if self._found_router is None or self._found_router.prepared != self._models:
+            self._found_router = WindowRouter(self._models)
+        router = self._found_router
+        if not router.is_on:
+            return
+        if self._goes_on or any(isinstance(m, FullyShardedDataParallel) for m in self._models):
+            raise ConfigError(
+                "the balancing loss of a mixture of experts needs a first pass over the window, and "
+                "a second backward through each forward: not for FSDP1 (use FSDP2), nor for a loop "
+                "that accumulates by hand (pass gradient_accumulation_steps to Accelerator, and put "
+                "the loop's body into `with accelerator.accumulate(model):`)."
+            )
+        self._router = router
+        run = partial(self.first_pass, slots, request, forward or self._call_models)
+        router.count_window(self.gradient.backend, slots, run)
+
+    def _call_models(self, slot: Slot) -> None:
+        """Run the models on a micro-batch as the loader returns it."""
+        batch = slot.micro_batch.batch
+        if not isinstance(batch, Mapping):
+            raise ConfigError(
+                "the balancing loss of a mixture of experts needs batches with named entries: let "
+                f"the collate function return a dict, not a {type(batch).__name__}."
+            )
+        batch = send_to_device(batch, self.accelerator.device)
+        for model in self._models:
+            callable_module(model)(**argument_filter(model)(batch))
+
+    def first_pass(
+        self,
+        slots: Sequence[Slot],
+        request: WindowRequest,
+        forward: Callable[[Slot], Any],
+        after: Callable[[], Any] | None = None,
+    ) -> list[Any]:
+        """Run the forwards of all micro-batches without gradients, with the random numbers that the
+        loop's forwards will draw.
+
+        They are run again if one showed that random numbers of the others were keyed otherwise.
+
+        Args:
+            slots: The micro-batches of this rank.
+            request: The plan of the window.
+            forward: Runs the forward of a micro-batch.
+            after: Is called after each forward.
+
+        Returns:
+            For each micro-batch, what `after` returned; without it, what `forward` did.
+
+        Raises:
+            UnkeyedRandomness: If random numbers were drawn that are not keyed.
+        """
+        draws = self.draws
+        backend = self.gradient.backend
+        before = random_states()
+        while True:
+            num_reclassified = draws.num_reclassified
+            results = []
+            for slot in slots:
+                with ExitStack() as stack:
+                    stack.enter_context(draws.resumed())
+                    stack.enter_context(self.micro_batch(slot, request))
+                    stack.enter_context(torch.no_grad())
+                    for model in self._models:
+                        stack.enter_context(extra_forwards(model))
+                    result = forward(slot)
+                    results.append(result if after is None else after())
+            is_changed = draws.num_reclassified != num_reclassified
+            if backend.is_sharded:  # forwards are collectives
+                is_changed = bool(backend.max_over_ranks(int(is_changed)))
+            if not is_changed:
+                break
+        self.slot = None
+        moved = moved_generators(before)
+        if moved:
+            raise UnkeyedRandomness(
+                f"the model drew random numbers (from the generator of {' and '.join(moved)}) that "
+                "cannot be tied to samples. This loss runs each forward twice, and the second one "
+                "would draw others, so its gradient would be wrong: turn this randomness off."
+            )
+        return results
 
     def leave_window(self) -> None:
         """Give up the current window, or end it after `finish`."""
@@ -141,6 +279,9 @@ class WindowEngine:
                 for model in self._models:
                     stack.callback(snapshot_buffers(model))
             stack.enter_context(self.draws.scope())
+            stack.enter_context(self.speed_ups.micro_batch(slot))
+            if self._router is not None:
+                stack.enter_context(self._router.patched_in(slot))
             yield
 
     def add(
@@ -172,19 +313,41 @@ class WindowEngine:
         slot = self.slot
         self.num_adds += 1
         loss = loss.reshape(()) if loss.dim() else loss
-        readings = self.gradient.read(loss, len(slot.micro_batch), num_targets)
+        readings = self.speed_ups.read(loss, num_targets)
         readings = [replace(r, key=(self.num_adds, r.key)) for r in readings]
+        part = None
+        if self._router is not None:
+            loss, readings = self._router.split(loss, readings, num_targets)
+            part = self._part_of_router()
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
-        sync = self._sync_when_last if is_last else self._sync
+        # What a sharded model keeps would be reduced together with the part.
+        sync = self._sync_when_last if is_last or self._router is not None else self._sync
+        is_kept = retain_graph or part is not None
         if slot.is_rehearsal:
             self.gradient.note_rehearsal(readings)
         elif slot.is_filler:
-            self.gradient.add_nothing(loss, readings, sync=sync)
+            self.gradient.add_nothing(loss, readings, retain_graph=is_kept, sync=sync)
         else:
-            self.gradient.add(loss, readings, retain_graph=retain_graph, sync=sync)
+            with self.speed_ups.in_backward():
+                self.gradient.add(loss, readings, retain_graph=is_kept, sync=sync)
+        if part is not None:
+            with self.speed_ups.in_backward():
+                self.gradient.add_part(part, retain_graph=retain_graph, sync=sync)
         self.draws.after_backward()
         return len(readings)
+
+    def _part_of_router(self) -> Tensor | None:
+        """Return what the micro-batch adds to the window's balancing loss of a mixture of experts.
+
+        None: nothing. Zero for a filler, if a backward is a collective.
+        """
+        if self.slot.is_counted:
+            return self._router.part(self.num_adds)
+        if self.slot.is_filler and self.gradient.backend.is_sharded:
+            part = self._router.part(self.num_adds, is_counted=False)
+            return None if part is None else part * 0
+        return None
 
     def _check_draws(self) -> None:
         """Check that no random number was drawn since the micro-batch began but by keyed draws.
@@ -284,6 +447,11 @@ class WindowEngine:
                 "hf_ga: no output of the prepared models has rows of samples, so it was not tried "
                 "whether a sample's loss depends on the other samples of its micro-batch."
             )
+        if self._router is not None:
+            try:
+                self._router.check_window()
+            except LossNotAdditive as error:
+                self.gradient.failure = self.gradient.failure or error
         return self.gradient.finish(
             is_padded=self._request.pad_to_window, can_repeat=can_repeat, keeps_sums=keeps_sums
         )

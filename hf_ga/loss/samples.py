@@ -67,14 +67,16 @@ def _are_samples(
         return True
     if divisor is None or (isinstance(divisor, float) and divisor != len(group)):
         return False
-    if len(group) == 2 and not stack_sizes.may_change:
-        raise LossNotAdditive(
-            f"the loss is half the sum of two means of the same kind ({first.node.name()}) in a "
-            "micro-batch of two samples: they may be the losses of the two samples, or two losses "
-            "of both. Use another micro-batch size, or pass a sum and its number of targets: "
-            "accelerator.backward(sum, num_targets=n)."
-        )
-    return True
+    if len(group) > 2:
+        return True
+    if stack_sizes.may_change:
+        return False  # micro-batches of other sizes follow, or this one is the window
+    raise LossNotAdditive(
+        f"the loss is half the sum of two means of the same kind ({first.node.name()}) in a "
+        "micro-batch of two samples: they may be the losses of the two samples, or two losses of "
+        "both. Use another micro-batch size, or pass a sum and its number of targets: "
+        "accelerator.backward(sum, num_targets=n)."
+    )
 
 
 def _joined(group: Sequence[Found]) -> Term:

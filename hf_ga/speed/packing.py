@@ -116,9 +116,11 @@ class Packing(SpeedUp):
 
         A head may read a fixed column (the first or the last one), where a sample that is padded
         there has zeros after packing. During the proof, a side is recorded as proven if all padded
-        samples of the micro-batch share it. True if there is no attention mask of tokens: then
-        nothing is packed.
+        samples of the micro-batch share it, and a micro-batch with nothing to pack does not fit.
+        Otherwise True if there is no attention mask of tokens: then nothing is packed.
         """
+        if self._is_on_trial and _tokens_to_pack(call, self._min_padding_ratio) is None:
+            return False
         mask = call.micro_batch.batch.get("attention_mask")
         if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
             return True
@@ -138,7 +140,8 @@ class Packing(SpeedUp):
         if self._tokens is not None:
             self._was_packed = True
             self._padded_masks = self._dropout.mask_source
-            self._packed_masks = PackedMasks(self._tokens, self._padded_masks)
+            sample_masks = SampleMasks(call.keys, call.window_key)
+            self._packed_masks = PackedMasks(self._tokens, sample_masks)
             self._attention.start_micro_batch(self._samples_for_kernel(call))
             self._dropout.mask_source = self
 
@@ -192,6 +195,18 @@ class Packing(SpeedUp):
         """Return what draws the masks of a dropout site: for packed tokens or padded samples."""
         is_packed = site.module in self._modules_in_layers and not self._is_in_attention
         return self._packed_masks if is_packed else self._padded_masks
+
+    def masks_of_shape(self, shape: torch.Size) -> PackedMasks | None:
+        """Return what draws the masks of packed tokens if a mask of this shape is one, for keyed
+        draws, which know no modules.
+
+        No mask of several padded samples begins with these sizes: packed, they have more tokens
+        than the longest of them.
+        """
+        is_packed = self._tokens is not None and not self._is_in_attention
+        if not is_packed or shape[:2] != self._tokens.packed_shape:
+            return None
+        return self._packed_masks
 
     def _padding_ratio_to_exceed(self, device: torch.device) -> float:
         """Return the padding ratio (padded / real tokens) above which packing is faster.

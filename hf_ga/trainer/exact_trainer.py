@@ -29,6 +29,7 @@ from transformers.trainer_utils import TrainOutput
 
 from hf_ga.engine.rehearsal import is_rehearsed
 from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
+from hf_ga.engine.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.exact.fetch import WindowRequest
@@ -43,6 +44,7 @@ from hf_ga.parallel.prepare import enable_fp16_on_cpu, every_prepare_exact
 from hf_ga.parallel.processes import gather_uneven
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer
+from hf_ga.trainer.loss import WindowLoss
 from hf_ga.trainer.pairs import chosen_first, collate_pairs, forward_of_pairs, has_pairs
 
 logger = get_logger(__name__)
@@ -83,6 +85,12 @@ class TrainerWindow:
         self._num_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
         self._has_pairs = has_pairs(trainer.data_collator)
         self._is_scale_checked = False  # whether `backward` has checked its first loss
+        self._window_loss: WindowLoss | None = None
+        self._whole_batch: WholeBatch | None = None
+        if trainer.whole_batch:
+            loss = WindowLoss(trainer)
+            self._window_loss = loss
+            self._whole_batch = WholeBatch(self.engine, loss.loss_of_window, loss)
 
     def begin(self, batches: list[WindowBatch]) -> None:
         """Begin a window of `ExactTrainer`.
@@ -106,7 +114,21 @@ class TrainerWindow:
         # Random draws are keyed by `seed`, whereas the order may be keyed by `data_seed`.
         self._mask_request = replace(request, seed=self.trainer.args.seed)
         self.num_begun = 0
+        if self._whole_batch is not None:
+            self._prove_whole_batch()
         self._begin_window()
+
+    def _prove_whole_batch(self) -> None:
+        """Prove, once, that the outputs that the loss of a window uses belong to single samples."""
+        trainer = self.trainer
+        trainer.model.train()  # Trainer calls it in each training step only
+        gather = partial(gather_uneven, trainer.accelerator.gather)
+        with (
+            preserving_counters(trainer),
+            _hiding_accumulation(trainer),
+            override(trainer.accelerator, gather=gather),
+        ):
+            self._whole_batch.prove(self._window, [trainer.model_wrapped])
 
     def _begin_window(self) -> None:
         """Begin the window in the engine, or begin it again."""
@@ -116,7 +138,8 @@ class TrainerWindow:
             self._mask_request = replace(self._mask_request, pad_to_window=True)
         self.slots = plain_slots(self._window)
         self._rehearsal = None
-        if is_rehearsed(trainer.state.global_step):
+        # A loss of a whole window compares samples on purpose.
+        if self._whole_batch is None and is_rehearsed(trainer.state.global_step):
             self._rehearsal = extra_rehearsal(
                 self._window, num_processes=trainer.accelerator.num_processes
             )
@@ -173,7 +196,7 @@ class TrainerWindow:
         """
         trainer = self.trainer
         if index == 0:
-            self._rehearse(step)
+            self._run_before(step)
         is_last = index == len(self.slots) - 1
         self._run(self.slots[index], step, is_last)
         if not is_last:
@@ -183,34 +206,53 @@ class TrainerWindow:
             logger.info(f"hf_ga: a window is computed again: {self.engine.gradient.must_repeat}.")
             self._begin_window()
             with preserving_counters(trainer):
-                self._rehearse(step)
+                self._run_before(step)
                 for slot in self.slots:
                     self._run(slot, step, slot is self.slots[-1])
+        if self._whole_batch is not None:
+            self._whole_batch.add_direct_gradients()
         self.engine.leave_window()
         self.is_complete = True
-        has_gradient = any(p.grad is not None for p in self.engine.gradient.parameters)
-        if trainer.accelerator.scaler is not None and not has_gradient:
+        if trainer.accelerator.scaler is not None and not self.engine.gradient.num_targets:
             raise DataError(
                 "a window has no targets, so it has no loss for fp16 to scale: remove such samples."
             )
 
-    def _rehearse(self, step: Callable[[dict[str, Any]], Any]) -> None:
-        """Compute some samples of the window in other company, without adding their gradient."""
-        if self._rehearsal is None:
-            return
-        with preserving_counters(self.trainer):
-            self._run(self._rehearsal, step, is_last=False)
+    def _run_before(self, step: Callable[[dict[str, Any]], Any]) -> None:
+        """Run what comes before the micro-batches of a window: a first pass, if the loss needs one,
+        and the rehearsal, which computes some samples in other company and adds nothing.
+        """
+        trainer = self.trainer
+        trainer.model.train()  # for the first pass; Trainer calls it in each training step
+        with preserving_counters(trainer):
+            if self._whole_batch is not None:
+                self._whole_batch.begin(self._window, self.slots, self._mask_request)
+                return
+            forward = partial(self._forward, step=step)
+            self.engine.count_experts(self.slots, self._mask_request, forward)
+            if self._rehearsal is not None:
+                self._run(self._rehearsal, step, is_last=False)
+
+    def _forward(self, slot: Slot, step: Callable[[dict[str, Any]], Any]) -> None:
+        """Run Trainer's training step on a micro-batch, without its backward."""
+        with self._own_loss(backward=lambda loss, **kwargs: None):
+            step(dict(slot.micro_batch.batch))
 
     def _run(self, slot: Slot, step: Callable[[dict[str, Any]], Any], is_last: bool) -> None:
         """Run Trainer's training step on a micro-batch, with keyed draws and our backward."""
-        trainer = self.trainer
         backward = partial(self._backward, is_last=is_last)
+        with self.engine.micro_batch(slot, self._mask_request), self._own_loss(backward):
+            step(dict(slot.micro_batch.batch))
+
+    @contextmanager
+    def _own_loss(self, backward: Callable[..., None]) -> Iterator[None]:
+        """Replace the trainer's loss and backward in the block."""
+        trainer = self.trainer
         with (
-            self.engine.micro_batch(slot, self._mask_request),
             override(trainer, compute_loss=partial(self._compute_loss, trainer.compute_loss)),
             override(trainer.accelerator, backward=backward),
         ):
-            step(dict(slot.micro_batch.batch))
+            yield
 
     def _compute_loss(
         self,
@@ -222,6 +264,11 @@ class TrainerWindow:
         """Compute the trainer's loss of a micro-batch alone; replaces its `compute_loss` during a
         training step. `compute_loss_func` gets the number of items of this micro-batch.
         """
+        if self._whole_batch is not None:
+            outputs = self._window_loss.outputs_of(model, inputs)
+            index = next(i for i, slot in enumerate(self.slots) if slot is self.engine.slot)
+            self._loss, self._num_targets = self._whole_batch.part(index, outputs)
+            return self._loss
         num_items = None
         if self.trainer.compute_loss_func is not None:
             num_items = self._num_items([inputs])

@@ -1,4 +1,4 @@
-"""The loss of a Trainer as a module, which hf_ga can prove and compute like a model."""
+"""`ExactTrainer.whole_batch`: a trainer's `compute_loss` as a loss of all samples of a window."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -9,28 +9,20 @@ from transformers import Trainer
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import Batch
-from hf_ga.exact.forward import argument_filter
-from hf_ga.exact.sums_of_means import find_sum_of_means
-from hf_ga.trainer.pairs import chosen_first, forward_of_pairs, has_pairs
 
 
-class TrainerLoss(nn.Module):
-    """A trainer's model together with its loss, as one module: its forward maps the entries of a
-    batch to the loss that `Trainer.compute_loss` computes on this batch alone.
+class WindowLoss(nn.Module):
+    """A trainer's `compute_loss` in two parts: the calls of the model that it makes, and the loss
+    of all samples of a window, in which these calls return outputs that were computed before.
 
-    A `compute_loss_func` gets the number of items in this batch, as in Trainer's evaluation. If the
-    trainer has `loss_sums`, which hf_ga calls itself, the forward returns the model's outputs. If
-    it has `whole_batch = True`, the forward returns a tuple with the outputs of each call of the
-    model that `compute_loss` makes.
+    As a module, its forward maps the entries of a batch to a tuple with the outputs of each call.
 
     Args:
-        trainer: The trainer, whose model is not wrapped yet.
+        trainer: The trainer.
     """
 
     def __init__(self, trainer: Trainer) -> None:
-        """Take what computing the loss of an `ExactTrainer` needs from it, before its model is
-        wrapped.
-        """
+        """Take what computing the loss needs from an `ExactTrainer`."""
         super().__init__()
         self.model = trainer.model
         self.config = getattr(trainer.model, "config", None)
@@ -38,39 +30,21 @@ class TrainerLoss(nn.Module):
         # Returns Trainer's number of items (targets) in a list of batches.
         self._get_num_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
         self._needs_num_items = trainer.compute_loss_func is not None
-        self._has_pairs = has_pairs(trainer.data_collator)
-        self._returns_outputs = trainer.loss_sums is not None
-        self._is_loss_of_window = trainer.whole_batch
 
-    def forward(self, **batch: Any) -> Any:
-        """Compute the loss of a batch with the `compute_loss` of an `ExactTrainer`.
+    def forward(self, **batch: Any) -> tuple:
+        """Return the outputs of each call of the model in `compute_loss` for a batch."""
+        return self.outputs_of(self.model, batch)
+
+    def outputs_of(self, model: nn.Module, batch: dict[str, Any]) -> tuple:
+        """Return the outputs of each call of a model in `compute_loss` for a batch.
 
         Args:
-            **batch: The entries of the batch.
-
-        Returns:
-            The loss, a scalar; for a model whose loss is a sum of several means, its outputs with
-            this loss; with `loss_sums` or `whole_batch`, the model's outputs (see the class).
+            model: The model, with or without wrappers.
+            batch: The batch.
         """
-        if self._returns_outputs:
-            return self.model(**argument_filter(self.model)(batch))
-        if self._is_loss_of_window:
-            returned: list[Any] = []
-            recording_model = _ModelProxy(self.model, partial(_call_and_record, returned))
-            self._compute_loss_with(recording_model, batch)
-            return tuple(returned)
-        num_items = self._num_items_in(batch)
-        if self._has_pairs:
-            model = partial(forward_of_pairs, self.model)
-            return self._compute_loss(model, chosen_first(batch), num_items_in_batch=num_items)
-        has_sum_of_means = find_sum_of_means(batch) is not None
-        if not has_sum_of_means:
-            return self._compute_loss(self.model, batch, num_items_in_batch=num_items)
-        loss, outputs = self._compute_loss(
-            self.model, batch, return_outputs=True, num_items_in_batch=num_items
-        )
-        outputs["loss"] = loss
-        return outputs
+        returned: list[Any] = []
+        self._compute_loss_with(_ModelProxy(model, partial(_call_and_record, returned)), batch)
+        return tuple(returned)
 
     def loss_of_window(self, outputs: tuple, batch: Batch) -> Tensor:
         """Compute the loss of a whole window with the trainer's `compute_loss`, which gets outputs
@@ -95,16 +69,8 @@ class TrainerLoss(nn.Module):
         return self._compute_loss(model, batch, num_items_in_batch=self._num_items_in(batch))
 
     def _num_items_in(self, batch: dict[str, Any]) -> Any:
-        """Return Trainer's number of items (targets) in a batch for a `compute_loss_func`, or None
-        if the trainer has no such function.
-        """
+        """Return the number of items in a batch for a `compute_loss_func`; None without one."""
         return self._get_num_items([batch]) if self._needs_num_items else None
-
-    def get_output_embeddings(self) -> nn.Module | None:
-        """Return the output layer of the trainer's model, which the chunked loss uses; None if the
-        model has none.
-        """
-        return getattr(self.model, "get_output_embeddings", lambda: None)()
 
 
 class _ModelProxy:

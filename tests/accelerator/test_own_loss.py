@@ -132,7 +132,6 @@ def focal(outputs: Tensor, labels: Tensor) -> Tensor:
     return (1 - torch.exp(-losses)) ** 2 * losses
 
 
-@pytest.mark.filterwarnings("ignore:hf_ga. num_targets is 1")
 def test_any_sum_with_its_number_of_targets_is_exact():
     """Here the focal loss over positives: most micro-batches have none."""
 
@@ -201,7 +200,7 @@ OF_OUTPUTS = map(
     "step", [hardest_half, above_the_median, sum_of_in_batch_negatives, *OF_OUTPUTS]
 )
 def test_a_sum_that_compares_samples_is_refused(step):
-    with pytest.raises(hf_ga.LossNotAdditive, match=r"compares the samples.*whole_batch"):
+    with pytest.raises(hf_ga.LossNotAdditive, match=r"depends on the other samples.*whole_batch"):
         gradient(hf_ga.Accelerator, step)
 
 
@@ -222,31 +221,75 @@ def test_a_sum_that_compares_the_outputs_of_one_sample_is_exact():
     assert error(gradient(hf_ga.Accelerator, step), full_batch(mean)) < 1e-6
 
 
-def test_a_number_that_was_raised_to_1_is_refused():
+def over_positives(number_of):
     """Most micro-batches have no positive sample."""
 
-    def step(accelerator, model, x, y):
-        number = (y > 0).sum().clamp(min=1)
-        accelerator.backward((focal(model(x), y) * (y > 0)).sum(), num_targets=number)
+    def mean(model, x, y):
+        return (focal(model(x), y) * (y > 0)).sum() / number_of(y > 0)
 
-    with (
-        pytest.warns(UserWarning, match=r"If that is max\(number, 1\)"),
-        pytest.raises(hf_ga.LossNotAdditive, match="Pass the plain number"),
-    ):
-        gradient(hf_ga.Accelerator, step)
+    return mean
 
 
-def two_terms(accelerator, model, x, y):
+def two_terms(model, x, y):
+    """With other divisors."""
     outputs = model(x)
-    accelerator.backward(F.mse_loss(outputs, one_hot(y, outputs)) + weighted(outputs, y))
+    return F.mse_loss(outputs, one_hot(y, outputs)) + weighted(outputs, y)
+
+
+def own_mean(model, x, y):
+    return focal(model(x), y).mean()
+
+
+def captured_before(model, x, y, criterion=F.cross_entropy):
+    """A function that was taken from torch before the loop."""
+    return criterion(model(x), y)
+
+
+def sum_by_position(model, x, y):
+    return F.cross_entropy(model(x), y, None, None, -100, None, "sum") / (y >= 0).sum()
+
+
+def penalty_with_data(model, x, y):
+    used = (x @ next(model.parameters()).T).pow(2).mean()
+    return F.cross_entropy(model(x), y) + used
+
+
+OWN_MEANS = {
+    "raised to 1": over_positives(lambda chosen: chosen.sum().clamp(min=1)),
+    "raised to 1 by Python": over_positives(lambda chosen: max(int(chosen.sum()), 1)),
+    "plus eps": over_positives(lambda chosen: chosen.sum() + 1e-8),
+    "over all samples": over_positives(len),
+    "two terms": two_terms,
+    "own mean": own_mean,
+    "captured before": captured_before,
+    "sum by position": sum_by_position,
+    "penalty with data": penalty_with_data,
+}
+
+
+@pytest.mark.parametrize("name", OWN_MEANS)
+@pytest.mark.parametrize("batch_size", [8, 4, 2])
+def test_a_mean_of_the_loop_is_exact(name, batch_size):
+    mean = OWN_MEANS[name]
+
+    def step(accelerator, model, x, y):
+        accelerator.backward(mean(model, x, y))
+
+    assert error(gradient(hf_ga.Accelerator, step, batch_size), full_batch(mean)) < 1e-6
+
+
+def test_accelerates_means_of_the_loop_are_not_exact():
+    """The control."""
+    mean = OWN_MEANS["raised to 1"]
+
+    def step(accelerator, model, x, y):
+        accelerator.backward(mean(model, x, y))
+
+    assert error(gradient(accelerate.Accelerator, step), full_batch(mean)) > 1e-2
 
 
 def divided(accelerator, model, x, y):
     accelerator.backward(F.cross_entropy(model(x), y) / accelerator.gradient_accumulation_steps)
-
-
-def own_mean(accelerator, model, x, y):
-    accelerator.backward(focal(model(x), y).mean())
 
 
 def only_a_sum(accelerator, model, x, y):
@@ -263,9 +306,8 @@ def standardised_over_the_batch(accelerator, model, x, y):
     accelerator.backward(weighted((outputs - outputs.mean(0)) / outputs.std(), y.clamp(min=0)))
 
 
-def captured_before(accelerator, model, x, y, criterion=F.cross_entropy):
-    """A function that was taken from torch before the loop is not seen."""
-    accelerator.backward(criterion(model(x), y))
+def plus_one(accelerator, model, x, y):
+    accelerator.backward(F.cross_entropy(model(x), y, reduction="sum") / (len(y) + 1))
 
 
 def detached(accelerator, model, x, y):
@@ -275,31 +317,30 @@ def detached(accelerator, model, x, y):
 @pytest.mark.parametrize(
     ("step", "message"),
     [
-        (two_terms, r"accelerator.backward\(loss_sum, num_targets=n\)"),
-        (divided, "0.125 times"),
-        (own_mean, r"accelerator.backward\(loss_sum, num_targets=n\)"),
-        (only_a_sum, r"accelerator.backward\(loss_sum, num_targets=n\)"),
-        (detached, "no gradient"),
-        (in_batch_negatives, "compares the samples"),
-        (standardised_over_the_batch, "compares the samples"),
-        (captured_before, r"accelerator.backward\(loss_sum, num_targets=n\)"),
+        (divided, "divided by 8, the gradient accumulation steps.*multiply the loss by 0.125"),
+        (only_a_sum, "is a sum, not a mean.*pass num_targets"),
+        (plus_one, r"one was added to it.*backward\(sum, num_targets=n\)"),
+        (detached, "needs no gradient"),
+        (in_batch_negatives, "depends on the other samples"),
+        (standardised_over_the_batch, "depends on the other samples"),
     ],
 )
 def test_another_loss_is_refused_before_the_update(step, message):
-    with pytest.raises(hf_ga.LossNotAdditive, match=message):
+    with pytest.raises(hf_ga.HfGaError, match=message):
         gradient(hf_ga.Accelerator, step)
 
 
 def test_torchs_functions_are_put_back():
-    before = F.cross_entropy
+    """Those that draw; those that compute losses stay as they are."""
+    before = F.cross_entropy, torch.rand
 
     def step(accelerator, model, x, y):
-        assert F.cross_entropy is not before
+        assert F.cross_entropy is before[0]
+        assert torch.rand is not before[1]
         accelerator.backward(F.cross_entropy(model(x), y))
-        assert F.cross_entropy is before
 
     gradient(hf_ga.Accelerator, step)
-    assert F.cross_entropy is before
+    assert (F.cross_entropy, torch.rand) == before
 
 
 class WithLoss(nn.Module):
@@ -343,9 +384,21 @@ def relabelled_in_place(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch)["loss"]
 
 
-@pytest.mark.parametrize("call", [relabelled, relabelled_in_place])
-@pytest.mark.parametrize("size", [16, 8])
-def test_labels_that_the_loop_changes_are_counted_as_it_passes_them(call, size):
+def with_class_weights(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch, weight=CLASS_WEIGHTS.to(batch["x"].dtype))["loss"]
+
+
+def with_some_rows(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    kept = batch["x"][:, 0] < 0.3
+    return model(batch["x"][kept], batch["labels"][kept])["loss"]
+
+
+CALLS = [relabelled, relabelled_in_place, with_class_weights, with_some_rows]
+
+
+@pytest.mark.parametrize("call", CALLS)
+@pytest.mark.parametrize("size", [16, 8, 4])
+def test_what_the_loop_passes_to_the_model_is_what_counts(call, size):
     model = WithLoss().double()
     rows = named_rows()
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
@@ -355,19 +408,14 @@ def test_labels_that_the_loop_changes_are_counted_as_it_passes_them(call, size):
     assert error(gradient_of_calls(call, size), reference) < 1e-6
 
 
-def with_class_weights(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    return model(**batch, weight=CLASS_WEIGHTS)["loss"]
+def without_the_first_row(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Of each micro-batch."""
+    return model(batch["x"][1:], batch["labels"][1:])["loss"]
 
 
-def with_some_rows(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
-    kept = torch.arange(len(batch["x"])) > 0
-    return model(batch["x"][kept], batch["labels"][kept])["loss"]
-
-
-@pytest.mark.parametrize("call", [with_class_weights, with_some_rows])
-def test_other_calls_than_the_proofs_are_refused(call):
-    with pytest.raises(hf_ga.HfGaError):
-        gradient_of_calls(call, 8)
+def test_a_call_that_leaves_out_another_sample_in_each_split_is_refused():
+    with pytest.raises(hf_ga.LossNotAdditive):
+        gradient_of_calls(without_the_first_row, 4)
 
 
 def weights_of_the_batch(accelerator, model, x, y):
@@ -381,32 +429,28 @@ def weighted_elements(accelerator, model, x, y):
     accelerator.backward(F.mse_loss(outputs, one_hot(y, outputs), weight=weight))
 
 
-def sum_by_position(accelerator, model, x, y):
-    accelerator.backward(F.cross_entropy(model(x), y, None, None, -100, None, "sum"))
-
-
-def penalty_with_data(accelerator, model, x, y):
-    used = (x @ model[0].weight.T).pow(2).mean()
-    accelerator.backward(F.cross_entropy(model(x), y) + used)
-
-
-@pytest.mark.parametrize(
-    "step", [weights_of_the_batch, weighted_elements, sum_by_position, penalty_with_data]
-)
+@pytest.mark.parametrize("step", [weights_of_the_batch, weighted_elements])
 def test_what_depends_on_the_micro_batch_is_refused(step):
     with pytest.raises(hf_ga.LossNotAdditive):
         gradient(hf_ga.Accelerator, step)
 
 
-def test_a_parameter_outside_of_the_model_is_refused_before_the_update():
-    accelerator = hf_ga.Accelerator(cpu=True)
-    model = small_model().train()
-    temperature = nn.Parameter(torch.ones(()))
-    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=1.0)
-    loader = DataLoader(dataset(), batch_size=4)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    iterator = iter(loader)
-    features, labels = next(iterator)
-    accelerator.backward(F.cross_entropy(model(features) * temperature, labels))
-    with pytest.raises(hf_ga.ConfigError, match="not in the prepared model"):
-        optimizer.step()
+def test_a_parameter_outside_of_the_model_is_trained_exactly():
+    """A temperature that only the optimizer holds."""
+
+    def train(kind, batch_size, dtype=torch.float32):
+        accelerator = kind(cpu=True, gradient_accumulation_steps=NUM_SAMPLES // batch_size)
+        model = small_model().to(dtype).train()
+        temperature = nn.Parameter(torch.ones((), dtype=dtype))
+        optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=1.0)
+        loader = DataLoader(dataset(), batch_size=batch_size)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for features, labels in loader:
+            with accelerator.accumulate(model):
+                outputs = model(features.to(dtype)) * temperature
+                accelerator.backward(F.cross_entropy(outputs, labels))
+        return torch.stack([temperature.grad, model[0].bias.grad[0]])
+
+    reference = train(accelerate.Accelerator, NUM_SAMPLES, torch.float64)
+    assert error(train(hf_ga.Accelerator, 4), reference) < 1e-6
+    assert error(train(accelerate.Accelerator, 4), reference) > 1e-3

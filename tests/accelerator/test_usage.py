@@ -113,8 +113,7 @@ class Training:
                 self.accelerator.backward(self.model(**batch).loss)
                 self.optimizer.step()
                 self.optimizer.zero_grad()
-            if self.accelerator.num_processes > 1:  # where a rank may have nothing but a repetition
-                seen = self.accelerator.gather_for_metrics(seen)
+            seen = self.accelerator.gather_for_metrics(seen)  # without rehearsals and repetitions
             self.left += (seen - 2).tolist()
             if self.accelerator.sync_gradients:
                 self.windows[-1].append(self.left)
@@ -715,7 +714,8 @@ def local_sgd():
 def test_local_sgd_is_refused():
     """It asks for other updates than those of the full batch."""
     for error in on_ranks(local_sgd, 2):
-        assert "Leave LocalSGD out" in str(error)
+        assert "LocalSGD lets processes train apart" in str(error)
+        assert "leave it out" in str(error)
 
 
 @pytest.mark.slow("starts processes")

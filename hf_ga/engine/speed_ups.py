@@ -1,0 +1,383 @@
+"""Speed-ups for a loop that runs its own forwards: packing, chunked loss, fused attention, ...
+
+They are used for a model that the loop calls once in each micro-batch, with named arguments, and
+whose own loss it passes to `backward`. The first window shows whether it does. Each speed-up is
+tried on one micro-batch, with and without it, and left out if loss or gradient differ. Windows with
+a rehearsal are computed without speed-ups.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate.logging import get_logger
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._triton import has_triton
+
+from hf_ga.draws.keyed import KeyedDraws
+from hf_ga.engine.divisors import Reading, TermKey, on_host
+from hf_ga.engine.gradient import WindowGradient
+from hf_ga.engine.slots import Slot
+from hf_ga.exact.batches import Batch
+from hf_ga.exact.forward import (
+    compiled_modules,
+    extra_forwards,
+    force_eager,
+    fresh_gradients,
+    get_output,
+    head_loss,
+    unwrapped,
+)
+from hf_ga.exact.generators import preserved_random_states
+from hf_ga.exact.hooks import Call, SpeedUp
+from hf_ga.exact.precision import LOW_PRECISION
+from hf_ga.exact.rule import structure_of
+from hf_ga.proof.precision import full_precision
+from hf_ga.proof.probes import ProbeResult, relative_error
+from hf_ga.speed.fused_attention import FusedAttention
+from hf_ga.speed.lazy_logits import ChunkedLoss
+from hf_ga.speed.lean_forward import LeanForward
+from hf_ga.speed.packing import Packing
+from hf_ga.speed.watched_outputs import watched
+
+logger = get_logger(__name__)
+
+# Maximum relative error of loss and gradient in a trial: that of rounding.
+TOLERANCE = 1e-4
+LOW_PRECISION_TOLERANCE = 2e-2  # of a model whose weights are fp16 or bf16
+# Nodes between the model's own loss and what the loop passes to `backward`: factors, conversions.
+MULTIPLES = {
+    "DivBackward0", "DivBackward1", "MeanBackward0", "MulBackward0", "MulBackward1",
+    "ReshapeAliasBackward0", "ToCopyBackward0", "ViewBackward0",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Loss and gradient of one micro-batch with some speed-ups, and how the loss is read."""
+
+    result: ProbeResult
+    readings: list[Reading]
+
+
+class SpeedUps:
+    """Chooses the speed-ups of a loop, and uses them in its forwards.
+
+    Args:
+        draws: Keys the random draws of the micro-batches.
+
+    Attributes:
+        used: The speed-ups that passed their trials.
+        left_out: Name of another one -> why it is not used.
+        num_used: In how many forwards each was used so far, by name.
+    """
+
+    def __init__(self, draws: KeyedDraws) -> None:
+        """Start before the first window."""
+        self._draws = draws
+        self._model: nn.Module | None = None
+        self._gradient: WindowGradient | None = None
+        self._reset(None)
+
+    def _reset(self, model: nn.Module | None) -> None:
+        """Start with a model of which nothing is known."""
+        self._model = model
+        self.used: list[SpeedUp] = []
+        self.left_out: dict[str, str] = {}
+        self.num_used: dict[str, int] = {}
+        self._untried = [] if model is None else candidates(model)
+        self._structure: frozenset | None = None  # of the arguments in the trials
+        # A term as it is read with speed-ups -> the same term without them.
+        self._plain_keys: dict[TermKey, TermKey] = {}
+        self._num_windows = 0
+        self._may_use = False  # in this window
+        self._is_trying = False
+        self._leave_micro_batch()
+
+    def _leave_micro_batch(self) -> None:
+        """Forget the current micro-batch."""
+        self._slot: Slot | None = None
+        self._num_forwards = 0
+        self._own_loss: Node | None = None  # the node of the model's own loss
+        self._call: Call | None = None
+        self._current: list[SpeedUp] = []  # those that the forward used
+        self._forward = ExitStack()
+
+    # Windows and micro-batches
+
+    @contextmanager
+    def window(
+        self, models: Sequence[nn.Module], gradient: WindowGradient, *, is_rehearsed: bool
+    ) -> Iterator[None]:
+        """Observe the forwards of a window, and use speed-ups in them.
+
+        Args:
+            models: The prepared models that are trained.
+            gradient: The window's gradient.
+            is_rehearsed: Whether samples of the window are compared with their rehearsal.
+        """
+        model = unwrapped(models[0]) if len(models) == 1 else None
+        if model is not self._model:
+            self._reset(model)
+        self._gradient = gradient
+        self._num_windows += 1
+        self._may_use = self._num_windows > 1 and not is_rehearsed and not gradient.backend.is_sharded
+        if not (self.used or self._untried) or gradient.backend.is_sharded:
+            yield
+            return
+        with ExitStack() as stack:
+            before = model.register_forward_pre_hook(self._before_forward, with_kwargs=True)
+            stack.callback(before.remove)
+            after = model.register_forward_hook(self._after_forward, always_call=True)
+            stack.callback(after.remove)
+            yield
+
+    @contextmanager
+    def micro_batch(self, slot: Slot) -> Iterator[None]:
+        """Observe what the loop does with a micro-batch."""
+        self._leave_micro_batch()
+        self._slot = slot
+        try:
+            yield
+        finally:
+            self._forward.close()  # left open if the forward was interrupted
+            self._leave_micro_batch()
+
+    # Forwards
+
+    def _before_forward(self, model: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook of the model: use the speed-ups that fit the micro-batch."""
+        is_training = model.training and torch.is_grad_enabled()
+        if self._slot is None or self._is_trying or not is_training:
+            return
+        self._num_forwards += 1
+        if self._num_forwards > 1 or args or not kwargs:
+            self._give_up("the loop does not call the model once, with named arguments")
+        if not self._may_use or not (self.used or self._untried):
+            return
+        call = self._call_of(kwargs)
+        self._try(call)
+        if structure_of(kwargs) != self._structure:
+            return
+        self._call = call
+        self._current = [speed_up for speed_up in self.used if speed_up.fits(call)]
+        for speed_up in self._current:
+            self.num_used[speed_up.name] = self.num_used.get(speed_up.name, 0) + 1
+        self._forward.enter_context(self._using(self._current, call))
+
+    def _after_forward(self, model: nn.Module, args: tuple, outputs: Any) -> Any:
+        """Forward hook of the model: keep its own loss, and observe whether more is read."""
+        if self._slot is None or self._is_trying:
+            return None
+        self._forward.close()
+        if outputs is None or not (model.training and torch.is_grad_enabled()):
+            return None
+        first = outputs[0] if type(outputs) is tuple and outputs else outputs
+        loss = first if isinstance(first, Tensor) else get_output(first, "loss")
+        self._own_loss = loss.grad_fn if isinstance(loss, Tensor) else None
+        return watched(outputs, self._leave_out_lazy)
+
+    def _call_of(self, arguments: Batch) -> Call:
+        """Return the inputs of a forward as speed-ups get them: what they read on the host is
+        copied there, as it may differ from what the collate function returned.
+        """
+        micro_batch = self._slot.micro_batch
+        entries = {}
+        if any(isinstance(speed_up, Packing) for speed_up in (*self.used, *self._untried)):
+            for name in ("attention_mask", "labels"):
+                value = arguments.get(name)
+                if isinstance(value, Tensor) and value.shape[:1] == (len(micro_batch),):
+                    entries[name] = value.cpu()
+        micro_batch = replace(micro_batch, batch=entries)
+        return Call(micro_batch, batch=dict(arguments), keys=self._draws.keys)
+
+    @contextmanager
+    def _using(self, speed_ups: Sequence[SpeedUp], call: Call) -> Iterator[None]:
+        """Use speed-ups in the block."""
+        with ExitStack() as stack:
+            for speed_up in speed_ups:
+                stack.enter_context(speed_up.scope(self._model))
+            for speed_up in speed_ups:
+                speed_up.before(call)
+            yield
+
+    # Backwards
+
+    def read(self, loss: Tensor, num_targets: float | Tensor | None) -> list[Reading]:
+        """Read a loss that the loop passes to `backward`: its terms have the same keys with and
+        without speed-ups. See `WindowGradient.read`.
+
+        The window must be computed once more if the forward used speed-ups that the loss does not
+        allow.
+        """
+        readings = self._gradient.read(loss, len(self._slot.micro_batch), num_targets)
+        if not self._is_own_loss(loss):
+            self._give_up("the loop passes another loss than the model's own")
+        is_known = all(r.term is None or r.key in self._plain_keys for r in readings)
+        if self._current and not is_known:
+            self._give_up("the loss has other terms than in the trial")
+        return [replace(r, key=self._plain_keys.get(r.key, r.key)) for r in readings]
+
+    def in_backward(self) -> AbstractContextManager[None]:
+        """Return a context for a backward, which may compute parts of the forward again."""
+        if not self._current:
+            return nullcontext()
+        return self._using(self._current, self._call)
+
+    def _is_own_loss(self, loss: Tensor) -> bool:
+        """Whether a loss is the model's own, or a multiple of it."""
+        node = loss.grad_fn
+        while node is not self._own_loss:
+            inputs = [] if node is None else [child for child, _ in node.next_functions if child]
+            if node is None or node.name() not in MULTIPLES or len(inputs) != 1:
+                return False
+            node = inputs[0]
+        return node is not None
+
+    # Choice
+
+    def _give_up(self, reason: str) -> None:
+        """Use no speed-ups from now on."""
+        if self._current:
+            self._gradient.must_repeat = f"speed-ups were used, but {reason}"
+        self._leave_out([*self.used, *self._untried], reason)
+
+    def _leave_out_lazy(self) -> None:
+        """Use no speed-up from now on that changes outputs other than the loss."""
+        changing = [s for s in (*self.used, *self._untried) if isinstance(s, Packing | ChunkedLoss)]
+        self._leave_out(changing, "the loop reads other outputs than the loss")
+
+    def _leave_out(self, speed_ups: Sequence[SpeedUp], reason: str) -> None:
+        """Use some speed-ups no more."""
+        for speed_up in speed_ups:
+            self.left_out[speed_up.name] = reason
+            logger.info(f"hf_ga: not used from now on: {speed_up.name}: {reason}.")
+        self.used = [speed_up for speed_up in self.used if speed_up not in speed_ups]
+        self._untried = [speed_up for speed_up in self._untried if speed_up not in speed_ups]
+
+    def _try(self, call: Call) -> None:
+        """Try each speed-up that fits a micro-batch together with those that have passed before.
+
+        One passes if loss and gradient are the same with and without it, up to rounding, and the
+        loss is a sum of as many terms with the same divisors.
+        """
+        fitting = []
+        for speed_up in self._untried:
+            with speed_up.trial():
+                if speed_up.fits(call):
+                    fitting.append(speed_up)
+        if not fitting:
+            return
+        self._structure = self._structure or structure_of(call.batch)
+        self._untried = [speed_up for speed_up in self._untried if speed_up not in fitting]
+        is_low = any(p.dtype in LOW_PRECISION for p in self._gradient.parameters)
+        tolerance = LOW_PRECISION_TOLERANCE if is_low else TOLERANCE
+        self._is_trying = True
+        try:
+            with self._trial_mode(nullcontext() if is_low else full_precision(self._model)):
+                plain = self._compute(call, [])
+                for speed_up in fitting:
+                    reason = self._rejection_reason(speed_up, call, plain, tolerance)
+                    if reason is None:
+                        self.used.append(speed_up)
+                    else:
+                        self.left_out[speed_up.name] = reason
+        except Exception as failure:  # of the forward without speed-ups: the loop's will show it
+            self._leave_out(fitting, f"{type(failure).__name__}: {failure}")
+        finally:
+            self._is_trying = False
+        names = ", ".join(speed_up.name for speed_up in self.used) or "none"
+        logger.info(f"hf_ga: speed-ups in use: {names}; left out: {self.left_out or 'none'}.")
+
+    @contextmanager
+    def _trial_mode(self, precision: AbstractContextManager[None]) -> Iterator[None]:
+        """Keep everything as it is but the model's gradients, and compute precisely."""
+        matmul_precision = torch.get_float32_matmul_precision()
+        with preserved_random_states(), extra_forwards(self._model), force_eager(), precision:
+            torch.set_float32_matmul_precision("highest")
+            try:
+                yield
+            finally:
+                torch.set_float32_matmul_precision(matmul_precision)
+
+    def _rejection_reason(
+        self, speed_up: SpeedUp, call: Call, plain: Trial, tolerance: float
+    ) -> str | None:
+        """Compute a micro-batch with a speed-up, and compare it with the plain one.
+
+        Returns:
+            Why the speed-up is not used, or None if it is.
+        """
+        has_router = bool(
+            getattr(getattr(self._model, "config", None), "output_router_logits", False)
+        )
+        reason = speed_up.attach(
+            self._model, self._draws, reads_logits=False, has_router=has_router
+        )
+        if reason is not None:
+            return reason
+        try:
+            trial = self._compute(call, [*self.used, speed_up])
+        except Exception as failure:  # any error of a forward that does not support it
+            return f"{type(failure).__name__}: {failure}"
+        reason = speed_up.verdict()
+        if reason is not None:
+            return reason
+        error = relative_error(trial.result, plain.result)
+        if not error <= tolerance:  # also if it is NaN
+            return f"it changes loss or gradient (relative error {error:.0e})"
+        if not _are_same_terms(trial.readings, plain.readings):
+            return "its loss is read as other terms"
+        pairs = zip(trial.readings, plain.readings, strict=True)
+        self._plain_keys |= {fast.key: term.key for fast, term in pairs}
+        return None
+
+    def _compute(self, call: Call, speed_ups: Sequence[SpeedUp]) -> Trial:
+        """Compute loss and gradient of a micro-batch with some speed-ups."""
+        parameters = self._gradient.parameters
+        with ExitStack() as stack:
+            stack.enter_context(self._draws.rewound())
+            for speed_up in speed_ups:
+                stack.enter_context(speed_up.trial())
+            stack.enter_context(self._using(speed_ups, call))
+            stack.enter_context(fresh_gradients(parameters))
+            loss = head_loss(self._model(**call.batch))
+            readings = self._gradient.read(loss, len(call.micro_batch), None)
+            loss.backward()
+            gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+            for parameter in parameters:
+                parameter.grad = None
+        return Trial(ProbeResult(float(loss.detach()), 0.0, gradients), on_host(readings))
+
+
+def candidates(model: nn.Module) -> list[SpeedUp]:
+    """Return the speed-ups to try on a model. None for one that is compiled as a whole; packing and
+    fused attention are not for compiled layers. Packing pays off on a CPU, and on a GPU with
+    Triton.
+    """
+    compiled = compiled_modules(model)
+    if model in compiled or hasattr(model, "_orig_mod"):
+        return []
+    speed_ups: list[SpeedUp] = [LeanForward(), ChunkedLoss()]
+    if compiled:
+        return speed_ups
+    device_type = next(model.parameters()).device.type
+    if device_type == "cpu":
+        speed_ups += [Packing(), FusedAttention()]
+    elif device_type == "cuda" and has_triton():
+        speed_ups.append(Packing())
+    return speed_ups
+
+
+def _are_same_terms(readings: Sequence[Reading], others: Sequence[Reading]) -> bool:
+    """Whether two losses are read as the same terms, whatever nodes compute them."""
+    if len(readings) != len(others):
+        return False
+    return all(
+        (a.divisor, a.count, a.factor, a.term.is_penalty)
+        == (b.divisor, b.count, b.factor, b.term.is_penalty)
+        for a, b in zip(readings, others, strict=True)
+    )

@@ -1,0 +1,1318 @@
+"""Loops that people write around Accelerate, in three layouts of the same windows: each ends with the
+weights of plain torch, one forward and backward of the whole window in float64, or is refused with
+a message that names the term or the draw. Accelerate's own accelerator is the control.
+"""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import accelerate
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from documented_loop import reset_states
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+from hf_ga import Accelerator
+from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive, UnkeyedRandomness
+
+WINDOW = 8
+NUM_SAMPLES = 21  # windows of 8, 8 and 5 samples
+LAYOUTS = [8, 4, 2]  # samples of a micro-batch
+SPLIT = [4, 2]  # those with several micro-batches
+LEARNING_RATE = 0.5
+CLOSE = 2e-6  # relative to what was learnt
+FAR = 1e-2
+
+GENERATOR = torch.Generator().manual_seed(5)
+X = torch.randn(NUM_SAMPLES, 6, generator=GENERATOR)
+Y = torch.randint(3, (NUM_SAMPLES,), generator=GENERATOR)
+VALUES = torch.randn(NUM_SAMPLES, 3, generator=GENERATOR)
+Y[2:4] = 0  # with micro-batches in which no sample has a class above 0
+Y[8:12] = 0
+Body = Callable[..., Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _fresh_states():
+    yield
+    reset_states()
+
+
+# -- models
+
+
+def seeded(model: nn.Module) -> nn.Module:
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=generator) * 0.2
+    return model.train()
+
+
+def classifier() -> nn.Module:
+    return seeded(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)))
+
+
+def linear() -> nn.Module:
+    return seeded(nn.Linear(6, 3))
+
+
+def square() -> nn.Module:
+    return seeded(nn.Linear(6, 6))
+
+
+def with_batch_norm() -> nn.Module:
+    return seeded(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)))
+
+
+def batch_norm_last() -> nn.Module:
+    return seeded(nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3)))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 3)
+        self.second = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.first(x), self.second(x)
+
+
+class TwoModels(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder = nn.Linear(6, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(x).tanh())
+
+
+class TimeFirst(nn.Module):
+    """Returns (time, batch, classes), with as many steps as a window has samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.Linear(1, 4)
+        self.head = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = torch.cat([x, x], dim=1)[:, :8].T[:, :, None]
+        return self.head(self.cells(steps).tanh())
+
+
+def two_heads() -> nn.Module:
+    return seeded(TwoHeads())
+
+
+# -- the loop, and what it must equal
+
+
+def flat(*models: nn.Module) -> Tensor:
+    parameters = [p for model in models for p in model.parameters()]
+    return torch.cat([p.detach().double().flatten() for p in parameters])
+
+
+@dataclass
+class Loop:
+    """A loop of Accelerate.
+
+    Attributes:
+        body: (model, *columns of the batch) -> loss.
+        build: Makes the model.
+        columns: The data.
+        full_body: The same loss of the whole window, if it must be written differently.
+        iteration: (accelerator, model, optimizer, *batch), instead of backward(body(...)).
+    """
+
+    body: Body
+    build: Callable[[], nn.Module] = classifier
+    columns: tuple[Tensor, ...] = (X, Y, VALUES)
+    full_body: Body | None = None
+    iteration: Callable[..., None] | None = None
+    collate: Callable | None = None
+    options: dict = field(default_factory=dict)
+
+    def run(self, kind: type, batch_size: int) -> Tensor:
+        """The weights at the end."""
+        reset_states()
+        torch.manual_seed(0)
+        steps = WINDOW // batch_size
+        accelerator = kind(gradient_accumulation_steps=steps, **self.options)
+        model = self.build()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        loader = DataLoader(TensorDataset(*self.columns), batch_size, collate_fn=self.collate)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            with accelerator.accumulate(model):
+                if self.iteration is None:
+                    accelerator.backward(self.body(model, *batch))
+                else:
+                    self.iteration(accelerator, model, optimizer, *batch)
+                optimizer.step()
+                optimizer.zero_grad()
+        return flat(accelerator.unwrap_model(model))
+
+    def full_batch(self) -> Tensor:
+        """One explicit forward and backward for each window, in float64."""
+        model = self.build().double()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        for start in range(0, NUM_SAMPLES, WINDOW):
+            batch = [column[start : start + WINDOW] for column in self.columns]
+            batch = [c.double() if c.is_floating_point() else c for c in batch]
+            optimizer.zero_grad()
+            (self.full_body or self.body)(model, *batch).backward()
+            optimizer.step()
+        return flat(model)
+
+    def error(self, kind: type, batch_size: int) -> float:
+        """The distance from the full batch, relative to what was learnt."""
+        expected = self.full_batch()
+        learnt = (expected - flat(self.build())).norm()
+        return float((self.run(kind, batch_size) - expected).norm() / learnt)
+
+
+def cross_entropy(model: nn.Module, x: Tensor, y: Tensor, **options) -> Tensor:
+    return F.cross_entropy(model(x), y, **options)
+
+
+def losses(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return cross_entropy(model, x, y, reduction="none")
+
+
+def over(number_of: Callable[[Tensor], Tensor | float]) -> Body:
+    """A sum over samples whose class is above 0, and what it is divided by."""
+
+    def body(model, x, y, values):
+        return (losses(model, x, y) * (y > 0)).sum() / number_of(y > 0)
+
+    return body
+
+
+def penalty(model: nn.Module) -> Tensor:
+    return 0.1 * sum(parameter.pow(2).sum() for parameter in model.parameters())
+
+
+EXACT: dict[str, Loop] = {}
+
+
+def exact(**options) -> Callable[[Body], Body]:
+    """Register a loss that must be that of the full batch."""
+
+    def register(body: Body) -> Body:
+        EXACT[body.__name__] = Loop(body, **options)
+        return body
+
+    return register
+
+
+@exact()
+def distillation(model, x, y, values):
+    logits = model(x)
+    teacher = (values / 2).softmax(-1)
+    divergence = F.kl_div((logits / 2).log_softmax(-1), teacher, reduction="batchmean")
+    return 0.5 * F.cross_entropy(logits, y) + 2 * divergence
+
+
+@exact()
+def focal(model, x, y, values):
+    each = losses(model, x, y)
+    return ((1 - torch.exp(-each)) ** 2 * each).mean()
+
+
+@exact(build=square)
+def squares(model, x, y, values):
+    return ((model(x) - x) ** 2).mean()
+
+
+@exact(build=lambda: seeded(TwoModels()))
+def two_parts(model, x, y, values):
+    return cross_entropy(model, x, y)
+
+
+@exact()
+def two_forwards(model, x, y, values):
+    """R-Drop without dropout, and with other inputs: its two means are of one kind."""
+    first = model(x)
+    second = model(x + 0.1)
+    divergence = F.kl_div(first.log_softmax(-1), second.softmax(-1), reduction="batchmean")
+    return (F.cross_entropy(first, y) + F.cross_entropy(second, y)) / 2 + divergence
+
+
+@exact(build=two_heads)
+def stacked_heads(model, x, y, values):
+    """A mean of two means with divisors of their own."""
+    first, second = model(x)
+    chosen = y != 0
+    other = second.sum() * 0
+    if chosen.any():
+        other = F.cross_entropy(second, y.masked_fill(~chosen, -100))
+    return torch.stack([F.cross_entropy(first, y), other]).mean()
+
+
+@exact()
+def sum_of_samples(model, x, y, values):
+    each = [F.cross_entropy(model(row), label) for row, label in zip(x, y, strict=True)]
+    return sum(each) / len(each)
+
+
+@exact()
+def stacked_samples(model, x, y, values):
+    each = [F.cross_entropy(model(row), label) for row, label in zip(x, y, strict=True)]
+    return torch.stack(each).mean()
+
+
+@exact()
+def penalty_on_weights(model, x, y, values):
+    return cross_entropy(model, x, y) + penalty(model)
+
+
+@exact()
+def penalty_beside_an_empty_micro_batch(model, x, y, values):
+    """Which counts in none of them more than in another one."""
+    return over(lambda chosen: chosen.sum().clamp(min=1))(model, x, y, values) + penalty(model)
+
+
+@exact()
+def raised_to_1(model, x, y, values):
+    return over(lambda chosen: chosen.sum().clamp(min=1))(model, x, y, values)
+
+
+@exact()
+def raised_to_1_by_python(model, x, y, values):
+    return over(lambda chosen: max(int(chosen.sum()), 1))(model, x, y, values)
+
+
+@exact()
+def plus_eps(model, x, y, values):
+    return over(lambda chosen: chosen.sum() + 1e-8)(model, x, y, values)
+
+
+@exact()
+def a_sum_over_some_divided_by_all(model, x, y, values):
+    """A micro-batch without a chosen sample divides by its samples all the same."""
+    return over(len)(model, x, y, values)
+
+
+@exact()
+def a_mean_of_some_over_all(model, x, y, values):
+    return (losses(model, x, y) * (y > 0)).mean()
+
+
+@exact(columns=(X, Y, torch.tensor([1.0, -1.0] * 11)[:NUM_SAMPLES, None]))
+def advantages_that_cancel(model, x, y, values):
+    """Their sum in a micro-batch is no number of targets."""
+    return (losses(model, x, y) * values[:, 0]).mean()
+
+
+@exact()
+def policy_gradient(model, x, y, values):
+    """Signed weights over some of the elements (REINFORCE, PPO, GRPO)."""
+    chosen = y > 0
+    weighted = losses(model, x, y) * values[:, 0] * chosen
+    return weighted.sum() / chosen.sum().clamp(min=1)
+
+
+@exact()
+def class_weights_and_smoothing(model, x, y, values):
+    weight = torch.tensor([1.0, 3.0, 9.0], dtype=x.dtype)
+    return cross_entropy(model, x, y, weight=weight, label_smoothing=0.1)
+
+
+@exact()
+def probabilities(model, x, y, values):
+    return F.cross_entropy(model(x), values.softmax(-1))
+
+
+@exact()
+def minus_a_sum_of_logarithms(model, x, y, values):
+    """Divided by the number of samples, which may be that of the accumulation steps."""
+    chosen = model(x).log_softmax(-1)[torch.arange(len(y)), y]
+    return -chosen.sum() / len(y)
+
+
+@exact()
+def rows_of_a_mask(model, x, y, values):
+    """Without a row left in some micro-batches."""
+    chosen = y > 0
+    logits = model(x)
+    if not chosen.any():
+        return logits.sum() * 0
+    return F.cross_entropy(logits[chosen], y[chosen])
+
+
+@exact()
+def rows_of_a_mask_without_a_check(model, x, y, values):
+    """The mean of nothing is NaN, and its gradient is nothing."""
+    chosen = y > 0
+    return F.cross_entropy(model(x)[chosen], y[chosen])
+
+
+@exact()
+def a_term_that_some_lack(model, x, y, values):
+    logits = model(x)
+    loss = F.mse_loss(logits, values)
+    if (y > 0).any():
+        loss = loss + F.cross_entropy(logits, y.masked_fill(y == 0, -100))
+    return loss
+
+
+def a_first_term_of_the_same_kind_that_some_lack(model, x, y, values):
+    logits = model(x)
+    terms = [F.cross_entropy(logits, y)]
+    if (y > 0).any():
+        terms.insert(0, F.cross_entropy(logits, y.masked_fill(y == 0, -100)))
+    return sum(terms)
+
+
+@exact()
+def terms_in_another_order(model, x, y, values):
+    logits = model(x)
+    chosen = y > 0
+    each = F.cross_entropy(logits, y, reduction="none")
+    terms = [F.mse_loss(logits, values), (each * chosen).sum() / chosen.sum().clamp(min=1)]
+    if int(y[0]) == 0:
+        terms.reverse()
+    return terms[0] + terms[1]
+
+
+@exact(full_body=lambda model, x, y, values: cross_entropy(model, x, y) * 3)
+def a_factor(model, x, y, values):
+    return 3 * cross_entropy(model, x, y)
+
+
+@exact()
+def multi_margin(model, x, y, values):
+    return F.multi_margin_loss(model(x), y)
+
+
+@exact()
+def triplet(model, x, y, values):
+    return F.triplet_margin_loss(model(x), values, values.roll(1, dims=1))
+
+
+def connectionist(model, x, y, **options):
+    log_probabilities = model(x)[:, None].expand(-1, 5, -1).log_softmax(-1).transpose(0, 1)
+    targets = y[:, None].clamp(min=1).expand(-1, 2)
+    lengths = 1 + (y > 0).long()
+    return F.ctc_loss(
+        log_probabilities, targets, torch.full((len(x),), 5), lengths, **options
+    ), lengths
+
+
+@exact()
+def ctc(model, x, y, values):
+    return connectionist(model, x, y)[0]
+
+
+@exact()
+def ctc_over_all_labels(model, x, y, values):
+    loss, lengths = connectionist(model, x, y, reduction="sum")
+    return loss / lengths.sum()
+
+
+@exact(build=lambda: seeded(TimeFirst()))
+def time_first(model, x, y, values):
+    return F.cross_entropy(model(x).permute(1, 2, 0), y[:, None].expand(-1, 8))
+
+
+REFERENCE = classifier().requires_grad_(False)
+
+
+@exact()
+def entropy_of_two_forwards(model, x, y, values):
+    """One of them has a gradient of nothing but rounding."""
+    entropy = -(model(x).softmax(-1) * model(x).log_softmax(-1)).sum(-1).mean()
+    return cross_entropy(model, x, y) - 0.1 * entropy
+
+
+@exact()
+def distillation_from_itself(model, x, y, values):
+    """Its gradient is rounding in the first window: a policy and its reference."""
+    reference = REFERENCE.to(x.dtype)
+    divergence = F.kl_div(model(x).log_softmax(-1), reference(x).softmax(-1), reduction="batchmean")
+    return cross_entropy(model, x, y) + divergence
+
+
+@pytest.mark.parametrize("name", EXACT)
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_a_loss_is_that_of_the_full_batch(name, batch_size):
+    assert EXACT[name].error(Accelerator, batch_size) < CLOSE
+
+
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_terms_of_one_kind_are_right_or_refused(batch_size):
+    """Nothing tells them apart where one of them lacks."""
+    loop = Loop(a_first_term_of_the_same_kind_that_some_lack)
+    try:
+        error = loop.error(Accelerator, batch_size)
+    except LossNotAdditive:
+        return
+    assert error < CLOSE
+
+
+CONTROLS = [
+    "raised_to_1",
+    "rows_of_a_mask",
+    "terms_in_another_order",
+    "stacked_heads",
+    "ctc_over_all_labels",
+    "penalty_beside_an_empty_micro_batch",
+    "policy_gradient",
+    "class_weights_and_smoothing",
+]
+
+
+@pytest.mark.parametrize("name", CONTROLS)
+def test_a_loss_of_accelerate_is_another_one(name):
+    """The control: with other divisors in each micro-batch."""
+    assert EXACT[name].error(accelerate.Accelerator, 2) > FAR
+
+
+# -- losses that no split of a window can have
+
+
+class Cubed(torch.autograd.Function):
+    @staticmethod
+    def forward(context, losses):
+        context.save_for_backward(losses)
+        return losses.pow(3).mean()
+
+    @staticmethod
+    def backward(context, gradient):
+        (losses,) = context.saved_tensors
+        return gradient * 3 * losses.pow(2) / losses.numel()
+
+
+REFUSED: dict[str, tuple[Loop, str]] = {}
+
+
+def refused(words: str, **options) -> Callable[[Body], Body]:
+    """Register a loss that must be refused, and what the message contains."""
+
+    def register(body: Body) -> Body:
+        REFUSED[body.__name__] = (Loop(body, **options), words)
+        return body
+
+    return register
+
+
+OTHERS = r"(?s)mean of|sum of.*depends on the other samples.*whole_batch"
+
+
+@refused(r"divides by 100.*a constant.*num_targets")
+def constant_divisor(model, x, y, values):
+    return cross_entropy(model, x, y, reduction="sum") / 100
+
+
+@refused(r"one was added to it.*num_targets")
+def one_more(model, x, y, values):
+    return cross_entropy(model, x, y, reduction="sum") / (len(y) + 1)
+
+
+@refused(r"factor in the loss is .* in one micro-batch and .* in another")
+def factor_of_the_micro_batch(model, x, y, values):
+    chosen = y > 0
+    if not chosen.any():
+        return model(x).sum() * 0
+    share = chosen.sum() / len(chosen)
+    return cross_entropy(model, x, y.masked_fill(~chosen, -100)) * share
+
+
+@refused("division by a quantity that needs a gradient")
+def dice(model, x, y, values):
+    probability = model(x).softmax(-1)[:, 1]
+    target = (y == 1).to(x.dtype)
+    return 1 - 2 * (probability * target).sum() / (probability.sum() + target.sum() + 1)
+
+
+@refused(OTHERS)
+def normalised_advantages(model, x, y, values):
+    reward = values[:, 0]
+    advantage = (reward - reward.mean()) / (reward.std() + 1e-4)
+    return (advantage * losses(model, x, y)).mean()
+
+
+@refused(OTHERS)
+def advantages_normalised_by_numpy(model, x, y, values):
+    reward = values[:, 0].numpy()
+    advantage = torch.tensor((reward - reward.mean()) / (reward.std() + 1e-4))
+    return (advantage * losses(model, x, y)).mean()
+
+
+@refused(OTHERS, build=square)
+def in_batch_negatives(model, x, y, values):
+    """Against frozen vectors of the batch."""
+    return F.cross_entropy(model(x) @ x.flip(1).T, torch.arange(len(x)))
+
+
+@refused(OTHERS, build=square)
+def in_batch_negatives_by_functional(model, x, y, values):
+    """Without a forward of the model."""
+    projected = F.linear(x, model.weight)
+    return F.cross_entropy(projected @ x.flip(1).T, torch.arange(len(x)))
+
+
+@refused(OTHERS, build=with_batch_norm)
+def batch_norm(model, x, y, values):
+    return cross_entropy(model, x, y)
+
+
+@refused(OTHERS, build=batch_norm_last)
+def batch_norm_in_a_linear_loss(model, x, y, values):
+    """Whose gradient is the same for all outputs."""
+    return (model(x) * values).sum(-1).mean()
+
+
+@refused(OTHERS)
+def mixed_with_its_neighbour(model, x, y, values):
+    return cross_entropy(model, 0.7 * x + 0.3 * x.flip(0), y)
+
+
+@refused(OTHERS)
+def hardest_half(model, x, y, values):
+    return losses(model, x, y).topk(max(1, len(y) // 2)).values.mean()
+
+
+@refused(OTHERS)
+def without_the_first_sample(model, x, y, values):
+    return cross_entropy(model, x[1:], y[1:])
+
+
+@refused(OTHERS)
+def weights_of_the_batch(model, x, y, values):
+    counts = torch.bincount(y, minlength=3)
+    return cross_entropy(model, x, y, weight=1 / (counts + 1.0))
+
+
+@refused("maximum over the batch")
+def largest(model, x, y, values):
+    return losses(model, x, y).max()
+
+
+@refused("square root of a mean")
+def root_of_a_mean(model, x, y, values):
+    return F.mse_loss(model(x), values).sqrt()
+
+
+@refused("custom autograd function.*Cubed")
+def custom_function(model, x, y, values):
+    return Cubed.apply(losses(model, x, y))
+
+
+@refused("is a sum, not a mean")
+def a_sum(model, x, y, values):
+    return losses(model, x, y).sum()
+
+
+@refused("needs no gradient")
+def detached(model, x, y, values):
+    return cross_entropy(model, x, y).detach()
+
+
+@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_a_loss_that_depends_on_the_split_is_refused(name, batch_size):
+    """In six windows: some show it in the first ones, some only where they are not rehearsed."""
+    loop, words = REFUSED[name]
+    loop.columns = tuple(torch.cat([column[:16]] * 3) for column in (X, Y, VALUES))
+    with pytest.raises(LossNotAdditive, match=words):
+        loop.run(Accelerator, batch_size)
+
+
+@pytest.mark.parametrize("name", ["normalised_advantages", "batch_norm", "hardest_half"])
+def test_such_a_loss_depends_on_the_split_in_accelerate(name):
+    """The control."""
+    loop, _ = REFUSED[name]
+    loop.columns = (X[:16], Y[:16], VALUES[:16])
+    weights = loop.run(accelerate.Accelerator, 8)
+    assert (loop.run(accelerate.Accelerator, 2) - weights).norm() > FAR * weights.norm()
+
+
+@pytest.mark.slow("compiles")
+def test_a_compiled_model_is_refused():
+    """Its loss is inside of the compiled graph."""
+
+    class WithLoss(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers = classifier()
+
+        def forward(self, x, y):
+            return F.cross_entropy(self.layers(x), y)
+
+    model = torch.compile(WithLoss(), backend="aot_eager")
+    loop = Loop(lambda model, x, y, values: model(x, y), lambda: model)
+    with pytest.raises(LossNotAdditive, match="compiled graph"):
+        loop.run(Accelerator, 4)
+
+
+# -- factors that change
+
+
+def annealed(batch_size: int, kind: type = Accelerator) -> Tensor:
+    """A factor that follows the updates."""
+    done = [0]
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        logits = model(x)
+        factor = 0.2 + 0.3 * done[0]
+        accelerator.backward(F.mse_loss(logits, values) + factor * F.cross_entropy(logits, y))
+        done[0] += accelerator.sync_gradients
+
+    return Loop(cross_entropy, iteration=iteration).run(kind, batch_size)
+
+
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_a_factor_may_change_between_windows(batch_size):
+    expected = annealed(8, accelerate.Accelerator)
+    assert (annealed(batch_size) - expected).norm() < CLOSE * expected.norm()
+
+
+def test_a_factor_that_drifts_within_a_window_is_refused():
+    seen = [0]
+
+    def drifting(model, x, y, values):
+        seen[0] += 1
+        return cross_entropy(model, x, y) * (1 + 0.1 * seen[0])
+
+    with pytest.raises(LossNotAdditive, match="factor"):
+        Loop(drifting).run(Accelerator, 2)
+
+
+def test_state_that_the_loop_keeps_is_refused():
+    """As the centre of DINO, or a queue of negatives."""
+    centre = torch.zeros(3)
+
+    def centred(model, x, y, values):
+        logits = model(x)
+        loss = F.cross_entropy(logits - centre, y)
+        centre.mul_(0.9).add_(logits.detach().mean(0), alpha=0.1)
+        return loss
+
+    with pytest.raises(LossNotAdditive, match="state that the loop keeps"):
+        Loop(centred).run(Accelerator, 2)
+
+
+# -- widths
+
+
+LENGTHS = torch.tensor([3, 9, 4, 2, 12, 5, 7, 3, 4, 6, 2, 10, 5, 3, 8, 4, 11, 2, 3, 6, 5])
+
+
+class Texts(Dataset):
+    """Tokens of different lengths."""
+
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(1, 20, (int(LENGTHS[index]),), generator=generator)
+
+
+def padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    tokens = nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    return {"tokens": tokens, "mask": tokens > 0}
+
+
+class Tagger(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(20, 8)
+        self.head = nn.Linear(8, 20)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.embedding(tokens).tanh())
+
+
+def width_divisor(model, tokens, mask):
+    """Divides by the padded width of the micro-batch."""
+    each = model(tokens).pow(2).mean(-1) * mask
+    return (each.sum(1) / each.shape[1]).mean()
+
+
+def mean_with_padding(model, tokens, mask):
+    return (model(tokens).pow(2).mean(-1) * mask).mean()
+
+
+def mean_of_tokens(model, tokens, mask):
+    return F.cross_entropy(model(tokens)[mask], tokens[mask])
+
+
+def mean_of_texts(model, tokens, mask):
+    each = F.cross_entropy(model(tokens).transpose(1, 2), tokens, reduction="none") * mask
+    return (each.sum(1) / mask.sum(1)).mean()
+
+
+def train_texts(kind, batch_size, body):
+    reset_states()
+    accelerator = kind(gradient_accumulation_steps=WINDOW // batch_size)
+    model = seeded(Tagger())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loader = DataLoader(Texts(), batch_size, collate_fn=padded)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(body(model, **batch))
+            optimizer.step()
+            optimizer.zero_grad()
+    return flat(model)
+
+
+@pytest.mark.parametrize("body", [width_divisor, mean_with_padding, mean_of_tokens, mean_of_texts])
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_the_width_of_a_micro_batch_does_not_matter(body, batch_size):
+    expected = train_texts(accelerate.Accelerator, 8, body)
+    learnt = (expected - flat(seeded(Tagger()))).norm()
+    assert (train_texts(Accelerator, batch_size, body) - expected).norm() < CLOSE * learnt
+
+
+@pytest.mark.parametrize("body", [width_divisor, mean_with_padding, mean_of_tokens])
+def test_the_width_of_a_micro_batch_matters_in_accelerate(body):
+    """The control."""
+    expected = train_texts(accelerate.Accelerator, 8, body)
+    learnt = (expected - flat(seeded(Tagger()))).norm()
+    assert (train_texts(accelerate.Accelerator, 2, body) - expected).norm() > FAR * learnt
+
+
+# -- draws
+
+
+NUMBERED = (X, Y, torch.arange(NUM_SAMPLES, dtype=torch.float32)[:, None])
+
+
+class Draws:
+    """Keeps what a loop draws for each sample."""
+
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        self.draw = draw
+        self.by_sample: dict[int, Tensor] = {}
+
+    def __call__(self, model: nn.Module, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:
+        noise = self.draw(x)
+        for number, row in zip(numbers[:, 0].long().tolist(), noise, strict=True):
+            self.by_sample[number] = row.clone()  # the last one, where a window is repeated
+        return cross_entropy(model, x + noise, y)
+
+    def replayed(self, model: nn.Module, x: Tensor, y: Tensor, numbers: Tensor) -> Tensor:
+        rows = [self.by_sample[number] for number in numbers[:, 0].long().tolist()]
+        return cross_entropy(model, x + torch.stack(rows).to(x.dtype), y)
+
+
+def own_generator(x: Tensor) -> Tensor:
+    return torch.randn(x.shape, generator=torch.Generator().manual_seed(3))
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "randn_like": lambda x: torch.randn_like(x),
+    "normal_": lambda x: torch.empty_like(x).normal_(),
+    "time steps": lambda x: torch.randint(0, 1000, (len(x), 1)) / 1000 * torch.ones_like(x),
+    "generator": own_generator,
+    "distribution": lambda x: torch.distributions.Normal(0.0, 1.0).sample(x.shape),
+    "gamma": lambda x: torch.distributions.Gamma(torch.ones_like(x), 1.0).sample(),
+    "beta": lambda x: torch.distributions.Beta(2.0, 2.0).sample((len(x), 1)).expand_as(x),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.3)),
+    "dropout": lambda x: F.dropout(torch.ones_like(x), 0.3),
+    "uniform and normal": lambda x: torch.rand(len(x), 1) * torch.randn(x.shape),
+    "in nn.init": lambda x: nn.init.trunc_normal_(torch.empty_like(x)),
+    "gumbel": lambda x: F.gumbel_softmax(torch.ones_like(x)),
+    "columns": lambda x: torch.randn(6, len(x)).T,
+}
+
+
+@pytest.mark.parametrize("name", DRAWS)
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_draws_belong_to_samples(name, batch_size):
+    """The numbers are those of the full batch, and so is the update."""
+    whole = Draws(DRAWS[name])
+    Loop(whole, columns=NUMBERED).run(Accelerator, 8)
+    split = Draws(DRAWS[name])
+    loop = Loop(split, columns=NUMBERED, full_body=split.replayed)
+    weights = loop.run(Accelerator, batch_size)
+    assert all(torch.equal(whole.by_sample[i], split.by_sample[i]) for i in range(NUM_SAMPLES))
+    assert not torch.equal(split.by_sample[0], split.by_sample[1])
+    expected = loop.full_batch()
+    assert (weights - expected).norm() < CLOSE * (expected - flat(classifier())).norm()
+
+
+def test_draws_of_accelerate_do_not():
+    """The control."""
+    whole = Draws(DRAWS["randn_like"])
+    split = Draws(DRAWS["randn_like"])
+    Loop(whole, columns=NUMBERED).run(accelerate.Accelerator, 8)
+    Loop(split, columns=NUMBERED).run(accelerate.Accelerator, 2)
+    assert not any(torch.equal(whole.by_sample[i], split.by_sample[i]) for i in range(1, 8))
+
+
+def shared_draw(x: Tensor) -> Tensor:
+    return torch.rand(1) * torch.ones_like(x)
+
+
+def noise_of_a_weight(model, x, y, values):
+    """One number for each weight, which all samples share; the first dim is that of a window."""
+    weight = model[0].weight
+    noisy = F.linear(x, weight + 0.1 * torch.randn_like(weight), model[0].bias)
+    return F.cross_entropy(model[2](noisy.tanh()), y)
+
+
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_draws_that_all_samples_share(batch_size):
+    seen = []
+
+    def body(model, x, y, values):
+        noise = shared_draw(x)
+        seen.append(float(noise[0, 0]))
+        return cross_entropy(model, x + noise, y)
+
+    weights = Loop(body).run(Accelerator, 8)
+    assert (Loop(body).run(Accelerator, batch_size) - weights).norm() < CLOSE * weights.norm()
+    assert len({*seen}) == 3  # one for each window
+
+
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_noise_of_a_weight_is_that_of_the_full_batch(batch_size):
+    weights = Loop(noise_of_a_weight).run(Accelerator, 8)
+    split = Loop(noise_of_a_weight).run(Accelerator, batch_size)
+    assert (split - weights).norm() < CLOSE * weights.norm()
+
+
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_a_draw_that_only_some_micro_batches_make(batch_size):
+    """The numbers of the draws after it are those of the full batch, or it is refused."""
+
+    def body(model, x, y, values):
+        if (y == 2).any():
+            x = x + 0.1 * torch.randn_like(x) * (y == 2)[:, None]
+        return cross_entropy(model, x + 0.5 * torch.randn_like(x), y)
+
+    loop = Loop(body)
+    weights = loop.run(Accelerator, 8)
+    try:
+        split = loop.run(Accelerator, batch_size)
+    except HfGaError:
+        return
+    assert (split - weights).norm() < CLOSE * weights.norm()
+
+
+def permuted(model, x, y, values):
+    """Mixup."""
+    partner = torch.randperm(len(x))
+    return cross_entropy(model, 0.7 * x + 0.3 * x[partner], y)
+
+
+RANDN_LIKE = torch.randn_like
+
+
+def drawn_by_a_name_of_before(model, x, y, values):
+    """`from torch import randn_like`: not the function that takes its place."""
+    return cross_entropy(model, x + RANDN_LIKE(x), y)
+
+
+def drawn_by_python(model, x, y, values):
+    return cross_entropy(model, x * random.random(), y)
+
+
+def drawn_by_numpy(model, x, y, values):
+    return cross_entropy(model, x + torch.tensor(np.random.rand(*x.shape), dtype=x.dtype), y)
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (permuted, r"randperm of shape \[\d\] at .*test_loops.py:\d+"),
+        (drawn_by_a_name_of_before, "generator of torch"),
+        (drawn_by_python, r"generator of Python"),
+        (drawn_by_numpy, r"generator of NumPy|numpy"),
+    ],
+)
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_draws_without_samples_are_refused(body, words, batch_size):
+    with pytest.raises(UnkeyedRandomness, match=words):
+        Loop(body).run(Accelerator, batch_size)
+
+
+NUMPY_GENERATOR = np.random.default_rng(0)
+
+
+def drawn_by_an_own_generator_of_numpy(model, x, y, values):
+    noise = torch.tensor(NUMPY_GENERATOR.normal(size=x.shape), dtype=x.dtype)
+    return cross_entropy(model, x + noise, y)
+
+
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_generators_that_nobody_sees_are_noticed(batch_size):
+    with pytest.raises(LossNotAdditive):
+        Loop(drawn_by_an_own_generator_of_numpy).run(Accelerator, batch_size)
+
+
+@pytest.mark.parametrize("draw", [torch.rand, np.random.rand], ids=["torch", "numpy"])
+def test_draws_of_a_collate_function_belong_to_samples(draw):
+    """It is called for each sample, or refused."""
+
+    def collate(rows):
+        x, y, values = map(torch.stack, zip(*rows, strict=True))
+        noise = torch.as_tensor(draw(len(x)), dtype=x.dtype)
+        return x + noise[:, None], y, values
+
+    weights = {}
+    for batch_size in LAYOUTS:
+        loop = Loop(lambda model, x, y, values: cross_entropy(model, x, y), collate=collate)
+        weights[batch_size] = loop.run(Accelerator, batch_size)
+    for batch_size in SPLIT:
+        assert (weights[batch_size] - weights[8]).norm() < CLOSE * weights[8].norm()
+
+
+# -- calls of the loop
+
+
+def cross_entropy_and_penalty(model, x, y, values):
+    return cross_entropy(model, x, y) + penalty(model)
+
+
+def two_backwards(accelerator, model, optimizer, x, y, values):
+    accelerator.backward(F.cross_entropy(model(x), y))
+    accelerator.backward(F.mse_loss(model(x), values))
+
+
+def penalty_last(accelerator, model, optimizer, x, y, values):
+    accelerator.backward(cross_entropy(model, x, y))
+    accelerator.backward(penalty(model))
+
+
+def penalty_first(accelerator, model, optimizer, x, y, values):
+    accelerator.backward(penalty(model))
+    accelerator.backward(cross_entropy(model, x, y))
+
+
+def two_backwards_of_some(accelerator, model, optimizer, x, y, values):
+    """The second one only where there is a target."""
+    logits = model(x)
+    accelerator.backward(F.mse_loss(logits, values), retain_graph=True)
+    if (y > 0).any():
+        accelerator.backward(F.cross_entropy(logits, y.masked_fill(y == 0, -100)))
+
+
+def zero_grad_first(accelerator, model, optimizer, x, y, values):
+    optimizer.zero_grad()
+    accelerator.backward(cross_entropy(model, x, y))
+
+
+def zero_grad_before_the_second(accelerator, model, optimizer, x, y, values):
+    """Only the second loss counts."""
+    accelerator.backward(F.mse_loss(model(x), values))
+    optimizer.zero_grad()
+    accelerator.backward(cross_entropy(model, x, y))
+
+
+def sum_of_two(model, x, y, values):
+    return F.cross_entropy(model(x), y) + F.mse_loss(model(x), values)
+
+
+def sum_of_some(model, x, y, values):
+    return F.mse_loss(model(x), values) + cross_entropy(model, x, y.masked_fill(y == 0, -100))
+
+
+def plain(model, x, y, values):
+    return cross_entropy(model, x, y)
+
+
+HAS_TARGETS = Y.clone()
+HAS_TARGETS[::8] = 1  # in every window, not in every micro-batch
+CALLS = [
+    (two_backwards, sum_of_two),
+    (penalty_last, cross_entropy_and_penalty),
+    (penalty_first, cross_entropy_and_penalty),
+    (two_backwards_of_some, sum_of_some),
+    (zero_grad_first, plain),
+]
+
+
+@pytest.mark.parametrize(("iteration", "body"), CALLS)
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_calls_of_the_loop(iteration, body, batch_size):
+    loop = Loop(body, iteration=iteration, columns=(X, HAS_TARGETS, VALUES))
+    assert loop.error(Accelerator, batch_size) < CLOSE
+
+
+def test_zero_grad_first_in_accelerate():
+    """The control."""
+    loop = Loop(plain, iteration=zero_grad_first)
+    assert loop.error(accelerate.Accelerator, 2) > FAR
+
+
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_zero_grad_between_two_backwards_is_right_or_refused(batch_size):
+    loop = Loop(plain, iteration=zero_grad_before_the_second)
+    try:
+        error = loop.error(Accelerator, batch_size)
+    except ConfigError as refusal:
+        assert "zero_grad" in str(refusal)
+        return
+    assert error < CLOSE
+
+
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_clipping_every_time(batch_size):
+    def iteration(accelerator, model, optimizer, x, y, values):
+        accelerator.backward(cross_entropy(model, x, y))
+        accelerator.clip_grad_norm_(model.parameters(), 0.1)
+        norms.append(
+            max((p.grad.norm() for p in model.parameters() if p.grad is not None), default=0)
+        )
+
+    norms = []
+    expected = Loop(plain, iteration=iteration).run(accelerate.Accelerator, 8)
+    weights = Loop(plain, iteration=iteration).run(Accelerator, batch_size)
+    assert max(norms) <= 0.1
+    assert (weights - expected).norm() < CLOSE * expected.norm()
+
+
+def backward_of_the_loss(accelerator, model, optimizer, x, y, values):
+    cross_entropy(model, x, y).backward()
+
+
+def divided_by_the_steps(accelerator, model, optimizer, x, y, values):
+    steps = accelerator.gradient_accumulation_steps
+    accelerator.backward(cross_entropy(model, x, y) / steps)
+
+
+@pytest.mark.parametrize(
+    ("iteration", "words"),
+    [
+        (backward_of_the_loss, r"accelerator\.backward"),
+        (divided_by_the_steps, "divided by .* accumulation steps.*leave the division out"),
+    ],
+)
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_calls_that_are_refused(iteration, words, batch_size):
+    with pytest.raises(ConfigError, match=words):
+        Loop(plain, iteration=iteration).run(Accelerator, batch_size)
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize("num_samples", [8, 21])
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_a_schedule_that_steps_every_micro_batch_is_refused(batch_size, num_samples):
+    """Also in a run of one window."""
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        accelerator.backward(cross_entropy(model, x, y))
+        optimizer.step()
+        schedules.setdefault(
+            optimizer,
+            torch.optim.lr_scheduler.LambdaLR(optimizer.optimizer, lambda update: 0.9**update),
+        ).step()
+
+    schedules = {}
+    columns = tuple(column[:num_samples] for column in (X, Y, VALUES))
+    with pytest.raises(ConfigError, match="learning rate changed"):
+        Loop(plain, iteration=iteration, columns=columns).run(Accelerator, batch_size)
+
+
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_a_part_that_is_frozen_between_windows_is_right_or_refused(batch_size):
+    """As loops of GANs do with the discriminator."""
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        model[0].requires_grad_(True)
+        accelerator.backward(cross_entropy(model, x, y))
+        optimizer.step()
+        optimizer.zero_grad()
+        model[0].requires_grad_(False)
+
+    loop = Loop(plain, iteration=iteration)
+    try:
+        error = loop.error(Accelerator, batch_size)
+    except ConfigError as refusal:
+        assert "requires_grad" in str(refusal)
+        return
+    assert error < CLOSE
+
+
+# -- two models, two optimizers, two loaders, nested batches
+
+
+class Adversaries:
+    """A generator and a discriminator, each with its optimizer."""
+
+    def __init__(self, order: str) -> None:
+        self.order = order
+
+    def run(self, kind: type, batch_size: int) -> Tensor:
+        reset_states()
+        accelerator = kind(gradient_accumulation_steps=WINDOW // batch_size)
+        generator = square()
+        critic = seeded(nn.Linear(6, 1))
+        of_generator = torch.optim.SGD(generator.parameters(), lr=LEARNING_RATE)
+        of_critic = torch.optim.SGD(critic.parameters(), lr=LEARNING_RATE)
+        loader = DataLoader(TensorDataset(X[:16]), batch_size)
+        generator, critic, of_generator, of_critic, loader = accelerator.prepare(
+            generator, critic, of_generator, of_critic, loader
+        )
+        for (x,) in loader:
+            with accelerator.accumulate(generator, critic):
+                fake = generator(x)
+                if self.order == "in turn":
+                    of_critic.zero_grad()
+                    accelerator.backward(self.loss_of_critic(critic, x, fake))
+                    of_critic.step()
+                    of_generator.zero_grad()
+                    accelerator.backward(F.softplus(-critic(fake)).mean())
+                elif self.order == "zeroed between":
+                    of_generator.zero_grad()
+                    accelerator.backward(F.softplus(-critic(fake)).mean())
+                    of_critic.zero_grad()
+                    accelerator.backward(self.loss_of_critic(critic, x, fake))
+                    of_critic.step()
+                else:
+                    of_generator.zero_grad()
+                    of_critic.zero_grad()
+                    accelerator.backward(F.softplus(-critic(fake)).mean())
+                    accelerator.backward(self.loss_of_critic(critic, x, fake))
+                    of_critic.step()
+                of_generator.step()
+        return flat(generator, critic)
+
+    @staticmethod
+    def loss_of_critic(critic: nn.Module, real: Tensor, fake: Tensor) -> Tensor:
+        return F.softplus(-critic(real)).mean() + F.softplus(critic(fake.detach())).mean()
+
+
+@pytest.mark.parametrize("order", ["in turn", "zeroed between", "together"])
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_adversaries_are_right_or_refused(order, batch_size):
+    adversaries = Adversaries(order)
+    expected = adversaries.run(accelerate.Accelerator, 8)
+    try:
+        weights = adversaries.run(Accelerator, batch_size)
+    except ConfigError as refusal:
+        assert "optimizer" in str(refusal)
+        assert order != "together"
+        return
+    assert (weights - expected).norm() < CLOSE * expected.norm()
+
+
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_two_loaders_that_are_zipped(batch_size):
+    """The second one has other samples, and targets of its own."""
+
+    def run(kind, batch_size):
+        reset_states()
+        accelerator = kind(gradient_accumulation_steps=WINDOW // batch_size)
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        labels = Y.masked_fill(Y == 0, -100).clone()
+        labels[::4] = 2
+        first = DataLoader(TensorDataset(X[:16], Y[:16]), batch_size)
+        second = DataLoader(TensorDataset(X.flip(0)[:16], labels[:16]), batch_size)
+        model, optimizer, first, second = accelerator.prepare(model, optimizer, first, second)
+        for (x, y), (other_x, other_y) in zip(first, second, strict=False):
+            with accelerator.accumulate(model):
+                loss = cross_entropy(model, x, y) + cross_entropy(model, other_x, other_y)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        return flat(model)
+
+    expected = run(accelerate.Accelerator, 8)
+    learnt = (expected - flat(classifier())).norm()
+    assert (run(Accelerator, batch_size) - expected).norm() < CLOSE * learnt
+    if batch_size == 2:
+        assert (run(accelerate.Accelerator, 2) - expected).norm() > FAR * learnt
+
+
+@pytest.mark.parametrize("batch_size", LAYOUTS)
+def test_nested_batches(batch_size):
+    """With names, which are no tensors."""
+
+    def nest(rows):
+        x, y, _ = map(torch.stack, zip(*rows, strict=True))
+        names = [f"class {int(label)}" for label in y]
+        return [{"inputs": {"x": x}, "labels": [y], "names": names}]
+
+    def body(model, batch):
+        assert batch["names"] == [f"class {int(label)}" for label in batch["labels"][0]]
+        return F.cross_entropy(model(batch["inputs"]["x"]), batch["labels"][0])
+
+    loop = Loop(body, collate=nest, full_body=plain)
+    assert loop.error(Accelerator, batch_size) < CLOSE
+
+
+# -- accumulation by hand
+
+
+LABELS = Y.masked_fill(Y == 0, -100)
+LABELS[::4] = 1
+
+
+def by_hand(
+    kind: type,
+    batch_size: int,
+    body: Body = plain,
+    build: Callable[[], nn.Module] = classifier,
+    first: int = 1,
+) -> Tensor:
+    """Accelerator is told nothing of it; the last window of the epoch is short."""
+    reset_states()
+    steps = WINDOW // batch_size
+    accelerator = kind()
+    model = build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loader = DataLoader(TensorDataset(X, LABELS, VALUES), batch_size)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for number, batch in enumerate(loader):
+        accelerator.backward(body(model, *batch) / steps)
+        if (number + first) % steps == 0 or number == len(loader) - 1:
+            nn.utils.clip_grad_norm_(model.parameters(), 10.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return flat(model)
+
+
+@pytest.mark.parametrize("batch_size", SPLIT)
+@pytest.mark.parametrize("body", [plain, cross_entropy_and_penalty])
+def test_accumulation_by_hand(batch_size, body):
+    """The window has unequal numbers of targets."""
+    loop = Loop(body, columns=(X, LABELS, VALUES))
+    expected = loop.full_batch()
+    learnt = (expected - flat(classifier())).norm()
+    assert (by_hand(Accelerator, batch_size, body) - expected).norm() < CLOSE * learnt
+    assert (by_hand(accelerate.Accelerator, batch_size, body) - expected).norm() > FAR * learnt
+
+
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_accumulation_by_hand_from_step_0(batch_size):
+    """`step % k == 0`: the first update is that of one micro-batch."""
+    steps = WINDOW // batch_size
+    words = rf"Step when \(step \+ 1\) % {steps} == 0.*gradient_accumulation_steps={steps}"
+    with pytest.raises(ConfigError, match=words):
+        by_hand(Accelerator, batch_size, first=0)
+
+
+def constant_divisor_by_hand(model, x, y, values):
+    return cross_entropy(model, x, y, reduction="sum") / 100
+
+
+def normalised_by_hand(model, x, y, values):
+    logits = model(x)
+    return F.cross_entropy(logits - logits.mean(0), y)
+
+
+@pytest.mark.parametrize(
+    ("body", "build"),
+    [
+        (constant_divisor_by_hand, classifier),
+        (normalised_by_hand, classifier),
+        (plain, with_batch_norm),
+    ],
+    ids=["constant", "normalised", "batch norm"],
+)
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_accumulation_by_hand_that_depends_on_the_split_is_refused(batch_size, body, build):
+    with pytest.raises(HfGaError):
+        by_hand(Accelerator, batch_size, body, build)
