@@ -12,12 +12,14 @@ class ByHand:
     Attributes:
         num_parts: What the loop divides its losses by; 1 if it does not divide them.
         is_established: Whether the optimizer has stepped after that many backwards.
+        num_steps: How many optimizer steps the loop has made.
     """
 
     def __init__(self) -> None:
         """Start before the first backward of the run."""
         self.num_parts = 1
         self.is_established = False
+        self.num_steps = 0
         self._num_backwards = 0  # since the last step
         self._may_be_mean_of_terms = False
         self._is_mean_of_terms = False  # (a + b) / 2 is no accumulation
@@ -30,6 +32,11 @@ class ByHand:
         if not self._is_mean_of_terms:
             self.num_parts = division_by_number(loss) or 1
         self._may_be_mean_of_terms = self.num_parts == 2 and is_sum_of_terms(loss)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there was one backward, but no step, of a window of several."""
+        return self._num_backwards == 1
 
     @property
     def num_shown(self) -> int:
@@ -72,4 +79,5 @@ class ByHand:
 
     def note_step(self) -> None:
         """Record that the optimizer has stepped: the next backward begins a window."""
+        self.num_steps += self._num_backwards > 0
         self._num_backwards = 0

@@ -223,10 +223,13 @@ class WindowedDataLoader:
         self.is_yielding_windows = True
         self.begin()  # Accelerate: this is the active loader
         try:
-            for window in windows:
+            following = iter(windows)
+            for window in following:
                 self._check_accumulation_steps(num_steps)
-                for batch, is_last in training_loop.micro_batches(self, window):
-                    self.end_of_dataloader = is_last and window.index == last_window_index
+                for batch, is_last in training_loop.micro_batches(self, window, following):
+                    # Of the window, or of those that a loop by hand has taken together.
+                    index = windows.num_consumed - 1
+                    self.end_of_dataloader = is_last and index == last_window_index
                     yield DictCollator.restore(batch, self._example)
             self._was_interrupted = False
         finally:  # also if the loop left by `break` or by an exception

@@ -12,6 +12,8 @@ A loop accumulates in one of two ways:
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import replace
+from itertools import islice
 from types import FrameType
 from typing import Any
 
@@ -35,7 +37,7 @@ from hf_ga.accelerator.misuse import (
 )
 from hf_ga.accelerator.named_entries import check_named_entries
 from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS, is_rehearsed
-from hf_ga.engine.slots import Slot, plan_slots
+from hf_ga.engine.slots import Slot, joined, plan_slots, slots_in_other_company
 from hf_ga.engine.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import ConfigError
@@ -111,12 +113,16 @@ class TrainingLoop:
 
     # Windows
 
-    def micro_batches(self, loader: Any, window: Window) -> Iterator[tuple[Any, bool]]:
+    def micro_batches(
+        self, loader: Any, window: Window, following: Iterator[Window]
+    ) -> Iterator[tuple[Any, bool]]:
         """Hand out the micro-batches of a window to the loop, one for each of its iterations.
 
         Args:
             loader: The prepared loader that the loop iterates over.
             window: The window.
+            following: The windows after it, which are taken if the loop accumulates by hand and
+                this window turns out to be a rehearsal of one of its own.
 
         Yields:
             (batch on the device, whether it is the last one of the window).
@@ -138,8 +144,39 @@ class TrainingLoop:
                 yield self._open(slot, index, is_last), is_last
                 self._close()
             if not self._must_begin_again():
-                return
+                break
             self._attempt += 1
+        yield from self._rest_of_window_by_hand(window, following)
+
+    def _rest_of_window_by_hand(
+        self, window: Window, following: Iterator[Window]
+    ) -> Iterator[tuple[Any, bool]]:
+        """Hand out the window of a loop that accumulates by hand, after its first iteration has
+        turned into a rehearsal: all samples of its k iterations, in those that are left.
+
+        Args:
+            window: The loader's window of the first iteration.
+            following: The loader's windows after it.
+        """
+        number = self._by_hand.num_parts - 1
+        has_candidate = any(slot.may_be_rehearsal for slot in self._slots)
+        if not has_candidate or not self._by_hand.has_begun or number == 0:
+            return
+        rest = list(islice(following, number))
+        whole = joined([window, *rest])
+        if not rest:
+            return
+        if whole is None:
+            for other in rest:
+                yield from self.micro_batches(self._leader, other, iter(()))
+            return
+        self.engine.gradient.turn_into_rehearsal()
+        self._slots = slots_in_other_company(whole, len(rest))
+        self._window = whole
+        self._begin_engine(is_rehearsed=True, goes_on=True, keeps_rehearsal=True)
+        for index, slot in enumerate(self._slots):
+            yield self._open(slot, index, True), True
+            self._close()
 
     def _begin_window(self, window: Window) -> Window:
         """Begin a window, and plan the iterations of the loop in it.
@@ -155,7 +192,6 @@ class TrainingLoop:
             window = window.padded_to_window()
         self.is_inside = self.is_inside or _calls_accumulate(sys._getframe())
         is_planned = self._is_planned
-        models = self.training_models()
         self._window = window
         self._slots = plan_slots(
             window,
@@ -166,13 +202,10 @@ class TrainingLoop:
             and self.engine.can_rehearse(),
         )
         goes_on = not is_planned and not self.is_complete
-        self.engine.begin_window(
-            models,
-            trainable_parameters(models, self.accelerator._optimizers),
-            is_rehearsed=any(slot.is_rehearsal for slot in self._slots),
-            is_full_batch=is_planned
-            and len(self._slots) == 1
-            and self.accelerator.num_processes == 1,
+        if not is_planned and not goes_on and self._rehearses_by_hand():
+            self._slots = [replace(slot, may_be_rehearsal=True) for slot in self._slots]
+        self._begin_engine(
+            is_rehearsed=any(s.is_rehearsal or s.may_be_rehearsal for s in self._slots),
             goes_on=goes_on,
         )
         if not goes_on:
@@ -184,6 +217,26 @@ class TrainingLoop:
         else:
             self.engine.count_experts(self._slots, window.request)
         return window
+
+    def _begin_engine(
+        self, *, is_rehearsed: bool, goes_on: bool, keeps_rehearsal: bool = False
+    ) -> None:
+        """Begin a window in the engine; see `WindowEngine.begin_window`."""
+        models = self.training_models()
+        is_single = len(self._slots) == 1 and self.accelerator.num_processes == 1
+        self.engine.begin_window(
+            models,
+            trainable_parameters(models, self.accelerator._optimizers),
+            is_rehearsed=is_rehearsed,
+            is_full_batch=self._is_planned and is_single,
+            goes_on=goes_on,
+            keeps_rehearsal=keeps_rehearsal,
+        )
+
+    def _rehearses_by_hand(self) -> bool:
+        """Whether the window that a loop by hand may begin now is rehearsed."""
+        is_due = is_rehearsed(self._by_hand.num_steps)
+        return is_due and len(self._slots) == 1 and self.engine.can_rehearse()
 
     @property
     def _is_planned(self) -> bool:
@@ -218,7 +271,10 @@ class TrainingLoop:
         accelerator.step = index + 1
         accelerator.gradient_state._set_sync_gradients(is_last)
         batch = send_to_device(slot.micro_batch.batch, accelerator.device, non_blocking=True)
-        self._iteration.enter_context(self.engine.micro_batch(slot, self._window.request))
+        request = self._window.request
+        if not self._is_planned:  # draws that all samples share belong to the loop's own window
+            request = replace(request, index=self._by_hand.num_steps)
+        self._iteration.enter_context(self.engine.micro_batch(slot, request))
         if self._whole_batch is not None:
             self._iteration.enter_context(self._whole_batch.recording(index, batch))
         return batch
@@ -442,10 +498,23 @@ class TrainingLoop:
         """Note that a prepared optimizer has stepped: a loop by hand begins another window."""
         self._has_stepped = True
         if self.engine.gradient is not None and not self._is_planned:
+            self._warn_of_missing_rehearsal()
             self._by_hand.note_step()
             self.engine.gradient.begin()
             self.is_complete = True
             self._learning_rates = self._current_learning_rates()
+
+    def _warn_of_missing_rehearsal(self) -> None:
+        """Warn once that a loop of one micro-batch a process is not rehearsed outside of
+        `accumulate`, as its iterations cannot be told from those of a loop by hand.
+        """
+        is_first_step = self._by_hand.num_steps == 0
+        if is_first_step and self._by_hand.num_parts == 1 and self.accelerator.num_processes > 1:
+            logger.warning(
+                "hf_ga: it is not tried whether a sample's loss depends on the other samples of "
+                "its process (BatchNorm, in-batch negatives): put the loop's body into `with "
+                "accelerator.accumulate(model):`."
+            )
 
     def _current_learning_rates(self) -> list[float]:
         """Return the learning rates of all prepared optimizers."""

@@ -232,6 +232,14 @@ class WindowGradient:
         self._groups_for(self._terms_to_group(readings))
         self.readings += [replace(reading, is_counted=False) for reading in readings]
 
+    def turn_into_rehearsal(self) -> None:
+        """Drop the sums of the window so far, whose samples come again. What `show` set stays."""
+        self.readings = [replace(reading, is_counted=False) for reading in self.readings]
+        self.num_backwards = 0
+        self._loss_sum = torch.zeros_like(self._loss_sum)
+        self._groups = None
+        self._buffers = []
+
     def add_nothing(
         self,
         loss: Tensor,
@@ -525,7 +533,10 @@ class WindowGradient:
             self._merge_groups()
         groups = self._groups or []
         if self.must_pad:
-            self.must_repeat = "a sample's gradient depends on the padded width"
+            self.must_repeat = (
+                "a sample's gradient, or a divisor, depends on the padded width or on the other "
+                "samples of its micro-batch"
+            )
         flags = (
             float(self.must_repeat is not None),
             float(self.must_pad),

@@ -1,7 +1,7 @@
 """What a user's loop gets in each iteration of a window."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,11 +18,13 @@ class Slot:
         micro_batch: The samples of the iteration.
         is_rehearsal: Whether its gradient is dropped: its samples come again in the window.
         is_filler: Whether it adds nothing, because this process has fewer micro-batches.
+        may_be_rehearsal: Whether it turns into a rehearsal if the loop accumulates by hand.
     """
 
     micro_batch: MicroBatch
     is_rehearsal: bool = False
     is_filler: bool = False
+    may_be_rehearsal: bool = False
 
     @property
     def is_counted(self) -> bool:
@@ -81,6 +83,42 @@ def extra_rehearsal(window: Window, *, num_processes: int) -> Slot | None:
     rehearsed = rehearsed_offsets(own, spare)
     (micro_batch,) = window.split([rehearsed]).micro_batches
     return Slot(micro_batch, is_rehearsal=True)
+
+
+def joined(windows: Sequence[Window]) -> Window | None:
+    """Return consecutive windows of a loader as one, for a loop that accumulates by hand.
+
+    None if their samples cannot be fetched together, as those of a stream.
+    """
+    first = windows[0]
+    if any(window.fetcher is not first.fetcher for window in windows):
+        return None
+    starts = np.cumsum([0, *(window.num_samples for window in windows)])
+    request = replace(
+        first.request,
+        positions=np.concatenate([window.request.positions for window in windows]),
+        sample_ids=np.concatenate([window.sample_ids for window in windows]),
+        micro_batches=[
+            offsets + start
+            for window, start in zip(windows, starts, strict=False)
+            for offsets in window.request.micro_batches
+        ],
+        max_micro_batches=sum(window.request.max_micro_batches for window in windows),
+        lengths=None,
+        chunk_tree=None,
+    )
+    batches = [batch for window in windows for batch in window.batches]
+    return replace(first, request=request, batches=batches)
+
+
+def slots_in_other_company(window: Window, number: int) -> list[Slot]:
+    """Split a window into this many iterations, which take its samples in turn."""
+    planned = window.request.micro_batches
+    own = np.concatenate(planned) if len(planned) else np.empty(0, np.int64)
+    parts = [own[start::number] for start in range(number)]
+    parts = [part for part in parts if len(part)]
+    slots = [Slot(micro_batch) for micro_batch in window.split(parts).micro_batches]
+    return _with_fillers(slots, window, number)
 
 
 def _with_fillers(slots: Sequence[Slot], window: Window, number: int) -> list[Slot]:

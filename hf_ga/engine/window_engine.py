@@ -107,6 +107,7 @@ class WindowEngine:
         is_rehearsed: bool,
         is_full_batch: bool = False,
         goes_on: bool = False,
+        keeps_rehearsal: bool = False,
     ) -> None:
         """Begin a window, or begin it again.
 
@@ -117,6 +118,7 @@ class WindowEngine:
             is_full_batch: Whether a single micro-batch is the whole window.
             goes_on: Whether the sums so far belong to the window, of a loop that accumulates by
                 hand.
+            keeps_rehearsal: Whether the micro-batch so far was a rehearsal of this window.
         """
         self.leave_window()
         self._models = list(models)
@@ -135,7 +137,8 @@ class WindowEngine:
                 model.require_backward_grad_sync = False  # `finish` sums the gradients
         # Micro-batches of other sizes follow, or there is only one.
         self.gradient.stack_sizes.may_change = is_rehearsed or is_full_batch
-        self._rehearsal = Rehearsal() if is_rehearsed else None
+        if not keeps_rehearsal:
+            self._rehearsal = Rehearsal() if is_rehearsed else None
         if is_rehearsed:
             recording = self._recorder.recording(
                 [unwrapped(model) for model in models], with_submodules=not backend.is_sharded
@@ -380,13 +383,14 @@ class WindowEngine:
         data_readings = [r for r in readings if r.term is None or not r.term.is_penalty]
         footprints, is_low_precision = footprints_of(loss, data_readings, self._recorder, positions)
         rehearsal.is_low_precision |= is_low_precision
-        if self.slot.is_rehearsal:
+        if self.slot.is_rehearsal or self.slot.may_be_rehearsal:
             terms = [reading.key for reading in data_readings]
             rehearsal.record(footprints, terms, self.draws.num_reclassified)
             return
         if rehearsal.num_reclassified != self.draws.num_reclassified:
-            # Draws of the rehearsal were keyed otherwise.
-            self.gradient.must_repeat = "the dims of random numbers that hold samples were found"
+            # Draws of the rehearsal, and of what was added, were keyed otherwise.
+            if self.gradient.num_backwards or not self._goes_on:
+                self.gradient.must_repeat = "the dims of random numbers with samples were found"
             self._rehearsal = Rehearsal()
             return
         difference = rehearsal.difference(footprints)

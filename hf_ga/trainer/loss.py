@@ -43,7 +43,8 @@ class WindowLoss(nn.Module):
             batch: The batch.
         """
         returned: list[Any] = []
-        self._compute_loss_with(_ModelProxy(model, partial(_call_and_record, returned)), batch)
+        on_call = partial(_call_and_record, returned, model)
+        self._compute_loss_with(_ModelProxy(self.model, on_call), batch)
         return tuple(returned)
 
     def loss_of_window(self, outputs: tuple, batch: Batch) -> Tensor:
