@@ -62,7 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _is_main_process():
             # If all ranks have this error, the launcher stops them after the main process.
             time.sleep(PATIENCE)
-        print("error:", " ".join(str(error).split()), file=sys.stderr)
+        in_one_line = " ".join(str(error).split())
+        print(f"\nerror: {in_one_line}", file=sys.stderr)  # a progress bar may be in this line
         return ERROR
     return 0
 

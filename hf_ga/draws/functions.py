@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Generator, Tensor
+from torch.nn import Parameter
 
 from hf_ga.draws import samplers
 from hf_ga.draws.draw import Draw
@@ -55,7 +56,10 @@ def like(
     """Replacement of `torch.rand_like` and `torch.randn_like`, with a sampler as in `factory`."""
     result = torch.empty_like(input, **options)
     original(_empty(result))
-    return fill(draws, original, result, sampler, generator, requires_grad)
+    is_of_weights = isinstance(input, Parameter)
+    return fill(
+        draws, original, result, sampler, generator, requires_grad, is_of_weights=is_of_weights
+    )
 
 
 def randint(
@@ -317,6 +321,8 @@ def fill(
     sampler: Callable,
     generator: Generator | None,
     requires_grad: bool = False,
+    *,
+    is_of_weights: bool = False,
 ) -> Tensor:
     """Fill a tensor in place with the numbers of a draw, and return it.
 
@@ -327,8 +333,11 @@ def fill(
         sampler: (draw, dtype) -> numbers of any dtype.
         generator: The user's generator. It only makes the numbers others.
         requires_grad: Whether the result is a leaf that requires a gradient.
+        is_of_weights: Whether the numbers are for a parameter, so that no dim holds samples.
     """
-    draw = draws.draw(original.__name__, result.shape, result.device, generator)
+    draw = draws.draw(
+        original.__name__, result.shape, result.device, generator, only_shared=is_of_weights
+    )
     result.copy_(sampler(draw, result.dtype))
     return result.requires_grad_() if requires_grad else result
 

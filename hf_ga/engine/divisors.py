@@ -21,7 +21,9 @@ TermKey = Hashable
 Number = float | Tensor
 RELATIVE_ROUNDING = 1e-5  # of sums that are computed in float32
 BY_TARGETS = "targets"
+BY_NONZERO = "targets with a weight"
 BY_SAMPLES = "samples"
+ALL_KINDS = {BY_TARGETS, BY_NONZERO, BY_SAMPLES}
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class Reading:
         count: What its numerator sums over. None: unknown.
         factor: What the loss multiplies the term by.
         num_elements: Number of elements of what it sums over, without masks. None: unknown.
+        num_nonzero: Number of them whose weight is not 0. None: unknown.
+        class_weights: The class weights of a cross entropy, or None.
         is_counted: Whether the micro-batch belongs to the window. False for a rehearsal.
     """
 
@@ -46,6 +50,8 @@ class Reading:
     count: Number | None
     factor: Number
     num_elements: int | None = None
+    num_nonzero: Number | None = None
+    class_weights: Tensor | None = None
     is_counted: bool = True
 
     @property
@@ -59,7 +65,7 @@ def on_host(readings: Sequence[Reading]) -> list[Reading]:
     tensors = [
         value
         for reading in readings
-        for value in (reading.divisor, reading.count, reading.factor)
+        for value in (reading.divisor, reading.count, reading.factor, reading.num_nonzero)
         if isinstance(value, Tensor)
     ]
     if not tensors:
@@ -77,6 +83,7 @@ def on_host(readings: Sequence[Reading]) -> list[Reading]:
             divisor=number(reading.divisor),
             count=number(reading.count),
             factor=number(reading.factor),
+            num_nonzero=number(reading.num_nonzero),
         )
         for reading in readings
     ]
@@ -89,10 +96,13 @@ def true_divisor(reading: Reading) -> float:
     (`clamp(min=1)`, `max(k, 1)`, `k + eps`). A number of elements or of samples counts whatever
     their weights add up to.
     """
-    divisor = float(reading.divisor)
-    is_empty = reading.count is not None and reading.count == 0
-    is_shape = reading.term is not None and reading.term.is_shape_divisor
-    return 0.0 if is_empty and not is_shape and divisor <= 1 else divisor
+    return 0.0 if is_empty(reading) else float(reading.divisor)
+
+
+def is_empty(reading: Reading) -> bool:
+    """Whether a term on the host sums over nothing. Signed weights may add up to 0 by chance."""
+    number = reading.count if reading.num_nonzero is None else reading.num_nonzero
+    return number is not None and number == 0
 
 
 class DivisorChecks:
@@ -131,21 +141,45 @@ class DivisorChecks:
         for reading in readings:
             if reading.term is not None:
                 by_term[reading.key].append(reading)
-        is_trusted = True
+        trusted = []
+        untrusted = []
         for key, of_term in by_term.items():
             _check_factors(of_term)
+            _check_class_weights(of_term)
             if of_term[0].term.is_penalty:
                 continue
             possible = _proportional_to(of_term)
-            known = self.followed.get(key, {BY_TARGETS, BY_SAMPLES})
+            known = self.followed.get(key, ALL_KINDS)
             if possible & known:
                 self.followed[key] = possible & known
                 _check_known(of_term, possible & known)
-            elif not is_padded:
-                is_trusted = False
-            elif not of_term[0].term.is_shape_divisor:
+                trusted.append(of_term)
+            else:
+                untrusted.append(of_term)
+        untrusted = [of_term for of_term in untrusted if not _is_that_of_any(of_term, trusted)]
+        if not untrusted:
+            return True
+        if not is_padded:
+            return False
+        for of_term in untrusted:
+            if not of_term[0].term.is_shape_divisor:
                 raise _untrusted(of_term)
-        return is_trusted
+        return True
+
+
+def _is_that_of_any(readings: Sequence[Reading], others: Sequence[Sequence[Reading]]) -> bool:
+    """Whether a divisor is that of another term in all micro-batches, up to a constant factor.
+
+    Label smoothing divides by the weights of the targets, but sums over all classes.
+    """
+    divisors = [reading.divisor for reading in readings]
+    for other in others:
+        of_other = [reading.divisor for reading in other]
+        if len(of_other) == len(divisors) and _have_one_ratio(
+            list(zip(divisors, of_other, strict=True))
+        ):
+            return True
+    return False
 
 
 def _check_factors(readings: Sequence[Reading]) -> None:
@@ -171,6 +205,25 @@ def _check_factors(readings: Sequence[Reading]) -> None:
         )
 
 
+def _check_class_weights(readings: Sequence[Reading]) -> None:
+    """Check that a cross entropy has the same class weights in all micro-batches of a window.
+
+    Raises:
+        LossNotAdditive: If it has not.
+    """
+    all_weights = [r.class_weights for r in readings if r.class_weights is not None]
+    if not all_weights:
+        return
+    first = all_weights[0]
+    for weights in all_weights[1:]:
+        is_same_tensor = weights.data_ptr() == first.data_ptr()
+        if not is_same_tensor and not torch.equal(weights, first):
+            raise LossNotAdditive(
+                f"{readings[0].name}: its class weights differ between micro-batches of a window, "
+                "so the full batch has no such weights. Compute them from the dataset, once."
+            )
+
+
 def _check_known(readings: Sequence[Reading], followed: set[str]) -> None:
     """Check that the divisor of each micro-batch whose weights are all 0 is known.
 
@@ -179,9 +232,13 @@ def _check_known(readings: Sequence[Reading], followed: set[str]) -> None:
     Raises:
         LossNotAdditive: If it may be both in all windows so far.
     """
-    if len(followed) == 1 or sum(reading.is_counted for reading in readings) == 1:
+    if (
+        BY_SAMPLES not in followed
+        or len(followed) == 1
+        or sum(reading.is_counted for reading in readings) == 1
+    ):
         return
-    if any(r.count == 0 and r.num_samples == 1 and r.divisor == 1 for r in readings):
+    if any(is_empty(r) and r.num_samples == 1 and r.divisor == 1 for r in readings):
         raise LossNotAdditive(
             f"{readings[0].name}: a micro-batch of one sample without a target divides by 1, which "
             "may be its number of samples, or its number of targets that was raised to 1. Use "
@@ -195,14 +252,21 @@ def _proportional_to(readings: Sequence[Reading]) -> set[str]:
     possible = set()
     if _have_one_ratio([(r.divisor, r.num_samples) for r in readings]):
         possible.add(BY_SAMPLES)
-    is_known = all(reading.count is not None for reading in readings) and _grows(readings)
-    is_shape = readings[0].term.is_shape_divisor
-    if is_known and not is_shape:
-        with_targets = [r for r in readings if r.count]
-        may_be_raised = all(r.divisor <= 1 for r in readings if not r.count)
-        if may_be_raised and _have_one_ratio([(r.divisor, r.count) for r in with_targets]):
-            possible.add(BY_TARGETS)
+    if readings[0].term.is_shape_divisor or not _grows(readings):
+        return possible
+    if not all(reading.divisor <= 1 for reading in readings if is_empty(reading)):
+        return possible  # not a number of targets that was raised to 1
+    with_targets = [reading for reading in readings if not is_empty(reading)]
+    if _follows([(reading.divisor, reading.count) for reading in with_targets]):
+        possible.add(BY_TARGETS)
+    if _follows([(reading.divisor, reading.num_nonzero) for reading in with_targets]):
+        possible.add(BY_NONZERO)
     return possible
+
+
+def _follows(pairs: Sequence[tuple[float, float | None]]) -> bool:
+    """Whether divisors follow numbers that are all known and not 0."""
+    return all(number for _, number in pairs) and _have_one_ratio(pairs)
 
 
 def _grows(readings: Sequence[Reading]) -> bool:

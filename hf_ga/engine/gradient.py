@@ -61,7 +61,6 @@ class WindowGradient:
         self.grouping = Grouping()
         self._index_of = {id(p): index for index, p in enumerate(self.parameters)}
         self.stack_sizes = StackSizes()
-        self._expected: dict[TermKey, float] = {}  # divisors of the last window
         self._first_exponent: int | None = None  # of shards' scale in the first window
         self.loss: Tensor | None = None
         self.begin()
@@ -123,6 +122,8 @@ class WindowGradient:
                 term.count(),
                 term.factor,
                 num_elements=term.num_elements,
+                num_nonzero=term.num_nonzero(),
+                class_weights=term.class_weights(),
             )
             for key, term in zip(keys, terms, strict=True)
         ]
@@ -204,6 +205,8 @@ class WindowGradient:
     def add_part(
         self,
         part: Tensor,
+        loss: Tensor,
+        readings: Sequence[Reading],
         *,
         retain_graph: bool = False,
         sync: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -213,6 +216,8 @@ class WindowGradient:
 
         Args:
             part: The part, a scalar.
+            loss: The micro-batch's loss, from the same forward.
+            readings: Its terms.
             retain_graph: Whether another backward follows through the same graph.
             sync: Returns the context in which a sharded model reduces its gradients, in each part.
         """
@@ -220,8 +225,15 @@ class WindowGradient:
             return
         earlier = [parameter.grad for parameter in self.parameters]
         self._set_gradients(self._parts)
-        with sync():
-            self.backend.scaled(part).backward(retain_graph=retain_graph)
+        with ExitStack() as stack:
+            stack.enter_context(sync())
+            total = part
+            if self.backend.is_sharded and loss.requires_grad:
+                # FSDP gathers parameters where a gradient enters outputs: let zeros enter there.
+                terms = [reading.term for reading in readings if reading.term is not None]
+                stack.enter_context(undivided(terms, [0.0] * len(terms)))
+                total = part + (loss if terms else loss * 0)
+            self.backend.scaled(total).backward(retain_graph=retain_graph)
         self._parts = [parameter.grad for parameter in self.parameters]
         self._set_gradients(earlier)
         self._part_sum += part.detach().to(self._part_sum.dtype)
@@ -353,24 +365,21 @@ class WindowGradient:
         return scales
 
     def _power_of_two_near(self, group: Group, divisors: Mapping[TermKey, float | Tensor]) -> float:
-        """Return a power of two near the divisor of the window, so that fp16 does not overflow.
-
-        Before the first window's end it is near that of the first micro-batch. Multiplying by it
-        is exact, so it does not matter for the result.
+        """Return a power of two near the first divisor of the window, so that fp16 does not
+        overflow; 1 in other precisions. Multiplying by it is exact.
         """
-        key = group.keys[0]
-        divisor = self._expected.get(key)
-        if divisor:
-            return 2.0 ** _exponent(divisor)
+        if self.backend.accelerator.scaler is None:
+            return 1.0
         if self.backend.is_sharded:
             return 2.0 ** (self._first_exponent or 0)
-        return 2.0 ** _exponent(float(divisors.get(key, 0.0)))
+        return 2.0 ** _exponent(float(divisors.get(group.keys[0], 0.0)))
 
     def _agree_on_first_scale(self, readings: Sequence[Reading]) -> None:
         """Let all ranks with shards multiply by the same power of two before the first window's
         end. A collective: each rank calls it in its first micro-batch, also in a filler.
         """
-        if not self.backend.is_sharded or self._first_exponent is not None:
+        is_scaled = self.backend.accelerator.scaler is not None
+        if not is_scaled or not self.backend.is_sharded or self._first_exponent is not None:
             return
         divisors = [float(reading.divisor) for reading in readings[:1]]
         exponent = max(map(_exponent, divisors), default=0)
@@ -569,7 +578,6 @@ class WindowGradient:
             self._take_shards(groups)
         for group, total in zip(groups, totals, strict=True):
             group.total = total
-            self._expected[group.keys[0]] = total
         self.loss = status.loss / (totals[0] or 1.0) if totals else status.loss
         if len(groups) > 1 and not num_without_values:
             means = [

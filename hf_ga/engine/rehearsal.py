@@ -7,28 +7,35 @@ them differ is refused: BatchNorm, in-batch negatives, rewards that are normalis
 micro-batch, mixed samples, hard example mining, a queue, a random number that is not keyed.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
 
 from hf_ga.engine.divisors import Reading, TermKey
 from hf_ga.exact.precision import LOW_PRECISION
 from hf_ga.loss import undivided
+from hf_ga.loss.penalty import PARAMETER
+from hf_ga.loss.saved import inputs, output_shape
 
 NUM_FIRST_WINDOWS = 3  # are rehearsed
 INTERVAL = 100  # one window in this many is rehearsed afterwards
 TOLERANCE = 1e-3  # relative, in float32: other batch sizes use other kernels
+FLOOR = 1e-6  # of the largest value: what is smaller is rounding
 LOW_PRECISION_TOLERANCE = 0.2  # bf16 keeps 8 bits, and outputs add up many roundings
 # Whether the rows of a sample in the outputs are next to each other, or one in each block of rows
 # (as in torch.cat([chosen, rejected])).
 ARRANGEMENTS = ("rows", "blocks")
-# An output: (kind of output, its index, whether it has one row a sample).
-Place = tuple[int, int, bool]
+MAX_NODES = 200  # of the graph that are searched for edges with rows of samples
+MAX_EDGES = 16
+Place = Hashable  # which output
 # (term, output, position of the sample)
 FootprintKey = tuple[TermKey, Place, int]
 
@@ -54,6 +61,7 @@ def rehearsal_parts(
     own = np.concatenate(planned) if len(planned) else np.empty(0, np.int64)
     parts = [part for part in np.array_split(own, num_parts) if len(part)]
     size = max((len(micro_batch) for micro_batch in planned), default=0)
+    size = max(size, 2)  # a sample alone has no company
     if len(parts) == 1:
         rehearsed = _with_company(parts[0], spare, size - 1)
     else:
@@ -91,6 +99,23 @@ def _in_turn(parts: Sequence[np.ndarray]) -> np.ndarray:
     longest = max((len(part) for part in parts), default=0)
     taken = [part[i] for i in range(longest) for part in parts if i < len(part)]
     return np.array(taken, np.int64)
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What the loss is computed from, where the gradients of samples are compared.
+
+    Attributes:
+        targets: Tensors or edges of the graph.
+        values: The values of the tensors. None: unknown.
+        sample_dim: The dim that holds the samples. None: there is a tensor for each sample.
+        kind: What it is, equal in the rehearsal and in the window.
+    """
+
+    targets: Sequence[Tensor | GradientEdge]
+    values: Sequence[Tensor] | None
+    sample_dim: int | None
+    kind: Place
 
 
 class OutputRecorder:
@@ -143,12 +168,18 @@ class OutputRecorder:
         """Record the outputs of a submodule; a forward hook."""
         self.inner += [value for value in _values(outputs) if _needs_gradient(value)]
 
-    def candidates(self, num_samples: int) -> Iterator[list[Tensor]]:
-        """Yield lists of outputs with rows of samples, the nearest to the loss first."""
-        yield _with_rows(self.outputs, num_samples)
+    def candidates(self, num_samples: int, nodes: Sequence[Node]) -> Iterator[list[Watched]]:
+        """Yield lists of what a term may be computed from, the nearest to the loss first.
+
+        Args:
+            num_samples: Number of samples of the micro-batch.
+            nodes: The nodes of the term, for loops that use parameters without their model.
+        """
+        yield [*_calls(self.outputs, num_samples), *_with_rows(self.outputs, num_samples)]
         yield _with_rows(self.nested, num_samples)
-        for tensor in reversed(_with_rows(self.inner, num_samples)):
-            yield [tensor]
+        for watched in reversed(_with_rows(self.inner, num_samples)):
+            yield [watched]
+        yield _edges_with_rows(nodes, num_samples)
 
 
 def _values(outputs: Any) -> list[Any]:
@@ -174,9 +205,56 @@ def _needs_gradient(value: Any) -> bool:
     return isinstance(value, Tensor) and value.requires_grad and value.dim() > 0
 
 
-def _with_rows(tensors: Sequence[Tensor], num_samples: int) -> list[Tensor]:
-    """Return the tensors whose first dim holds the same number of rows for each sample."""
-    return [t for t in tensors if len(t) and len(t) % num_samples == 0]
+def _with_rows(tensors: Sequence[Tensor], num_samples: int) -> list[Watched]:
+    """Return the tensors with one dim of samples, or with the same number of rows for each."""
+    found = []
+    for index, tensor in enumerate(tensors):
+        dim = _sample_dim(tensor.shape, num_samples)
+        if dim is not None:
+            kind = ("rows", index, dim, tensor.shape[dim] == num_samples)
+            found.append(Watched([tensor], [tensor.detach()], dim, kind))
+    return found
+
+
+def _sample_dim(shape: torch.Size, num_samples: int) -> int | None:
+    """Return the dim of an output that holds the samples: the first, another one of their number
+    (time first), or the first with several rows for each. None: there is none.
+    """
+    if num_samples in shape:
+        return shape.index(num_samples)
+    is_multiple = shape[0] > 0 and shape[0] % num_samples == 0
+    return 0 if is_multiple else None
+
+
+def _calls(tensors: Sequence[Tensor], num_samples: int) -> list[Watched]:
+    """Return the outputs of calls with one sample each, as a loop over samples makes them."""
+    is_of_samples = len(tensors) >= num_samples and len(tensors) % num_samples == 0
+    has_rows = num_samples > 1 and any(num_samples in tensor.shape for tensor in tensors)
+    if not tensors or not is_of_samples or has_rows:
+        return []
+    return [Watched(list(tensors), [tensor.detach() for tensor in tensors], None, ("calls",))]
+
+
+def _edges_with_rows(nodes: Sequence[Node], num_samples: int) -> list[Watched]:
+    """Return edges of the graph below a term whose first dim is that of the samples."""
+    found = []
+    waiting = deque(nodes)
+    seen = set(nodes)
+    number = 0
+    while waiting and number < MAX_NODES and len(found) < MAX_EDGES:
+        node = waiting.popleft()
+        number += 1
+        children = [child for child, _ in inputs(node)]
+        is_parameter = bool(children) and all(child.name() == PARAMETER for child in children)
+        shape = output_shape(node)
+        if len(shape) and shape[0] == num_samples and not is_parameter:
+            kind = ("edge", number, node.name())
+            found.append(Watched([GradientEdge(node, 0)], None, 0, kind))
+        for child in children:
+            if child not in seen and child.name() != PARAMETER:
+                seen.add(child)
+                waiting.append(child)
+    return found
 
 
 @dataclass
@@ -238,9 +316,12 @@ class Rehearsal:
             if before is not None:
                 self.uncompared.discard(key[0])
                 by_output.setdefault(key[:2], []).append((before, now))
+        floors = _largest_values([pair for pairs in by_output.values() for pair in pairs])
         for (term, _), pairs in by_output.items():
             # One arrangement must fit all samples.
-            found = [_first_difference(pairs, name, self._tolerance) for name in ARRANGEMENTS]
+            found = [
+                _first_difference(pairs, name, self._tolerance, floors) for name in ARRANGEMENTS
+            ]
             if all(difference is not None for difference in found):
                 before, now = found[0]
                 return term, before, now
@@ -252,27 +333,43 @@ class Rehearsal:
         return LOW_PRECISION_TOLERANCE if self.is_low_precision else TOLERANCE
 
 
+def _largest_values(pairs: Sequence[tuple[Footprint, Footprint]]) -> tuple[float, float]:
+    """Return the largest norm and the largest bound of a product, against which others may be
+    nothing but rounding.
+    """
+    norms = [max(before.norms["rows"], now.norms["rows"]) for before, now in pairs]
+    scales = [max(before.scales["rows"], now.scales["rows"]) for before, now in pairs]
+    return max(norms, default=0.0), max(scales, default=0.0)
+
+
 def _first_difference(
-    pairs: Sequence[tuple[Footprint, Footprint]], name: str, tolerance: float
+    pairs: Sequence[tuple[Footprint, Footprint]],
+    name: str,
+    tolerance: float,
+    largest: tuple[float, float],
 ) -> tuple[float, float] | None:
     """Return the values of the first sample that differs in an arrangement of rows, or None."""
-    largest = max(max(before.norms[name], now.norms[name]) for before, now in pairs)
+    largest_norm, largest_scale = largest
     for before, now in pairs:
         norm_before = before.norms[name]
         norm_now = now.norms[name]
-        bound = tolerance * max(norm_before, norm_now) + 1e-6 * largest
+        bound = tolerance * max(norm_before, norm_now) + FLOOR * largest_norm
         if abs(norm_before - norm_now) > bound:
             return norm_before, norm_now
         product_before = before.products[name]
         product_now = now.products[name]
         scale = max(before.scales[name], now.scales[name])
-        if abs(product_before - product_now) > tolerance * scale:
+        if abs(product_before - product_now) > tolerance * scale + FLOOR * largest_scale:
             return product_before, product_now
     return None
 
 
 def footprints_of(
-    loss: Tensor, readings: Sequence[Reading], recorder: OutputRecorder, positions: Sequence[int]
+    loss: Tensor,
+    readings: Sequence[Reading],
+    recorder: OutputRecorder,
+    positions: Sequence[int],
+    num_levels: int | None = None,
 ) -> tuple[dict[FootprintKey, Footprint], bool]:
     """Compute the footprints of all samples of a micro-batch, for each term of its loss.
 
@@ -284,6 +381,7 @@ def footprints_of(
         readings: Its terms.
         recorder: The recorded outputs.
         positions: Positions of the samples in the epoch.
+        num_levels: How many of the recorder's candidates to try at most. None: all.
 
     Returns:
         (footprints, whether an output is in half precision).
@@ -292,27 +390,36 @@ def footprints_of(
     is_low_precision = False
     num_samples = len(positions)
     for number, reading in enumerate(readings):
-        gradient_of = _gradient_function(loss, readings, number)
-        for level, outputs in enumerate(recorder.candidates(num_samples)):
-            gradients = gradient_of(outputs)
+        gradients_of = _gradient_function(loss, readings, number)
+        nodes = [loss.grad_fn] if reading.term is None else reading.term.nodes
+        candidates = islice(recorder.candidates(num_samples, nodes), num_levels)
+        for level, all_watched in enumerate(candidates):
+            targets = [target for watched in all_watched for target in watched.targets]
+            of_all = iter(gradients_of(targets) if targets else ())
+            gradients = [[next(of_all) for _ in watched.targets] for watched in all_watched]
             # Terms share a graph, so the gradient at an output that a term does not use is 0.
-            if not any(gradient is not None and bool(gradient.any()) for gradient in gradients):
+            if not any(_is_any_nonzero(of_watched) for of_watched in gradients):
                 continue
-            for index, (output, gradient) in enumerate(zip(outputs, gradients, strict=True)):
-                if gradient is None:
-                    continue
-                is_low_precision |= output.dtype in LOW_PRECISION
-                place = (level, index, len(output) == num_samples)
-                of_samples = _footprints(output, gradient, num_samples)
-                for position, footprint in zip(positions, of_samples, strict=True):
-                    footprints[reading.key, place, position] = footprint
+            for watched, of_watched in zip(all_watched, gradients, strict=True):
+                is_low_precision |= any(
+                    gradient is not None and gradient.dtype in LOW_PRECISION
+                    for gradient in of_watched
+                )
+                of_samples = _footprints(watched, of_watched, num_samples)
+                for position, footprint in zip(positions, of_samples, strict=False):
+                    footprints[reading.key, (level, watched.kind), position] = footprint
             break
     return footprints, is_low_precision
 
 
+def _is_any_nonzero(gradients: Sequence[Tensor | None]) -> bool:
+    """Whether any gradient is not 0."""
+    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
+
 def _gradient_function(
     loss: Tensor, readings: Sequence[Reading], number: int
-) -> Callable[[Sequence[Tensor]], Sequence[Tensor | None]]:
+) -> Callable[[Sequence[Tensor | GradientEdge]], Sequence[Tensor | None]]:
     """Return a function that computes the undivided gradient of one term at some outputs."""
     terms = [reading.term for reading in readings if reading.term is not None]
     # Without its factor, which may change from window to window.
@@ -320,10 +427,8 @@ def _gradient_function(
     inverse = 1.0 / factor if isinstance(factor, Tensor) or factor else 0.0
     scales = [inverse if index == number else 0.0 for index in range(len(terms))]
 
-    def gradient_of(outputs: Sequence[Tensor]) -> Sequence[Tensor | None]:
+    def gradient_of(outputs: Sequence[Tensor | GradientEdge]) -> Sequence[Tensor | None]:
         """Return the gradient at each output; None where the term does not depend on it."""
-        if not outputs:
-            return []
         if not terms:
             return torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
         with undivided(terms, scales):
@@ -332,22 +437,66 @@ def _gradient_function(
     return gradient_of
 
 
-def _footprints(output: Tensor, gradient: Tensor, num_samples: int) -> list[Footprint]:
-    """Compute the footprint of each sample at one output."""
+def _footprints(
+    watched: Watched, gradients: Sequence[Tensor | None], num_samples: int
+) -> list[Footprint]:
+    """Compute the footprint of each sample. Empty if the term does not depend on it."""
+    if watched.sample_dim is None:
+        return _footprints_of_calls(watched, gradients, num_samples)
+    (gradient,) = gradients
+    if gradient is None:
+        return []
     footprints = [Footprint() for _ in range(num_samples)]
+    rows = gradient.movedim(watched.sample_dim, 0)
     for name in ARRANGEMENTS:
-        values = _by_sample(output.detach(), num_samples, name)
-        gradients = _by_sample(gradient, num_samples, name)
-        norms = gradients.norm(dim=1)
-        # Padding may hold infinities, where the gradient is 0.
-        products = torch.where(gradients == 0, 0.0, values * gradients)
-        bounds = torch.where(gradients == 0, 0.0, values).norm(dim=1) * norms
-        table = torch.stack([norms, products.sum(1), bounds]).tolist()
-        for footprint, norm, product, bound in zip(footprints, *table, strict=True):
+        of_samples = _by_sample(rows, num_samples, name)
+        values = torch.zeros_like(of_samples)
+        if watched.values is not None:
+            values = _by_sample(watched.values[0].movedim(watched.sample_dim, 0), num_samples, name)
+        numbers = _norms_and_products(values, of_samples)
+        for footprint, norm, product, bound in zip(footprints, *numbers.tolist(), strict=True):
             footprint.norms[name] = norm
             footprint.products[name] = product
             footprint.scales[name] = bound
     return footprints
+
+
+def _footprints_of_calls(
+    watched: Watched, gradients: Sequence[Tensor | None], num_samples: int
+) -> list[Footprint]:
+    """Compute the footprint of each sample, which has calls of its own."""
+    calls_per_sample = len(gradients) // num_samples
+    footprints = []
+    for sample in range(num_samples):
+        calls = range(sample * calls_per_sample, (sample + 1) * calls_per_sample)
+        used = [call for call in calls if gradients[call] is not None]
+        footprint = Footprint(*(dict.fromkeys(ARRANGEMENTS, 0.0) for _ in range(3)))
+        if used:
+            values = torch.cat([watched.values[call].double().reshape(1, -1) for call in used], 1)
+            of_calls = torch.cat([gradients[call].double().reshape(1, -1) for call in used], 1)
+            norm, product, bound = _norms_and_products(values, of_calls)[:, 0].tolist()
+            footprint = Footprint(
+                *(dict.fromkeys(ARRANGEMENTS, number) for number in (norm, product, bound))
+            )
+        footprints.append(footprint)
+    return footprints
+
+
+def _norms_and_products(values: Tensor, gradients: Tensor) -> Tensor:
+    """Return the norms of gradients, their products with values, and bounds of these products.
+
+    Args:
+        values: Shape (samples, elements of a sample). Padding may hold infinities, where the
+            gradient is 0.
+        gradients: Of the same shape.
+
+    Returns:
+        Shape (3, samples).
+    """
+    norms = gradients.norm(dim=1)
+    products = torch.where(gradients == 0, 0.0, values * gradients).sum(1)
+    bounds = torch.where(gradients == 0, 0.0, values).norm(dim=1) * norms
+    return torch.stack([norms, products, bounds])
 
 
 def _by_sample(tensor: Tensor, num_samples: int, arrangement: str) -> Tensor:

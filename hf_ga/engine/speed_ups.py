@@ -124,7 +124,9 @@ class SpeedUps:
             self._reset(model)
         self._gradient = gradient
         self._num_windows += 1
-        self._may_use = self._num_windows > 1 and not is_rehearsed and not gradient.backend.is_sharded
+        self._may_use = (
+            self._num_windows > 1 and not is_rehearsed and not gradient.backend.is_sharded
+        )
         if not (self.used or self._untried) or gradient.backend.is_sharded:
             yield
             return
@@ -311,12 +313,7 @@ class SpeedUps:
         Returns:
             Why the speed-up is not used, or None if it is.
         """
-        has_router = bool(
-            getattr(getattr(self._model, "config", None), "output_router_logits", False)
-        )
-        reason = speed_up.attach(
-            self._model, self._draws, reads_logits=False, has_router=has_router
-        )
+        reason = speed_up.attach(self._model, self._draws, reads_logits=False, has_router=False)
         if reason is not None:
             return reason
         try:
@@ -354,12 +351,16 @@ class SpeedUps:
 
 
 def candidates(model: nn.Module) -> list[SpeedUp]:
-    """Return the speed-ups to try on a model. None for one that is compiled as a whole; packing and
-    fused attention are not for compiled layers. Packing pays off on a CPU, and on a GPU with
-    Triton.
+    """Return the speed-ups to try on a model.
+
+    None for one that is compiled as a whole, or adds the balancing loss of a router, whose first
+    pass over the window is plain. Packing and fused attention are not for compiled layers. Packing
+    pays off on a CPU, and on a GPU with Triton.
     """
     compiled = compiled_modules(model)
-    if model in compiled or hasattr(model, "_orig_mod"):
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    has_router = any(getattr(config, "output_router_logits", False) for config in configs)
+    if has_router or model in compiled or hasattr(model, "_orig_mod"):
         return []
     speed_ups: list[SpeedUp] = [LeanForward(), ChunkedLoss()]
     if compiled:

@@ -36,6 +36,7 @@ from hf_ga.exact.forward import (
     argument_filter,
     callable_module,
     extra_forwards,
+    is_compiled,
     snapshot_buffers,
     unwrapped,
 )
@@ -140,11 +141,16 @@ class WindowEngine:
         if not keeps_rehearsal:
             self._rehearsal = Rehearsal() if is_rehearsed else None
         if is_rehearsed:
+            bare_models = [unwrapped(model) for model in models]
+            # torch.compile would trace hooks of submodules, and compile again in each call.
+            is_traced = any(is_compiled(model) for model in bare_models)
             recording = self._recorder.recording(
-                [unwrapped(model) for model in models], with_submodules=not backend.is_sharded
+                bare_models, with_submodules=not backend.is_sharded and not is_traced
             )
             self._window_contexts.enter_context(recording)
-        speed_ups = self.speed_ups.window(models, self.gradient, is_rehearsed=is_rehearsed)
+        speed_ups = self.speed_ups.window(
+            models, self.gradient, is_rehearsed=self._rehearsal is not None
+        )
         self._window_contexts.enter_context(speed_ups)
 
     def count_experts(
@@ -322,32 +328,33 @@ class WindowEngine:
         if self._router is not None:
             loss, readings = self._router.split(loss, readings, num_targets)
             part = self._part_of_router()
-        if self._rehearsal is not None and not slot.is_filler:
+        is_sharded = self.gradient.backend.is_sharded
+        if self._rehearsal is not None and (not slot.is_filler or is_sharded):
             self._compare(loss, readings)
         # What a sharded model keeps would be reduced together with the part.
         sync = self._sync_when_last if is_last or self._router is not None else self._sync
         is_kept = retain_graph or part is not None
         if slot.is_rehearsal:
             self.gradient.note_rehearsal(readings)
-        elif slot.is_filler:
+        if not slot.is_counted:  # a collective with shards, where another rank may have a filler
             self.gradient.add_nothing(loss, readings, retain_graph=is_kept, sync=sync)
         else:
             with self.speed_ups.in_backward():
                 self.gradient.add(loss, readings, retain_graph=is_kept, sync=sync)
         if part is not None:
             with self.speed_ups.in_backward():
-                self.gradient.add_part(part, retain_graph=retain_graph, sync=sync)
+                self.gradient.add_part(part, loss, readings, retain_graph=retain_graph, sync=sync)
         self.draws.after_backward()
         return len(readings)
 
     def _part_of_router(self) -> Tensor | None:
         """Return what the micro-batch adds to the window's balancing loss of a mixture of experts.
 
-        None: nothing. Zero for a filler, if a backward is a collective.
+        None: nothing. Zero for one that is not counted, if a backward is a collective.
         """
         if self.slot.is_counted:
             return self._router.part(self.num_adds)
-        if self.slot.is_filler and self.gradient.backend.is_sharded:
+        if self.gradient.backend.is_sharded:
             part = self._router.part(self.num_adds, is_counted=False)
             return None if part is None else part * 0
         return None
@@ -367,8 +374,9 @@ class WindowEngine:
         source = unkeyed or f"from the generator of {' and '.join(moved)}"
         raise UnkeyedRandomness(
             f"the loop or the model drew random numbers ({source}) that cannot be tied to samples, "
-            "so they depend on the split of the window. Draw with torch's functions, one row for "
-            "each sample, or in the dataset or collate function; or accept it with "
+            "so they depend on the split of the window. Draw with torch's functions by their full "
+            "names (torch.randn, not randn imported from torch), one row for each sample, or in "
+            "the dataset or collate function; or accept it with "
             "Accelerator(allow_split_dependent_randomness=True)."
         )
 
@@ -381,7 +389,14 @@ class WindowEngine:
         rehearsal = self._rehearsal
         positions = self.slot.micro_batch.positions.tolist()
         data_readings = [r for r in readings if r.term is None or not r.term.is_penalty]
-        footprints, is_low_precision = footprints_of(loss, data_readings, self._recorder, positions)
+        # With shards a backward is a collective: equally many of them on all ranks, in fillers too.
+        num_levels = 1 if self.gradient.backend.is_sharded else None
+        with self._sync():
+            footprints, is_low_precision = footprints_of(
+                loss, data_readings, self._recorder, positions, num_levels
+            )
+        if self.slot.is_filler:
+            return
         rehearsal.is_low_precision |= is_low_precision
         if self.slot.is_rehearsal or self.slot.may_be_rehearsal:
             terms = [reading.key for reading in data_readings]

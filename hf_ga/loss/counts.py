@@ -33,6 +33,18 @@ def count_of(node: Node) -> Number | None:
     return float(reduced_shape(node).numel())
 
 
+def num_nonzero_of(node: Node) -> Number | None:
+    """Return how many elements the node of a term sums over whose weight is not 0. None: unknown.
+
+    Of `(losses * advantages * mask).sum()` it is the number of targets.
+    """
+    if node.name() not in SUMS or node.name() == "DotBackward0":
+        return None
+    child, index = inputs(node)[0]
+    weights = _weights(child, index)
+    return None if weights is None else number((weights != 0).sum())
+
+
 def _weights(node: Node, index: int = 0) -> Tensor | None:
     """Return what the elements of a node's output are multiplied by, in its shape. None: 1."""
     read = _WEIGHTS.get(node.name())

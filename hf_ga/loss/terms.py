@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from torch import Tensor, zeros_like
 from torch.autograd.graph import Node
 
-from hf_ga.loss.counts import count_of
-from hf_ga.loss.means import SUMS, reduced_shape
-from hf_ga.loss.saved import Number, output_shape
+from hf_ga.loss.counts import count_of, num_nonzero_of
+from hf_ga.loss.means import CROSS_ENTROPIES, SUMS, reduced_shape
+from hf_ga.loss.saved import Number, output_shape, saved
 from hf_ga.loss.values import value_of
 
 Gradients = tuple[Tensor | None, ...]
@@ -63,6 +63,18 @@ class Term:
         if self.identity[0] == "samples":
             return float(len(self.nodes))
         return count_of(self.node)
+
+    def class_weights(self) -> Tensor | None:
+        """Return the class weights of a cross entropy, which must not differ between
+        micro-batches. None: it has none.
+        """
+        is_cross_entropy = self.node.name() in CROSS_ENTROPIES
+        return saved(self.node, "weight") if is_cross_entropy else None
+
+    def num_nonzero(self) -> Number | None:
+        """Return how many elements of the numerator have a weight other than 0. None: unknown."""
+        is_plain = not self.is_penalty and self.identity[0] != "samples"
+        return num_nonzero_of(self.node) if is_plain else None
 
     @property
     def num_elements(self) -> int | None:

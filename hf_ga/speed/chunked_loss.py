@@ -208,8 +208,8 @@ def _chunks(
     projection: OutputProjection,
     rows_per_chunk: int,
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-    """Split the rows of a chunked loss, and yield the arguments of `OutputProjection.losses` for each
-    chunk.
+    """Split the rows of a chunked loss, and yield the arguments of `OutputProjection.losses` for
+    each chunk.
 
     Args:
         inputs: Hidden states of all rows, weight, and bias or None.

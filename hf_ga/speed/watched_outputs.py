@@ -73,6 +73,10 @@ class _WatchedOutputs:
             return dict.__getitem__(self, "loss")
         return _open(self)[key]
 
+    def __contains__(self, name: Any) -> bool:
+        """Return whether there is an output of this name."""
+        return dict.__contains__(self, name)
+
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the names, which is reported."""
         return iter(_open(self))

@@ -131,16 +131,14 @@ def _problems_of_arguments(args: Any) -> Iterator[str]:
         )
     if args.torch_compile:
         yield (
-            "torch_compile wraps the model and hides its dropout sites: omit it, and call "
+            "torch_compile compiles the whole model, so its loss cannot be read: omit it, and call "
             "hf_ga.compile_layers(model) before"
         )
     if args.use_liger_kernel:
         yield (
-            "use_liger_kernel replaces the loss by an unproven one that computes gradients in the "
-            "forward: omit it"
+            "use_liger_kernel computes the loss's gradient in the forward, where what the loss divides "
+            "by cannot be read: omit it"
         )
-    if args.neftune_noise_alpha:
-        yield "neftune_noise_alpha draws noise that cannot be tied to a sample: omit it"
     if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
         yield (
             f"optim={str(args.optim.value)!r} updates inside each backward, before the window is "
@@ -160,7 +158,7 @@ def _problems_of_processes(trainer: Any) -> Iterator[str]:
     if backend not in SUPPORTED:
         yield f"Accelerate runs {num_processes} processes under {backend.value}: use DDP or FSDP2"
     if is_fsdp and not trainer.accelerator.is_fsdp2:
-        yield "FSDP1 wraps the model that was proven: set fsdp_version to 2"
+        yield "FSDP1 gathers parameters for one backward only: set fsdp_version to 2"
     if is_fsdp and trainer.label_smoother and _is_causal_lm(trainer.model):
         yield (
             "label_smoothing_factor: FSDP2 renames the class, by which Trainer decides to shift "

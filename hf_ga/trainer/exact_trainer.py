@@ -74,6 +74,8 @@ class TrainerWindow:
         self.trainer = trainer
         self.fetcher = windows.fetcher
         self.loader_state = windows.state  # what windows of the loader share, such as padding
+        if trainer.args.neftune_noise_alpha:
+            self.loader_state.pad_to_window = True  # its noise is scaled by the padded width
         self.engine = WindowEngine(trainer.accelerator, allow_split_dependent_randomness=False)
         self.slots: list[Slot] = []
         self.num_begun: int | None = None

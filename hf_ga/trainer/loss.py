@@ -79,42 +79,33 @@ class _ModelProxy:
     the model's.
 
     Args:
-        model: The model.
-        on_call: A function (model, args, kwargs) -> what a call of the model returns.
+        model: The model, without wrappers.
+        on_call: Returns what a call of the model returns, from its arguments.
     """
 
-    def __init__(self, model: nn.Module, on_call: Callable[[nn.Module, tuple, dict], Any]) -> None:
-        """Wrap a model for a trainer's `compute_loss`; its calls go to `on_call`."""
+    def __init__(self, model: nn.Module, on_call: Callable[..., Any]) -> None:
+        """Wrap a model for a trainer's `compute_loss`."""
         self._model = model
         self._on_call = on_call
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return what `on_call` returns for a call of the model by a trainer's `compute_loss`."""
-        return self._on_call(self._model, args, kwargs)
+        """Return what `on_call` returns."""
+        return self._on_call(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """Return an attribute of the wrapped model, which a trainer's `compute_loss` reads."""
+        """Return an attribute of the model."""
         return getattr(self._model, name)
 
 
-def _call_and_record(returned: list[Any], model: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Call a model for a trainer's `compute_loss`, append its outputs to the list `returned`, and
-    return them.
-    """
+def _call_and_record(returned: list[Any], model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call a model, append its outputs to the list `returned`, and return them."""
     outputs = model(*args, **kwargs)
     returned.append(outputs)
     return outputs
 
 
-def _next_outputs(outputs: Iterator[Any], model: nn.Module, args: tuple, kwargs: dict) -> Any:
-    """Return the next of the outputs that were computed before, when a trainer's `compute_loss`
-    calls the model.
-
-    Args:
-        outputs: An iterator over the outputs, one for each call.
-        model: The model, not used.
-        args: The positional arguments of the call, not used.
-        kwargs: The keyword arguments of the call, not used.
+def _next_outputs(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
+    """Return the next of the outputs that were computed before, whatever the arguments.
 
     Raises:
         ConfigError: If there are no more outputs.

@@ -747,9 +747,7 @@ def test_losses_that_are_right_on_two_ranks(step):
 
 
 @pytest.mark.slow("starts processes")
-@pytest.mark.parametrize(
-    "step", [divided_by_hand, num_items_in_batch, backward_of_the_loss, numpy_before_backward]
-)
+@pytest.mark.parametrize("step", [divided_by_hand, backward_of_the_loss, numpy_before_backward])
 def test_losses_that_are_refused_on_two_ranks(step):
     """By both, in the same window: none is left waiting."""
     assert_refused_by_all(on_ranks(partial(on_rank, step), 2))

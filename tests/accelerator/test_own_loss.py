@@ -413,9 +413,10 @@ def without_the_first_row(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(batch["x"][1:], batch["labels"][1:])["loss"]
 
 
-def test_a_call_that_leaves_out_another_sample_in_each_split_is_refused():
-    with pytest.raises(hf_ga.LossNotAdditive):
-        gradient_of_calls(without_the_first_row, 4)
+def test_a_call_that_leaves_out_another_sample_in_each_split_is_said_not_to_be_tried(caplog):
+    """Outputs without a row for each sample cannot be compared with those of the rehearsal."""
+    gradient_of_calls(without_the_first_row, 4)
+    assert "it was not tried whether" in caplog.text
 
 
 def weights_of_the_batch(accelerator, model, x, y):
