@@ -395,6 +395,7 @@ class Accelerator(accelerate.Accelerator):
         if saved is None:
             return
         self.training_loop.num_windows = saved.num_windows
+        self.training_loop.engine.speed_ups.is_resumed = saved.num_windows > 0
         restore_positions(self._dataloaders, saved.loaders)
         restore_padding(self._dataloaders, saved.pads_to_window)
         if saved.num_processes != self.num_processes:

@@ -227,6 +227,7 @@ class TrainingLoop:
         self.engine.begin_window(
             models,
             trainable_parameters(models, self.accelerator._optimizers),
+            num_slots=len(self._slots),
             is_rehearsed=is_rehearsed,
             is_full_batch=self._is_planned and is_single,
             goes_on=goes_on,

@@ -51,6 +51,7 @@ class WindowGradient:
         must_pad: Whether it must be padded to its longest sample then.
         earlier: `.grad` of the parameters when the window began.
         num_backwards: Number of backwards in this window.
+        num_micro_batches: About how many micro-batches the window has on all ranks.
     """
 
     def __init__(self, backend: Backend, parameters: Sequence[nn.Parameter]) -> None:
@@ -63,6 +64,7 @@ class WindowGradient:
         self.stack_sizes = StackSizes()
         self._first_exponent: int | None = None  # of shards' scale in the first window
         self.loss: Tensor | None = None
+        self.num_micro_batches = 1
         self.begin()
 
     def begin(self) -> None:
@@ -365,14 +367,15 @@ class WindowGradient:
         return scales
 
     def _power_of_two_near(self, group: Group, divisors: Mapping[TermKey, float | Tensor]) -> float:
-        """Return a power of two near the first divisor of the window, so that fp16 does not
+        """Return a power of two near the expected divisor of the window, so that fp16 does not
         overflow; 1 in other precisions. Multiplying by it is exact.
         """
         if self.backend.accelerator.scaler is None:
             return 1.0
         if self.backend.is_sharded:
             return 2.0 ** (self._first_exponent or 0)
-        return 2.0 ** _exponent(float(divisors.get(group.keys[0], 0.0)))
+        first = max(1.0, float(divisors.get(group.keys[0], 0.0)))
+        return 2.0 ** _exponent(first * self.num_micro_batches)
 
     def _agree_on_first_scale(self, readings: Sequence[Reading]) -> None:
         """Let all ranks with shards multiply by the same power of two before the first window's
@@ -381,7 +384,7 @@ class WindowGradient:
         is_scaled = self.backend.accelerator.scaler is not None
         if not is_scaled or not self.backend.is_sharded or self._first_exponent is not None:
             return
-        divisors = [float(reading.divisor) for reading in readings[:1]]
+        divisors = [float(reading.divisor) * self.num_micro_batches for reading in readings[:1]]
         exponent = max(map(_exponent, divisors), default=0)
         self._first_exponent = self.backend.max_over_ranks(exponent)
 

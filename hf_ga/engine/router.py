@@ -24,7 +24,7 @@ from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.backend import Backend, RankStatus
 from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.precision import LOW_PRECISION, sum_dtype
-from hf_ga.exact.router import LOSS_FUNCTION, Router
+from hf_ga.exact.router import Router
 from hf_ga.loss.identity import VIEWS
 from hf_ga.loss.penalty import PARAMETER
 from hf_ga.loss.saved import inputs

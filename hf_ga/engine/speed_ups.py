@@ -73,6 +73,7 @@ class SpeedUps:
         used: The speed-ups that passed their trials.
         left_out: Name of another one -> why it is not used.
         num_used: In how many forwards each was used so far, by name.
+        is_resumed: Whether the run goes on after a checkpoint: the first window here may use them.
     """
 
     def __init__(self, draws: KeyedDraws) -> None:
@@ -80,6 +81,7 @@ class SpeedUps:
         self._draws = draws
         self._model: nn.Module | None = None
         self._gradient: WindowGradient | None = None
+        self.is_resumed = False
         self._reset(None)
 
     def _reset(self, model: nn.Module | None) -> None:
@@ -92,7 +94,7 @@ class SpeedUps:
         self._structure: frozenset | None = None  # of the arguments in the trials
         # A term as it is read with speed-ups -> the same term without them.
         self._plain_keys: dict[TermKey, TermKey] = {}
-        self._num_windows = 0
+        self._num_windows = 1 if self.is_resumed else 0
         self._may_use = False  # in this window
         self._is_trying = False
         self._leave_micro_batch()
@@ -158,6 +160,8 @@ class SpeedUps:
         self._num_forwards += 1
         if self._num_forwards > 1 or args or not kwargs:
             self._give_up("the loop does not call the model once, with named arguments")
+        if any(isinstance(v, Tensor) and v.requires_grad for v in kwargs.values()):
+            self._give_up("the loop computes inputs of the model that need a gradient")
         if not self._may_use or not (self.used or self._untried):
             return
         call = self._call_of(kwargs)

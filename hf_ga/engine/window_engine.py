@@ -105,6 +105,7 @@ class WindowEngine:
         models: Sequence[nn.Module],
         parameters: Sequence[nn.Parameter],
         *,
+        num_slots: int,
         is_rehearsed: bool,
         is_full_batch: bool = False,
         goes_on: bool = False,
@@ -115,6 +116,7 @@ class WindowEngine:
         Args:
             models: The prepared models that are trained.
             parameters: The trainable parameters, of the models and beside them.
+            num_slots: Number of micro-batches of the window on this rank.
             is_rehearsed: Whether a micro-batch of the window is a rehearsal.
             is_full_batch: Whether a single micro-batch is the whole window.
             goes_on: Whether the sums so far belong to the window, of a loop that accumulates by
@@ -131,11 +133,15 @@ class WindowEngine:
         elif not goes_on:
             self.gradient.begin()
         backend = self.gradient.backend
+        self.gradient.num_micro_batches = num_slots * backend.num_processes
         for model in models:
             backend.begin(model, Loss())
             backend.reshard(model)
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = False  # `finish` sums the gradients
+                # DDP would search for unused parameters, and for that return copies of outputs.
+                model.find_unused_parameters = False
+                model.static_graph = False
         # Micro-batches of other sizes follow, or there is only one.
         self.gradient.stack_sizes.may_change = is_rehearsed or is_full_batch
         if not keeps_rehearsal:
@@ -159,8 +165,8 @@ class WindowEngine:
         request: WindowRequest,
         forward: Callable[[Slot], Any] | None = None,
     ) -> None:
-        """Make a first pass over the window if its models add the load-balancing loss of a mixture of
-        experts to their loss, which needs how often each expert is chosen in the whole window.
+        """Make a first pass over the window if its models add the load-balancing loss of a mixture
+        of experts to their loss, which needs how often each expert is chosen in the whole window.
 
         A collective, after `begin_window`.
 
@@ -181,10 +187,10 @@ class WindowEngine:
             return
         if self._goes_on or any(isinstance(m, FullyShardedDataParallel) for m in self._models):
             raise ConfigError(
-                "the balancing loss of a mixture of experts needs a first pass over the window, and "
-                "a second backward through each forward: not for FSDP1 (use FSDP2), nor for a loop "
-                "that accumulates by hand (pass gradient_accumulation_steps to Accelerator, and put "
-                "the loop's body into `with accelerator.accumulate(model):`)."
+                "the balancing loss of a mixture of experts needs a first pass over the window, "
+                "and a second backward through each forward: use FSDP2 instead of FSDP1; in a "
+                "loop that accumulates by hand, pass gradient_accumulation_steps to Accelerator, "
+                "and put the loop's body into `with accelerator.accumulate(model):`."
             )
         self._router = router
         run = partial(self.first_pass, slots, request, forward or self._call_models)

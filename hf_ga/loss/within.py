@@ -37,7 +37,7 @@ def check_elements(node: Node, penalties: Penalties, num_samples: int) -> None:
     waiting = inputs(node)
     seen = set()
     while waiting and len(seen) < MAX_NODES:
-        child, _ = waiting.pop()
+        child, index = waiting.pop()
         if child in seen or child.name() == PARAMETER:
             continue
         seen.add(child)
@@ -45,13 +45,13 @@ def check_elements(node: Node, penalties: Penalties, num_samples: int) -> None:
             waiting.extend(inputs(child))
         elif _reduces_samples(child, num_samples):
             raise refusal(child, "a sum or mean over samples in the elements of a mean")
-        elif _reduces_all(child) and not penalties.has(child):
+        elif _reduces_all(child, index) and not penalties.has(child):
             raise refusal(child, "a number of the whole micro-batch in the elements of a mean")
 
 
-def _reduces_all(node: Node) -> bool:
-    """Whether a node computes one number from several, other than by selecting one."""
-    if node.name() in SELECTIONS or output_shape(node) != ():
+def _reduces_all(node: Node, index: int) -> bool:
+    """Whether an output of a node is one number of several, other than by selecting one."""
+    if node.name() in SELECTIONS or output_shape(node, index) != ():
         return False
     return any(output_shape(child, index).numel() > 1 for child, index in inputs(node))
 

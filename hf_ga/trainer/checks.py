@@ -136,8 +136,8 @@ def _problems_of_arguments(args: Any) -> Iterator[str]:
         )
     if args.use_liger_kernel:
         yield (
-            "use_liger_kernel computes the loss's gradient in the forward, where what the loss divides "
-            "by cannot be read: omit it"
+            "use_liger_kernel computes the loss's gradient in the forward, where what the loss "
+            "divides by cannot be read: omit it"
         )
     if args.optim in (OptimizerNames.LOMO, OptimizerNames.ADALOMO):
         yield (

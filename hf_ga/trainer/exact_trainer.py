@@ -5,11 +5,10 @@ Trainer's loop, logging, evaluation, checkpoints and callbacks are unchanged. Fo
 overridden:
 
     train                  checks that training can be made exact
-    get_train_dataloader   proves how the trainer's own loss counts its targets; batches come from
-                           hf_ga's windows
-    get_batch_samples      counts the targets of the window before any forward
-    training_step          keyed dropout; compute_loss gives this micro-batch's part of the window's
-                           mean loss, not divided again
+    get_train_dataloader   batches come from hf_ga's windows
+    get_batch_samples      begins a window
+    training_step          keyed draws; what compute_loss returns is read, and its gradient is
+                           divided at the window's end
 """
 
 import math
@@ -49,7 +48,7 @@ from hf_ga.trainer.pairs import chosen_first, collate_pairs, forward_of_pairs, h
 
 logger = get_logger(__name__)
 
-# Attributes of TRL's trainers that compute_loss updates for the log; forwards of the proof must not
+# Attributes of TRL's trainers that compute_loss updates for the log; additional forwards must not
 # change them.
 LOGGED_COUNTERS = ("_metrics", "_total_train_tokens")
 
@@ -150,6 +149,7 @@ class TrainerWindow:
         self.engine.begin_window(
             [trainer.model_wrapped],
             trainable_parameters([trainer.model_wrapped], optimizers),
+            num_slots=len(self.slots),
             is_rehearsed=self._rehearsal is not None,
             is_full_batch=len(self.slots) == 1 and trainer.accelerator.num_processes == 1,
         )
@@ -344,22 +344,22 @@ class ExactTrainerMixin:
     over all targets of the window. The order of samples is keyed by (data_seed or seed, epoch), and
     dropout by (seed, epoch, position). The logged loss is the mean over the window.
 
-    `num_items_in_batch` is that of one batch, not of the window: a custom loss must be the mean
-    over its batch. For weighted means, and other means that are not over targets, a subclass
-    defines a method `loss_sums(self, outputs, batch) -> (sum of weights x losses, sum of weights)`.
+    `num_items_in_batch` is that of one batch, not of the window: a custom loss must be a mean over
+    its batch, or a sum of means, also weighted ones; what each divides by is read. For a loss that
+    cannot be read (a custom autograd function), a subclass defines a method
+    `loss_sums(self, outputs, batch) -> (sum of the loss, what it is divided by)`.
     `dataloader_drop_last` drops the last window if it is short.
 
     Attributes:
-        audit: Test the loss again on the windows that are trained on, before their updates. False,
-            in a subclass, accepts that a kind of row which the proof did not see trains a wrong
-            gradient.
         whole_batch: `compute_loss` is a loss of all samples of a window (in-batch negatives, the
             hardest samples). True, in a subclass: what the model returns in `compute_loss` are the
             outputs of the whole window, and `inputs` its batch. Each micro-batch has two forwards.
 
-    Raises, when training begins:
-        ConfigError, DataError: If training cannot be made exact (see `checks`).
-        LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`.
+    Raises, in training:
+        ConfigError: If a setting cannot be made exact (see `checks`).
+        LossNotAdditive: If the loss is not a sum of means, or compares samples.
+        UnkeyedRandomness: If a random number was drawn that cannot be tied to samples.
+        DataError: If a window has no targets under fp16.
 
     Example:
         from hf_ga import ExactTrainer as Trainer  # instead of: from transformers import Trainer
@@ -368,7 +368,6 @@ class ExactTrainerMixin:
             pass
     """
 
-    audit = True
     whole_batch = False
     _window: TrainerWindow | None = None
     # A subclass may have a method `loss_sums(self, outputs, batch) -> (sum of the loss, targets)`.
@@ -533,7 +532,7 @@ def _hiding_accumulation(trainer: Trainer) -> Iterator[None]:
 @contextmanager
 def preserving_counters(trainer: Trainer) -> Iterator[None]:
     """Restore, after the block, the counters that TRL's trainers log, so that `ExactTrainer`'s
-    additional forwards, of the proof or of a first pass over a window, do not change the log.
+    additional forwards, of a rehearsal or of a first pass over a window, do not change the log.
     """
     saved = {
         name: deepcopy(vars(trainer)[name]) for name in LOGGED_COUNTERS if name in vars(trainer)

@@ -17,8 +17,10 @@ import pytest
 import torch
 import transformers as tf
 from accelerate import Accelerator
+from documented_loop import reset_states
 from steps import train_step
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import hf_ga
 from hf_ga import errors
@@ -148,10 +150,57 @@ def lost_head():
     check_model(setup, folder, model.state_dict(), Expected({}, {}))
 
 
+def loop(loss_of, middle=None):
+    """A loop of `hf_ga.Accelerator`: windows of 8 samples in 4 micro-batches."""
+    reset_states()
+    torch.manual_seed(0)
+    accelerator = hf_ga.Accelerator(gradient_accumulation_steps=4)
+    model = nn.Sequential(nn.Linear(5, 8), middle or nn.ReLU(), nn.Linear(8, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(32, 5), torch.randint(3, (32,)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
+    for x, labels in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(loss_of(model, x, labels))
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def mean(model, x, labels):
+    return nn.functional.cross_entropy(model(x), labels)
+
+
+def constant_divisor(model, x, labels):
+    return nn.functional.cross_entropy(model(x), labels, reduction="sum") / 100
+
+
+def noise_of_numpy(model, x, labels):
+    return mean(model, x + torch.tensor(np.random.rand(*x.shape), dtype=x.dtype), labels)
+
+
+def step_too_early():
+    """A loop that accumulates by hand."""
+    reset_states()
+    accelerator = hf_ga.Accelerator()
+    model = nn.Linear(5, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    data = TensorDataset(torch.randn(32, 5), torch.randint(3, (32,)))
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=2))
+    for step, (x, labels) in enumerate(loader):
+        accelerator.backward(mean(model, x, labels) / 4)
+        if step % 4 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
 @pytest.mark.parametrize(
     ("kind", "run"),
     [
         (errors.ConfigError, lambda: parse_config(["--num_epochs", "3"])),
+        (errors.ConfigError, step_too_early),
+        (errors.LossNotAdditive, lambda: loop(constant_divisor)),
+        (errors.LossNotAdditive, lambda: loop(mean, nn.BatchNorm1d(8))),
+        (errors.UnkeyedRandomness, lambda: loop(noise_of_numpy)),
         (errors.DataError, missing_column),
         (errors.DataError, unquoted_commas),
         (

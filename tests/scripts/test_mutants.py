@@ -12,7 +12,9 @@ MUTANTS = mutants.all_mutants()
 ROOMS = {
     "accelerator",
     "batch",
+    "draws",
     "exact",
+    "loss",
     "proof",
     "speed",
     "parallel",

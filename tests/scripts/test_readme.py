@@ -11,9 +11,11 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import accelerate
 import helpers as h
 import pytest
 import torch
+from documented_loop import reset_states
 from forked import on_ranks, without_errors
 from trainers import arguments, make_trainer
 from transformers import Trainer
@@ -84,7 +86,7 @@ def execute(block: str, capsys) -> tuple[dict, str]:
 def test_every_block_and_command_is_tried():
     assert {page: len(blocks) for page, blocks in BLOCKS.items() if blocks} == {
         "README": 2,
-        "accelerator": 1,
+        "accelerator": 4,
         "backward": 1,
         "checker": 2,
         "exactness": 1,
@@ -162,10 +164,45 @@ def test_the_one_call_gives_the_same_loss_for_every_size(capsys):
     assert len(set(losses)) == 1
 
 
-def test_the_accelerate_loop_runs(capsys):
-    names, _ = execute(BLOCKS["accelerator"][0], capsys)
-    assert names["accelerator"].gradient_accumulation_steps == 4
-    assert len(names["loader"]) == 3 * 4 + 1
+def weights_after_each_loop(micro_batch_size: int) -> list[torch.Tensor]:
+    """Run the loops of docs/accelerator.md, in windows of 32 samples."""
+    num_steps = 32 // micro_batch_size
+    changes = {
+        "batch_size=8": f"batch_size={micro_batch_size}",
+        "steps=4": f"steps={num_steps}",
+        "/ 4": f"/ {num_steps}",
+        "% 4": f"% {num_steps}",
+    }
+    reset_states()
+    torch.manual_seed(0)
+    names: dict = {"__name__": "snippet"}
+    weights = []
+    for block in BLOCKS["accelerator"]:
+        for text, change in changes.items():
+            block = block.replace(text, change)
+        exec(compile(block, "docs", "exec"), names)
+        parameters = names["model"].parameters()
+        weights.append(torch.nn.utils.parameters_to_vector(parameters).detach())
+    return weights
+
+
+def test_the_accelerate_loops_are_those_of_the_full_batch():
+    split = weights_after_each_loop(8)
+    whole = weights_after_each_loop(32)
+    assert len(split) == 4
+    for ours, expected in zip(split, whole, strict=True):
+        assert (ours - expected).norm() < 1e-6 * expected.norm()
+
+
+def test_accelerates_own_loops_are_not(monkeypatch):
+    """The control, for noise in the loop and for means with targets of their own. In the other
+    loops each sample is one target, and torch draws dropout in the order of the samples.
+    """
+    monkeypatch.setattr(hf_ga, "Accelerator", accelerate.Accelerator)
+    split = weights_after_each_loop(8)
+    whole = weights_after_each_loop(32)
+    for theirs, expected in zip(split[1:3], whole[1:3], strict=True):
+        assert (theirs - expected).norm() > 1e-4 * expected.norm()
 
 
 def test_the_pipeline_runs_and_goes_on_without_stages(tmp_path, monkeypatch):
@@ -227,14 +264,20 @@ def test_the_weighted_loop_runs(capsys):
 
 def test_the_weighted_trainer_trains(tmp_path, capsys):
     names, _ = execute("".join(BLOCKS["trainer"]), capsys)
-    rows = [{**row, "labels": i % 2, "weight": 1.0} for i, row in enumerate(h.class_samples(16))]
+    rows = [{**row, "labels": i % 2} for i, row in enumerate(h.class_samples(16))]
     first = h.bert_classifier(num_labels=2)
-    case = {"model": h.copy.deepcopy(first), "samples": rows, "data_collator": h.pad_right}
-    args = arguments(tmp_path, (4, 4), max_steps=1, remove_unused_columns=False)
-    trainer = make_trainer(names["WeightedTrainer"], args=args, **case)
-    trainer.train()
-    assert all(torch.isfinite(p).all() for p in trainer.model.parameters())
-    assert h.everything(trainer.model)["tensors"] != h.everything(first)["tensors"]
+    weights = {}
+    for layout in ((4, 4), (16, 1)):
+        case = {"model": h.copy.deepcopy(first), "samples": rows, "data_collator": h.pad_right}
+        args = arguments(tmp_path, layout, max_steps=1)
+        trainer = make_trainer(names["WeightedTrainer"], args=args, **case)
+        trainer.train()
+        parameters = torch.nn.utils.parameters_to_vector(trainer.model.parameters())
+        weights[layout] = parameters.detach()
+    before = torch.nn.utils.parameters_to_vector(first.parameters()).detach()
+    learnt = (weights[16, 1] - before).norm()
+    assert learnt > 0
+    assert (weights[4, 4] - weights[16, 1]).norm() < 1e-5 * learnt
 
 
 def test_the_check_convicts_the_step_and_acquits_ours(capsys):

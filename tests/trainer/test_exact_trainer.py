@@ -195,7 +195,7 @@ def test_data_seed_gives_the_order_and_seed_the_masks(case):
         assert all(h.relative_error(other, reference) > 0.01 for other in other_order)
 
 
-# --- losses of one's own: what the trainer computes is what is proven ---
+# --- losses of one's own ---
 
 
 def mean_over_items(outputs, labels, num_items_in_batch=None):

@@ -53,7 +53,7 @@ def test_all_layouts_make_the_same_updates_and_trls_do_not(tmp_path):
     assert h.relative_error(plain.gradients[0], plain_full.gradients[0]) > 0.05
     assert (
         full.logs[-1]["num_tokens"] == plain_full.logs[-1]["num_tokens"]
-    )  # the proof's are not among them
+    )  # those of rehearsals are not among them
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])

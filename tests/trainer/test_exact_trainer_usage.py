@@ -4,6 +4,7 @@ import copy
 import pickle
 
 import helpers as h
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,11 +15,10 @@ from datasets import Dataset
 from images import collate_images, image_samples, images_and_text
 from peft import LoraConfig, get_peft_model
 from test_exact_trainer import CLOSE, NUM_SAMPLES, STILL, WINDOW, LossOfMyOwn
-from torch import nn
 from torch.utils.data import IterableDataset
 from trainers import distance, mixed, weight_error, word_tokenizer
 
-from hf_ga import ConfigError, DataError, LossNotAdditive, UnkeyedRandomness
+from hf_ga import ConfigError, DataError, UnkeyedRandomness
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.trainer.exact_trainer import ExactTrainer
 
@@ -97,9 +97,7 @@ def positions(batch):
 
 
 def test_the_train_data_loader_yields_plain_batches_of_similar_lengths(case):
-    """As many as Trainer's, each window sorted by length; what the model is proven with is what
-    trains.
-    """
+    """As many as Trainer's, each window sorted by length."""
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     trainer = given.make(train_sampling_strategy="sequential")
     loader = trainer.get_train_dataloader()
@@ -118,9 +116,6 @@ def test_the_train_data_loader_yields_plain_batches_of_similar_lengths(case):
         != [[len(s["input_ids"]) for s in given.samples[:16]]]
     )
     assert sorted(i for batch in batches[:4] for i in positions(batch)) == list(range(WINDOW))
-    assert {"lean forward", "packing"} <= {
-        speed_up.name for speed_up in trainer._window.rule.speed_ups
-    }
     assert trainer.model(**batches[0]).loss.item() > 0
 
 
@@ -149,8 +144,8 @@ def test_datasets_are_told_their_epoch_and_batches_keep_their_window_when_copied
 
 @pytest.mark.slow("whole trainings; quick tests cover its parts")
 def test_training_again_and_models_from_model_init(case):
-    """A model comes in evaluation mode from the hub. The second training proves again what
-    Accelerate has prepared for bf16.
+    """A model comes in evaluation mode from the hub. The second training starts with what Accelerate
+    has prepared for bf16.
     """
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     one = {"num_train_epochs": 1}
@@ -250,9 +245,8 @@ REFUSED_ARGUMENTS = {
     "train_sampling_strategy 'group_by_length'": {"train_sampling_strategy": "group_by_length"},
     "train_sampling_strategy 'batch_rebalance'": {"train_sampling_strategy": "batch_rebalance"},
     "auto_find_batch_size changes the window": {"auto_find_batch_size": True},
-    "torch_compile wraps": {"torch_compile": True},
-    "use_liger_kernel replaces the loss": {"use_liger_kernel": True},
-    "neftune_noise_alpha draws noise": {"neftune_noise_alpha": 5.0},
+    "torch_compile compiles the whole model": {"torch_compile": True},
+    "use_liger_kernel computes the loss's gradient": {"use_liger_kernel": True},
     "'lomo' updates inside each backward": {"optim": tf.training_args.OptimizerNames.LOMO},
     "one process would use 2 GPUs": {"_n_gpu": 2},
 }
@@ -379,22 +373,6 @@ def test_overridden_steps_that_would_not_be_exact_are_found(case, step, parent, 
         prepared(case, mixed(own) if parent is tf.Trainer else own).train()
 
 
-class PutsIntoEvaluationMode(tf.TrainerCallback):
-    def on_epoch_begin(self, args, state, control, model=None, **kwargs):
-        model.bert.train = lambda mode=True: nn.Module.train(model.bert, False)
-
-
-def test_other_training_modes_and_other_models_than_those_of_the_proof_are_found(case):
-    with pytest.raises(ConfigError, match="training modes"):
-        prepared(case, callbacks=[PutsIntoEvaluationMode()]).train()
-    trainer = prepared(case)
-    batches, _ = trainer.get_batch_samples(
-        iter(trainer.get_train_dataloader()), 4, trainer.args.device
-    )
-    with pytest.raises(ConfigError, match="wrapped in a Sequential"):
-        trainer.training_step(nn.Sequential(trainer.model), batches[0])
-
-
 class ClassWeights(LossOfMyOwn):
     """A mean over weights, which no count of labels is."""
 
@@ -406,38 +384,31 @@ class ClassWeights(LossOfMyOwn):
         return (loss, outputs) if return_outputs else loss
 
 
-class Noisy(tf.Trainer):
+class OneNumberAWindow(tf.Trainer):
+    """The loss is scaled by a number that belongs to no sample."""
+
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         return super().compute_loss(model, inputs) * (1 + torch.rand(()))
 
 
-def test_losses_that_do_not_add_up_or_draw_are_refused(case):
+@pytest.mark.parametrize("base", [ClassWeights, OneNumberAWindow])
+def test_weighted_means_and_losses_that_draw_are_exact(case, base):
     given = case(h.bert_token_classifier, h.tag_samples(NUM_SAMPLES))
-    with pytest.raises(LossNotAdditive, match="not the mean over its targets") as refusal:
-        given.run(mixed(ClassWeights))
-    assert "compute_loss" in refusal.value.__notes__[0]
-    with pytest.raises(UnkeyedRandomness, match="TrainerLoss"):
-        given.run(mixed(Noisy))
+    full, split = (given.run(mixed(base), layout) for layout in ((16, 1), (1, 16)))
+    assert weight_error(split, full) < CLOSE
+    assert split.losses == pytest.approx(full.losses, rel=CLOSE)
+    plain_full, plain = (given.run(base, layout) for layout in ((16, 1), (1, 16)))
+    assert weight_error(plain, plain_full) > 100 * CLOSE
 
 
-class NoisyLater(ExactTrainer):
-    """Draws once the model says so, after the proof."""
-
+class DrawsFromNumpy(tf.Trainer):
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        loss = super().compute_loss(model, inputs)
-        return loss * (1 + torch.rand(())) if getattr(model.config, "noisy", False) else loss
+        return super().compute_loss(model, inputs) * (1 + np.random.rand())
 
 
-class MakesNoise(tf.TrainerCallback):
-    def on_train_begin(self, args, state, control, model=None, **kwargs):
-        model.config.noisy = True
-
-
-def test_randomness_that_begins_after_the_proof_is_found(case):
-    with pytest.raises(
-        UnkeyedRandomness, match="drew from torch although the proof's forwards did not"
-    ):
-        prepared(case, NoisyLater, callbacks=[MakesNoise()]).train()
+def test_draws_that_are_no_draws_of_torch_are_refused(case):
+    with pytest.raises(UnkeyedRandomness, match="cannot be tied to samples"):
+        prepared(case, mixed(DrawsFromNumpy)).train()
 
 
 def test_samples_without_targets_in_a_whole_window_are_refused_under_fp16(case):

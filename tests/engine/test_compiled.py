@@ -1,0 +1,90 @@
+"""Compiled layers draw the keyed numbers of eager ones: no graph keeps those that it was traced
+with. A model that is compiled as a whole is refused.
+"""
+
+import helpers as h
+import pytest
+import torch
+from documented_loop import reset_states
+from torch.utils.data import DataLoader
+
+import hf_ga
+from hf_ga.draws.keyed import KeyedDraws
+from hf_ga.errors import LossNotAdditive
+from hf_ga.exact.masks import sample_keys, window_key
+
+pytestmark = pytest.mark.filterwarnings(  # torch.compile reads the attribute
+    "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"
+)
+WIDTHS = [5, 9, 7, 12, 5, 6]  # of the micro-batches
+
+
+@pytest.fixture(autouse=True)
+def _fresh_states():
+    yield
+    torch._dynamo.reset()
+    reset_states()
+
+
+def gradient(model):
+    """Of micro-batches of three samples in different widths, whose draws are keyed."""
+    draws = KeyedDraws()
+    for index, width in enumerate(WIDTHS):
+        generator = torch.Generator().manual_seed(index)
+        ids = torch.randint(h.VOCABULARY, (3, width), generator=generator)
+        with draws.scope():
+            draws.begin(sample_keys(0, 0, range(3 * index, 3 * index + 3)), window_key(0, 0, 0))
+            model(input_ids=ids, labels=ids).loss.backward()
+    return h.gradients(model)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_compiled_layers_draw_what_eager_ones_draw(backend):
+    expected = gradient(h.gpt2(0.1))
+    model = h.gpt2(0.1)
+    hf_ga.compile_layers(model, backend=backend)
+    assert h.relative_error(gradient(model), expected) < 1e-6
+    without_dropout = h.gpt2(0.0)
+    assert h.relative_error(gradient(without_dropout), expected) > 1e-2  # the control
+
+
+def train(prepare, **options):
+    """Two windows of two micro-batches in `hf_ga.Accelerator`."""
+    reset_states()
+    accelerator = hf_ga.Accelerator(gradient_accumulation_steps=2, **options)
+    model = prepare(h.gpt2(0.1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = DataLoader(h.token_samples(16), 4, collate_fn=h.pad_right)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    gradients = []
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+            if accelerator.sync_gradients:
+                gradients.append(h.gradients(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    return gradients
+
+
+def compiled_layers(model):
+    hf_ga.compile_layers(model, backend="aot_eager")
+    return model
+
+
+def test_a_loop_with_compiled_layers_has_the_gradients_of_an_eager_one():
+    expected = train(lambda model: model)
+    for ours, eager in zip(train(compiled_layers), expected, strict=True):
+        assert h.relative_error(ours, eager) < 1e-6
+
+
+def compiled_in_place(model):
+    model.compile(backend="aot_eager")
+    return model
+
+
+def test_a_loss_in_a_compiled_graph_is_refused():
+    with pytest.raises(LossNotAdditive, match="Compile the layers"):
+        train(compiled_in_place)
+    with pytest.raises(LossNotAdditive, match="Compile the layers"):
+        train(lambda model: model, dynamo_backend="aot_eager")
