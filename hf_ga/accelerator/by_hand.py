@@ -13,6 +13,7 @@ class ByHand:
         num_parts: What the loop divides its losses by; 1 if it does not divide them.
         is_established: Whether the optimizer has stepped after that many backwards.
         num_steps: How many optimizer steps the loop has made.
+        is_used: Whether the loop has called `accelerator.backward`.
     """
 
     def __init__(self) -> None:
@@ -20,6 +21,7 @@ class ByHand:
         self.num_parts = 1
         self.is_established = False
         self.num_steps = 0
+        self.is_used = False
         self._num_backwards = 0  # since the last step
         self._may_be_mean_of_terms = False
         self._is_mean_of_terms = False  # (a + b) / 2 is no accumulation
@@ -28,6 +30,7 @@ class ByHand:
         """Record a backward of what the loop passed to `accelerator.backward`, before it frees the
         graph.
         """
+        self.is_used = True
         self._num_backwards += 1
         if not self._is_mean_of_terms:
             self.num_parts = division_by_number(loss) or 1

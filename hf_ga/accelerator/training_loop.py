@@ -483,7 +483,8 @@ class TrainingLoop:
             ConfigError: If it is not, or the learning rate changed within the window.
         """
         engine = self.engine
-        if engine.gradient is None or engine.slot is None:
+        bypasses_backward = not self._is_planned and not self._by_hand.is_used
+        if engine.gradient is None or engine.slot is None or bypasses_backward:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             if any(p.grad is not None and bool(p.grad.any()) for p in parameters):
                 raise early_step()

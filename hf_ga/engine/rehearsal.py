@@ -229,7 +229,9 @@ def _sample_dim(shape: torch.Size, num_samples: int) -> int | None:
 def _calls(tensors: Sequence[Tensor], num_samples: int) -> list[Watched]:
     """Return the outputs of calls with one sample each, as a loop over samples makes them."""
     is_of_samples = len(tensors) >= num_samples and len(tensors) % num_samples == 0
-    has_rows = num_samples > 1 and any(num_samples in tensor.shape for tensor in tensors)
+    has_rows = num_samples > 1 and any(
+        _sample_dim(tensor.shape, num_samples) is not None for tensor in tensors
+    )
     if not tensors or not is_of_samples or has_rows:
         return []
     return [Watched(list(tensors), [tensor.detach() for tensor in tensors], None, ("calls",))]

@@ -208,6 +208,17 @@ class WindowEngine:
         for model in self._models:
             callable_module(model)(**argument_filter(model)(batch))
 
+    @contextmanager
+    def _first_forward(self, slot: Slot, request: WindowRequest) -> Iterator[None]:
+        """Run a forward of a first pass in the block: keyed draws, no gradients, buffers kept."""
+        with ExitStack() as stack:
+            stack.enter_context(self.draws.resumed())
+            stack.enter_context(self.micro_batch(slot, request))
+            stack.enter_context(torch.no_grad())
+            for model in self._models:
+                stack.enter_context(extra_forwards(model))
+            yield
+
     def first_pass(
         self,
         slots: Sequence[Slot],
@@ -239,12 +250,7 @@ class WindowEngine:
             num_reclassified = draws.num_reclassified
             results = []
             for slot in slots:
-                with ExitStack() as stack:
-                    stack.enter_context(draws.resumed())
-                    stack.enter_context(self.micro_batch(slot, request))
-                    stack.enter_context(torch.no_grad())
-                    for model in self._models:
-                        stack.enter_context(extra_forwards(model))
+                with self._first_forward(slot, request):
                     result = forward(slot)
                     results.append(result if after is None else after())
             is_changed = draws.num_reclassified != num_reclassified

@@ -25,7 +25,16 @@ from hf_ga.loss.refusals import (
     undivided_sum,
 )
 from hf_ga.loss.samples import joined_samples
-from hf_ga.loss.saved import Number, inputs, number, output_shape, quotient, saved, signed
+from hf_ga.loss.saved import (
+    PASSED_THROUGH,
+    Number,
+    inputs,
+    number,
+    output_shape,
+    quotient,
+    saved,
+    signed,
+)
 from hf_ga.loss.stacks import (
     STACKS,
     Stack,
@@ -108,9 +117,9 @@ def read_terms(
         LossNotAdditive: If the loss is not a sum of means and divided sums.
 
     Example:
-        >>> loss = F.cross_entropy(logits, labels) + 0.1 * F.mse_loss(values, targets)
-        >>> [(term.factor, term.divisor) for term in read_terms(loss, num_samples=8)]
-        [(1.0, 8.0), (0.1, 24.0)]
+        loss = F.cross_entropy(logits, labels) + 0.1 * F.mse_loss(values, targets)
+        terms = read_terms(loss, num_samples=8)
+        # factors 1.0 and 0.1, divisors 8.0 (labels) and 24.0 (values)
     """
     if loss.grad_fn is None:
         return []
@@ -393,5 +402,3 @@ LINEAR: dict[str, Callable[[Part], list[Part]]] = {
     "WhereBackward0": _choice,
 }
 SELECTIONS = {"SelectBackward0", "UnbindBackward0"}
-# Custom functions of wrappers that return their inputs.
-PASSED_THROUGH = {"_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"}

@@ -44,6 +44,9 @@ SAVED = {
     "WhereBackward0": ("condition",),
 }
 
+# Custom functions of wrappers (DDP, FSDP) that return their inputs.
+PASSED_THROUGH = {"_DDPSinkBackward", "RegisterPostBackwardFunctionBackward"}
+
 
 def saved(node: Node, name: str) -> Any:
     """Return what a node keeps under a name of SAVED.
@@ -89,8 +92,14 @@ def signed(index: int) -> int:
 
 
 def inputs(node: Node) -> list[tuple[Node, int]]:
-    """Return (node, output index) of the inputs that need a gradient."""
-    return [(child, index) for child, index in node.next_functions if child is not None]
+    """Return (node, output index) of the inputs that need a gradient, below wrappers' functions."""
+    found = []
+    for child, index in node.next_functions:
+        while child is not None and child.name() in PASSED_THROUGH:
+            child, index = child.next_functions[index]
+        if child is not None:
+            found.append((child, index))
+    return found
 
 
 def output_shape(node: Node, index: int = 0) -> torch.Size:

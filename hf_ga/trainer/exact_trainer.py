@@ -115,6 +115,7 @@ class TrainerWindow:
         # Random draws are keyed by `seed`, whereas the order may be keyed by `data_seed`.
         self._mask_request = replace(request, seed=self.trainer.args.seed)
         self.num_begun = 0
+        self.engine.speed_ups.is_resumed = self.trainer.state.global_step > 0
         if self._whole_batch is not None:
             self._prove_whole_batch()
         self._begin_window()

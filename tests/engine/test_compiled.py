@@ -72,6 +72,7 @@ def compiled_layers(model):
     return model
 
 
+@pytest.mark.slow("compiles layers for several shapes")
 def test_a_loop_with_compiled_layers_has_the_gradients_of_an_eager_one():
     expected = train(lambda model: model)
     for ours, eager in zip(train(compiled_layers), expected, strict=True):
@@ -83,6 +84,7 @@ def compiled_in_place(model):
     return model
 
 
+@pytest.mark.slow("compiles a whole model")
 def test_a_loss_in_a_compiled_graph_is_refused():
     with pytest.raises(LossNotAdditive, match="Compile the layers"):
         train(compiled_in_place)

@@ -109,7 +109,7 @@ def test_accelerates_splits_are_not():
     gradient, _ = first_windows(accelerate.Accelerator)[0]
     assert h.relative_error(gradient, reference) > 0.1
     without, _ = full_batch(lambda: h.mixtral(0.0))
-    assert h.relative_error(without, reference) > 0.1
+    assert h.relative_error(without, reference) > 0.03
 
 
 def sum_of_targets(accelerator, model, batch):
@@ -208,12 +208,26 @@ def test_other_uses_are_refused(step, message):
         first_windows(step=step)
 
 
-def test_a_loop_that_accumulates_by_hand_is_refused():
+def by_hand(num_backwards):
+    """The gradient of the first step of a loop without `accumulate`."""
     accelerator = hf_ga.Accelerator(cpu=True)
     model = h.mixtral(COEFFICIENT).train()
-    loader = DataLoader(h.token_samples(NUM_SAMPLES), 4, collate_fn=h.pad_right)
-    model, loader = accelerator.prepare(model, loader)
-    batches = iter(loader)
-    accelerator.backward(model(**next(batches)).loss / 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch_size = WINDOW // num_backwards
+    loader = DataLoader(h.token_samples(NUM_SAMPLES), batch_size, collate_fn=h.pad_right)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    gradients = []
+    for index, batch in enumerate(loader):
+        accelerator.backward(model(**batch).loss / num_backwards)
+        if index % num_backwards == num_backwards - 1:
+            gradients.append(h.gradients(model))
+            optimizer.step()
+            optimizer.zero_grad()
+    return gradients[0]
+
+
+def test_a_loop_that_accumulates_by_hand_is_refused():
+    """Only then: one with a step after each backward is exact."""
+    assert h.relative_error(by_hand(1), full_batch()[0]) < CLOSE
     with pytest.raises(ConfigError, match=r"accumulate\(model\)"):
-        accelerator.backward(model(**next(batches)).loss / 2)
+        by_hand(4)
