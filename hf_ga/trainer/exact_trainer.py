@@ -141,7 +141,8 @@ class TrainerWindow:
         self.slots = plain_slots(self._window)
         self._rehearsal = None
         # A loss of a whole window compares samples on purpose.
-        if self._whole_batch is None and is_rehearsed(trainer.state.global_step):
+        is_due = self._whole_batch is None and is_rehearsed(trainer.state.global_step)
+        if is_due and self.engine.can_rehearse():
             self._rehearsal = extra_rehearsal(
                 self._window, num_processes=trainer.accelerator.num_processes
             )
