@@ -13,7 +13,6 @@ from weakref import ref
 import torch
 from torch import Generator, Tensor, nn
 from torch._C._functorch import TransformType
-from torch.fx.experimental import _config
 from torch.utils._device import _device_constructors
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -180,10 +179,6 @@ class KeyedDraws:
                 _device_constructors()  # torch lists its functions in the first call: not ours
                 is_compiling = "torch._dynamo" in sys.modules  # which takes a second to import
                 replacements = self._untraced if is_compiling else self._replacements
-                if is_compiling:
-                    # Otherwise sizes that are equal in the first micro-batch become one symbol, and
-                    # a longer one is compiled again.
-                    stack.enter_context(_config.patch(use_duck_shape=False))
                 for owner, name, replacement in replacements:
                     stack.enter_context(override(owner, **{name: replacement}))
             self._num_scopes += 1

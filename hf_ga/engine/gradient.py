@@ -492,8 +492,8 @@ class WindowGradient:
         readings = self._checked_readings(is_padded)
         self._add_totals(readings)
         if not self._agree_on_groups(can_repeat):
-            if not self.backend.is_sharded:
-                self._set_gradients(self.earlier)  # an earlier backward of the window showed it
+            # An earlier backward of the window showed its sums, or FSDP has reduced them there.
+            self._set_gradients(self.earlier)
             return False
         if self.num_backwards > 1 or self.backend.num_processes > 1:
             self.stack_sizes.settle()

@@ -6,6 +6,7 @@ import helpers as h
 import pytest
 import torch
 from documented_loop import reset_states
+from torch import nn
 from torch.utils.data import DataLoader
 
 import hf_ga
@@ -26,7 +27,7 @@ def _fresh_states():
     reset_states()
 
 
-def gradient(model):
+def gradient(model, loss_of):
     """Of micro-batches of three samples in different widths, whose draws are keyed."""
     draws = KeyedDraws()
     for index, width in enumerate(WIDTHS):
@@ -34,18 +35,37 @@ def gradient(model):
         ids = torch.randint(h.VOCABULARY, (3, width), generator=generator)
         with draws.scope():
             draws.begin(sample_keys(0, 0, range(3 * index, 3 * index + 3)), window_key(0, 0, 0))
-            model(input_ids=ids, labels=ids).loss.backward()
+            loss_of(model, ids).backward()
     return h.gradients(model)
 
 
+def check(build, compile_it, loss_of):
+    expected = gradient(build(0.1), loss_of)
+    model = build(0.1)
+    compile_it(model)
+    assert h.relative_error(gradient(model, loss_of), expected) < 1e-6
+    without_dropout = gradient(build(0.0), loss_of)
+    assert h.relative_error(without_dropout, expected) > 1e-2  # the control
+
+
+@h.seeded
+def small(dropout):
+    return nn.Sequential(nn.Embedding(h.VOCABULARY, 8), nn.Dropout(dropout), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_module_draws_what_an_eager_one_draws(backend):
+    check(small, lambda m: m.compile(backend=backend), lambda m, ids: m(ids).square().mean())
+
+
+@pytest.mark.slow("compiles the layers of a transformer")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_layers_draw_what_eager_ones_draw(backend):
-    expected = gradient(h.gpt2(0.1))
-    model = h.gpt2(0.1)
-    hf_ga.compile_layers(model, backend=backend)
-    assert h.relative_error(gradient(model), expected) < 1e-6
-    without_dropout = h.gpt2(0.0)
-    assert h.relative_error(gradient(without_dropout), expected) > 1e-2  # the control
+    check(
+        h.gpt2,
+        lambda model: hf_ga.compile_layers(model, backend=backend),
+        lambda model, ids: model(input_ids=ids, labels=ids).loss,
+    )
 
 
 def train(prepare, **options):
