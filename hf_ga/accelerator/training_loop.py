@@ -44,6 +44,7 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import Window
+from hf_ga.parallel.fsdp import is_sharded
 
 logger = get_logger(__name__)
 
@@ -188,6 +189,9 @@ class TrainingLoop:
         if self._whole_batch is not None:
             check_named_entries(window)
             self._whole_batch.prove(window, self.training_models())
+        if is_sharded(self.accelerator):
+            # Without a rehearsal it is not known whether the padded width matters.
+            window.state.pad_to_window = True
         if window.state.pad_to_window:
             window = window.padded_to_window()
         self.is_inside = self.is_inside or _calls_accumulate(sys._getframe())

@@ -93,7 +93,9 @@ class _WatchedOutputs:
 def _open(outputs: Any) -> Any:
     """Report that outputs are read, give them their class back, and compute their lazy logits."""
     object.__setattr__(outputs, "__class__", type(outputs)._output_class)
-    vars(outputs).pop(_ON_READ)()
+    on_read = vars(outputs).pop(_ON_READ, None)  # None: a copy, which DDP makes of outputs
+    if on_read is not None:
+        on_read()
     for name, value in list(dict.items(outputs)):
         if isinstance(value, LazyLogits):
             logits = value.materialize()

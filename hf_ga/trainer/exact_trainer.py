@@ -39,6 +39,7 @@ from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.precision import check_step
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, every_prepare_exact
 from hf_ga.parallel.processes import gather_uneven
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
@@ -135,6 +136,9 @@ class TrainerWindow:
     def _begin_window(self) -> None:
         """Begin the window in the engine, or begin it again."""
         trainer = self.trainer
+        if is_sharded(trainer.accelerator):
+            # Without a rehearsal it is not known whether the padded width matters.
+            self.loader_state.pad_to_window = True
         if self.loader_state.pad_to_window:
             self._window = self._window.padded_to_window()
             self._mask_request = replace(self._mask_request, pad_to_window=True)
