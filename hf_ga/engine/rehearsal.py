@@ -65,7 +65,7 @@ def rehearsal_parts(
     if len(parts) == 1:
         rehearsed = _with_company(parts[0], spare, size - 1)
     else:
-        rehearsed = _in_turn(sorted(parts, key=len, reverse=True))[:size]
+        rehearsed = _in_turn(sorted(parts, key=len, reverse=True), size)
     return rehearsed[::-1].copy(), parts
 
 
@@ -84,7 +84,7 @@ def rehearsed_offsets(planned: Sequence[np.ndarray], spare: np.ndarray) -> np.nd
         size = max(sizes) + 1
     if len(planned) == 1:
         return _with_company(planned[0], spare, size)[::-1].copy()
-    in_turn = np.concatenate([_in_turn(planned), spare])
+    in_turn = np.concatenate([_in_turn(planned, size), spare])
     return in_turn[:size][::-1].copy()
 
 
@@ -94,11 +94,19 @@ def _with_company(own: np.ndarray, spare: np.ndarray, size: int) -> np.ndarray:
     return np.concatenate([own[:num_own], spare[: max(0, size - num_own)]])
 
 
-def _in_turn(parts: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the samples of all parts: the first of each part, then the second of each, ..."""
+def _in_turn(parts: Sequence[np.ndarray], size: int) -> np.ndarray:
+    """Return up to `size` samples: the first of each part, then the second of each, ...
+
+    If there are more parts than `size`, they are taken at equal distances, from the first to the
+    last: parts are often in the order of their lengths, and samples of one length would not show
+    what depends on the padded width.
+    """
+    if len(parts) > size:
+        spread = np.linspace(0, len(parts) - 1, size).round().astype(int)
+        parts = [parts[index] for index in spread]
     longest = max((len(part) for part in parts), default=0)
     taken = [part[i] for i in range(longest) for part in parts if i < len(part)]
-    return np.array(taken, np.int64)
+    return np.array(taken[:size], np.int64)
 
 
 @dataclass(frozen=True)
