@@ -84,6 +84,7 @@ class TrainingLoop:
         self._whole_batch: WholeBatch | None = None
         if whole_batch is not None:
             self._whole_batch = WholeBatch(self.engine, whole_batch)
+            self.engine.trusts_num_targets = True
         self._by_hand = ByHand()
         self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
         self._window: Window | None = None

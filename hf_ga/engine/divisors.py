@@ -12,10 +12,13 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from accelerate.logging import get_logger
 from torch import Tensor
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.loss import Term, describe
+
+logger = get_logger(__name__)
 
 TermKey = Hashable
 Number = float | Tensor
@@ -40,6 +43,7 @@ class Reading:
         num_elements: Number of elements of what it sums over, without masks. None: unknown.
         num_nonzero: Number of them whose weight is not 0. None: unknown.
         class_weights: The class weights of a cross entropy, or None.
+        is_zero: Whether the sum that the loop passed is 0. None: it passed a mean.
         is_counted: Whether the micro-batch belongs to the window. False for a rehearsal.
     """
 
@@ -52,6 +56,7 @@ class Reading:
     num_elements: int | None = None
     num_nonzero: Number | None = None
     class_weights: Tensor | None = None
+    is_zero: Number | None = None
     is_counted: bool = True
 
     @property
@@ -63,10 +68,7 @@ class Reading:
 def on_host(readings: Sequence[Reading]) -> list[Reading]:
     """Copy the numbers of readings to the host, in one transfer."""
     tensors = [
-        value
-        for reading in readings
-        for value in (reading.divisor, reading.count, reading.factor, reading.num_nonzero)
-        if isinstance(value, Tensor)
+        value for reading in readings for value in _numbers(reading) if isinstance(value, Tensor)
     ]
     if not tensors:
         return list(readings)
@@ -84,9 +86,21 @@ def on_host(readings: Sequence[Reading]) -> list[Reading]:
             count=number(reading.count),
             factor=number(reading.factor),
             num_nonzero=number(reading.num_nonzero),
+            is_zero=number(reading.is_zero),
         )
         for reading in readings
     ]
+
+
+def _numbers(reading: Reading) -> tuple[Number | None, ...]:
+    """Return what may be on the device, in the order of `on_host`."""
+    return (
+        reading.divisor,
+        reading.count,
+        reading.factor,
+        reading.num_nonzero,
+        reading.is_zero,
+    )
 
 
 def true_divisor(reading: Reading) -> float:
@@ -111,11 +125,14 @@ class DivisorChecks:
     Attributes:
         followed: For each term, what its divisor was found to be proportional to, in all windows so
             far.
+        trusts_numbers: Whether numbers of targets that were passed were checked before.
     """
 
     def __init__(self) -> None:
         """Start without any term."""
         self.followed: dict[TermKey, set[str]] = {}
+        self.trusts_numbers = False
+        self._has_warned = False
 
     def true_divisor(self, reading: Reading) -> float:
         """Return what a reading on the host adds to the divisor of the window."""
@@ -139,6 +156,8 @@ class DivisorChecks:
         """
         by_term: Mapping[TermKey, list[Reading]] = defaultdict(list)
         for reading in readings:
+            if not self.trusts_numbers:
+                self._check_raised(reading)
             if reading.term is not None:
                 by_term[reading.key].append(reading)
         trusted = []
@@ -165,6 +184,29 @@ class DivisorChecks:
             if not of_term[0].term.is_shape_divisor:
                 raise _untrusted(of_term)
         return True
+
+    def _check_raised(self, reading: Reading) -> None:
+        """Check that a number of targets that the loop passed was not raised from 0 to 1. A 1 for
+        several samples may also be the true number.
+
+        Raises:
+            LossNotAdditive: If the sum is 0.
+        """
+        if reading.term is not None or reading.divisor != 1 or reading.num_samples == 1:
+            return
+        if reading.is_zero:
+            raise LossNotAdditive(
+                f"the sum is 0 and num_targets is 1 for a micro-batch of {reading.num_samples} "
+                "samples, as with max(number, 1): such micro-batches would count as targets of the "
+                "window. Pass the plain number; it may be 0."
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"hf_ga: num_targets is 1 for a micro-batch of {reading.num_samples} samples. If "
+                "that is max(number, 1), the window's loss is divided by too many targets: pass "
+                "the plain number, which may be 0."
+            )
 
 
 def _is_that_of_any(readings: Sequence[Reading], others: Sequence[Sequence[Reading]]) -> bool:

@@ -109,7 +109,10 @@ class WindowGradient:
         """
         if num_targets is not None:
             number = num_targets if isinstance(num_targets, Tensor) else float(num_targets)
-            return [Reading(("num_targets",), None, num_samples, number, None, 1.0)]
+            is_zero = loss.detach() == 0
+            return [
+                Reading(("num_targets",), None, num_samples, number, None, 1.0, is_zero=is_zero)
+            ]
         num_changed = self.stack_sizes.num_changed
         terms = read_terms(loss, num_samples=num_samples, stack_sizes=self.stack_sizes)
         if self.stack_sizes.num_changed != num_changed and self.num_backwards:

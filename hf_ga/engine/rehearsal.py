@@ -10,9 +10,9 @@ micro-batch, mixed samples, hard example mining, a queue, a random number that i
 from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -30,11 +30,17 @@ INTERVAL = 100  # one window in this many is rehearsed afterwards
 TOLERANCE = 1e-3  # relative, in float32: other batch sizes use other kernels
 FLOOR = 1e-6  # of the largest value: what is smaller is rounding
 LOW_PRECISION_TOLERANCE = 0.2  # bf16 keeps 8 bits, and outputs add up many roundings
-# Whether the rows of a sample in the outputs are next to each other, or one in each block of rows
-# (as in torch.cat([chosen, rejected])).
-ARRANGEMENTS = ("rows", "blocks")
 MAX_NODES = 200  # of the graph that are searched for edges with rows of samples
 MAX_EDGES = 16
+# Nodes of functions that choose among values by their size.
+CHOICES = {
+    "KthvalueBackward0": "torch.kthvalue",
+    "MaxBackward0": "torch.max",
+    "MedianBackward1": "torch.median",
+    "MinBackward0": "torch.min",
+    "SortBackward0": "torch.sort",
+    "TopkBackward0": "torch.topk",
+}
 Place = Hashable  # which output
 # (term, output, position of the sample)
 FootprintKey = tuple[TermKey, Place, int]
@@ -109,6 +115,22 @@ def _in_turn(parts: Sequence[np.ndarray], size: int) -> np.ndarray:
     return np.array(taken[:size], np.int64)
 
 
+class Arrangement(NamedTuple):
+    """Where a tensor may hold the samples.
+
+    Attributes:
+        dim: The dim of the samples. None: there is a tensor for each sample.
+        rows: "one": a row for each sample. "next": several, next to each other. "blocks": one in
+            each block of rows, as in torch.cat([chosen, rejected]).
+    """
+
+    dim: int | None
+    rows: Literal["one", "next", "blocks"]
+
+
+OF_CALLS = Arrangement(None, "one")
+
+
 @dataclass(frozen=True)
 class Watched:
     """What the loss is computed from, where the gradients of samples are compared.
@@ -116,13 +138,14 @@ class Watched:
     Attributes:
         targets: Tensors or edges of the graph.
         values: The values of the tensors. None: unknown.
-        sample_dim: The dim that holds the samples. None: there is a tensor for each sample.
+        arrangements: All that its shape allows: 4 channels may look like 4 samples. The true one
+            is possible for other numbers of samples, too.
         kind: What it is, equal in the rehearsal and in the window.
     """
 
     targets: Sequence[Tensor | GradientEdge]
     values: Sequence[Tensor] | None
-    sample_dim: int | None
+    arrangements: Sequence[Arrangement]
     kind: Place
 
 
@@ -214,72 +237,100 @@ def _needs_gradient(value: Any) -> bool:
 
 
 def _with_rows(tensors: Sequence[Tensor], num_samples: int) -> list[Watched]:
-    """Return the tensors with one dim of samples, or with the same number of rows for each."""
+    """Return the tensors with one row, or with equally many rows, for each sample."""
     found = []
     for index, tensor in enumerate(tensors):
-        dim = _sample_dim(tensor.shape, num_samples)
-        if dim is not None:
-            kind = ("rows", index, dim, tensor.shape[dim] == num_samples)
-            found.append(Watched([tensor], [tensor.detach()], dim, kind))
+        arrangements = _arrangements(tensor.shape, num_samples)
+        if arrangements:
+            found.append(Watched([tensor], [tensor.detach()], arrangements, ("rows", index)))
     return found
 
 
-def _sample_dim(shape: torch.Size, num_samples: int) -> int | None:
-    """Return the dim of an output that holds the samples: the first, another one of their number
-    (time first), or the first with several rows for each. None: there is none.
+def _arrangements(shape: torch.Size, num_samples: int) -> list[Arrangement]:
+    """Return the possible arrangements of samples: in any dim of their number, as the second one
+    where time is first, or in the first dim with several rows for each.
     """
-    if num_samples in shape:
-        return shape.index(num_samples)
-    is_multiple = shape[0] > 0 and shape[0] % num_samples == 0
-    return 0 if is_multiple else None
+    found = [Arrangement(dim, "one") for dim, size in enumerate(shape) if size == num_samples]
+    if shape[0] > num_samples and shape[0] % num_samples == 0:
+        found += [Arrangement(0, "next"), Arrangement(0, "blocks")]
+    return found
 
 
 def _calls(tensors: Sequence[Tensor], num_samples: int) -> list[Watched]:
     """Return the outputs of calls with one sample each, as a loop over samples makes them."""
     is_of_samples = len(tensors) >= num_samples and len(tensors) % num_samples == 0
     has_rows = num_samples > 1 and any(
-        _sample_dim(tensor.shape, num_samples) is not None for tensor in tensors
+        _arrangements(tensor.shape, num_samples) for tensor in tensors
     )
     if not tensors or not is_of_samples or has_rows:
         return []
-    return [Watched(list(tensors), [tensor.detach() for tensor in tensors], None, ("calls",))]
+    values = [tensor.detach() for tensor in tensors]
+    return [Watched(list(tensors), values, [OF_CALLS], ("calls",))]
 
 
 def _edges_with_rows(nodes: Sequence[Node], num_samples: int) -> list[Watched]:
     """Return edges of the graph below a term whose first dim is that of the samples."""
     found = []
-    waiting = deque(nodes)
-    seen = set(nodes)
-    number = 0
-    while waiting and number < MAX_NODES and len(found) < MAX_EDGES:
-        node = waiting.popleft()
-        number += 1
+    for number, node in enumerate(_nodes_below(nodes), start=1):
         children = [child for child, _ in inputs(node)]
         is_parameter = bool(children) and all(child.name() == PARAMETER for child in children)
         shape = output_shape(node)
         if len(shape) and shape[0] == num_samples and not is_parameter:
             kind = ("edge", number, node.name())
-            found.append(Watched([GradientEdge(node, 0)], None, 0, kind))
-        for child in children:
+            found.append(Watched([GradientEdge(node, 0)], None, [Arrangement(0, "one")], kind))
+        if len(found) == MAX_EDGES:
+            break
+    return found
+
+
+def _nodes_below(nodes: Sequence[Node]) -> Iterator[Node]:
+    """Yield up to MAX_NODES nodes of a graph, the nearest to the loss first, no parameters."""
+    waiting = deque(nodes)
+    seen = set(nodes)
+    number = 0
+    while waiting and number < MAX_NODES:
+        node = waiting.popleft()
+        number += 1
+        yield node
+        for child, _ in inputs(node):
             if child not in seen and child.name() != PARAMETER:
                 seen.add(child)
                 waiting.append(child)
+
+
+def choices_among_samples(nodes: Sequence[Node], num_samples: int) -> set[str]:
+    """Return the functions below a term that choose among one number for each sample, such as the
+    largest losses. Samples that are chosen both times by luck do not show it.
+
+    Args:
+        nodes: The nodes of the term.
+        num_samples: Number of samples of the micro-batch.
+    """
+    found = set()
+    for node in _nodes_below(nodes):
+        if node.name() in CHOICES:
+            shapes = [output_shape(child, index) for child, index in inputs(node)]
+            if shapes == [(num_samples,)]:
+                found.add(CHOICES[node.name()])
     return found
 
 
 @dataclass
 class Footprint:
-    """What a sample's undivided gradient at an output looks like, in both arrangements of rows.
+    """What a sample's undivided gradient at an output looks like, in one arrangement.
 
     Attributes:
-        norms: Its L2 norm, by arrangement.
-        products: Its product with the output.
-        scales: The product of both norms, which bounds the rounding of `products`.
+        norm: Its L2 norm.
+        product: Its product with the output.
+        scale: The product of both norms, which bounds the rounding of `product`.
     """
 
-    norms: dict[str, float] = field(default_factory=dict)
-    products: dict[str, float] = field(default_factory=dict)
-    scales: dict[str, float] = field(default_factory=dict)
+    norm: float
+    product: float
+    scale: float
+
+
+Footprints = dict[Arrangement, Footprint]  # of one sample, in all possible arrangements
 
 
 class Rehearsal:
@@ -289,52 +340,92 @@ class Rehearsal:
         is_low_precision: Whether outputs were in half precision.
         num_reclassified: `KeyedDraws.num_reclassified` after the rehearsal; None before it.
         uncompared: The terms of which no sample was found again in the window.
+        choices: (term, function that chooses among the samples), of the rehearsal.
     """
 
     def __init__(self) -> None:
         """Start without any rehearsed sample."""
         self.num_reclassified: int | None = None
-        self._rehearsed: dict[FootprintKey, Footprint] = {}
+        self._rehearsed: dict[FootprintKey, Footprints] = {}
+        self._terms_of_losses: dict[int, set[TermKey]] = {}
         self.uncompared: set[TermKey] = set()
+        self.choices: set[tuple[TermKey, str]] = set()
         self.is_low_precision = False
 
     def record(
         self,
-        footprints: Mapping[FootprintKey, Footprint],
+        footprints: Mapping[FootprintKey, Footprints],
         terms: Iterable[TermKey],
+        number: int,
         num_reclassified: int,
     ) -> None:
-        """Keep the footprints of the rehearsed samples, for all terms of the loss."""
+        """Keep the footprints of the rehearsed samples, for all terms of the loss of this number
+        in the micro-batch.
+        """
+        self._terms_of_losses.setdefault(number, set()).update(terms)
         self._rehearsed.update(footprints)
         self.uncompared.update(terms)
         self.num_reclassified = num_reclassified
 
     def difference(
-        self, footprints: Mapping[FootprintKey, Footprint]
+        self, footprints: Mapping[FootprintKey, Footprints], terms: Iterable[TermKey], number: int
     ) -> tuple[TermKey, float, float] | None:
         """Return the first difference between a sample and its rehearsal.
 
         Args:
             footprints: By term, output and sample.
+            terms: All terms of the loss.
+            number: Which loss of its micro-batch it is.
 
         Returns:
             (term, value in the rehearsal, value now), or None if there is none.
         """
-        by_output: dict[tuple[TermKey, Place], list[tuple[Footprint, Footprint]]] = {}
+        by_output: dict[tuple[TermKey, Place], list[tuple[Footprints, Footprints]]] = {}
         for key, now in footprints.items():
             before = self._rehearsed.get(key)
             if before is not None:
-                self.uncompared.discard(key[0])
                 by_output.setdefault(key[:2], []).append((before, now))
-        floors = _largest_values([pair for pairs in by_output.values() for pair in pairs])
-        for (term, _), pairs in by_output.items():
+        compared = {key: _in_common_arrangements(pairs) for key, pairs in by_output.items()}
+        floors = _largest_values(compared.values())
+        used = _with_gradient(footprints) | _with_gradient(self._rehearsed)
+        for (term, _), by_arrangement in compared.items():
+            if not by_arrangement:
+                continue
+            # A gradient of 0 at an output says little if the term uses another one.
+            if term not in used or any(map(_is_any_used, by_arrangement)):
+                self.uncompared.discard(term)
             # One arrangement must fit all samples.
-            found = [
-                _first_difference(pairs, name, self._tolerance, floors) for name in ARRANGEMENTS
-            ]
+            found = [_first_difference(pairs, self._tolerance, floors) for pairs in by_arrangement]
             if all(difference is not None for difference in found):
                 before, now = found[0]
                 return term, before, now
+        return self._missing_term(footprints, set(terms), number, floors[0])
+
+    def _missing_term(
+        self,
+        footprints: Mapping[FootprintKey, Footprints],
+        terms: set[TermKey],
+        number: int,
+        largest_norm: float,
+    ) -> tuple[TermKey, float, float] | None:
+        """Return the first term that a sample has only now, or only had in its rehearsal.
+
+        A loss may lack terms of which none of its samples has a part.
+        """
+        rehearsed_terms = self._terms_of_losses.get(number, set())
+        rehearsed_samples = {key[2] for key in self._rehearsed}
+        samples = {key[2] for key in footprints}
+        floor = FLOOR * largest_norm
+        for (term, _, sample), now in footprints.items():
+            if sample in rehearsed_samples and term not in rehearsed_terms:
+                norm = _smallest_norm(now)
+                if norm > floor:
+                    return term, 0.0, norm
+        for (term, _, sample), before in self._rehearsed.items():
+            if sample in samples and term in rehearsed_terms - terms:
+                norm = _smallest_norm(before)
+                if norm > floor:
+                    return term, norm, 0.0
         return None
 
     @property
@@ -343,34 +434,70 @@ class Rehearsal:
         return LOW_PRECISION_TOLERANCE if self.is_low_precision else TOLERANCE
 
 
-def _largest_values(pairs: Sequence[tuple[Footprint, Footprint]]) -> tuple[float, float]:
+def _in_common_arrangements(
+    pairs: Sequence[tuple[Footprints, Footprints]],
+) -> list[list[tuple[Footprint, Footprint]]]:
+    """Return the pairs of footprints in each arrangement that is possible before and now.
+
+    Several rows without any gradient are left out: they would agree in a wrong arrangement, too,
+    such as steps of time whose outputs are not used.
+    """
+    before, now = pairs[0]
+    found = []
+    for arrangement in now:
+        if arrangement not in before:
+            continue
+        of_arrangement = [(before[arrangement], now[arrangement]) for before, now in pairs]
+        if _is_any_used(of_arrangement) or arrangement.rows == "one":
+            found.append(of_arrangement)
+    return found
+
+
+def _is_any_used(pairs: Sequence[tuple[Footprint, Footprint]]) -> bool:
+    """Whether a sample has a gradient there, before or now."""
+    return any(before.norm or now.norm for before, now in pairs)
+
+
+def _smallest_norm(footprints: Footprints) -> float:
+    """Return the norm of a sample's gradient, whatever its arrangement is: 0 if one has none."""
+    return min((footprint.norm for footprint in footprints.values()), default=0.0)
+
+
+def _with_gradient(footprints: Mapping[FootprintKey, Footprints]) -> set[TermKey]:
+    """Return the terms with a gradient at any output of any sample."""
+    return {key[0] for key, of_sample in footprints.items() if _smallest_norm(of_sample)}
+
+
+def _largest_values(
+    compared: Iterable[Sequence[Sequence[tuple[Footprint, Footprint]]]],
+) -> tuple[float, float]:
     """Return the largest norm and the largest bound of a product, against which others may be
     nothing but rounding.
     """
-    norms = [max(before.norms["rows"], now.norms["rows"]) for before, now in pairs]
-    scales = [max(before.scales["rows"], now.scales["rows"]) for before, now in pairs]
+    footprints = [
+        footprint
+        for by_arrangement in compared
+        for pairs in by_arrangement
+        for pair in pairs
+        for footprint in pair
+    ]
+    norms = [footprint.norm for footprint in footprints]
+    scales = [footprint.scale for footprint in footprints]
     return max(norms, default=0.0), max(scales, default=0.0)
 
 
 def _first_difference(
-    pairs: Sequence[tuple[Footprint, Footprint]],
-    name: str,
-    tolerance: float,
-    largest: tuple[float, float],
+    pairs: Sequence[tuple[Footprint, Footprint]], tolerance: float, largest: tuple[float, float]
 ) -> tuple[float, float] | None:
-    """Return the values of the first sample that differs in an arrangement of rows, or None."""
+    """Return the values of the first sample that differs, or None."""
     largest_norm, largest_scale = largest
     for before, now in pairs:
-        norm_before = before.norms[name]
-        norm_now = now.norms[name]
-        bound = tolerance * max(norm_before, norm_now) + FLOOR * largest_norm
-        if abs(norm_before - norm_now) > bound:
-            return norm_before, norm_now
-        product_before = before.products[name]
-        product_now = now.products[name]
-        scale = max(before.scales[name], now.scales[name])
-        if abs(product_before - product_now) > tolerance * scale + FLOOR * largest_scale:
-            return product_before, product_now
+        bound = tolerance * max(before.norm, now.norm) + FLOOR * largest_norm
+        if abs(before.norm - now.norm) > bound:
+            return before.norm, now.norm
+        scale = max(before.scale, now.scale)
+        if abs(before.product - now.product) > tolerance * scale + FLOOR * largest_scale:
+            return before.product, now.product
     return None
 
 
@@ -380,7 +507,7 @@ def footprints_of(
     recorder: OutputRecorder,
     positions: Sequence[int],
     num_levels: int | None = None,
-) -> tuple[dict[FootprintKey, Footprint], bool]:
+) -> tuple[dict[FootprintKey, Footprints], bool]:
     """Compute the footprints of all samples of a micro-batch, for each term of its loss.
 
     Only the graph between the loss and the outputs is run backward, so no parameter gets a
@@ -396,7 +523,7 @@ def footprints_of(
     Returns:
         (footprints, whether an output is in half precision).
     """
-    footprints: dict[FootprintKey, Footprint] = {}
+    footprints: dict[FootprintKey, Footprints] = {}
     is_low_precision = False
     num_samples = len(positions)
     for number, reading in enumerate(readings):
@@ -407,9 +534,6 @@ def footprints_of(
             targets = [target for watched in all_watched for target in watched.targets]
             of_all = iter(gradients_of(targets) if targets else ())
             gradients = [[next(of_all) for _ in watched.targets] for watched in all_watched]
-            # Terms share a graph, so the gradient at an output that a term does not use is 0.
-            if not any(_is_any_nonzero(of_watched) for of_watched in gradients):
-                continue
             for watched, of_watched in zip(all_watched, gradients, strict=True):
                 is_low_precision |= any(
                     gradient is not None and gradient.dtype in LOW_PRECISION
@@ -418,7 +542,9 @@ def footprints_of(
                 of_samples = _footprints(watched, of_watched, num_samples)
                 for position, footprint in zip(positions, of_samples, strict=False):
                     footprints[reading.key, (level, watched.kind), position] = footprint
-            break
+            # Terms share a graph, so the gradient at an output that a term does not use is 0.
+            if any(map(_is_any_nonzero, gradients)):
+                break
     return footprints, is_low_precision
 
 
@@ -449,46 +575,40 @@ def _gradient_function(
 
 def _footprints(
     watched: Watched, gradients: Sequence[Tensor | None], num_samples: int
-) -> list[Footprint]:
-    """Compute the footprint of each sample. Empty if the term does not depend on it."""
-    if watched.sample_dim is None:
+) -> list[Footprints]:
+    """Compute the footprints of each sample. Empty if the term does not depend on them."""
+    if watched.arrangements == [OF_CALLS]:
         return _footprints_of_calls(watched, gradients, num_samples)
     (gradient,) = gradients
     if gradient is None:
         return []
-    footprints = [Footprint() for _ in range(num_samples)]
-    rows = gradient.movedim(watched.sample_dim, 0)
-    for name in ARRANGEMENTS:
-        of_samples = _by_sample(rows, num_samples, name)
+    footprints: list[Footprints] = [{} for _ in range(num_samples)]
+    for arrangement in watched.arrangements:
+        of_samples = _by_sample(gradient, num_samples, arrangement)
         values = torch.zeros_like(of_samples)
         if watched.values is not None:
-            values = _by_sample(watched.values[0].movedim(watched.sample_dim, 0), num_samples, name)
-        numbers = _norms_and_products(values, of_samples)
-        for footprint, norm, product, bound in zip(footprints, *numbers.tolist(), strict=True):
-            footprint.norms[name] = norm
-            footprint.products[name] = product
-            footprint.scales[name] = bound
+            values = _by_sample(watched.values[0], num_samples, arrangement)
+        numbers = _norms_and_products(values, of_samples).T.tolist()
+        for of_sample, (norm, product, scale) in zip(footprints, numbers, strict=True):
+            of_sample[arrangement] = Footprint(norm, product, scale)
     return footprints
 
 
 def _footprints_of_calls(
     watched: Watched, gradients: Sequence[Tensor | None], num_samples: int
-) -> list[Footprint]:
+) -> list[Footprints]:
     """Compute the footprint of each sample, which has calls of its own."""
     calls_per_sample = len(gradients) // num_samples
-    footprints = []
+    footprints: list[Footprints] = []
     for sample in range(num_samples):
         calls = range(sample * calls_per_sample, (sample + 1) * calls_per_sample)
         used = [call for call in calls if gradients[call] is not None]
-        footprint = Footprint(*(dict.fromkeys(ARRANGEMENTS, 0.0) for _ in range(3)))
+        footprint = Footprint(0.0, 0.0, 0.0)
         if used:
             values = torch.cat([watched.values[call].double().reshape(1, -1) for call in used], 1)
             of_calls = torch.cat([gradients[call].double().reshape(1, -1) for call in used], 1)
-            norm, product, bound = _norms_and_products(values, of_calls)[:, 0].tolist()
-            footprint = Footprint(
-                *(dict.fromkeys(ARRANGEMENTS, number) for number in (norm, product, bound))
-            )
-        footprints.append(footprint)
+            footprint = Footprint(*_norms_and_products(values, of_calls)[:, 0].tolist())
+        footprints.append({OF_CALLS: footprint})
     return footprints
 
 
@@ -509,9 +629,10 @@ def _norms_and_products(values: Tensor, gradients: Tensor) -> Tensor:
     return torch.stack([norms, products, bounds])
 
 
-def _by_sample(tensor: Tensor, num_samples: int, arrangement: str) -> Tensor:
+def _by_sample(tensor: Tensor, num_samples: int, arrangement: Arrangement) -> Tensor:
     """Return a tensor as one row a sample, float64, shape (samples, elements of a sample)."""
-    if arrangement == "rows":
-        return tensor.double().reshape(num_samples, -1)
-    in_blocks = tensor.double().reshape(-1, num_samples, *tensor.shape[1:])
+    rows = tensor.double().movedim(arrangement.dim, 0)
+    if arrangement.rows != "blocks":
+        return rows.reshape(num_samples, -1)
+    in_blocks = rows.reshape(-1, num_samples, *rows.shape[1:])
     return in_blocks.transpose(0, 1).reshape(num_samples, -1)

@@ -24,9 +24,14 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
 from hf_ga.draws.keyed import KeyedDraws
-from hf_ga.engine.divisors import Reading
+from hf_ga.engine.divisors import Reading, TermKey
 from hf_ga.engine.gradient import WindowGradient
-from hf_ga.engine.rehearsal import OutputRecorder, Rehearsal, footprints_of
+from hf_ga.engine.rehearsal import (
+    OutputRecorder,
+    Rehearsal,
+    choices_among_samples,
+    footprints_of,
+)
 from hf_ga.engine.router import WindowRouter
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.speed_ups import SpeedUps
@@ -61,6 +66,7 @@ class WindowEngine:
         gradient: The sums of the current window. None before the first one.
         slot: The current micro-batch. None between two of them.
         num_adds: How many losses of the current micro-batch were added.
+        trusts_num_targets: Whether the numbers of targets in `add` were checked before.
     """
 
     def __init__(
@@ -73,6 +79,7 @@ class WindowEngine:
         self.gradient: WindowGradient | None = None
         self.slot: Slot | None = None
         self.num_adds = 0
+        self.trusts_num_targets = False
         self._models: list[nn.Module] = []
         self._request: WindowRequest | None = None
         self._recorder = OutputRecorder()
@@ -130,6 +137,7 @@ class WindowEngine:
         parameters = list(parameters)
         if self.gradient is None or self.gradient.parameters != parameters:
             self.gradient = WindowGradient(backend_for(self.accelerator), parameters)
+            self.gradient.checks.trusts_numbers = self.trusts_num_targets
         elif not goes_on:
             self.gradient.begin()
         backend = self.gradient.backend
@@ -410,9 +418,11 @@ class WindowEngine:
         if self.slot.is_filler:
             return
         rehearsal.is_low_precision |= is_low_precision
+        terms = [reading.key for reading in data_readings]
+        choices = self._choices(loss, data_readings, len(positions))
         if self.slot.is_rehearsal or self.slot.may_be_rehearsal:
-            terms = [reading.key for reading in data_readings]
-            rehearsal.record(footprints, terms, self.draws.num_reclassified)
+            rehearsal.choices |= choices
+            rehearsal.record(footprints, terms, self.num_adds, self.draws.num_reclassified)
             return
         if rehearsal.num_reclassified != self.draws.num_reclassified:
             # Draws of the rehearsal, and of what was added, were keyed otherwise.
@@ -420,7 +430,14 @@ class WindowEngine:
                 self.gradient.must_repeat = "the dims of random numbers with samples were found"
             self._rehearsal = Rehearsal()
             return
-        difference = rehearsal.difference(footprints)
+        for key, function in choices & rehearsal.choices:
+            name = next(r.name for r in readings if r.key == key)
+            raise LossNotAdditive(
+                f"{name}: {function} chooses among the losses of samples, so a sample's loss "
+                "depends on the other samples of its micro-batch, and no split of the window is "
+                "the full batch. Choose in the dataset, or over the whole window with whole_batch."
+            )
+        difference = rehearsal.difference(footprints, terms, self.num_adds)
         if difference is None:
             return
         if not self._request.pad_to_window:
@@ -436,6 +453,17 @@ class WindowEngine:
             "batch. Compute it for each sample alone, in the dataset or collate function, or over "
             "the whole window with whole_batch."
         )
+
+    def _choices(
+        self, loss: Tensor, readings: Sequence[Reading], num_samples: int
+    ) -> set[tuple[TermKey, str]]:
+        """Return (term, function) of each function that chooses among the samples."""
+        found = set()
+        for reading in readings:
+            nodes = [loss.grad_fn] if reading.term is None else reading.term.nodes
+            functions = choices_among_samples(nodes, num_samples)
+            found |= {(reading.key, function) for function in functions}
+        return found
 
     @contextmanager
     def failing_together(self) -> Iterator[None]:
@@ -472,7 +500,10 @@ class WindowEngine:
 
     def finish(self, *, can_repeat: bool, keeps_sums: bool) -> bool:
         """Finish the window: see `WindowGradient.finish`."""
-        if self._rehearsal is not None and self._rehearsal.uncompared and not self._has_warned:
+        # One that is computed again was compared in part.
+        is_final = not self.gradient.must_pad and self.gradient.must_repeat is None
+        has_uncompared = self._rehearsal is not None and self._rehearsal.uncompared
+        if has_uncompared and is_final and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "hf_ga: no output of the prepared models has rows of samples, so it was not tried "

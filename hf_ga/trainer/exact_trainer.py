@@ -26,6 +26,7 @@ from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
+from hf_ga.engine.loss_sums import LossSums
 from hf_ga.engine.rehearsal import is_rehearsed
 from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
 from hf_ga.engine.whole_batch import WholeBatch
@@ -77,6 +78,7 @@ class TrainerWindow:
         if trainer.args.neftune_noise_alpha:
             self.loader_state.pad_to_window = True  # its noise is scaled by the padded width
         self.engine = WindowEngine(trainer.accelerator, allow_split_dependent_randomness=False)
+        self.engine.trusts_num_targets = True  # those of loss_sums are checked, see LossSums
         self.slots: list[Slot] = []
         self.num_begun: int | None = None
         self.is_complete = False
@@ -86,6 +88,7 @@ class TrainerWindow:
         self._rehearsal: Slot | None = None
         self._num_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
         self._has_pairs = has_pairs(trainer.data_collator)
+        self._loss_sums = None if trainer.loss_sums is None else LossSums(trainer.loss_sums)
         self._is_scale_checked = False  # whether `backward` has checked its first loss
         self._window_loss: WindowLoss | None = None
         self._whole_batch: WholeBatch | None = None
@@ -280,9 +283,9 @@ class TrainerWindow:
         num_items = None
         if self.trainer.compute_loss_func is not None:
             num_items = self._num_items([inputs])
-        if self.trainer.loss_sums is not None:
+        if self._loss_sums is not None:
             outputs = model(**argument_filter(model)(inputs))
-            self._loss, self._num_targets = self._loss_sums(outputs, inputs)
+            self._loss, self._num_targets = self._sums_of(outputs, inputs)
             return self._loss
         self._num_targets = None
         if self._has_pairs:
@@ -291,10 +294,12 @@ class TrainerWindow:
         self._loss = original(model, inputs, num_items_in_batch=num_items)
         return self._loss
 
-    def _loss_sums(self, outputs: Any, inputs: dict[str, Any]) -> tuple[Tensor, float]:
+    def _sums_of(self, outputs: Any, inputs: dict[str, Any]) -> tuple[Tensor, float]:
         """Call the trainer's `loss_sums`, and explain a missing column."""
+        num_samples = len(self.engine.slot.micro_batch)
+        is_checked = self._rehearsal is not None
         try:
-            return call_loss_fn(self.trainer.loss_sums, outputs, inputs)
+            return self._loss_sums(outputs, inputs, num_samples, is_checked=is_checked)
         except KeyError as error:
             error.add_note(
                 "loss_sums gets what the collate function returns; Trainer removes columns that "

@@ -35,7 +35,8 @@ class Measurements:
         seconds: Seconds of each window (samples of one optimizer step), from the end of the
             previous step to the end of this one, data loading included.
         padding: Computed tokens, padding included, divided by real tokens.
-        each_once: Whether every sample was used exactly once per epoch.
+        each_once: Whether every sample was collated exactly once per epoch. False if a measured
+            window was rehearsed, as one of a hundred is after the first three.
         peak_memory: Peak memory of the process in bytes. 0: not measured.
         memory_before: Memory in bytes after imports and construction of data and model.
     """

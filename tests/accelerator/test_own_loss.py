@@ -144,6 +144,26 @@ def test_any_sum_with_its_number_of_targets_is_exact():
     assert error(gradient(hf_ga.Accelerator, step), full_batch(mean)) < 1e-6
 
 
+@pytest.mark.parametrize("convert", [int, torch.as_tensor], ids=["number", "tensor"])
+def test_a_number_of_targets_that_was_raised_is_refused_or_named(convert, caplog):
+    """A true 1 looks like it, so only a sum of 0 is refused: the loss is over positives."""
+
+    def step(accelerator, model, x, y):
+        total = (focal(model(x), y) * (y > 0)).sum()
+        accelerator.backward(total, num_targets=convert((y > 0).sum().clamp(min=1)))
+
+    with pytest.raises(hf_ga.LossNotAdditive, match=r"the sum is 0.*max\(number, 1\)"):
+        gradient(hf_ga.Accelerator, step)
+
+    def with_negatives(accelerator, model, x, y):
+        number = (y > 0).sum().clamp(min=1)
+        losses = focal(model(x), y.clamp(min=0))
+        accelerator.backward(losses.sum(), num_targets=convert(number))
+
+    gradient(hf_ga.Accelerator, with_negatives)
+    assert caplog.text.count("num_targets is 1 for a micro-batch") == 1
+
+
 def hardest_half(accelerator, model, x, y):
     losses = F.cross_entropy(model(x), y.clamp(min=0), reduction="none")
     accelerator.backward(losses.topk(len(y) // 2).values.sum(), num_targets=len(y) // 2)
@@ -201,6 +221,22 @@ OF_OUTPUTS = map(
 )
 def test_a_sum_that_compares_samples_is_refused(step):
     with pytest.raises(hf_ga.LossNotAdditive, match=r"depends on the other samples.*whole_batch"):
+        gradient(hf_ga.Accelerator, step)
+
+
+@pytest.mark.parametrize("choose", ["topk", "sort", "kthvalue"])
+def test_a_choice_among_samples_is_refused_by_name(choose):
+
+    def step(accelerator, model, x, y):
+        losses = F.cross_entropy(model(x), y.clamp(min=0), reduction="none")
+        chosen = {
+            "topk": lambda: losses.topk(1).values,
+            "sort": lambda: losses.sort().values[-1:],
+            "kthvalue": lambda: losses.kthvalue(len(losses)).values[None],
+        }[choose]()
+        accelerator.backward(chosen.sum(), num_targets=len(y))
+
+    with pytest.raises(hf_ga.LossNotAdditive, match=rf"torch\.{choose} chooses among"):
         gradient(hf_ga.Accelerator, step)
 
 

@@ -79,9 +79,8 @@ def test_accumulation_is_the_full_batch_under_autocast(case, precision):
     h.assert_promise_1(grads, full, grads64, ROUNDING[precision])
     batches, weights = plain_shares(model, window, loss_fn)
     plain = autocast_gradient(precision, model, batches, weights, loss_fn)
-    assert (
-        h.relative_error(grads, plain) <= ROUNDING[precision]
-    )  # what it costs is what accumulation under autocast costs
+    # What it costs is what accumulation under autocast costs.
+    assert h.relative_error(grads, grads64) <= 1.1 * h.relative_error(plain, grads64)
     naive = autocast_gradient(precision, model, batches, [1 / 12] * ACCUMULATION, loss_fn)
     with pytest.raises(AssertionError, match="all parameters"):  # a wrong divisor
         h.assert_promise_1(naive, full, grads64, ROUNDING[precision])

@@ -325,8 +325,8 @@ def full_batch(kind: Kind, model: nn.Module, rows: Rows) -> h.Gradients:
 
 def must_be_accepted(kind: Kind, door: str) -> bool:
     """Whether the kind is right as it is passed to this door: ExactTrainer's compute_loss gets the
-    mean of a `loss_fn`, whose weights it cannot know; its loss_sums gets both. Of a loop's loss, `hf_ga.Accelerator` knows the means
-    that torch's functions compute.
+    mean of a `loss_fn`, whose weights it cannot know; its loss_sums gets both. Of a loop's loss, `hf_ga.Accelerator`
+    knows the means that torch's functions compute.
     """
     if door == "loop's loss":
         return kind.name in MEANS_OF_TORCH
