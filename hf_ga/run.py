@@ -83,13 +83,7 @@ def run_script(arguments: Sequence[str]) -> None:
     if not script.is_file():
         raise ConfigError(f"{script} is no file. {USAGE}.")
     made = replace_classes()
-    sys.argv = list(arguments)
-    sys.path[0] = str(script.resolve().parent)  # of the script, as Python sets it
-    try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit as stop:
-        if stop.code:
-            raise
+    run_as_main(arguments)
     if not made:
         _print_on_main(
             f"hf_ga.run: {script} made neither an accelerate.Accelerator nor a "
@@ -97,11 +91,35 @@ def run_script(arguments: Sequence[str]) -> None:
         )
 
 
-def replace_classes() -> dict[type, type]:
+def run_as_main(arguments: Sequence[str]) -> None:
+    """Run a script in this process as `python SCRIPT.py ...` does.
+
+    Args:
+        arguments: The script and its arguments.
+    """
+    script = Path(arguments[0])
+    sys.argv = list(arguments)
+    sys.path[0] = str(script.resolve().parent)  # of the script, as Python sets it
+    try:
+        runpy.run_path(str(script), run_name="__main__")
+    except SystemExit as stop:
+        if stop.code:
+            raise
+
+
+def replace_classes(
+    accelerators: Callable[[type], type] | None = None,
+    trainers: Callable[[type], type] | None = None,
+) -> dict[type, type]:
     """Let `accelerate.Accelerator(...)` and `transformers.Trainer(...)` make exact objects from now
     on in this process.
 
     Neither library is imported here, as a script may set environment variables before it does.
+
+    Args:
+        accelerators: Takes a class of accelerators of the script, and returns a subclass that is
+            made instead. Default: `exact_accelerator`.
+        trainers: The same for trainers. Default: `exact_trainer`.
 
     Returns:
         Class that the script calls -> exact class of what it gets, filled as the script runs.
@@ -113,8 +131,8 @@ def replace_classes() -> dict[type, type]:
         return lambda module: _choose_class_of_new(getattr(module, class_name), choose, made)
 
     actions = {
-        "accelerate.accelerator": patch("Accelerator", exact_accelerator),
-        "transformers.trainer": patch("Trainer", exact_trainer),
+        "accelerate.accelerator": patch("Accelerator", accelerators or exact_accelerator),
+        "transformers.trainer": patch("Trainer", trainers or exact_trainer),
     }
     for name in [name for name in actions if name in sys.modules]:
         actions.pop(name)(sys.modules[name])
@@ -214,7 +232,10 @@ def _print_replacement(cls: type, exact: type) -> None:
     """Print, on the main process, which class of hf_ga an object of a script gets."""
     if exact is cls:
         return
-    own = next(base for base in exact.__mro__ if base.__module__.startswith("hf_ga."))
+    ours = [base for base in exact.__mro__ if base.__module__.startswith("hf_ga.")]
+    own = next((base for base in ours if base.__module__ != "hf_ga.check.script_arm"), None)
+    if own is None:
+        return
     _print_on_main(f"hf_ga.run: {cls.__module__}.{cls.__qualname__} runs as hf_ga.{own.__name__}")
 
 

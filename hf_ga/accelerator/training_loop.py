@@ -252,6 +252,11 @@ class TrainingLoop:
         steps = self.accelerator.gradient_accumulation_steps
         return steps > 1 or self.accelerator.global_batch_size is not None or self.is_inside
 
+    @property
+    def num_parts_by_hand(self) -> int:
+        """What a loop that accumulates by hand divides its losses by; 1 for any other loop."""
+        return 1 if self._is_planned else self._by_hand.num_parts
+
     def _must_begin_again(self) -> bool:
         """Whether the window that has just ended must be computed once more."""
         reason = self.engine.gradient.must_repeat

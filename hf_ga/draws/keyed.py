@@ -17,7 +17,7 @@ from torch.utils._device import _device_constructors
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_ga.draws.draw import Draw, cached_key
-from hf_ga.draws.refusal import NotKeyed
+from hf_ga.draws.refusal import NotKeyed, user_code
 from hf_ga.draws.replacements import REPLACEMENTS, Replacement
 from hf_ga.draws.sample_dims import SampleDims
 from hf_ga.errors import UnkeyedRandomness
@@ -86,6 +86,7 @@ class KeyedDraws:
             a faster function that a speed-up puts in its place.
         mask_source: A speed-up that draws some of the dropout masks itself, see
             `speed.packing.Packing.masks_of_shape`. None: there is none.
+        places: Random function that was called -> where the user's code called it first.
         sites: For each dropout mask of padded samples, its last draw, by its place.
         unkeyed_after_backward: Description of the first draw after `after_backward` that could not
             be tied to samples; None if there was none.
@@ -103,6 +104,7 @@ class KeyedDraws:
         self.allow_unkeyed = allow_unkeyed
         self.attend: Callable[..., Tensor] = dropped_attention
         self.mask_source: Any = None
+        self.places: dict[str, str] = {}
         self.sites: dict[tuple[int, int], Draw] = {}
         self.unkeyed_after_backward: str | None = None
         self._is_after_backward = False
@@ -240,6 +242,8 @@ class KeyedDraws:
             raise NotKeyed(function, shape, "the samples of a nested tensor differ in size")
         place = (micro_batch.num_seedings, number, function)
         sample_dim = self._sample_dim(place, shape[:batch_dims], only_shared)
+        if function not in self.places:
+            self.places[function] = user_code()
         is_shared = sample_dim is None
         if is_shared and self._is_after_backward and generator is not None:
             raise NotKeyed(function, shape, "it has no dim with the samples of the micro-batch")

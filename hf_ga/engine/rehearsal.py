@@ -223,12 +223,19 @@ def _values(outputs: Any) -> list[Any]:
 
 
 def _leaves(value: Any) -> list[Any]:
-    """Return all tensors in nested tuples and lists."""
+    """Return all tensors in nested mappings, tuples and lists."""
     if isinstance(value, Tensor):
         return [value]
+    if isinstance(value, Mapping):
+        value = list(value.values())
     if isinstance(value, tuple | list):
         return [leaf for inner in value for leaf in _leaves(inner)]
     return []
+
+
+def widths_of(batch: Any) -> list[torch.Size]:
+    """Return the sizes of all tensors of a batch, but for the number of samples."""
+    return [leaf.shape[1:] for leaf in _leaves(batch)]
 
 
 def _needs_gradient(value: Any) -> bool:
@@ -341,51 +348,52 @@ class Rehearsal:
         num_reclassified: `KeyedDraws.num_reclassified` after the rehearsal; None before it.
         uncompared: The terms of which no sample was found again in the window.
         choices: (term, function that chooses among the samples), of the rehearsal.
+        widths: `widths_of` its batch.
     """
 
     def __init__(self) -> None:
         """Start without any rehearsed sample."""
         self.num_reclassified: int | None = None
         self._rehearsed: dict[FootprintKey, Footprints] = {}
-        self._terms_of_losses: dict[int, set[TermKey]] = {}
+        self._names_of_terms: dict[int, dict[TermKey, str]] = {}  # by the number of the loss
         self.uncompared: set[TermKey] = set()
         self.choices: set[tuple[TermKey, str]] = set()
+        self.widths: list[torch.Size] = []
         self.is_low_precision = False
 
     def record(
         self,
         footprints: Mapping[FootprintKey, Footprints],
-        terms: Iterable[TermKey],
+        readings: Sequence[Reading],
         number: int,
         num_reclassified: int,
     ) -> None:
-        """Keep the footprints of the rehearsed samples, for all terms of the loss of this number
-        in the micro-batch.
+        """Keep the footprints of the rehearsed samples.
+
+        Args:
+            footprints: By term, output and sample.
+            readings: The terms of the loss.
+            number: Which loss of its micro-batch it is.
+            num_reclassified: `KeyedDraws.num_reclassified` after it.
         """
-        self._terms_of_losses.setdefault(number, set()).update(terms)
+        names = {reading.key: reading.name for reading in readings}
+        self._names_of_terms.setdefault(number, {}).update(names)
         self._rehearsed.update(footprints)
-        self.uncompared.update(terms)
+        self.uncompared.update(names)
         self.num_reclassified = num_reclassified
 
     def difference(
-        self, footprints: Mapping[FootprintKey, Footprints], terms: Iterable[TermKey], number: int
+        self, footprints: Mapping[FootprintKey, Footprints]
     ) -> tuple[TermKey, float, float] | None:
         """Return the first difference between a sample and its rehearsal.
 
         Args:
             footprints: By term, output and sample.
-            terms: All terms of the loss.
-            number: Which loss of its micro-batch it is.
 
         Returns:
             (term, value in the rehearsal, value now), or None if there is none.
         """
-        by_output: dict[tuple[TermKey, Place], list[tuple[Footprints, Footprints]]] = {}
-        for key, now in footprints.items():
-            before = self._rehearsed.get(key)
-            if before is not None:
-                by_output.setdefault(key[:2], []).append((before, now))
-        compared = {key: _in_common_arrangements(pairs) for key, pairs in by_output.items()}
+        compared = self._compared(footprints)
         floors = _largest_values(compared.values())
         used = _with_gradient(footprints) | _with_gradient(self._rehearsed)
         for (term, _), by_arrangement in compared.items():
@@ -399,33 +407,48 @@ class Rehearsal:
             if all(difference is not None for difference in found):
                 before, now = found[0]
                 return term, before, now
-        return self._missing_term(footprints, set(terms), number, floors[0])
+        return None
 
-    def _missing_term(
+    def _compared(
+        self, footprints: Mapping[FootprintKey, Footprints]
+    ) -> dict[tuple[TermKey, Place], list[list[tuple[Footprint, Footprint]]]]:
+        """Return the footprints before and now of each term at each output, by arrangement."""
+        by_output: dict[tuple[TermKey, Place], list[tuple[Footprints, Footprints]]] = {}
+        for key, now in footprints.items():
+            before = self._rehearsed.get(key)
+            if before is not None:
+                by_output.setdefault(key[:2], []).append((before, now))
+        return {key: _in_common_arrangements(pairs) for key, pairs in by_output.items()}
+
+    def missing_term(
         self,
         footprints: Mapping[FootprintKey, Footprints],
-        terms: set[TermKey],
+        readings: Sequence[Reading],
         number: int,
-        largest_norm: float,
-    ) -> tuple[TermKey, float, float] | None:
-        """Return the first term that a sample has only now, or only had in its rehearsal.
+    ) -> str | None:
+        """Return the name of a term that a sample has only now, or only had in its rehearsal.
 
         A loss may lack terms of which none of its samples has a part.
+
+        Args:
+            footprints: By term, output and sample.
+            readings: The terms of the loss.
+            number: Which loss of its micro-batch it is.
         """
-        rehearsed_terms = self._terms_of_losses.get(number, set())
+        names = {reading.key: reading.name for reading in readings}
+        rehearsed_names = self._names_of_terms.get(number, {})
         rehearsed_samples = {key[2] for key in self._rehearsed}
         samples = {key[2] for key in footprints}
+        largest_norm, _ = _largest_values(self._compared(footprints).values())
         floor = FLOOR * largest_norm
         for (term, _, sample), now in footprints.items():
-            if sample in rehearsed_samples and term not in rehearsed_terms:
-                norm = _smallest_norm(now)
-                if norm > floor:
-                    return term, 0.0, norm
+            is_new = sample in rehearsed_samples and term not in rehearsed_names
+            if is_new and _smallest_norm(now) > floor:
+                return names[term]
         for (term, _, sample), before in self._rehearsed.items():
-            if sample in samples and term in rehearsed_terms - terms:
-                norm = _smallest_norm(before)
-                if norm > floor:
-                    return term, norm, 0.0
+            is_missing = sample in samples and term in rehearsed_names and term not in names
+            if is_missing and _smallest_norm(before) > floor:
+                return rehearsed_names[term]
         return None
 
     @property

@@ -31,6 +31,7 @@ from hf_ga.engine.rehearsal import (
     Rehearsal,
     choices_among_samples,
     footprints_of,
+    widths_of,
 )
 from hf_ga.engine.router import WindowRouter
 from hf_ga.engine.slots import Slot
@@ -66,6 +67,7 @@ class WindowEngine:
         gradient: The sums of the current window. None before the first one.
         slot: The current micro-batch. None between two of them.
         num_adds: How many losses of the current micro-batch were added.
+        rehearses: Whether windows may be rehearsed.
         trusts_num_targets: Whether the numbers of targets in `add` were checked before.
     """
 
@@ -79,6 +81,7 @@ class WindowEngine:
         self.gradient: WindowGradient | None = None
         self.slot: Slot | None = None
         self.num_adds = 0
+        self.rehearses = True
         self.trusts_num_targets = False
         self._models: list[nn.Module] = []
         self._request: WindowRequest | None = None
@@ -97,8 +100,8 @@ class WindowEngine:
         """Whether a loss can be differentiated once more in a micro-batch. Not under FSDP, where
         that is a collective, and FSDP1 gathers parameters for one backward only. Says so once.
         """
-        if not is_sharded(self.accelerator):
-            return True
+        if not self.rehearses or not is_sharded(self.accelerator):
+            return self.rehearses
         if not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -418,11 +421,11 @@ class WindowEngine:
         if self.slot.is_filler:
             return
         rehearsal.is_low_precision |= is_low_precision
-        terms = [reading.key for reading in data_readings]
         choices = self._choices(loss, data_readings, len(positions))
         if self.slot.is_rehearsal or self.slot.may_be_rehearsal:
             rehearsal.choices |= choices
-            rehearsal.record(footprints, terms, self.num_adds, self.draws.num_reclassified)
+            rehearsal.widths = widths_of(self.slot.micro_batch.batch)
+            rehearsal.record(footprints, data_readings, self.num_adds, self.draws.num_reclassified)
             return
         if rehearsal.num_reclassified != self.draws.num_reclassified:
             # Draws of the rehearsal, and of what was added, were keyed otherwise.
@@ -437,12 +440,21 @@ class WindowEngine:
                 "depends on the other samples of its micro-batch, and no split of the window is "
                 "the full batch. Choose in the dataset, or over the whole window with whole_batch."
             )
-        difference = rehearsal.difference(footprints, terms, self.num_adds)
-        if difference is None:
+        missing = rehearsal.missing_term(footprints, data_readings, self.num_adds)
+        difference = rehearsal.difference(footprints)
+        if missing is None and difference is None:
             return
-        if not self._request.pad_to_window:
+        # A loop by hand cannot be given the window again, which helps if widths differ.
+        can_help = not self._goes_on or rehearsal.widths != widths_of(self.slot.micro_batch.batch)
+        if can_help and not self._request.pad_to_window:
             self.gradient.must_pad = True
             return
+        if missing is not None:
+            raise LossNotAdditive(
+                f"{missing}: a sample has this term of the loss among some samples of the window, "
+                "but not among others, so the loop computes its loss in two ways. Let each "
+                "micro-batch have the same terms, and num_targets in all of them or in none."
+            )
         term, before, now = difference
         name = next(r.name for r in readings if r.key == term)
         raise LossNotAdditive(

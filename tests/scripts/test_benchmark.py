@@ -149,7 +149,7 @@ def test_processes_take_turns_and_one_that_dies_is_an_error(tmp_path):
 
 def one(seconds: float, added: int = 100, **more) -> Measurements:
     return Measurements(
-        [seconds / 2, seconds / 2],
+        [seconds / 3] * 3,
         1.2,
         peak_memory=(200 + added) * 2**20,
         memory_before=200 * 2**20,
@@ -168,7 +168,7 @@ GOOD = {
 
 
 def test_rates_are_medians_over_epochs():
-    measured = Measurements([0.5, 0.5, 50.0, 50.0, 0.4, 0.4])
+    measured = Measurements([0.5, 0.25, 0.25, 50.0, 50.0, 50.0, 0.4, 0.2, 0.2])
     assert report.tokens_per_second(setting_of(), measured) == sum(LENGTHS)
     section = report.speed_section(setting_of(), GOOD)
     assert section.rows[-1][1:] == [sum(LENGTHS), 4.0, pytest.approx(1.4), 1.2, 100.0]

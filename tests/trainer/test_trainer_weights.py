@@ -9,7 +9,7 @@ from forked import on_two_ranks, without_errors
 from trainers import LAYOUTS
 from weighted import unweighted_loss, weighted_loss, weighted_mean, weighted_rows
 
-from hf_ga import DataError, ExactTrainer
+from hf_ga import DataError, ExactTrainer, LossNotAdditive
 
 WINDOW = 16
 # Class 2 once in the first window; its second micro-batch of 4 has weight 0.
@@ -79,3 +79,16 @@ def test_a_removed_column_is_explained(case):
     with pytest.raises(KeyError, match="weight") as error:
         case(h.bert_classifier, weighted_rows(**ROWS)).run(Weighted)
     assert "remove_unused_columns=False" in error.value.__notes__[0]
+
+
+def test_a_number_that_was_raised_is_refused(case):
+    """The number of samples of class 2, at least 1: a window without raised ones is the control."""
+
+    class Raised(ExactTrainer):
+        def loss_sums(self, outputs, batch):
+            total, _ = unweighted_loss(outputs, batch)
+            return total, (batch["labels"] == 2).sum().clamp(min=1)
+
+    given = case(h.bert_classifier, weighted_rows(**ROWS), dropout=0.0)
+    with pytest.raises(LossNotAdditive, match="two halves together"):
+        given.run(Raised, **ARGUMENTS)

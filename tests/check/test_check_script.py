@@ -1,0 +1,182 @@
+"""`python -m hf_ga.check train.py`: the splits of a script as it is, against its full batch.
+
+The scripts are written for Accelerate and transformers alone. The script's own library is the
+negative control: its splits differ.
+"""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from hf_ga.check.script import causes, splits_of
+from hf_ga.check.script_arm import ArmReport
+
+TEXTS = """
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GPT2Config, GPT2LMHeadModel
+
+texts = [torch.arange(1, length) for length in (6, 20, 4, 3, 13, 9, 3, 18) * 2]
+config = GPT2Config(vocab_size=30, n_embd=16, n_layer=1, n_head=2, n_positions=32)
+model = GPT2LMHeadModel(config).train()
+
+
+def collate(rows):
+    ids = pad_sequence(rows, batch_first=True)
+    return {"input_ids": ids, "attention_mask": (ids > 0).long(), "labels": ids - 100 * (ids == 0)}
+"""
+ACCELERATE = (
+    TEXTS
+    + """
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+
+accelerator = Accelerator(gradient_accumulation_steps=4, cpu=True)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = DataLoader(texts, 2, shuffle=True, collate_fn=collate)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for batch in loader:
+    with accelerator.accumulate(model):
+        accelerator.backward(model(**batch).loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+raise AssertionError("the script ran on after its first update")
+"""
+)
+TRAINER = (
+    TEXTS
+    + """
+from transformers import Trainer, TrainingArguments
+
+
+class OwnTrainer(Trainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        outputs = model(**inputs)
+        return (outputs.loss, outputs) if return_outputs else outputs.loss
+
+
+arguments = TrainingArguments(
+    "unused", per_device_train_batch_size=2, gradient_accumulation_steps=4, use_cpu=True,
+    report_to=[], max_grad_norm=1e-3,
+)
+OwnTrainer(model, arguments, train_dataset=texts, data_collator=collate).train()
+"""
+)
+BY_HAND = """
+import torch
+import torch.nn.functional as F
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+accelerator = Accelerator(cpu=True)
+model = nn.Sequential(nn.Linear(6, 8), LAYER, nn.Linear(8, 3))
+optimizer = torch.optim.AdamW(model.parameters())
+data = TensorDataset(torch.randn(32, 6), torch.randint(3, (32,)))
+model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, 2, shuffle=True))
+for step, (x, y) in enumerate(loader):
+    noisy = x + 0.1 * torch.randn_like(x)
+    loss = F.cross_entropy(model(noisy), y, weight=torch.tensor([1.0, 2.0, 5.0]))
+    accelerator.backward(loss / 4)
+    if (step + 1) % 4 == 0:
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+LINE = re.compile(
+    r"(hf_ga|accelerate\.Accelerator|transformers\.Trainer), (\d+) micro-batches: "
+    r"relative error (\S+), (is|IS NOT)"
+)
+
+
+def check(tmp_path, script, *options):
+    """The process of the command, and (name, micro-batches, error, verdict) of its lines."""
+    path = tmp_path / "train.py"
+    path.write_text(script)
+    command = [sys.executable, "-m", "hf_ga.check", *options, str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    rows = [
+        (name, int(number), float(error), verdict)
+        for name, number, error, verdict in LINE.findall(done.stdout)
+    ]
+    return done, rows
+
+
+@pytest.mark.slow("starts seven processes")
+@pytest.mark.parametrize(
+    ("script", "splits", "library", "words"),
+    [
+        (ACCELERATE, [2, 4, 8], "accelerate.Accelerator", ["cross entropy", "dropout"]),
+        (TRAINER, [2, 4, 8], "transformers.Trainer", ["cross entropy", "dropout"]),
+        (
+            BY_HAND.replace("LAYER", "nn.Dropout(0.1)"),
+            [2, 4],
+            "accelerate.Accelerator",
+            ["cross entropy", "randn_like", "dropout"],
+        ),
+    ],
+    ids=["Accelerate", "Trainer", "by hand"],
+)
+def test_splits_of_a_script_are_its_full_batch(tmp_path, script, splits, library, words):
+    done, rows = check(tmp_path, script, "--assert")
+    assert done.returncode == 0, done.stderr
+    *ours, (name, number, error, verdict) = rows
+    assert [row[1] for row in ours] == splits
+    assert all(row[0] == "hf_ga" and 0 < row[2] < 1e-6 and row[3] == "is" for row in ours)
+    assert (name, number, verdict) == (library, 4, "IS NOT")
+    assert error > 1e-2
+    for word in words:
+        assert re.search(rf"\n    .*{word}", done.stdout), done.stdout
+    assert "window of 8 samples, which the script splits into 4" in done.stdout
+    assert not (tmp_path / "unused").exists() or not any((tmp_path / "unused").iterdir())
+
+
+@pytest.mark.slow("starts a process")
+@pytest.mark.parametrize(("options", "code"), [(["--assert"], 1), ([], 0)])
+def test_a_script_that_is_refused_fails_the_check(tmp_path, options, code):
+    done, rows = check(tmp_path, BY_HAND.replace("LAYER", "nn.BatchNorm1d(8)"), *options)
+    assert done.returncode == code
+    assert rows == []
+    assert "hf_ga refuses it before the first update: the mean of" in done.stdout
+    assert "BatchNorm" in done.stdout
+
+
+@pytest.mark.slow("starts processes")
+def test_what_cannot_be_checked_is_one_error(tmp_path):
+    for script, words in [
+        ("print(1)", "ended without an update"),
+        ("raise RuntimeError('no such file')", "RuntimeError: no such file"),
+        (ACCELERATE.replace("model = GPT2", "torch.seed()\nmodel = GPT2"), "seed it"),
+    ]:
+        done, _ = check(tmp_path, script)
+        assert done.returncode == 2, done.stdout
+        assert words in done.stderr + done.stdout
+    none = subprocess.run(
+        [sys.executable, "-m", "hf_ga.check", "absent.py"], capture_output=True, text=True
+    )
+    assert none.returncode == 2
+    assert "absent.py is no file. usage: python -m hf_ga.check" in none.stderr
+
+
+def test_splits_are_the_script_s_own_and_its_neighbours():
+    def report(number, samples, is_by_hand=False):
+        return ArmReport("Accelerator", number, is_by_hand, num_samples=samples)
+
+    assert splits_of(report(4, 8)) == [2, 4, 8]
+    assert splits_of(report(1, 6)) == [2, 3]
+    assert splits_of(report(4, 32, is_by_hand=True)) == [2, 4]
+    assert splits_of(report(3, 21)) == [3, 7, 21]
+
+
+def test_causes_are_divisors_that_differ_and_draws():
+    same = ("the mean of A", [2.0, 2.0])
+    other = ("the mean of B", [float(n) for n in range(12)])
+    report = ArmReport("Trainer", 2, terms=[same, other], draws={"randn": "train.py:3"})
+    first, second = causes(report)
+    assert first.startswith("the mean of B divides by 0, 1, 2, 3, 4, 5, 6, 7, ...: ")
+    assert second == "randn (train.py:3) draws other numbers in each split"
+    assert causes(ArmReport("Trainer", 2, terms=[same])) == [
+        "neither divisors nor draws differ: state that the loop keeps, or kernels"
+    ]
