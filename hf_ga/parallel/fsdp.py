@@ -145,9 +145,11 @@ class ShardedBackend(Backend):
             is_last: Whether it is the last micro-batch of the window.
         """
         self._counter.start_micro_batch()
-        if is_last or self._accumulates_in_low_precision():
-            return nullcontext()
-        if self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False):
+        is_each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        if is_last or is_each or self._accumulates_in_low_precision():
+            if hasattr(model, "set_requires_gradient_sync"):
+                # Under FSDP2. Trainer's loop has turned it off, but for its own last micro-batch.
+                model.set_requires_gradient_sync(True)
             return nullcontext()
         # Called on the class, because `hf_ga.Accelerator` overrides the method and raises.
         return Accelerator.no_sync(self.accelerator, model)
