@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +142,7 @@ class Accelerator(accelerate.Accelerator):
         prepared = super().prepare_model(model, device_placement, evaluation_mode)
         if isinstance(prepared, nn.parallel.DistributedDataParallel):
             keep_process_group_alive(prepared)
+            prepared.no_sync = partial(self.no_sync, prepared)  # which LocalSGD calls
         self.training_loop.add_model(prepared)
         return prepared
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -44,7 +45,7 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import Window
-from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.fsdp import backend_for, is_sharded
 
 logger = get_logger(__name__)
 
@@ -75,7 +76,8 @@ class TrainingLoop:
         """Start before the first window of a user's loop, with no prepared model."""
         self.accelerator = accelerator
         self.engine = WindowEngine(
-            accelerator, allow_split_dependent_randomness=allow_split_dependent_randomness
+            partial(backend_for, accelerator),
+            allow_split_dependent_randomness=allow_split_dependent_randomness,
         )
         self.num_windows = 0
         self.is_inside = False
@@ -237,6 +239,7 @@ class TrainingLoop:
             is_full_batch=self._is_planned and is_single,
             goes_on=goes_on,
             keeps_rehearsal=keeps_rehearsal,
+            state=self._window.state,
         )
 
     def _rehearses_by_hand(self) -> bool:
@@ -452,8 +455,6 @@ class TrainingLoop:
         is_set = self.engine.finish(
             can_repeat=True, keeps_sums=self._backwards_per_iteration is None
         )
-        if gradient.must_pad:
-            self._window.state.pad_to_window = True
         if not is_set:
             self.accelerator.gradient_state._set_sync_gradients(False)
             return

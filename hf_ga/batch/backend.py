@@ -31,6 +31,8 @@ class CallerBackend(Backend):
         ConfigError: If the caller's autocast is fp16.
     """
 
+    has_loss_scale = False
+
     def __init__(self, device: torch.device) -> None:
         """Read the ranks of torch's process group and the dtype of the autocast that is on around
         the call of `hf_ga.backward`.
@@ -48,6 +50,11 @@ class CallerBackend(Backend):
                 "Accelerator(mixed_precision='fp16') that prepared model and optimizer, or use "
                 "bf16."
             )
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether forwards run in mixed precision."""
+        return self.autocast_dtype is not None
 
     def autocast(self) -> AbstractContextManager[None]:
         """Return a context manager in which forwards and losses are computed in the autocast dtype

@@ -2,7 +2,6 @@
 `model(**batch).loss.backward()`.
 """
 
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -21,32 +20,53 @@ from hf_ga.batch.ranks import (
     agree_on_global_batch,
     gather_batches,
     proof_samples,
-    raise_failure_on_all_ranks,
 )
+from hf_ga.engine.own_loop import OwnLoop
+from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend
-from hf_ga.exact.engine import Engine
 from hf_ga.exact.fetch import WindowRequest
 from hf_ga.exact.forward import LossFunction, module_modes, unwrapped
 from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.exact.rule import Rule
-from hf_ga.exact.step import add_gradients
 from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import LoaderState, Window
-from hf_ga.training import LossSettings, check_one_loss, rule_for
+from hf_ga.training import check_one_loss
 
 # A sample's dropout masks are keyed by one int64: step * MAX_SAMPLES + index in the global batch.
 MAX_SAMPLES = 2**32
 MAX_STEPS = 2**31
 
 
+@dataclass
 class BatchWindow(Window):
-    """The global batch of one call of `hf_ga.backward`, as a window that the engine computes."""
+    """The global batch of one call of `hf_ga.backward`, as a window that the engine computes.
+
+    Attributes:
+        can_pad: Whether all micro-batches can have one padded length: those of all ranks have it,
+            or have no padding.
+    """
+
+    can_pad: bool = True
 
     @property
     def description(self) -> str:
         """The name of this batch of `hf_ga.backward` in error messages."""
         return f"the batch of step {self.index}"
+
+    def padded_to_window(self) -> Window:
+        """Return the window with all micro-batches padded to the length of the batch.
+
+        Raises:
+            ConfigError: If the ranks' batches have different padded lengths, so that there is no
+                single batch whose gradient could be computed.
+        """
+        if not self.can_pad:
+            raise ConfigError(
+                "the loss depends on the padded length, and the batches of the ranks have "
+                "different padded lengths, so they are not one batch: pad all batches to the same "
+                "length in the collate function."
+            )
+        return super().padded_to_window()
 
 
 @dataclass
@@ -57,37 +77,44 @@ class CallMemory:
         step: Number of the next call.
         max_elements: Maximum number of padded elements in one micro-batch. None: memory never ran
             out.
-        states: Kind of batch (`Agreement.kind`) -> what was proven and audited for it.
+        states: `Agreement.kind` -> what batches with the same entries share, such as padding.
         token_entries: Structure of a batch (`CollatedBatch.structure`) -> the groups of its entries
             that had the same padded length in all earlier batches.
-        loss: The user-defined loss function of the last call. None: it used the model's own loss.
+        loop: Computes the batches, with the loss function of the last call.
+        losses: The loss functions of the last call.
     """
 
     step: int = 0
     max_elements: int | None = None
     states: dict[Any, LoaderState] = field(default_factory=dict)
     token_entries: dict[tuple[str, ...], tuple[TokenEntries, ...]] = field(default_factory=dict)
-    loss: LossFunction | WholeBatchLoss | None = None
+    loop: OwnLoop | None = None
+    losses: tuple[LossFunction | None, WholeBatchLoss | None] = (None, None)
 
-    def store_loss(self, loss: LossFunction | WholeBatchLoss | None) -> None:
-        """Store the user-defined loss function of a call of `hf_ga.backward`. Warn if the last call
-        had a different one, because each new function costs a proof.
+    def loop_for(
+        self,
+        model: nn.Module,
+        backend: Backend,
+        losses: tuple[LossFunction | None, WholeBatchLoss | None],
+    ) -> OwnLoop:
+        """Return what computes a batch: that of the last call, unless model or loss is another.
 
         Args:
-            loss: `loss_fn` or `whole_batch`. None: the call uses the model's own loss.
+            model: The model as it is passed to the call.
+            backend: How ranks communicate in this call.
+            losses: `loss_fn` and `whole_batch`.
         """
-        is_different = self.loss is not None and self.loss != loss
-        if loss is not None and is_different:
-            warnings.warn(
-                "hf_ga.backward: the loss function is not the object of the last call, so it is "
-                "proven again, which takes time: define it outside of the loop.",
-                stacklevel=3,
-            )
-        self.loss = loss
+        if self.loop is None or self.loop.model is not model or self.losses != losses:
+            engine = WindowEngine(lambda: backend, allow_split_dependent_randomness=False)
+            engine.trusts_num_targets = True  # those of loss_fn are checked, see LossSums
+            self.loop = OwnLoop(engine, model, *losses)
+            self.losses = losses
+        self.loop.engine.backend = backend
+        return self.loop
 
     def __reduce__(self) -> tuple:
-        """Pickle and copy what `hf_ga.backward` keeps for a model as an empty memory: what was
-        proven refers to modules of this model, not of its copy.
+        """Pickle and copy what `hf_ga.backward` keeps for a model as an empty memory: it refers to
+        modules of this model, not of its copy.
         """
         return CallMemory, ()
 
@@ -103,7 +130,6 @@ def backward(
     seed: int | None = None,
     step: int | None = None,
     allow_split_dependent_randomness: bool = False,
-    audit: bool = True,
 ) -> Tensor:
     """Add the gradient of a batch's mean loss to `.grad`, computed in micro-batches.
 
@@ -113,8 +139,9 @@ def backward(
     the ranks here, once, both under DistributedDataParallel and with a plain model in a process
     group.
 
-    The first call for a model, and the first batch of each new kind (other entries), prove on
-    samples of the batch how the loss counts its targets.
+    What the loss averages over is read from its autograd graph, as in `hf_ga.Accelerator`; random
+    numbers of the forward belong to samples. In some calls, some samples are computed twice, in
+    other company, to find losses in which they depend on each other.
 
     Args:
         model: The model, in training mode. It may be wrapped by DistributedDataParallel, not by
@@ -125,7 +152,7 @@ def backward(
             batch. Whenever memory runs out, the batch is computed again in micro-batches of half
             the size, which the next calls keep.
         loss_fn: A function (outputs, batch) -> (sum of the loss over the targets, number of
-            targets), which replaces the head's own loss. Define it outside of the loop.
+            targets), which replaces the model's own loss. Define it outside of the loop.
         whole_batch: A function (outputs, batch) -> the loss of all samples together, a scalar, in
             place of `loss_fn`: in-batch negatives, the hardest samples. It gets outputs and batch
             of all ranks. Each micro-batch has two forwards. See `hf_ga.prepare`.
@@ -137,7 +164,6 @@ def backward(
             in the last call, beginning with 0. After a resume pass it once; the next calls continue
             from there.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
-        audit: Test the loss again on the batches that come, before their gradients are returned.
 
     Returns:
         The mean loss over the targets of the global batch, a detached scalar; 0 for a batch without
@@ -146,7 +172,7 @@ def backward(
     Raises:
         ConfigError: If an argument cannot be used, or the model is in evaluation mode.
         DataError: If the batch cannot be split into samples.
-        LossNotAdditive: If the proof or an audit finds that the loss is not a sum over targets.
+        LossNotAdditive: If the loss is not a sum of means, or compares samples.
         UnkeyedRandomness: If some random draws cannot be tied to a sample.
         OutOfMemory: If a single sample does not fit.
         ProcessFailed: If another rank raised an error.
@@ -161,36 +187,29 @@ def backward(
     _check_arguments(micro_batch_size, step)
     backend = make_backend(model, accelerator)
     memory = _memory_of(model)
-    memory.store_loss(loss_fn or whole_batch)
     if step is None:
         step = memory.step
-    settings = LossSettings(loss_fn, whole_batch, allow_split_dependent_randomness, audit=audit)
+    losses = (loss_fn, whole_batch)
     # The backend turns autocast on again, for forwards only.
     with torch.autocast(backend.device.type, enabled=False):
         collated, agreement = _collate_and_agree(
-            backend, model, batch, memory, settings=settings, seed=seed, step=step
+            backend, model, batch, memory, losses=losses, seed=seed, step=step
         )
-        fetcher = _make_fetcher(backend, collated, agreement, settings)
+        state = memory.states.setdefault(agreement.kind, LoaderState())
+        state.max_elements = memory.max_elements
         window = _make_window(
             backend,
-            fetcher,
+            _make_fetcher(backend, collated, agreement, whole_batch),
             collated,
             agreement,
-            memory,
+            state,
             micro_batch_size=micro_batch_size,
             step=step,
         )
-        rule = _prove_on_all_ranks(backend, model, window, settings)
-        _check_padded_lengths(rule, agreement)
-        engine = Engine(
-            backend,
-            model,
-            rule,
-            allow_split_dependent_randomness=allow_split_dependent_randomness,
-            is_audited=audit,
-        )
-        result = add_gradients(engine, window)
-    memory.max_elements = window.state.max_elements
+        loop = memory.loop_for(model, backend, losses)
+        loop.engine.draws.allow_unkeyed = allow_split_dependent_randomness
+        result = loop.add_gradients(window)
+    memory.max_elements = state.max_elements
     memory.step = step + 1
     return result.loss_tensor
 
@@ -231,7 +250,7 @@ def _collate_and_agree(
     batch: Mapping[str, Any],
     memory: CallMemory,
     *,
-    settings: LossSettings,
+    losses: tuple[LossFunction | None, WholeBatchLoss | None],
     seed: int | None,
     step: int,
 ) -> tuple[CollatedBatch, Agreement]:
@@ -244,7 +263,7 @@ def _collate_and_agree(
         model: The model as it is passed to the call.
         batch: This rank's batch: the model's arguments by name.
         memory: What is kept for the model between calls.
-        settings: The loss settings of this call.
+        losses: `loss_fn` and `whole_batch` of this call.
         seed: The seed of the dropout masks. None: torch's.
         step: Number of this call.
 
@@ -272,11 +291,7 @@ def _collate_and_agree(
         failure,
         seed=torch.initial_seed() if seed is None else seed,
         step=step,
-        setup=[
-            module_modes(unwrapped(model)),
-            settings.loss_fn is None,
-            settings.whole_batch is None,
-        ],
+        setup=[module_modes(unwrapped(model)), *(loss is None for loss in losses)],
     )
     if not model.training:
         raise ConfigError("the model is in evaluation mode: call model.train() before the loop.")
@@ -286,7 +301,10 @@ def _collate_and_agree(
 
 
 def _make_fetcher(
-    backend: Backend, collated: CollatedBatch, agreement: Agreement, settings: LossSettings
+    backend: Backend,
+    collated: CollatedBatch,
+    agreement: Agreement,
+    whole_batch: WholeBatchLoss | None,
 ) -> CollatedFetcher:
     """Return the fetcher from which `hf_ga.backward` gets its micro-batches: parts of this rank's
     batch.
@@ -297,7 +315,7 @@ def _make_fetcher(
     """
     get_proof_samples = partial(proof_samples, backend, collated, agreement)
     has_empty_rank = 0 in agreement.num_samples_by_rank
-    needs_global_batch = settings.whole_batch is not None or has_empty_rank
+    needs_global_batch = whole_batch is not None or has_empty_rank
     if needs_global_batch and backend.num_processes > 1:
         return CollatedFetcher(gather_batches(backend, collated), 0, get_proof_samples)
     first_offset = agreement.first_offset(backend.process_index)
@@ -309,7 +327,7 @@ def _make_window(
     fetcher: CollatedFetcher,
     collated: CollatedBatch,
     agreement: Agreement,
-    memory: CallMemory,
+    state: LoaderState,
     *,
     micro_batch_size: int | Literal["auto"],
     step: int,
@@ -322,8 +340,7 @@ def _make_window(
         fetcher: Takes the micro-batches out of the batch.
         collated: This rank's batch.
         agreement: What the ranks agreed on.
-        memory: What is kept for the model between calls. Gets a new state if this kind of batch is
-            new.
+        state: What batches of this kind share.
         micro_batch_size: Maximum number of samples in a micro-batch, or "auto" for one micro-batch.
         step: Number of this call.
     """
@@ -332,8 +349,6 @@ def _make_window(
     (micro_batches,) = plan_by_sizes(collated.lengths, 1, [micro_batch_size])
     first_offset = agreement.first_offset(backend.process_index)
     offsets = np.arange(agreement.num_samples)
-    state = memory.states.setdefault(agreement.kind, LoaderState())
-    state.max_elements = memory.max_elements
     request = WindowRequest(
         seed=agreement.seed,
         epoch=0,
@@ -341,56 +356,11 @@ def _make_window(
         positions=step * MAX_SAMPLES + offsets,
         sample_ids=offsets,
         micro_batches=[first_offset + indices for indices in micro_batches],
+        max_micro_batches=backend.max_over_ranks(len(micro_batches)),
         pad_to_window=state.pad_to_window,
     )
-    return BatchWindow(request, fetcher, fetcher[request], state)
-
-
-def _prove_on_all_ranks(
-    backend: Backend, model: nn.Module, window: BatchWindow, settings: LossSettings
-) -> Rule:
-    """Return the proven rule of a model for this kind of batch of `hf_ga.backward`. If there is
-    none yet, make the proof now, and raise on all ranks if it fails on one.
-
-    Raises:
-        ConfigError: If no trainable parameter has a gradient, or the model has changed since the
-            proof.
-        LossNotAdditive: See `backward`.
-        UnkeyedRandomness: See `backward`.
-        ProcessFailed: If the proof failed on another rank.
-    """
-    base_model = unwrapped(model)
-    rules = window.state.rules
-    earlier_rule = rules.get(base_model)
-    failure = None
-    try:
-        rule = rule_for(model, window, settings)
-    except Exception as error:
-        failure = error
-    has_new_rule = rules.get(base_model) is not earlier_rule
-    if has_new_rule or failure is not None:
-        raise_failure_on_all_ranks(backend, failure)
-    rule.check_fits(model)
-    trainable = {name for name, p in base_model.named_parameters() if p.requires_grad}
-    if rule.unused >= trainable:
-        raise ConfigError(
-            "the loss has no gradient: no trainable parameter takes part in it, or it is detached."
-        )
-    return rule
-
-
-def _check_padded_lengths(rule: Rule, agreement: Agreement) -> None:
-    """Check that the batches of all ranks in a call of `hf_ga.backward` have the same padded length
-    if the loss depends on padding: otherwise there is no single batch whose gradient could be
-    computed.
-
-    Raises:
-        ConfigError: If the ranks' padded lengths differ, some batch has padding, and the loss
-            depends on it (or that could not be tested).
-    """
-    if rule.pad_to_window and agreement.is_padded and not agreement.has_one_padded_length:
-        raise ConfigError(
-            "the loss depends on the padded length (or that could not be tested), and the batches "
-            "of the ranks have different padded lengths, so they are not one batch: pad all "
-            "batches to the same length in the collate function."
-        )
+    can_pad = agreement.has_one_padded_length or not agreement.is_padded
+    window = BatchWindow(request, fetcher, fetcher[request], state, can_pad=can_pad)
+    if state.pad_to_window and not can_pad:
+        window.padded_to_window()  # raises
+    return window

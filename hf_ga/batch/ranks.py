@@ -54,8 +54,7 @@ class Agreement:
         seed: The seed of the dropout masks: rank 0's.
         is_padded: Whether the batch of any rank has padding that may be removed.
         has_one_padded_length: Whether the batches of all ranks have the same padded lengths.
-        kind: Hashes that identify the kind of batch (its entries, the model's training modes); a
-            proof holds for all batches of one kind.
+        kind: Hashes that identify the kind of batch (its entries, the model's training modes).
         proof_rank: The rank whose samples the proof uses.
     """
 

@@ -12,10 +12,10 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor
 
 from hf_ga.errors import LossNotAdditive
+from hf_ga.exact.logs import get_logger
 from hf_ga.loss import Term, describe
 
 logger = get_logger(__name__)

@@ -49,6 +49,8 @@ class WindowGradient:
             it is the mean of the micro-batches' losses, weighted by the first one's divisors.
         must_repeat: Why the window must be computed once more, or None.
         must_pad: Whether it must be padded to its longest sample then.
+        needs_padding: Whether later windows must be padded, too: before `finish` because of this
+            rank, afterwards because of any. `begin` keeps it.
         earlier: `.grad` of the parameters when the window began.
         num_backwards: Number of backwards in this window.
         num_micro_batches: About how many micro-batches the window has on all ranks.
@@ -62,9 +64,11 @@ class WindowGradient:
         self.grouping = Grouping()
         self._index_of = {id(p): index for index, p in enumerate(self.parameters)}
         self.stack_sizes = StackSizes()
+        self._num_merged_pairs = 0
         self._first_exponent: int | None = None  # of shards' scale in the first window
         self.loss: Tensor | None = None
         self.num_micro_batches = 1
+        self.needs_padding = False
         self.begin()
 
     def begin(self) -> None:
@@ -373,7 +377,7 @@ class WindowGradient:
         """Return a power of two near the expected divisor of the window, so that fp16 does not
         overflow; 1 in other precisions. Multiplying by it is exact.
         """
-        if self.backend.accelerator.scaler is None:
+        if not self.backend.has_loss_scale:
             return 1.0
         if self.backend.is_sharded:
             return 2.0 ** (self._first_exponent or 0)
@@ -384,7 +388,7 @@ class WindowGradient:
         """Let all ranks with shards multiply by the same power of two before the first window's
         end. A collective: each rank calls it in its first micro-batch, also in a filler.
         """
-        is_scaled = self.backend.accelerator.scaler is not None
+        is_scaled = self.backend.has_loss_scale
         if not is_scaled or not self.backend.is_sharded or self._first_exponent is not None:
             return
         divisors = [float(reading.divisor) * self.num_micro_batches for reading in readings[:1]]
@@ -523,6 +527,7 @@ class WindowGradient:
         try:
             if not self.checks.check(readings, is_padded=is_padded):
                 self.must_pad = True
+                self.needs_padding = True
         except Exception as error:
             self.failure = error
         return readings
@@ -545,6 +550,7 @@ class WindowGradient:
         if self._groups is None and self.grouping.structure:
             self._regroup()  # this rank had fillers only, but sends as many numbers as the others
         if self.backend.num_processes > 1 and self._is_new_anywhere():
+            self._merge_stack_sizes()
             self._merge_groups()
         groups = self._groups or []
         if self.must_pad:
@@ -555,6 +561,7 @@ class WindowGradient:
         flags = (
             float(self.must_repeat is not None),
             float(self.must_pad),
+            float(self.needs_padding),
             float(self._lacks_values),
         )
         status = RankStatus(
@@ -572,11 +579,13 @@ class WindowGradient:
             failure=self._failure_or_dead_end(can_repeat),
         )
         status = self.backend.all_reduce_status(status)
-        num_to_repeat, num_to_pad, num_without_values, sum_of_parts, *sums = status.counts
+        num_to_repeat, num_to_pad, num_in_need, num_without_values, *sums = status.counts
+        sum_of_parts = sums.pop(0)
         totals = sums[: len(groups)]
         value_sums = sums[len(groups) :]
         self._has_gradient = status.has_gradient
         self.must_pad = bool(num_to_pad)
+        self.needs_padding = bool(num_in_need)
         if num_to_repeat:
             self.must_repeat = self.must_repeat or "another process repeats it"
             return False
@@ -610,8 +619,23 @@ class WindowGradient:
         return self.failure
 
     def _is_new_anywhere(self) -> bool:
-        """Return whether any rank has terms or groups that it did not have before."""
-        return bool(self.backend.max_over_ranks(int(self._has_new_terms)))
+        """Return whether any rank has terms, groups or stacks that it did not have before."""
+        has_new_stacks = self.stack_sizes.num_pairs != self._num_merged_pairs
+        return bool(self.backend.max_over_ranks(int(self._has_new_terms or has_new_stacks)))
+
+    def _merge_stack_sizes(self) -> None:
+        """Let all ranks know the sizes of all stacks: those of one rank may fit samples by chance.
+        They then read the same terms, in a window that is computed again.
+        """
+        own_keys = {self._with_indices(key): key for key in self.stack_sizes.pairs}
+        own = {name: self.stack_sizes.pairs[key] for name, key in own_keys.items()}
+        of_ranks: list[dict] = [{} for _ in range(self.backend.num_processes)]
+        dist.all_gather_object(of_ranks, own)
+        for of_rank in of_ranks:
+            known = {own_keys[name]: pairs for name, pairs in of_rank.items() if name in own_keys}
+            if self.stack_sizes.merge(known):
+                self.must_repeat = "what the loss stacks was found to be no losses of samples"
+        self._num_merged_pairs = self.stack_sizes.num_pairs
 
     def _merge_groups(self) -> None:
         """Let all ranks use the same groups, in the same order."""

@@ -63,8 +63,9 @@ class LossSums:
     ) -> None:
         """Compare a micro-batch with its halves: a single sample is taken twice."""
         tensors = named_tensors(outputs)
-        if any(tensor.dim() and len(tensor) != num_samples for tensor in tensors.values()):
-            return  # rows of other things than samples cannot be taken apart
+        has_rows = [len(tensor) == num_samples for tensor in tensors.values() if tensor.dim()]
+        if not has_rows or not all(has_rows):
+            return  # they cannot be taken apart
         middle = max(1, num_samples // 2)
         rows = list(range(num_samples))
         halves = [rows[:middle], rows[middle:] or rows]
@@ -87,8 +88,9 @@ class LossSums:
         if not _is_close(sum_of_parts, float(total)):
             raise LossNotAdditive(
                 f"the sum that the loss function returns is {float(total):.6g} for some "
-                f"samples, but {sum_of_parts:.6g} for their two halves together: it compares "
-                "samples, so it has no sum over them. Use whole_batch for such a loss."
+                f"samples, but {sum_of_parts:.6g} for their two halves together: it is "
+                'a mean, or compares samples. Return a sum over samples (reduction="sum"), or use '
+                "whole_batch for a loss of all samples."
             )
 
 

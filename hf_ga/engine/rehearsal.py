@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import islice
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -29,6 +28,10 @@ NUM_FIRST_WINDOWS = 3  # are rehearsed
 INTERVAL = 100  # one window in this many is rehearsed afterwards
 TOLERANCE = 1e-3  # relative, in float32: other batch sizes use other kernels
 FLOOR = 1e-6  # of the largest value: what is smaller is rounding
+# A relative difference between two widths above which it is tried whether padding removes it. That
+# of rounding alone is about this large.
+WIDTH_TOLERANCE = 3e-6
+WIDTH_FLOOR = 1e-3  # of the largest value: the relative difference of less is rounding
 LOW_PRECISION_TOLERANCE = 0.2  # bf16 keeps 8 bits, and outputs add up many roundings
 MAX_NODES = 200  # of the graph that are searched for edges with rows of samples
 MAX_EDGES = 16
@@ -349,6 +352,7 @@ class Rehearsal:
         uncompared: The terms of which no sample was found again in the window.
         choices: (term, function that chooses among the samples), of the rehearsal.
         widths: `widths_of` its batch.
+        largest_difference: The largest relative difference of a sample so far.
     """
 
     def __init__(self) -> None:
@@ -359,6 +363,7 @@ class Rehearsal:
         self.uncompared: set[TermKey] = set()
         self.choices: set[tuple[TermKey, str]] = set()
         self.widths: list[torch.Size] = []
+        self.largest_difference = 0.0
         self.is_low_precision = False
 
     def record(
@@ -402,6 +407,8 @@ class Rehearsal:
             # A gradient of 0 at an output says little if the term uses another one.
             if term not in used or any(map(_is_any_used, by_arrangement)):
                 self.uncompared.discard(term)
+            differences = [_largest_difference(pairs, floors) for pairs in by_arrangement]
+            self.largest_difference = max(self.largest_difference, min(differences))
             # One arrangement must fit all samples.
             found = [_first_difference(pairs, self._tolerance, floors) for pairs in by_arrangement]
             if all(difference is not None for difference in found):
@@ -509,6 +516,20 @@ def _largest_values(
     return max(norms, default=0.0), max(scales, default=0.0)
 
 
+def _largest_difference(
+    pairs: Sequence[tuple[Footprint, Footprint]], largest: tuple[float, float]
+) -> float:
+    """Return the largest relative difference of the samples' norms and products."""
+    largest_norm, largest_scale = largest
+    found = [0.0]
+    for before, now in pairs:
+        norm = max(before.norm, now.norm) + WIDTH_FLOOR * largest_norm
+        scale = max(before.scale, now.scale) + WIDTH_FLOOR * largest_scale
+        found.append(abs(before.norm - now.norm) / (norm or 1.0))
+        found.append(abs(before.product - now.product) / (scale or 1.0))
+    return max(found)
+
+
 def _first_difference(
     pairs: Sequence[tuple[Footprint, Footprint]], tolerance: float, largest: tuple[float, float]
 ) -> tuple[float, float] | None:
@@ -529,7 +550,6 @@ def footprints_of(
     readings: Sequence[Reading],
     recorder: OutputRecorder,
     positions: Sequence[int],
-    num_levels: int | None = None,
 ) -> tuple[dict[FootprintKey, Footprints], bool]:
     """Compute the footprints of all samples of a micro-batch, for each term of its loss.
 
@@ -541,7 +561,6 @@ def footprints_of(
         readings: Its terms.
         recorder: The recorded outputs.
         positions: Positions of the samples in the epoch.
-        num_levels: How many of the recorder's candidates to try at most. None: all.
 
     Returns:
         (footprints, whether an output is in half precision).
@@ -552,8 +571,7 @@ def footprints_of(
     for number, reading in enumerate(readings):
         gradients_of = _gradient_function(loss, readings, number)
         nodes = [loss.grad_fn] if reading.term is None else reading.term.nodes
-        candidates = islice(recorder.candidates(num_samples, nodes), num_levels)
-        for level, all_watched in enumerate(candidates):
+        for level, all_watched in enumerate(recorder.candidates(num_samples, nodes)):
             targets = [target for watched in all_watched for target in watched.targets]
             of_all = iter(gradients_of(targets) if targets else ())
             gradients = [[next(of_all) for _ in watched.targets] for watched in all_watched]

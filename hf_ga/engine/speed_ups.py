@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from accelerate.logging import get_logger
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._triton import has_triton
@@ -33,6 +32,7 @@ from hf_ga.exact.forward import (
 )
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.hooks import Call, SpeedUp
+from hf_ga.exact.logs import get_logger
 from hf_ga.exact.precision import LOW_PRECISION
 from hf_ga.exact.rule import structure_of
 from hf_ga.proof.precision import full_precision

@@ -173,7 +173,7 @@ class WholeBatch:
 
     def _first_forward(self, slot: Slot) -> Any:
         """Run the forward of an iteration; return those of its outputs that the loss uses."""
-        batch = send_to_device(slot.micro_batch.batch, self.engine.accelerator.device)
+        batch = send_to_device(slot.micro_batch.batch, self.engine.backend.device)
         if self._module is None:
             outputs = callable_module(self._model)(**argument_filter(self._model)(batch))
         else:
@@ -301,7 +301,7 @@ class WholeBatch:
 
     def _tolerance(self, output: Tensor) -> float:
         """Return how much an output may differ by rounding."""
-        is_mixed = self.engine.accelerator.mixed_precision != "no"
+        is_mixed = self.engine.backend.is_mixed
         is_low_precision = is_mixed or output.dtype in LOW_PRECISION
         return LOW_PRECISION_TOLERANCE if is_low_precision else TOLERANCE
 

@@ -12,12 +12,10 @@ that it passes to `backward` read, compared with its rehearsal, and added to the
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
-import accelerate
 import torch
-from accelerate.logging import get_logger
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -27,6 +25,7 @@ from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.divisors import Reading, TermKey
 from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.rehearsal import (
+    WIDTH_TOLERANCE,
     OutputRecorder,
     Rehearsal,
     choices_among_samples,
@@ -37,6 +36,7 @@ from hf_ga.engine.router import WindowRouter
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.speed_ups import SpeedUps
 from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.exact.backend import Backend
 from hf_ga.exact.fetch import WindowRequest
 from hf_ga.exact.forward import (
     argument_filter,
@@ -47,18 +47,22 @@ from hf_ga.exact.forward import (
     unwrapped,
 )
 from hf_ga.exact.generators import moved_generators, random_states
+from hf_ga.exact.logs import get_logger
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.parallel.fsdp import backend_for, is_sharded
+from hf_ga.exact.window import LoaderState
 
 logger = get_logger(__name__)
+
+# Padding that makes the differences of samples this many times smaller is needed.
+MIN_IMPROVEMENT = 3.0
 
 
 class WindowEngine:
     """Computes the gradient of one window at a time.
 
     Args:
-        accelerator: The accelerator of the loop.
+        make_backend: Returns how ranks communicate; called when the first window begins.
         allow_split_dependent_randomness: Whether draws that cannot be tied to samples are accepted.
 
     Attributes:
@@ -72,10 +76,10 @@ class WindowEngine:
     """
 
     def __init__(
-        self, accelerator: accelerate.Accelerator, *, allow_split_dependent_randomness: bool
+        self, make_backend: Callable[[], Backend], *, allow_split_dependent_randomness: bool
     ) -> None:
         """Start before the first window."""
-        self.accelerator = accelerator
+        self._make_backend = make_backend
         self.draws = KeyedDraws(allow_unkeyed=allow_split_dependent_randomness)
         self.speed_ups = SpeedUps(self.draws)
         self.gradient: WindowGradient | None = None
@@ -90,9 +94,17 @@ class WindowEngine:
         self._router: WindowRouter | None = None  # of models with a balancing loss
         self._found_router: WindowRouter | None = None  # of the models, whether it is on or not
         self._goes_on = False
+        self._state: LoaderState | None = None
+        self._tries_padding = False
+        self._unpadded_difference = 0.0  # of a window before it was padded on trial
         self._random_states: dict[str, bytes] = {}
         self._has_warned = False
         self._window_contexts = ExitStack()
+
+    @cached_property
+    def backend(self) -> Backend:
+        """How ranks communicate. It may be replaced between two windows."""
+        return self._make_backend()
 
     # Windows
 
@@ -100,7 +112,7 @@ class WindowEngine:
         """Whether a loss can be differentiated once more in a micro-batch. Not under FSDP, where
         that is a collective, and FSDP1 gathers parameters for one backward only. Says so once.
         """
-        if not self.rehearses or not is_sharded(self.accelerator):
+        if not self.rehearses or not self.backend.is_sharded:
             return self.rehearses
         if not self._has_warned:
             self._has_warned = True
@@ -120,6 +132,7 @@ class WindowEngine:
         is_full_batch: bool = False,
         goes_on: bool = False,
         keeps_rehearsal: bool = False,
+        state: LoaderState | None = None,
     ) -> None:
         """Begin a window, or begin it again.
 
@@ -132,18 +145,21 @@ class WindowEngine:
             goes_on: Whether the sums so far belong to the window, of a loop that accumulates by
                 hand.
             keeps_rehearsal: Whether the micro-batch so far was a rehearsal of this window.
+            state: What windows of its loader share. It learns here whether they must be padded.
         """
         self.leave_window()
         self._models = list(models)
         self._router = None
         self._goes_on = goes_on
+        self._state = state
         parameters = list(parameters)
         if self.gradient is None or self.gradient.parameters != parameters:
-            self.gradient = WindowGradient(backend_for(self.accelerator), parameters)
+            self.gradient = WindowGradient(self.backend, parameters)
             self.gradient.checks.trusts_numbers = self.trusts_num_targets
         elif not goes_on:
+            self.gradient.backend = self.backend
             self.gradient.begin()
-        backend = self.gradient.backend
+        backend = self.backend
         self.gradient.num_micro_batches = num_slots * backend.num_processes
         for model in models:
             backend.begin(model, Loss())
@@ -161,9 +177,7 @@ class WindowEngine:
             bare_models = [unwrapped(model) for model in models]
             # torch.compile would trace hooks of submodules, and compile again in each call.
             is_traced = any(is_compiled(model) for model in bare_models)
-            recording = self._recorder.recording(
-                bare_models, with_submodules=not backend.is_sharded and not is_traced
-            )
+            recording = self._recorder.recording(bare_models, with_submodules=not is_traced)
             self._window_contexts.enter_context(recording)
         speed_ups = self.speed_ups.window(
             models, self.gradient, is_rehearsed=self._rehearsal is not None
@@ -215,7 +229,7 @@ class WindowEngine:
                 "the balancing loss of a mixture of experts needs batches with named entries: let "
                 f"the collate function return a dict, not a {type(batch).__name__}."
             )
-        batch = send_to_device(batch, self.accelerator.device)
+        batch = send_to_device(batch, self.backend.device)
         for model in self._models:
             callable_module(model)(**argument_filter(model)(batch))
 
@@ -279,6 +293,10 @@ class WindowEngine:
             )
         return results
 
+    def drop_rehearsal(self) -> None:
+        """Compute the current window without comparing its samples with a rehearsal."""
+        self._rehearsal = None
+
     def leave_window(self) -> None:
         """Give up the current window, or end it after `finish`."""
         self.slot = None
@@ -300,7 +318,7 @@ class WindowEngine:
         self.num_adds = 0
         self._request = request
         self._recorder.clear()
-        device = self.accelerator.device
+        device = self.backend.device
         keys = sample_keys(request.seed, request.epoch, slot.micro_batch.positions)
         key_of_window = window_key(request.seed, request.epoch, request.index)
         self.draws.begin(keys.to(device), key_of_window.to(device))
@@ -323,7 +341,7 @@ class WindowEngine:
         *,
         retain_graph: bool = False,
         is_last: bool = False,
-    ) -> int:
+    ) -> None:
         """Read a loss of the current micro-batch, compare its samples with their rehearsal, and add
         its gradient to the window.
 
@@ -332,9 +350,6 @@ class WindowEngine:
             num_targets: What it is a sum over; None if it is a sum of means, which is read.
             retain_graph: As in `Tensor.backward`.
             is_last: Whether the micro-batch is the last one of the window on this rank.
-
-        Returns:
-            The number of terms of the loss.
 
         Raises:
             LossNotAdditive: If the loss is not a sum of means, or compares samples.
@@ -351,8 +366,7 @@ class WindowEngine:
         if self._router is not None:
             loss, readings = self._router.split(loss, readings, num_targets)
             part = self._part_of_router()
-        is_sharded = self.gradient.backend.is_sharded
-        if self._rehearsal is not None and (not slot.is_filler or is_sharded):
+        if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
         # What a sharded model keeps would be reduced together with the part.
         sync = self._sync_when_last if is_last or self._router is not None else self._sync
@@ -368,7 +382,6 @@ class WindowEngine:
             with self.speed_ups.in_backward():
                 self.gradient.add_part(part, loss, readings, retain_graph=retain_graph, sync=sync)
         self.draws.after_backward()
-        return len(readings)
 
     def _part_of_router(self) -> Tensor | None:
         """Return what the micro-batch adds to the window's balancing loss of a mixture of experts.
@@ -412,14 +425,7 @@ class WindowEngine:
         rehearsal = self._rehearsal
         positions = self.slot.micro_batch.positions.tolist()
         data_readings = [r for r in readings if r.term is None or not r.term.is_penalty]
-        # With shards a backward is a collective: equally many of them on all ranks, in fillers too.
-        num_levels = 1 if self.gradient.backend.is_sharded else None
-        with self._sync():
-            footprints, is_low_precision = footprints_of(
-                loss, data_readings, self._recorder, positions, num_levels
-            )
-        if self.slot.is_filler:
-            return
+        footprints, is_low_precision = footprints_of(loss, data_readings, self._recorder, positions)
         rehearsal.is_low_precision |= is_low_precision
         choices = self._choices(loss, data_readings, len(positions))
         if self.slot.is_rehearsal or self.slot.may_be_rehearsal:
@@ -442,12 +448,19 @@ class WindowEngine:
             )
         missing = rehearsal.missing_term(footprints, data_readings, self.num_adds)
         difference = rehearsal.difference(footprints)
+        is_padded = self._request.pad_to_window
+        has_other_width = rehearsal.widths != widths_of(self.slot.micro_batch.batch)
         if missing is None and difference is None:
+            is_small = rehearsal.largest_difference <= WIDTH_TOLERANCE
+            can_try = not is_padded and has_other_width and not self._goes_on
+            if can_try and not is_small and not rehearsal.is_low_precision:
+                self._try_padding()
             return
         # A loop by hand cannot be given the window again, which helps if widths differ.
-        can_help = not self._goes_on or rehearsal.widths != widths_of(self.slot.micro_batch.batch)
-        if can_help and not self._request.pad_to_window:
+        can_help = not self._goes_on or has_other_width
+        if can_help and not is_padded:
             self.gradient.must_pad = True
+            self.gradient.needs_padding = True
             return
         if missing is not None:
             raise LossNotAdditive(
@@ -465,6 +478,15 @@ class WindowEngine:
             "batch. Compute it for each sample alone, in the dataset or collate function, or over "
             "the whole window with whole_batch."
         )
+
+    def _try_padding(self) -> None:
+        """Let the window be computed again with one padded width, because small differences between
+        two widths may be rounding, or an effect of the padding (a model without a mask).
+        """
+        if self._state is None or self._state.is_padding_tried:
+            return
+        self.gradient.must_pad = True
+        self._unpadded_difference = self._rehearsal.largest_difference
 
     def _choices(
         self, loss: Tensor, readings: Sequence[Reading], num_samples: int
@@ -526,9 +548,24 @@ class WindowEngine:
                 self._router.check_window()
             except LossNotAdditive as error:
                 self.gradient.failure = self.gradient.failure or error
-        return self.gradient.finish(
-            is_padded=self._request.pad_to_window, can_repeat=can_repeat, keeps_sums=keeps_sums
-        )
+        gradient = self.gradient
+        state = self._state
+        is_padded = self._request is not None and self._request.pad_to_window
+        if self._tries_padding and self._rehearsal is not None:
+            difference = self._rehearsal.largest_difference
+            gradient.needs_padding |= difference * MIN_IMPROVEMENT < self._unpadded_difference
+        is_done = gradient.finish(is_padded=is_padded, can_repeat=can_repeat, keeps_sums=keeps_sums)
+        if state is None:
+            return is_done
+        if gradient.must_pad:
+            state.pad_to_window = True
+            self._tries_padding = True
+        elif is_done and self._tries_padding:
+            self._tries_padding = False
+            self._unpadded_difference = 0.0
+            state.is_padding_tried = True
+            state.pad_to_window = gradient.needs_padding
+        return is_done
 
     def show_mean_so_far(self, times: int) -> None:
         """Set `.grad` to the gradient of the mean so far, for a loop that accumulates by hand."""

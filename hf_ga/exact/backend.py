@@ -94,6 +94,16 @@ class Backend:
         """Whether micro-batches of a window are split into smaller ones if memory runs out."""
         return self.can_rejoin or self.reason_not_to_split is None
 
+    @property
+    def has_loss_scale(self) -> bool:
+        """Whether losses are multiplied by the loss scale of fp16."""
+        return self.accelerator.scaler is not None
+
+    @property
+    def is_mixed(self) -> bool:
+        """Whether forwards run in mixed precision."""
+        return self.accelerator.mixed_precision != "no"
+
     def autocast(self) -> AbstractContextManager[None]:
         """Return a context for the window's forwards and losses in the mixed precision of the
         accelerator.
@@ -380,6 +390,8 @@ class LocalBackend(Backend):
         device: The model's device.
     """
 
+    has_loss_scale = False
+    is_mixed = False
     reason_not_to_split = (
         "It is one of the few samples of the proof: lower max_length, or turn on "
         "gradient_checkpointing"

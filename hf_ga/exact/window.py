@@ -26,6 +26,8 @@ class LoaderState:
             the last window.
         pad_to_window: Whether all micro-batches are padded to the longest sample of their window,
             because the user asked for it or a proven loss needs it.
+        is_padding_tried: Whether it was tried if padding changes what the model returns.
+        num_split: Number of windows that were computed in several micro-batches by `OwnLoop`.
         num_plain: Number of micro-batches that were computed without some of the speed-ups, as
             those were not tested on such batches.
         audits: Which micro-batches were audited so far, and which kinds of rows they had.
@@ -35,6 +37,8 @@ class LoaderState:
     rules: dict[Any, Any] = field(default_factory=dict)
     has_gradient: dict[Any, Sequence[bool]] = field(default_factory=dict)
     pad_to_window: bool = False
+    is_padding_tried: bool = False
+    num_split: int = 0
     num_plain: int = 0
     audits: Audits = field(default_factory=Audits)
 

@@ -5,7 +5,7 @@ is the loss of a head, every entry is a mean with a divisor of its own. The grap
 may fit both, so the sizes of all stacks of a run are kept.
 """
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from torch import Tensor
@@ -34,6 +34,25 @@ class StackSizes:
     settled: set[Hashable] = field(default_factory=set)
     may_change: bool = False
     num_changed: int = 0
+
+    @property
+    def num_pairs(self) -> int:
+        """How many pairs were seen."""
+        return sum(map(len, self.pairs.values()))
+
+    def merge(self, others: Mapping[Hashable, set[tuple[int, int]]]) -> bool:
+        """Add the pairs that other ranks have seen.
+
+        Returns:
+            Whether a stack that was read here turned out to be the other kind.
+        """
+        is_other_kind = False
+        for key, pairs in others.items():
+            before = self.pairs.get(key, set())
+            after = before | pairs
+            self.pairs[key] = after
+            is_other_kind |= bool(before) and _follow(before) != _follow(after)
+        return is_other_kind
 
     def settle(self) -> None:
         """Note that the readings so far enter an update."""

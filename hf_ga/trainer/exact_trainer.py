@@ -40,7 +40,7 @@ from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.exact.precision import check_step
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, every_prepare_exact
 from hf_ga.parallel.processes import gather_uneven
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
@@ -77,7 +77,9 @@ class TrainerWindow:
         self.loader_state = windows.state  # what windows of the loader share, such as padding
         if trainer.args.neftune_noise_alpha:
             self.loader_state.pad_to_window = True  # its noise is scaled by the padded width
-        self.engine = WindowEngine(trainer.accelerator, allow_split_dependent_randomness=False)
+        self.engine = WindowEngine(
+            partial(backend_for, trainer.accelerator), allow_split_dependent_randomness=False
+        )
         self.engine.trusts_num_targets = True  # those of loss_sums are checked, see LossSums
         self.slots: list[Slot] = []
         self.num_begun: int | None = None
@@ -161,6 +163,7 @@ class TrainerWindow:
             num_slots=len(self.slots),
             is_rehearsed=self._rehearsal is not None,
             is_full_batch=len(self.slots) == 1 and trainer.accelerator.num_processes == 1,
+            state=self.loader_state,
         )
 
     def _check_batches(self, batches: list[WindowBatch]) -> None:
@@ -213,7 +216,6 @@ class TrainerWindow:
         if not is_last:
             return
         while not self.engine.finish(can_repeat=True, keeps_sums=False):
-            self.loader_state.pad_to_window |= self.engine.gradient.must_pad
             logger.info(f"hf_ga: a window is computed again: {self.engine.gradient.must_repeat}.")
             self._begin_window()
             with preserving_counters(trainer):

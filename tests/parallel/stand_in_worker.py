@@ -123,7 +123,7 @@ def trainers(device, folder):
     """Losses of ExactTrainer with two sizes of micro-batches, and what its forwards waited for."""
     losses = {}
     waits = []
-    part = TrainerWindow.compute_loss
+    part = TrainerWindow._compute_loss
     own = tf.TrainingArguments.device.fget
 
     def watched(self, *args, **kwargs):
@@ -134,7 +134,7 @@ def trainers(device, folder):
     there = property(lambda self: (own(self), device)[1])
     with (
         mock.patch.object(tf.TrainingArguments, "device", there),
-        mock.patch.object(TrainerWindow, "compute_loss", watched),
+        mock.patch.object(TrainerWindow, "_compute_loss", watched),
     ):
         for size in (2, 4):
             accelerator_on(device)

@@ -1,0 +1,222 @@
+"""hf_ga's own loop over the micro-batches of a window: forward, loss, backward.
+
+    OwnLoop(engine, model, loss_fn).add_gradients(window)
+
+It is computed again in smaller micro-batches where memory runs out, and padded to its longest
+sample where the loss depends on the padded width.
+"""
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+from accelerate.utils import send_to_device
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor, nn
+
+from hf_ga.engine.loss_sums import LossSums
+from hf_ga.engine.rehearsal import is_rehearsed
+from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
+from hf_ga.engine.whole_batch import WholeBatch
+from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
+from hf_ga.errors import ProcessFailed
+from hf_ga.exact.forward import (
+    LossFunction,
+    argument_filter,
+    callable_module,
+    fresh_gradients,
+    head_loss,
+    snapshot_buffers,
+)
+from hf_ga.exact.logs import get_logger
+from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, out_of_memory_error
+from hf_ga.exact.update import StepResult
+from hf_ga.exact.whole_window import WholeBatchLoss
+from hf_ga.exact.window import Window
+
+logger = get_logger(__name__)
+
+
+class OwnLoop:
+    """Computes the gradients of windows of one model.
+
+    Args:
+        engine: Computes the windows.
+        model: The prepared model.
+        loss_fn: (outputs, batch) -> (sum of the loss, number of targets), in place of the model's
+            own loss.
+        whole_batch: (outputs, batch) -> the loss of all samples of a window, in its place.
+    """
+
+    def __init__(
+        self,
+        engine: WindowEngine,
+        model: nn.Module,
+        loss_fn: LossFunction | None = None,
+        whole_batch: WholeBatchLoss | None = None,
+    ) -> None:
+        """Start before the first window."""
+        self.engine = engine
+        self.model = model
+        self.loss_fn = loss_fn
+        self._loss_sums = None if loss_fn is None else LossSums(loss_fn)
+        self._whole_batch = None if whole_batch is None else WholeBatch(engine, whole_batch)
+        self._slots: list[Slot] = []
+        self._rehearsal: Slot | None = None
+
+    def add_gradients(self, window: Window) -> StepResult:
+        """Add the gradient of a window's mean loss to the `.grad` of the model's parameters.
+
+        Args:
+            window: The samples of one optimizer step.
+
+        Returns:
+            The window's mean loss, its number of targets, and how many times it was computed again
+            because memory ran out.
+
+        Raises:
+            LossNotAdditive: If the loss is not a sum of means, or compares samples.
+            UnkeyedRandomness: If random numbers were drawn that cannot be tied to samples.
+            OutOfMemory: If a single sample does not fit into memory.
+            ProcessFailed: If another rank failed.
+            Exception: Any other exception of this rank, such as one from the model's forward.
+        """
+        parameters = trainable_parameters([self.model], [])
+        for retries in itertools.count():
+            restore_buffers = snapshot_buffers(self.model)
+            try:
+                with fresh_gradients(parameters):
+                    self._compute(window)
+                    gradient = self.engine.gradient
+                    is_empty = not gradient.num_targets
+                    if is_empty:  # gradients of 0 would let an optimizer decay weights
+                        for parameter in parameters:
+                            parameter.grad = None
+                return StepResult(
+                    gradient.loss, gradient.num_targets, skipped=is_empty, retries=retries
+                )
+            except TooLarge as error:
+                window.state.max_elements = error.num_elements // 2  # half of what did not fit
+            finally:
+                self.engine.leave_window()
+            restore_buffers()  # what counts samples (BatchNorm) must not count them twice
+            # Only here, as the traceback keeps the tensors of the failed try until then.
+            clear_device_cache(garbage_collection=True)
+
+    def _compute(self, window: Window) -> None:
+        """Compute the gradient of a window, again if it must be padded or keyed otherwise."""
+        if self._whole_batch is not None:
+            self._whole_batch.prove(window, [self.model])
+        while True:
+            if window.state.pad_to_window:
+                window = window.padded_to_window()
+            window = self._within_memory_limit(window)
+            self._begin(window)
+            try:
+                self._run(window)
+            except (ProcessFailed, TooLarge):
+                raise  # on all ranks
+            except Exception as error:
+                self.engine.gradient.failure = self._error_to_report(error)
+            if self.engine.finish(can_repeat=True, keeps_sums=False):
+                break
+            reason = self.engine.gradient.must_repeat
+            logger.info(f"hf_ga: {window.description} is computed again: {reason}.")
+        window.state.num_split += not self._is_full_batch(window)
+        if self._whole_batch is not None:
+            self._whole_batch.add_direct_gradients()
+
+    def _within_memory_limit(self, window: Window) -> Window:
+        """Return a window in micro-batches within its memory limit, which all ranks share."""
+        if window.state.max_elements is None:
+            return window
+        window = window.split_to_memory_limit()
+        number = self.engine.backend.max_over_ranks(len(window.batches))
+        return replace(window, request=replace(window.request, max_micro_batches=number))
+
+    def _is_full_batch(self, window: Window) -> bool:
+        """Whether a window is one micro-batch of a single process, so that nothing is split."""
+        return window.request.max_micro_batches == 1 and self.engine.backend.num_processes == 1
+
+    def _begin(self, window: Window) -> None:
+        """Begin a window in the engine, or begin it again."""
+        engine = self.engine
+        num_processes = engine.backend.num_processes
+        self._slots = plain_slots(window)
+        if not engine.backend.is_sharded:  # forwards are no collectives
+            counted = [slot for slot in self._slots if slot.is_counted]
+            self._slots = counted or self._slots[:1]
+        self._rehearsal = None
+        # A loss of a whole window compares samples on purpose.
+        is_due = self._whole_batch is None and is_rehearsed(window.state.num_split)
+        if is_due and engine.can_rehearse():
+            self._rehearsal = extra_rehearsal(window, num_processes=num_processes)
+        engine.begin_window(
+            [self.model],
+            trainable_parameters([self.model], []),
+            num_slots=len(self._slots),
+            is_rehearsed=self._rehearsal is not None,
+            is_full_batch=self._is_full_batch(window),
+            state=window.state,
+        )
+
+    def _run(self, window: Window) -> None:
+        """Run all forwards and backwards of a window on this rank."""
+        request = window.request
+        with self.engine.backend.autocast():
+            if self._whole_batch is not None:
+                self._whole_batch.begin(window, self._slots)
+            else:
+                self.engine.count_experts(self._slots, request)
+        if self._rehearsal is not None:
+            self._rehearse(window)
+        for slot in self._slots:
+            self._run_slot(slot, window, is_last=slot is self._slots[-1])
+
+    def _rehearse(self, window: Window) -> None:
+        """Run the rehearsal of a window; without it if memory runs out, as it may be larger than
+        the micro-batches.
+        """
+        try:
+            self._run_slot(self._rehearsal, window, is_last=False)
+            return
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        # Not in the `except` block, where the traceback still keeps tensors.
+        self._rehearsal = None
+        self.engine.drop_rehearsal()
+        clear_device_cache(garbage_collection=True)
+
+    def _run_slot(self, slot: Slot, window: Window, *, is_last: bool) -> None:
+        """Run the forward and backward of a micro-batch."""
+        backend = self.engine.backend
+        with self.engine.micro_batch(slot, window.request):
+            batch = send_to_device(slot.micro_batch.batch, backend.device, non_blocking=True)
+            with backend.autocast():
+                outputs = callable_module(self.model)(**argument_filter(self.model)(batch))
+                loss, number = self._loss(outputs, batch, slot)
+            outputs = None  # the graph is freed by the backward, and they would keep logits
+            self.engine.add(loss, number, is_last=is_last)
+
+    def _loss(self, outputs: Any, batch: dict[str, Any], slot: Slot) -> tuple[Tensor, float | None]:
+        """Return the loss of a micro-batch, and what it is a sum over; None if it is a mean."""
+        if self._whole_batch is not None:
+            index = next(i for i, other in enumerate(self._slots) if other is slot)
+            return self._whole_batch.part(index, outputs)
+        if self._loss_sums is not None:
+            num_samples = len(slot.micro_batch)
+            is_checked = self._rehearsal is not None
+            return self._loss_sums(outputs, batch, num_samples, is_checked=is_checked)
+        return head_loss(outputs), None
+
+    def _error_to_report(self, error: Exception) -> Exception:
+        """Return what all ranks raise for an error in a micro-batch."""
+        slot = self.engine.slot
+        if slot is None or not is_out_of_memory(error):
+            return error
+        backend = self.engine.backend
+        micro_batch = slot.micro_batch
+        if len(micro_batch) > 1 and backend.can_split:
+            return TooLarge(num_elements(micro_batch))
+        return out_of_memory_error(backend.process_index, micro_batch, backend.reason_not_to_split)
