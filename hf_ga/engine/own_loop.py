@@ -150,7 +150,8 @@ class OwnLoop:
         # A loss of a whole window compares samples on purpose.
         is_due = self._whole_batch is None and is_rehearsed(window.state.num_split)
         if is_due and engine.can_rehearse():
-            self._rehearsal = extra_rehearsal(window, num_processes=num_processes)
+            rehearsal = extra_rehearsal(window, num_processes=num_processes)
+            self._rehearsal = _within_limit(rehearsal, window)
         engine.begin_window(
             [self.model],
             trainable_parameters([self.model], []),
@@ -220,3 +221,12 @@ class OwnLoop:
         if len(micro_batch) > 1 and backend.can_split:
             return TooLarge(num_elements(micro_batch))
         return out_of_memory_error(backend.process_index, micro_batch, backend.reason_not_to_split)
+
+
+def _within_limit(rehearsal: Slot | None, window: Window) -> Slot | None:
+    """Return a rehearsal with as many of its samples as the memory limit of the window allows."""
+    if rehearsal is None or window.state.max_elements is None:
+        return rehearsal
+    offsets = window.offsets_of(rehearsal.micro_batch)
+    first, *_ = window.split([offsets]).split_to_memory_limit().micro_batches
+    return replace(rehearsal, micro_batch=first)
