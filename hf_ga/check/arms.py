@@ -195,6 +195,7 @@ def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
                 model, micro_batches[0], micro_batch_size=micro_batch_size, seed=0, **arguments
             )
 
+    step.keys_all_draws = True
     return step
 
 

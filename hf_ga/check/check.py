@@ -16,7 +16,7 @@ from hf_ga.check.diagnosis import explain
 from hf_ga.check.judging import Reference, compute_reference, write_verdict
 from hf_ga.check.layouts import CheckedLayout, choose_layouts
 from hf_ga.check.pipeline import pipeline_row
-from hf_ga.check.reference import find_dropout
+from hf_ga.check.reference import DrawsOfReference, find_dropout
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS, ReportRow
 from hf_ga.check.same_bits import same_bits_row
@@ -202,8 +202,15 @@ def _run_and_explain_all(
         # Layouts with the same samples share a reference. One is in memory at a time.
         for num_samples in dict.fromkeys(layout.num_samples for layout in layouts):
             same_window = [layout for layout in layouts if layout.num_samples == num_samples]
-            reference = compute_reference(context, same_window[0].collate_window(context))
+            window = same_window[0].collate_window(context)
+            reference_of_sites = compute_reference(context, window)
             for arm, step in arms.items():
+                reference = reference_of_sites
+                if getattr(step, "keys_all_draws", False):
+                    # Its dropout masks are keyed by the number of the draw, not by the module.
+                    keyed = copy.copy(context)
+                    keyed.dropout = DrawsOfReference()
+                    reference = compute_reference(keyed, window)
                 for layout in same_window:
                     bar.set_postfix_str(f"{arm}, {layout.name}", refresh=False)
                     row = _run_in_layout(context, arm, step, layout, reference)

@@ -3,7 +3,7 @@ one backward of the given samples, in float64 or in the checked precision.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 
 from hf_ga.check.gradients import Gradients, take_gradients
 from hf_ga.check.steps import DTYPES, FP16_SCALE, CheckContext, device_of
+from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.exact.batches import Batch, MicroBatch, as_batch, sample_length
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.forward import argument_filter, restored_buffers, run_forward
@@ -73,6 +74,27 @@ def plain_backward(
         torch._foreach_div_(list(gradients.values()), loss_scale)
     num_targets = None if count is None else float(count)
     return float(mean.detach()), gradients, num_targets
+
+
+class DrawsOfReference:
+    """Keyed draws in place of `KeyedDropout`, for a training step whose random numbers are keyed by
+    the number of the draw in a micro-batch.
+    """
+
+    unkeyed: tuple[str, ...] = ()
+    sites: tuple[str, ...] = ()
+
+    def __init__(self) -> None:
+        """Start without keys."""
+        self._draws = KeyedDraws()
+
+    def scope(self, model: nn.Module) -> AbstractContextManager[None]:
+        """Return a context in which torch's random functions draw keyed numbers."""
+        return self._draws.scope()
+
+    def set_keys(self, keys: Tensor, window_key: Tensor) -> None:
+        """Set the keys of the samples and of the window, before a forward."""
+        self._draws.begin(keys, window_key)
 
 
 def find_dropout(context: CheckContext) -> KeyedDropout:

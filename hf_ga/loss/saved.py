@@ -4,11 +4,14 @@ The attributes are not documented by PyTorch, so SAVED lists all that this packa
 test checks that they exist.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C import _len_torch_dispatch_stack
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import _disable_current_modes
 
 from hf_ga.errors import LossNotAdditive
 
@@ -74,7 +77,10 @@ def number(value: Any) -> Number:
     if not isinstance(value, Tensor):
         return float(value)
     if value.device.type == "cpu":
-        return float(value)
+        # A TorchDispatchMode, such as one that counts operations, would get a Python number in
+        # place of a tensor that stands for one, and fail.
+        with _disable_current_modes() if _len_torch_dispatch_stack() else nullcontext():
+            return float(value)
     value = value.detach().reshape(())
     return value.float() if value.dtype == torch.bool else value
 
