@@ -18,7 +18,7 @@ from accelerate.utils import send_to_device
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
-from hf_ga.errors import ConfigError, DataError, ProcessFailed, UnkeyedRandomness
+from hf_ga.errors import DataError, ProcessFailed, UnkeyedRandomness
 from hf_ga.exact.backend import Backend, RankStatus, sum_counts
 from hf_ga.exact.forward import argument_filter, callable_module, extra_forwards, unwrapped
 from hf_ga.exact.generators import moved_generators, random_states
@@ -47,8 +47,6 @@ class Engine:
         allow_split_dependent_randomness: Whether to skip the check that no random numbers are drawn
             other than keyed dropout.
         is_audited: Whether to test the rule again on samples of the windows (see `audit.py`).
-        audits_together: Whether all ranks must run the same number of forwards in their audits,
-            because the loss of a batch is a collective.
 
     Attributes:
         window: The current window, in the micro-batches that are computed.
@@ -77,7 +75,6 @@ class Engine:
         module: nn.Module | None = None,
         allow_split_dependent_randomness: bool = False,
         is_audited: bool = False,
-        audits_together: bool = False,
     ) -> None:
         """Prepare to compute windows of a model, and record its trainable parameters.
 
@@ -89,7 +86,8 @@ class Engine:
         has_unkeyed_draws = bool(getattr(rule.dropout, "unkeyed", ()))
         is_random = allow_split_dependent_randomness or has_unkeyed_draws
         self.is_audited = is_audited and not is_random
-        self.audits_together = audits_together or backend.is_sharded
+        # All ranks must run the same number of forwards in their audits.
+        self.audits_together = backend.is_sharded
         self.rule = rule
         self.loss = rule.loss
         self.hooks = (rule.loss, rule.dropout)
@@ -112,7 +110,6 @@ class Engine:
         *,
         training: bool = True,
         skip_empty: bool = True,
-        num_calls: int | None = None,
     ) -> None:
         """Begin a window: count its targets over all ranks, and plan the forwards of this rank.
 
@@ -124,9 +121,6 @@ class Engine:
             training: Whether backwards follow. If False (an evaluation), ranks do not communicate.
             skip_empty: Whether to skip micro-batches without targets, whose own mean loss would be
                 0 / 0.
-            num_calls: Plan exactly this many forwards, for a loop that runs one forward per batch
-                of a loader of known length. The forwards after this rank's micro-batches are
-                fillers of weight 0. None: as many as needed.
 
         Raises:
             ConfigError: If exact gradients are impossible with the current settings.
@@ -141,7 +135,7 @@ class Engine:
         if training:
             self.backend.begin(self.model, self.loss)
         with self.deferring_failures():
-            self._plan(window, skip_empty, num_calls)
+            self._plan(window, skip_empty)
             self.audit = WindowAudit(self)
         # If gradients are all-reduced during the last backward, a rank that has failed already
         # would miss these collectives, so exchange failures before.
@@ -149,34 +143,6 @@ class Engine:
             self.backend.all_reduce_status(self.status)  # raises on all ranks
         if self.audits_together:
             self.audit.run_together()
-
-    def count_in_forward(self, loss: Loss) -> None:
-        """Replace the window's loss by one whose targets are counted in the forwards.
-
-        For a user's loop (`hf_ga.Accelerator`) that computes its own loss and passes it to
-        `backward` with its number of targets. Call this before the window's first backward. All
-        micro-batches then have weight 1, also those that had been skipped for lack of labels.
-
-        Args:
-            loss: The new loss. Its `sums` accepts what the loop passes to `backward`.
-
-        Raises:
-            ConfigError: Under FSDP, if micro-batches were skipped because they have no labels.
-        """
-        computed = {call.index for call in self.calls if call.weight}
-        if self.backend.is_sharded and len(computed) < len(self.window.micro_batches):
-            raise ConfigError(
-                "under FSDP a micro-batch without labels is skipped, so its num_targets cannot be "
-                "counted: use DDP, or remove samples without labels from the dataset."
-            )
-        self.loss = loss
-        self.totals = (self.window.num_samples,)
-        self.has_targets = True
-        self.status.counts = (0,)
-        self.calls = [
-            call if call.index == FILLER_INDEX else replace(call, weight=1) for call in self.calls
-        ]
-        self.call = replace(self.call, weight=int(self.call.index != FILLER_INDEX))
 
     @contextmanager
     def scope(self) -> Iterator[None]:
@@ -449,7 +415,7 @@ class Engine:
             has_gradient=(False,) * len(self.parameters),
         )
 
-    def _plan(self, window: Window, skip_empty: bool, num_calls: int | None) -> None:
+    def _plan(self, window: Window, skip_empty: bool) -> None:
         """Choose the forwards of this rank and count the targets of the window over all ranks.
 
         Sets `window`, `calls`, `totals` and `has_targets`, and sets up the all-reduces that overlap
@@ -458,8 +424,6 @@ class Engine:
         Args:
             window: The window, with this rank's micro-batches.
             skip_empty: Whether to skip micro-batches without targets.
-            num_calls: Plan exactly this many forwards (the last ones with weight 0). None: as many
-                as needed.
         """
         self.window = self._with_final_micro_batches(window)
         calls = [
@@ -478,8 +442,6 @@ class Engine:
             # Expect the same parameters to get a gradient as in the previous window.
             has_gradient = self.window.state.has_gradient.get(unwrapped(self.model))
             self.backend.set_up_overlap(self.parameters, has_gradient)
-        if num_calls is not None:
-            self._add_fillers(calls, num_calls)
         if self.loss.needs_first_pass and self.has_targets and self.is_training:
             with self.scope(), self.backend.autocast(), extra_forwards(self.model):
                 self.totals = self.loss.prepare(self._make_first_pass())
@@ -495,23 +457,6 @@ class Engine:
         if self.backend.can_split:
             window = window.split_to_memory_limit()
         return window
-
-    def _add_fillers(self, calls: list[Call], num_calls: int) -> None:
-        """Extend `self.calls` to exactly `num_calls` forwards with forwards of weight 0.
-
-        First come the micro-batches that were skipped, then repetitions of one sample.
-
-        Args:
-            calls: All micro-batches of this rank, also the skipped ones.
-            num_calls: Number of forwards that the training loop runs in this window.
-        """
-        planned = {call.index for call in self.calls if call.weight}
-        skipped = [replace(call, weight=0) for call in calls if call.index not in planned]
-        self.calls = [*self.calls, *skipped][:num_calls]
-        if len(self.calls) < num_calls:
-            first = self.calls[0] if self.calls else stand_in_call(self.window, self.loss)
-            filler = replace(first, weight=0, index=FILLER_INDEX)
-            self.calls += [filler] * (num_calls - len(self.calls))
 
     def _make_first_pass(self) -> FirstPass:
         """Return the inputs of `Loss.prepare`: some losses run forwards without gradients over the
