@@ -218,8 +218,14 @@ def relative_error(result: ArmResult, full: ArmResult) -> float:
     """Return |gradient - full| / |full|, all parameters together, in float64.
 
     Raises:
-        ConfigError: If the two runs began with other weights.
+        ConfigError: If the two runs began with other weights, or had windows of other sizes.
     """
+    if result.report.num_samples != full.report.num_samples:
+        raise ConfigError(
+            f"the first update has {result.report.num_samples} samples in one split and "
+            f"{full.report.num_samples} in another, so they cannot be compared: give the script a "
+            "number of samples that its batch size divides."
+        )
     weights = full.report.weights
     if abs(result.report.weights - weights) > 1e-9 * weights:
         raise ConfigError(

@@ -9,9 +9,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
-from hf_ga.check.script import causes, splits_of
+from hf_ga.check.script import ArmResult, causes, relative_error, splits_of
 from hf_ga.check.script_arm import ArmReport
+from hf_ga.errors import ConfigError
 
 TEXTS = """
 import torch
@@ -180,3 +182,16 @@ def test_causes_are_divisors_that_differ_and_draws():
     assert causes(ArmReport("Trainer", 2, terms=[same])) == [
         "neither divisors nor draws differ: state that the loop keeps, or kernels"
     ]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"), [({"num_samples": 7}, "7 samples"), ({"weights": 2.0}, "seed it")]
+)
+def test_runs_of_other_windows_or_weights_are_not_compared(change, words):
+    def result(**more):
+        report = ArmReport("Trainer", 2, **{"num_samples": 8, "weights": 1.0, **more})
+        return ArmResult(report, {"0": torch.tensor([3.0, 4.0])})
+
+    assert relative_error(result(), result()) == 0
+    with pytest.raises(ConfigError, match=words):
+        relative_error(result(**change), result())
