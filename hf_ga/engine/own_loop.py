@@ -107,6 +107,7 @@ class OwnLoop:
         """Compute the gradient of a window, again if it must be padded or keyed otherwise."""
         if self._whole_batch is not None:
             self._whole_batch.prove(window, [self.model])
+        restore_buffers = snapshot_buffers(self.model)
         while True:
             if window.state.pad_to_window:
                 window = window.padded_to_window()
@@ -122,6 +123,7 @@ class OwnLoop:
                 break
             reason = self.engine.gradient.must_repeat
             logger.info(f"hf_ga: {window.description} is computed again: {reason}.")
+            restore_buffers()  # what counts samples must not count them twice
         window.state.num_split += not self._is_full_batch(window)
         if self._whole_batch is not None:
             self._whole_batch.add_direct_gradients()

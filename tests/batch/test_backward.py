@@ -172,6 +172,21 @@ def test_padding_without_a_mask(build, shapes):
     assert h.relative_error(h.gradients(model), truth) < 1e-6
 
 
+def test_a_batch_that_is_computed_again_counts_once_in_buffers():
+    """It is padded on trial; the forward counts the samples that it saw with gradients."""
+    batch = texts([3, 12, 4, 11])
+    del batch["attention_mask"]
+    model = h.bert_masked_lm()
+    model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def count(module, args, kwargs):
+        module.seen += len(kwargs["input_ids"])
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    hf_ga.backward(model, batch, micro_batch_size=2)
+    assert int(model.seen) == 4
+
+
 @pytest.mark.parametrize("name", ["GPT-2", "BERT answers"])
 @pytest.mark.parametrize("size", ["auto", 8])
 def test_when_memory_runs_out_the_gradient_is_the_same(name, size):
