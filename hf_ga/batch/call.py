@@ -21,8 +21,7 @@ from hf_ga.batch.ranks import (
     gather_batches,
     proof_samples,
 )
-from hf_ga.engine.own_loop import OwnLoop
-from hf_ga.engine.window_engine import WindowEngine
+from hf_ga.engine.own_loop import KeptLoop
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend
 from hf_ga.exact.fetch import WindowRequest
@@ -80,37 +79,14 @@ class CallMemory:
         states: `Agreement.kind` -> what batches with the same entries share, such as padding.
         token_entries: Structure of a batch (`CollatedBatch.structure`) -> the groups of its entries
             that had the same padded length in all earlier batches.
-        loop: Computes the batches, with the loss function of the last call.
-        losses: The loss functions of the last call.
+        kept_loop: Computes the batches.
     """
 
     step: int = 0
     max_elements: int | None = None
     states: dict[Any, LoaderState] = field(default_factory=dict)
     token_entries: dict[tuple[str, ...], tuple[TokenEntries, ...]] = field(default_factory=dict)
-    loop: OwnLoop | None = None
-    losses: tuple[LossFunction | None, WholeBatchLoss | None] = (None, None)
-
-    def loop_for(
-        self,
-        model: nn.Module,
-        backend: Backend,
-        losses: tuple[LossFunction | None, WholeBatchLoss | None],
-    ) -> OwnLoop:
-        """Return what computes a batch: that of the last call, unless model or loss is another.
-
-        Args:
-            model: The model as it is passed to the call.
-            backend: How ranks communicate in this call.
-            losses: `loss_fn` and `whole_batch`.
-        """
-        if self.loop is None or self.loop.model is not model or self.losses != losses:
-            engine = WindowEngine(lambda: backend, allow_split_dependent_randomness=False)
-            engine.trusts_num_targets = True  # those of loss_fn are checked, see LossSums
-            self.loop = OwnLoop(engine, model, *losses)
-            self.losses = losses
-        self.loop.engine.backend = backend
-        return self.loop
+    kept_loop: KeptLoop = field(default_factory=KeptLoop)
 
     def __reduce__(self) -> tuple:
         """Pickle and copy what `hf_ga.backward` keeps for a model as an empty memory: it refers to
@@ -206,8 +182,13 @@ def backward(
             micro_batch_size=micro_batch_size,
             step=step,
         )
-        loop = memory.loop_for(model, backend, losses)
-        loop.engine.draws.allow_unkeyed = allow_split_dependent_randomness
+        loop = memory.kept_loop.get(
+            model,
+            backend,
+            loss_fn,
+            whole_batch,
+            allow_split_dependent_randomness=allow_split_dependent_randomness,
+        )
         result = loop.add_gradients(window)
     memory.max_elements = state.max_elements
     memory.step = step + 1

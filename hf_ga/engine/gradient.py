@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from hf_ga.engine.chunk_sums import ChunkSums
 from hf_ga.engine.divisors import (
     DivisorChecks,
     Reading,
@@ -26,6 +27,7 @@ from hf_ga.engine.divisors import (
 from hf_ga.engine.groups import Group, Grouping
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend, RankStatus
+from hf_ga.exact.chunks import ChunkTree
 from hf_ga.exact.early_sums import sum_gradients
 from hf_ga.exact.precision import sum_dtype
 from hf_ga.loss import StackSizes, Term, read_terms, undivided
@@ -54,6 +56,7 @@ class WindowGradient:
         earlier: `.grad` of the parameters when the window began.
         num_backwards: Number of backwards in this window.
         num_micro_batches: About how many micro-batches the window has on all ranks.
+        has_parts: Whether micro-batches add parts of a loss of the whole window (see `add_part`).
     """
 
     def __init__(self, backend: Backend, parameters: Sequence[nn.Parameter]) -> None:
@@ -71,13 +74,24 @@ class WindowGradient:
         self.needs_padding = False
         self.begin()
 
-    def begin(self) -> None:
-        """Begin a window, or begin it again: forget all sums."""
+    def begin(self, chunk_tree: ChunkTree | None = None) -> None:
+        """Begin a window, or begin it again: forget all sums.
+
+        Args:
+            chunk_tree: For same bits, the tree over the micro-batches of the window, which fixes
+                the order of summation. None: any order.
+        """
         self.readings: list[Reading] = []
         self.failure: Exception | None = None
         self.must_repeat: str | None = None
         self.must_pad = False
         self.num_backwards = 0
+        self.has_parts = False
+        self._chunks: ChunkSums | None = None
+        self.grouping.keep_apart(chunk_tree is not None)
+        if chunk_tree is not None:
+            self._chunks = ChunkSums(chunk_tree, self.backend.process_index)
+        self._reached = [False] * len(self.parameters)  # by a backward of an earlier chunk
         self._groups: list[Group] | None = None
         self._buffers: list[Gradients] = []
         self._scales: list[float] = []  # power of two near each group's divisor
@@ -211,6 +225,69 @@ class WindowGradient:
         elif len(groups) > 1:
             self._lacks_values = True
 
+    def end_micro_batch(self) -> None:
+        """For same bits, move what the micro-batch added to the sums of the window's chunks."""
+        if self._chunks is None or self.must_repeat is not None:
+            return  # if it is repeated, its groups may be others than those of earlier chunks
+        for buffer, scale in zip(self._buffers, self._scales, strict=True):
+            gradients = [gradient for gradient in buffer if gradient is not None]
+            if gradients:
+                torch._foreach_mul_(gradients, scale)  # by a power of two, which is exact
+        self._reached = [a or b for a, b in zip(self._reached, self._has_sums(), strict=True)]
+        self._chunks.add(self._flat_sums())
+        self._forget_sums()
+
+    def _flat_sums(self) -> list[Tensor]:
+        """Return all sums in one list: loss and values as one tensor, then the gradients of each
+        group, with zeros for those that are None; the parts last, if there are any.
+        """
+        numbers = torch.stack([self._loss_sum, self._part_sum])
+        values = torch.tensor(self._value_sums, dtype=numbers.dtype, device=numbers.device)
+        buffers = [*self._buffers, self._parts] if self.has_parts else self._buffers
+        gradients = [
+            torch.zeros_like(parameter) if gradient is None else gradient
+            for buffer in buffers
+            for parameter, gradient in zip(self.parameters, buffer, strict=True)
+        ]
+        return [torch.cat([numbers, values]), *gradients]
+
+    def _forget_sums(self) -> None:
+        """Start with sums of zero, in the same groups."""
+        num_groups = len(self._buffers)
+        self._loss_sum = torch.zeros_like(self._loss_sum)
+        self._part_sum = torch.zeros_like(self._part_sum)
+        self._value_sums = [0.0] * num_groups
+        self._scales = [0.0] * num_groups
+        self._buffers = [[None] * len(self.parameters) for _ in range(num_groups)]
+        self._parts = [None] * len(self.parameters)
+
+    def _take_chunk_sums(self) -> None:
+        """For same bits, take the sums of all chunks of all ranks. A collective."""
+        templates = self._flat_sums()
+        numbers, *gradients = self._chunks.total(templates, self.backend.num_processes)
+        self._loss_sum = numbers[0]
+        self._part_sum = numbers[1]
+        self._value_sums = numbers[2:].tolist()
+        self._scales = [1.0] * len(self._buffers)
+        size = len(self.parameters)
+        buffers = [
+            [
+                gradient if has_gradient else None
+                for gradient, has_gradient in zip(part, self._has_gradient, strict=True)
+            ]
+            for part in (gradients[i : i + size] for i in range(0, len(gradients), size))
+        ]
+        if self.has_parts:
+            self._parts = buffers.pop()
+        self._buffers = buffers
+
+    def _has_sums(self) -> list[bool]:
+        """Return for each parameter whether any sum of it is not None."""
+        return [
+            any(buffer[i] is not None for buffer in (*self._buffers, self._parts))
+            for i in range(len(self.parameters))
+        ]
+
     def add_part(
         self,
         part: Tensor,
@@ -245,7 +322,7 @@ class WindowGradient:
             self.backend.scaled(total).backward(retain_graph=retain_graph)
         self._parts = [parameter.grad for parameter in self.parameters]
         self._set_gradients(earlier)
-        self._part_sum += part.detach().to(self._part_sum.dtype)
+        self._part_sum = self._part_sum + part.detach().to(self._part_sum.dtype)
 
     def note_rehearsal(self, readings: Sequence[Reading]) -> None:
         """Learn from the terms of a rehearsal, whose gradient does not count."""
@@ -344,12 +421,17 @@ class WindowGradient:
 
     def _regroup(self) -> None:
         """Make the groups of the window anew. What was added in other groups must be repeated."""
-        if any(gradient is not None for buffer in self._buffers for gradient in buffer):
+        if self._has_group_sums():
             self.must_repeat = "terms of the loss have divisors in other proportions"
         self._groups = [Group(list(keys)) for keys in self.grouping.structure]
         self._buffers = [[None] * len(self.parameters) for _ in self._groups]
         self._scales = [0.0] * len(self._groups)
         self._value_sums = [0.0] * len(self._groups)
+
+    def _has_group_sums(self) -> bool:
+        """Whether a backward of the window has added to the sums of its groups."""
+        in_buffers = (gradient is not None for buffer in self._buffers for gradient in buffer)
+        return any(in_buffers) or any(self._reached)
 
     def _scales_of(
         self,
@@ -382,6 +464,8 @@ class WindowGradient:
         if self.backend.is_sharded:
             return 2.0 ** (self._first_exponent or 0)
         first = max(1.0, float(divisors.get(group.keys[0], 0.0)))
+        if self._chunks is not None:  # the same for a chunk on any number of ranks
+            return 2.0 ** _exponent(first)
         return 2.0 ** _exponent(first * self.num_micro_batches)
 
     def _agree_on_first_scale(self, readings: Sequence[Reading]) -> None:
@@ -427,6 +511,8 @@ class WindowGradient:
     def has_sums_of(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether a backward of this window has reached one of these parameters."""
         indices = [self._index_of[id(p)] for p in parameters if id(p) in self._index_of]
+        if any(self._reached[index] for index in indices):
+            return True
         return any(buffer[index] is not None for buffer in self._buffers for index in indices)
 
     def _set_gradients(self, gradients: Gradients) -> None:
@@ -535,11 +621,12 @@ class WindowGradient:
     def _add_totals(self, readings: Sequence[Reading]) -> None:
         """Add up the divisors of each group."""
         for group in self._groups or []:
-            group.total = sum(
+            group.divisors = [
                 self.checks.true_divisor(reading)
                 for reading in readings
                 if reading.is_counted and reading.key == group.keys[0]
-            )
+            ]
+            group.total = math.fsum(group.divisors)
 
     def _agree_on_groups(self, can_repeat: bool) -> bool:
         """Exchange the status of all ranks: failures, repetitions, divisors.
@@ -572,10 +659,7 @@ class WindowGradient:
                 *(group.total for group in groups),
                 *self._value_sums,
             ),
-            has_gradient=[
-                any(buffer[i] is not None for buffer in (*self._buffers, self._parts))
-                for i in range(len(self.parameters))
-            ],
+            has_gradient=[a or b for a, b in zip(self._reached, self._has_sums(), strict=True)],
             failure=self._failure_or_dead_end(can_repeat),
         )
         status = self.backend.all_reduce_status(status)
@@ -591,9 +675,16 @@ class WindowGradient:
             return False
         if self.backend.is_sharded:
             self._take_shards(groups)
+        loss_sum = status.loss
+        if self._chunks is not None:
+            totals = self._exact_totals(groups)
+            self._take_chunk_sums()
+            loss_sum = self._loss_sum
+            sum_of_parts = float(self._part_sum)
+            value_sums = self._value_sums
         for group, total in zip(groups, totals, strict=True):
             group.total = total
-        self.loss = status.loss / (totals[0] or 1.0) if totals else status.loss
+        self.loss = loss_sum / (totals[0] or 1.0) if totals else loss_sum
         if len(groups) > 1 and not num_without_values:
             means = [
                 value / (total or 1.0) for value, total in zip(value_sums, totals, strict=True)
@@ -601,6 +692,19 @@ class WindowGradient:
             self.loss = torch.full_like(self.loss, sum(means))
         self.loss = self.loss + sum_of_parts
         return True
+
+    def _exact_totals(self, groups: Sequence[Group]) -> list[float]:
+        """Return the divisors of all ranks, summed exactly, so that no order of summation matters.
+        A collective.
+        """
+        of_ranks = [[group.divisors for group in groups]]
+        if self.backend.num_processes > 1:
+            of_ranks = [[] for _ in range(self.backend.num_processes)]
+            dist.all_gather_object(of_ranks, [group.divisors for group in groups])
+        return [
+            math.fsum(divisor for of_rank in of_ranks for divisor in of_rank[index])
+            for index in range(len(groups))
+        ]
 
     def _take_shards(self, groups: Sequence[Group]) -> None:
         """Take the gradients that FSDP reduced, also on a rank that had fillers only."""
@@ -647,7 +751,7 @@ class WindowGradient:
         if self.grouping.structure == own:
             return
         totals = {group.keys[0]: group.total for group in self._groups or []}
-        if any(gradient is not None for buffer in self._buffers for gradient in buffer):
+        if self._has_group_sums():
             self.must_repeat = "processes had terms of the loss in other proportions"
         self._groups = [
             Group(list(keys), total=totals.get(keys[0], 0.0)) for keys in self.grouping.structure
@@ -668,7 +772,8 @@ class WindowGradient:
             self._add_scaled(result, buffer, factor, in_place=not keeps_sums)
         factor = self.backend.num_processes if self.backend.is_sharded else 1.0
         self._add_scaled(result, self._parts, factor, in_place=not keeps_sums)
-        if not self.backend.is_sharded and self.backend.num_processes > 1:
+        are_summed = self.backend.is_sharded or self._chunks is not None
+        if not are_summed and self.backend.num_processes > 1:
             result = self._summed_over_ranks(result)
         return result
 

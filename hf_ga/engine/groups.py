@@ -19,11 +19,13 @@ class Group:
     Attributes:
         keys: The terms; the first one's divisors are those of the group.
         ratios: For each term, its divisor over the first term's, in this window.
-        total: Sum of the first term's divisors over the micro-batches of this rank.
+        divisors: The first term's divisors in the micro-batches of this rank.
+        total: Their sum; at the window's end over all ranks.
     """
 
     keys: list[TermKey]
     ratios: dict[TermKey, float] = field(default_factory=dict)
+    divisors: list[float] = field(default_factory=list)
     total: float = 0.0
 
     def fits(self, divisors: Mapping[TermKey, float]) -> bool:
@@ -49,14 +51,23 @@ class Grouping:
 
     Attributes:
         structure: The keys of each group.
+        are_apart: Whether each term has a group of its own, whatever its proportions: for same
+            bits, as proportions of some samples may hold by chance.
     """
 
     def __init__(self) -> None:
         """Start without any term."""
         self.structure: list[list[TermKey]] = []
+        self.are_apart = False
+
+    def keep_apart(self, are_apart: bool) -> None:
+        """Give each term a group of its own, or let those in one proportion share one."""
+        self.are_apart = are_apart
+        if are_apart:
+            self.structure = [[key] for keys in self.structure for key in keys]
 
     def add_terms(self, keys: Sequence[TermKey]) -> bool:
-        """Register the terms of a micro-batch. New ones join the first group.
+        """Register the terms of a micro-batch. New ones join the first group, unless all are apart.
 
         Returns:
             Whether there were new ones.
@@ -65,6 +76,9 @@ class Grouping:
         new = [key for key in keys if key not in known]
         if not new:
             return False
+        if self.are_apart:
+            self.structure += [[key] for key in new]
+            return True
         if not self.structure:
             self.structure.append([])
         self.structure[0].extend(new)

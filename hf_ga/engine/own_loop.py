@@ -10,7 +10,6 @@ import itertools
 from dataclasses import replace
 from typing import Any
 
-from accelerate.utils import send_to_device
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
@@ -19,7 +18,8 @@ from hf_ga.engine.rehearsal import is_rehearsed
 from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
 from hf_ga.engine.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
-from hf_ga.errors import ProcessFailed
+from hf_ga.errors import DataError, ProcessFailed
+from hf_ga.exact.backend import Backend
 from hf_ga.exact.forward import (
     LossFunction,
     argument_filter,
@@ -59,6 +59,7 @@ class OwnLoop:
         self.engine = engine
         self.model = model
         self.loss_fn = loss_fn
+        self.whole_batch = whole_batch
         self._loss_sums = None if loss_fn is None else LossSums(loss_fn)
         self._whole_batch = None if whole_batch is None else WholeBatch(engine, whole_batch)
         self._slots: list[Slot] = []
@@ -76,6 +77,7 @@ class OwnLoop:
 
         Raises:
             LossNotAdditive: If the loss is not a sum of means, or compares samples.
+            DataError: If the numbers of targets of `loss_fn` add up to 0, but its sums do not.
             UnkeyedRandomness: If random numbers were drawn that cannot be tied to samples.
             OutOfMemory: If a single sample does not fit into memory.
             ProcessFailed: If another rank failed.
@@ -90,11 +92,11 @@ class OwnLoop:
                     gradient = self.engine.gradient
                     is_empty = not gradient.num_targets
                     if is_empty:  # gradients of 0 would let an optimizer decay weights
+                        self._check_no_loss(window)
                         for parameter in parameters:
                             parameter.grad = None
-                return StepResult(
-                    gradient.loss, gradient.num_targets, skipped=is_empty, retries=retries
-                )
+                num_targets = _as_count(gradient.num_targets)
+                return StepResult(gradient.loss, num_targets, skipped=is_empty, retries=retries)
             except TooLarge as error:
                 window.state.max_elements = error.num_elements // 2  # half of what did not fit
             finally:
@@ -118,7 +120,10 @@ class OwnLoop:
             except (ProcessFailed, TooLarge):
                 raise  # on all ranks
             except Exception as error:
-                self.engine.gradient.failure = self._error_to_report(error)
+                failure = self._error_to_report(error)
+                if self.engine.backend.is_sharded:  # the other ranks cannot go on without this one
+                    raise failure from error
+                self.engine.gradient.failure = failure
             if self.engine.finish(can_repeat=True, keeps_sums=False):
                 break
             reason = self.engine.gradient.must_repeat
@@ -130,7 +135,7 @@ class OwnLoop:
 
     def _within_memory_limit(self, window: Window) -> Window:
         """Return a window in micro-batches within its memory limit, which all ranks share."""
-        if window.state.max_elements is None:
+        if window.state.max_elements is None or not self.engine.backend.can_split:
             return window
         window = window.split_to_memory_limit()
         number = self.engine.backend.max_over_ranks(len(window.batches))
@@ -161,6 +166,7 @@ class OwnLoop:
             is_rehearsed=self._rehearsal is not None,
             is_full_batch=self._is_full_batch(window),
             state=window.state,
+            chunk_tree=window.request.chunk_tree,
         )
 
     def _run(self, window: Window) -> None:
@@ -173,15 +179,51 @@ class OwnLoop:
                 self.engine.count_experts(self._slots, request)
         if self._rehearsal is not None:
             self._rehearse(window)
-        for slot in self._slots:
-            self._run_slot(slot, window, is_last=slot is self._slots[-1])
+        index = 0
+        while index < len(self._slots):
+            must_rejoin = False
+            try:
+                self._run_slot(self._slots[index], window, index)
+            except Exception as error:
+                must_rejoin = self._can_rejoin(error)
+                if not must_rejoin:
+                    raise
+            if must_rejoin:  # not in the `except` block, where the traceback still keeps tensors
+                self._rejoin(window, index)
+            else:
+                index += 1
+
+    def _can_rejoin(self, error: Exception) -> bool:
+        """Whether this rank can go on after an error: if it is the first time that memory ran out
+        in the window, under FSDP2, in a micro-batch of several samples.
+        """
+        return (
+            self.engine.backend.can_rejoin
+            and is_out_of_memory(error)
+            and self.engine.gradient.failure is None
+            and len(self.engine.slot.micro_batch) > 1
+        )
+
+    def _rejoin(self, window: Window, index: int) -> None:
+        """Go on under FSDP2 with one sample that adds nothing, in place of a micro-batch that did
+        not fit and of all that follow: the other ranks wait for this one in each of them. All ranks
+        raise the failure at the window's end.
+        """
+        micro_batch = self.engine.slot.micro_batch
+        self.engine.gradient.failure = TooLarge(num_elements(micro_batch))
+        offset = window.offsets_of(micro_batch)[:1]
+        (one_sample,) = window.split([offset]).micro_batches
+        filler = Slot(one_sample, is_filler=True)
+        self._slots[index:] = [filler] * (len(self._slots) - index)
+        self.engine.backend.rejoin(self.model)
+        clear_device_cache(garbage_collection=True)
 
     def _rehearse(self, window: Window) -> None:
         """Run the rehearsal of a window; without it if memory runs out, as it may be larger than
         the micro-batches.
         """
         try:
-            self._run_slot(self._rehearsal, window, is_last=False)
+            self._run_slot(self._rehearsal, window)
             return
         except Exception as error:
             if not is_out_of_memory(error):
@@ -191,27 +233,41 @@ class OwnLoop:
         self.engine.drop_rehearsal()
         clear_device_cache(garbage_collection=True)
 
-    def _run_slot(self, slot: Slot, window: Window, *, is_last: bool) -> None:
-        """Run the forward and backward of a micro-batch."""
+    def _run_slot(self, slot: Slot, window: Window, index: int = -1) -> None:
+        """Run the forward and backward of a micro-batch, the window's n-th, or a rehearsal (-1)."""
         backend = self.engine.backend
         with self.engine.micro_batch(slot, window.request):
-            batch = send_to_device(slot.micro_batch.batch, backend.device, non_blocking=True)
+            batch = backend.place(slot.micro_batch.batch)
             with backend.autocast():
                 outputs = callable_module(self.model)(**argument_filter(self.model)(batch))
-                loss, number = self._loss(outputs, batch, slot)
+                loss, number = self._loss(outputs, batch, index)
             outputs = None  # the graph is freed by the backward, and they would keep logits
-            self.engine.add(loss, number, is_last=is_last)
+            self.engine.add(loss, number, is_last=index == len(self._slots) - 1)
 
-    def _loss(self, outputs: Any, batch: dict[str, Any], slot: Slot) -> tuple[Tensor, float | None]:
+    def _loss(self, outputs: Any, batch: dict[str, Any], index: int) -> tuple[Tensor, float | None]:
         """Return the loss of a micro-batch, and what it is a sum over; None if it is a mean."""
         if self._whole_batch is not None:
-            index = next(i for i, other in enumerate(self._slots) if other is slot)
             return self._whole_batch.part(index, outputs)
         if self._loss_sums is not None:
-            num_samples = len(slot.micro_batch)
+            num_samples = len(self.engine.slot.micro_batch)
             is_checked = self._rehearsal is not None
             return self._loss_sums(outputs, batch, num_samples, is_checked=is_checked)
         return head_loss(outputs), None
+
+    def _check_no_loss(self, window: Window) -> None:
+        """Check that the loss of a window without targets is 0.
+
+        Raises:
+            DataError: If it is not.
+        """
+        loss = float(self.engine.gradient.loss)
+        if self.loss_fn is None or loss == 0:
+            return
+        raise DataError(
+            f"{window.description}: the numbers of targets (or weights) add up to 0, but the sum "
+            f"of the loss is {loss:.4g}, so there is no mean. No weights were changed: remove such "
+            "samples from the dataset, or make the window larger."
+        )
 
     def _error_to_report(self, error: Exception) -> Exception:
         """Return what all ranks raise for an error in a micro-batch."""
@@ -220,9 +276,14 @@ class OwnLoop:
             return error
         backend = self.engine.backend
         micro_batch = slot.micro_batch
-        if len(micro_batch) > 1 and backend.can_split:
+        if len(micro_batch) > 1 and backend.reason_not_to_split is None:
             return TooLarge(num_elements(micro_batch))
         return out_of_memory_error(backend.process_index, micro_batch, backend.reason_not_to_split)
+
+
+def _as_count(number: float) -> int | float:
+    """Return a number of targets as an integer, unless it is a sum of weights."""
+    return int(number) if float(number).is_integer() else number
 
 
 def _within_limit(rehearsal: Slot | None, window: Window) -> Slot | None:
@@ -232,3 +293,49 @@ def _within_limit(rehearsal: Slot | None, window: Window) -> Slot | None:
     offsets = window.offsets_of(rehearsal.micro_batch)
     first, *_ = window.split([offsets]).split_to_memory_limit().micro_batches
     return replace(rehearsal, micro_batch=first)
+
+
+class KeptLoop:
+    """The loop of a model, kept between the calls of a function that computes its windows.
+
+    It is stored as an attribute of the model, because it refers to the model: a table elsewhere
+    would keep the model from being freed.
+    """
+
+    def __init__(self) -> None:
+        """Start without a loop."""
+        self._loop: OwnLoop | None = None
+        self._made_for: tuple[Any, ...] = ()
+
+    def get(
+        self,
+        model: nn.Module,
+        backend: Backend,
+        loss_fn: LossFunction | None,
+        whole_batch: WholeBatchLoss | None,
+        *,
+        allow_split_dependent_randomness: bool,
+    ) -> OwnLoop:
+        """Return the loop of the last call, or a new one if model or loss are others.
+
+        Args:
+            model: The prepared model.
+            backend: How ranks communicate in this call.
+            loss_fn: See `OwnLoop`.
+            whole_batch: See `OwnLoop`.
+            allow_split_dependent_randomness: See `WindowEngine`.
+        """
+        losses = (loss_fn, whole_batch)
+        if self._loop is None or self._made_for != losses or self._loop.model is not model:
+            engine = WindowEngine(lambda: backend, allow_split_dependent_randomness=False)
+            engine.trusts_num_targets = True  # those of loss_fn are checked, see LossSums
+            self._loop = OwnLoop(engine, model, loss_fn, whole_batch)
+            self._made_for = losses
+        engine = self._loop.engine
+        engine.backend = backend
+        engine.draws.allow_unkeyed = allow_split_dependent_randomness
+        return self._loop
+
+    def __reduce__(self) -> tuple:
+        """Pickle and copy it empty: it refers to modules of this model, not of its copy."""
+        return KeptLoop, ()

@@ -2,11 +2,13 @@
 
 They are used for a model that the loop calls once in each micro-batch, with named arguments, and
 whose own loss it passes to `backward`. The first window shows whether it does. Each speed-up is
-tried on one micro-batch, with and without it, and left out if loss or gradient differ. Windows with
-a rehearsal are computed without speed-ups.
+tried on one micro-batch, with and without it, and left out if loss or gradient differ: not under
+FSDP, where that is a collective, but `hf_ga.prepare` tries before it shards. Windows with a
+rehearsal are computed without speed-ups.
 """
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -53,6 +55,23 @@ MULTIPLES = {
     "DivBackward0", "DivBackward1", "MeanBackward0", "MulBackward0", "MulBackward1",
     "ReshapeAliasBackward0", "ToCopyBackward0", "ViewBackward0",
 }  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ChosenSpeedUps:
+    """The speed-ups that passed their trials on a model, for other processes.
+
+    Attributes:
+        names: Their names.
+        left_out: Name of another one -> why it is not used.
+        structure: Structure of the model's arguments in the trials.
+        plain_keys: A term as it is read with speed-ups -> the same term without them.
+    """
+
+    names: tuple[str, ...]
+    left_out: Mapping[str, str]
+    structure: frozenset | None
+    plain_keys: Mapping[TermKey, TermKey]
 
 
 @dataclass(frozen=True)
@@ -112,7 +131,12 @@ class SpeedUps:
 
     @contextmanager
     def window(
-        self, models: Sequence[nn.Module], gradient: WindowGradient, *, is_rehearsed: bool
+        self,
+        models: Sequence[nn.Module],
+        gradient: WindowGradient,
+        *,
+        is_rehearsed: bool,
+        is_ordered: bool = False,
     ) -> Iterator[None]:
         """Observe the forwards of a window, and use speed-ups in them.
 
@@ -120,16 +144,18 @@ class SpeedUps:
             models: The prepared models that are trained.
             gradient: The window's gradient.
             is_rehearsed: Whether samples of the window are compared with their rehearsal.
+            is_ordered: Whether the window has the same bits on any number of processes, which try
+                different micro-batches.
         """
         model = unwrapped(models[0]) if len(models) == 1 else None
         if model is not self._model:
             self._reset(model)
         self._gradient = gradient
         self._num_windows += 1
-        self._may_use = (
-            self._num_windows > 1 and not is_rehearsed and not gradient.backend.is_sharded
-        )
-        if not (self.used or self._untried) or gradient.backend.is_sharded:
+        self._may_use = self._num_windows > 1 and not is_rehearsed
+        if gradient.backend.is_sharded or is_ordered:
+            self._untried = []
+        if not (self.used or self._untried):
             yield
             return
         with ExitStack() as stack:
@@ -245,6 +271,38 @@ class SpeedUps:
 
     # Choice
 
+    def chosen(self) -> ChosenSpeedUps:
+        """Return what passed the trials."""
+        names = tuple(speed_up.name for speed_up in self.used)
+        return ChosenSpeedUps(names, dict(self.left_out), self._structure, dict(self._plain_keys))
+
+    def adopt(self, model: nn.Module, chosen: ChosenSpeedUps) -> None:
+        """Use what passed the trials of another process on the same model.
+
+        Args:
+            model: The model of this process, which may have no weights yet.
+            chosen: What passed there.
+        """
+        self._reset(model)
+        self._num_windows = 1
+        for speed_up in self._untried:
+            if speed_up.name in chosen.names:
+                speed_up.attach(model, self._draws, reads_logits=False, has_router=False)
+                self.used.append(speed_up)
+        self._untried = []
+        self.left_out = dict(chosen.left_out)
+        self._structure = chosen.structure
+        self._plain_keys = dict(chosen.plain_keys)
+
+    def after_compiling(self) -> None:
+        """Leave out what does not work in compiled layers, if the model was compiled after the
+        trials.
+        """
+        if self._model is not None and compiled_modules(self._model):
+            hooked = [s for s in self.used if isinstance(s, Packing | FusedAttention)]
+            if hooked:
+                self._leave_out(hooked, "the model's layers were compiled")
+
     def _give_up(self, reason: str) -> None:
         """Use no speed-ups from now on."""
         if self._current:
@@ -277,7 +335,6 @@ class SpeedUps:
                     fitting.append(speed_up)
         if not fitting:
             return
-        self._structure = self._structure or structure_of(call.batch)
         self._untried = [speed_up for speed_up in self._untried if speed_up not in fitting]
         is_low = any(p.dtype in LOW_PRECISION for p in self._gradient.parameters)
         tolerance = LOW_PRECISION_TOLERANCE if is_low else TOLERANCE
@@ -285,6 +342,10 @@ class SpeedUps:
         try:
             with self._trial_mode(nullcontext() if is_low else full_precision(self._model)):
                 plain = self._compute(call, [])
+                if not math.isfinite(plain.result.loss):  # no targets, which shows nothing
+                    self._untried += fitting
+                    return
+                self._structure = self._structure or structure_of(call.batch)
                 for speed_up in fitting:
                     reason = self._rejection_reason(speed_up, call, plain, tolerance)
                     if reason is None:

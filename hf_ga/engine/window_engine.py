@@ -37,6 +37,7 @@ from hf_ga.engine.slots import Slot
 from hf_ga.engine.speed_ups import SpeedUps
 from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.backend import Backend
+from hf_ga.exact.chunks import ChunkTree
 from hf_ga.exact.fetch import WindowRequest
 from hf_ga.exact.forward import (
     argument_filter,
@@ -50,6 +51,7 @@ from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.logs import get_logger
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.masks import sample_keys, window_key
+from hf_ga.exact.precision import check_trainable
 from hf_ga.exact.window import LoaderState
 
 logger = get_logger(__name__)
@@ -133,6 +135,7 @@ class WindowEngine:
         goes_on: bool = False,
         keeps_rehearsal: bool = False,
         state: LoaderState | None = None,
+        chunk_tree: ChunkTree | None = None,
     ) -> None:
         """Begin a window, or begin it again.
 
@@ -146,6 +149,10 @@ class WindowEngine:
                 hand.
             keeps_rehearsal: Whether the micro-batch so far was a rehearsal of this window.
             state: What windows of its loader share. It learns here whether they must be padded.
+            chunk_tree: For same bits, the tree over the micro-batches of the window.
+
+        Raises:
+            ConfigError: If the models cannot be trained exactly.
         """
         self.leave_window()
         self._models = list(models)
@@ -154,11 +161,12 @@ class WindowEngine:
         self._state = state
         parameters = list(parameters)
         if self.gradient is None or self.gradient.parameters != parameters:
+            check_trainable(models, parameters)
             self.gradient = WindowGradient(self.backend, parameters)
             self.gradient.checks.trusts_numbers = self.trusts_num_targets
-        elif not goes_on:
+        if not goes_on:
             self.gradient.backend = self.backend
-            self.gradient.begin()
+            self.gradient.begin(chunk_tree)
         backend = self.backend
         self.gradient.num_micro_batches = num_slots * backend.num_processes
         for model in models:
@@ -180,7 +188,10 @@ class WindowEngine:
             recording = self._recorder.recording(bare_models, with_submodules=not is_traced)
             self._window_contexts.enter_context(recording)
         speed_ups = self.speed_ups.window(
-            models, self.gradient, is_rehearsed=self._rehearsal is not None
+            models,
+            self.gradient,
+            is_rehearsed=self._rehearsal is not None,
+            is_ordered=chunk_tree is not None,
         )
         self._window_contexts.enter_context(speed_ups)
 
@@ -218,6 +229,7 @@ class WindowEngine:
                 "and put the loop's body into `with accelerator.accumulate(model):`."
             )
         self._router = router
+        self.gradient.has_parts = True
         run = partial(self.first_pass, slots, request, forward or self._call_models)
         router.count_window(self.gradient.backend, slots, run)
 
@@ -318,6 +330,7 @@ class WindowEngine:
         self.num_adds = 0
         self._request = request
         self._recorder.clear()
+        self.backend.begin_micro_batch()
         device = self.backend.device
         keys = sample_keys(request.seed, request.epoch, slot.micro_batch.positions)
         key_of_window = window_key(request.seed, request.epoch, request.index)
@@ -381,6 +394,8 @@ class WindowEngine:
         if part is not None:
             with self.speed_ups.in_backward():
                 self.gradient.add_part(part, loss, readings, retain_graph=retain_graph, sync=sync)
+        if slot.is_counted:
+            self.gradient.end_micro_batch()
         self.draws.after_backward()
 
     def _part_of_router(self) -> Tensor | None:

@@ -13,11 +13,12 @@ from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, reduce
+from accelerate.utils import DistributedType, reduce, send_to_device
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, ProcessFailed
@@ -174,6 +175,13 @@ class Backend:
         The engine calls it if `can_rejoin`, so that this rank takes part in the collectives that
         the other ranks wait for. A no-op for other backends.
         """
+
+    def place(self, batch: Any) -> Any:
+        """Return a batch of the host on the device."""
+        return send_to_device(batch, self.device, non_blocking=True)
+
+    def begin_micro_batch(self) -> None:
+        """Prepare for the forwards and backwards of a micro-batch."""
 
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Return a context for one forward and backward, in which gradients may be all-reduced.
@@ -382,7 +390,7 @@ class Backend:
 
 
 class LocalBackend(Backend):
-    """Communication backend for the proof's trial batches: this process alone, no accelerator.
+    """The backend of this process alone, without an accelerator: to try a loss before training.
 
     Forwards run in the precision of the caller, without a loss scale.
 
@@ -392,30 +400,26 @@ class LocalBackend(Backend):
 
     has_loss_scale = False
     is_mixed = False
-    reason_not_to_split = (
-        "It is one of the few samples of the proof: lower max_length, or turn on "
-        "gradient_checkpointing"
-    )
 
     def __init__(self, device: torch.device) -> None:
-        """Set up a backend of a single process on a device, for the proof's trial batches."""
+        """Set up a backend of a single process on a device."""
         self.device = device
         self.num_processes = 1
         self.process_index = 0
 
     def autocast(self) -> AbstractContextManager[None]:
-        """Return a no-op context: the proof's trial batches run under the caller's autocast."""
+        """Return a context that does nothing: the precision is that of the caller."""
         return nullcontext()
 
     def begin(self, model: nn.Module, loss: Loss) -> None:
-        """Do nothing before the proof's trial batches: there is no DDP reducer to reset."""
+        """Do nothing before a window: there is no DDP reducer to reset."""
 
     def scaled(self, tensor: Tensor) -> Tensor:
-        """Return the tensor itself: the proof's trial batches have no loss scale of fp16."""
+        """Return the tensor itself: there is no loss scale."""
         return tensor
 
     def all_reduce(self, tensor: Tensor, status: RankStatus) -> Tensor:
-        """Return the tensor itself: the proof's trial batches run on this rank alone."""
+        """Return the tensor itself: there is one process."""
         return tensor
 
 

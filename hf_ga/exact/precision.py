@@ -3,10 +3,11 @@ with it; the dtypes of sums.
 """
 
 import inspect
+from collections.abc import Sequence
 
 import torch
 from accelerate import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError
 
@@ -77,6 +78,41 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigError(
             "SparseAdam needs sparse gradients, but those of a window are dense tensors: use Adam "
             "or AdamW."
+        )
+
+
+def check_trainable(models: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> None:
+    """Check that models can be trained exactly, whatever their loss is.
+
+    Args:
+        models: The models.
+        parameters: The trainable parameters, of the models and beside them.
+
+    Raises:
+        ConfigError: If no parameter is trainable, some are fp16 or bf16, or layers have sparse
+            gradients.
+    """
+    if not parameters:
+        raise ConfigError(
+            "no parameter of the model is trainable: set requires_grad=True for some."
+        )
+    low_precision = {str(p.dtype) for p in parameters if p.dtype in LOW_PRECISION}
+    if low_precision:
+        raise ConfigError(
+            "trainable parameters must be float32, but some are "
+            f"{', '.join(sorted(low_precision))}, which rounds small updates away: call "
+            "model.float(), or load it with dtype=torch.float32."
+        )
+    sparse = [
+        name
+        for model in models
+        for name, module in model.named_modules()
+        if getattr(module, "sparse", False) is True
+    ]
+    if sparse:
+        raise ConfigError(
+            f"gradients must be dense tensors, but {', '.join(sparse)} has sparse ones: use "
+            "sparse=False."
         )
 
 

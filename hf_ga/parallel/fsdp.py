@@ -131,10 +131,13 @@ class ShardedBackend(Backend):
         """
         self._counter.prepare_repetition(model)
 
+    def begin_micro_batch(self) -> None:
+        """Reset the count of the collectives of a micro-batch."""
+        self._counter.start_micro_batch()
+
     def sync(self, model: nn.Module, is_last: bool) -> AbstractContextManager[None]:
         """Return the context manager for the forward and backward of one micro-batch, which decides
-        whether FSDP reduces the gradients in this backward. Also resets the count of the
-        micro-batch's collectives.
+        whether FSDP reduces the gradients in this backward.
 
         Gradients are reduced in the last backward of a window. They are reduced in every backward
         with Accelerate's `sync_each_batch`, and under FSDP1 in half precision, because FSDP1 would
@@ -144,7 +147,6 @@ class ShardedBackend(Backend):
             model: The prepared model.
             is_last: Whether it is the last micro-batch of the window.
         """
-        self._counter.start_micro_batch()
         is_each = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
         if is_last or is_each or self._accumulates_in_low_precision():
             if hasattr(model, "set_requires_gradient_sync"):

@@ -8,21 +8,68 @@ processes, and models without persistent buffers.)
 
 import warnings
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.fsdp import CPUOffloadPolicy
 
-from hf_ga.errors import ConfigError
+from hf_ga.errors import ConfigError, HfGaError, ProcessFailed
 from hf_ga.exact.override import override
 from hf_ga.parallel.fsdp import is_sharded, unwrapped_name
 from hf_ga.parallel.processes import raise_on_all_ranks
+
+# What the main process computes for all may take longer than the usual timeout of collectives. If
+# it ends, the others stop waiting.
+TIMEOUT = timedelta(days=1)
+Result = TypeVar("Result")
+
+
+def result_of_main(accelerator: Accelerator, compute: Callable[[], Result]) -> Result:
+    """Return on all processes what a function returns on the main process, which alone holds the
+    model's weights. A collective.
+
+    Args:
+        accelerator: The accelerator of the run.
+        compute: The function; what it returns can be pickled.
+
+    Raises:
+        HfGaError: If the function raised it; on all processes.
+        ProcessFailed: On the other processes, if it raised any other error.
+    """
+    group = dist.new_group(backend="gloo", timeout=TIMEOUT)
+    outcome: list[Any] = [None]
+    failure: Exception | None = None
+    if accelerator.is_main_process:
+        try:
+            outcome = [compute()]
+        except Exception as error:
+            failure = error
+            outcome = [_error_for_other_processes(error)]
+    dist.broadcast_object_list(outcome, src=0, group=group)
+    dist.destroy_process_group(group)
+    if failure is not None:
+        raise failure
+    if isinstance(outcome[0], Exception):
+        raise outcome[0]
+    return outcome[0]
+
+
+def _error_for_other_processes(error: Exception) -> HfGaError:
+    """Return the error that the other processes raise: the same one if it is an error of hf_ga,
+    which can be pickled.
+    """
+    if isinstance(error, HfGaError):
+        return error
+    return ProcessFailed(f"process 0 failed: {type(error).__name__}: {error}")
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ class _WatchedOutputs:
 
     def __getattribute__(self, name: str) -> Any:
         """Read an attribute: any but the loss is reported."""
-        if name not in ("loss", "__class__", "__dict__"):
+        if name not in ("loss", "get", "__class__", "__dict__"):
             _open(self)
         return object.__getattribute__(self, name)
 
@@ -72,6 +72,10 @@ class _WatchedOutputs:
         if key == "loss" or is_first_loss:
             return dict.__getitem__(self, "loss")
         return _open(self)[key]
+
+    def get(self, name: Any, default: Any = None) -> Any:
+        """Read an entry by name: any but the loss is reported."""
+        return dict.get(self if name == "loss" else _open(self), name, default)
 
     def __contains__(self, name: Any) -> bool:
         """Return whether there is an output of this name."""

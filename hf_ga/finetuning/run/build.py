@@ -1,5 +1,5 @@
-"""Build a run from a configuration and prepared data: model, proof, optimizer, schedule,
-windows.
+"""Build a run from a configuration and prepared data: model, optimizer, schedule, windows, and a
+trial of the loss.
 """
 
 import math
@@ -19,9 +19,7 @@ from transformers import get_scheduler
 from hf_ga.embedding.model import EmbeddingModel
 from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import LossFunction, restored_modes, unwrapped
-from hf_ga.exact.rule import Rule
 from hf_ga.exact.stream_loader import StreamLoader
-from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.finetuning.data.data import PreparedData, prepare_data
 from hf_ga.finetuning.data.files import is_pattern
 from hf_ga.finetuning.data.options import as_list
@@ -48,12 +46,11 @@ from hf_ga.finetuning.run.readers import make_reader
 from hf_ga.finetuning.run.report import print_fact
 from hf_ga.finetuning.run.run import Run, Setup
 from hf_ga.finetuning.run.train_windows import train_windows
-from hf_ga.parallel.main_proof import prove_where_weights_are
 from hf_ga.parallel.main_weights import loads_on_main
 from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.speed.compiling import compile_layers
-from hf_ga.training import NUM_PROOF_SAMPLES, prepare, prove_targets
+from hf_ga.training import NUM_TRIED_SAMPLES, LossSettings, prepare_with, try_before
 
 # Flags whose value is a path, of which only the name must be equal when a run is resumed.
 LOCATIONS = (
@@ -224,9 +221,8 @@ def _check_new_rows(model: nn.Module) -> None:
 
 
 def build_run(setup: Setup) -> Run:
-    """Build a fine-tuning run: its windows, model, optimizer and schedule, after a test of what the
-    model's loss averages over. Model and optimizer are prepared for training. All processes must
-    call it.
+    """Build a fine-tuning run: its windows, model, optimizer and schedule. The loss is tried on a
+    few samples. Model and optimizer are prepared for training. All processes must call it.
 
     Args:
         setup: The configuration, accelerator and data of the run.
@@ -237,18 +233,18 @@ def build_run(setup: Setup) -> Run:
     """
     config = setup.config
     accelerator = setup.accelerator
-    loss = chosen_loss(setup)
-    eval_loss = evaluation_loss(setup)
     windows = train_windows(setup)  # checks sizes before the model is built
     model = build_model(setup)
     if config.torch_compile:
         compile_layers(model)
     _print_size(setup, model)
-    allowed = config.allow_split_dependent_randomness
-    prove = partial(prove_on_split, setup, model, "train", allowed)
-    eval_rule = prove(**eval_loss)
-    rule = eval_rule if loss == eval_loss else prove(**loss)
-    windows.state.pad_to_window = rule.pad_to_window
+    settings = LossSettings(
+        **chosen_loss(setup),
+        allow_split_dependent_randomness=config.allow_split_dependent_randomness,
+    )
+    samples = samples_to_try(setup.data, "train")
+    loss_facts = try_before(accelerator, model, samples, setup.data.collate, settings)
+    windows.state.pad_to_window = loss_facts.pad_to_window
     max_windows = NO_LIMIT
     if config.max_steps is None:
         max_windows = math.ceil(config.num_train_epochs * len(windows))
@@ -260,14 +256,7 @@ def build_run(setup: Setup) -> Run:
     if accelerator.is_main_process:
         identity = _identity(setup, model, windows.layout.window_size)
     identity = broadcast_from_main(accelerator, identity)
-    model, optimizer = prepare(
-        accelerator,
-        model,
-        optimizer,
-        **loss,
-        allow_split_dependent_randomness=allowed,
-        rule=rule,
-    )
+    model, optimizer = prepare_with(accelerator, model, optimizer, settings)
     steps_per_epoch = max_steps
     if not isinstance(windows, StreamLoader):  # a stream has no length
         steps_per_epoch = min(len(windows), max_steps)
@@ -277,48 +266,14 @@ def build_run(setup: Setup) -> Run:
         optimizer=optimizer,
         scheduler=scheduler,
         windows=windows,
-        rule=rule,
-        evaluate=partial(evaluate_split, setup, model, eval_rule),
+        loss_facts=loss_facts,
+        evaluate=partial(evaluate_split, setup, model),
         max_windows=max_windows,
         max_steps=max_steps,
         eval_steps=config.eval_steps or steps_per_epoch,
         save_steps=config.save_steps or steps_per_epoch,
         identity=identity,
     )
-
-
-def prove_on_split(
-    setup: Setup,
-    model: nn.Module,
-    split: str,
-    allow_split_dependent_randomness: bool,
-    loss_fn: LossFunction | None = None,
-    whole_batch: WholeBatchLoss | None = None,
-) -> Rule:
-    """Test on a few samples of a run's split what the model's loss averages over, and return the
-    result. All processes must call it.
-
-    Args:
-        setup: The setup of the run.
-        model: The model, in training mode.
-        split: The split of the samples.
-        allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
-        loss_fn: See `hf_ga.prepare`.
-        whole_batch: See `hf_ga.prepare`.
-
-    Raises:
-        See `hf_ga.prove_targets`.
-    """
-    prove = partial(
-        prove_targets,
-        model,
-        proof_samples(setup.data, split),
-        setup.data.collate,
-        loss_fn=loss_fn,
-        whole_batch=whole_batch,
-        allow_split_dependent_randomness=allow_split_dependent_randomness,
-    )
-    return prove_where_weights_are(setup.accelerator, model, prove, (loss_fn, whole_batch))
 
 
 def _print_size(setup: Setup, model: Any) -> None:
@@ -450,7 +405,7 @@ def _frozen_sha256(model: nn.Module) -> str:
 
 def chosen_loss(setup: Setup) -> dict[str, Any]:
     """Return the training loss that a run's flags choose, as a keyword argument of `hf_ga.prepare`
-    and `hf_ga.prove_targets`: `whole_batch` for embeddings, else `loss_fn`.
+    and `LossSettings`: `whole_batch` for embeddings, else `loss_fn`.
     """
     if setup.data.task.labels == "pairs":
         return {"whole_batch": window_loss(setup.config, setup.data)}
@@ -509,16 +464,13 @@ def _cross_entropy(
     return None
 
 
-def evaluate_split(
-    setup: Setup, model: nn.Module, rule: Rule, split: str = "validation"
-) -> dict[str, float]:
+def evaluate_split(setup: Setup, model: nn.Module, split: str = "validation") -> dict[str, float]:
     """Evaluate a run's model on a split, and call the user's `on_evaluate`. All processes must call
     it.
 
     Args:
         setup: The setup of the run.
         model: The prepared model.
-        rule: What `prove_on_split` found out about the loss of evaluations.
         split: The split to evaluate.
 
     Returns:
@@ -532,14 +484,15 @@ def evaluate_split(
         accelerator=setup.accelerator,
         batch_size=setup.config.per_device_eval_batch_size,
         lengths=data.splits[split]["length"][:],
-        rule=rule,
         same_bits=setup.config.same_bits is not None,
     )
     prefix = "eval_" if split == "validation" else f"{split}_"
     if data.task.labels == "pairs":
-        found = evaluate_embeddings(setup, model, windows, rule, split)
+        found = evaluate_embeddings(setup, model, windows, split)
     else:
-        found = evaluate(setup.accelerator, model, windows, rule, make_reader(setup, model, split))
+        reader = make_reader(setup, model, split)
+        loss = evaluation_loss(setup)
+        found = evaluate(setup.accelerator, model, windows, **loss, reader=reader)
     results = {prefix + name.removeprefix("eval_"): value for name, value in found.items()}
     if setup.on_evaluate is not None:
         with torch.no_grad(), restored_modes(model):
@@ -547,9 +500,9 @@ def evaluate_split(
     return results
 
 
-def proof_samples(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:
-    """Return the samples on which a fine-tuning run tests its model's loss. They are spread over
-    the whole range of lengths, so that the test shows whether padding affects the loss, and none
+def samples_to_try(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:
+    """Return the samples on which a fine-tuning run tries its model's loss. They are spread over
+    the whole range of lengths, so that the trial shows whether padding affects the loss, and none
     has weight 0.
 
     Args:
@@ -557,14 +510,14 @@ def proof_samples(data: PreparedData, split: str) -> Sequence[dict[str, Any]]:
         split: The split to take them from.
 
     Returns:
-        At most `NUM_PROOF_SAMPLES` samples, sorted by length.
+        At most `NUM_TRIED_SAMPLES` samples, sorted by length.
     """
     dataset = data.splits[split]
     by_length = np.argsort(np.asarray(dataset["length"][:]), kind="stable")
     if "weight" in dataset.column_names:
         weights = np.asarray(dataset["weight"][:])
         by_length = by_length[weights[by_length] > 0]
-    count = min(NUM_PROOF_SAMPLES, len(by_length))
+    count = min(NUM_TRIED_SAMPLES, len(by_length))
     spread = np.linspace(0, len(by_length) - 1, count).astype(int)
     samples = data.samples(split)
     return [samples[int(i)] for i in by_length[spread]]

@@ -25,9 +25,7 @@ from hf_ga.finetuning.run.build import (
     build_model,
     build_run,
     evaluate_split,
-    evaluation_loss,
     prepare_setup,
-    prove_on_split,
 )
 from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.config_checks import check_one_of
@@ -57,16 +55,6 @@ from hf_ga.recovery.lock import only_run_in
 from hf_ga.recovery.versions import machine, versions
 
 NUM_CLASSES = 20  # whose rows and weights are printed, at most; summary.json has all weights
-# Names of counting rules in plain words.
-TARGETS = {
-    "shifted labels": "each token after the first, unless its label is -100",
-    "labels": "each label, unless it is -100",
-    "samples": "each sample",
-    "attended tokens": "each token of the attention mask",
-    "positive labels": "each label greater than 0",
-    "loss_fn": "counted by loss_fn",
-    "whole_batch": "each sample, compared with all samples of its window",
-}
 
 
 def finetune(
@@ -186,8 +174,8 @@ def _train(
             accelerator, Path(config.output_dir), config.resume_from_checkpoint
         )
     run = build_run(setup)
-    counting = f"{run.rule.name}, width {run.rule.pad_to_window}"
-    check_agreement(accelerator, "count of targets", counting)
+    found = f"{run.loss_facts.terms}, width {run.loss_facts.pad_to_window}"
+    check_agreement(accelerator, "loss", found)
     _print_plan(run)
     progress = resume(run, checkpoint) if checkpoint else Progress()
     _check_own_metric(run)
@@ -249,22 +237,18 @@ def _list_classes(items: Iterable[str]) -> str:
 
 
 def _print_plan(run: Run) -> None:
-    """Print, in the log of a fine-tuning run, how its windows are computed: layout, targets,
-    dropout, precision, padding, bits and speed-ups.
+    """Print, in the log of a fine-tuning run, how its windows are computed: layout, loss, draws,
+    precision, padding, bits and speed-ups.
     """
-    rule = run.rule
+    facts = run.loss_facts
     accelerator = run.accelerator
-    targets = TARGETS.get(rule.name, rule.name)
-    dropout = "none"
-    if rule.dropout.sites:
-        num_sites = len(rule.dropout.sites)
-        dropout = f"{num_sites} sites; masks depend only on seed, epoch and sample"
-    speed_ups = ", ".join(speed_up.name for speed_up in rule.speed_ups) or "none"
+    draws = "none"
+    if facts.draws:
+        draws = f"{', '.join(facts.draws)}; they depend only on seed, epoch and sample"
+    speed_ups = ", ".join(facts.speed_ups.names) or "none"
     print_fact(accelerator, "layout", run.windows.layout)
-    print_fact(
-        accelerator, "targets", f"{targets}; relative error in the proof {rule.residual:.0e}"
-    )
-    print_fact(accelerator, "dropout", dropout)
+    print_fact(accelerator, "loss", *facts.terms)
+    print_fact(accelerator, "draws", draws)
     print_fact(accelerator, "precision", precision_name(accelerator))
     print_fact(accelerator, "padding", _describe_padding(run))
     if run.config.same_bits:
@@ -281,7 +265,7 @@ def _describe_padding(run: Run) -> str:
     max_tokens = run.windows.splitter.planner.max_tokens
     line = f"{ratio:.2f} times the real tokens; at most {max_tokens:,} per micro-batch, padding "
     line += "included"
-    if run.rule.pad_to_window:
+    if run.loss_facts.pad_to_window:
         line += "; every micro-batch as wide as its window"
     return line
 
@@ -395,7 +379,7 @@ def _summary(
         "micro_batches_without_speed_ups": state.num_plain,
         "precision": precision_name(run.accelerator),
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
-        "targets": str(run.rule),
+        "loss": list(run.loss_facts.terms),
         "data": run.data.description,
         "data_facts": run.data.notes,
         "labels": run.data.labels,
@@ -437,18 +421,12 @@ def _evaluate_only(setup: Setup) -> dict[str, Any]:
         "data": setup.data.description,
         "class_weights": setup.class_weights or None,
     }
-    loss = evaluation_loss(setup)
-    # Only what the loss averages over matters here: evaluations draw no dropout.
-    rules = {
-        split: prove_on_split(setup, model, split, allow_split_dependent_randomness=True, **loss)
-        for split in setup.data.splits
-    }
     unused_optimizer = torch.optim.SGD(model.parameters())  # FSDP2 needs one to prepare a model
     model, _ = prepare(accelerator, model, unused_optimizer)
     if accelerator.is_main_process:
         setup.output_dir.mkdir(parents=True, exist_ok=True)
-    for split, rule in rules.items():
-        results |= evaluate_split(setup, model, rule, split)
+    for split in setup.data.splits:
+        results |= evaluate_split(setup, model, split)
     print_results(accelerator, results)
     write_predictions(setup, model)
     results["precision"] = precision_name(accelerator)

@@ -10,7 +10,7 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import EvalPrediction, PretrainedConfig
 
-from hf_ga.exact.rule import Rule
+from hf_ga.engine.trial import LossFacts
 from hf_ga.exact.stream_loader import StreamLoader
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.finetuning.data.data import PreparedData, Unlabelled
@@ -99,8 +99,8 @@ class Run(Setup):
         optimizer: The prepared optimizer.
         scheduler: The schedule of the learning rate.
         windows: The loader of the training windows.
-        rule: The result of the tests before training: which targets the loss averages over, and
-            which speed-ups and dropout sites the model has.
+        loss_facts: What was found out about the loss before training: what it averages over, which
+            draws belong to samples, which speed-ups are used.
         evaluate: Function from the name of a split (default: the validation split) to its loss and
             metrics, such as `eval_loss` or `test_accuracy`.
         max_windows: Number of windows after which training ends.
@@ -114,7 +114,7 @@ class Run(Setup):
     optimizer: torch.optim.Optimizer
     scheduler: torch.optim.lr_scheduler.LRScheduler
     windows: WindowLoader | StreamLoader
-    rule: Rule
+    loss_facts: LossFacts
     evaluate: Callable[..., dict[str, float]]
     max_windows: int
     max_steps: int

@@ -1,0 +1,140 @@
+"""Tries a model's loss on a few samples before training: whether it is read, whether its samples
+compare themselves, whether padding matters, and which speed-ups change nothing.
+
+    facts = try_loss(loop, samples, collate_fn)
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_ga.engine.own_loop import OwnLoop
+from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS
+from hf_ga.engine.speed_ups import ChosenSpeedUps
+from hf_ga.exact.batches import IGNORED_LABEL, sample_length
+from hf_ga.exact.fetch import Fetcher, WindowRequest
+from hf_ga.exact.forward import restored_buffers, restored_modes
+from hf_ga.exact.generators import preserved_random_states
+from hf_ga.exact.window import Window
+
+NUM_SAMPLES = 6  # in a trial, in two micro-batches
+
+
+@dataclass(frozen=True)
+class LossFacts:
+    """What is known about a model's loss from a few samples.
+
+    Attributes:
+        terms: Each term of the loss in words: what it averages over, and where it is computed.
+        draws: Random functions whose numbers belong to samples: name -> where they are called.
+        pad_to_window: Whether all micro-batches must be padded to their window's longest sample.
+        speed_ups: The speed-ups that changed neither loss nor gradient.
+    """
+
+    terms: tuple[str, ...]
+    draws: Mapping[str, str]
+    pad_to_window: bool
+    speed_ups: ChosenSpeedUps
+
+
+def try_loss(
+    loop: OwnLoop, samples: Sequence[Any], collate_fn: Callable[[list[Any]], Any]
+) -> LossFacts:
+    """Compute some samples as a window with a rehearsal, then a micro-batch with each speed-up.
+
+    Model, gradients and random states are as before afterwards.
+
+    Args:
+        loop: The loop that will train the model, which is not wrapped yet. What it learns here, it
+            keeps.
+        samples: Some samples of the dataset.
+        collate_fn: A function (list of samples) -> arguments of the model.
+
+    Raises:
+        LossNotAdditive, UnkeyedRandomness, DataError, OutOfMemory: See `OwnLoop.add_gradients`.
+    """
+    window = _trial_window(samples, collate_fn)
+    engine = loop.engine
+    with _unchanged(loop):
+        loop.add_gradients(window)
+        terms = _terms_of(loop)
+        window.state.num_split = NUM_FIRST_WINDOWS  # the next one has no rehearsal
+        first, *_ = window.request.micro_batches
+        loop.add_gradients(window.split([first]))
+    return LossFacts(
+        terms=terms,
+        draws=dict(engine.draws.places),
+        pad_to_window=window.state.pad_to_window,
+        speed_ups=engine.speed_ups.chosen(),
+    )
+
+
+def _terms_of(loop: OwnLoop) -> tuple[str, ...]:
+    """Return the terms of the loss of the last window in words."""
+    if loop.whole_batch is not None:
+        return ("whole_batch, of all samples of a window",)
+    if loop.loss_fn is not None:
+        return ("loss_fn, the sum over its number of targets",)
+    followed = loop.engine.gradient.checks.followed
+    names: dict[str, None] = {}
+    for reading in loop.engine.gradient.readings:
+        name = reading.name.split(", factor")[0]
+        kinds = " or ".join(sorted(followed.get(reading.key, ())))
+        names[f"{name} over {kinds}" if kinds else name] = None
+    return tuple(names)
+
+
+def _trial_window(samples: Sequence[Any], collate_fn: Callable[[list[Any]], Any]) -> Window:
+    """Return a window of some samples, from the shortest to the longest, with targets if possible.
+
+    Each of its two micro-batches has short and long ones.
+    """
+    candidates = [index for index, sample in enumerate(samples) if _has_target(sample)]
+    candidates = candidates or list(range(len(samples)))
+    by_length = sorted(candidates, key=lambda index: sample_length(samples[index]))
+    number = min(NUM_SAMPLES, len(by_length))
+    spread = np.linspace(0, len(by_length) - 1, number).astype(int)
+    offsets = np.arange(number)
+    micro_batches = [part for part in (offsets[::2], offsets[1::2]) if len(part)]
+    request = WindowRequest(
+        seed=0,
+        epoch=0,
+        index=0,
+        positions=offsets,
+        sample_ids=np.array([by_length[index] for index in spread], np.int64),
+        micro_batches=micro_batches,
+        pad_to_window=False,
+        max_micro_batches=len(micro_batches),
+    )
+    fetcher = Fetcher(samples, collate_fn)
+    return Window(request, fetcher, fetcher[request])
+
+
+def _has_target(sample: Any) -> bool:
+    """Whether a sample has a label that counts, as far as is known."""
+    labels = sample.get("labels") if isinstance(sample, Mapping) else None
+    if labels is None:
+        return True
+    try:
+        return bool((torch.as_tensor(labels) != IGNORED_LABEL).any())
+    except (TypeError, ValueError, RuntimeError):
+        return True  # no numbers
+
+
+@contextmanager
+def _unchanged(loop: OwnLoop) -> Iterator[None]:
+    """Train in the block, and leave the model as it was."""
+    model = loop.model
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    with preserved_random_states(), restored_modes(model), restored_buffers(model):
+        if not model.training:
+            model.train()
+        try:
+            yield
+        finally:
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
