@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from hf_ga.exact.batches import MicroBatch as MicroBatch
     from hf_ga.exact.plan_batch import BatchPlan as BatchPlan
     from hf_ga.exact.plan_batch import plan_batch as plan_batch
-    from hf_ga.exact.rule import Rule as Rule
     from hf_ga.exact.stream_loader import StreamLoader as StreamLoader
     from hf_ga.exact.update import StepResult as StepResult
     from hf_ga.exact.window import Window as Window
@@ -44,7 +43,6 @@ if TYPE_CHECKING:
     from hf_ga.trainer.exact_trainer import ExactTrainerMixin as ExactTrainerMixin
     from hf_ga.training import backward_window as backward_window
     from hf_ga.training import prepare as prepare
-    from hf_ga.training import prove_targets as prove_targets
     from hf_ga.training import train_step as train_step
 
 # public name -> its module: a new name is one line here, and its import above.
@@ -69,7 +67,6 @@ _MODULES = {
     "NonFinite": "hf_ga.errors",
     "OutOfMemory": "hf_ga.errors",
     "Pipeline": "hf_ga.parallel.pipeline",
-    "Rule": "hf_ga.exact.rule",
     "RunStopped": "hf_ga.errors",
     "StepResult": "hf_ga.exact.update",
     "StreamLoader": "hf_ga.exact.stream_loader",
@@ -84,7 +81,6 @@ _MODULES = {
     "plan_batch": "hf_ga.exact.plan_batch",
     "prepare": "hf_ga.training",
     "prepare_pipeline": "hf_ga.parallel.pipeline",
-    "prove_targets": "hf_ga.training",
     "train_step": "hf_ga.training",
 }
 

@@ -15,7 +15,7 @@ def backward_window(
 ) -> hf_ga.StepResult:
     """`hf_ga.backward_window` of a model that another accelerator may have prepared.
 
-    given: what `hf_ga.prepare` takes: loss_fn, rule, allow_split_dependent_randomness.
+    given: what `hf_ga.prepare` takes: loss_fn, allow_split_dependent_randomness.
     """
     remember(accelerator, model, LossSettings(**given))
     return hf_ga.backward_window(accelerator, model, window)
@@ -27,7 +27,6 @@ def train_step(
     optimizer: torch.optim.Optimizer,
     window: hf_ga.Window,
     *,
-    rule: hf_ga.Rule | None = None,
     loss_fn: Any = None,
     allow_split_dependent_randomness: bool = False,
     **options: Any,
@@ -36,7 +35,6 @@ def train_step(
     given = LossSettings(
         loss_fn=loss_fn,
         allow_split_dependent_randomness=allow_split_dependent_randomness,
-        rule=rule,
     )
     remember(accelerator, model, given)
     return hf_ga.train_step(accelerator, model, optimizer, window, **options)

@@ -30,7 +30,7 @@ from hf_ga.exact.forward import (
 )
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.finetuning.run.adapters import is_lora, keep_4_bit_layout
-from hf_ga.finetuning.run.build import proof_samples
+from hf_ga.finetuning.run.build import samples_to_try
 from hf_ga.finetuning.run.models import (
     compute_dtype,
     load_model,
@@ -82,7 +82,7 @@ def expected_outputs(setup: Setup, model: nn.Module) -> Expected:
         setup: The setup of the run.
         model: The prepared model.
     """
-    samples = proof_samples(setup.data, "train")  # sorted by length
+    samples = samples_to_try(setup.data, "train")  # sorted by length
     num_rows = min(NUM_ROWS, len(samples), setup.config.per_device_eval_batch_size)
     indices = np.linspace(0, len(samples) // 2, num_rows).astype(int)
     batch = as_batch(setup.data.collate([samples[i] for i in indices]))
