@@ -417,6 +417,9 @@ class WindowEngine:
         if self._router is not None:
             loss, readings = self._router.split(loss, readings, num_targets)
             part = self._part_of_router()
+            if self._router.counts_padding and not self._request.pad_to_window:
+                self.gradient.must_pad = True
+                self.gradient.needs_padding = True
         self._look_at(loss, readings)
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
