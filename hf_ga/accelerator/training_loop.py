@@ -175,6 +175,7 @@ class TrainingLoop:
                 yield from self.micro_batches(self._leader, other, iter(()))
             return
         self.engine.gradient.turn_into_rehearsal()
+        self.engine.restore_buffers()
         self._slots = slots_in_other_company(whole, len(rest))
         self._window = whole
         self._begin_engine(is_rehearsed=True, goes_on=True, keeps_rehearsal=True)
@@ -240,6 +241,7 @@ class TrainingLoop:
             goes_on=goes_on,
             keeps_rehearsal=keeps_rehearsal,
             state=self._window.state,
+            frozen=[m for m in self._prepared_models.values() if m not in models],
         )
 
     def _rehearses_by_hand(self) -> bool:

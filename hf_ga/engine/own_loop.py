@@ -26,7 +26,6 @@ from hf_ga.exact.forward import (
     callable_module,
     fresh_gradients,
     head_loss,
-    snapshot_buffers,
 )
 from hf_ga.exact.logs import get_logger
 from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, out_of_memory_error
@@ -83,7 +82,6 @@ class OwnLoop:
         """
         parameters = trainable_parameters([self.model], [])
         for retries in itertools.count():
-            restore_buffers = snapshot_buffers(self.model)
             try:
                 with fresh_gradients(parameters):
                     self._compute(window)
@@ -99,7 +97,7 @@ class OwnLoop:
                 window.state.max_elements = error.num_elements // 2  # half of what did not fit
             finally:
                 self.engine.leave_window()
-            restore_buffers()  # what counts samples (BatchNorm) must not count them twice
+            self.engine.restore_buffers()
             # Only here, as the traceback keeps the tensors of the failed try until then.
             clear_device_cache(garbage_collection=True)
 
@@ -107,7 +105,6 @@ class OwnLoop:
         """Compute the gradient of a window, again if it must be padded or keyed otherwise."""
         if self._whole_batch is not None:
             self._whole_batch.prove(window, [self.model])
-        restore_buffers = snapshot_buffers(self.model)
         while True:
             if window.state.pad_to_window:
                 window = window.padded_to_window()
@@ -123,7 +120,6 @@ class OwnLoop:
                 break
             reason = self.engine.gradient.must_repeat
             logger.info(f"hf_ga: {window.description} is computed again: {reason}.")
-            restore_buffers()  # what counts samples must not count them twice
         window.state.num_split += not self._is_full_batch(window)
         if self._whole_batch is not None:
             self._whole_batch.add_direct_gradients()

@@ -88,6 +88,8 @@ class WindowEngine:
         self.rehearses = True
         self.trusts_num_targets = False
         self._models: list[nn.Module] = []
+        self._all_models: list[nn.Module] = []
+        self._buffers_before: list[Callable[[], None]] = []  # restore those before the window
         self._request: WindowRequest | None = None
         self._recorder = OutputRecorder()
         self._rehearsal: Rehearsal | None = None  # of the current window
@@ -133,6 +135,7 @@ class WindowEngine:
         goes_on: bool = False,
         keeps_rehearsal: bool = False,
         state: LoaderState | None = None,
+        frozen: Sequence[nn.Module] = (),
     ) -> None:
         """Begin a window, or begin it again.
 
@@ -146,9 +149,13 @@ class WindowEngine:
                 hand.
             keeps_rehearsal: Whether the micro-batch so far was a rehearsal of this window.
             state: What windows of its loader share. It learns here whether they must be padded.
+            frozen: Other prepared models, whose buffers may count samples, too.
         """
         self.leave_window()
         self._models = list(models)
+        self._all_models = [*models, *frozen]
+        if not goes_on:
+            self._buffers_before = [snapshot_buffers(model) for model in self._all_models]
         self._router = None
         self._goes_on = goes_on
         self._state = state
@@ -293,6 +300,13 @@ class WindowEngine:
             )
         return results
 
+    def restore_buffers(self) -> None:
+        """Restore the models' buffers of before the window, because its samples come again: what
+        counts samples (BatchNorm) must not count them twice.
+        """
+        for restore in self._buffers_before:
+            restore()
+
     def drop_rehearsal(self) -> None:
         """Compute the current window without comparing its samples with a rehearsal."""
         self._rehearsal = None
@@ -325,8 +339,8 @@ class WindowEngine:
         if not self.draws.allow_unkeyed:
             self._random_states = random_states()
         with ExitStack() as stack:
-            if slot.is_rehearsal:
-                for model in self._models:
+            if not slot.is_counted:
+                for model in self._all_models:
                     stack.callback(snapshot_buffers(model))
             stack.enter_context(self.draws.scope())
             stack.enter_context(self.speed_ups.micro_batch(slot))
@@ -533,7 +547,9 @@ class WindowEngine:
     # The window's end
 
     def finish(self, *, can_repeat: bool, keeps_sums: bool) -> bool:
-        """Finish the window: see `WindowGradient.finish`."""
+        """Finish the window: see `WindowGradient.finish`. Restores the models' buffers if it must
+        be computed again.
+        """
         # One that is computed again was compared in part.
         is_final = not self.gradient.must_pad and self.gradient.must_repeat is None
         has_uncompared = self._rehearsal is not None and self._rehearsal.uncompared
@@ -555,6 +571,8 @@ class WindowEngine:
             difference = self._rehearsal.largest_difference
             gradient.needs_padding |= difference * MIN_IMPROVEMENT < self._unpadded_difference
         is_done = gradient.finish(is_padded=is_padded, can_repeat=can_repeat, keeps_sums=keeps_sums)
+        if not is_done:
+            self.restore_buffers()
         if state is None:
             return is_done
         if gradient.must_pad:
