@@ -13,6 +13,9 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._triton import has_triton
 
+from hf_ga.engine.nonfinite import ON_NONFINITE, find_cause
+from hf_ga.engine.own_loop import OwnLoop
+from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import ConfigError, NonFinite
 from hf_ga.exact.backend import check_supported
 from hf_ga.exact.base_loader import BaseLoader
@@ -29,7 +32,6 @@ from hf_ga.parallel import prepare as parallel
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.main_proof import prove_where_weights_are
 from hf_ga.proof.targets import prove
-from hf_ga.recovery.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.speed.fused_attention import FusedAttention
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
@@ -400,7 +402,11 @@ def train_step(
     if result.nonfinite:
         # No parameter was updated, so the window's forwards can be repeated to find the cause.
         backend = backend_for(accelerator)
-        result.cause = find_cause(backend, model, window, engine.rule, result.loss)
+        window.state.pad_to_window |= engine.rule.pad_to_window
+        search_engine = WindowEngine(lambda: backend, allow_split_dependent_randomness=True)
+        settings = recorded_settings(accelerator, model) or LossSettings()
+        loop = OwnLoop(search_engine, model, settings.loss_fn, settings.whole_batch)
+        result.cause = find_cause(loop, window, result.loss)
         if on_nonfinite == "stop":
             raise NonFinite(f"{result.cause}. No parameter was updated.")
     return result

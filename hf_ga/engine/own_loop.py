@@ -58,6 +58,7 @@ class OwnLoop:
         self.engine = engine
         self.model = model
         self.loss_fn = loss_fn
+        self.whole_batch = whole_batch
         self._loss_sums = None if loss_fn is None else LossSums(loss_fn)
         self._whole_batch = None if whole_batch is None else WholeBatch(engine, whole_batch)
         self._slots: list[Slot] = []
@@ -108,7 +109,7 @@ class OwnLoop:
         while True:
             if window.state.pad_to_window:
                 window = window.padded_to_window()
-            window = self._within_memory_limit(window)
+            window = self.within_memory_limit(window)
             self._begin(window)
             try:
                 self._run(window)
@@ -124,7 +125,7 @@ class OwnLoop:
         if self._whole_batch is not None:
             self._whole_batch.add_direct_gradients()
 
-    def _within_memory_limit(self, window: Window) -> Window:
+    def within_memory_limit(self, window: Window) -> Window:
         """Return a window in micro-batches within its memory limit, which all ranks share."""
         if window.state.max_elements is None:
             return window

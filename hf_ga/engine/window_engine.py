@@ -156,7 +156,6 @@ class WindowEngine:
         self._all_models = [*models, *frozen]
         if not goes_on:
             self._buffers_before = [snapshot_buffers(model) for model in self._all_models]
-        self._router = None
         self._goes_on = goes_on
         self._state = state
         parameters = list(parameters)
@@ -314,6 +313,7 @@ class WindowEngine:
     def leave_window(self) -> None:
         """Give up the current window, or end it after `finish`."""
         self.slot = None
+        self._router = None
         contexts = self._window_contexts
         self._window_contexts = ExitStack()
         contexts.close()
