@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from hf_ga.engine.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.engine.own_loop import KeptLoop, OwnLoop
 from hf_ga.engine.trial import LossFacts, try_loss
 from hf_ga.errors import ConfigError, NonFinite
@@ -25,7 +26,6 @@ from hf_ga.exact.window import Window
 from hf_ga.parallel import prepare as parallel
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.main_weights import loads_on_main, result_of_main
-from hf_ga.recovery.nonfinite import ON_NONFINITE, find_cause
 
 NUM_TRIED_SAMPLES = 64  # of a dataset, from which those of the trial are chosen
 # The attribute of an accelerator that holds the table unwrapped model -> its `LossSettings`.

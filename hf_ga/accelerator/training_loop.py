@@ -191,6 +191,7 @@ class TrainingLoop:
                 yield from self.micro_batches(self._leader, other, iter(()))
             return
         self.engine.gradient.turn_into_rehearsal()
+        self.engine.restore_buffers()
         self._slots = slots_in_other_company(whole, len(rest))
         self._window = whole
         self._begin_engine(is_rehearsed=True, goes_on=True, keeps_rehearsal=True)
@@ -250,6 +251,7 @@ class TrainingLoop:
             keeps_rehearsal=keeps_rehearsal,
             state=self._window.state,
             looks=self._can_look() and not is_single,
+            frozen=[m for m in self._prepared_models.values() if m not in models],
         )
 
     def _plan(self, window: Window) -> list[Slot]:

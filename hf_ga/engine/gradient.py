@@ -598,6 +598,10 @@ class WindowGradient:
                 parameter.grad = gradient
         return True
 
+    def withdraw(self) -> None:
+        """Set `.grad` back to what it was before the window, which is computed once more."""
+        self._set_gradients(self.earlier)
+
     def mean_so_far(self, *, is_padded: bool) -> Gradients:
         """Return the gradient of the mean loss of the micro-batches so far, summed over all ranks,
         for a loop that accumulates by hand. A collective.

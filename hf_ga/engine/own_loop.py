@@ -26,7 +26,6 @@ from hf_ga.exact.forward import (
     callable_module,
     fresh_gradients,
     head_loss,
-    snapshot_buffers,
 )
 from hf_ga.exact.logs import get_logger
 from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, out_of_memory_error
@@ -90,7 +89,6 @@ class OwnLoop:
         """
         parameters = trainable_parameters([self.model], [])
         for retries in itertools.count():
-            restore_buffers = snapshot_buffers(self.model)
             try:
                 with fresh_gradients(parameters):
                     self._compute(window)
@@ -106,7 +104,7 @@ class OwnLoop:
                 window.state.max_elements = error.num_elements // 2  # half of what did not fit
             finally:
                 self.engine.leave_window()
-            restore_buffers()  # what counts samples (BatchNorm) must not count them twice
+            self.engine.restore_buffers()
             # Only here, as the traceback keeps the tensors of the failed try until then.
             clear_device_cache(garbage_collection=True)
 
@@ -117,11 +115,10 @@ class OwnLoop:
         if self.engine.backend.is_sharded and not self.was_tried:
             # Without a rehearsal it is not known whether the padded width matters.
             window.state.pad_to_window = True
-        restore_buffers = snapshot_buffers(self.model)
         while True:
             if window.state.pad_to_window:
                 window = window.padded_to_window()
-            window = self._within_memory_limit(window)
+            window = self.within_memory_limit(window)
             self._begin(window)
             try:
                 self._run(window)
@@ -136,11 +133,10 @@ class OwnLoop:
                 break
             reason = self.engine.gradient.must_repeat
             logger.info(f"hf_ga: {window.description} is computed again: {reason}.")
-            restore_buffers()  # what counts samples must not count them twice
         if self._whole_batch is not None:
             self._whole_batch.add_direct_gradients()
 
-    def _within_memory_limit(self, window: Window) -> Window:
+    def within_memory_limit(self, window: Window) -> Window:
         """Return a window in micro-batches within its memory limit, which all ranks share."""
         if window.state.max_elements is None or not self.engine.backend.can_split:
             return window

@@ -102,6 +102,8 @@ class WindowEngine:
         self.must_look = False
         self.trusts_num_targets = False
         self._models: list[nn.Module] = []
+        self._all_models: list[nn.Module] = []
+        self._buffers_before: list[Callable[[], None]] = []  # restore those before the window
         self._request: WindowRequest | None = None
         self._recorder = OutputRecorder()
         self._state_check = StateCheck(self.draws)
@@ -167,6 +169,7 @@ class WindowEngine:
         state: LoaderState | None = None,
         chunk_tree: ChunkTree | None = None,
         looks: bool = False,
+        frozen: Sequence[nn.Module] = (),
     ) -> None:
         """Begin a window, or begin it again.
 
@@ -182,13 +185,16 @@ class WindowEngine:
             state: What windows of its loader share. It learns here whether they must be padded.
             chunk_tree: For same bits, the tree over the micro-batches of the window.
             looks: Whether it may be computed again with a rehearsal.
+            frozen: Other prepared models, whose buffers may count samples, too.
 
         Raises:
             ConfigError: If the models cannot be trained exactly.
         """
         self.leave_window()
         self._models = list(models)
-        self._router = None
+        self._all_models = [*models, *frozen]
+        if not goes_on:
+            self._buffers_before = [snapshot_buffers(model) for model in self._all_models]
         self._goes_on = goes_on
         self._state = state
         self._looks = looks
@@ -341,6 +347,13 @@ class WindowEngine:
             )
         return results
 
+    def restore_buffers(self) -> None:
+        """Restore the models' buffers of before the window, because its samples come again: what
+        counts samples (BatchNorm) must not count them twice.
+        """
+        for restore in self._buffers_before:
+            restore()
+
     def drop_rehearsal(self) -> None:
         """Compute the current window without comparing its samples with a rehearsal."""
         self._rehearsal = None
@@ -348,6 +361,7 @@ class WindowEngine:
     def leave_window(self) -> None:
         """Give up the current window, or end it after `finish`."""
         self.slot = None
+        self._router = None
         contexts = self._window_contexts
         self._window_contexts = ExitStack()
         contexts.close()
@@ -374,9 +388,10 @@ class WindowEngine:
         if not self.draws.allow_unkeyed:
             self._random_states = random_states()
         with ExitStack() as stack:
-            if slot.is_rehearsal:
-                for model in self._models:
+            if not slot.is_counted:
+                for model in self._all_models:
                     stack.callback(snapshot_buffers(model))
+            if slot.is_rehearsal:
                 bare_models = [unwrapped(model) for model in self._models]
                 stack.enter_context(self._state_check.watching(bare_models))
             stack.enter_context(self.draws.scope())
@@ -630,7 +645,9 @@ class WindowEngine:
     # The window's end
 
     def finish(self, *, can_repeat: bool, keeps_sums: bool) -> bool:
-        """Finish the window: see `WindowGradient.finish`."""
+        """Finish the window: see `WindowGradient.finish`. Restores the models' buffers if it must
+        be computed again.
+        """
         self._ask_for_look()
         # One that is computed again was compared in part.
         is_final = not self.gradient.must_pad and self.gradient.must_repeat is None
@@ -660,7 +677,10 @@ class WindowEngine:
             self.must_look = False
             self.look_positions = np.empty(0, np.int64)
             gradient.must_repeat = "it was tried with a rehearsal"
+            gradient.withdraw()
             is_done = False
+        if not is_done:
+            self.restore_buffers()
         if state is None:
             return is_done
         if gradient.must_pad:

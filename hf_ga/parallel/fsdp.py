@@ -153,7 +153,7 @@ class ShardedBackend(Backend):
                 # Under FSDP2. Trainer's loop has turned it off, but for its own last micro-batch.
                 model.set_requires_gradient_sync(True)
             return nullcontext()
-        # Called on the class, because `hf_ga.Accelerator` overrides the method and raises.
+        # Called on the class, because the method of `hf_ga.Accelerator` does nothing.
         return Accelerator.no_sync(self.accelerator, model)
 
     def _accumulates_in_low_precision(self) -> bool:

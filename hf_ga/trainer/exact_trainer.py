@@ -257,7 +257,11 @@ class TrainerWindow:
     def _run(self, slot: Slot, step: Callable[[dict[str, Any]], Any], is_last: bool) -> None:
         """Run Trainer's training step on a micro-batch, with keyed draws and our backward."""
         backward = partial(self._backward, is_last=is_last)
-        with self.engine.micro_batch(slot, self._mask_request), self._own_loss(backward):
+        with (
+            self.engine.micro_batch(slot, self._mask_request),
+            self._own_loss(backward),
+            self.engine.failing_together(),
+        ):
             step(dict(slot.micro_batch.batch))
 
     @contextmanager
@@ -317,8 +321,7 @@ class TrainerWindow:
         during a training step.
         """
         self._check_scale(loss)
-        with self.engine.failing_together():
-            self.engine.add(loss, self._num_targets, is_last=is_last)
+        self.engine.add(loss, self._num_targets, is_last=is_last)
 
     def _check_scale(self, loss: Tensor) -> None:
         """Check once that the loss reached `backward` as `compute_loss` returned it.
@@ -519,7 +522,8 @@ class ExactTrainerMixin:
         index = window.next_index(inputs)
         if index == 0:
             model.zero_grad()  # gradients of a window that a callback interrupted
-        losses: list[Tensor] = []
+        # Stays 0 if the loss is refused, which all ranks raise at the window's end.
+        losses = [torch.zeros((), device=self.args.device)]
 
         def step(batch: dict[str, Any]) -> None:
             """Run the training step of Trainer, or of the subclass, on a batch."""

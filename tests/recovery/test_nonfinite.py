@@ -17,8 +17,11 @@ from steps import Training, same
 from torch import nn
 
 import hf_ga
+from hf_ga.engine.nonfinite import find_cause
+from hf_ga.engine.own_loop import OwnLoop
+from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import NonFinite
-from hf_ga.exact.audit import Audits
+from hf_ga.exact.backend import Backend
 from hf_ga.exact.generators import random_states
 from hf_ga.exact.order import epoch_order
 from hf_ga.finetuning.run import loop
@@ -130,7 +133,7 @@ CASES = {
     "loss": "the first module with a non-finite output is the model itself (Classifier)",
     "gradient": "the gradient of middle.bias is not finite",
     "weight": "the first module with a non-finite output is embedding (Embedding)",
-    "loss_fn": "the outputs of all modules are finite, so the loss is the cause (loss_fn)",
+    "loss_fn": "the outputs of all modules are finite, so the loss is the cause",
 }
 
 
@@ -228,21 +231,52 @@ def test_a_skipped_window_leaves_the_run_without_it(case):
     assert not any(r.skipped for r in results)
 
 
-def test_the_forwards_are_run_again_with_their_own_dropout(monkeypatch):
-    """Which samples go wrong depends on their dropout. Without audits, which go forward, too."""
-    monkeypatch.setattr(Audits, "choose", lambda self, calls: [])
-    training, options = started("output")
-    model = training.model
+def own_loop(model, **losses):
+    """hf_ga's own loop, without rehearsals, whose forwards `Classifier.fell` would count, too."""
+    backend = Backend(Accelerator())
+    engine = WindowEngine(lambda: backend, allow_split_dependent_randomness=False)
+    engine.rehearses = False
+    return OwnLoop(engine, model, **losses)
+
+
+def test_the_forwards_are_run_again_with_their_own_dropout():
+    """Which samples go wrong depends on their dropout."""
+    model = Classifier("output")
     model.unlucky = True
     for window in windows_of(samples()):
+        loop = own_loop(model)  # anew, as speed-ups are tried by forwards in the second window
         model.fell.clear()
-        cause = training.step(window, **options, on_nonfinite="skip").cause
+        result = loop.add_gradients(window)
+        cause = find_cause(loop, window, result.loss)
         bad = [i for i, fell in zip(window.sample_ids.tolist(), model.fell, strict=False) if fell]
         assert 0 < len(bad) < WINDOW
         assert f"comes from samples {', '.join(map(str, bad))};" in cause + ";"
         assert sum(model.fell) == 3 * len(
             bad
-        )  # in the step; then in micro-batches again, and one by one
+        )  # in the window; then in micro-batches again, and one by one
+
+
+def test_a_micro_batch_without_targets_is_no_cause():
+    """Its mean is NaN, but counts nothing in the window."""
+    data = samples()
+    for index in range(11, 14):  # the second micro-batch of the second window
+        data[index]["labels"] = -100
+    model = Classifier("output")
+    loop = own_loop(model)
+    _, window, _ = windows_of(data)
+    result = loop.add_gradients(window)
+    assert not math.isfinite(result.loss)
+    assert "it comes from sample 10;" in find_cause(loop, window, result.loss)
+
+
+def test_a_loss_of_the_whole_window():
+    """Single samples have none: their outputs are searched."""
+    model = Classifier("output")
+    loop = own_loop(model, whole_batch=lambda outputs, batch: outputs["logits"].std())
+    _, window, _ = windows_of(samples())
+    cause = find_cause(loop, window, math.nan)
+    assert "it comes from samples 10, 13;" in cause
+    assert CASES["output"] in cause
 
 
 def test_micro_batches_are_cut_where_memory_ran_out_before():

@@ -5,10 +5,12 @@ stays Trainer's own.
 import helpers as h
 import numpy as np
 import pytest
+import torch
 import torch.nn.functional as F
 import transformers as tf
 from trainers import LAYOUTS, distance, mixed, weight_error, word_tokenizer
 
+from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.exact.order import epoch_order
 from hf_ga.trainer.exact_trainer import ExactTrainer
 
@@ -80,6 +82,21 @@ def test_each_windows_gradient_and_loss_are_those_of_the_full_batch(case, name):
         )
         assert run.logs[step]["grad_norm"] == pytest.approx(h.norm(reference), rel=CLOSE)
         assert h.relative_error(plain.gradients[step], reference) > 0.01
+
+
+def test_a_buffer_counts_each_sample_once(case, monkeypatch):
+    """Not again in a rehearsal, nor in the first window, which is computed again with one width."""
+    model = h.xlnet_classifier()
+    model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+
+    def count(module, args, kwargs):
+        module.seen += len(kwargs["input_ids"])
+
+    model.register_forward_pre_hook(count, with_kwargs=True)
+    given = case(lambda dropout: model, h.class_samples(NUM_SAMPLES))
+    assert int(given.run(num_train_epochs=1).trainer.model.seen) == NUM_SAMPLES
+    monkeypatch.setattr(WindowEngine, "restore_buffers", lambda self: None)  # the control
+    assert int(given.run(num_train_epochs=1).trainer.model.seen) > NUM_SAMPLES
 
 
 def test_each_epoch_has_an_order_of_its_own(case):

@@ -63,6 +63,21 @@ def test_two_ranks(case):
             assert losses[0] == pytest.approx(loss64, rel=1e-5)
 
 
+@pytest.mark.slow("starts two processes")
+def test_a_refusal_on_one_rank_is_raised_on_both(case):
+    """Although the other rank waits for the window's sums."""
+    given = case(h.bert_classifier, weighted_rows(**ROWS), dropout=0.0)
+
+    class MeanOnRank1(ExactTrainer):
+        def loss_sums(self, outputs, batch):
+            total, number = weighted_loss(outputs, batch)
+            return (total, number) if self.args.process_index == 0 else (total / number, number)
+
+    first, second = on_two_ranks(lambda: given.run(MeanOnRank1, (2, 4), **ARGUMENTS))
+    assert second.startswith("LossNotAdditive: the sum that the loss function returns")
+    assert first.startswith("ProcessFailed: process 1 failed: LossNotAdditive: the sum that")
+
+
 def test_a_window_of_weight_0_changes_nothing(case):
     given = case(h.bert_classifier, weighted_rows(44, rare=20, empty=range(WINDOW)))
     run = given.run(Weighted, **ARGUMENTS)

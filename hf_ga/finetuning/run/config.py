@@ -8,13 +8,13 @@ from math import inf
 from typing import Any
 
 from hf_ga.embedding.pooling import POOLINGS
+from hf_ga.engine.nonfinite import ON_NONFINITE
 from hf_ga.errors import ConfigError
 from hf_ga.exact.layout import Layout
 from hf_ga.finetuning.data.options import DataOptions, as_list, option
 from hf_ga.finetuning.data.tasks import TASKS
 from hf_ga.finetuning.run.config_checks import check_fields, check_one_of, check_output_dir
 from hf_ga.finetuning.run.optimizers import ADAM, OPTIMIZERS, SCHEDULES
-from hf_ga.recovery.nonfinite import ON_NONFINITE
 
 DEFAULT_ACCUMULATION_STEPS = 4
 # The value of `class_weights` that computes the weights from the labels.

@@ -9,25 +9,33 @@ results, so that all report the same.
 import math
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
-from hf_ga.exact.backend import Backend
-from hf_ga.exact.engine import Engine
-from hf_ga.exact.forward import callable_module, extra_forwards
+from hf_ga.engine.own_loop import OwnLoop
+from hf_ga.engine.slots import Slot, plain_slots
+from hf_ga.errors import LossNotAdditive
+from hf_ga.exact.forward import (
+    argument_filter,
+    call_loss_fn,
+    callable_module,
+    extra_forwards,
+    head_loss,
+)
 from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.hooks import Call
-from hf_ga.exact.rule import Rule
+from hf_ga.exact.loss import Loss
+from hf_ga.exact.outputs import named_tensors
+from hf_ga.exact.precision import at_least_float32
 from hf_ga.exact.update import local_shard
 from hf_ga.exact.window import Window
+from hf_ga.loss import Term, read_terms, undivided
 from hf_ga.parallel.fsdp import unwrapped_name
 
 ON_NONFINITE = ("stop", "skip")
@@ -39,7 +47,7 @@ class Repetition:
     """Result of one repeated forward, and of its backward if the window's loss is finite.
 
     Attributes:
-        call: The micro-batch that was computed.
+        slot: The micro-batch that was computed.
         is_loss_finite: Whether its loss is finite.
         modules: Names of the modules with a non-finite output, in the order in which their forwards
             ended.
@@ -47,20 +55,17 @@ class Repetition:
             the backward reached first). None: all gradients are finite.
     """
 
-    call: Call
+    slot: Slot
     is_loss_finite: bool
     modules: list[str]
     parameter: str | None = None
 
     @property
     def is_nonfinite(self) -> bool:
-        """Whether this micro-batch is a cause of its window's non-finite loss or gradient: its own
-        loss or gradient is not finite, and its weight is not 0. (With weight 0 it is a filler,
-        repeated only so that all ranks make the same number of forwards.)
+        """Whether this micro-batch is a cause of its window's non-finite loss or gradient. (A
+        filler, repeated only so that all ranks make the same number of forwards, is not.)
         """
-        if not self.call.weight:
-            return False
-        return not self.is_loss_finite or self.parameter is not None
+        return self.slot.is_counted and not (self.is_loss_finite and self.parameter is None)
 
 
 @dataclass
@@ -79,9 +84,7 @@ class Cause:
     parameter: str | None
 
 
-def find_cause(
-    backend: Backend, model: nn.Module, window: Window, rule: Rule, mean_loss: float
-) -> str:
+def find_cause(loop: OwnLoop, window: Window, mean_loss: float) -> str:
     """Find the samples of a window, and the module or parameter, from which a non-finite loss or
     gradient comes.
 
@@ -89,28 +92,21 @@ def find_cause(
     weights, buffers, random states and modes unchanged.
 
     Args:
-        backend: How ranks communicate.
-        model: The prepared model.
+        loop: The loop that computed the window. The search does not use its speed-ups.
         window: The window that was trained on.
-        rule: The proven rule of the model. The search does not use its speed-ups.
         mean_loss: The loss of the window. If it is finite, the gradient is not.
 
     Returns:
         One line of text that names what was found, the same on all ranks.
     """
-    with_backward = math.isfinite(mean_loss)
-    # In place of a loss over the whole window (`whole_batch`), an additive loss of the outputs is
-    # computed, which single micro-batches and samples have, too.
-    additive_rule = replace(rule, loss=rule.loss.additive, speed_ups=())
-    engine = Engine(backend, model, additive_rule, allow_split_dependent_randomness=True)
-    with preserved_random_states(), extra_forwards(model):
-        cause = _search(engine, window, with_backward)
-    model.zero_grad()
+    with preserved_random_states(), extra_forwards(loop.model):
+        cause = _search(loop, window, with_backward=math.isfinite(mean_loss))
+    loop.model.zero_grad()
     window_name = f"window {window.index} of epoch {window.epoch}"
-    return _describe(window_name, rule.name, mean_loss, gather_object([cause]))
+    return _describe(window_name, mean_loss, gather_object([cause]))
 
 
-def _search(engine: Engine, window: Window, with_backward: bool) -> Cause:
+def _search(loop: OwnLoop, window: Window, with_backward: bool) -> Cause:
     """Search this rank's micro-batches for the cause of a non-finite loss or gradient: repeat them,
     and then each sample of the non-finite ones alone. Leaves gradients behind.
 
@@ -118,21 +114,24 @@ def _search(engine: Engine, window: Window, with_backward: bool) -> Cause:
     other micro-batches to repeat.
 
     Args:
-        engine: The engine, which repeats forwards.
+        loop: The loop, whose forwards are repeated.
         window: The window that was trained on.
         with_backward: Whether to search the gradients, too.
 
     Returns:
         The samples, the first module and the last parameter of this rank that are not finite.
     """
-    repetitions = _repeat(engine, window, with_backward)
-    is_sharded = engine.backend.is_sharded
+    if window.state.pad_to_window:
+        window = window.padded_to_window()
+    window = loop.within_memory_limit(window)
+    repetitions = _repeat(loop, window, with_backward)
+    is_sharded = loop.engine.backend.is_sharded
     if with_backward and is_sharded:
         # This rank's shards of a gradient may be finite although those of another rank are not.
-        _exchange_parameters(engine.model, repetitions)
+        _exchange_parameters(loop.model, repetitions)
     nonfinite = [one for one in repetitions if one.is_nonfinite]
     if nonfinite and not is_sharded:
-        singles = _repeat_each_sample(engine, nonfinite, with_backward)
+        singles = _repeat(loop, _one_sample_each(window, nonfinite), with_backward)
         repetitions += singles
         nonfinite_singles = [single for single in singles if single.is_nonfinite]
         # If each sample alone is finite, report all samples of the micro-batches.
@@ -140,7 +139,7 @@ def _search(engine: Engine, window: Window, with_backward: bool) -> Cause:
     # A module whose output is not finite in a finite micro-batch does that on purpose: a mask with
     # -inf, for example.
     harmless = {module for one in repetitions if not one.is_nonfinite for module in one.modules}
-    samples = [int(i) for one in nonfinite for i in one.call.micro_batch.sample_ids]
+    samples = [int(i) for one in nonfinite for i in one.slot.micro_batch.sample_ids]
     modules = [module for one in nonfinite for module in one.modules if module not in harmless]
     parameters = [one.parameter for one in nonfinite if one.parameter is not None]
     return Cause(
@@ -150,73 +149,111 @@ def _search(engine: Engine, window: Window, with_backward: bool) -> Cause:
     )
 
 
-def _repeat_each_sample(
-    engine: Engine, repetitions: Sequence[Repetition], with_backward: bool
-) -> list[Repetition]:
-    """Repeat each sample of the non-finite micro-batches in a micro-batch of its own, to find out
-    whose loss or gradient is not finite.
-
-    Args:
-        engine: The engine, which has just repeated these micro-batches.
-        repetitions: The results of these micro-batches.
-        with_backward: Whether to search the gradients, too.
-
-    Returns:
-        One result for each sample.
-    """
-    window = engine.window
-    positions = np.concatenate([one.call.micro_batch.positions for one in repetitions])
+def _one_sample_each(window: Window, repetitions: Sequence[Repetition]) -> Window:
+    """Return the window with a micro-batch for each sample of some of its micro-batches."""
+    positions = np.concatenate([one.slot.micro_batch.positions for one in repetitions])
     offsets = positions - window.request.positions[0]
-    one_sample_each = window.split([np.array([offset]) for offset in offsets])
-    return _repeat(engine, one_sample_each, with_backward)
+    return window.split([np.array([offset]) for offset in offsets])
 
 
-def _repeat(engine: Engine, window: Window, with_backward: bool) -> list[Repetition]:
-    """Repeat the forwards of a window's micro-batches on this rank, with the dropout masks of the
+def _repeat(loop: OwnLoop, window: Window, with_backward: bool) -> list[Repetition]:
+    """Repeat the forwards of a window's micro-batches on this rank, with the random numbers of the
     training step, and record which losses, outputs of modules and gradients are not finite. Leaves
     gradients behind.
 
     Args:
-        engine: The engine, which repeats forwards.
+        loop: The loop, whose forwards are repeated.
         window: The window to repeat.
-        with_backward: Whether to run backwards and check the gradients, too.
+        with_backward: Whether to check the gradients, too.
 
     Returns:
-        One result for each micro-batch, fillers included.
+        One result for each micro-batch; under FSDP also for fillers.
     """
-    repetitions = []
-    engine.begin(window, training=False)
-    watched = _record_nonfinite_modules(engine.model)
-    with engine.scope(), watched as modules, torch.set_grad_enabled(with_backward):
-        for index in range(len(engine.calls)):
+    backend = loop.engine.backend
+    backend.begin(loop.model, Loss())
+    backend.reshard(loop.model)
+    slots = plain_slots(window)
+    if not backend.is_sharded:
+        slots = [slot for slot in slots if slot.is_counted]
+    with _record_nonfinite_modules(loop.model) as modules:
+        repetitions = []
+        for slot in slots:
             modules.clear()
-            with engine.micro_batch(index) as batch:
-                outputs = engine.forward(batch)
-                mean = engine.mean(outputs)
-            one = Repetition(engine.call, _is_finite(mean), list(modules))
-            if with_backward and mean.requires_grad:
-                one.parameter = _find_nonfinite_gradient(engine, mean)
-            repetitions.append(one)
-    return repetitions
+            with (
+                loop.engine.micro_batch(slot, window.request),
+                backend.sync(loop.model, is_last=True),
+            ):
+                repetitions.append(_repeat_slot(loop, slot, modules, with_backward))
+        return repetitions
 
 
-def _find_nonfinite_gradient(engine: Engine, mean: Tensor) -> str | None:
-    """Run the backward of a micro-batch's mean loss, and return the name of the last parameter of
-    the model whose gradient is NaN or infinite (the one that the backward reached first), or None
-    if all gradients are finite.
+def _repeat_slot(
+    loop: OwnLoop, slot: Slot, modules: Sequence[str], with_backward: bool
+) -> Repetition:
+    """Repeat the forward and backward of a micro-batch.
 
     Args:
-        engine: The engine, which has just computed the micro-batch. Its model's earlier gradients
-            are removed.
-        mean: The mean loss of the micro-batch, a scalar.
+        loop: The loop.
+        slot: The micro-batch, which `loop.engine` has begun.
+        modules: What `_record_nonfinite_modules` records.
+        with_backward: Whether to check the gradients, too.
     """
-    engine.model.zero_grad()
-    engine.backend.backward(mean, engine.call.weight)
-    module = callable_module(engine.model)
-    for name, parameter in reversed(list(module.named_parameters())):
-        if parameter.grad is None:
-            continue
-        if not _is_finite(local_shard(parameter.grad)):
+    loss, terms = _loss_of(loop, slot)
+    result = Repetition(slot, _is_loss_finite(loss, terms), list(modules))
+    # What FSDP's forward began, its backward ends.
+    must_run_backward = with_backward or loop.engine.backend.is_sharded
+    if must_run_backward and loss.requires_grad:
+        loop.model.zero_grad()
+        with undivided(terms, [1.0] * len(terms)):
+            (loss if slot.is_counted else loss * 0).backward()
+        if with_backward:
+            result.parameter = _last_nonfinite_gradient(loop.model)
+    return result
+
+
+def _loss_of(loop: OwnLoop, slot: Slot) -> tuple[Tensor, list[Term]]:
+    """Run the forward of a micro-batch.
+
+    Returns:
+        (its loss, the terms of a loss that could be read). In place of a loss of the whole window
+        (`whole_batch`), the sum of the squares of the outputs, which single samples have, too.
+    """
+    backend = loop.engine.backend
+    batch = send_to_device(slot.micro_batch.batch, backend.device)
+    with backend.autocast():
+        outputs = callable_module(loop.model)(**argument_filter(loop.model)(batch))
+        if loop.whole_batch is not None:
+            tensors = [tensor for tensor in named_tensors(outputs).values() if tensor.requires_grad]
+            return sum(at_least_float32(tensor).square().sum() for tensor in tensors), []
+        if loop.loss_fn is not None:
+            total, _ = call_loss_fn(loop.loss_fn, outputs, batch)
+            return total, []
+        loss = head_loss(outputs)
+    try:
+        return loss, read_terms(loss, num_samples=len(slot.micro_batch))
+    except LossNotAdditive:  # with the balancing loss of a mixture of experts
+        return loss, []
+
+
+def _is_loss_finite(loss: Tensor, terms: Sequence[Term]) -> bool:
+    """Whether a micro-batch adds finite numbers to the loss of its window. A mean without targets
+    is NaN, but adds nothing.
+    """
+    if _is_finite(loss):
+        return True
+    with_targets = [term for term in terms if float(term.divisor)]
+    if len(with_targets) == len(terms):
+        return False
+    values = [term.value() for term in with_targets]
+    return all(value is not None and _is_finite(value) for value in values)
+
+
+def _last_nonfinite_gradient(model: nn.Module) -> str | None:
+    """Return the name of the last parameter of a model whose gradient is NaN or infinite (the one
+    that the backward reached first), or None if all gradients are finite.
+    """
+    for name, parameter in reversed(list(callable_module(model).named_parameters())):
+        if parameter.grad is not None and not _is_finite(local_shard(parameter.grad)):
             return unwrapped_name(name)
     return None
 
@@ -271,12 +308,11 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(tensor.detach().isfinite().all())
 
 
-def _describe(window_name: str, rule_name: str, loss: float, causes: Sequence[Cause]) -> str:
+def _describe(window_name: str, loss: float, causes: Sequence[Cause]) -> str:
     """Describe the cause of a non-finite loss or gradient in one line of text.
 
     Args:
         window_name: Epoch and index of the window, for the text.
-        rule_name: How the model's targets are counted, for the text.
         loss: The loss of the window. If it is finite, the gradient is not.
         causes: What each rank found.
     """
@@ -298,9 +334,7 @@ def _describe(window_name: str, rule_name: str, loss: float, causes: Sequence[Ca
     if parameters:
         parts.append(f"the gradient of {parameters[0]} is not finite")
     if samples and not modules and not parameters:
-        parts.append(
-            f"the outputs of all modules are finite, so the loss is the cause ({rule_name})"
-        )
+        parts.append("the outputs of all modules are finite, so the loss is the cause")
     return "; ".join(parts)
 
 
