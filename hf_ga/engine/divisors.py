@@ -44,6 +44,7 @@ class Reading:
         num_nonzero: Number of them whose weight is not 0. None: unknown.
         class_weights: The class weights of a cross entropy, or None.
         is_zero: Whether the sum that the loop passed is 0. None: it passed a mean.
+        ignores_width: Whether what it sums over depends on how wide rows are padded.
         is_counted: Whether the micro-batch belongs to the window. False for a rehearsal.
     """
 
@@ -57,6 +58,7 @@ class Reading:
     num_nonzero: Number | None = None
     class_weights: Tensor | None = None
     is_zero: Number | None = None
+    ignores_width: bool = False
     is_counted: bool = True
 
     @property
@@ -176,7 +178,8 @@ class DivisorChecks:
             else:
                 untrusted.append(of_term)
         untrusted = [of_term for of_term in untrusted if not _is_that_of_any(of_term, trusted)]
-        if not untrusted:
+        depends_on_width = any(reading.ignores_width for reading in readings)
+        if not untrusted and (is_padded or not depends_on_width):
             return True
         if not is_padded:
             return False

@@ -21,6 +21,7 @@ from hf_ga.engine.divisors import (
     DivisorChecks,
     Reading,
     TermKey,
+    is_empty,
     on_host,
     true_divisor,
 )
@@ -149,6 +150,7 @@ class WindowGradient:
                 num_elements=term.num_elements,
                 num_nonzero=term.num_nonzero(),
                 class_weights=term.class_weights(),
+                ignores_width=term.ignores_width(),
             )
             for key, term in zip(keys, terms, strict=True)
         ]
@@ -211,7 +213,9 @@ class WindowGradient:
         if len(readings) > 1:
             divisors = {reading.key: true_divisor(reading) for reading in data_terms}
         penalties = len(readings) > len(data_terms)
-        values = self._values_by_group(loss, readings) if len(groups) > 1 else None
+        values = None
+        if len(groups) > 1:
+            values = self._values_by_group(loss, readings, divisors)
         used = [
             index
             for index, group in enumerate(groups)
@@ -528,6 +532,8 @@ class WindowGradient:
             return
         first = data_terms[0]
         value = loss.detach().to(self._loss_sum.dtype).reshape(())
+        if any(not isinstance(r.divisor, Tensor) and is_empty(r) for r in data_terms[1:]):
+            value = value.nan_to_num()  # of a term without targets
         if first.term is None:
             self._loss_sum += value
             return
@@ -537,14 +543,19 @@ class WindowGradient:
         elif divisor:
             self._loss_sum += value * divisor
 
-    def _values_by_group(self, loss: Tensor, readings: Sequence[Reading]) -> list[float] | None:
+    def _values_by_group(
+        self, loss: Tensor, readings: Sequence[Reading], divisors: Mapping[TermKey, float]
+    ) -> list[float] | None:
         """Return what the terms of each group add to a micro-batch's loss; None if unknown.
 
-        The values of one group follow from those of the others.
+        The values of one group follow from those of the others. Terms without targets, whose values
+        are 0 / 0, add 0.
         """
         known: list[float | None] = []
         for group in self._groups:
-            of_group = [r.term.value() for r in readings if r.key in group.keys]
+            of_group = [
+                r.term.value() for r in readings if r.key in group.keys and divisors.get(r.key)
+            ]
             is_known = all(value is not None for value in of_group)
             known.append(float(sum(of_group)) if is_known else None)
         unknown = [index for index, value in enumerate(known) if value is None]
@@ -553,7 +564,7 @@ class WindowGradient:
         rest = float(loss.detach()) - sum(value for value in known if value is not None)
         if unknown:
             known[unknown[0]] = rest
-        else:
+        elif math.isfinite(rest):
             known[0] += rest  # penalties
         return known
 

@@ -222,7 +222,7 @@ class WindowRouter(Router):
             return False
         index_of = {id(call.leaf): index for index, call in enumerate(self._recorded)}
         node = reading.term.node
-        below = _parameters_below(node)
+        below = parameters_below(node)
         mine = [index_of[id(leaf)] for leaf in below if id(leaf) in index_of]
         if not mine:
             return False
@@ -317,7 +317,7 @@ class WindowRouter(Router):
         return LOW_PRECISION_TOLERANCE if is_low else TOLERANCE
 
 
-def _parameters_below(node: Node) -> list[Tensor]:
+def parameters_below(node: Node) -> list[Tensor]:
     """Return the parameters that a penalty depends on."""
     waiting = [node]
     seen = set(waiting)

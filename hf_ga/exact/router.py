@@ -86,6 +86,14 @@ class Router:
                 stack.enter_context(override(owner, **{LOSS_FUNCTION: replacement}))
             yield
 
+    def take_calls(self) -> list[tuple[Tensor, Tensor]]:
+        """Return the counts of each call of the balancing loss in the last forward, and the 0 that
+        the model got as its loss; and forget them.
+        """
+        calls = self._calls
+        self._calls = []
+        return calls
+
     def take(self) -> Tensor:
         """Return what the router of the mixture of experts counted in the last forward (choices,
         probabilities, tokens), and forget it.
@@ -201,7 +209,7 @@ class Router:
         counts = _count_choices(gate_logits, top_k, attention_mask)
         zero = torch.zeros((), device=counts.device, requires_grad=True)
         self._calls.append((counts, zero))
-        return zero
+        return zero.sum()  # not a leaf, so that it is read as a term of its own
 
 
 def balancing_loss(counts: Tensor, window: Tensor) -> Tensor:

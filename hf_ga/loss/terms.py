@@ -10,7 +10,7 @@ from torch.autograd.graph import Node
 
 from hf_ga.loss.counts import count_of, num_nonzero_of
 from hf_ga.loss.means import CROSS_ENTROPIES, SUMS, reduced_shape
-from hf_ga.loss.saved import Number, output_shape, saved
+from hf_ga.loss.saved import Number, output_shape, saved, signed
 from hf_ga.loss.values import value_of
 
 Gradients = tuple[Tensor | None, ...]
@@ -70,6 +70,14 @@ class Term:
         """
         is_cross_entropy = self.node.name() in CROSS_ENTROPIES
         return saved(self.node, "weight") if is_cross_entropy else None
+
+    def ignores_width(self) -> bool:
+        """Whether a cross entropy ignores the label that is its number of classes: these are the
+        tokens of a row then, and what is ignored depends on how wide rows are padded.
+        """
+        if self.node.name() not in CROSS_ENTROPIES:
+            return False
+        return signed(saved(self.node, "ignore_index")) == saved(self.node, "self").shape[1]
 
     def num_nonzero(self) -> Number | None:
         """Return how many elements of the numerator have a weight other than 0. None: unknown."""

@@ -11,11 +11,10 @@ import pytest
 import torch
 import transformers as tf
 from accelerate import Accelerator
+from splits import full_batch
 from windows import one_window, window_gradient
 
-import hf_ga
-from hf_ga.errors import LossNotAdditive
-from hf_ga.finetuning.run.evaluation import evaluate, evaluation_windows
+from hf_ga.finetuning.run.evaluation import evaluate_samples, evaluation_windows
 
 SIZES = {
     "vocab_size": h.VOCABULARY,
@@ -60,31 +59,25 @@ def sentence_pairs(n, name="next_sentence_label"):
 
 
 CASES = {
-    "BERT, answers": (h.bert_question_answering, answers, "start and end positions", True),
+    "BERT, answers": (h.bert_question_answering, answers),
     "BERT pre-training": (
         lambda: pre_training("Bert"),
         sentence_pairs,
-        "masked tokens and next sentences",
-        False,
     ),
     "FNet pre-training": (
         lambda: pre_training("FNet"),
         sentence_pairs,
-        "masked tokens and next sentences",
-        True,
     ),
     "ALBERT pre-training": (
         lambda: pre_training("Albert", embedding_size=8),
         lambda n: sentence_pairs(n, "sentence_order_label"),
-        "masked tokens and sentence orders",
-        False,
     ),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_any_split_is_the_full_batch(name):
-    build, make_samples, rule_name, one_width = CASES[name]
+    build, make_samples = CASES[name]
     samples = make_samples(16)
     full, full64 = (
         h.full_batch_gradient(build(), h.pad_right(samples), dtype)
@@ -93,9 +86,8 @@ def test_any_split_is_the_full_batch(name):
     loss = float(build()(**h.pad_right(samples)).loss.detach())
     for micro_batch_size in (1, 3, 5, 16):
         model = build()
-        rule = hf_ga.prove_targets(model, samples, h.pad_right)
-        assert (rule.name, rule.pad_to_window) == (rule_name, one_width)
-        gradients, result = window_gradient(model, one_window(samples, micro_batch_size), rule=rule)
+        window = one_window(samples, micro_batch_size)
+        gradients, result = window_gradient(model, window)
         h.assert_promise_1(gradients, full, full64)
         assert result.loss == pytest.approx(loss, rel=1e-6)
     naive, whole = build(), h.pad_right(samples)  # one weight for all parts: the samples
@@ -105,9 +97,7 @@ def test_any_split_is_the_full_batch(name):
 
 
 def test_a_head_that_knows_no_ignored_positions():
-    """XLM's own way of answering fails on positions behind the text: its rule is proven without
-    any.
-    """
+    """XLM's own way of answering fails on positions behind the text."""
     sizes = {
         "vocab_size": h.VOCABULARY,
         "emb_dim": h.WIDTH,
@@ -122,11 +112,14 @@ def test_a_head_that_knows_no_ignored_positions():
     samples = [
         {**s, "start_positions": 1, "end_positions": i % 3} for i, s in enumerate(answers(8))
     ]
-    assert hf_ga.prove_targets(model, samples, h.pad_right).name == "samples"
+    model.zero_grad()
+    full = h.full_batch_gradient(model, h.pad_right(samples))
+    found, _ = window_gradient(model, one_window(samples, 3))
+    assert h.relative_error(found, full) < 1e-6
 
 
 class TwoTasks(torch.nn.Module):
-    """Looks like a pre-training head by its entries, but weighs its second mean in another way."""
+    """Looks like a pre-training head, but weighs its second mean in another way."""
 
     def __init__(self):
         super().__init__()
@@ -144,13 +137,14 @@ class TwoTasks(torch.nn.Module):
         return {**outputs, "loss": first + 2 * second}
 
 
-def test_another_sum_of_means_is_refused():
-    """The parts are believed only where they give the head's own loss: twice the second mean is not
-    known.
-    """
+def test_another_sum_of_means_is_read():
     samples = sentence_pairs(16)
-    with pytest.raises(LossNotAdditive, match="sum of several means"):
-        hf_ga.prove_targets(TwoTasks(), samples, h.pad_right)
+    full, full64 = (
+        full_batch(TwoTasks(), h.pad_right(samples), dtype)
+        for dtype in (torch.float32, torch.float64)
+    )
+    for size in (1, 3):
+        h.assert_promise_1(window_gradient(TwoTasks(), one_window(samples, size))[0], full, full64)
 
 
 EVALUATED = {
@@ -167,19 +161,18 @@ def test_the_validation_loss_does_not_depend_on_the_batch_size(name):
     samples = make_samples(16)
     model = build()
     accelerator = Accelerator()
-    rule = hf_ga.prove_targets(model, samples, h.pad_right)
     losses = []
     for size in (1, 3, 16):
         lengths = [len(s["input_ids"]) for s in samples]
-        windows = evaluation_windows(
+        make_windows = partial(
+            evaluation_windows,
             samples,
             h.pad_right,
             accelerator=accelerator,
             batch_size=size,
             lengths=lengths,
-            rule=rule,
         )
-        losses.append(evaluate(accelerator, model, windows, rule)["loss"])
+        losses.append(evaluate_samples(accelerator, model, make_windows)["loss"])
     whole = h.pad_right(samples)
     if name == "balanced experts":
         model.set_experts_implementation("eager")  # the others have no float64
@@ -225,12 +218,9 @@ def test_one_width_decides_which_positions_are_behind_the_text():
     """
     samples = answers(8)
     model = MaskedAnswers().train()
-    rule = hf_ga.prove_targets(model, samples, h.pad_right)  # on samples none of which shows it
-    assert rule.width_matters is False
-    assert rule.pad_to_window
     longest = max(len(s["input_ids"]) for s in samples)
     next(s for s in samples if len(s["input_ids"]) < longest)["start_positions"] = longest - 1
-    gradients, _ = window_gradient(model, one_window(samples, 1), rule=rule)
+    gradients, _ = window_gradient(model, one_window(samples, 1))
     full = [
         h.full_batch_gradient(model, h.pad_right(samples), dtype)
         for dtype in (torch.float32, torch.float64)

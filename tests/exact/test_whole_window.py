@@ -240,11 +240,10 @@ def test_outputs_of_tokens_are_padded_to_the_window():
             global_batch_size=24,
             shuffle=False,
         )
-        rule = hf_ga.prove_targets(model, samples, h.pad_right, whole_batch=tokens_loss)
         assert rule.pad_to_window
         accelerator = Accelerator(cpu=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-        prepared, _ = hf_ga.prepare(accelerator, model, optimizer, rule=rule)
+        prepared, _ = hf_ga.prepare(accelerator, model, optimizer)
         (window,) = windows
         model.zero_grad()
         hf_ga.backward_window(accelerator, prepared, window)
@@ -317,12 +316,6 @@ def test_models_whose_outputs_are_not_those_of_each_sample():
     refused(hidden, hidden.compared, LossNotAdditive, "besides its outputs")
     similar = Similar(0.0, False).train()
     refused(similar, lambda o, b: o["similarities"].mean(), LossNotAdditive, "one row per sample")
-    pairs_only = hf_ga.prove_targets(
-        similar,
-        pairs.pair_samples(16),
-        pairs.collate_pairs,
-        whole_batch=pairs.info_nce(similar),
-    )
     assert pairs_only.loss.used.names == {"anchor", "positive"}
     centred = Centred(0.0, False).train()
     refused(centred, pairs.info_nce(centred), LossNotAdditive, "order|relative error|parts")

@@ -57,7 +57,7 @@ def gradients(folder: Path, kind: str) -> None:
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
             accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = each
             model.zero_grad(set_to_none=True)
-            result = backward_window(accelerator, model, window, rule=rule)
+            result = backward_window(accelerator, model, window)
             name = f"gradients {kind} {window.index} {'each' if each else 'once'}"
             save(
                 accelerator,
@@ -78,7 +78,7 @@ def added(folder: Path, kind: str) -> None:
         *make_windows(accelerator, samples),
         *make_windows(accelerator, [h.without_targets(s) for s in samples[:3]]),
     ]
-    skipped = [backward_window(accelerator, model, window, rule=rule).skipped for window in windows]
+    skipped = [backward_window(accelerator, model, window).skipped for window in windows]
     save(accelerator, folder, f"added {kind}", whole_gradients(model), skipped=skipped)
 
 
@@ -109,8 +109,7 @@ def steps(folder: Path, kind: str) -> None:
     results = []
     while len(results) < STEPS:
         results += [
-            train_step(accelerator, model, optimizer, w, rule=rule, max_grad_norm=MAX_NORM)
-            for w in windows
+            train_step(accelerator, model, optimizer, w, max_grad_norm=MAX_NORM) for w in windows
         ]
     weights = {name: tensor.clone() for name, tensor in full_state_dict(accelerator, model).items()}
     save(
@@ -164,12 +163,10 @@ def counted(folder: Path, kind: str) -> None:
         )
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
             accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = each
-            backward_window(
-                accelerator, model, window, rule=rule
-            )  # FSDP sets itself up in its first forward
+            backward_window(accelerator, model, window)  # FSDP sets itself up in its first forward
             model.zero_grad(set_to_none=True)
             with Collectives() as sent:
-                backward_window(accelerator, model, window, rule=rule, audit=False)
+                backward_window(accelerator, model, window, audit=False)
             name = f"counted {kind} {micro_batches} {'each' if each else 'once'}"
             facts = {
                 "calls": sent.calls,
@@ -212,7 +209,7 @@ def overflow(folder: Path, kind: str) -> None:
         base.classifier.overflows = (
             window.index == 1 and accelerator.process_index == accelerator.num_processes - 1
         )
-        result = train_step(accelerator, model, optimizer, window, rule=rule, max_grad_norm=1.0)
+        result = train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
         skipped.append([result.skipped, result.overflowed])
         scales.append(accelerator.scaler.get_scale())
         digests.append(digest(model))
@@ -247,7 +244,7 @@ def options(folder: Path, kind: str) -> None:
         accelerator = make_accelerator(f"{kind} {option}", "GPT2Block", mixed_precision=precision)
         model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
         (window,) = make_windows(accelerator, samples)
-        backward_window(accelerator, model, window, rule=rule)
+        backward_window(accelerator, model, window)
         types = {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
         gradients = whole_gradients(model)
         with torch.no_grad():
@@ -265,7 +262,7 @@ def options(folder: Path, kind: str) -> None:
                 accelerator,
                 folder,
                 kind,
-                partial(backward_window, accelerator, model, window, rule=rule),
+                partial(backward_window, accelerator, model, window),
             )
 
 
@@ -313,14 +310,11 @@ def subset(folder: Path, kind: str) -> None:
     samples = h.class_samples(16)
     accelerator = make_accelerator(kind)
     base = h.bert_classifier(0.1)
-    rule = hf_ga.prove_targets(base, samples, h.pad_right)
     model, optimizer = hf_ga.prepare(
         accelerator, base, torch.optim.AdamW([base.classifier.bias], lr=1e-2)
     )
     windows = make_windows(accelerator, samples, global_batch_size=8)
-    results = [
-        train_step(accelerator, model, optimizer, w, rule=rule, max_grad_norm=1e-3) for w in windows
-    ]
+    results = [train_step(accelerator, model, optimizer, w, max_grad_norm=1e-3) for w in windows]
     weights = full_state_dict(accelerator, model)
     facts = {"skipped": [r.skipped for r in results], "losses": [r.loss for r in results]}
     save(accelerator, folder, f"subset {kind}", {n: t.clone() for n, t in weights.items()}, **facts)
@@ -418,7 +412,7 @@ def heads(folder: Path, kind: str) -> None:
         ):  # 18 and 3
             model.zero_grad(set_to_none=True)
             name = f"heads {kind} {head} {window.index}"
-            result = backward_window(accelerator, model, window, rule=rule, loss_fn=loss_fn)
+            result = backward_window(accelerator, model, window, loss_fn=loss_fn)
             never = [p.grad is None for name, p in model.named_parameters() if "never" in name]
             save(
                 accelerator,

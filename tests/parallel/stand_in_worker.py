@@ -53,7 +53,6 @@ def computed(device, build, make_samples, loss_fn):
     accelerator = accelerator_on(device)
     samples = make_samples(16)
     model = accelerator.prepare(build(DROPOUT))
-    rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=loss_fn)
     sizes = {"per_device_batch_size": 2, "global_batch_size": 8, "seed": 0}
     grads = []
     waits = []
@@ -69,7 +68,7 @@ def computed(device, build, make_samples, loss_fn):
         )
     lengths = [len(sample["input_ids"]) for sample in samples]
     batches = evaluation_windows(
-        samples, h.pad_right, accelerator=accelerator, batch_size=4, lengths=lengths, rule=rule
+        samples, h.pad_right, accelerator=accelerator, batch_size=4, lengths=lengths
     )
     results, of_evaluation = noted(evaluate, accelerator, model, batches, rule)
     forwards = sum(len(window.batches) for window in batches)

@@ -86,7 +86,6 @@ def references():
         grads = []
         for dtype in (torch.float32, torch.float64):
             model = h.gpt2(0.1)
-            rule = hf_ga.prove_targets(model, samples, h.pad_right)
             model.to(dtype)
             loss = full_batch(model, rule, samples, 0, window)
             grads.append(h.gradients(model))
@@ -201,7 +200,6 @@ def gpt2_references():
     order = epoch_order(WINDOW, SEED, 0, True)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         model = h.gpt2(0.1)
-        rule = hf_ga.prove_targets(model, samples, h.pad_right)
         rule.dropout.set_keys(sample_keys(SEED, 0, np.arange(WINDOW)), window_key(SEED, 0, 0))
         low = dtype == torch.bfloat16
         with rule.dropout.scope(model), torch.autocast("cpu", torch.bfloat16, enabled=low):
@@ -274,7 +272,6 @@ def steps():
     samples = h.token_samples(WINDOW + LAST)
     losses = []
     norms = []
-    rule = hf_ga.prove_targets(model, samples, h.pad_right)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS):
         optimizer.zero_grad()

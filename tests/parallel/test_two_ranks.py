@@ -84,7 +84,6 @@ def ddp_window(
     """
     accelerator = make_accelerator("ddp")
     plain = Halves()
-    rule = hf_ga.prove_targets(plain, points(), stack)
     model, _ = preparing.prepare(accelerator, plain, torch.optim.SGD(plain.parameters(), lr=0.0))
     sizes = {"per_device_batch_size": 2, "global_batch_size": size, "canonical_micro_batch": chunk}
     (window,) = hf_ga.WindowLoader(
@@ -92,7 +91,7 @@ def ddp_window(
     )
     if fails is not None and accelerator.process_index == 1:
         plain.fails = fails
-    result = backward_window(accelerator, model, window, rule=rule)
+    result = backward_window(accelerator, model, window)
     return whole_gradients(model), result
 
 
@@ -169,9 +168,9 @@ def failing_window(where: str) -> tuple[str, float]:
     )
     rule = replace(rule, pad_to_window=where == "collate")
     is_armed = True
-    said = outcome(partial(backward_window, accelerator, model, window, rule=rule))
+    said = outcome(partial(backward_window, accelerator, model, window))
     is_armed = False
-    return said, backward_window(accelerator, model, window, rule=rule).loss
+    return said, backward_window(accelerator, model, window).loss
 
 
 @pytest.mark.parametrize("where", ["collate", "router", "memory"])
@@ -217,7 +216,6 @@ def test_shards_have_the_gradient_of_the_full_batch():
     def work() -> tuple[h.Gradients, hf_ga.StepResult, float]:
         accelerator = make_accelerator("fsdp2", "GPT2Block")
         plain = h.gpt2()
-        rule = hf_ga.prove_targets(plain, samples, h.pad_right)
         model, optimizer = preparing.prepare(
             accelerator, plain, torch.optim.SGD(plain.parameters(), lr=0.0)
         )
@@ -229,9 +227,9 @@ def test_shards_have_the_gradient_of_the_full_batch():
             global_batch_size=5,
             shuffle=False,
         )
-        result = backward_window(accelerator, model, window, rule=rule)
+        result = backward_window(accelerator, model, window)
         gradients = whole_gradients(model)
-        stepped = train_step(accelerator, model, optimizer, window, rule=rule, max_grad_norm=1.0)
+        stepped = train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
         return gradients, result, stepped.grad_norm
 
     found = on_two_ranks(work)

@@ -279,7 +279,6 @@ def test_a_rule_refers_to_the_modules_and_functions_of_the_other_rank(loss):
     theirs = h.gpt2(0.1)
     own = getattr(loss, "loss_fn", None)
     samples = h.token_samples(5)
-    proven = hf_ga.prove_targets(mine, samples, h.pad_right)
     named = [
         {f"module {name}": module for name, module in model.named_modules()}
         | {f"counting {name}": count for name, count in COUNTING_RULES.items()}
@@ -302,7 +301,6 @@ def test_a_rule_refers_to_the_modules_and_functions_of_the_other_rank(loss):
 
 def test_a_router_s_python_module_travels_by_name():
     model = h.mixtral(0.5)
-    rule = hf_ga.prove_targets(model, h.token_samples(8), h.pad_right)
     named = {f"module {name}": module for name, module in model.named_modules()}
     named |= {f"counting {name}": count for name, count in COUNTING_RULES.items()}
     loss = unpack(pack(rule, named), named).loss

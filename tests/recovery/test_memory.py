@@ -74,12 +74,11 @@ def gradient_of_window(
     accelerator = accelerator_in()
     model = build()
     samples = make_samples(SAMPLES)
-    rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=loss_fn)
     device = Device(model, fits, **how)
     window = next(iter(windows_of(accelerator, samples)))
     for parameter in model.parameters():
         parameter.grad = None if earlier is None else torch.full_like(parameter, earlier)
-    result = backward_window(accelerator, model, window, rule=rule, loss_fn=loss_fn)
+    result = backward_window(accelerator, model, window, loss_fn=loss_fn)
     return h.gradients(model), result, device
 
 
@@ -125,10 +124,9 @@ def test_buffers_count_no_sample_twice():
     samples = h.token_samples(SAMPLES)
     model.register_buffer("seen", torch.zeros((), dtype=torch.int64))
     model.register_forward_pre_hook(count, with_kwargs=True)
-    rule = hf_ga.prove_targets(model, samples, h.pad_right)
     device = Device(model, 60, chosen=third_of_three())
     window = next(iter(windows_of(accelerator, samples)))
-    result = backward_window(accelerator, model, window, rule=rule)
+    result = backward_window(accelerator, model, window)
     assert result.retries == len(device.failures) == 1
     assert model.seen == WINDOW
 
@@ -147,7 +145,6 @@ def run_of_steps(
     accelerator = accelerator_in(precision)
     model = h.gpt2(0.1)
     samples = h.token_samples(SAMPLES)
-    rule = hf_ga.prove_targets(model, samples, h.pad_right)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer = accelerator.prepare(model, optimizer)
     device = Device(model, 20, chosen=chosen, backward=backward)
@@ -171,7 +168,7 @@ def run_of_steps(
     retries = []
     once = []
     for window in windows:
-        result = train_step(accelerator, model, optimizer, window, rule=rule, max_grad_norm=0.5)
+        result = train_step(accelerator, model, optimizer, window, max_grad_norm=0.5)
         losses.append(result.loss)
         retries.append(result.retries)
         once.append(
@@ -217,7 +214,6 @@ def test_a_single_sample_that_does_not_fit():
     model = h.gpt2(0.1)
     samples = h.token_samples(SAMPLES)
     samples[5] = {name: (values * 9)[:30] for name, values in samples[5].items()}
-    rule = hf_ga.prove_targets(model, samples[:5], h.pad_right)
     device = Device(model, 25, backward=True)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, EARLIER)
@@ -228,14 +224,14 @@ def test_a_single_sample_that_does_not_fit():
         match=r"sample 5 with 30 tokens \(30 with padding\) does not fit into the memory of "
         r"process 0.*max_length",
     ):
-        backward_window(accelerator, model, bad, rule=rule)
+        backward_window(accelerator, model, bad)
     assert all((p.grad == EARLIER).all() for p in model.parameters())
     assert device.failures[-1] == (
         1,
         30,
     )
     good = next(window for window in windows if window is not bad)
-    assert backward_window(accelerator, model, good, rule=rule).num_targets > 0
+    assert backward_window(accelerator, model, good).num_targets > 0
 
 
 def test_other_errors_are_no_lack_of_memory():

@@ -119,7 +119,6 @@ def started(case="", precision="no"):
     """
     model = Classifier(case)
     loss_fn = spoilt_sum if case == "loss_fn" else None
-    rule = hf_ga.prove_targets(model, samples(bad=()), h.pad_right, loss_fn=loss_fn)
     if case == "weight":
         with torch.no_grad():
             model.embedding.weight[BAD_TOKEN] = math.nan
@@ -314,13 +313,10 @@ def test_models_with_a_router_or_of_one_width(name, build, layer):
     widths = set()
     if name == "mixtral":
         data = [{**s, "labels": list(s["input_ids"])} for s in data]
-    rule = hf_ga.prove_targets(
-        model, marked(data, []), h.pad_right, speed_ups=[]
-    )  # `spoil` knows samples
     training = Training(Accelerator(cpu=True), model)
     spoil(model, layer)
     first, second, _ = windows_of(data)
-    training.step(first, rule=rule)
+    training.step(first)
     model.register_forward_pre_hook(
         lambda module, args, kwargs: widths.add(kwargs["input_ids"].shape[1]), with_kwargs=True
     )
@@ -329,7 +325,7 @@ def test_models_with_a_router_or_of_one_width(name, build, layer):
         match=r"comes from samples 10, 13; .* module with a non-finite output is "
         rf"{re.escape(layer)} ",
     ):
-        training.step(second, rule=rule)
+        training.step(second)
     widest = max(len(data[i]["input_ids"]) for i in second.sample_ids)
     assert (widths == {widest}) == (name == "xlnet")
 

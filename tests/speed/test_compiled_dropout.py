@@ -243,7 +243,6 @@ def test_an_error_in_a_compiled_layer_leaves_nothing_behind():
     model = compiled(layers())
     long = {"input_ids": [1] * 13, "labels": [1] * 13}
     before = h.everything(model)
-    rule = hf_ga.prove_targets(model, data, h.pad_right)
     with pytest.raises(ValueError, match="thirteen"), rule.dropout.scope(model):
         rule.dropout.set_keys(sample_keys(0, 0, np.arange(2)), window_key(0, 0, 0))
         model(**h.pad_right([long, long]))

@@ -47,7 +47,7 @@ def train(model, data, rule, wrong=1.0):
     shapes = set()
     for window in windows_of(data):
         shapes |= {m.batch["input_ids"].shape for m in window.micro_batches}
-        train_step(Accelerator(cpu=True), model, optimizer, window, rule=rule)
+        train_step(Accelerator(cpu=True), model, optimizer, window)
     return torch.cat([p.detach().double().flatten() for p in model.parameters()]), shapes
 
 
@@ -82,7 +82,6 @@ def test_dropout_in_a_compiled_wrapper_is_refused():
     """The proof knows the model within it."""
     model = tagger(0.2)
     data = h.token_samples(12)
-    rule = hf_ga.prove_targets(model, data, h.pad_right)
     wrapper = torch.nn.Sequential(model)
     wrapper.compile()
     with pytest.raises(hf_ga.ConfigError, match="a wrapper around the model is compiled"):

@@ -384,9 +384,6 @@ def test_a_head_that_ignores_labels_of_0_is_counted_on_the_host():
         return F.cross_entropy(logits.view(-1, h.VOCABULARY), labels.view(-1), ignore_index=0)
 
     samples = h.plain_samples(12)
-    rule = hf_ga.prove_targets(
-        h.seeded(OwnHead)(use), samples, h.pad_with_zeros, speed_ups=[ChunkedLoss()]
-    )
     (speed_up,) = rule.speed_ups
     assert speed_up._count_on_host is COUNTING_RULES["positive labels"]
 
@@ -402,7 +399,7 @@ def test_with_dropout_and_checkpointing_it_is_the_step_with_logits(build):
     )
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for micro_batch in (5, 12):
-        lazy, result = window_gradient(model, one_window(SAMPLES, micro_batch), rule=rule)
+        lazy, result = window_gradient(model, one_window(SAMPLES, micro_batch))
         assert result.loss == pytest.approx(plain.loss, rel=1e-6)
         assert h.relative_error(lazy, grads) <= 1e-6
     assert h.relative_error(lazy, h.full_batch_gradient(build(), h.pad_right(SAMPLES))) > 0.05, (

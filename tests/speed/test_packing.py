@@ -171,7 +171,6 @@ def pad_left(samples):
 
 def asked(model, samples, collate=pad_right):
     """What the proof says: (packing or None, why not)."""
-    rule = hf_ga.prove_targets(model, samples, collate, speed_ups=[Packing()])
     return (rule.speed_ups or [None])[0], rule.left_out.get("packing", "")
 
 
@@ -418,7 +417,6 @@ def test_other_paddings_than_the_proofs_are_exact(build, triples):
 
     model = build(0.0)
     accelerator = Accelerator()
-    rule = hf_ga.prove_targets(model, plain, helpers.pad_right)
     found = {}
     for speed_ups in (rule.speed_ups, ()):
         windows = hf_ga.WindowLoader(
@@ -501,13 +499,10 @@ def test_a_window_with_an_own_loss_is_the_same_packed_and_padded():
         count = num_targets(model, batch)
         return outputs.loss * count, count
 
-    rule = hf_ga.prove_targets(model, samples, pad_right, loss_fn=sum_loss, speed_ups=[packing])
     assert rule.speed_ups == (packing,)
     found = []
     for packing._min_padding_ratio in (np.inf, 1.0):
-        gradients, result = window_gradient(
-            model, one_window(samples, 4), rule=rule, loss_fn=sum_loss
-        )
+        gradients, result = window_gradient(model, one_window(samples, 4), loss_fn=sum_loss)
         found.append((gradients, result.loss))
     assert 0 < relative_error(found[1][0], found[0][0]) < 1e-6, (
         "another rounding, or nothing was packed"

@@ -53,7 +53,6 @@ PLANS = {
 
 
 def proven(model, samples, speed_ups=None):
-    rule = hf_ga.prove_targets(model, samples, h.pad_right, speed_ups=speed_ups)
     for speed_up in rule.speed_ups:
         if isinstance(speed_up, Packing):
             speed_up._min_padding_ratio = 1.0  # however few tokens that saves
@@ -67,7 +66,6 @@ def test_which_speed_ups_are_used(name, dropout):
     build, make_samples, not_used = MODELS[name]
     if not dropout:
         not_used = {**not_used, "fused attention": "draws no dropout"}
-    rule = hf_ga.prove_targets(build(dropout), make_samples(NUM_SAMPLES), h.pad_right)
     assert {speed_up.name for speed_up in rule.speed_ups} == ALL.keys() - not_used.keys(), (
         rule.left_out
     )
@@ -111,12 +109,6 @@ def test_a_wrong_speed_up_is_left_out(change, why):
     model = h.gpt2(0.1)
     samples = h.token_samples(NUM_SAMPLES)
     harmless = Wrong(lambda g: g * (1 + 1e-7))
-    rule = hf_ga.prove_targets(
-        model,
-        samples,
-        h.pad_right,
-        speed_ups=[LeanForward(), Wrong(change), harmless, ChunkedLoss()],
-    )
     assert [speed_up.name for speed_up in rule.speed_ups] == [
         "lean forward",
         "wrong",
@@ -150,7 +142,7 @@ def gradient(accelerator, model, rule, samples, plan="one"):
     window = one_window(
         samples, PLANS[plan], lengths=[len(sample["input_ids"]) for sample in samples]
     )
-    result = backward_window(accelerator, model, window, rule=rule)
+    result = backward_window(accelerator, model, window)
     return h.gradients(model), float(result.loss), [m.batch for m in window.micro_batches]
 
 

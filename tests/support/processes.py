@@ -59,7 +59,6 @@ def prepare(
     **how,
 ):
     """Prove, then wrap. Returns model, optimizer, rule."""
-    rule = hf_ga.prove_targets(model, samples, collate, loss_fn=loss_fn, **how)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = preparing.prepare(accelerator, model, optimizer)
     assert_wrapped(model, kind, accelerator)

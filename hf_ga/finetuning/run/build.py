@@ -26,7 +26,7 @@ from hf_ga.finetuning.data.options import as_list
 from hf_ga.finetuning.run.adapters import add_adapters, freeze, is_lora
 from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.embeddings import check_embedding, evaluate_embeddings, window_loss
-from hf_ga.finetuning.run.evaluation import evaluate, evaluation_windows
+from hf_ga.finetuning.run.evaluation import evaluate_samples, evaluation_windows
 from hf_ga.finetuning.run.losses import (
     SmoothedCrossEntropy,
     WeightedCrossEntropy,
@@ -412,15 +412,6 @@ def chosen_loss(setup: Setup) -> dict[str, Any]:
     return {"loss_fn": chosen_loss_fn(setup.config, setup.class_weights)}
 
 
-def evaluation_loss(setup: Setup) -> dict[str, Any]:
-    """Return the loss of a run's evaluations as a keyword argument, like `chosen_loss`, but without
-    label smoothing.
-    """
-    if setup.data.task.labels == "pairs":
-        return chosen_loss(setup)
-    return {"loss_fn": evaluation_loss_fn(setup.config, setup.class_weights)}
-
-
 def chosen_loss_fn(
     config: FinetuneConfig, class_weights: Mapping[str, float] | None = None
 ) -> LossFunction | None:
@@ -478,7 +469,8 @@ def evaluate_split(setup: Setup, model: nn.Module, split: str = "validation") ->
         `<split>_...`.
     """
     data = setup.data
-    windows = evaluation_windows(
+    make_windows = partial(
+        evaluation_windows,
         data.samples(split),
         data.collate,
         accelerator=setup.accelerator,
@@ -488,11 +480,13 @@ def evaluate_split(setup: Setup, model: nn.Module, split: str = "validation") ->
     )
     prefix = "eval_" if split == "validation" else f"{split}_"
     if data.task.labels == "pairs":
-        found = evaluate_embeddings(setup, model, windows, split)
+        found = evaluate_embeddings(setup, model, make_windows(), split)
     else:
         reader = make_reader(setup, model, split)
-        loss = evaluation_loss(setup)
-        found = evaluate(setup.accelerator, model, windows, **loss, reader=reader)
+        loss_fn = evaluation_loss_fn(setup.config, setup.class_weights)
+        found = evaluate_samples(
+            setup.accelerator, model, make_windows, loss_fn=loss_fn, reader=reader
+        )
     results = {prefix + name.removeprefix("eval_"): value for name, value in found.items()}
     if setup.on_evaluate is not None:
         with torch.no_grad(), restored_modes(model):

@@ -3,7 +3,6 @@ and evaluate the embeddings of a split.
 """
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -20,11 +19,10 @@ from hf_ga.embedding.losses import (
     unit_vectors,
 )
 from hf_ga.embedding.model import LOG_TEMPERATURE
+from hf_ga.engine.evaluation import evaluation_slots
 from hf_ga.errors import ConfigError
-from hf_ga.exact.engine import Engine
-from hf_ga.exact.forward import restored_modes
-from hf_ga.exact.hooks import Hook
-from hf_ga.exact.rule import Rule
+from hf_ga.exact.backend import Backend
+from hf_ga.exact.forward import argument_filter, callable_module, restored_modes
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.finetuning.data.data import PreparedData
@@ -133,7 +131,7 @@ def _check_metric(metric: str, are_scored: bool) -> None:
 
 @torch.no_grad()
 def evaluate_embeddings(
-    setup: Setup, model: nn.Module, windows: WindowLoader, rule: Rule, split: str
+    setup: Setup, model: nn.Module, windows: WindowLoader, split: str
 ) -> dict[str, float]:
     """Compute loss and metrics of a model's text embeddings on a split, for `--task embedding`.
 
@@ -147,7 +145,6 @@ def evaluate_embeddings(
         setup: The setup of the run.
         model: The prepared model.
         windows: The loader of the split, see `evaluation_windows`.
-        rule: The result of testing, before training, what the loss averages over.
         split: The name of the split.
 
     Returns:
@@ -156,13 +153,13 @@ def evaluate_embeddings(
         `ndcg_at_10_dim_64` or `spearman_dim_64`.
     """
     windows.set_epoch(0)
-    rule_without_dropout = replace(rule, dropout=Hook(), speed_ups=())
-    engine = Engine(backend_for(setup.accelerator), model, rule_without_dropout)
+    backend = backend_for(setup.accelerator)
     local_vectors: list[MicroBatchVectors] = []
     with restored_modes(model):
         model.eval()
+        backend.reshard(model)
         for window in windows:
-            local_vectors += _embed_micro_batches(engine, window)
+            local_vectors += _embed_micro_batches(backend, model, window)
     gathered = gather_object(local_vectors)
     results: dict[str, float] = {}
     with raise_on_all_ranks(setup.accelerator):
@@ -171,20 +168,24 @@ def evaluate_embeddings(
     return broadcast_from_main(setup.accelerator, results)
 
 
-def _embed_micro_batches(engine: Engine, window: Window) -> Iterator[MicroBatchVectors]:
+def _embed_micro_batches(
+    backend: Backend, model: nn.Module, window: Window
+) -> Iterator[MicroBatchVectors]:
     """Run the forwards of this rank's micro-batches of a window in an evaluation of `--task
     embedding`, and yield the text vectors of each in float32 on the CPU.
 
     Under FSDP, where forwards are collectives, ranks with fewer micro-batches run more forwards
-    with weight 0; these yield nothing.
+    than they have; these yield nothing.
     """
-    engine.begin(window, training=False, skip_empty=False)
-    for index in range(len(engine.calls)):
-        with engine.scope(), engine.micro_batch(index) as batch:
-            outputs = engine.forward(batch)
-        if engine.call.weight > 0:
+    module = callable_module(model)
+    arguments = argument_filter(model)
+    for slot in evaluation_slots(backend, window):
+        batch = backend.place(slot.micro_batch.batch)
+        with backend.autocast():
+            outputs = module(**arguments(batch))
+        if not slot.is_filler:
             vectors = {name: value.float().cpu() for name, value in outputs.items()}
-            yield engine.call.micro_batch.sample_ids, vectors
+            yield slot.micro_batch.sample_ids, vectors
 
 
 def _join_vectors(micro_batches: list[MicroBatchVectors]) -> Vectors:

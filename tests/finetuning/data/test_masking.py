@@ -218,7 +218,6 @@ def test_evaluation_windows_keep_their_masks_whatever_their_batch_size():
             accelerator=accelerator,
             batch_size=batch_size,
             lengths=lengths,
-            rule=rule,
         )
 
     reference = {

@@ -14,9 +14,8 @@ from forked import on_two_ranks
 from torch.nn import functional as F
 
 from hf_ga.finetuning.run.config import FinetuneConfig
-from hf_ga.finetuning.run.evaluation import EVALUATION_WINDOW, evaluate, evaluation_windows
+from hf_ga.finetuning.run.evaluation import EVALUATION_WINDOW, evaluate_samples, evaluation_windows
 from hf_ga.finetuning.run.readers import logits_reader, user_metrics_reader
-from hf_ga.training import prove_targets
 
 BATCH_SIZES = [1, 7, 1000]
 
@@ -36,18 +35,17 @@ def ragged(count):
     return [{**s, "labels": none[i]} if i % 4 == 0 else s for i, s in enumerate(samples)]
 
 
-def evaluated(model, samples, batch_size, rule, reader=None, accelerator=None):
+def evaluated(model, samples, batch_size, reader=None, accelerator=None, loss_fn=None):
     accelerator = accelerator or Accelerator(cpu=True)
-    lengths = [len(s["input_ids"]) for s in samples]
-    windows = evaluation_windows(
+    make_windows = partial(
+        evaluation_windows,
         samples,
         helpers.pad_right,
         accelerator=accelerator,
         batch_size=batch_size,
-        lengths=lengths,
-        rule=rule,
+        lengths=[len(s["input_ids"]) for s in samples],
     )
-    return evaluate(accelerator, model, windows, rule, reader)
+    return evaluate_samples(accelerator, model, make_windows, loss_fn=loss_fn, reader=reader)
 
 
 @torch.no_grad()
@@ -89,10 +87,9 @@ def test_loss_is_the_mean_over_all_targets(head):
     """The control: the mean of the batches' means is another number."""
     model = louder(getattr(helpers, head)(dropout=0.5))
     samples = helpers.class_samples(53) if head == "bert_classifier" else ragged(53)
-    rule = prove_targets(model, samples[1:33], helpers.pad_right)
     total, count = by_hand(model, samples)
     for batch_size in BATCH_SIZES:
-        results = evaluated(model, samples, batch_size, rule)
+        results = evaluated(model, samples, batch_size)
         assert results["num_targets"] == count
         assert results["loss"] == pytest.approx(total / count, rel=1e-6)
         assert results["perplexity"] == pytest.approx(np.exp(total / count), rel=1e-5)
@@ -105,8 +102,6 @@ def test_head_whose_loss_depends_on_the_width():
     """
     model = helpers.xlnet_classifier()
     samples = helpers.class_samples(EVALUATION_WINDOW + 40)
-    rule = prove_targets(model, samples[:32], helpers.pad_right)
-    assert rule.pad_to_window
     total = 0.0
     reference = helpers.copy.deepcopy(model).double().eval()
     for start in (0, EVALUATION_WINDOW):
@@ -115,7 +110,7 @@ def test_head_whose_loss_depends_on_the_width():
             logits = reference(**{k: v for k, v in batch.items() if k != "labels"}).logits
         total += float(F.cross_entropy(logits, batch["labels"], reduction="sum"))
     for batch_size in (7, 1000):
-        assert evaluated(model, samples, batch_size, rule)["loss"] == pytest.approx(
+        assert evaluated(model, samples, batch_size)["loss"] == pytest.approx(
             total / len(samples), rel=1e-6
         )
     narrow = by_hand(model, samples)[0] / len(samples)  # the control: each sample at its own width
@@ -125,7 +120,6 @@ def test_head_whose_loss_depends_on_the_width():
 def test_own_loss_function_counts_by_weights():
     model = helpers.plain_tagger()
     samples = helpers.weighted_samples(20)
-    rule = prove_targets(model, samples, helpers.pad_right, loss_fn=helpers.weighted_token_loss)
     total = weight = 0.0
     for sample in samples:
         with torch.no_grad():
@@ -134,7 +128,7 @@ def test_own_loss_function_counts_by_weights():
         total += float((losses * torch.tensor(sample["weights"])).sum())
         weight += sum(sample["weights"])
     for batch_size in BATCH_SIZES:
-        results = evaluated(model, samples, batch_size, rule)
+        results = evaluated(model, samples, batch_size, loss_fn=helpers.weighted_token_loss)
         assert results["loss"] == pytest.approx(total / weight, rel=1e-6)
         assert results["num_targets"] == pytest.approx(weight, rel=1e-6)
 
@@ -143,13 +137,12 @@ def test_own_loss_function_counts_by_weights():
 def test_mode_weights_and_random_states_stay(training):
     model = helpers.gpt2(dropout=0.5)
     samples = ragged(11)
-    rule = prove_targets(model, samples[1:4] * 4, helpers.pad_right)
     model.train(training)
     model.transformer.h[0].eval()  # a part that the user has frozen in evaluation mode
     modes = {name: module.training for name, module in model.named_modules()}
     before = {name: value.clone() for name, value in model.state_dict().items()}
     states = helpers.global_random_states()
-    first, second = (evaluated(model, samples, 3, rule) for _ in range(2))
+    first, second = (evaluated(model, samples, 3) for _ in range(2))
     assert first == second  # no dropout
     assert helpers.global_random_states() == states
     assert {name: module.training for name, module in model.named_modules()} == modes
@@ -160,18 +153,16 @@ def test_mode_weights_and_random_states_stay(training):
 def test_an_error_leaves_the_training_mode(monkeypatch):
     model = helpers.gpt2()
     samples = ragged(11)
-    rule = prove_targets(model, samples[1:4] * 4, helpers.pad_right)
     monkeypatch.setattr(model, "forward", lambda input_ids, labels=None: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        evaluated(model, samples, 3, rule)
+        evaluated(model, samples, 3)
     assert model.training
 
 
 def test_a_split_without_targets_has_no_loss():
     model = helpers.gpt2()
     samples = ragged(9)
-    rule = prove_targets(model, samples[1:4] * 4, helpers.pad_right)
-    results = evaluated(model, [helpers.without_targets(s) for s in samples], 4, rule)
+    results = evaluated(model, [helpers.without_targets(s) for s in samples], 4)
     assert results["num_targets"] == 0
     assert np.isnan(results["loss"])
 
@@ -218,9 +209,7 @@ def measured(accelerator, name):
     make, samples_of, metrics = CASES[name]
     model = make()
     samples = samples_of()
-    probes = samples if len(samples) > 5 else ragged(53)
     loss_fn = helpers.weighted_token_loss if name == "own loss" else None
-    rule = prove_targets(model, probes[1:33], helpers.pad_right, loss_fn=loss_fn)
     reader = logits_reader(metrics) if metrics else None
     if name == "own metrics":
         data = SimpleNamespace(task=SimpleNamespace(metrics=("f1",)))
@@ -228,7 +217,7 @@ def measured(accelerator, name):
         reader = user_metrics_reader(
             SimpleNamespace(config=FinetuneConfig(), data=data, **own), model
         )
-    return evaluated(accelerator.prepare(model), samples, 7, rule, reader, accelerator)
+    return evaluated(accelerator.prepare(model), samples, 7, reader, accelerator, loss_fn)
 
 
 @pytest.mark.slow("starts processes")
