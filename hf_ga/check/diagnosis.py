@@ -1,20 +1,23 @@
-"""Why a training step under test differs from the full batch: switch all suspects off, then on one
-at a time; match the remaining error against known mistakes.
+"""Why a training step under test differs from the full batch: with all suspects switched off, match
+its gradient against those of the micro-batches, whose divisors are read from the loss; then switch
+the suspects on, one at a time.
 """
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from hf_ga.check.divisors import Divisors, count_usual, read_divisors
 from hf_ga.check.gradients import Gradients, gradient_norms, relative_error, total_norm
 from hf_ga.check.hypotheses import (
     Hypothesis,
     best_match,
     fit_micro_batch_weights,
+    format_numbers,
     half_precision,
     list_hypotheses,
 )
@@ -23,10 +26,10 @@ from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, ReportRow
 from hf_ga.check.steps import CheckContext, StepFunction
 from hf_ga.check.switches import SUSPECTS, Suspect
-from hf_ga.exact.loss import COUNTING_RULES, POSITIVE_LABELS, WithRouter
-from hf_ga.exact.rule import Rule
+from hf_ga.engine.rehearsal import widths_of
+from hf_ga.engine.router import WindowRouter
+from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.window import Window
-from hf_ga.proof.probes import applicable_rules
 
 # Maximum number of gradient elements, over all micro-batches, that a trial keeps in memory; of
 # larger models every `stride`-th element is compared.
@@ -46,7 +49,6 @@ class Trial:
         reference: Gradient of the full batch.
         step_gradient: Gradient that the training step left.
         micro_batch_gradients: For each micro-batch, the gradient of its own mean loss.
-        counts: For each counting rule, the number of targets of each micro-batch.
         missing_parameters: Names of the parameters that should have a gradient but have a zero
             one. The vectors above do not contain them.
     """
@@ -54,18 +56,13 @@ class Trial:
     reference: Tensor
     step_gradient: Tensor
     micro_batch_gradients: list[Tensor]
-    counts: dict[str, np.ndarray]
     missing_parameters: list[str]
 
-    def additivity_error(self, rule: str) -> float:
+    def additivity_error(self, divisors: Divisors) -> float:
         """Compute the relative error of the sum of the micro-batches' gradients, each weighted by
-        its share of the window's targets, compared with the full batch's gradient.
-
-        Args:
-            rule: The counting rule of the targets, a key of `counts`.
+        its share of what the loss divides by, compared with the full batch's gradient.
         """
-        n = self.counts[rule]
-        correct = Hypothesis(n / n.sum())
+        correct = Hypothesis(divisors.shares)
         return relative_error(correct.gradient(self.micro_batch_gradients), self.reference)
 
     def match_error(self, hypothesis: Hypothesis) -> float:
@@ -142,13 +139,16 @@ class Diagnosis:
         self.refused = refused
         self.window = layout.collate_window(context)
         excluded = {"clipping"} if step is None else set()
+        widths = [widths_of(micro_batch.batch) for micro_batch in self.window.micro_batches]
+        self.has_unequal_widths = any(of_micro_batch != widths[0] for of_micro_batch in widths)
         if step is None and not refused:
-            # hf_ga has proven that padding changes nothing, and its dropout is keyed by sample.
-            excluded |= {"padding width", "dropout"}
+            # hf_ga pads where it must, and its dropout is keyed by sample.
+            excluded |= {"dropout"}
+            self.has_unequal_widths = False
         self.suspects = [
             suspect
             for suspect in SUSPECTS
-            if suspect.applies(context, self.window) and suspect.name not in excluded
+            if suspect.applies(context) and suspect.name not in excluded
         ]
         self.match_limit = MATCH[context.precision]
         self.min_effect = EFFECT[context.precision]
@@ -157,7 +157,7 @@ class Diagnosis:
         """Find all causes why the training step's gradient differs from the full batch's; if none
         is found, return one cause named "unknown".
         """
-        if self.refused and self.context.dropout.unkeyed:
+        if self.refused and self.context.unkeyed:
             return [Cause("randomness", self.refused)]
         baseline = self._run_trial()
         if not baseline.step_gradient.any():
@@ -170,30 +170,36 @@ class Diagnosis:
             ]
         if not baseline.step_gradient.isfinite().all():
             return [Cause("not finite", "the step left a gradient that is NaN or infinite")]
-        rule = min(baseline.counts, key=baseline.additivity_error)
-        residual = baseline.additivity_error(rule)
-        match, error = self._match_weights(baseline, rule)
+        with self._switched_off():
+            terms = read_divisors(self.context, self._compared_window)
+        divisors = min(terms, key=baseline.additivity_error)
+        residual = baseline.additivity_error(divisors)
+        match, error = self._match_weights(baseline, divisors)
         found = [
-            *self._additivity_causes(residual),
+            *self._additivity_causes(residual, terms),
             *match.causes,
             *self._reduction_causes(baseline, error),
         ]
         if baseline.missing_parameters:
             names = ", ".join(baseline.missing_parameters[:4])
             found.append(Cause("frozen parameter", f"no gradient reaches {names}"))
+        if self.has_unequal_widths:
+            found += self._padding_causes()
         for suspect in self.suspects:
-            found += self._causes_of_suspect(suspect, rule, match, max(error, residual))
+            found += self._causes_of_suspect(suspect, divisors, match, max(error, residual))
+        if error > self.match_limit:
+            found += self._random_causes()
         return found or [Cause("unknown", _describe_unexplained(baseline))]
 
     def _causes_of_suspect(
-        self, suspect: Suspect, rule: str, match: Hypothesis, error_without: float
+        self, suspect: Suspect, divisors: Divisors, match: Hypothesis, error_without: float
     ) -> list[Cause]:
         """Run the training step with one suspected cause switched on, and return it as a cause if
         the relative error of the step, or of the model itself, grows; otherwise an empty list.
 
         Args:
             suspect: The suspect; all others are switched off.
-            rule: The counting rule of the loss.
+            divisors: What the loss divides by in the micro-batches.
             match: The micro-batch weights that explain the step with all suspects off.
             error_without: The relative error that is left with all suspects off.
         """
@@ -204,7 +210,7 @@ class Diagnosis:
             if suspect.name != "BatchNorm":
                 raise
             return [Cause(suspect.name, suspect.text, f"a micro-batch fails with it: {failure}")]
-        error = max(trial.match_error(match), trial.additivity_error(rule))
+        error = max(trial.match_error(match), trial.additivity_error(divisors))
         has_effect = error > max(self.min_effect, 5 * error_without)
         if not has_effect:
             return []
@@ -218,7 +224,7 @@ class Diagnosis:
         evidence = f"relative error with it {error:.1e}, without {error_without:.1e}"
         return [Cause(suspect.name, suspect.text, evidence)]
 
-    def _match_weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float]:
+    def _match_weights(self, trial: Trial, divisors: Divisors) -> tuple[Hypothesis, float]:
         """Find the weights with which the training step summed its micro-batches' gradients.
 
         Tries known mistakes first, then the same with clipping after every micro-batch, then any
@@ -227,14 +233,14 @@ class Diagnosis:
 
         Args:
             trial: The step with all suspects off.
-            rule: The counting rule of the loss.
+            divisors: What the loss divides by in the micro-batches.
 
         Returns:
             The weights with the mistakes that explain them, and the relative error that is left.
         """
         known = list_hypotheses(
-            trial.counts,
-            rule,
+            divisors.values,
+            count_usual(self._compared_window),
             self.layout.accumulation_steps,
             self.context.accelerator.num_processes,
         )
@@ -249,7 +255,7 @@ class Diagnosis:
         )
         if clipped_error <= self.match_limit:
             return clipped, clipped_error
-        fitted, fit_error = _fit_hypothesis(trial, rule)
+        fitted, fit_error = _fit_hypothesis(trial, divisors)
         if fit_error <= self.match_limit:
             return fitted, fit_error
         return self._without_exact_match(trial, match, error), error
@@ -269,10 +275,12 @@ class Diagnosis:
         """
         # Low precision is no explanation where the micro-batches' gradients do not add up to the
         # window's in any precision.
-        if error > MATCH["bf16"] or self.context.whole_batch is not None:
+        if error > MATCH["bf16"] or self.context.settings.whole_batch is not None:
             return replace(closest, causes=())
         if self._reduction_causes(trial, error):
             return closest
+        if self._random_causes():
+            return replace(closest, causes=())
         text = (
             f"the sum of the micro-batches' gradients has a relative error of {error:.1e}: "
             "computed in low precision"
@@ -297,31 +305,80 @@ class Diagnosis:
         evidence = f"every element is a {name} number, relative error {error:.1e}"
         return [Cause(f"{name} reduction", text, evidence)]
 
-    def _additivity_causes(self, residual: float) -> list[Cause]:
+    def _additivity_causes(self, residual: float, terms: Sequence[Divisors]) -> list[Cause]:
         """Return why no weighted sum of the micro-batches' gradients is the full batch's gradient;
         an empty list if the correctly weighted sum is.
 
         Args:
             residual: The relative error of the correctly weighted sum (`Trial.additivity_error`).
+            terms: The terms of the loss.
         """
         if residual <= self.match_limit:
             return []
+        context = self.context
         text = "the loss of the window is not a weighted mean of its micro-batches' losses"
         evidence = f"residual {residual:.1e}"
-        rule = self.context.rule
-        if rule is None:
-            pairs = "it depends on pairs of samples (in-batch negatives)"
-            return [
-                Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", evidence)
-            ]
-        if self.context.whole_batch is not None:
+        if context.settings.whole_batch is not None:
             negatives = "each micro-batch compares its own samples only (in-batch negatives)"
             return [Cause("cross-batch loss", f"{text}: {negatives}", evidence)]
-        if isinstance(rule.loss, WithRouter):
+        if context.settings.loss_fn is None and WindowRouter([context.model]).is_on:
             balancing = "the router's auxiliary loss is a product of means over the micro-batch"
             return [Cause("auxiliary loss", balancing, evidence)]
-        means = "it is a sum of several means, each over its own targets"
-        return [Cause("several means", f"{text}: {means}", evidence)]
+        if any(not np.allclose(term.shares, terms[0].shares) for term in terms):
+            means = "it is a sum of several means, each over its own targets"
+            divisors = "; ".join(f"{term.name}: {format_numbers(term.values)}" for term in terms)
+            return [Cause("several means", f"{text}: {means}", f"{evidence}, divisors {divisors}")]
+        pairs = "it depends on pairs of samples (in-batch negatives)"
+        return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", evidence)]
+
+    def _padding_causes(self) -> list[Cause]:
+        """Return the cause that padding changes the loss, if it changes the gradient of the
+        narrowest micro-batch; otherwise an empty list.
+        """
+        widths = [widths_of(micro_batch.batch) for micro_batch in self.window.micro_batches]
+        sizes = [sum(shape.numel() for shape in shapes) for shapes in widths]
+        narrowest = int(np.argmin(sizes))
+        with self._switched_off():
+            gradients = []
+            for window in (self.window, self._compared_window):
+                micro_batch = window.micro_batches[narrowest]
+                gradients.append(self._gradients_of(window, micro_batch, dropout=False))
+        narrow, wide = [_flatten(of_width, list(of_width), stride=1) for of_width in gradients]
+        error = relative_error(narrow, wide)
+        if error <= self.min_effect:
+            return []
+        text = "the loss of a sample depends on the width to which its micro-batch is padded"
+        evidence = f"padded to the window's width, the gradient of one differs by {error:.1e}"
+        return [Cause("padding width", text, evidence)]
+
+    def _random_causes(self) -> list[Cause]:
+        """Return a cause for each random function, other than dropout, that the reference called:
+        a step with draws of its own has other numbers.
+        """
+        return [
+            Cause("randomness", f"{function} ({place}) draws other numbers in each split")
+            for function, place in self.context.draws.places.items()
+            if "dropout" not in function
+        ]
+
+    @property
+    def _compared_window(self) -> Window:
+        """The window in which trials run: all micro-batches have the same width."""
+        return self.window.padded_to_window() if self.has_unequal_widths else self.window
+
+    @contextmanager
+    def _switched_off(self, switched_on: str | None = None) -> Iterator[None]:
+        """Run the block with all suspects switched off but one."""
+        with ExitStack() as stack:
+            for suspect in self.suspects:
+                if suspect.name != switched_on:
+                    stack.enter_context(suspect.switched_off())
+            yield
+
+    def _gradients_of(self, window: Window, micro_batch: MicroBatch, *, dropout: bool) -> Gradients:
+        """Return the gradient of the mean loss of some samples."""
+        _, gradients = plain_backward(self.context, window, micro_batch, dropout=dropout)
+        return gradients
 
     def _run_trial(self, switched_on: str | None = None) -> Trial:
         """Compute the gradients of the diagnosed training step, of the full batch and of each
@@ -330,73 +387,44 @@ class Diagnosis:
         Args:
             switched_on: Name of the suspect that stays on. None: all are off.
         """
-        switched_off = [suspect for suspect in self.suspects if suspect.name != switched_on]
-        off_names = {suspect.name for suspect in switched_off}
-        keyed = "dropout" not in off_names
-        with ExitStack() as stack:
-            for suspect in switched_off:
-                stack.enter_context(suspect.switched_off())
-            window = self.window
-            if "padding width" in off_names:
-                window = window.padded_to_window()
-            whole = window.split([np.arange(window.num_samples)])
-            full_batch = whole.micro_batches[0]
-            _, reference, _ = plain_backward(self.context, whole, full_batch, keyed=keyed)
+        off_names = {suspect.name for suspect in self.suspects} - {switched_on}
+        dropout = "dropout" not in off_names
+        window = self._compared_window
+        whole = window.split([np.arange(window.num_samples)])
+        with self._switched_off(switched_on):
+            reference = self._gradients_of(whole, whole.micro_batches[0], dropout=dropout)
             step_gradients = reference
             if not self.refused:
                 _, step_gradients = self.layout.run(self.context, self.step, window)
             missing = _parameters_without_gradient(step_gradients, reference)
             names = [name for name in reference if name not in missing]
             stride = _element_stride(reference, names, len(self.layout.offsets))
-            micro_batch_gradients, counts = self._run_micro_batches(window, names, stride, keyed)
+            micro_batch_gradients = []
+            for micro_batch in window.micro_batches:
+                gradients = self._gradients_of(window, micro_batch, dropout=dropout)
+                micro_batch_gradients.append(_flatten(gradients, names, stride))
         return Trial(
             reference=_flatten(reference, names, stride),
             step_gradient=_flatten(step_gradients, names, stride),
             micro_batch_gradients=micro_batch_gradients,
-            counts=counts,
             missing_parameters=missing,
         )
 
-    def _run_micro_batches(
-        self, window: Window, names: list[str], stride: int, keyed: bool
-    ) -> tuple[list[Tensor], dict[str, np.ndarray]]:
-        """Compute the gradient of each micro-batch's own mean loss, and count its targets.
 
-        Args:
-            window: The window in the diagnosed layout.
-            names: Names of the parameters to compare.
-            stride: Every `stride`-th element of a gradient is kept.
-            keyed: Whether hf_ga's keyed dropout is on.
-
-        Returns:
-            A flat gradient for each micro-batch; and for each counting rule ("loss_fn" only, if the
-            user has one) the number of targets of each micro-batch.
-        """
-        micro_batch_gradients = []
-        loss_fn_counts = []
-        for micro_batch in window.micro_batches:
-            _, gradients, count = plain_backward(self.context, window, micro_batch, keyed=keyed)
-            micro_batch_gradients.append(_flatten(gradients, names, stride))
-            loss_fn_counts.append(count)
-        if loss_fn_counts[0] is None:
-            return micro_batch_gradients, _count_targets(window, self.context.rule)
-        return micro_batch_gradients, {"loss_fn": np.array(loss_fn_counts)}
-
-
-def _fit_hypothesis(trial: Trial, rule: str) -> tuple[Hypothesis, float]:
+def _fit_hypothesis(trial: Trial, divisors: Divisors) -> tuple[Hypothesis, float]:
     """Fit micro-batch weights to a training step's gradient by least squares, and describe them as
     factors of the correct weights.
 
     Args:
         trial: The step with all suspects off.
-        rule: The counting rule of the loss.
+        divisors: What the loss divides by in the micro-batches.
 
     Returns:
         The fitted weights with a cause that shows them, and their relative error.
     """
     weights, error = fit_micro_batch_weights(trial.step_gradient, trial.micro_batch_gradients)
-    n = trial.counts[rule]
-    factors = weights * n.sum() / np.maximum(n, 1)
+    shares = divisors.shares
+    factors = np.divide(weights, shares, out=np.zeros_like(weights), where=shares != 0)
     shown = ", ".join(f"{factor:.3g}" for factor in factors[:8])
     text = f"micro-batches are weighted by x({shown}) of n_k / N"
     return Hypothesis(weights, (Cause("normalisation", text),)), error
@@ -418,35 +446,6 @@ def _parameters_without_gradient(gradients: Gradients, reference: Gradients) -> 
 def _unevenness(row: ReportRow) -> int:
     """Return how many samples the largest micro-batch of a row has more than the smallest."""
     return max(row.micro_batches) - min(row.micro_batches)
-
-
-def _count_targets(window: Window, proven: Rule | None) -> dict[str, np.ndarray]:
-    """Count the targets of each micro-batch by every counting rule that applies to the batches, and
-    by their tokens with padding, a usual mistake.
-
-    Positive labels are counted only if the proof found this rule: another loss may fit their
-    numbers by chance.
-
-    Args:
-        window: The window with its micro-batches.
-        proven: The result of the proof. None: hf_ga does not support the model.
-
-    Returns:
-        Name of the rule -> targets of each micro-batch, float64 of shape (micro-batches,); without
-        rules that count no targets in the whole window.
-    """
-    first_batch = window.micro_batches[0].batch
-    rules = {name: COUNTING_RULES[name] for name in applicable_rules(first_batch)}
-    if proven is not None and proven.name == POSITIVE_LABELS:
-        rules[POSITIVE_LABELS] = COUNTING_RULES[POSITIVE_LABELS]
-    if isinstance(first_batch.get("input_ids"), Tensor):
-        rules["tokens with padding"] = lambda batch, num_samples: batch["input_ids"].numel()
-    counts = {}
-    for name, rule in rules.items():
-        targets = [rule(micro.batch, len(micro)) for micro in window.micro_batches]
-        if any(targets):
-            counts[name] = np.array(targets, dtype=float)
-    return counts
 
 
 def _describe_unexplained(trial: Trial) -> str:

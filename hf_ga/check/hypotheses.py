@@ -17,6 +17,9 @@ from torch import Tensor
 from hf_ga.check.gradients import relative_error
 from hf_ga.check.rows import Cause
 
+# What a step may count, see `divisors.count_usual`.
+LABELS = "labels"
+SHIFTED_LABELS = "shifted labels"  # without column 0, which causal models do not predict
 _UNDIVIDED = "the loss is divided by the micro-batch's own count and not by the accumulation steps"
 
 
@@ -67,8 +70,8 @@ class Hypothesis:
 
 
 def list_hypotheses(
+    divisors: np.ndarray,
     counts: dict[str, np.ndarray],
-    loss_rule: str,
     accumulation_steps: int,
     num_processes: int = 1,
 ) -> list[Hypothesis]:
@@ -76,9 +79,9 @@ def list_hypotheses(
     single mistakes, then pairs of them.
 
     Args:
-        counts: For each counting rule, the number of targets of each micro-batch, shape
+        divisors: What the loss divides by in each micro-batch, its number of targets, shape
             (micro-batches,).
-        loss_rule: The counting rule that is correct for the loss.
+        counts: What a step may count instead, by name; the same shape.
         accumulation_steps: Micro-batches of a full window over all processes.
         num_processes: Micro-batch k belongs to process k mod num_processes.
 
@@ -86,8 +89,8 @@ def list_hypotheses(
         The hypotheses, the most plausible first. If the processes have different numbers of
         micro-batches, those in which Accelerate repeats some of them follow.
     """
-    found = _hypotheses_without_repeats(counts, loss_rule, accumulation_steps, num_processes)
-    num = len(counts[loss_rule])
+    found = _hypotheses_without_repeats(divisors, counts, accumulation_steps, num_processes)
+    num = len(divisors)
     num_repeated = -num % num_processes
     if not num_repeated:
         return found
@@ -100,7 +103,7 @@ def list_hypotheses(
     )
     counts_with_repeats = {name: count[order] for name, count in counts.items()}
     for hypothesis in _hypotheses_without_repeats(
-        counts_with_repeats, loss_rule, accumulation_steps, num_processes
+        divisors[order], counts_with_repeats, accumulation_steps, num_processes
     ):
         # The weight of a repeated micro-batch is the sum of both its weights.
         weights = np.bincount(order, hypothesis.weights)
@@ -109,30 +112,29 @@ def list_hypotheses(
 
 
 def _hypotheses_without_repeats(
-    counts: dict[str, np.ndarray], loss_rule: str, accumulation_steps: int, num_processes: int
+    n: np.ndarray, counts: dict[str, np.ndarray], accumulation_steps: int, num_processes: int
 ) -> list[Hypothesis]:
     """List the micro-batch weights that a training step may have used if it computes each
     micro-batch once.
 
     Args:
-        counts: For each counting rule, the number of targets of each micro-batch, shape
+        n: What the loss divides by in each micro-batch, its number of targets, shape
             (micro-batches,).
-        loss_rule: The counting rule that is correct for the loss.
+        counts: What a step may count instead, by name; the same shape.
         accumulation_steps: Micro-batches of a full window over all processes.
         num_processes: Micro-batch k belongs to process k mod num_processes.
     """
-    n = counts[loss_rule]  # targets of each micro-batch
     correct = Hypothesis(n / n.sum())
     equal_weights = _equal_weight_hypotheses(n, num_processes)
     summed_loss = _mistake(
         n / num_processes,
         f"x{n.sum() / num_processes:.4g}: the loss is a sum, not divided by a count",
     )
-    wrong_counts = _wrong_count_hypotheses(counts, loss_rule)
+    wrong_counts = _wrong_count_hypotheses(n, counts)
 
     process = np.arange(len(n)) % num_processes  # the process of each micro-batch
     targets_of_process = np.bincount(process, n, num_processes)
-    if len(set(targets_of_process)) == 1:
+    if np.allclose(targets_of_process, targets_of_process[0]):
         found = [correct, *equal_weights, summed_loss, *wrong_counts]
         return found + _short_window_hypotheses(found, len(n), accumulation_steps, num_processes)
 
@@ -143,14 +145,14 @@ def _hypotheses_without_repeats(
         "numbers of targets",
         _format_target_counts(targets_of_process),
     )
-    # For each micro-batch, what its loss is divided by: its process's count x num_processes.
-    divisors = {
-        name: np.maximum(np.bincount(process, count), 1)[process] * num_processes
-        for name, count in counts.items()
-    }
+
+    def of_process(count: np.ndarray) -> np.ndarray:
+        """Return what the loss is divided by: the count of the process x num_processes."""
+        return np.maximum(np.bincount(process, count), 1)[process] * num_processes
+
     found = [
         correct,
-        Hypothesis(n / divisors[loss_rule], (averaged,)),
+        Hypothesis(n / of_process(n), (averaged,)),
         *(
             Hypothesis(hypothesis.weights, (*hypothesis.causes, averaged))
             for hypothesis in equal_weights
@@ -158,10 +160,9 @@ def _hypotheses_without_repeats(
         summed_loss,
         *wrong_counts,
     ]
-    other_rules = [name for name in counts if name != loss_rule]
-    divided_by_wrong_count = wrong_counts[::2]  # the first of the two hypotheses for each rule
-    for name, hypothesis in zip(other_rules, divided_by_wrong_count, strict=True):
-        found.append(Hypothesis(n / divisors[name], (*hypothesis.causes, averaged)))
+    for name, count in _wrong_counts(n, counts).items():
+        cause = _divided_by_wrong_count(n, count, name, counts)
+        found.append(Hypothesis(n / of_process(count), (cause, averaged)))
     return found + _short_window_hypotheses(found, len(n), accumulation_steps, num_processes)
 
 
@@ -285,14 +286,17 @@ def half_precision(gradient: Tensor) -> str | None:
     return None
 
 
-def _format_target_counts(counts: np.ndarray) -> str:
-    """Format numbers of targets for an equivalence report as `8, 3, 5 targets`, with at most six
-    numbers.
-    """
-    shown = [f"{count:g}" for count in counts[:6]]
-    if len(counts) > 6:
+def format_numbers(numbers: np.ndarray) -> str:
+    """Format what micro-batches are divided by as `8, 3, 5`, with at most six numbers."""
+    shown = [f"{number:g}" for number in numbers[:6]]
+    if len(numbers) > 6:
         shown.append("...")
-    return f"{', '.join(shown)} targets"
+    return ", ".join(shown)
+
+
+def _format_target_counts(counts: np.ndarray) -> str:
+    """Format numbers of targets for an equivalence report as `8, 3, 5 targets`."""
+    return f"{format_numbers(counts)} targets"
 
 
 def _mistake(
@@ -309,31 +313,44 @@ def _mistake(
     return Hypothesis(weights, (Cause(cause_name, text, evidence),))
 
 
-def _wrong_count_hypotheses(counts: dict[str, np.ndarray], loss_rule: str) -> list[Hypothesis]:
-    """For each counting rule other than the loss's own, list two mistakes of a training step: it
-    divides the loss by the targets that this rule counts, or weights the micro-batches by them.
+def _wrong_counts(n: np.ndarray, counts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return what a step may count, without what is the divisor of the loss."""
+    return {name: count for name, count in counts.items() if not np.allclose(count, n)}
+
+
+def _wrong_count_hypotheses(n: np.ndarray, counts: dict[str, np.ndarray]) -> list[Hypothesis]:
+    """For each wrong count, list two mistakes of a training step: it divides the sum of the loss by
+    that, or weights the micro-batches by it.
 
     Args:
-        counts: For each counting rule, the number of targets of each micro-batch, shape
-            (micro-batches,).
-        loss_rule: The counting rule that is correct for the loss.
+        n: What the loss divides by in each micro-batch, shape (micro-batches,).
+        counts: What a step may count instead, by name; the same shape.
     """
-    n = counts[loss_rule]
     found = []
-    for rule, wrong_n in counts.items():
-        if rule == loss_rule:
-            continue
-        cause_name = "normalisation"
-        explanation = ""
-        if loss_rule == "shifted labels" and rule == "labels":
-            cause_name = "labels counted unshifted"
-            explanation = "; column 0 is never predicted"
-        ratio = n.sum() / wrong_n.sum()
-        divided = (
-            f"x{ratio:.4g}: the window has {n.sum():g} targets ({loss_rule}), but "
-            f"{wrong_n.sum():g} are counted ({rule}){explanation}"
-        )
-        weighted = f"micro-batches are weighted by {rule} instead of {loss_rule}{explanation}"
-        found.append(_mistake(n / wrong_n.sum(), divided, cause_name))
-        found.append(_mistake(wrong_n / wrong_n.sum(), weighted, cause_name))
+    for name, count in _wrong_counts(n, counts).items():
+        divided = _divided_by_wrong_count(n, count, name, counts)
+        found.append(Hypothesis(n / count.sum(), (divided,)))
+        weighted = f"micro-batches are weighted by {name}, which the loss does not divide by"
+        found.append(_mistake(count / count.sum(), weighted, divided.name))
     return found
+
+
+def _divided_by_wrong_count(
+    n: np.ndarray, count: np.ndarray, name: str, counts: dict[str, np.ndarray]
+) -> Cause:
+    """Return the cause that a step divides the sum of the loss by another count.
+
+    Args:
+        n: What the loss divides by in each micro-batch, shape (micro-batches,).
+        count: What the step counts; the same shape.
+        name: Its name.
+        counts: All that a step may count, by name.
+    """
+    text = (
+        f"x{n.sum() / count.sum():.4g}: the window has {n.sum():g} targets, but {count.sum():g} "
+        f"are counted ({name})"
+    )
+    is_shifted = SHIFTED_LABELS in counts and np.allclose(counts[SHIFTED_LABELS], n)
+    if name == LABELS and is_shifted:
+        return Cause("labels counted unshifted", f"{text}; column 0 is never predicted")
+    return Cause("normalisation", text)

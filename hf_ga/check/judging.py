@@ -70,9 +70,9 @@ def compute_reference(context: CheckContext, window: Window) -> Reference:
         ConfigError: If the model cannot run in float64, or memory runs out.
     """
     whole = window.split([np.arange(window.num_samples)])
-    loss, gradients, _ = plain_backward(context, whole, whole.micro_batches[0])
+    loss, gradients = plain_backward(context, whole, whole.micro_batches[0])
     try:
-        loss64, gradients64, _ = plain_backward(context, whole, whole.micro_batches[0], "float64")
+        loss64, gradients64 = plain_backward(context, whole, whole.micro_batches[0], "float64")
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
             "the reference needs one forward and backward of all samples in float64, but this "

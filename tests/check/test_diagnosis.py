@@ -234,8 +234,9 @@ class InBatchNegatives(nn.Module):
 
     def forward(self, input_ids, labels):
         vectors = self.embedding(input_ids)
-        scores = self.query(vectors[:, 0]) @ vectors[:, 1:].sum(1).T
-        return {"loss": F.cross_entropy(scores, torch.arange(len(scores))), "scores": scores}
+        queries = self.query(vectors[:, 0])
+        scores = queries @ vectors[:, 1:].sum(1).T
+        return {"loss": F.cross_entropy(scores, torch.arange(len(scores))), "queries": queries}
 
 
 def test_a_loss_across_samples_is_named():
@@ -245,7 +246,7 @@ def test_a_loss_across_samples_is_named():
     own = check(
         model,
         bag_samples(12),
-        loss_fn=lambda out, batch: (out["scores"].diagonal().square().sum(), len(out["scores"])),
+        loss_fn=lambda out, batch: (out["queries"].square().sum(), len(out["queries"])),
     )
     assert own.passed  # a loss of each sample by itself
 
@@ -401,7 +402,7 @@ OF_TWO_PROCESSES = {
     "another count of each": (
         [9, 4],
         [9 / 22, 4 / 16],
-        ("x0.6842: the window has 13 targets (samples)", AVERAGE),
+        ("x0.6842: the window has 13 targets, but 19 are counted (tokens)", AVERAGE),
     ),
     "repeated": ([6, 2, 4], [12 / 18, 2 / 18, 4 / 18], (REPEATS,)),
     "repeated, of a plain loop": ([6, 2, 4], [2 / 4, 1 / 4, 1 / 4], (MEANS, AVERAGE, REPEATS)),
@@ -414,11 +415,11 @@ def test_weights_of_two_processes_are_named(case):
     targets, weights, causes = OF_TWO_PROCESSES[case]
     n = np.array(targets, dtype=float)
     parts = list(torch.eye(len(targets)))
-    counts = {"samples": n} | (
-        {"tokens": np.array([11.0, 8.0])} if case == "another count of each" else {}
-    )
+    counts = {"samples": n}
+    if case == "another count of each":
+        counts["tokens"] = np.array([11.0, 8.0])
     match, error = best_match(
-        torch.tensor(weights), parts, list_hypotheses(counts, "samples", 4 if len(n) > 2 else 2, 2)
+        torch.tensor(weights), parts, list_hypotheses(n, counts, 4 if len(n) > 2 else 2, 2)
     )
     said = [f"{cause.name}: {cause.text}" for cause in match.causes]
     assert error < 1e-6 and len(said) == len(causes), said

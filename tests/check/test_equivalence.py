@@ -233,12 +233,12 @@ def test_a_model_that_cannot_compute_in_float64_is_refused():
 
 
 class Noisy(nn.Module):
-    """Draws in a way that cannot be keyed."""
+    """Adds noise that no sample has."""
 
-    def __init__(self):
+    def __init__(self, draw):
         super().__init__()
         self.tagger = helpers.PlainTagger(0.1)
-        self.noise = Noise()
+        self.noise = Noise(draw)
 
     def forward(self, input_ids, labels):
         return (
@@ -247,19 +247,53 @@ class Noisy(nn.Module):
 
 
 class Noise(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
     def forward(self, x):
-        return x + torch.rand_like(x) if self.training else x
+        return x + self.draw(x) if self.training else x
+
+
+def of_numpy(weight):
+    return torch.from_numpy(np.random.rand(*weight.shape)).to(weight)
 
 
 def test_what_cannot_be_keyed_is_refused_or_left_out():
-    model = helpers.seeded(Noisy)()
-    refused = check(model, helpers.plain_samples(12), ["even"])
+    model = helpers.seeded(Noisy)(of_numpy)
+    refused = check(model, helpers.plain_samples(12), ["even"], steps={"step": plain_tagger_step})
     assert refused.rows[0].refused
     assert [cause.name for cause in refused.causes()] == ["randomness"]
+    assert {cause.name for cause in refused.causes("step")} == {"normalisation", "dropout"}
     assert check(
         model, helpers.plain_samples(12), ["even"], allow_split_dependent_randomness=True
     ).passed
     assert model.noise.training
+
+
+def plain_tagger_step(model, micro_batches):
+    """The model's noise is off: it is compared without."""
+    model.noise.eval()
+    for batch in micro_batches:
+        model(**batch).backward()
+
+
+def test_noise_of_a_window_is_keyed_and_a_step_that_draws_its_own_is_told_so():
+    """Torch's noise on weights is shared by the samples of a window."""
+
+    def right(model, micro_batches):
+        total = sum(int((batch["labels"] != helpers.IGNORED).sum()) for batch in micro_batches)
+        for batch in micro_batches:
+            n = int((batch["labels"] != helpers.IGNORED).sum())
+            (model(**batch) * n / total).backward()
+
+    model = helpers.seeded(Noisy)(lambda weight: torch.rand_like(weight))
+    model.tagger.dropout = nn.Identity()
+    report = check(model, helpers.plain_samples(12), ["even"], steps={"step": right})
+    assert report.arm(OURS).passed, report
+    (cause,) = report.causes("step")
+    assert cause.name == "randomness"
+    assert cause.text.startswith("rand_like (") and "test_equivalence.py" in cause.text
 
 
 def test_a_sample_without_targets():
