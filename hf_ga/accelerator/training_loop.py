@@ -38,7 +38,14 @@ from hf_ga.accelerator.misuse import (
 )
 from hf_ga.accelerator.named_entries import check_named_entries
 from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS, is_rehearsed
-from hf_ga.engine.slots import Slot, joined, plan_slots, slots_in_other_company
+from hf_ga.engine.slots import (
+    Slot,
+    joined,
+    plan_slots,
+    slots_in_other_company,
+    slots_like,
+    slots_with_look,
+)
 from hf_ga.engine.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import ConfigError
@@ -48,6 +55,11 @@ from hf_ga.exact.window import Window
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 
 logger = get_logger(__name__)
+
+DIFFERENT_SIZES = (
+    "two loaders are used together, but give different numbers of samples in one iteration: give "
+    "both the same batch size and drop_last=True, and begin their epochs together."
+)
 
 
 class TrainingLoop:
@@ -91,6 +103,7 @@ class TrainingLoop:
         self._prepared_models: dict[nn.Module, nn.Module] = {}  # unwrapped -> prepared
         self._window: Window | None = None
         self._leader: Any = None  # the loader whose windows are computed
+        self._has_followers = False  # whether the loop takes batches of another one beside it
         self._slots: list[Slot] = []
         self._index = 0  # of the iteration in the window
         self._attempt = 0  # how often the window was begun again
@@ -136,6 +149,7 @@ class TrainingLoop:
                 the previous one.
         """
         if self._is_follower(loader):
+            self._has_followers = True
             yield from self._follow(window)
             return
         self._leader = loader
@@ -165,6 +179,8 @@ class TrainingLoop:
         number = self._by_hand.num_parts - 1
         has_candidate = any(slot.may_be_rehearsal for slot in self._slots)
         if not has_candidate or not self._by_hand.has_begun or number == 0:
+            return
+        if self._has_followers:  # whose samples would not be in the same company
             return
         rest = list(islice(following, number))
         whole = joined([window, *rest])
@@ -200,14 +216,7 @@ class TrainingLoop:
         self.is_inside = self.is_inside or _calls_accumulate(sys._getframe())
         is_planned = self._is_planned
         self._window = window
-        self._slots = plan_slots(
-            window,
-            num_processes=self.accelerator.num_processes,
-            is_rehearsed=is_planned
-            and self._whole_batch is None  # which compares samples on purpose
-            and is_rehearsed(self.num_windows)
-            and self.engine.can_rehearse(),
-        )
+        self._slots = self._plan(window)
         goes_on = not is_planned and not self.is_complete
         if not is_planned and not goes_on and self._rehearses_by_hand():
             self._slots = [replace(slot, may_be_rehearsal=True) for slot in self._slots]
@@ -240,7 +249,23 @@ class TrainingLoop:
             goes_on=goes_on,
             keeps_rehearsal=keeps_rehearsal,
             state=self._window.state,
+            looks=self._can_look() and not is_single,
         )
+
+    def _plan(self, window: Window) -> list[Slot]:
+        """Return the iterations of the loop in a window."""
+        num_processes = self.accelerator.num_processes
+        if self._can_look() and self.engine.must_look:
+            positions = self.engine.look_positions
+            return slots_with_look(window, num_processes=num_processes, positions=positions)
+        is_due = self._can_look() and self.engine.is_rehearsal_due(self.num_windows)
+        return plan_slots(window, num_processes=num_processes, is_rehearsed=is_due)
+
+    def _can_look(self) -> bool:
+        """Whether a window may be computed with a rehearsal, or again with one. A loss of a whole
+        window compares samples on purpose.
+        """
+        return self._is_planned and self._whole_batch is None and self.engine.can_rehearse()
 
     def _rehearses_by_hand(self) -> bool:
         """Whether the window that a loop by hand may begin now is rehearsed."""
@@ -353,36 +378,16 @@ class TrainingLoop:
             leading = self._window
             if leading.request.pad_to_window:
                 window = window.padded_to_window()
-            slots = plan_slots(
-                window,
-                num_processes=self.accelerator.num_processes,
-                is_rehearsed=any(slot.is_rehearsal for slot in self._slots),
-            )
+            if window.num_samples != leading.num_samples:
+                raise ConfigError(DIFFERENT_SIZES)
+            slots = slots_like(self._slots, leading, window)
             for index, slot in enumerate(slots):
-                self._check_same_size(index, slot)
+                if index != self._index or self.engine.slot is None:
+                    raise ConfigError(DIFFERENT_SIZES)
                 batch = send_to_device(slot.micro_batch.batch, self.accelerator.device)
                 yield batch, index == len(slots) - 1
             if self._attempt == attempt:
                 return
-
-    def _check_same_size(self, index: int, slot: Slot) -> None:
-        """Check that a second loader gives as many samples as the first one in an iteration.
-
-        Raises:
-            ConfigError: If it does not.
-        """
-        own = self.engine.slot
-        if (
-            index == self._index
-            and own is not None
-            and len(own.micro_batch) == len(slot.micro_batch)
-        ):
-            return
-        raise ConfigError(
-            "two loaders are used together, but give different numbers of samples in one "
-            "iteration: give both the same batch size and drop_last=True, and begin their epochs "
-            "together."
-        )
 
     # Backward
 

@@ -51,6 +51,7 @@ class WindowGradient:
             it is the mean of the micro-batches' losses, weighted by the first one's divisors.
         must_repeat: Why the window must be computed once more, or None.
         must_pad: Whether it must be padded to its longest sample then.
+        must_look: Whether it must be computed with a rehearsal then: its loss has a new form.
         needs_padding: Whether later windows must be padded, too: before `finish` because of this
             rank, afterwards because of any. `begin` keeps it.
         earlier: `.grad` of the parameters when the window began.
@@ -85,6 +86,7 @@ class WindowGradient:
         self.failure: Exception | None = None
         self.must_repeat: str | None = None
         self.must_pad = False
+        self.must_look = False
         self.num_backwards = 0
         self.has_parts = False
         self._chunks: ChunkSums | None = None
@@ -648,6 +650,7 @@ class WindowGradient:
         flags = (
             float(self.must_repeat is not None),
             float(self.must_pad),
+            float(self.must_look),
             float(self.needs_padding),
             float(self._lacks_values),
         )
@@ -663,12 +666,14 @@ class WindowGradient:
             failure=self._failure_or_dead_end(can_repeat),
         )
         status = self.backend.all_reduce_status(status)
-        num_to_repeat, num_to_pad, num_in_need, num_without_values, *sums = status.counts
+        num_to_repeat, num_to_pad, num_to_look, num_in_need, *sums = status.counts
+        num_without_values = sums.pop(0)
         sum_of_parts = sums.pop(0)
         totals = sums[: len(groups)]
         value_sums = sums[len(groups) :]
         self._has_gradient = status.has_gradient
         self.must_pad = bool(num_to_pad)
+        self.must_look = bool(num_to_look)
         self.needs_padding = bool(num_in_need)
         if num_to_repeat:
             self.must_repeat = self.must_repeat or "another process repeats it"

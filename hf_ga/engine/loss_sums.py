@@ -44,13 +44,16 @@ class LossSums:
                 the smallest one so far.
 
         Returns:
-            (sum, a scalar; number of targets).
+            (sum, a scalar; number of targets). A sum that is NaN without targets, as a mean of
+            nothing times 0, is 0.
 
         Raises:
             LossNotAdditive: If the sums or the numbers of the halves do not add up.
             ConfigError: If the function returns something else.
         """
         total, number = call_loss_fn(self.loss_fn, outputs, batch)
+        if number == 0 and bool(total.isnan()):
+            return _zero_of(outputs), number
         is_new = number < self._smallest or (number == self._smallest and num_samples == 1)
         self._smallest = min(self._smallest, number)
         if is_checked or is_new:
@@ -92,6 +95,12 @@ class LossSums:
                 'a mean, or compares samples. Return a sum over samples (reduction="sum"), or use '
                 "whole_batch for a loss of all samples."
             )
+
+
+def _zero_of(outputs: Any) -> Tensor:
+    """Return a 0 with a gradient of zeros at the outputs, whatever their values are."""
+    tensors = named_tensors(outputs).values()
+    return sum(tensor.flatten()[:0].sum() for tensor in tensors if tensor.requires_grad)
 
 
 def _rows_of(

@@ -14,7 +14,7 @@ from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
 from hf_ga.engine.loss_sums import LossSums
-from hf_ga.engine.rehearsal import is_rehearsed
+from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS, is_rehearsed
 from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
 from hf_ga.engine.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
@@ -46,6 +46,9 @@ class OwnLoop:
         loss_fn: (outputs, batch) -> (sum of the loss, number of targets), in place of the model's
             own loss.
         whole_batch: (outputs, batch) -> the loss of all samples of a window, in its place.
+
+    Attributes:
+        was_tried: Whether the loss was tried before the model was prepared.
     """
 
     def __init__(
@@ -60,10 +63,12 @@ class OwnLoop:
         self.model = model
         self.loss_fn = loss_fn
         self.whole_batch = whole_batch
+        self.was_tried = False
         self._loss_sums = None if loss_fn is None else LossSums(loss_fn)
         self._whole_batch = None if whole_batch is None else WholeBatch(engine, whole_batch)
         self._slots: list[Slot] = []
         self._rehearsal: Slot | None = None
+        engine.speed_ups.is_resumed = True  # this loop calls the model as speed-ups need it
 
     def add_gradients(self, window: Window) -> StepResult:
         """Add the gradient of a window's mean loss to the `.grad` of the model's parameters.
@@ -109,6 +114,9 @@ class OwnLoop:
         """Compute the gradient of a window, again if it must be padded or keyed otherwise."""
         if self._whole_batch is not None:
             self._whole_batch.prove(window, [self.model])
+        if self.engine.backend.is_sharded and not self.was_tried:
+            # Without a rehearsal it is not known whether the padded width matters.
+            window.state.pad_to_window = True
         restore_buffers = snapshot_buffers(self.model)
         while True:
             if window.state.pad_to_window:
@@ -129,7 +137,6 @@ class OwnLoop:
             reason = self.engine.gradient.must_repeat
             logger.info(f"hf_ga: {window.description} is computed again: {reason}.")
             restore_buffers()  # what counts samples must not count them twice
-        window.state.num_split += not self._is_full_batch(window)
         if self._whole_batch is not None:
             self._whole_batch.add_direct_gradients()
 
@@ -154,10 +161,16 @@ class OwnLoop:
             counted = [slot for slot in self._slots if slot.is_counted]
             self._slots = counted or self._slots[:1]
         self._rehearsal = None
-        # A loss of a whole window compares samples on purpose.
-        is_due = self._whole_batch is None and is_rehearsed(window.state.num_split)
-        if is_due and engine.can_rehearse():
-            rehearsal = extra_rehearsal(window, num_processes=num_processes)
+        # A loss of a whole window compares samples on purpose, and the full batch has one company.
+        looks = self._whole_batch is None and not self._is_full_batch(window)
+        looks = looks and engine.can_rehearse()
+        # By its own number, so that a run that is resumed rehearses the same windows.
+        number = window.index if window.epoch == 0 else max(window.index, NUM_FIRST_WINDOWS)
+        engine.must_look |= looks and not is_rehearsed(number) and not engine.has_rehearsed
+        if looks and engine.is_rehearsal_due(number):
+            rehearsal = extra_rehearsal(
+                window, num_processes=num_processes, positions=engine.look_positions
+            )
             self._rehearsal = _within_limit(rehearsal, window)
         engine.begin_window(
             [self.model],
@@ -167,6 +180,7 @@ class OwnLoop:
             is_full_batch=self._is_full_batch(window),
             state=window.state,
             chunk_tree=window.request.chunk_tree,
+            looks=looks,
         )
 
     def _run(self, window: Window) -> None:

@@ -35,6 +35,7 @@ WIDTH_FLOOR = 1e-3  # of the largest value: the relative difference of less is r
 LOW_PRECISION_TOLERANCE = 0.2  # bf16 keeps 8 bits, and outputs add up many roundings
 MAX_NODES = 200  # of the graph that are searched for edges with rows of samples
 MAX_EDGES = 16
+NUM_FORM_NODES = 24  # of the graph of a loss, that are compared with those of a rehearsed one
 # Nodes of functions that choose among values by their size.
 CHOICES = {
     "KthvalueBackward0": "torch.kthvalue",
@@ -54,15 +55,58 @@ def is_rehearsed(window_index: int) -> bool:
     return window_index < NUM_FIRST_WINDOWS or window_index % INTERVAL == 0
 
 
+def form_of(loss: Tensor) -> Hashable:
+    """Return the names of the nodes that compute a loss, from the last one on, as far as
+    `NUM_FORM_NODES`: what a loss function does differently for other data shows there.
+    """
+    queue = deque([loss.grad_fn])
+    seen: set[Node] = set()
+    names = []
+    while queue and len(names) < NUM_FORM_NODES:
+        node = queue.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        names.append(node.name())
+        queue.extend(child for child, _ in node.next_functions)
+    return tuple(names)
+
+
+def kind_of(batch: Any) -> Hashable:
+    """Return the names of a batch's entries, and what they are: types, number of dims."""
+    if not isinstance(batch, Mapping):
+        return type(batch)
+    kinds = {}
+    for name, value in batch.items():
+        is_tensor = isinstance(value, Tensor)
+        kinds[name] = (value.dtype, value.dim()) if is_tensor else type(value)
+    return frozenset(kinds.items())
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What decides which samples of a window are rehearsed.
+
+    Attributes:
+        spare: Offsets of other ranks' samples, which may keep the rehearsed samples company.
+        lengths: About how long each sample of the window is, shape (samples of the window,).
+        preferred: Offsets of samples that are rehearsed in any case.
+    """
+
+    spare: np.ndarray
+    lengths: np.ndarray
+    preferred: np.ndarray
+
+
 def rehearsal_parts(
-    planned: Sequence[np.ndarray], num_parts: int, spare: np.ndarray
+    planned: Sequence[np.ndarray], num_parts: int, choice: Choice
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """Choose the samples to rehearse in a window, and split the window into other micro-batches.
 
     Args:
         planned: The micro-batches of this rank, as offsets of samples in the window.
         num_parts: Number of micro-batches after the rehearsal.
-        spare: Offsets of other ranks' samples, which may keep the rehearsed samples company.
+        choice: What decides.
 
     Returns:
         (offsets of the rehearsed samples, micro-batches that follow), of different sizes.
@@ -72,35 +116,55 @@ def rehearsal_parts(
     size = max((len(micro_batch) for micro_batch in planned), default=0)
     size = max(size, 2)  # a sample alone has no company
     if len(parts) == 1:
-        rehearsed = _with_company(parts[0], spare, size - 1)
+        rehearsed = _with_company(parts[0], choice, size - 1)
     else:
-        rehearsed = _in_turn(sorted(parts, key=len, reverse=True), size)
+        rehearsed = _of_all_parts(sorted(parts, key=len, reverse=True), choice, size)
     return rehearsed[::-1].copy(), parts
 
 
-def rehearsed_offsets(planned: Sequence[np.ndarray], spare: np.ndarray) -> np.ndarray:
+def rehearsed_offsets(planned: Sequence[np.ndarray], choice: Choice) -> np.ndarray:
     """Choose the samples to rehearse in a window that follows as it was planned.
 
     Their number differs from that of all planned micro-batches, where the window has enough.
 
     Args:
         planned: The micro-batches of this rank, as offsets of samples in the window.
-        spare: Offsets of other ranks' samples, which may keep them company.
+        choice: What decides.
     """
     sizes = {len(micro_batch) for micro_batch in planned}
     size = max(sizes) - 1
     if size < 2 or size in sizes:
         size = max(sizes) + 1
     if len(planned) == 1:
-        return _with_company(planned[0], spare, size)[::-1].copy()
-    in_turn = np.concatenate([_in_turn(planned, size), spare])
-    return in_turn[:size][::-1].copy()
+        return _with_company(planned[0], choice, size)[::-1].copy()
+    return _of_all_parts(planned, choice, size)[::-1].copy()
 
 
-def _with_company(own: np.ndarray, spare: np.ndarray, size: int) -> np.ndarray:
+def _with_company(own: np.ndarray, choice: Choice, size: int) -> np.ndarray:
     """Return half of this rank's samples together with others, `size` in total, at least one."""
+    own = _longest_first(own, choice.lengths)
     num_own = max(1, min(len(own), (size + 1) // 2))
-    return np.concatenate([own[:num_own], spare[: max(0, size - num_own)]])
+    return np.concatenate([own[:num_own], choice.spare[: max(0, size - num_own)]])
+
+
+def _of_all_parts(parts: Sequence[np.ndarray], choice: Choice, size: int) -> np.ndarray:
+    """Return `size` samples: half of them preferred ones; the longest one, which has no padding in
+    any company; then the first ones of all parts in turn, those of other ranks last.
+    """
+    own = np.concatenate(parts)
+    longest = _longest_first(own, choice.lengths)[:1]
+    in_turn = _in_turn([_longest_first(part, choice.lengths) for part in parts], size)
+    preferred = _longest_first(choice.preferred, choice.lengths)[: (size + 1) // 2]
+    ordered = np.concatenate([preferred, longest, in_turn, choice.spare])
+    return np.array([*dict.fromkeys(ordered.tolist())][:size], np.int64)
+
+
+def _longest_first(offsets: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """Return samples with the longest one in front."""
+    if not len(offsets):
+        return offsets
+    longest = int(lengths[offsets].argmax())
+    return np.concatenate([offsets[longest : longest + 1], np.delete(offsets, longest)])
 
 
 def _in_turn(parts: Sequence[np.ndarray], size: int) -> np.ndarray:

@@ -5,9 +5,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_ga.engine.rehearsal import rehearsal_parts, rehearsed_offsets
-from hf_ga.exact.batches import MicroBatch
+from hf_ga.engine.rehearsal import Choice, rehearsal_parts, rehearsed_offsets
+from hf_ga.errors import DataError
+from hf_ga.exact.batches import MicroBatch, row_lengths
 from hf_ga.exact.window import Window
+
+NO_POSITIONS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -51,10 +54,9 @@ def plan_slots(window: Window, *, num_processes: int, is_rehearsed: bool) -> lis
     own = window.request.micro_batches
     if not len(own):
         return _with_fillers([], window, max(2, num_planned))
-    spare = np.setdiff1d(window.offsets, np.concatenate(own))
-    rehearsed, parts = rehearsal_parts(own, max(1, num_planned - 1), spare)
-    first, *others = window.split([rehearsed, *parts]).micro_batches
-    slots = [Slot(first, is_rehearsal=True), *(Slot(micro_batch) for micro_batch in others)]
+    rehearsed, parts = rehearsal_parts(own, max(1, num_planned - 1), _choice(window))
+    slots = [Slot(micro_batch) for micro_batch in window.split(parts).micro_batches]
+    slots.insert(0, _rehearsal(window, rehearsed))
     return _with_fillers(slots, window, max(2, num_planned))
 
 
@@ -64,12 +66,27 @@ def plain_slots(window: Window) -> list[Slot]:
     return _with_fillers(slots, window, window.request.max_micro_batches)
 
 
-def extra_rehearsal(window: Window, *, num_processes: int) -> Slot | None:
+def slots_with_look(window: Window, *, num_processes: int, positions: np.ndarray) -> list[Slot]:
+    """Return the iterations of a window as it was planned, after a rehearsal of some samples.
+
+    Args:
+        window: The window.
+        num_processes: Number of processes.
+        positions: See `extra_rehearsal`.
+    """
+    rehearsal = extra_rehearsal(window, num_processes=num_processes, positions=positions)
+    return [*([] if rehearsal is None else [rehearsal]), *plain_slots(window)]
+
+
+def extra_rehearsal(
+    window: Window, *, num_processes: int, positions: np.ndarray = NO_POSITIONS
+) -> Slot | None:
     """Return a rehearsal for a loop that can be given one micro-batch more than the window has.
 
     Args:
         window: The window, which follows as it was planned.
         num_processes: Number of processes.
+        positions: Positions in the epoch of samples that are rehearsed in any case.
 
     Returns:
         The rehearsal; None if the window is one micro-batch of a single process, so the full batch.
@@ -79,10 +96,46 @@ def extra_rehearsal(window: Window, *, num_processes: int) -> Slot | None:
         return None
     if not len(own):
         return _with_fillers([], window, 1)[0]
-    spare = np.setdiff1d(window.offsets, np.concatenate(own))
-    rehearsed = rehearsed_offsets(own, spare)
-    (micro_batch,) = window.split([rehearsed]).micro_batches
+    return _rehearsal(window, rehearsed_offsets(own, _choice(window, positions)))
+
+
+def _choice(window: Window, positions: np.ndarray = NO_POSITIONS) -> Choice:
+    """Return what decides which samples of a window are rehearsed.
+
+    Args:
+        window: The window.
+        positions: Positions in the epoch of samples that are rehearsed in any case.
+    """
+    own = np.concatenate(window.request.micro_batches)
+    preferred = np.flatnonzero(np.isin(window.request.positions, positions))
+    return Choice(
+        np.setdiff1d(window.offsets, own), _lengths(window), np.intersect1d(own, preferred)
+    )
+
+
+def _rehearsal(window: Window, offsets: np.ndarray) -> Slot:
+    """Return a rehearsal of some samples of a window.
+
+    It is padded to the window's longest sample, if its batches can be: then the longest sample of a
+    shorter micro-batch, which has no padding there, shows whether padding matters.
+    """
+    try:
+        (micro_batch,) = window.split([offsets], pad_to_window=True).micro_batches
+    except DataError:
+        (micro_batch,) = window.split([offsets]).micro_batches
     return Slot(micro_batch, is_rehearsal=True)
+
+
+def _lengths(window: Window) -> np.ndarray:
+    """Return about how long this process's samples of a window are, 0 for others: shape (samples of
+    the window,).
+    """
+    lengths = np.zeros(window.num_samples, np.int64)
+    for offsets, micro_batch in zip(
+        window.request.micro_batches, window.micro_batches, strict=True
+    ):
+        lengths[offsets] = row_lengths(micro_batch.batch, len(micro_batch))
+    return lengths
 
 
 def joined(windows: Sequence[Window]) -> Window | None:
@@ -109,6 +162,25 @@ def joined(windows: Sequence[Window]) -> Window | None:
     )
     batches = [batch for window in windows for batch in window.batches]
     return replace(first, request=request, batches=batches)
+
+
+def slots_like(slots: Sequence[Slot], leading: Window, window: Window) -> list[Slot]:
+    """Return the iterations of another loader's window, with samples at the same places.
+
+    Args:
+        slots: The iterations of `leading`.
+        leading: The window of the loader whose windows are computed.
+        window: The other loader's window, of as many samples.
+    """
+    result = []
+    for slot in slots:
+        offsets = leading.offsets_of(slot.micro_batch)
+        if slot.is_rehearsal:
+            micro_batch = _rehearsal(window, offsets).micro_batch
+        else:
+            (micro_batch,) = window.split([offsets]).micro_batches
+        result.append(replace(slot, micro_batch=micro_batch))
+    return result
 
 
 def slots_in_other_company(window: Window, number: int) -> list[Slot]:

@@ -6,7 +6,7 @@ compare themselves, whether padding matters, and which speed-ups change nothing.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -62,9 +62,12 @@ def try_loss(
     with _unchanged(loop):
         loop.add_gradients(window)
         terms = _terms_of(loop)
-        window.state.num_split = NUM_FIRST_WINDOWS  # the next one has no rehearsal
         first, *_ = window.request.micro_batches
-        loop.add_gradients(window.split([first]))
+        part = window.split([first])
+        # Of a number at which windows are not rehearsed.
+        part = replace(part, request=replace(part.request, index=NUM_FIRST_WINDOWS))
+        loop.add_gradients(part)
+        loop.was_tried = True
     return LossFacts(
         terms=terms,
         draws=dict(engine.draws.places),

@@ -9,12 +9,13 @@ that it passes to `backward` read, compared with its rehearsal, and added to the
     finish(...)                  one sum over ranks; `.grad` appears
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
@@ -30,6 +31,9 @@ from hf_ga.engine.rehearsal import (
     Rehearsal,
     choices_among_samples,
     footprints_of,
+    form_of,
+    is_rehearsed,
+    kind_of,
     widths_of,
 )
 from hf_ga.engine.router import WindowRouter
@@ -56,6 +60,7 @@ from hf_ga.exact.window import LoaderState
 
 logger = get_logger(__name__)
 
+MAX_LOOKS = 20  # at losses of new forms, in a run
 # Padding that makes the differences of samples this many times smaller is needed.
 MIN_IMPROVEMENT = 3.0
 
@@ -74,6 +79,10 @@ class WindowEngine:
         slot: The current micro-batch. None between two of them.
         num_adds: How many losses of the current micro-batch were added.
         rehearses: Whether windows may be rehearsed.
+        has_rehearsed: Whether a window was rehearsed so far.
+        must_look: Whether the next attempt of a window is a look: it is rehearsed, whichever window
+            it is, and computed once more as it was planned.
+        look_positions: Positions of samples that a look rehearses.
         trusts_num_targets: Whether the numbers of targets in `add` were checked before.
     """
 
@@ -88,6 +97,8 @@ class WindowEngine:
         self.slot: Slot | None = None
         self.num_adds = 0
         self.rehearses = True
+        self.has_rehearsed = False
+        self.must_look = False
         self.trusts_num_targets = False
         self._models: list[nn.Module] = []
         self._request: WindowRequest | None = None
@@ -101,6 +112,14 @@ class WindowEngine:
         self._unpadded_difference = 0.0  # of a window before it was padded on trial
         self._random_states: dict[str, bytes] = {}
         self._has_warned = False
+        self._is_look = False
+        self._looks = False
+        self.look_positions = np.empty(0, np.int64)
+        self._forms: set[Hashable] = set()  # of losses that were tried
+        self._looked_at: set[Hashable] = set()  # those that the current look is for
+        self._untried: dict[Hashable, np.ndarray] = {}  # in this window: form -> its samples
+        self._rehearsed_positions: set[int] = set()  # in this window
+        self._num_looks = 0
         self._window_contexts = ExitStack()
 
     @cached_property
@@ -124,6 +143,15 @@ class WindowEngine:
             )
         return False
 
+    def is_rehearsal_due(self, number: int) -> bool:
+        """Whether the window that begins is rehearsed: the first ones, one of a hundred, and one
+        whose loss has a form that no rehearsed one had.
+
+        Args:
+            number: The number of the window in the run, counted from 0.
+        """
+        return is_rehearsed(number) or self.must_look
+
     def begin_window(
         self,
         models: Sequence[nn.Module],
@@ -136,6 +164,7 @@ class WindowEngine:
         keeps_rehearsal: bool = False,
         state: LoaderState | None = None,
         chunk_tree: ChunkTree | None = None,
+        looks: bool = False,
     ) -> None:
         """Begin a window, or begin it again.
 
@@ -150,6 +179,7 @@ class WindowEngine:
             keeps_rehearsal: Whether the micro-batch so far was a rehearsal of this window.
             state: What windows of its loader share. It learns here whether they must be padded.
             chunk_tree: For same bits, the tree over the micro-batches of the window.
+            looks: Whether it may be computed again with a rehearsal.
 
         Raises:
             ConfigError: If the models cannot be trained exactly.
@@ -159,6 +189,10 @@ class WindowEngine:
         self._router = None
         self._goes_on = goes_on
         self._state = state
+        self._looks = looks
+        self._is_look = is_rehearsed and self.must_look
+        self._untried = {}
+        self._rehearsed_positions = set()
         parameters = list(parameters)
         if self.gradient is None or self.gradient.parameters != parameters:
             check_trainable(models, parameters)
@@ -379,6 +413,7 @@ class WindowEngine:
         if self._router is not None:
             loss, readings = self._router.split(loss, readings, num_targets)
             part = self._part_of_router()
+        self._look_at(loss, readings)
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
         # What a sharded model keeps would be reduced together with the part.
@@ -397,6 +432,46 @@ class WindowEngine:
         if slot.is_counted:
             self.gradient.end_micro_batch()
         self.draws.after_backward()
+
+    def _look_at(self, loss: Tensor, readings: Sequence[Reading]) -> None:
+        """Note the form of a loss: its terms, the nodes before a sum, the kind of its batch. It is
+        tried if a sample of its micro-batch is rehearsed.
+        """
+        positions = self.slot.micro_batch.positions
+        if self.slot.is_rehearsal:
+            self._rehearsed_positions = set(positions.tolist())
+        if not self._looks or not self.slot.is_counted:
+            return
+        kind = kind_of(self.slot.micro_batch.batch)
+        is_tried = not self._rehearsed_positions.isdisjoint(positions.tolist())
+        for reading in readings:
+            form = (kind, reading.key, form_of(loss) if reading.term is None else None)
+            if is_tried:
+                self._forms.add(form)
+            elif form not in self._forms:
+                self._untried.setdefault(form, positions)
+
+    def _ask_for_look(self) -> None:
+        """Let the window be computed again with a rehearsal if its loss had a form that was not
+        tried; each form gets one look.
+        """
+        gradient = self.gradient
+        self._forms |= self._looked_at
+        self._looked_at = set()
+        untried = {form: p for form, p in self._untried.items() if form not in self._forms}
+        is_final = gradient.must_repeat is None and not gradient.must_pad
+        if not untried or not is_final or self._is_look or self._num_looks == MAX_LOOKS:
+            return
+        self._num_looks += 1
+        self._looked_at = set(untried)
+        self.look_positions = next(iter(untried.values()))
+        gradient.must_look = True
+        gradient.must_repeat = "its loss has a form that was not tried yet"
+        if self._num_looks == MAX_LOOKS:
+            logger.warning(
+                f"hf_ga: the loss had {MAX_LOOKS} forms so far (other terms, other functions, "
+                "batches with other entries). Others are not tried by themselves from now on."
+            )
 
     def _part_of_router(self) -> Tensor | None:
         """Return what the micro-batch adds to the window's balancing loss of a mixture of experts.
@@ -549,6 +624,7 @@ class WindowEngine:
 
     def finish(self, *, can_repeat: bool, keeps_sums: bool) -> bool:
         """Finish the window: see `WindowGradient.finish`."""
+        self._ask_for_look()
         # One that is computed again was compared in part.
         is_final = not self.gradient.must_pad and self.gradient.must_repeat is None
         has_uncompared = self._rehearsal is not None and self._rehearsal.uncompared
@@ -570,6 +646,14 @@ class WindowEngine:
             difference = self._rehearsal.largest_difference
             gradient.needs_padding |= difference * MIN_IMPROVEMENT < self._unpadded_difference
         is_done = gradient.finish(is_padded=is_padded, can_repeat=can_repeat, keeps_sums=keeps_sums)
+        self.must_look |= gradient.must_look
+        if is_done and self._rehearsal is not None:
+            self.has_rehearsed = True
+        if is_done and self._is_look:
+            self.must_look = False
+            self.look_positions = np.empty(0, np.int64)
+            gradient.must_repeat = "it was tried with a rehearsal"
+            is_done = False
         if state is None:
             return is_done
         if gradient.must_pad:

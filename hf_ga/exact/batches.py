@@ -1,10 +1,11 @@
 """Samples, collated batches and micro-batches: lengths, rows, comparisons, token counts."""
 
-from collections.abc import Collection, Mapping, Sequence, Sized
+from collections.abc import Collection, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from hf_ga.errors import DataError
@@ -49,6 +50,44 @@ def sample_length(sample: Any) -> int:
     """
     values = sample.values() if isinstance(sample, Mapping) else [sample]
     return max((len(value) for value in values if _has_length(value)), default=1)
+
+
+def row_lengths(batch: Any, num_samples: int) -> np.ndarray:
+    """Return about how many positions of each sample of a batch are no padding.
+
+    They are those of its attention masks or, without any, those that are not in a run of one value
+    at the end, or at the beginning, of its row.
+
+    Args:
+        batch: The collated batch.
+        num_samples: Its number of samples.
+
+    Returns:
+        The lengths, shape (samples,). All 0 if no tensor has a row of several positions per sample.
+    """
+    lengths = np.zeros(num_samples, np.int64)
+    if isinstance(batch, Mapping):
+        masks = attention_masks(batch)
+        if masks:
+            return sum(mask.sum(1).numpy().astype(np.int64) for mask in masks)
+    values: Any = batch.values() if isinstance(batch, Mapping) else batch
+    for value in values if isinstance(values, Iterable) else ():
+        if isinstance(value, Tensor) and value.dim() > 1 and len(value) == num_samples:
+            rows = value.reshape(num_samples, value.shape[1], -1)
+            shorter = np.minimum(_without_last_run(rows), _without_last_run(rows.flip(1)))
+            lengths = np.maximum(lengths, shorter)
+    return lengths
+
+
+def _without_last_run(rows: Tensor) -> np.ndarray:
+    """Return how many positions of each row come before those at its end that have one value.
+
+    Args:
+        rows: Shape (samples, positions, elements).
+    """
+    differs = (rows != rows[:, -1:]).any(2)
+    numbers = torch.arange(1, rows.shape[1] + 1)
+    return (differs * numbers).amax(1).numpy()
 
 
 def _has_length(value: Any) -> bool:
@@ -149,6 +188,17 @@ def is_padding_mask(mask: Any) -> bool:
     return bool(((mask == 0) | (mask == 1)).all())
 
 
+def attention_masks(batch: Batch) -> list[Tensor]:
+    """Return the attention masks of a batch that show which of its tokens are no padding, each of
+    shape (samples, tokens).
+    """
+    return [
+        value
+        for name, value in batch.items()
+        if str(name).startswith("attention_mask") and is_padding_mask(value)
+    ]
+
+
 def count_tokens(batch: Batch, num_samples: int) -> int:
     """Count the real tokens of a micro-batch.
 
@@ -156,11 +206,7 @@ def count_tokens(batch: Batch, num_samples: int) -> int:
     if a sample has several texts. Without a mask, all elements of `input_ids` count; without
     `input_ids`, every sample counts as one token.
     """
-    masks = [
-        value
-        for name, value in batch.items()
-        if name.startswith("attention_mask") and is_padding_mask(value)
-    ]
+    masks = attention_masks(batch)
     if masks:
         return int(sum(mask.sum() for mask in masks))
     ids = batch.get("input_ids")

@@ -27,7 +27,6 @@ class LoaderState:
         pad_to_window: Whether all micro-batches are padded to the longest sample of their window,
             because the user asked for it or a proven loss needs it.
         is_padding_tried: Whether it was tried if padding changes what the model returns.
-        num_split: Number of windows that were computed in several micro-batches by `OwnLoop`.
         num_plain: Number of micro-batches that were computed without some of the speed-ups, as
             those were not tested on such batches.
         audits: Which micro-batches were audited so far, and which kinds of rows they had.
@@ -38,7 +37,6 @@ class LoaderState:
     has_gradient: dict[Any, Sequence[bool]] = field(default_factory=dict)
     pad_to_window: bool = False
     is_padding_tried: bool = False
-    num_split: int = 0
     num_plain: int = 0
     audits: Audits = field(default_factory=Audits)
 
@@ -105,14 +103,22 @@ class Window:
         """Return the offsets in the window (0-based) of the samples of a micro-batch."""
         return micro_batch.positions - self.request.positions[0]
 
-    def split(self, micro_batches: list[np.ndarray]) -> "Window":
+    def split(self, micro_batches: list[np.ndarray], *, pad_to_window: bool = False) -> "Window":
         """Return the same window, collated into other micro-batches.
 
         Args:
             micro_batches: For each new micro-batch of this process, the offsets in the window of
                 its samples. They need not cover the window.
+            pad_to_window: Whether they are padded to the longest sample of the window, also if
+                those of this window are not.
         """
-        request = replace(self.request, micro_batches=micro_batches, lengths=None, chunk_tree=None)
+        request = replace(
+            self.request,
+            micro_batches=micro_batches,
+            pad_to_window=pad_to_window or self.request.pad_to_window,
+            lengths=None,
+            chunk_tree=None,
+        )
         return self._collate_again(request)
 
     def whole_batch(self, device: torch.device) -> dict[str, Any]:

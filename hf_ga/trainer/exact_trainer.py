@@ -27,7 +27,6 @@ from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
 from hf_ga.engine.loss_sums import LossSums
-from hf_ga.engine.rehearsal import is_rehearsed
 from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
 from hf_ga.engine.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
@@ -150,10 +149,13 @@ class TrainerWindow:
         self.slots = plain_slots(self._window)
         self._rehearsal = None
         # A loss of a whole window compares samples on purpose.
-        is_due = self._whole_batch is None and is_rehearsed(trainer.state.global_step)
-        if is_due and self.engine.can_rehearse():
+        is_single = len(self.slots) == 1 and trainer.accelerator.num_processes == 1
+        looks = self._whole_batch is None and not is_single and self.engine.can_rehearse()
+        if looks and self.engine.is_rehearsal_due(trainer.state.global_step):
             self._rehearsal = extra_rehearsal(
-                self._window, num_processes=trainer.accelerator.num_processes
+                self._window,
+                num_processes=trainer.accelerator.num_processes,
+                positions=self.engine.look_positions,
             )
         self.is_complete = False
         optimizers = [] if trainer.optimizer is None else [trainer.optimizer]
@@ -162,8 +164,9 @@ class TrainerWindow:
             trainable_parameters([trainer.model_wrapped], optimizers),
             num_slots=len(self.slots),
             is_rehearsed=self._rehearsal is not None,
-            is_full_batch=len(self.slots) == 1 and trainer.accelerator.num_processes == 1,
+            is_full_batch=is_single,
             state=self.loader_state,
+            looks=looks,
         )
 
     def _check_batches(self, batches: list[WindowBatch]) -> None:

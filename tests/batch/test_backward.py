@@ -262,8 +262,10 @@ def test_copies_of_the_model_start_anew_and_nothing_keeps_it():
     assert gone() is None
 
 
-def test_the_first_calls_of_each_kind_of_batch_are_rehearsed():
-    """One forward more, of five samples."""
+def test_the_first_calls_and_new_kinds_of_batches_are_rehearsed():
+    """One forward more, of five samples. A new kind of batch is computed as planned, then with a
+    rehearsal, and again as planned.
+    """
     model = h.bert_classifier()
     batch = CASES["BERT classes"].batch()
     sizes = []
@@ -280,7 +282,8 @@ def test_the_first_calls_of_each_kind_of_batch_are_rehearsed():
     forwards(batch)  # tries speed-ups
     assert forwards(batch) == 5
     other = {**batch, "token_type_ids": torch.zeros_like(batch["input_ids"])}
-    assert forwards(other) == 6
+    assert forwards(other) == 5 + 6 + 5
+    assert forwards(other) == 5
     assert forwards(batch) == 5
 
 

@@ -81,10 +81,8 @@ def test_a_window_without_targets_is_skipped():
     """ChunkTree without targets in other windows: test_step.py."""
     samples = h.plain_samples(12)
     model = h.plain_tagger()
-    rule = hf_ga.prove_targets(model, samples, h.pad_right)
-    assert window_gradient(
-        model, chunked_window([h.without_targets(s) for s in samples]), rule=rule
-    )[1].skipped
+    window = chunked_window([h.without_targets(s) for s in samples])
+    assert window_gradient(model, window)[1].skipped
 
 
 def test_what_cannot_have_the_same_bits_is_refused(monkeypatch):
@@ -96,22 +94,10 @@ def test_what_cannot_have_the_same_bits_is_refused(monkeypatch):
         chunked_window(samples, **{"canonical_micro_batch": 5})
     window = chunked_window(samples)
     model = h.plain_tagger()
-
-    class Weighted:
-        """Counts on the host, in fractions."""
-
-        __call__ = staticmethod(h.weighted_token_loss)
-
-        def count_targets(self, batch):
-            return float(batch["weights"].sum())
-
-    with pytest.raises(ConfigError, match="whole numbers"):
-        window_gradient(model, window, loss_fn=Weighted())
-    rule = hf_ga.prove_targets(model, samples, h.pad_right, loss_fn=h.weighted_token_loss)
     accelerator = Accelerator()
     monkeypatch.setattr(type(accelerator), "distributed_type", DistributedType.FSDP)
     with pytest.raises(ConfigError, match="FSDP does not support same_bits"):
-        backward_window(accelerator, model, window, rule=rule, loss_fn=h.weighted_token_loss)
+        backward_window(accelerator, model, window, loss_fn=h.weighted_token_loss)
 
 
 def test_weights_begin_where_torch_begins_tensors():
@@ -130,7 +116,6 @@ def test_weights_begin_where_torch_begins_tensors():
 def test_a_chunk_that_does_not_fit_is_never_cut():
     window = chunked_window(h.plain_samples(8), planner=h.by_number(2))
     model = h.plain_tagger()
-    rule = hf_ga.prove_targets(model, h.plain_samples(8), h.pad_right)
     window.state.max_elements = 1  # of an earlier run without chunks
 
     def fail(module, args, kwargs):
@@ -140,4 +125,4 @@ def test_a_chunk_that_does_not_fit_is_never_cut():
         model.register_forward_pre_hook(fail, with_kwargs=True),
         pytest.raises(OutOfMemory, match="a chunk of same_bits"),
     ):
-        backward_window(Accelerator(), model, window, rule=rule)
+        backward_window(Accelerator(), model, window)
