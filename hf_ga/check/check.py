@@ -256,8 +256,8 @@ def _run_in_layout(
 
 def _prepare_own_step(context: CheckContext) -> None:
     """Find the checked model's random draws, try its loss, and prepare it for hf_ga's own training
-    step. The results are stored in `context`, in place: `unkeyed`, `facts` and `prepared`, or
-    `refused` with the reason if hf_ga refuses the model.
+    step. The results are stored in `context`, in place: `facts` and `prepared`, or `refused` with
+    the reason if hf_ga refuses the model.
 
     Modules whose random draws depend on the split are put into evaluation mode, but not their
     submodules: such draws cannot be compared.
@@ -265,9 +265,9 @@ def _prepare_own_step(context: CheckContext) -> None:
     settings = context.settings
     # The reference needs the unwrapped model, so DDP or FSDP wraps a copy.
     on_several_processes = context.accelerator.num_processes > 1
-    context.unkeyed = find_draws(context)
+    unkeyed = find_draws(context)
     if settings.allow_split_dependent_randomness:
-        _set_evaluation_mode(context.unkeyed)
+        _set_evaluation_mode(unkeyed)
     trained = copy.deepcopy(context.model) if on_several_processes else context.model
     try:
         context.facts = try_before(
@@ -275,7 +275,8 @@ def _prepare_own_step(context: CheckContext) -> None:
         )
     except (LossNotAdditive, UnkeyedRandomness) as error:
         context.refused = str(error)
-        _set_evaluation_mode(context.unkeyed)
+        context.refuses_draws = isinstance(error, UnkeyedRandomness)
+        _set_evaluation_mode(unkeyed)
         return
     context.prepared = trained
     remember(context.accelerator, trained, settings)

@@ -157,7 +157,7 @@ class Diagnosis:
         """Find all causes why the training step's gradient differs from the full batch's; if none
         is found, return one cause named "unknown".
         """
-        if self.refused and self.context.unkeyed:
+        if self.refused and self.context.refuses_draws:
             return [Cause("randomness", self.refused)]
         baseline = self._run_trial()
         if not baseline.step_gradient.any():
@@ -174,9 +174,15 @@ class Diagnosis:
             terms = read_divisors(self.context, self._compared_window)
         divisors = min(terms, key=baseline.additivity_error)
         residual = baseline.additivity_error(divisors)
-        match, error = self._match_weights(baseline, divisors)
+        if self.refused:  # there is no step
+            match, error = Hypothesis(divisors.shares), residual
+        else:
+            # Of a sum of several means, the step may have weighted by any of their divisors.
+            possible = terms if residual > self.match_limit else [divisors]
+            matches = [self._match_weights(baseline, term) for term in possible]
+            match, error = min(matches, key=self._implausibility)
         found = [
-            *self._additivity_causes(residual, terms),
+            *self._additivity_causes(baseline, residual, terms),
             *match.causes,
             *self._reduction_causes(baseline, error),
         ]
@@ -187,7 +193,7 @@ class Diagnosis:
             found += self._padding_causes()
         for suspect in self.suspects:
             found += self._causes_of_suspect(suspect, divisors, match, max(error, residual))
-        if error > self.match_limit:
+        if error > self.match_limit and not self.refused:
             found += self._random_causes()
         return found or [Cause("unknown", _describe_unexplained(baseline))]
 
@@ -260,6 +266,11 @@ class Diagnosis:
             return fitted, fit_error
         return self._without_exact_match(trial, match, error), error
 
+    def _implausibility(self, match: tuple[Hypothesis, float]) -> tuple[bool, int]:
+        """Return how a match of weights compares with others: the smaller, the more plausible."""
+        hypothesis, error = match
+        return error > self.match_limit, len(hypothesis.causes)
+
     def _without_exact_match(self, trial: Trial, closest: Hypothesis, error: float) -> Hypothesis:
         """Choose the causes of a training step that no micro-batch weights explain exactly.
 
@@ -305,11 +316,14 @@ class Diagnosis:
         evidence = f"every element is a {name} number, relative error {error:.1e}"
         return [Cause(f"{name} reduction", text, evidence)]
 
-    def _additivity_causes(self, residual: float, terms: Sequence[Divisors]) -> list[Cause]:
+    def _additivity_causes(
+        self, trial: Trial, residual: float, terms: Sequence[Divisors]
+    ) -> list[Cause]:
         """Return why no weighted sum of the micro-batches' gradients is the full batch's gradient;
         an empty list if the correctly weighted sum is.
 
         Args:
+            trial: The step with all suspects off.
             residual: The relative error of the correctly weighted sum (`Trial.additivity_error`).
             terms: The terms of the loss.
         """
@@ -328,7 +342,13 @@ class Diagnosis:
             means = "it is a sum of several means, each over its own targets"
             divisors = "; ".join(f"{term.name}: {format_numbers(term.values)}" for term in terms)
             return [Cause("several means", f"{text}: {means}", f"{evidence}, divisors {divisors}")]
-        pairs = "it depends on pairs of samples (in-batch negatives)"
+        summed = Hypothesis(np.ones(len(trial.micro_batch_gradients)))
+        sum_error = relative_error(summed.gradient(trial.micro_batch_gradients), trial.reference)
+        if sum_error <= self.match_limit:
+            constant = "the loss divides by a constant, so that of the window is their sum"
+            divisors = f"it divides by {format_numbers(terms[0].values)}"
+            return [Cause("constant divisor", f"{text}: {constant}", divisors)]
+        pairs = "it compares samples (in-batch negatives), or is no sum of means"
         return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", evidence)]
 
     def _padding_causes(self) -> list[Cause]:

@@ -51,9 +51,9 @@ class CheckContext:
         max_grad_norm: L2 norm that the window's gradient is clipped to. None: no clipping.
         settings: The user's loss, and whether draws that belong to no sample are accepted.
         draws: The random draws of the reference, keyed by sample as hf_ga's are.
-        unkeyed: The modules with random draws that cannot be tied to a sample.
         facts: What hf_ga found out about the loss. None: hf_ga refuses the model.
         refused: Why hf_ga refuses the model. None: it does not.
+        refuses_draws: Whether that is because of random draws.
         prepared: The model that hf_ga's own step trains: `model` itself on one process, a copy
             under DDP or FSDP on several. Set only if hf_ga does not refuse it.
     """
@@ -67,9 +67,9 @@ class CheckContext:
     max_grad_norm: float | None
     settings: LossSettings
     draws: KeyedDraws = field(default_factory=partial(KeyedDraws, allow_unkeyed=True))
-    unkeyed: list[nn.Module] = field(default_factory=list)
     facts: LossFacts | None = None
     refused: str | None = None
+    refuses_draws: bool = False
     prepared: nn.Module = field(init=False)
 
     def first_samples_window(self, num_samples: int, **loader_arguments: Any) -> Window:
