@@ -6,13 +6,20 @@ the suspects on, one at a time.
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from hf_ga.check.divisors import Divisors, count_usual, read_divisors
-from hf_ga.check.gradients import Gradients, gradient_norms, relative_error, total_norm
+from hf_ga.check.gradients import (
+    Gradients,
+    gradient_norms,
+    relative_error,
+    relative_errors,
+    total_norm,
+)
 from hf_ga.check.hypotheses import (
     Hypothesis,
     best_match,
@@ -64,6 +71,13 @@ class Trial:
         """
         correct = Hypothesis(divisors.shares)
         return relative_error(correct.gradient(self.micro_batch_gradients), self.reference)
+
+    def error_of_sum(self) -> float:
+        """Compute the relative error of the micro-batches' gradients, added up as they are,
+        compared with the full batch's gradient.
+        """
+        summed = Hypothesis(np.ones(len(self.micro_batch_gradients)))
+        return relative_error(summed.gradient(self.micro_batch_gradients), self.reference)
 
     def match_error(self, hypothesis: Hypothesis) -> float:
         """Compute the relative error with which a hypothesis explains the step's gradient."""
@@ -121,9 +135,8 @@ class Diagnosis:
         context: The model and the settings of the check.
         layout: The layout in which the step failed.
         step: The step function. None: hf_ga's own step.
-        refused: The error message if hf_ga's own step does not support the model; its gradient is
-            then replaced by the full batch's, so that only the model itself is diagnosed. None:
-            the step ran.
+        refused: Why hf_ga's own step refuses the model, which alone is diagnosed then: the step's
+            gradient is replaced by the full batch's. None: the step ran.
     """
 
     def __init__(
@@ -137,21 +150,20 @@ class Diagnosis:
         self.layout = layout
         self.step = step
         self.refused = refused
-        self.window = layout.collate_window(context)
+        self.match_limit = MATCH[context.precision]
+        self.min_effect = EFFECT[context.precision]
         excluded = {"clipping"} if step is None else set()
-        widths = [widths_of(micro_batch.batch) for micro_batch in self.window.micro_batches]
-        self.has_unequal_widths = any(of_micro_batch != widths[0] for of_micro_batch in widths)
+        self.own_window = layout.collate_window(context)
+        self.window = self.own_window
         if step is None and not refused:
-            # hf_ga pads where it must, and its dropout is keyed by sample.
-            excluded |= {"dropout"}
-            self.has_unequal_widths = False
+            excluded |= {"dropout"}  # keyed by sample; and hf_ga pads where it must
+        elif _has_several_widths(self.own_window):
+            self.window = self.own_window.padded_to_window()
         self.suspects = [
             suspect
             for suspect in SUSPECTS
             if suspect.applies(context) and suspect.name not in excluded
         ]
-        self.match_limit = MATCH[context.precision]
-        self.min_effect = EFFECT[context.precision]
 
     def causes(self) -> list[Cause]:
         """Find all causes why the training step's gradient differs from the full batch's; if none
@@ -161,26 +173,15 @@ class Diagnosis:
             return [Cause("randomness", self.refused)]
         baseline = self._run_trial()
         if not baseline.step_gradient.any():
-            return [
-                Cause(
-                    "no gradients",
-                    "the step left no gradient in any parameter: leave it in .grad, without "
-                    "updating",
-                )
-            ]
+            text = "the step left no gradient in any parameter: leave it in .grad, without updating"
+            return [Cause("no gradients", text)]
         if not baseline.step_gradient.isfinite().all():
             return [Cause("not finite", "the step left a gradient that is NaN or infinite")]
         with self._switched_off():
-            terms = read_divisors(self.context, self._compared_window)
+            terms = read_divisors(self.context, self.window)
         divisors = min(terms, key=baseline.additivity_error)
         residual = baseline.additivity_error(divisors)
-        if self.refused:  # there is no step
-            match, error = Hypothesis(divisors.shares), residual
-        else:
-            # Of a sum of several means, the step may have weighted by any of their divisors.
-            possible = terms if residual > self.match_limit else [divisors]
-            matches = [self._match_weights(baseline, term) for term in possible]
-            match, error = min(matches, key=self._implausibility)
+        match, error = self._match(baseline, terms, divisors)
         found = [
             *self._additivity_causes(baseline, residual, terms),
             *match.causes,
@@ -189,19 +190,18 @@ class Diagnosis:
         if baseline.missing_parameters:
             names = ", ".join(baseline.missing_parameters[:4])
             found.append(Cause("frozen parameter", f"no gradient reaches {names}"))
-        if self.has_unequal_widths:
-            found += self._padding_causes()
+        found += self._padding_causes(divisors)
         for suspect in self.suspects:
             found += self._causes_of_suspect(suspect, divisors, match, max(error, residual))
-        if error > self.match_limit and not self.refused:
+        if error > self.match_limit:
             found += self._random_causes()
         return found or [Cause("unknown", _describe_unexplained(baseline))]
 
     def _causes_of_suspect(
         self, suspect: Suspect, divisors: Divisors, match: Hypothesis, error_without: float
     ) -> list[Cause]:
-        """Run the training step with one suspected cause switched on, and return it as a cause if
-        the relative error of the step, or of the model itself, grows; otherwise an empty list.
+        """Run the training step with one suspect switched on, and return it as a cause if the error
+        of the step, or of the model itself, grows.
 
         Args:
             suspect: The suspect; all others are switched off.
@@ -230,23 +230,33 @@ class Diagnosis:
         evidence = f"relative error with it {error:.1e}, without {error_without:.1e}"
         return [Cause(suspect.name, suspect.text, evidence)]
 
-    def _match_weights(self, trial: Trial, divisors: Divisors) -> tuple[Hypothesis, float]:
-        """Find the weights with which the training step summed its micro-batches' gradients.
-
-        Tries known mistakes first, then the same with clipping after every micro-batch, then any
-        weights (least squares). If none explains the gradient, it takes the closest known mistake,
-        and low precision where that can be the reason.
+    def _match(
+        self, trial: Trial, terms: Sequence[Divisors], divisors: Divisors
+    ) -> tuple[Hypothesis, float]:
+        """Find the weights with which the step, with all suspects off, summed its micro-batches.
 
         Args:
             trial: The step with all suspects off.
-            divisors: What the loss divides by in the micro-batches.
+            terms: What each term of the loss divides by.
+            divisors: Of these, the one whose weights come closest to the full batch.
 
         Returns:
             The weights with the mistakes that explain them, and the relative error that is left.
         """
+        if self.refused:  # there is no step
+            return Hypothesis(divisors.shares), 0.0
+        # Of a sum of several means, the step may have weighted by any of their divisors.
+        possible = terms if trial.additivity_error(divisors) > self.match_limit else [divisors]
+        matches = [self._match_weights(trial, term) for term in possible]
+        return min(matches, key=lambda found: (found[1] > self.match_limit, len(found[0].causes)))
+
+    def _match_weights(self, trial: Trial, divisors: Divisors) -> tuple[Hypothesis, float]:
+        """Try known mistakes first, then the same with clipping after every micro-batch, then any
+        weights (least squares); if none explains the gradient, take the closest known mistake.
+        """
         known = list_hypotheses(
             divisors.values,
-            count_usual(self._compared_window),
+            count_usual(self.window),
             self.layout.accumulation_steps,
             self.context.accelerator.num_processes,
         )
@@ -266,32 +276,17 @@ class Diagnosis:
             return fitted, fit_error
         return self._without_exact_match(trial, match, error), error
 
-    def _implausibility(self, match: tuple[Hypothesis, float]) -> tuple[bool, int]:
-        """Return how a match of weights compares with others: the smaller, the more plausible."""
-        hypothesis, error = match
-        return error > self.match_limit, len(hypothesis.causes)
-
     def _without_exact_match(self, trial: Trial, closest: Hypothesis, error: float) -> Hypothesis:
-        """Choose the causes of a training step that no micro-batch weights explain exactly.
-
-        Args:
-            trial: The step with all suspects off.
-            closest: The known mistake that is closest to the step's gradient.
-            error: The relative error that it leaves.
-
-        Returns:
-            The weights of `closest`: without causes if the error is too large for low precision;
-            otherwise with its causes, and "precision" unless a reduction in half precision
-            explains the error.
+        """Return the closest known mistake, with low precision as a cause where that can be the
+        reason for the error that it leaves; otherwise without causes.
         """
         # Low precision is no explanation where the micro-batches' gradients do not add up to the
         # window's in any precision.
-        if error > MATCH["bf16"] or self.context.settings.whole_batch is not None:
+        is_too_large = error > MATCH["bf16"] or self.context.settings.whole_batch is not None
+        if is_too_large or self._random_causes():
             return replace(closest, causes=())
         if self._reduction_causes(trial, error):
             return closest
-        if self._random_causes():
-            return replace(closest, causes=())
         text = (
             f"the sum of the micro-batches' gradients has a relative error of {error:.1e}: "
             "computed in low precision"
@@ -300,11 +295,7 @@ class Diagnosis:
 
     def _reduction_causes(self, trial: Trial, error: float) -> list[Cause]:
         """Return the cause that several processes all-reduced their gradients in half precision, if
-        bf16 or fp16 represents every element of the gradient exactly; otherwise an empty list.
-
-        Args:
-            trial: The step with all suspects off.
-            error: The relative error to report.
+        bf16 or fp16 represents every element of the gradient exactly.
         """
         name = half_precision(trial.step_gradient)
         if self.context.accelerator.num_processes == 1 or name is None:
@@ -319,52 +310,45 @@ class Diagnosis:
     def _additivity_causes(
         self, trial: Trial, residual: float, terms: Sequence[Divisors]
     ) -> list[Cause]:
-        """Return why no weighted sum of the micro-batches' gradients is the full batch's gradient;
-        an empty list if the correctly weighted sum is.
-
-        Args:
-            trial: The step with all suspects off.
-            residual: The relative error of the correctly weighted sum (`Trial.additivity_error`).
-            terms: The terms of the loss.
+        """Return why no weighted sum of the micro-batches' gradients is the full batch's gradient,
+        if the correctly weighted sum has too large a relative error.
         """
         if residual <= self.match_limit:
             return []
-        context = self.context
+        settings = self.context.settings
         text = "the loss of the window is not a weighted mean of its micro-batches' losses"
         evidence = f"residual {residual:.1e}"
-        if context.settings.whole_batch is not None:
+        if settings.whole_batch is not None:
             negatives = "each micro-batch compares its own samples only (in-batch negatives)"
             return [Cause("cross-batch loss", f"{text}: {negatives}", evidence)]
-        if context.settings.loss_fn is None and WindowRouter([context.model]).is_on:
+        if settings.loss_fn is None and WindowRouter([self.context.model]).is_on:
             balancing = "the router's auxiliary loss is a product of means over the micro-batch"
             return [Cause("auxiliary loss", balancing, evidence)]
         if any(not np.allclose(term.shares, terms[0].shares) for term in terms):
             means = "it is a sum of several means, each over its own targets"
             divisors = "; ".join(f"{term.name}: {format_numbers(term.values)}" for term in terms)
             return [Cause("several means", f"{text}: {means}", f"{evidence}, divisors {divisors}")]
-        summed = Hypothesis(np.ones(len(trial.micro_batch_gradients)))
-        sum_error = relative_error(summed.gradient(trial.micro_batch_gradients), trial.reference)
-        if sum_error <= self.match_limit:
+        if trial.error_of_sum() <= self.match_limit:
             constant = "the loss divides by a constant, so that of the window is their sum"
             divisors = f"it divides by {format_numbers(terms[0].values)}"
             return [Cause("constant divisor", f"{text}: {constant}", divisors)]
         pairs = "it compares samples (in-batch negatives), or is no sum of means"
         return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", evidence)]
 
-    def _padding_causes(self) -> list[Cause]:
+    def _padding_causes(self, divisors: Divisors) -> list[Cause]:
         """Return the cause that padding changes the loss, if it changes the gradient of the
-        narrowest micro-batch; otherwise an empty list.
+        narrowest micro-batch that has targets.
         """
-        widths = [widths_of(micro_batch.batch) for micro_batch in self.window.micro_batches]
-        sizes = [sum(shape.numel() for shape in shapes) for shapes in widths]
-        narrowest = int(np.argmin(sizes))
+        if self.window is self.own_window:
+            return []
+        sizes = [_width(micro_batch) for micro_batch in self.own_window.micro_batches]
+        narrowest = int(np.argmin(np.where(divisors.values, sizes, np.inf)))
         with self._switched_off():
-            gradients = []
-            for window in (self.window, self._compared_window):
-                micro_batch = window.micro_batches[narrowest]
-                gradients.append(self._gradients_of(window, micro_batch, dropout=False))
-        narrow, wide = [_flatten(of_width, list(of_width), stride=1) for of_width in gradients]
-        error = relative_error(narrow, wide)
+            narrow, wide = [
+                self._gradients_of(window, window.micro_batches[narrowest], dropout=False)
+                for window in (self.own_window, self.window)
+            ]
+        error = total_norm(relative_errors(narrow, wide))
         if error <= self.min_effect:
             return []
         text = "the loss of a sample depends on the width to which its micro-batch is padded"
@@ -381,11 +365,6 @@ class Diagnosis:
             if "dropout" not in function
         ]
 
-    @property
-    def _compared_window(self) -> Window:
-        """The window in which trials run: all micro-batches have the same width."""
-        return self.window.padded_to_window() if self.has_unequal_widths else self.window
-
     @contextmanager
     def _switched_off(self, switched_on: str | None = None) -> Iterator[None]:
         """Run the block with all suspects switched off but one."""
@@ -401,34 +380,42 @@ class Diagnosis:
         return gradients
 
     def _run_trial(self, switched_on: str | None = None) -> Trial:
-        """Compute the gradients of the diagnosed training step, of the full batch and of each
-        micro-batch, with all suspected causes switched off but one.
-
-        Args:
-            switched_on: Name of the suspect that stays on. None: all are off.
+        """Compute the gradients of the diagnosed step, of the full batch and of each micro-batch,
+        with all suspects switched off but one.
         """
-        off_names = {suspect.name for suspect in self.suspects} - {switched_on}
-        dropout = "dropout" not in off_names
-        window = self._compared_window
+        window = self.window
         whole = window.split([np.arange(window.num_samples)])
+        off = {suspect.name for suspect in self.suspects} - {switched_on}
+        gradients_of = partial(self._gradients_of, dropout="dropout" not in off)
         with self._switched_off(switched_on):
-            reference = self._gradients_of(whole, whole.micro_batches[0], dropout=dropout)
+            reference = gradients_of(whole, whole.micro_batches[0])
             step_gradients = reference
             if not self.refused:
                 _, step_gradients = self.layout.run(self.context, self.step, window)
             missing = _parameters_without_gradient(step_gradients, reference)
             names = [name for name in reference if name not in missing]
             stride = _element_stride(reference, names, len(self.layout.offsets))
-            micro_batch_gradients = []
-            for micro_batch in window.micro_batches:
-                gradients = self._gradients_of(window, micro_batch, dropout=dropout)
-                micro_batch_gradients.append(_flatten(gradients, names, stride))
+            micro_batch_gradients = [
+                _flatten(gradients_of(window, micro_batch), names, stride)
+                for micro_batch in window.micro_batches
+            ]
         return Trial(
             reference=_flatten(reference, names, stride),
             step_gradient=_flatten(step_gradients, names, stride),
             micro_batch_gradients=micro_batch_gradients,
             missing_parameters=missing,
         )
+
+
+def _has_several_widths(window: Window) -> bool:
+    """Whether the micro-batches of a window are padded to different widths."""
+    first, *others = [widths_of(micro_batch.batch) for micro_batch in window.micro_batches]
+    return any(widths != first for widths in others)
+
+
+def _width(micro_batch: MicroBatch) -> int:
+    """Return how many elements a sample has, with padding."""
+    return sum(shape.numel() for shape in widths_of(micro_batch.batch))
 
 
 def _fit_hypothesis(trial: Trial, divisors: Divisors) -> tuple[Hypothesis, float]:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
@@ -53,10 +54,7 @@ def plain_backward(
     batch = send_to_device(micro_batch.batch, device)
     if precision == "float64":
         batch = {name: _to_float64(value) for name, value in batch.items()}
-    seed = window.request.seed
-    keys_of_samples = sample_keys(seed, window.epoch, micro_batch.positions)
-    key_of_window = window_key(seed, window.epoch, window.index)
-    context.draws.begin(keys_of_samples.to(device), key_of_window.to(device))
+    begin_draws(context, window, micro_batch.positions)
     with (
         running_in_float64(model) if precision == "float64" else nullcontext(),
         context.draws.scope(),
@@ -70,6 +68,14 @@ def plain_backward(
     if loss_scale != 1.0:
         torch._foreach_div_(list(gradients.values()), loss_scale)
     return float(mean.detach()), gradients
+
+
+def begin_draws(context: CheckContext, window: Window, positions: np.ndarray) -> None:
+    """Key the random draws of the next forward by the samples at these positions of a window."""
+    device = device_of(context.model)
+    keys = sample_keys(window.request.seed, window.epoch, positions)
+    key_of_window = window_key(window.request.seed, window.epoch, window.index)
+    context.draws.begin(keys.to(device), key_of_window.to(device))
 
 
 def mean_loss(context: CheckContext, batch: Batch) -> Tensor:
