@@ -22,6 +22,7 @@ from hf_ga.check.gradients import (
 )
 from hf_ga.check.hypotheses import (
     Hypothesis,
+    Split,
     best_match,
     fit_micro_batch_weights,
     format_numbers,
@@ -254,12 +255,13 @@ class Diagnosis:
         """Try known mistakes first, then the same with clipping after every micro-batch, then any
         weights (least squares); if none explains the gradient, take the closest known mistake.
         """
-        known = list_hypotheses(
+        split = Split(
             divisors.values,
             count_usual(self.window),
             self.layout.accumulation_steps,
             self.context.accelerator.num_processes,
         )
+        known = list_hypotheses(split)
         match, error = best_match(trial.step_gradient, trial.micro_batch_gradients, known)
         if error <= self.match_limit:
             return match, error

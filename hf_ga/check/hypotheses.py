@@ -8,7 +8,7 @@ belongs to process k mod num_processes; DDP and FSDP average the processes' grad
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -69,29 +69,57 @@ class Hypothesis:
         return Hypothesis(self.weights, (*self.causes, cause), max_norm)
 
 
-def list_hypotheses(
-    divisors: np.ndarray,
-    counts: dict[str, np.ndarray],
-    accumulation_steps: int,
-    num_processes: int = 1,
-) -> list[Hypothesis]:
-    """List the micro-batch weights that a training step may have used: the correct ones first, then
-    single mistakes, then pairs of them.
+@dataclass(frozen=True)
+class Split:
+    """What a training step may know of the micro-batches of a window.
 
-    Args:
-        divisors: What the loss divides by in each micro-batch, its number of targets, shape
+    Attributes:
+        targets: What the loss divides by in each micro-batch, its number of targets, shape
             (micro-batches,).
         counts: What a step may count instead, by name; the same shape.
         accumulation_steps: Micro-batches of a full window over all processes.
         num_processes: Micro-batch k belongs to process k mod num_processes.
+    """
+
+    targets: np.ndarray
+    counts: dict[str, np.ndarray]
+    accumulation_steps: int
+    num_processes: int = 1
+
+    @property
+    def process(self) -> np.ndarray:
+        """The process of each micro-batch."""
+        return np.arange(len(self.targets)) % self.num_processes
+
+    def of_process(self, count: np.ndarray) -> np.ndarray:
+        """Return the sum of a count over the micro-batches of each process."""
+        return np.bincount(self.process, count, self.num_processes)
+
+    def wrong_counts(self) -> dict[str, np.ndarray]:
+        """Return what a step may count, without what is the divisor of the loss."""
+        return {
+            name: count
+            for name, count in self.counts.items()
+            if not np.allclose(count, self.targets)
+        }
+
+    def repeated(self, order: np.ndarray) -> "Split":
+        """Return the split with these micro-batches, some of them twice."""
+        counts = {name: count[order] for name, count in self.counts.items()}
+        return replace(self, targets=self.targets[order], counts=counts)
+
+
+def list_hypotheses(split: Split) -> list[Hypothesis]:
+    """List the micro-batch weights that a training step may have used: the correct ones first, then
+    single mistakes, then pairs of them.
 
     Returns:
         The hypotheses, the most plausible first. If the processes have different numbers of
         micro-batches, those in which Accelerate repeats some of them follow.
     """
-    found = _hypotheses_without_repeats(divisors, counts, accumulation_steps, num_processes)
-    num = len(divisors)
-    num_repeated = -num % num_processes
+    found = _hypotheses_without_repeats(split)
+    num = len(split.targets)
+    num_repeated = -num % split.num_processes
     if not num_repeated:
         return found
     # Accelerate's loader repeats the first micro-batches until all processes have the same number.
@@ -101,42 +129,28 @@ def list_hypotheses(
         f"Accelerate repeats the first {num_repeated} of {num} micro-batches, so that all "
         "processes have as many",
     )
-    counts_with_repeats = {name: count[order] for name, count in counts.items()}
-    for hypothesis in _hypotheses_without_repeats(
-        divisors[order], counts_with_repeats, accumulation_steps, num_processes
-    ):
+    for hypothesis in _hypotheses_without_repeats(split.repeated(order)):
         # The weight of a repeated micro-batch is the sum of both its weights.
         weights = np.bincount(order, hypothesis.weights)
         found.append(Hypothesis(weights, (*hypothesis.causes, even_batches)))
     return found
 
 
-def _hypotheses_without_repeats(
-    n: np.ndarray, counts: dict[str, np.ndarray], accumulation_steps: int, num_processes: int
-) -> list[Hypothesis]:
-    """List the micro-batch weights that a training step may have used if it computes each
-    micro-batch once.
-
-    Args:
-        n: What the loss divides by in each micro-batch, its number of targets, shape
-            (micro-batches,).
-        counts: What a step may count instead, by name; the same shape.
-        accumulation_steps: Micro-batches of a full window over all processes.
-        num_processes: Micro-batch k belongs to process k mod num_processes.
-    """
+def _hypotheses_without_repeats(split: Split) -> list[Hypothesis]:
+    """List the micro-batch weights of a step that computes each micro-batch once."""
+    n = split.targets
+    num_processes = split.num_processes
     correct = Hypothesis(n / n.sum())
-    equal_weights = _equal_weight_hypotheses(n, num_processes)
+    equal_weights = _equal_weight_hypotheses(split)
     summed_loss = _mistake(
         n / num_processes,
         f"x{n.sum() / num_processes:.4g}: the loss is a sum, not divided by a count",
     )
-    wrong_counts = _wrong_count_hypotheses(n, counts)
-
-    process = np.arange(len(n)) % num_processes  # the process of each micro-batch
-    targets_of_process = np.bincount(process, n, num_processes)
+    wrong_counts = _wrong_count_hypotheses(split)
+    targets_of_process = split.of_process(n)
     if np.allclose(targets_of_process, targets_of_process[0]):
         found = [correct, *equal_weights, summed_loss, *wrong_counts]
-        return found + _short_window_hypotheses(found, len(n), accumulation_steps, num_processes)
+        return found + _short_window_hypotheses(found, split)
 
     # The processes have different numbers of targets: averaging their mean losses is a mistake.
     averaged = Cause(
@@ -146,47 +160,35 @@ def _hypotheses_without_repeats(
         _format_target_counts(targets_of_process),
     )
 
-    def of_process(count: np.ndarray) -> np.ndarray:
-        """Return what the loss is divided by: the count of the process x num_processes."""
-        return np.maximum(np.bincount(process, count), 1)[process] * num_processes
+    def averaged_means(count: np.ndarray) -> np.ndarray:
+        """Return the weights of a step whose processes each divide by their own count."""
+        of_process = np.maximum(split.of_process(count), 1)
+        return n / of_process[split.process] / num_processes
 
-    found = [
-        correct,
-        Hypothesis(n / of_process(n), (averaged,)),
-        *(
-            Hypothesis(hypothesis.weights, (*hypothesis.causes, averaged))
-            for hypothesis in equal_weights
-        ),
-        summed_loss,
-        *wrong_counts,
-    ]
-    for name, count in _wrong_counts(n, counts).items():
-        cause = _divided_by_wrong_count(n, count, name, counts)
-        found.append(Hypothesis(n / of_process(count), (cause, averaged)))
-    return found + _short_window_hypotheses(found, len(n), accumulation_steps, num_processes)
+    found = [correct, Hypothesis(averaged_means(n), (averaged,))]
+    for hypothesis in equal_weights:
+        found.append(Hypothesis(hypothesis.weights, (*hypothesis.causes, averaged)))
+    found += [summed_loss, *wrong_counts]
+    for name, count in split.wrong_counts().items():
+        causes = (_divided_by_wrong_count(split, name), averaged)
+        found.append(Hypothesis(averaged_means(count), causes))
+    return found + _short_window_hypotheses(found, split)
 
 
-def _equal_weight_hypotheses(n: np.ndarray, num_processes: int) -> list[Hypothesis]:
+def _equal_weight_hypotheses(split: Split) -> list[Hypothesis]:
     """List the weights of a training step that gives all micro-batches of a process the same
-    weight: the mean of means, means that are summed, and means that are summed over the processes
-    too.
-
-    Args:
-        n: Number of targets of each micro-batch, shape (micro-batches,).
-        num_processes: Micro-batch k belongs to process k mod num_processes.
-
-    Returns:
-        The three hypotheses in this order.
+    weight: the mean of means, means that are summed, and summed over the processes too.
     """
-    process = np.arange(len(n)) % num_processes  # the process of each micro-batch
-    micro_batches_of_process = np.bincount(process)
-    equal = 1 / micro_batches_of_process[process] / num_processes
+    n = split.targets
+    num_processes = split.num_processes
+    micro_batches_of_process = np.bincount(split.process)
+    equal = 1 / micro_batches_of_process[split.process] / num_processes
     mean_of_means = Hypothesis(equal)
     has_unequal_counts = [len(set(n[rank::num_processes])) > 1 for rank in range(num_processes)]
     # With equal counts on each of several processes it is not a mistake of its own.
     if num_processes == 1 or any(has_unequal_counts):
         text = "mean of means: equal weights of micro-batches with different numbers of targets"
-        mean_of_means = _mistake(equal, text, evidence=_format_target_counts(n))
+        mean_of_means = _mistake(equal, text, _format_target_counts(n))
     summed_means = _mistake(
         np.full(len(n), 1 / num_processes), f"x{micro_batches_of_process[0]:.2f}: {_UNDIVIDED}"
     )
@@ -197,23 +199,39 @@ def _equal_weight_hypotheses(n: np.ndarray, num_processes: int) -> list[Hypothes
     return [mean_of_means, summed_means, summed_over_processes]
 
 
-def _short_window_hypotheses(
-    hypotheses: list[Hypothesis],
-    num_micro_batches: int,
-    accumulation_steps: int,
-    num_processes: int,
-) -> list[Hypothesis]:
+def _wrong_count_hypotheses(split: Split) -> list[Hypothesis]:
+    """For each wrong count, list two mistakes of a training step: it divides the sum of the loss by
+    that, or weights the micro-batches by it.
+    """
+    found = []
+    for name, count in split.wrong_counts().items():
+        divided = _divided_by_wrong_count(split, name)
+        found.append(Hypothesis(split.targets / count.sum(), (divided,)))
+        text = f"micro-batches are weighted by {name}, which the loss does not divide by"
+        found.append(Hypothesis(count / count.sum(), (Cause(divided.name, text),)))
+    return found
+
+
+def _divided_by_wrong_count(split: Split, name: str) -> Cause:
+    """Return the cause that a step divides the sum of the loss by another count."""
+    num_targets = split.targets.sum()
+    num_counted = split.counts[name].sum()
+    text = (
+        f"x{num_targets / num_counted:.4g}: the window has {num_targets:g} targets, but "
+        f"{num_counted:g} are counted ({name})"
+    )
+    shifted = split.counts.get(SHIFTED_LABELS)
+    if name == LABELS and shifted is not None and np.allclose(shifted, split.targets):
+        return Cause("labels counted unshifted", f"{text}; column 0 is never predicted")
+    return Cause("normalisation", text)
+
+
+def _short_window_hypotheses(hypotheses: list[Hypothesis], split: Split) -> list[Hypothesis]:
     """For a short last window, list the same weights multiplied by the factor of a training step
     that divides by the accumulation steps of a full window; an empty list for a full window.
-
-    Args:
-        hypotheses: Weights without this mistake.
-        num_micro_batches: Micro-batches of this window over all processes.
-        accumulation_steps: Micro-batches of a full window over all processes.
-        num_processes: Number of processes.
     """
-    steps = -(-num_micro_batches // num_processes)
-    full = -(-accumulation_steps // num_processes)
+    steps = -(-len(split.targets) // split.num_processes)
+    full = -(-split.accumulation_steps // split.num_processes)
     if steps >= full:
         return []
     factor = steps / full
@@ -226,6 +244,11 @@ def _short_window_hypotheses(
         Hypothesis(hypothesis.weights * factor, (*hypothesis.causes, cause))
         for hypothesis in hypotheses
     ]
+
+
+def _mistake(weights: np.ndarray, text: str, evidence: str = "") -> Hypothesis:
+    """Build the hypothesis that a training step used wrong weights because of one mistake."""
+    return Hypothesis(weights, (Cause("normalisation", text, evidence),))
 
 
 def best_match(
@@ -297,60 +320,3 @@ def format_numbers(numbers: np.ndarray) -> str:
 def _format_target_counts(counts: np.ndarray) -> str:
     """Format numbers of targets for an equivalence report as `8, 3, 5 targets`."""
     return f"{format_numbers(counts)} targets"
-
-
-def _mistake(
-    weights: np.ndarray, text: str, cause_name: str = "normalisation", evidence: str = ""
-) -> Hypothesis:
-    """Build the hypothesis that a training step used `weights` because of one mistake.
-
-    Args:
-        weights: Weight of each micro-batch's gradient, shape (micro-batches,).
-        text: What the training step does wrong.
-        cause_name: Short name of the mistake.
-        evidence: The measured values that show the mistake, or "".
-    """
-    return Hypothesis(weights, (Cause(cause_name, text, evidence),))
-
-
-def _wrong_counts(n: np.ndarray, counts: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Return what a step may count, without what is the divisor of the loss."""
-    return {name: count for name, count in counts.items() if not np.allclose(count, n)}
-
-
-def _wrong_count_hypotheses(n: np.ndarray, counts: dict[str, np.ndarray]) -> list[Hypothesis]:
-    """For each wrong count, list two mistakes of a training step: it divides the sum of the loss by
-    that, or weights the micro-batches by it.
-
-    Args:
-        n: What the loss divides by in each micro-batch, shape (micro-batches,).
-        counts: What a step may count instead, by name; the same shape.
-    """
-    found = []
-    for name, count in _wrong_counts(n, counts).items():
-        divided = _divided_by_wrong_count(n, count, name, counts)
-        found.append(Hypothesis(n / count.sum(), (divided,)))
-        weighted = f"micro-batches are weighted by {name}, which the loss does not divide by"
-        found.append(_mistake(count / count.sum(), weighted, divided.name))
-    return found
-
-
-def _divided_by_wrong_count(
-    n: np.ndarray, count: np.ndarray, name: str, counts: dict[str, np.ndarray]
-) -> Cause:
-    """Return the cause that a step divides the sum of the loss by another count.
-
-    Args:
-        n: What the loss divides by in each micro-batch, shape (micro-batches,).
-        count: What the step counts; the same shape.
-        name: Its name.
-        counts: All that a step may count, by name.
-    """
-    text = (
-        f"x{n.sum() / count.sum():.4g}: the window has {n.sum():g} targets, but {count.sum():g} "
-        f"are counted ({name})"
-    )
-    is_shifted = SHIFTED_LABELS in counts and np.allclose(counts[SHIFTED_LABELS], n)
-    if name == LABELS and is_shifted:
-        return Cause("labels counted unshifted", f"{text}; column 0 is never predicted")
-    return Cause("normalisation", text)
