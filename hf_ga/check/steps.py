@@ -18,6 +18,7 @@ from accelerate.utils import GradScalerKwargs, send_to_device
 from torch import nn
 
 from hf_ga.check.gradients import Gradients, clip, take_gradients
+from hf_ga.check.reference_draws import ReferenceDraws
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.trial import LossFacts
 from hf_ga.exact.backend import sum_over_ranks
@@ -66,7 +67,7 @@ class CheckContext:
     seed: int
     max_grad_norm: float | None
     settings: LossSettings
-    draws: KeyedDraws = field(default_factory=partial(KeyedDraws, allow_unkeyed=True))
+    draws: KeyedDraws = field(default_factory=partial(ReferenceDraws, allow_unkeyed=True))
     facts: LossFacts | None = None
     refused: str | None = None
     refuses_draws: bool = False

@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.nn import functional as F
 
 import hf_ga
 from hf_ga.check.layouts import AUTO, choose_layouts, local_micro_batches
@@ -294,6 +295,47 @@ def test_noise_of_a_window_is_keyed_and_a_step_that_draws_its_own_is_told_so():
     (cause,) = report.causes("step")
     assert cause.name == "randomness"
     assert cause.text.startswith("rand_like (") and "test_equivalence.py" in cause.text
+
+
+class NoisyTagger(nn.Module):
+    """Scales embeddings by noise of each token."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.tagger = helpers.PlainTagger()
+        self.draw = draw
+
+    def forward(self, input_ids, labels):
+        tagger = self.tagger
+        embedded = tagger.embedding(input_ids)
+        logits = tagger.output(torch.tanh(tagger.hidden(embedded * self.draw(embedded))))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=helpers.IGNORED)
+
+
+NOISES = {
+    "normal": lambda x: torch.randn_like(x),
+    "of any type": lambda x: torch.randn(x.shape, dtype=torch.float32, device=x.device).to(x),
+    "uniform": lambda x: torch.rand_like(x),
+    "in place": lambda x: torch.empty_like(x).normal_(),
+    "exponential": lambda x: torch.empty_like(x).exponential_(),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_the_reference_has_the_same_noise_in_float64(name):
+    """Otherwise the full batch's own error, and with it the limit, would be about 1."""
+    model = helpers.seeded(NoisyTagger)(NOISES[name])
+    (row,) = check(model, helpers.plain_samples(12), ["uneven"]).rows
+    assert row.passed, row
+    assert row.own_error < 1e-6
+
+
+def test_a_gradient_that_rounding_changes_is_refused():
+    """Its limit would be larger than itself."""
+    chaos = helpers.seeded(NoisyTagger)(lambda x: torch.frac(x.detach() * 1e9))
+    with pytest.raises(ConfigError, match="against float64, so a wrong one could not be told"):
+        check(chaos, helpers.plain_samples(12), ["uneven"])
 
 
 def test_samples_without_targets():
