@@ -148,6 +148,17 @@ class KeyedDraws:
             self._sample_dims = sample_dims
             self.mask_source = None
 
+    def mark(self) -> MicroBatch:
+        """Return where the draws stand, for `replayed`."""
+        return replace(self._micro_batch)
+
+    @contextmanager
+    def replayed(self, mark: MicroBatch) -> Iterator[None]:
+        """Draw the numbers since a mark once more in the block."""
+        with self.rewound():
+            self._micro_batch = replace(mark)
+            yield
+
     @property
     def keys(self) -> Tensor:
         """The keys of the samples from which draws of this micro-batch are derived."""

@@ -24,7 +24,7 @@ from hf_ga.errors import LossNotAdditive
 from hf_ga.exact.backend import Backend, RankStatus
 from hf_ga.exact.forward import unwrapped
 from hf_ga.exact.precision import LOW_PRECISION, sum_dtype
-from hf_ga.exact.router import Router
+from hf_ga.exact.router import Router, balancing_loss
 from hf_ga.loss.identity import VIEWS
 from hf_ga.loss.penalty import PARAMETER
 from hf_ga.loss.saved import inputs
@@ -36,6 +36,7 @@ UNCHANGED = {"SumBackward0", "ToCopyBackward0", *VIEWS}
 # Largest difference of a mean probability between the two forwards of a micro-batch.
 TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 5e-2
+MASK_ARGUMENT = 3  # index of the attention mask in the arguments of a balancing loss
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,7 @@ class WindowRouter(Router):
         prepared: The prepared models.
         coefficients: For each call in the current micro-batch, what the loop's loss multiplies it
             by.
+        counts_padding: Whether padding is counted, too, as there is no attention mask.
     """
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
@@ -72,6 +74,7 @@ class WindowRouter(Router):
         common = sys.modules.get(COMMON_OWNER)
         if self.owners and common is not None and common not in self.owners:
             self.owners.append(common)
+        self.counts_padding = False
         self._depth = 0  # of forwards of the models within each other
         self._recorded: list[_Call] = []  # of the current micro-batch
         self._slot: Slot | None = None
@@ -160,10 +163,12 @@ class WindowRouter(Router):
         """
         num_calls = len(self._calls)
         super()._count(*args, **kwargs)
+        mask = args[MASK_ARGUMENT] if len(args) > MASK_ARGUMENT else kwargs.get("attention_mask")
+        self.counts_padding |= mask is None
         if len(self._calls) == num_calls:
             return 0
         counts, _ = self._calls.pop()
-        value = _balancing_loss(counts.detach(), counts.detach()).nan_to_num()
+        value = balancing_loss(counts.detach(), counts.detach()).nan_to_num()
         if not self._depth:
             return value
         leaf = value.clone().requires_grad_()
@@ -261,7 +266,7 @@ class WindowRouter(Router):
                 self._seen[number, index].append(self.coefficients[index])
             self._compare_with_first()
         parts = [
-            self.coefficients[i] * _balancing_loss(self._recorded[i].counts, self._window_counts[i])
+            self.coefficients[i] * balancing_loss(self._recorded[i].counts, self._window_counts[i])
             for i in used
         ]
         return torch.stack(parts).sum()
@@ -310,19 +315,6 @@ class WindowRouter(Router):
             hasattr(model, "_original_forward") for model in self._models
         )
         return LOW_PRECISION_TOLERANCE if is_low else TOLERANCE
-
-
-def _balancing_loss(counts: Tensor, window: Tensor) -> Tensor:
-    """Return what a micro-batch adds to the balancing loss of its window.
-
-    Args:
-        counts: Of the micro-batch, see `Router.take`.
-        window: Of the window.
-    """
-    num_experts = len(window) // 2
-    num_tokens = window[-1]
-    share_of_choices = window[:num_experts] / num_tokens
-    return num_experts * share_of_choices @ (counts[num_experts:-1] / num_tokens)
 
 
 def _parameters_below(node: Node) -> list[Tensor]:

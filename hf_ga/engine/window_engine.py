@@ -39,6 +39,7 @@ from hf_ga.engine.rehearsal import (
 from hf_ga.engine.router import WindowRouter
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.speed_ups import SpeedUps
+from hf_ga.engine.state import StateCheck
 from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.backend import Backend
 from hf_ga.exact.chunks import ChunkTree
@@ -103,6 +104,7 @@ class WindowEngine:
         self._models: list[nn.Module] = []
         self._request: WindowRequest | None = None
         self._recorder = OutputRecorder()
+        self._state_check = StateCheck(self.draws)
         self._rehearsal: Rehearsal | None = None  # of the current window
         self._router: WindowRouter | None = None  # of models with a balancing loss
         self._found_router: WindowRouter | None = None  # of the models, whether it is on or not
@@ -377,6 +379,8 @@ class WindowEngine:
             if slot.is_rehearsal:
                 for model in self._models:
                     stack.callback(snapshot_buffers(model))
+                bare_models = [unwrapped(model) for model in self._models]
+                stack.enter_context(self._state_check.watching(bare_models))
             stack.enter_context(self.draws.scope())
             stack.enter_context(self.speed_ups.micro_batch(slot))
             if self._router is not None:
@@ -415,6 +419,9 @@ class WindowEngine:
         if self._router is not None:
             loss, readings = self._router.split(loss, readings, num_targets)
             part = self._part_of_router()
+            if self._router.counts_padding and not self._request.pad_to_window:
+                self.gradient.must_pad = True
+                self.gradient.needs_padding = True
         self._look_at(loss, readings)
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)

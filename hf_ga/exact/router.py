@@ -13,10 +13,12 @@ without gradients), the rest is a sum over tokens.
 """
 
 import inspect
+import math
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,6 +30,7 @@ from hf_ga.exact.override import override
 # module.
 LOSS_FUNCTION = "load_balancing_loss_func"
 # Its parameters, where it computes the loss above.
+TOLERANCE = 1e-2  # relative; models compute it in their own dtype
 KNOWN_PARAMETERS = ["gate_logits", "num_experts", "top_k", "attention_mask"]
 
 
@@ -61,6 +64,7 @@ class Router:
         self._calls: list[tuple[Tensor, Tensor]] = []
         self.coefficients: list[float] = []
         self.sizes: list[int] = []
+        self._known: set[Callable[..., Tensor | int]] = set()  # that were compared
 
     @contextmanager
     def patched(self) -> Iterator[None]:
@@ -75,7 +79,10 @@ class Router:
             for owner in self.owners:
                 parameters = list(inspect.signature(getattr(owner, LOSS_FUNCTION)).parameters)
                 is_known = parameters == KNOWN_PARAMETERS
-                replacement = self._count if is_known else partial(_refuse, owner.__name__)
+                original = getattr(owner, LOSS_FUNCTION)
+                replacement = partial(_refuse, owner.__name__)
+                if is_known:
+                    replacement = partial(self._checked_count, original)
                 stack.enter_context(override(owner, **{LOSS_FUNCTION: replacement}))
             yield
 
@@ -135,6 +142,41 @@ class Router:
             terms.append(coefficient * num_experts * share_of_choices @ mean_probability)
         return torch.stack(terms).sum()
 
+    def _checked_count(
+        self, original: Callable[..., Tensor | int], *args: Any, **kwargs: Any
+    ) -> Tensor | int:
+        """Replacement of the model's load-balancing loss, which is compared with the known one in
+        its first call.
+
+        Raises:
+            LossNotAdditive: If it is another one.
+        """
+        if original not in self._known:
+            self._compare(original, args, kwargs)
+        return self._count(*args, **kwargs)
+
+    def _compare(self, original: Callable[..., Tensor | int], args: Any, kwargs: Any) -> None:
+        """Compare a load-balancing loss with the known one, unless it has no tokens."""
+        call = inspect.signature(original).bind(*args, **kwargs)
+        call.apply_defaults()
+        gate_logits, _, top_k, mask = call.arguments.values()
+        if not isinstance(gate_logits, tuple) or not gate_logits:
+            return
+        with torch.no_grad():
+            found = float(original(*args, **kwargs))
+            counts = _count_choices(gate_logits, top_k, mask)
+            expected = float(balancing_loss(counts, counts))
+        if math.isnan(found) and math.isnan(expected):
+            return
+        self._known.add(original)
+        if abs(found - expected) > TOLERANCE * abs(expected):
+            raise LossNotAdditive(
+                f"unsupported: the router's auxiliary loss, {original.__module__}."
+                f"{LOSS_FUNCTION}, is {found:.4g}, which differs from that of Switch Transformer, "
+                f"{expected:.4g}, so hf_ga cannot split it. Set output_router_logits=False (the "
+                "load is then not balanced), or pass loss_fn."
+            )
+
     def _count(
         self,
         gate_logits: Sequence[Tensor] | None,
@@ -160,6 +202,19 @@ class Router:
         zero = torch.zeros((), device=counts.device, requires_grad=True)
         self._calls.append((counts, zero))
         return zero
+
+
+def balancing_loss(counts: Tensor, window: Tensor) -> Tensor:
+    """Return what a micro-batch adds to the load-balancing loss of its window.
+
+    Args:
+        counts: Of one call in the micro-batch, see `Router.take`.
+        window: Of the window.
+    """
+    num_experts = len(window) // 2
+    num_tokens = window[-1]
+    share_of_choices = window[:num_experts] / num_tokens
+    return num_experts * share_of_choices @ (counts[num_experts:-1] / num_tokens)
 
 
 def _count_choices(

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from steps import backward_window
 from windows import one_window, window_gradient
 
-import hf_ga
 from hf_ga.errors import ConfigError, OutOfMemory
 from hf_ga.exact.chunks import ChunkTree, TreeSum
 from hf_ga.exact.same_bits import ALIGNMENT

@@ -12,10 +12,7 @@ from torch.nn import functional as F
 from transformers.models.mixtral import modeling_mixtral
 from windows import one_window, window_gradient
 
-import hf_ga
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.loss import WithRouter
-from hf_ga.exact.router import Router
 
 COEFFICIENT = 0.5  # large, so that an error of the balancing loss shows
 
@@ -136,9 +133,9 @@ def test_dropout_is_the_same_in_both_passes():
 def test_without_attention_mask_padding_is_routed_too():
     """Then the padded width matters, and micro-batches are padded alike."""
     samples = [{k: v for k, v in s.items() if k != "attention_mask"} for s in h.token_samples(12)]
-    model = mixture()
-    assert hf_ga.prove_targets(model, samples, h.pad_right).pad_to_window
-    gradients, _ = window_gradient(model, one_window(samples, 3))
+    window = one_window(samples, 3)
+    gradients, _ = window_gradient(mixture(), window)
+    assert window.state.pad_to_window
     full, full64 = (
         full_gradient(mixture(), h.pad_right(samples), dtype)
         for dtype in (torch.float32, torch.float64)
@@ -146,21 +143,16 @@ def test_without_attention_mask_padding_is_routed_too():
     h.assert_promise_1(gradients, full, full64)
 
 
-def test_the_coefficient_is_the_heads_own():
-    """A balancing loss that nobody adds is none of ours, and the head gets its own function
-    back.
-    """
+def test_a_head_that_adds_no_balancing_loss_gets_its_own_function_back():
     before = modeling_mixtral.load_balancing_loss_func
     model = mixture()
-    loss = hf_ga.prove_targets(model, h.token_samples(8), h.pad_right).loss
-    assert isinstance(loss, WithRouter)
-    assert loss.router.coefficients == pytest.approx([COEFFICIENT])
     model.router_aux_loss_coef = 0.0
-    assert not isinstance(
-        hf_ga.prove_targets(model, h.token_samples(8), h.pad_right).loss, WithRouter
-    )
+    samples = h.token_samples(12)
+    found, _ = window_gradient(model, one_window(samples, 4))
     assert modeling_mixtral.load_balancing_loss_func is before
-    assert Router(h.bert_classifier()).owners == []
+    model.zero_grad()
+    model(**h.pad_right(samples)).loss.backward()
+    assert h.relative_error(found, h.gradients(model)) < 1e-6
 
 
 @h.seeded
@@ -187,17 +179,23 @@ def switch():
 
 
 @NO_ROUTER_LOGITS
-def test_another_balancing_loss_is_refused_by_name():
-    with pytest.raises(
-        LossNotAdditive,
-        match=r"auxiliary loss of modeling_switch_transformers.*output_router_logits=False",
-    ):
-        # Switch Transformers knows the switch as an argument only, not in its configuration.
-        hf_ga.prove_targets(
-            switch(),
-            h.token_samples(8),
-            lambda samples: {**h.pad_right(samples), "output_router_logits": True},
-        )
+def test_a_balancing_loss_of_each_sample_is_read():
+    """That of Switch Transformers is a mean over samples. It knows the switch as an argument only,
+    not in its configuration.
+    """
+
+    def collate(samples):
+        return {**h.pad_right(samples), "output_router_logits": True}
+
+    samples = h.token_samples(8)
+    model = switch()
+    outputs = model(**collate(samples))
+    outputs.loss.backward()
+    plain = switch()(**h.pad_right(samples)).loss
+    assert abs(float((outputs.loss - plain).detach())) > 1e-2, "control: the loss is in it"
+    for size in (2, 3):
+        found, _ = window_gradient(switch(), one_window(samples, size, collate))
+        assert h.relative_error(found, h.gradients(model)) < 1e-6
 
 
 def test_a_balancing_loss_of_other_arithmetic_is_refused(monkeypatch):
@@ -208,4 +206,4 @@ def test_a_balancing_loss_of_other_arithmetic_is_refused(monkeypatch):
 
     monkeypatch.setattr(modeling_mixtral, "load_balancing_loss_func", of_other_arithmetic)
     with pytest.raises(LossNotAdditive, match="differs from that of Switch Transformer"):
-        hf_ga.prove_targets(mixture(), h.token_samples(8), h.pad_right)
+        window_gradient(mixture(), one_window(h.token_samples(8), 4))
