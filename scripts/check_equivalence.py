@@ -21,7 +21,7 @@ from hf_ga.errors import ConfigError
 from hf_ga.exact.order import epoch_order
 from hf_ga.finetuning.data.data import PreparedData
 from hf_ga.finetuning.run.accelerator import make_accelerator
-from hf_ga.finetuning.run.build import build_model, chosen_loss, prepare_setup, proof_samples
+from hf_ga.finetuning.run.build import build_model, chosen_loss, prepare_setup, samples_to_try
 from hf_ga.finetuning.run.cli import guarded, parse_config
 from hf_ga.finetuning.run.config import FinetuneConfig, option
 from hf_ga.finetuning.run.config_checks import check_output_dir
@@ -136,7 +136,7 @@ def window_samples(config: CheckConfig, data: PreparedData, num_processes: int) 
         data: The tokenized data.
         num_processes: Processes of the check, which set the smallest window (8 samples on one).
     """
-    samples = list(proof_samples(data, "train"))
+    samples = list(samples_to_try(data, "train"))
     max_samples = QUICK_SAMPLES if config.quick else MAX_SAMPLES
     window_size = min(config.layout(num_processes).window_size, max_samples)
     window_size = max(window_size, min_samples(num_processes))

@@ -195,7 +195,6 @@ def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
                 model, micro_batches[0], micro_batch_size=micro_batch_size, seed=0, **arguments
             )
 
-    step.keys_all_draws = True
     return step
 
 

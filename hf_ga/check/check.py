@@ -13,10 +13,10 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from hf_ga.check.diagnosis import explain
+from hf_ga.check.drawing import find_draws
 from hf_ga.check.judging import Reference, compute_reference, write_verdict
 from hf_ga.check.layouts import CheckedLayout, choose_layouts
 from hf_ga.check.pipeline import pipeline_row
-from hf_ga.check.reference import DrawsOfReference, find_dropout
 from hf_ga.check.report import EquivalenceReport
 from hf_ga.check.rows import OURS, ReportRow
 from hf_ga.check.same_bits import same_bits_row
@@ -44,7 +44,7 @@ from hf_ga.parallel.processes import (
 )
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.versions import versions
-from hf_ga.training import prove_targets
+from hf_ga.training import LossSettings, remember, try_before
 
 
 def check_equivalence(
@@ -135,13 +135,9 @@ def check_equivalence(
             precision=precision,
             seed=seed,
             max_grad_norm=max_grad_norm,
-            proof_arguments={
-                "loss_fn": loss_fn,
-                "whole_batch": whole_batch,
-                "allow_split_dependent_randomness": allow_split_dependent_randomness,
-            },
+            settings=LossSettings(loss_fn, whole_batch, allow_split_dependent_randomness),
         )
-        _prove_model(context)
+        _prepare_own_step(context)
         rows = _run_and_explain_all(context, checked_layouts, steps or {})
         facts = _describe_check(context)
         if same_bits is not None and not context.refused:
@@ -203,14 +199,8 @@ def _run_and_explain_all(
         for num_samples in dict.fromkeys(layout.num_samples for layout in layouts):
             same_window = [layout for layout in layouts if layout.num_samples == num_samples]
             window = same_window[0].collate_window(context)
-            reference_of_sites = compute_reference(context, window)
+            reference = compute_reference(context, window)
             for arm, step in arms.items():
-                reference = reference_of_sites
-                if getattr(step, "keys_all_draws", False):
-                    # Its dropout masks are keyed by the number of the draw, not by the module.
-                    keyed = copy.copy(context)
-                    keyed.dropout = DrawsOfReference()
-                    reference = compute_reference(keyed, window)
                 for layout in same_window:
                     bar.set_postfix_str(f"{arm}, {layout.name}", refresh=False)
                     row = _run_in_layout(context, arm, step, layout, reference)
@@ -264,56 +254,55 @@ def _run_in_layout(
     return row
 
 
-def _prove_model(context: CheckContext) -> None:
-    """Find the checked model's dropout sites, prove its loss, and prepare it for hf_ga's own
-    training step. The results are stored in `context`, in place: `dropout`, `rule` and `prepared`,
-    or `refused` with the reason if hf_ga does not support the model.
+def _prepare_own_step(context: CheckContext) -> None:
+    """Find the checked model's random draws, try its loss, and prepare it for hf_ga's own training
+    step. The results are stored in `context`, in place: `facts` and `prepared`, or `refused` with
+    the reason if hf_ga refuses the model.
 
-    Modules whose random draws depend on the split are put into evaluation mode if the user allows
-    them or the model is unsupported, because such draws cannot be compared.
+    Modules whose random draws depend on the split are put into evaluation mode, but not their
+    submodules: such draws cannot be compared.
     """
-    context.dropout = find_dropout(context)
-    if context.proof_arguments["allow_split_dependent_randomness"]:
-        _set_evaluation_mode(context.dropout.unkeyed)
-    on_several_processes = context.accelerator.num_processes > 1
+    settings = context.settings
     # The reference needs the unwrapped model, so DDP or FSDP wraps a copy.
+    on_several_processes = context.accelerator.num_processes > 1
+    unkeyed = find_draws(context)
+    if settings.allow_split_dependent_randomness:
+        _set_evaluation_mode(unkeyed)
     trained = copy.deepcopy(context.model) if on_several_processes else context.model
     try:
-        context.rule = prove_targets(
-            trained, context.samples, context.collate_fn, **context.proof_arguments
+        context.facts = try_before(
+            context.accelerator, trained, context.samples, context.collate_fn, settings
         )
     except (LossNotAdditive, UnkeyedRandomness) as error:
         context.refused = str(error)
-        _set_evaluation_mode(context.dropout.unkeyed)
+        context.refuses_draws = isinstance(error, UnkeyedRandomness)
+        _set_evaluation_mode(unkeyed)
         return
     context.prepared = trained
+    remember(context.accelerator, trained, settings)
     if on_several_processes:
         optimizer = torch.optim.SGD(trained.parameters())  # FSDP2 needs one
         context.prepared, _ = prepare(context.accelerator, trained, optimizer)
 
 
 def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
-    """Put modules whose random draws an equivalence check cannot compare into evaluation mode, but
-    not their submodules (unlike `Module.eval`).
-    """
+    """Put modules into evaluation mode, but not their submodules (unlike `Module.eval`)."""
     for module in modules:
         module.training = False
 
 
 def _describe_check(context: CheckContext) -> list[str]:
     """Describe for the report how the equivalence check was run: one line for each of the window,
-    the reference, the limits, the proof and, on several processes, DDP or FSDP.
+    the reference, the limits, the loss and, on several processes, DDP or FSDP.
     """
     num_weights = [p.numel() for p in context.model.parameters() if p.requires_grad]
-    proof = str(context.rule) if context.rule else "hf_ga found no counting rule for the targets"
-    num_sites = len(context.dropout.sites)
     facts = [
         f"window of {len(context.samples)} samples, {len(num_weights)} trainable tensors with "
         f"{sum(num_weights):,} weights",
         "reference: one forward and backward of all samples at once, in float64",
         "limit: twice the relative error of the full batch in the same precision, plus 1e-6; the "
         "same for each parameter",
-        f"{proof}; keyed dropout at {num_sites} sites",
+        _describe_loss(context),
     ]
     accelerator = context.accelerator
     if accelerator.num_processes > 1:
@@ -325,3 +314,14 @@ def _describe_check(context: CheckContext) -> list[str]:
             "to them round-robin"
         )
     return facts
+
+
+def _describe_loss(context: CheckContext) -> str:
+    """Describe what hf_ga read of the loss and of random draws, and which speed-ups it uses."""
+    facts = context.facts
+    if facts is None:
+        return "loss: refused by hf_ga"
+    padding = ", padded to the window's longest sample" if facts.pad_to_window else ""
+    draws = ", ".join(facts.draws) or "none"
+    speed_ups = ", ".join(facts.speed_ups.names) or "none"
+    return f"loss: {'; '.join(facts.terms)}{padding}; keyed draws: {draws}; speed-ups: {speed_ups}"

@@ -1,20 +1,31 @@
-"""Why a training step under test differs from the full batch: switch all suspects off, then on one
-at a time; match the remaining error against known mistakes.
+"""Why a training step under test differs from the full batch: with all suspects switched off, match
+its gradient against those of the micro-batches, whose divisors are read from the loss; then switch
+the suspects on, one at a time.
 """
 
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_ga.check.gradients import Gradients, gradient_norms, relative_error, total_norm
+from hf_ga.check.divisors import Divisors, count_usual, read_divisors
+from hf_ga.check.gradients import (
+    Gradients,
+    gradient_norms,
+    relative_error,
+    relative_errors,
+    total_norm,
+)
 from hf_ga.check.hypotheses import (
     Hypothesis,
+    Split,
     best_match,
     fit_micro_batch_weights,
+    format_numbers,
     half_precision,
     list_hypotheses,
 )
@@ -23,10 +34,10 @@ from hf_ga.check.reference import plain_backward
 from hf_ga.check.rows import Cause, ReportRow
 from hf_ga.check.steps import CheckContext, StepFunction
 from hf_ga.check.switches import SUSPECTS, Suspect
-from hf_ga.exact.loss import COUNTING_RULES, POSITIVE_LABELS, WithRouter
-from hf_ga.exact.rule import Rule
+from hf_ga.engine.rehearsal import widths_of
+from hf_ga.engine.router import WindowRouter
+from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.window import Window
-from hf_ga.proof.probes import applicable_rules
 
 # Maximum number of gradient elements, over all micro-batches, that a trial keeps in memory; of
 # larger models every `stride`-th element is compared.
@@ -46,7 +57,6 @@ class Trial:
         reference: Gradient of the full batch.
         step_gradient: Gradient that the training step left.
         micro_batch_gradients: For each micro-batch, the gradient of its own mean loss.
-        counts: For each counting rule, the number of targets of each micro-batch.
         missing_parameters: Names of the parameters that should have a gradient but have a zero
             one. The vectors above do not contain them.
     """
@@ -54,19 +64,21 @@ class Trial:
     reference: Tensor
     step_gradient: Tensor
     micro_batch_gradients: list[Tensor]
-    counts: dict[str, np.ndarray]
     missing_parameters: list[str]
 
-    def additivity_error(self, rule: str) -> float:
+    def additivity_error(self, divisors: Divisors) -> float:
         """Compute the relative error of the sum of the micro-batches' gradients, each weighted by
-        its share of the window's targets, compared with the full batch's gradient.
-
-        Args:
-            rule: The counting rule of the targets, a key of `counts`.
+        its share of what the loss divides by, compared with the full batch's gradient.
         """
-        n = self.counts[rule]
-        correct = Hypothesis(n / n.sum())
+        correct = Hypothesis(divisors.shares)
         return relative_error(correct.gradient(self.micro_batch_gradients), self.reference)
+
+    def error_of_sum(self) -> float:
+        """Compute the relative error of the micro-batches' gradients, added up as they are,
+        compared with the full batch's gradient.
+        """
+        summed = Hypothesis(np.ones(len(self.micro_batch_gradients)))
+        return relative_error(summed.gradient(self.micro_batch_gradients), self.reference)
 
     def match_error(self, hypothesis: Hypothesis) -> float:
         """Compute the relative error with which a hypothesis explains the step's gradient."""
@@ -124,9 +136,8 @@ class Diagnosis:
         context: The model and the settings of the check.
         layout: The layout in which the step failed.
         step: The step function. None: hf_ga's own step.
-        refused: The error message if hf_ga's own step does not support the model; its gradient is
-            then replaced by the full batch's, so that only the model itself is diagnosed. None:
-            the step ran.
+        refused: Why hf_ga's own step refuses the model, which alone is diagnosed then: the step's
+            gradient is replaced by the full batch's. None: the step ran.
     """
 
     def __init__(
@@ -140,60 +151,62 @@ class Diagnosis:
         self.layout = layout
         self.step = step
         self.refused = refused
-        self.window = layout.collate_window(context)
+        self.match_limit = MATCH[context.precision]
+        self.min_effect = EFFECT[context.precision]
         excluded = {"clipping"} if step is None else set()
+        self.own_window = layout.collate_window(context)
+        self.window = self.own_window
         if step is None and not refused:
-            # hf_ga has proven that padding changes nothing, and its dropout is keyed by sample.
-            excluded |= {"padding width", "dropout"}
+            excluded |= {"dropout"}  # keyed by sample; and hf_ga pads where it must
+        elif _has_several_widths(self.own_window):
+            self.window = self.own_window.padded_to_window()
         self.suspects = [
             suspect
             for suspect in SUSPECTS
-            if suspect.applies(context, self.window) and suspect.name not in excluded
+            if suspect.applies(context) and suspect.name not in excluded
         ]
-        self.match_limit = MATCH[context.precision]
-        self.min_effect = EFFECT[context.precision]
 
     def causes(self) -> list[Cause]:
         """Find all causes why the training step's gradient differs from the full batch's; if none
         is found, return one cause named "unknown".
         """
-        if self.refused and self.context.dropout.unkeyed:
+        if self.refused and self.context.refuses_draws:
             return [Cause("randomness", self.refused)]
         baseline = self._run_trial()
         if not baseline.step_gradient.any():
-            return [
-                Cause(
-                    "no gradients",
-                    "the step left no gradient in any parameter: leave it in .grad, without "
-                    "updating",
-                )
-            ]
+            text = "the step left no gradient in any parameter: leave it in .grad, without updating"
+            return [Cause("no gradients", text)]
         if not baseline.step_gradient.isfinite().all():
             return [Cause("not finite", "the step left a gradient that is NaN or infinite")]
-        rule = min(baseline.counts, key=baseline.additivity_error)
-        residual = baseline.additivity_error(rule)
-        match, error = self._match_weights(baseline, rule)
+        with self._switched_off():
+            terms = read_divisors(self.context, self.window)
+        divisors = min(terms, key=baseline.additivity_error)
+        residual = baseline.additivity_error(divisors)
+        match, error = self._match(baseline, terms, divisors)
         found = [
-            *self._additivity_causes(residual),
+            *self._additivity_causes(baseline, residual, terms),
             *match.causes,
             *self._reduction_causes(baseline, error),
         ]
         if baseline.missing_parameters:
             names = ", ".join(baseline.missing_parameters[:4])
             found.append(Cause("frozen parameter", f"no gradient reaches {names}"))
+        found += self._padding_causes(divisors)
         for suspect in self.suspects:
-            found += self._causes_of_suspect(suspect, rule, match, max(error, residual))
+            found += self._causes_of_suspect(suspect, divisors, match, max(error, residual))
+        if error > self.match_limit:
+            found += self._random_causes()
         return found or [Cause("unknown", _describe_unexplained(baseline))]
 
     def _causes_of_suspect(
-        self, suspect: Suspect, rule: str, match: Hypothesis, error_without: float
+        self, suspect: Suspect, divisors: Divisors, match: Hypothesis, error_without: float
     ) -> list[Cause]:
-        """Run the training step with one suspected cause switched on, and return it as a cause if
-        the relative error of the step, or of the model itself, grows; otherwise an empty list.
+        """Run the training step with one suspect switched on, and return it as a cause if the error
+        of the step, or of the model itself, grows.
 
         Args:
             suspect: The suspect; all others are switched off.
-            rule: The counting rule of the loss.
+            divisors: What the loss divides by in the micro-batches.
             match: The micro-batch weights that explain the step with all suspects off.
             error_without: The relative error that is left with all suspects off.
         """
@@ -204,7 +217,7 @@ class Diagnosis:
             if suspect.name != "BatchNorm":
                 raise
             return [Cause(suspect.name, suspect.text, f"a micro-batch fails with it: {failure}")]
-        error = max(trial.match_error(match), trial.additivity_error(rule))
+        error = max(trial.match_error(match), trial.additivity_error(divisors))
         has_effect = error > max(self.min_effect, 5 * error_without)
         if not has_effect:
             return []
@@ -218,26 +231,37 @@ class Diagnosis:
         evidence = f"relative error with it {error:.1e}, without {error_without:.1e}"
         return [Cause(suspect.name, suspect.text, evidence)]
 
-    def _match_weights(self, trial: Trial, rule: str) -> tuple[Hypothesis, float]:
-        """Find the weights with which the training step summed its micro-batches' gradients.
-
-        Tries known mistakes first, then the same with clipping after every micro-batch, then any
-        weights (least squares). If none explains the gradient, it takes the closest known mistake,
-        and low precision where that can be the reason.
+    def _match(
+        self, trial: Trial, terms: Sequence[Divisors], divisors: Divisors
+    ) -> tuple[Hypothesis, float]:
+        """Find the weights with which the step, with all suspects off, summed its micro-batches.
 
         Args:
             trial: The step with all suspects off.
-            rule: The counting rule of the loss.
+            terms: What each term of the loss divides by.
+            divisors: Of these, the one whose weights come closest to the full batch.
 
         Returns:
             The weights with the mistakes that explain them, and the relative error that is left.
         """
-        known = list_hypotheses(
-            trial.counts,
-            rule,
+        if self.refused:  # there is no step
+            return Hypothesis(divisors.shares), 0.0
+        # Of a sum of several means, the step may have weighted by any of their divisors.
+        possible = terms if trial.additivity_error(divisors) > self.match_limit else [divisors]
+        matches = [self._match_weights(trial, term) for term in possible]
+        return min(matches, key=lambda found: (found[1] > self.match_limit, len(found[0].causes)))
+
+    def _match_weights(self, trial: Trial, divisors: Divisors) -> tuple[Hypothesis, float]:
+        """Try known mistakes first, then the same with clipping after every micro-batch, then any
+        weights (least squares); if none explains the gradient, take the closest known mistake.
+        """
+        split = Split(
+            divisors.values,
+            count_usual(self.window),
             self.layout.accumulation_steps,
             self.context.accelerator.num_processes,
         )
+        known = list_hypotheses(split)
         match, error = best_match(trial.step_gradient, trial.micro_batch_gradients, known)
         if error <= self.match_limit:
             return match, error
@@ -249,27 +273,19 @@ class Diagnosis:
         )
         if clipped_error <= self.match_limit:
             return clipped, clipped_error
-        fitted, fit_error = _fit_hypothesis(trial, rule)
+        fitted, fit_error = _fit_hypothesis(trial, divisors)
         if fit_error <= self.match_limit:
             return fitted, fit_error
         return self._without_exact_match(trial, match, error), error
 
     def _without_exact_match(self, trial: Trial, closest: Hypothesis, error: float) -> Hypothesis:
-        """Choose the causes of a training step that no micro-batch weights explain exactly.
-
-        Args:
-            trial: The step with all suspects off.
-            closest: The known mistake that is closest to the step's gradient.
-            error: The relative error that it leaves.
-
-        Returns:
-            The weights of `closest`: without causes if the error is too large for low precision;
-            otherwise with its causes, and "precision" unless a reduction in half precision
-            explains the error.
+        """Return the closest known mistake, with low precision as a cause where that can be the
+        reason for the error that it leaves; otherwise without causes.
         """
         # Low precision is no explanation where the micro-batches' gradients do not add up to the
         # window's in any precision.
-        if error > MATCH["bf16"] or self.context.whole_batch is not None:
+        is_too_large = error > MATCH["bf16"] or self.context.settings.whole_batch is not None
+        if is_too_large or self._random_causes():
             return replace(closest, causes=())
         if self._reduction_causes(trial, error):
             return closest
@@ -281,11 +297,7 @@ class Diagnosis:
 
     def _reduction_causes(self, trial: Trial, error: float) -> list[Cause]:
         """Return the cause that several processes all-reduced their gradients in half precision, if
-        bf16 or fp16 represents every element of the gradient exactly; otherwise an empty list.
-
-        Args:
-            trial: The step with all suspects off.
-            error: The relative error to report.
+        bf16 or fp16 represents every element of the gradient exactly.
         """
         name = half_precision(trial.step_gradient)
         if self.context.accelerator.num_processes == 1 or name is None:
@@ -297,106 +309,131 @@ class Diagnosis:
         evidence = f"every element is a {name} number, relative error {error:.1e}"
         return [Cause(f"{name} reduction", text, evidence)]
 
-    def _additivity_causes(self, residual: float) -> list[Cause]:
-        """Return why no weighted sum of the micro-batches' gradients is the full batch's gradient;
-        an empty list if the correctly weighted sum is.
-
-        Args:
-            residual: The relative error of the correctly weighted sum (`Trial.additivity_error`).
+    def _additivity_causes(
+        self, trial: Trial, residual: float, terms: Sequence[Divisors]
+    ) -> list[Cause]:
+        """Return why no weighted sum of the micro-batches' gradients is the full batch's gradient,
+        if the correctly weighted sum has too large a relative error.
         """
         if residual <= self.match_limit:
             return []
+        settings = self.context.settings
         text = "the loss of the window is not a weighted mean of its micro-batches' losses"
         evidence = f"residual {residual:.1e}"
-        rule = self.context.rule
-        if rule is None:
-            pairs = "it depends on pairs of samples (in-batch negatives)"
-            return [
-                Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", evidence)
-            ]
-        if self.context.whole_batch is not None:
+        if settings.whole_batch is not None:
             negatives = "each micro-batch compares its own samples only (in-batch negatives)"
             return [Cause("cross-batch loss", f"{text}: {negatives}", evidence)]
-        if isinstance(rule.loss, WithRouter):
+        if settings.loss_fn is None and WindowRouter([self.context.model]).is_on:
             balancing = "the router's auxiliary loss is a product of means over the micro-batch"
             return [Cause("auxiliary loss", balancing, evidence)]
-        means = "it is a sum of several means, each over its own targets"
-        return [Cause("several means", f"{text}: {means}", evidence)]
+        if any(not np.allclose(term.shares, terms[0].shares) for term in terms):
+            means = "it is a sum of several means, each over its own targets"
+            divisors = "; ".join(f"{term.name}: {format_numbers(term.values)}" for term in terms)
+            return [Cause("several means", f"{text}: {means}", f"{evidence}, divisors {divisors}")]
+        if trial.error_of_sum() <= self.match_limit:
+            constant = "the loss divides by a constant, so that of the window is their sum"
+            divisors = f"it divides by {format_numbers(terms[0].values)}"
+            return [Cause("constant divisor", f"{text}: {constant}", divisors)]
+        pairs = "it compares samples (in-batch negatives), or is no sum of means"
+        return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", evidence)]
+
+    def _padding_causes(self, divisors: Divisors) -> list[Cause]:
+        """Return the cause that padding changes the loss, if it changes the gradient of the
+        narrowest micro-batch that has targets.
+        """
+        if self.window is self.own_window:
+            return []
+        sizes = [_width(micro_batch) for micro_batch in self.own_window.micro_batches]
+        narrowest = int(np.argmin(np.where(divisors.values, sizes, np.inf)))
+        with self._switched_off():
+            narrow, wide = [
+                self._gradients_of(window, window.micro_batches[narrowest], dropout=False)
+                for window in (self.own_window, self.window)
+            ]
+        error = total_norm(relative_errors(narrow, wide))
+        if error <= self.min_effect:
+            return []
+        text = "the loss of a sample depends on the width to which its micro-batch is padded"
+        evidence = f"padded to the window's width, the gradient of one differs by {error:.1e}"
+        return [Cause("padding width", text, evidence)]
+
+    def _random_causes(self) -> list[Cause]:
+        """Return a cause for each random function, other than dropout, that the reference called:
+        a step with draws of its own has other numbers.
+        """
+        return [
+            Cause("randomness", f"{function} ({place}) draws other numbers in each split")
+            for function, place in self.context.draws.places.items()
+            if "dropout" not in function
+        ]
+
+    @contextmanager
+    def _switched_off(self, switched_on: str | None = None) -> Iterator[None]:
+        """Run the block with all suspects switched off but one."""
+        with ExitStack() as stack:
+            for suspect in self.suspects:
+                if suspect.name != switched_on:
+                    stack.enter_context(suspect.switched_off())
+            yield
+
+    def _gradients_of(self, window: Window, micro_batch: MicroBatch, *, dropout: bool) -> Gradients:
+        """Return the gradient of the mean loss of some samples."""
+        _, gradients = plain_backward(self.context, window, micro_batch, dropout=dropout)
+        return gradients
 
     def _run_trial(self, switched_on: str | None = None) -> Trial:
-        """Compute the gradients of the diagnosed training step, of the full batch and of each
-        micro-batch, with all suspected causes switched off but one.
-
-        Args:
-            switched_on: Name of the suspect that stays on. None: all are off.
+        """Compute the gradients of the diagnosed step, of the full batch and of each micro-batch,
+        with all suspects switched off but one.
         """
-        switched_off = [suspect for suspect in self.suspects if suspect.name != switched_on]
-        off_names = {suspect.name for suspect in switched_off}
-        keyed = "dropout" not in off_names
-        with ExitStack() as stack:
-            for suspect in switched_off:
-                stack.enter_context(suspect.switched_off())
-            window = self.window
-            if "padding width" in off_names:
-                window = window.padded_to_window()
-            whole = window.split([np.arange(window.num_samples)])
-            full_batch = whole.micro_batches[0]
-            _, reference, _ = plain_backward(self.context, whole, full_batch, keyed=keyed)
+        window = self.window
+        whole = window.split([np.arange(window.num_samples)])
+        off = {suspect.name for suspect in self.suspects} - {switched_on}
+        gradients_of = partial(self._gradients_of, dropout="dropout" not in off)
+        with self._switched_off(switched_on):
+            reference = gradients_of(whole, whole.micro_batches[0])
             step_gradients = reference
             if not self.refused:
                 _, step_gradients = self.layout.run(self.context, self.step, window)
             missing = _parameters_without_gradient(step_gradients, reference)
             names = [name for name in reference if name not in missing]
             stride = _element_stride(reference, names, len(self.layout.offsets))
-            micro_batch_gradients, counts = self._run_micro_batches(window, names, stride, keyed)
+            micro_batch_gradients = [
+                _flatten(gradients_of(window, micro_batch), names, stride)
+                for micro_batch in window.micro_batches
+            ]
         return Trial(
             reference=_flatten(reference, names, stride),
             step_gradient=_flatten(step_gradients, names, stride),
             micro_batch_gradients=micro_batch_gradients,
-            counts=counts,
             missing_parameters=missing,
         )
 
-    def _run_micro_batches(
-        self, window: Window, names: list[str], stride: int, keyed: bool
-    ) -> tuple[list[Tensor], dict[str, np.ndarray]]:
-        """Compute the gradient of each micro-batch's own mean loss, and count its targets.
 
-        Args:
-            window: The window in the diagnosed layout.
-            names: Names of the parameters to compare.
-            stride: Every `stride`-th element of a gradient is kept.
-            keyed: Whether hf_ga's keyed dropout is on.
-
-        Returns:
-            A flat gradient for each micro-batch; and for each counting rule ("loss_fn" only, if the
-            user has one) the number of targets of each micro-batch.
-        """
-        micro_batch_gradients = []
-        loss_fn_counts = []
-        for micro_batch in window.micro_batches:
-            _, gradients, count = plain_backward(self.context, window, micro_batch, keyed=keyed)
-            micro_batch_gradients.append(_flatten(gradients, names, stride))
-            loss_fn_counts.append(count)
-        if loss_fn_counts[0] is None:
-            return micro_batch_gradients, _count_targets(window, self.context.rule)
-        return micro_batch_gradients, {"loss_fn": np.array(loss_fn_counts)}
+def _has_several_widths(window: Window) -> bool:
+    """Whether the micro-batches of a window are padded to different widths."""
+    first, *others = [widths_of(micro_batch.batch) for micro_batch in window.micro_batches]
+    return any(widths != first for widths in others)
 
 
-def _fit_hypothesis(trial: Trial, rule: str) -> tuple[Hypothesis, float]:
+def _width(micro_batch: MicroBatch) -> int:
+    """Return how many elements a sample has, with padding."""
+    return sum(shape.numel() for shape in widths_of(micro_batch.batch))
+
+
+def _fit_hypothesis(trial: Trial, divisors: Divisors) -> tuple[Hypothesis, float]:
     """Fit micro-batch weights to a training step's gradient by least squares, and describe them as
     factors of the correct weights.
 
     Args:
         trial: The step with all suspects off.
-        rule: The counting rule of the loss.
+        divisors: What the loss divides by in the micro-batches.
 
     Returns:
         The fitted weights with a cause that shows them, and their relative error.
     """
     weights, error = fit_micro_batch_weights(trial.step_gradient, trial.micro_batch_gradients)
-    n = trial.counts[rule]
-    factors = weights * n.sum() / np.maximum(n, 1)
+    shares = divisors.shares
+    factors = np.divide(weights, shares, out=np.zeros_like(weights), where=shares != 0)
     shown = ", ".join(f"{factor:.3g}" for factor in factors[:8])
     text = f"micro-batches are weighted by x({shown}) of n_k / N"
     return Hypothesis(weights, (Cause("normalisation", text),)), error
@@ -418,35 +455,6 @@ def _parameters_without_gradient(gradients: Gradients, reference: Gradients) -> 
 def _unevenness(row: ReportRow) -> int:
     """Return how many samples the largest micro-batch of a row has more than the smallest."""
     return max(row.micro_batches) - min(row.micro_batches)
-
-
-def _count_targets(window: Window, proven: Rule | None) -> dict[str, np.ndarray]:
-    """Count the targets of each micro-batch by every counting rule that applies to the batches, and
-    by their tokens with padding, a usual mistake.
-
-    Positive labels are counted only if the proof found this rule: another loss may fit their
-    numbers by chance.
-
-    Args:
-        window: The window with its micro-batches.
-        proven: The result of the proof. None: hf_ga does not support the model.
-
-    Returns:
-        Name of the rule -> targets of each micro-batch, float64 of shape (micro-batches,); without
-        rules that count no targets in the whole window.
-    """
-    first_batch = window.micro_batches[0].batch
-    rules = {name: COUNTING_RULES[name] for name in applicable_rules(first_batch)}
-    if proven is not None and proven.name == POSITIVE_LABELS:
-        rules[POSITIVE_LABELS] = COUNTING_RULES[POSITIVE_LABELS]
-    if isinstance(first_batch.get("input_ids"), Tensor):
-        rules["tokens with padding"] = lambda batch, num_samples: batch["input_ids"].numel()
-    counts = {}
-    for name, rule in rules.items():
-        targets = [rule(micro.batch, len(micro)) for micro in window.micro_batches]
-        if any(targets):
-            counts[name] = np.array(targets, dtype=float)
-    return counts
 
 
 def _describe_unexplained(trial: Trial) -> str:

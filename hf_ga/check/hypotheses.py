@@ -8,7 +8,7 @@ belongs to process k mod num_processes; DDP and FSDP average the processes' grad
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from torch import Tensor
 from hf_ga.check.gradients import relative_error
 from hf_ga.check.rows import Cause
 
+# What a step may count, see `divisors.count_usual`.
+LABELS = "labels"
+SHIFTED_LABELS = "shifted labels"  # without column 0, which causal models do not predict
 _UNDIVIDED = "the loss is divided by the micro-batch's own count and not by the accumulation steps"
 
 
@@ -66,29 +69,57 @@ class Hypothesis:
         return Hypothesis(self.weights, (*self.causes, cause), max_norm)
 
 
-def list_hypotheses(
-    counts: dict[str, np.ndarray],
-    loss_rule: str,
-    accumulation_steps: int,
-    num_processes: int = 1,
-) -> list[Hypothesis]:
-    """List the micro-batch weights that a training step may have used: the correct ones first, then
-    single mistakes, then pairs of them.
+@dataclass(frozen=True)
+class Split:
+    """What a training step may know of the micro-batches of a window.
 
-    Args:
-        counts: For each counting rule, the number of targets of each micro-batch, shape
+    Attributes:
+        targets: What the loss divides by in each micro-batch, its number of targets, shape
             (micro-batches,).
-        loss_rule: The counting rule that is correct for the loss.
+        counts: What a step may count instead, by name; the same shape.
         accumulation_steps: Micro-batches of a full window over all processes.
         num_processes: Micro-batch k belongs to process k mod num_processes.
+    """
+
+    targets: np.ndarray
+    counts: dict[str, np.ndarray]
+    accumulation_steps: int
+    num_processes: int = 1
+
+    @property
+    def process(self) -> np.ndarray:
+        """The process of each micro-batch."""
+        return np.arange(len(self.targets)) % self.num_processes
+
+    def of_process(self, count: np.ndarray) -> np.ndarray:
+        """Return the sum of a count over the micro-batches of each process."""
+        return np.bincount(self.process, count, self.num_processes)
+
+    def wrong_counts(self) -> dict[str, np.ndarray]:
+        """Return what a step may count, without what is the divisor of the loss."""
+        return {
+            name: count
+            for name, count in self.counts.items()
+            if not np.allclose(count, self.targets)
+        }
+
+    def repeated(self, order: np.ndarray) -> "Split":
+        """Return the split with these micro-batches, some of them twice."""
+        counts = {name: count[order] for name, count in self.counts.items()}
+        return replace(self, targets=self.targets[order], counts=counts)
+
+
+def list_hypotheses(split: Split) -> list[Hypothesis]:
+    """List the micro-batch weights that a training step may have used: the correct ones first, then
+    single mistakes, then pairs of them.
 
     Returns:
         The hypotheses, the most plausible first. If the processes have different numbers of
         micro-batches, those in which Accelerate repeats some of them follow.
     """
-    found = _hypotheses_without_repeats(counts, loss_rule, accumulation_steps, num_processes)
-    num = len(counts[loss_rule])
-    num_repeated = -num % num_processes
+    found = _hypotheses_without_repeats(split)
+    num = len(split.targets)
+    num_repeated = -num % split.num_processes
     if not num_repeated:
         return found
     # Accelerate's loader repeats the first micro-batches until all processes have the same number.
@@ -98,43 +129,28 @@ def list_hypotheses(
         f"Accelerate repeats the first {num_repeated} of {num} micro-batches, so that all "
         "processes have as many",
     )
-    counts_with_repeats = {name: count[order] for name, count in counts.items()}
-    for hypothesis in _hypotheses_without_repeats(
-        counts_with_repeats, loss_rule, accumulation_steps, num_processes
-    ):
+    for hypothesis in _hypotheses_without_repeats(split.repeated(order)):
         # The weight of a repeated micro-batch is the sum of both its weights.
         weights = np.bincount(order, hypothesis.weights)
         found.append(Hypothesis(weights, (*hypothesis.causes, even_batches)))
     return found
 
 
-def _hypotheses_without_repeats(
-    counts: dict[str, np.ndarray], loss_rule: str, accumulation_steps: int, num_processes: int
-) -> list[Hypothesis]:
-    """List the micro-batch weights that a training step may have used if it computes each
-    micro-batch once.
-
-    Args:
-        counts: For each counting rule, the number of targets of each micro-batch, shape
-            (micro-batches,).
-        loss_rule: The counting rule that is correct for the loss.
-        accumulation_steps: Micro-batches of a full window over all processes.
-        num_processes: Micro-batch k belongs to process k mod num_processes.
-    """
-    n = counts[loss_rule]  # targets of each micro-batch
+def _hypotheses_without_repeats(split: Split) -> list[Hypothesis]:
+    """List the micro-batch weights of a step that computes each micro-batch once."""
+    n = split.targets
+    num_processes = split.num_processes
     correct = Hypothesis(n / n.sum())
-    equal_weights = _equal_weight_hypotheses(n, num_processes)
+    equal_weights = _equal_weight_hypotheses(split)
     summed_loss = _mistake(
         n / num_processes,
         f"x{n.sum() / num_processes:.4g}: the loss is a sum, not divided by a count",
     )
-    wrong_counts = _wrong_count_hypotheses(counts, loss_rule)
-
-    process = np.arange(len(n)) % num_processes  # the process of each micro-batch
-    targets_of_process = np.bincount(process, n, num_processes)
-    if len(set(targets_of_process)) == 1:
+    wrong_counts = _wrong_count_hypotheses(split)
+    targets_of_process = split.of_process(n)
+    if np.allclose(targets_of_process, targets_of_process[0]):
         found = [correct, *equal_weights, summed_loss, *wrong_counts]
-        return found + _short_window_hypotheses(found, len(n), accumulation_steps, num_processes)
+        return found + _short_window_hypotheses(found, split)
 
     # The processes have different numbers of targets: averaging their mean losses is a mistake.
     averaged = Cause(
@@ -143,49 +159,36 @@ def _hypotheses_without_repeats(
         "numbers of targets",
         _format_target_counts(targets_of_process),
     )
-    # For each micro-batch, what its loss is divided by: its process's count x num_processes.
-    divisors = {
-        name: np.maximum(np.bincount(process, count), 1)[process] * num_processes
-        for name, count in counts.items()
-    }
-    found = [
-        correct,
-        Hypothesis(n / divisors[loss_rule], (averaged,)),
-        *(
-            Hypothesis(hypothesis.weights, (*hypothesis.causes, averaged))
-            for hypothesis in equal_weights
-        ),
-        summed_loss,
-        *wrong_counts,
-    ]
-    other_rules = [name for name in counts if name != loss_rule]
-    divided_by_wrong_count = wrong_counts[::2]  # the first of the two hypotheses for each rule
-    for name, hypothesis in zip(other_rules, divided_by_wrong_count, strict=True):
-        found.append(Hypothesis(n / divisors[name], (*hypothesis.causes, averaged)))
-    return found + _short_window_hypotheses(found, len(n), accumulation_steps, num_processes)
+
+    def averaged_means(count: np.ndarray) -> np.ndarray:
+        """Return the weights of a step whose processes each divide by their own count."""
+        of_process = np.maximum(split.of_process(count), 1)
+        return n / of_process[split.process] / num_processes
+
+    found = [correct, Hypothesis(averaged_means(n), (averaged,))]
+    for hypothesis in equal_weights:
+        found.append(Hypothesis(hypothesis.weights, (*hypothesis.causes, averaged)))
+    found += [summed_loss, *wrong_counts]
+    for name, count in split.wrong_counts().items():
+        causes = (_divided_by_wrong_count(split, name), averaged)
+        found.append(Hypothesis(averaged_means(count), causes))
+    return found + _short_window_hypotheses(found, split)
 
 
-def _equal_weight_hypotheses(n: np.ndarray, num_processes: int) -> list[Hypothesis]:
+def _equal_weight_hypotheses(split: Split) -> list[Hypothesis]:
     """List the weights of a training step that gives all micro-batches of a process the same
-    weight: the mean of means, means that are summed, and means that are summed over the processes
-    too.
-
-    Args:
-        n: Number of targets of each micro-batch, shape (micro-batches,).
-        num_processes: Micro-batch k belongs to process k mod num_processes.
-
-    Returns:
-        The three hypotheses in this order.
+    weight: the mean of means, means that are summed, and summed over the processes too.
     """
-    process = np.arange(len(n)) % num_processes  # the process of each micro-batch
-    micro_batches_of_process = np.bincount(process)
-    equal = 1 / micro_batches_of_process[process] / num_processes
+    n = split.targets
+    num_processes = split.num_processes
+    micro_batches_of_process = np.bincount(split.process)
+    equal = 1 / micro_batches_of_process[split.process] / num_processes
     mean_of_means = Hypothesis(equal)
     has_unequal_counts = [len(set(n[rank::num_processes])) > 1 for rank in range(num_processes)]
     # With equal counts on each of several processes it is not a mistake of its own.
     if num_processes == 1 or any(has_unequal_counts):
         text = "mean of means: equal weights of micro-batches with different numbers of targets"
-        mean_of_means = _mistake(equal, text, evidence=_format_target_counts(n))
+        mean_of_means = _mistake(equal, text, _format_target_counts(n))
     summed_means = _mistake(
         np.full(len(n), 1 / num_processes), f"x{micro_batches_of_process[0]:.2f}: {_UNDIVIDED}"
     )
@@ -196,23 +199,39 @@ def _equal_weight_hypotheses(n: np.ndarray, num_processes: int) -> list[Hypothes
     return [mean_of_means, summed_means, summed_over_processes]
 
 
-def _short_window_hypotheses(
-    hypotheses: list[Hypothesis],
-    num_micro_batches: int,
-    accumulation_steps: int,
-    num_processes: int,
-) -> list[Hypothesis]:
+def _wrong_count_hypotheses(split: Split) -> list[Hypothesis]:
+    """For each wrong count, list two mistakes of a training step: it divides the sum of the loss by
+    that, or weights the micro-batches by it.
+    """
+    found = []
+    for name, count in split.wrong_counts().items():
+        divided = _divided_by_wrong_count(split, name)
+        found.append(Hypothesis(split.targets / count.sum(), (divided,)))
+        text = f"micro-batches are weighted by {name}, which the loss does not divide by"
+        found.append(Hypothesis(count / count.sum(), (Cause(divided.name, text),)))
+    return found
+
+
+def _divided_by_wrong_count(split: Split, name: str) -> Cause:
+    """Return the cause that a step divides the sum of the loss by another count."""
+    num_targets = split.targets.sum()
+    num_counted = split.counts[name].sum()
+    text = (
+        f"x{num_targets / num_counted:.4g}: the window has {num_targets:g} targets, but "
+        f"{num_counted:g} are counted ({name})"
+    )
+    shifted = split.counts.get(SHIFTED_LABELS)
+    if name == LABELS and shifted is not None and np.allclose(shifted, split.targets):
+        return Cause("labels counted unshifted", f"{text}; column 0 is never predicted")
+    return Cause("normalisation", text)
+
+
+def _short_window_hypotheses(hypotheses: list[Hypothesis], split: Split) -> list[Hypothesis]:
     """For a short last window, list the same weights multiplied by the factor of a training step
     that divides by the accumulation steps of a full window; an empty list for a full window.
-
-    Args:
-        hypotheses: Weights without this mistake.
-        num_micro_batches: Micro-batches of this window over all processes.
-        accumulation_steps: Micro-batches of a full window over all processes.
-        num_processes: Number of processes.
     """
-    steps = -(-num_micro_batches // num_processes)
-    full = -(-accumulation_steps // num_processes)
+    steps = -(-len(split.targets) // split.num_processes)
+    full = -(-split.accumulation_steps // split.num_processes)
     if steps >= full:
         return []
     factor = steps / full
@@ -225,6 +244,11 @@ def _short_window_hypotheses(
         Hypothesis(hypothesis.weights * factor, (*hypothesis.causes, cause))
         for hypothesis in hypotheses
     ]
+
+
+def _mistake(weights: np.ndarray, text: str, evidence: str = "") -> Hypothesis:
+    """Build the hypothesis that a training step used wrong weights because of one mistake."""
+    return Hypothesis(weights, (Cause("normalisation", text, evidence),))
 
 
 def best_match(
@@ -285,55 +309,14 @@ def half_precision(gradient: Tensor) -> str | None:
     return None
 
 
-def _format_target_counts(counts: np.ndarray) -> str:
-    """Format numbers of targets for an equivalence report as `8, 3, 5 targets`, with at most six
-    numbers.
-    """
-    shown = [f"{count:g}" for count in counts[:6]]
-    if len(counts) > 6:
+def format_numbers(numbers: np.ndarray) -> str:
+    """Format what micro-batches are divided by as `8, 3, 5`, with at most six numbers."""
+    shown = [f"{number:g}" for number in numbers[:6]]
+    if len(numbers) > 6:
         shown.append("...")
-    return f"{', '.join(shown)} targets"
+    return ", ".join(shown)
 
 
-def _mistake(
-    weights: np.ndarray, text: str, cause_name: str = "normalisation", evidence: str = ""
-) -> Hypothesis:
-    """Build the hypothesis that a training step used `weights` because of one mistake.
-
-    Args:
-        weights: Weight of each micro-batch's gradient, shape (micro-batches,).
-        text: What the training step does wrong.
-        cause_name: Short name of the mistake.
-        evidence: The measured values that show the mistake, or "".
-    """
-    return Hypothesis(weights, (Cause(cause_name, text, evidence),))
-
-
-def _wrong_count_hypotheses(counts: dict[str, np.ndarray], loss_rule: str) -> list[Hypothesis]:
-    """For each counting rule other than the loss's own, list two mistakes of a training step: it
-    divides the loss by the targets that this rule counts, or weights the micro-batches by them.
-
-    Args:
-        counts: For each counting rule, the number of targets of each micro-batch, shape
-            (micro-batches,).
-        loss_rule: The counting rule that is correct for the loss.
-    """
-    n = counts[loss_rule]
-    found = []
-    for rule, wrong_n in counts.items():
-        if rule == loss_rule:
-            continue
-        cause_name = "normalisation"
-        explanation = ""
-        if loss_rule == "shifted labels" and rule == "labels":
-            cause_name = "labels counted unshifted"
-            explanation = "; column 0 is never predicted"
-        ratio = n.sum() / wrong_n.sum()
-        divided = (
-            f"x{ratio:.4g}: the window has {n.sum():g} targets ({loss_rule}), but "
-            f"{wrong_n.sum():g} are counted ({rule}){explanation}"
-        )
-        weighted = f"micro-batches are weighted by {rule} instead of {loss_rule}{explanation}"
-        found.append(_mistake(n / wrong_n.sum(), divided, cause_name))
-        found.append(_mistake(wrong_n / wrong_n.sum(), weighted, cause_name))
-    return found
+def _format_target_counts(counts: np.ndarray) -> str:
+    """Format numbers of targets for an equivalence report as `8, 3, 5 targets`."""
+    return f"{format_numbers(counts)} targets"

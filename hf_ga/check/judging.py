@@ -26,6 +26,8 @@ from hf_ga.exact.window import Window
 
 TIMES_OWN_ERROR = 2.0
 FLOOR = 1e-6
+# With a larger error of its own, the full batch in the checked precision shows nothing.
+MAX_OWN_ERRORS = {"fp32": 1e-2, "bf16": 0.5, "fp16": 0.5}
 # Under autocast the gradient of each micro-batch is rounded: one rounding of the norm for a single
 # parameter, and for the loss.
 PARAMETER_FLOORS = {"fp32": FLOOR, "bf16": 2.0**-8, "fp16": 2.0**-11}
@@ -67,12 +69,13 @@ def compute_reference(context: CheckContext, window: Window) -> Reference:
         `max_grad_norm`, the gradients are clipped to it.
 
     Raises:
-        ConfigError: If the model cannot run in float64, or memory runs out.
+        ConfigError: If the model cannot run in float64, memory runs out, or the gradient in the
+            checked precision has little to do with that in float64.
     """
     whole = window.split([np.arange(window.num_samples)])
-    loss, gradients, _ = plain_backward(context, whole, whole.micro_batches[0])
+    loss, gradients = plain_backward(context, whole, whole.micro_batches[0])
     try:
-        loss64, gradients64, _ = plain_backward(context, whole, whole.micro_batches[0], "float64")
+        loss64, gradients64 = plain_backward(context, whole, whole.micro_batches[0], "float64")
     except (RuntimeError, TypeError) as error:
         raise ConfigError(
             "the reference needs one forward and backward of all samples in float64, but this "
@@ -83,13 +86,21 @@ def compute_reference(context: CheckContext, window: Window) -> Reference:
     for values in (gradients, gradients64):
         clip(values, context.max_grad_norm)
     errors = relative_errors(gradients, gradients64)
+    own_error = total_norm(errors)
+    if not own_error <= MAX_OWN_ERRORS[context.precision]:
+        raise ConfigError(
+            f"the gradient of the full batch in {context.precision} has a relative error of "
+            f"{own_error:.1e} against float64, so a wrong one could not be told from it: the model "
+            "rounds, chooses what is nearly equal, or draws other numbers in float64. Turn that "
+            "off for the check."
+        )
     floor = PARAMETER_FLOORS[context.precision]
     limits = {name: TIMES_OWN_ERROR * error + floor for name, error in errors.items()}
     loss_limit = TIMES_OWN_ERROR * ratio(abs(loss - loss64), abs(loss64)) + floor
     return Reference(
         loss=loss64,
         gradients=gradients64,
-        own_error=total_norm(errors),
+        own_error=own_error,
         limits=limits,
         loss_limit=loss_limit,
     )

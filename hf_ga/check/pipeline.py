@@ -17,7 +17,7 @@ from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.pipeline import Pipeline, prepare_pipeline
 from hf_ga.parallel.processes import broadcast_from_main
-from hf_ga.training import prove_targets
+from hf_ga.proof.targets import prove
 
 ARM = "hf_ga, pipeline"  # name of this training step in the report
 MICRO_BATCHES_PER_REPLICA = 4
@@ -69,7 +69,7 @@ def _prepare_stages(
         The pipeline with this process's stage, and one window of all samples.
     """
     model = copy.deepcopy(context.model)
-    rule = prove_targets(model, context.samples, context.collate_fn, **context.proof_arguments)
+    rule = prove(model, context.samples, context.collate_fn, **vars(context.settings))
     windows = WindowLoader(
         context.samples,
         context.collate_fn,

@@ -3,9 +3,10 @@ one backward of the given samples, in float64 or in the checked precision.
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
@@ -13,17 +14,14 @@ from torch.overrides import TorchFunctionMode
 
 from hf_ga.check.gradients import Gradients, take_gradients
 from hf_ga.check.steps import DTYPES, FP16_SCALE, CheckContext, device_of
-from hf_ga.draws.keyed import KeyedDraws
-from hf_ga.exact.batches import Batch, MicroBatch, as_batch, sample_length
-from hf_ga.exact.dropout import KeyedDropout
+from hf_ga.check.switches import without_dropout
+from hf_ga.exact.batches import Batch, MicroBatch
 from hf_ga.exact.forward import argument_filter, restored_buffers, run_forward
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.outputs import named_tensors, with_tensors
-from hf_ga.exact.precision import at_least_float32
+from hf_ga.exact.precision import at_least_float32, temporary_dtype
 from hf_ga.exact.whole_window import loss_of_all
 from hf_ga.exact.window import Window
-from hf_ga.proof.precision import temporary_dtype
-from hf_ga.proof.sites import find_dropout_sites
 
 
 def plain_backward(
@@ -31,22 +29,22 @@ def plain_backward(
     window: Window,
     micro_batch: MicroBatch,
     precision: str | None = None,
-    keyed: bool = True,
-) -> tuple[float, Gradients, float | None]:
+    *,
+    dropout: bool = True,
+) -> tuple[float, Gradients]:
     """Compute the mean loss of one batch and its gradient in the simplest way, as the reference of
     the equivalence check: `model(**batch).loss.backward()`. Afterwards `.grad` is None and the
     buffers are as before.
 
     Args:
         context: The model and the settings of the check.
-        window: The window; its seed, epoch and index set the keys of dropout.
+        window: The window; its seed, epoch and index set the keys of random draws.
         micro_batch: The batch: some samples of the window, or all.
         precision: "float64". None: the precision of the check.
-        keyed: Whether hf_ga's keyed dropout is on; False keeps torch's own dropout.
+        dropout: False switches dropout off. Other random draws stay keyed.
 
     Returns:
-        The mean loss, the gradients by parameter name, and the number of targets that `loss_fn`
-        counted (None for the loss of the model's head or a loss of whole batches).
+        The mean loss, and the gradients by parameter name.
     """
     model = context.model
     precision = precision or context.precision
@@ -56,79 +54,40 @@ def plain_backward(
     batch = send_to_device(micro_batch.batch, device)
     if precision == "float64":
         batch = {name: _to_float64(value) for name, value in batch.items()}
+    begin_draws(context, window, micro_batch.positions)
     with (
         running_in_float64(model) if precision == "float64" else nullcontext(),
-        context.dropout.scope(model) if keyed else nullcontext(),
+        context.draws.scope(),
+        nullcontext() if dropout else without_dropout(),
         restored_buffers(model),
     ):
-        seed = window.request.seed
-        keys_of_samples = sample_keys(seed, window.epoch, micro_batch.positions).to(device)
-        key_of_window = window_key(seed, window.epoch, window.index).to(device)
-        context.dropout.set_keys(keys_of_samples, key_of_window)
         with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
-            loss, count = _compute_loss(context, batch)
-        mean = loss if count is None else loss / count
+            mean = mean_loss(context, batch)
         (mean * loss_scale).backward()
     gradients = take_gradients(model)
     if loss_scale != 1.0:
         torch._foreach_div_(list(gradients.values()), loss_scale)
-    num_targets = None if count is None else float(count)
-    return float(mean.detach()), gradients, num_targets
+    return float(mean.detach()), gradients
 
 
-class DrawsOfReference:
-    """Keyed draws in place of `KeyedDropout`, for a training step whose random numbers are keyed by
-    the number of the draw in a micro-batch.
-    """
-
-    unkeyed: tuple[str, ...] = ()
-    sites: tuple[str, ...] = ()
-
-    def __init__(self) -> None:
-        """Start without keys."""
-        self._draws = KeyedDraws()
-
-    def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which torch's random functions draw keyed numbers."""
-        return self._draws.scope()
-
-    def set_keys(self, keys: Tensor, window_key: Tensor) -> None:
-        """Set the keys of the samples and of the window, before a forward."""
-        self._draws.begin(keys, window_key)
+def begin_draws(context: CheckContext, window: Window, positions: np.ndarray) -> None:
+    """Key the random draws of the next forward by the samples at these positions of a window."""
+    device = device_of(context.model)
+    keys = sample_keys(window.request.seed, window.epoch, positions)
+    key_of_window = window_key(window.request.seed, window.epoch, window.index)
+    context.draws.begin(keys.to(device), key_of_window.to(device))
 
 
-def find_dropout(context: CheckContext) -> KeyedDropout:
-    """Find where the model of an equivalence check draws dropout (its dropout sites), by forwards
-    of the longest sample.
-
-    Modules whose random draws cannot be tied to a sample do not raise; they are listed in the
-    result's `unkeyed`.
-    """
-    longest = max(context.samples, key=sample_length)
-
-    def forward(num_samples: int) -> None:
-        """Run the checked model and its loss on `num_samples` copies of the longest sample."""
-        batch = as_batch(context.collate_fn([longest] * num_samples))
-        with torch.enable_grad():  # a loss of whole batches is checked to have a gradient
-            _compute_loss(context, send_to_device(batch, device_of(context.model)))
-
-    return find_dropout_sites(context.model, forward, allow_split_dependent_randomness=True)
-
-
-def _compute_loss(context: CheckContext, batch: Batch) -> tuple[Tensor, float | None]:
-    """Run the model of an equivalence check on a batch, and compute its loss.
-
-    Returns:
-        The sum of the loss and the number of targets for a `loss_fn`; otherwise the loss itself and
-        None.
-    """
+def mean_loss(context: CheckContext, batch: Batch) -> Tensor:
+    """Run the model of an equivalence check on a batch on its device, and return the mean loss."""
     model = context.model
-    if context.whole_batch is None:
-        return run_forward(model, batch, context.loss_fn)
+    if context.settings.whole_batch is None:
+        loss, count = run_forward(model, batch, context.settings.loss_fn)
+        return loss if count is None else loss / count
     outputs = model(**argument_filter(model)(batch))
     tensors = {name: at_least_float32(value) for name, value in named_tensors(outputs).items()}
     outputs = with_tensors(outputs, tensors)
-    return loss_of_all(context.whole_batch, outputs, batch, device_of(model)), None
+    return loss_of_all(context.settings.whole_batch, outputs, batch, device_of(model))
 
 
 class _Float64Casts(TorchFunctionMode):

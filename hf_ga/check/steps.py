@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,18 +18,19 @@ from accelerate.utils import GradScalerKwargs, send_to_device
 from torch import nn
 
 from hf_ga.check.gradients import Gradients, clip, take_gradients
+from hf_ga.check.reference_draws import ReferenceDraws
+from hf_ga.draws.keyed import KeyedDraws
+from hf_ga.engine.trial import LossFacts
 from hf_ga.exact.backend import sum_over_ranks
-from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.fetch import Collate
-from hf_ga.exact.forward import LossFunction, argument_filter, restored_buffers
+from hf_ga.exact.forward import argument_filter, restored_buffers
 from hf_ga.exact.generators import seed_generators
 from hf_ga.exact.override import restored
-from hf_ga.exact.rule import Rule
 from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
-from hf_ga.training import LossSettings, backward_window, remember
+from hf_ga.training import LossSettings, backward_window
 
 StepFunction = Callable[..., Any]  # step(model, micro_batches), see `check_equivalence`
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -38,7 +40,7 @@ FP16_SCALE = 1024.0  # loss scale that keeps small gradients above fp16's smalle
 @dataclass
 class CheckContext:
     """What all arms (training steps under test) of one `check_equivalence` call share: the working
-    copy of the model, the samples and the settings, and the result of the proof.
+    copy of the model, the samples and the settings, and what was found out about the loss.
 
     Attributes:
         model: The working copy of the user's model.
@@ -48,12 +50,13 @@ class CheckContext:
         precision: "fp32", "bf16" or "fp16".
         seed: Seed of dropout masks and of the random draws of the user's steps.
         max_grad_norm: L2 norm that the window's gradient is clipped to. None: no clipping.
-        proof_arguments: Keyword arguments of `prove_targets`.
-        rule: The result of the proof. None: hf_ga does not support the model.
-        refused: Why hf_ga does not support the model. None: it does.
-        dropout: The model's dropout sites, found whether or not hf_ga supports the model.
+        settings: The user's loss, and whether draws that belong to no sample are accepted.
+        draws: The random draws of the reference, keyed by sample as hf_ga's are.
+        facts: What hf_ga found out about the loss. None: hf_ga refuses the model.
+        refused: Why hf_ga refuses the model. None: it does not.
+        refuses_draws: Whether that is because of random draws.
         prepared: The model that hf_ga's own step trains: `model` itself on one process, a copy
-            under DDP or FSDP on several. Set only if hf_ga supports the model.
+            under DDP or FSDP on several. Set only if hf_ga does not refuse it.
     """
 
     model: nn.Module
@@ -63,25 +66,12 @@ class CheckContext:
     precision: str
     seed: int
     max_grad_norm: float | None
-    proof_arguments: dict[str, Any]
-    rule: Rule | None = None
+    settings: LossSettings
+    draws: KeyedDraws = field(default_factory=partial(ReferenceDraws, allow_unkeyed=True))
+    facts: LossFacts | None = None
     refused: str | None = None
-    dropout: KeyedDropout = field(init=False)
+    refuses_draws: bool = False
     prepared: nn.Module = field(init=False)
-
-    @property
-    def loss_fn(self) -> LossFunction | None:
-        """The `loss_fn` argument of `check_equivalence`: the user's loss function, or None for the
-        loss of the model's head.
-        """
-        return self.proof_arguments["loss_fn"]
-
-    @property
-    def whole_batch(self) -> WholeBatchLoss | None:
-        """The `whole_batch` argument of `check_equivalence`: the user's loss of all samples of a
-        window together, or None.
-        """
-        return self.proof_arguments["whole_batch"]
 
     def first_samples_window(self, num_samples: int, **loader_arguments: Any) -> Window:
         """Build a window (the samples of one optimizer step) of the first `num_samples` samples of
@@ -115,7 +105,7 @@ def run_hf_ga_step(context: CheckContext, window: Window) -> tuple[float, Gradie
         The mean loss of the whole window, and its unscaled gradients.
     """
     model = context.prepared
-    remember(context.accelerator, model, LossSettings(rule=context.rule, **context.proof_arguments))
+    window.state.pad_to_window |= context.facts.pad_to_window
     with restored_buffers(model):
         result = backward_window(context.accelerator, model, window)
     gradients = take_gradients(model)
@@ -144,7 +134,7 @@ def run_user_step(
     model = copy.deepcopy(context.model)
     device = device_of(model)
     batches = [send_to_device(micro.batch, device) for micro in window.micro_batches]
-    if context.loss_fn is None and context.whole_batch is None:
+    if context.settings.loss_fn is None and context.settings.whole_batch is None:
         batches = [argument_filter(model)(batch) for batch in batches]
     num_processes = context.accelerator.num_processes
     optional_arguments = {

@@ -1,10 +1,10 @@
 """Suspected causes of a wrong gradient that can be switched off, one at a time: dropout, BatchNorm,
-padding, clipping.
+clipping.
 """
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,8 +14,6 @@ from torch.nn import functional as F
 
 from hf_ga.check.steps import CheckContext
 from hf_ga.exact.override import override
-from hf_ga.exact.window import Window
-from hf_ga.proof.probes import same_shapes
 
 _DROPOUT_FUNCTIONS = (
     "dropout",
@@ -94,24 +92,22 @@ class Suspect(NamedTuple):
     Attributes:
         name: Name of the cause in the report.
         text: What the training step does wrong if this is the cause.
-        applies: Returns whether the suspect can affect this model and window.
+        applies: Returns whether the suspect can affect this model.
         switched_off: Returns a context manager that switches the suspect off.
     """
 
     name: str
     text: str
-    applies: Callable[[CheckContext, Window], bool]
+    applies: Callable[[CheckContext], bool]
     switched_off: Callable[[], AbstractContextManager]
 
 
-def _has_dropout(context: CheckContext, window: Window) -> bool:
-    """Return whether the model of an equivalence check has dropout, or other modules that draw
-    random numbers, so that dropout may cause a wrong gradient.
-    """
-    return bool(context.dropout.sites or context.dropout.unkeyed)
+def _has_dropout(context: CheckContext) -> bool:
+    """Return whether the reference of an equivalence check drew dropout masks."""
+    return any("dropout" in function for function in context.draws.places)
 
 
-def _has_batch_norm(context: CheckContext, window: Window) -> bool:
+def _has_batch_norm(context: CheckContext) -> bool:
     """Return whether the model of an equivalence check has a BatchNorm layer, which may cause a
     wrong gradient.
 
@@ -120,27 +116,6 @@ def _has_batch_norm(context: CheckContext, window: Window) -> bool:
     return any(
         isinstance(module, nn.modules.batchnorm._BatchNorm) for module in context.model.modules()
     )
-
-
-def _has_unequal_padding(context: CheckContext, window: Window) -> bool:
-    """Return whether the micro-batches of an equivalence check are padded to different lengths,
-    which may cause a wrong gradient. It compares the shapes of the first sample of each.
-    """
-    first_samples = []
-    for micro_batch in window.micro_batches:
-        first_samples.append(
-            {
-                name: value[:1]
-                for name, value in micro_batch.batch.items()
-                if isinstance(value, Tensor) and value.dim()
-            }
-        )
-    return not all(same_shapes(first_samples[0], other) for other in first_samples)
-
-
-def _always_applies(context: CheckContext, window: Window) -> bool:
-    """Return True: a training step under test may clip gradients for any model and window."""
-    return True
 
 
 SUSPECTS = [
@@ -156,20 +131,12 @@ SUSPECTS = [
         applies=_has_batch_norm,
         switched_off=without_batch_statistics,
     ),
-    # The diagnosis switches this one off itself: it pads all micro-batches of the window to the
-    # same length.
-    Suspect(
-        "padding width",
-        "the loss of a sample depends on the width to which its micro-batch is padded",
-        applies=_has_unequal_padding,
-        switched_off=nullcontext,
-    ),
     # The trial finds out whether the step is wrong, or the reference, which does not clip.
     Suspect(
         "clipping",
         "the step correctly clips once per window, but the reference is not clipped: pass "
         "max_grad_norm",
-        applies=_always_applies,
+        applies=lambda context: True,
         switched_off=without_clipping,
     ),
 ]

@@ -119,7 +119,8 @@ def in_place(
         *args: As in the method, like the other arguments.
     """
     if not any(isinstance(value, Tensor) for value in (*args, *kwargs.values())):
-        original(_empty(self), *args, **kwargs)
+        with draws.suspended():  # under a TorchFunctionMode, torch calls the replacement again
+            original(_empty(self), *args, **kwargs)
     names = {"from": "low", "to": "high"}
     parameters = {names.get(name, name): value for name, value in kwargs.items()}
 
@@ -158,7 +159,8 @@ def bernoulli(
     """
     _refuse_out(original, input.shape, out)
     arguments = () if p is None else (p,)
-    original(_empty(input), *arguments)
+    with draws.suspended():  # as in `in_place`
+        original(_empty(input), *arguments)
     sampler = partial(samplers.bernoulli, p=input if p is None else p)
     return fill(draws, original, input.clone(), sampler, generator)
 

@@ -202,7 +202,9 @@ class WindowEngine:
         self._untried = {}
         self._rehearsed_positions = set()
         parameters = list(parameters)
-        if self.gradient is None or self.gradient.parameters != parameters:
+        # By identity: equality would compare elements, of a parameter with those of its shards.
+        known = [] if self.gradient is None else self.gradient.parameters
+        if self.gradient is None or list(map(id, known)) != list(map(id, parameters)):
             check_trainable(models, parameters)
             self.gradient = WindowGradient(self.backend, parameters)
             self.gradient.checks.trusts_numbers = self.trusts_num_targets

@@ -3,7 +3,8 @@ with it; the dtypes of sums.
 """
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from accelerate import Accelerator
@@ -135,3 +136,25 @@ def autocast_disabled(device: torch.device) -> torch.autocast:
     for a loss that is computed once for the whole window.
     """
     return torch.autocast(device.type, enabled=False)
+
+
+@contextmanager
+def temporary_dtype(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Convert parameters or buffers to another dtype within the block, then restore them.
+
+    For equivalence checks in float64, for example. Only the data of the tensor objects is
+    replaced, so tied parameters stay tied. The original data is put back at the end of the block:
+    what the block writes to a tensor is lost.
+
+    Args:
+        tensors: The parameters and buffers. The block needs memory for a copy of each.
+        dtype: Their dtype within the block.
+    """
+    originals = [(tensor, tensor.data) for tensor in tensors]
+    try:
+        for tensor, original in originals:
+            tensor.data = original.to(dtype)
+        yield
+    finally:
+        for tensor, original in originals:
+            tensor.data = original

@@ -2,38 +2,16 @@
 exactly.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import check_not_wrapped
 from hf_ga.exact.override import override
-from hf_ga.exact.precision import LOW_PRECISION
-
-
-@contextmanager
-def temporary_dtype(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[None]:
-    """Convert parameters or buffers to another dtype within the block, then restore them.
-
-    For proofs in float32 and equivalence checks in float64. Only the data of the tensor objects is
-    replaced, so tied parameters stay tied. The original data is put back at the end of the block:
-    what the block writes to a tensor is lost.
-
-    Args:
-        tensors: The parameters and buffers. The block needs memory for a copy of each.
-        dtype: Their dtype within the block.
-    """
-    originals = [(tensor, tensor.data) for tensor in tensors]
-    try:
-        for tensor, original in originals:
-            tensor.data = original.to(dtype)
-        yield
-    finally:
-        for tensor, original in originals:
-            tensor.data = original
+from hf_ga.exact.precision import LOW_PRECISION, temporary_dtype
 
 
 @contextmanager

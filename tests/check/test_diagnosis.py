@@ -11,11 +11,12 @@ from torch import nn
 
 import hf_ga
 from hf_ga.check.arms import accelerate_arm, trainer_arm
-from hf_ga.check.hypotheses import best_match, half_precision, list_hypotheses
+from hf_ga.check.hypotheses import Split, best_match, half_precision, list_hypotheses
 from hf_ga.check.rows import OURS
 
 EVEN = {"even": [4, 3, 3, 2]}
 SHORT = ["short last window"]
+CLASS_WEIGHTS = torch.tensor([1.0, 2.0, 5.0])
 
 
 def names(report, arm):
@@ -234,8 +235,9 @@ class InBatchNegatives(nn.Module):
 
     def forward(self, input_ids, labels):
         vectors = self.embedding(input_ids)
-        scores = self.query(vectors[:, 0]) @ vectors[:, 1:].sum(1).T
-        return {"loss": F.cross_entropy(scores, torch.arange(len(scores))), "scores": scores}
+        queries = self.query(vectors[:, 0])
+        scores = queries @ vectors[:, 1:].sum(1).T
+        return {"loss": F.cross_entropy(scores, torch.arange(len(scores))), "queries": queries}
 
 
 def test_a_loss_across_samples_is_named():
@@ -245,9 +247,82 @@ def test_a_loss_across_samples_is_named():
     own = check(
         model,
         bag_samples(12),
-        loss_fn=lambda out, batch: (out["scores"].diagonal().square().sum(), len(out["scores"])),
+        loss_fn=lambda out, batch: (out["queries"].square().sum(), len(out["queries"])),
     )
     assert own.passed  # a loss of each sample by itself
+
+
+class OtherLoss(nn.Module):
+    """A classifier's logits with another loss.
+
+    Args:
+        loss: (logits, labels) -> loss.
+    """
+
+    def __init__(self, loss):
+        super().__init__()
+        self.inner = helpers.bert_classifier()
+        self.loss = loss
+
+    def forward(self, labels, **inputs):
+        return {"loss": self.loss(self.inner(**inputs).logits, labels)}
+
+
+def weighted_by(count):
+    """A loop in which micro-batch k counts `count(its labels)` / the count of all."""
+
+    def step(model, micro_batches):
+        counts = [count(batch["labels"]) for batch in micro_batches]
+        for batch, n in zip(micro_batches, counts, strict=True):
+            (model(**batch)["loss"] * n / sum(counts)).backward()
+
+    return step
+
+
+def of_class_weights(labels):
+    return float(CLASS_WEIGHTS[labels].sum())
+
+
+def test_weights_of_classes_are_read():
+    loss = nn.CrossEntropyLoss(weight=CLASS_WEIGHTS)
+    steps = {"samples": weighted_by(len), "right": weighted_by(of_class_weights)}
+    report = check(OtherLoss(loss), helpers.class_samples(12), steps=steps)
+    assert_only(report, "samples", "normalisation", says="weighted by samples, which the loss")
+    assert report.arm("right").passed
+
+
+def two_means(logits, labels):
+    """The second one is over samples of one class only."""
+    is_zero = labels == 0
+    second = (logits[:, 0].square() * is_zero).sum() / is_zero.sum().clamp(min=1)
+    return F.cross_entropy(logits, labels) + second
+
+
+@pytest.mark.parametrize("count", [len, lambda labels: int((labels == 0).sum())])
+def test_a_sum_of_several_means_has_no_right_weights(count):
+    """Whichever of them a step weights by."""
+    steps = {"step": weighted_by(count)}
+    report = check(OtherLoss(two_means), helpers.class_samples(12), steps=steps)
+    assert_only(report, "step", "several means", says="(cross entropy): 4, 3, 3, 2")
+
+
+def test_a_constant_divisor_is_named():
+    """hf_ga refuses it: a window has another sum than 100 of its micro-batches."""
+
+    def loss(logits, labels):
+        return F.cross_entropy(logits, labels, reduction="sum") / 100
+
+    steps = {"mean": weighted_by(lambda labels: 1), "sum": summed}
+    report = check(OtherLoss(loss), helpers.class_samples(12), steps=steps)
+    assert "a constant" in report.arm(OURS).rows[0].refused
+    assert names(report, OURS) == names(report, "mean") == {"constant divisor"}, report
+    assert "it divides by 100, 100, 100, 100" in texts(report, "mean")
+    assert report.arm("sum").passed
+
+
+def summed(model, micro_batches):
+    for batch in micro_batches:
+        model(**batch)["loss"].backward()
 
 
 def test_the_routers_loss_is_named():
@@ -401,7 +476,7 @@ OF_TWO_PROCESSES = {
     "another count of each": (
         [9, 4],
         [9 / 22, 4 / 16],
-        ("x0.6842: the window has 13 targets (samples)", AVERAGE),
+        ("x0.6842: the window has 13 targets, but 19 are counted (tokens)", AVERAGE),
     ),
     "repeated": ([6, 2, 4], [12 / 18, 2 / 18, 4 / 18], (REPEATS,)),
     "repeated, of a plain loop": ([6, 2, 4], [2 / 4, 1 / 4, 1 / 4], (MEANS, AVERAGE, REPEATS)),
@@ -414,11 +489,11 @@ def test_weights_of_two_processes_are_named(case):
     targets, weights, causes = OF_TWO_PROCESSES[case]
     n = np.array(targets, dtype=float)
     parts = list(torch.eye(len(targets)))
-    counts = {"samples": n} | (
-        {"tokens": np.array([11.0, 8.0])} if case == "another count of each" else {}
-    )
+    counts = {"samples": n}
+    if case == "another count of each":
+        counts["tokens"] = np.array([11.0, 8.0])
     match, error = best_match(
-        torch.tensor(weights), parts, list_hypotheses(counts, "samples", 4 if len(n) > 2 else 2, 2)
+        torch.tensor(weights), parts, list_hypotheses(Split(n, counts, 4 if len(n) > 2 else 2, 2))
     )
     said = [f"{cause.name}: {cause.text}" for cause in match.causes]
     assert error < 1e-6 and len(said) == len(causes), said

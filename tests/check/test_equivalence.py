@@ -12,6 +12,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.nn import functional as F
 
 import hf_ga
 from hf_ga.check.layouts import AUTO, choose_layouts, local_micro_batches
@@ -233,12 +234,12 @@ def test_a_model_that_cannot_compute_in_float64_is_refused():
 
 
 class Noisy(nn.Module):
-    """Draws in a way that cannot be keyed."""
+    """Adds noise that no sample has."""
 
-    def __init__(self):
+    def __init__(self, draw):
         super().__init__()
         self.tagger = helpers.PlainTagger(0.1)
-        self.noise = Noise()
+        self.noise = Noise(draw)
 
     def forward(self, input_ids, labels):
         return (
@@ -247,26 +248,102 @@ class Noisy(nn.Module):
 
 
 class Noise(nn.Module):
+    def __init__(self, draw):
+        super().__init__()
+        self.draw = draw
+
     def forward(self, x):
-        return x + torch.rand_like(x) if self.training else x
+        return x + self.draw(x) if self.training else x
+
+
+def of_numpy(weight):
+    return torch.from_numpy(np.random.rand(*weight.shape)).to(weight)
 
 
 def test_what_cannot_be_keyed_is_refused_or_left_out():
-    model = helpers.seeded(Noisy)()
-    refused = check(model, helpers.plain_samples(12), ["even"])
+    model = helpers.seeded(Noisy)(of_numpy)
+    refused = check(model, helpers.plain_samples(12), ["even"], steps={"step": plain_tagger_step})
     assert refused.rows[0].refused
     assert [cause.name for cause in refused.causes()] == ["randomness"]
+    assert {cause.name for cause in refused.causes("step")} == {"normalisation", "dropout"}
     assert check(
         model, helpers.plain_samples(12), ["even"], allow_split_dependent_randomness=True
     ).passed
     assert model.noise.training
 
 
-def test_a_sample_without_targets():
-    samples = [
-        helpers.without_targets(s) if i in (3, 7) else s
-        for i, s in enumerate(helpers.token_samples(8))
-    ]
+def plain_tagger_step(model, micro_batches):
+    """The model's noise is off: it is compared without."""
+    model.noise.eval()
+    for batch in micro_batches:
+        model(**batch).backward()
+
+
+def test_noise_of_a_window_is_keyed_and_a_step_that_draws_its_own_is_told_so():
+    """Torch's noise on weights is shared by the samples of a window."""
+
+    def right(model, micro_batches):
+        total = sum(int((batch["labels"] != helpers.IGNORED).sum()) for batch in micro_batches)
+        for batch in micro_batches:
+            n = int((batch["labels"] != helpers.IGNORED).sum())
+            (model(**batch) * n / total).backward()
+
+    model = helpers.seeded(Noisy)(lambda weight: torch.rand_like(weight))
+    model.tagger.dropout = nn.Identity()
+    report = check(model, helpers.plain_samples(12), ["even"], steps={"step": right})
+    assert report.arm(OURS).passed, report
+    (cause,) = report.causes("step")
+    assert cause.name == "randomness"
+    assert cause.text.startswith("rand_like (") and "test_equivalence.py" in cause.text
+
+
+class NoisyTagger(nn.Module):
+    """Scales embeddings by noise of each token."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.tagger = helpers.PlainTagger()
+        self.draw = draw
+
+    def forward(self, input_ids, labels):
+        tagger = self.tagger
+        embedded = tagger.embedding(input_ids)
+        logits = tagger.output(torch.tanh(tagger.hidden(embedded * self.draw(embedded))))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=helpers.IGNORED)
+
+
+NOISES = {
+    "normal": lambda x: torch.randn_like(x),
+    "of any type": lambda x: torch.randn(x.shape, dtype=torch.float32, device=x.device).to(x),
+    "uniform": lambda x: torch.rand_like(x),
+    "in place": lambda x: torch.empty_like(x).normal_(),
+    "exponential": lambda x: torch.empty_like(x).exponential_(),
+    "bernoulli": lambda x: torch.bernoulli(torch.full_like(x, 0.5)),
+}
+
+
+@pytest.mark.parametrize("name", NOISES)
+def test_the_reference_has_the_same_noise_in_float64(name):
+    """Otherwise the full batch's own error, and with it the limit, would be about 1."""
+    model = helpers.seeded(NoisyTagger)(NOISES[name])
+    (row,) = check(model, helpers.plain_samples(12), ["uneven"]).rows
+    assert row.passed, row
+    assert row.own_error < 1e-6
+
+
+def test_a_gradient_that_rounding_changes_is_refused():
+    """Its limit would be larger than itself."""
+    chaos = helpers.seeded(NoisyTagger)(lambda x: torch.frac(x.detach() * 1e9))
+    with pytest.raises(ConfigError, match="against float64, so a wrong one could not be told"):
+        check(chaos, helpers.plain_samples(12), ["uneven"])
+
+
+def test_samples_without_targets():
+    """The shortest sample is one of them, so its gradient does not show what padding does."""
+    samples = helpers.token_samples(8)
+    shortest = min(range(8), key=lambda index: len(samples[index]["input_ids"]))
+    for index in {3, 7, shortest}:
+        samples[index] = helpers.without_targets(samples[index])
     report = check(
         helpers.gpt2(0.1), samples, ["one by one"], steps={"step": naive_in(torch.float32)}
     )

@@ -224,3 +224,22 @@ def test_methods_of_parameters_and_subclasses():
     assert parameter.abs().min() > 0
     assert named.abs().min() > 0
     assert is_restored()
+
+
+METHODS = {
+    "normal_": lambda: torch.empty(8, 3).normal_(),
+    "bernoulli_": lambda: torch.empty(8, 3).bernoulli_(0.5),
+    "bernoulli": lambda: torch.full((8, 3), 0.5).bernoulli(),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_method_draws_once_within_a_mode(name):
+    """`torch.device` is a mode in which torch looks methods up by their names, so it finds the
+    replacements where they call the methods.
+    """
+    with micro_batch(range(8)):
+        expected = METHODS[name]()
+    with micro_batch(range(8)) as draws, torch.device("cpu"):
+        assert torch.equal(METHODS[name](), expected)
+        assert draws.num_draws == 1
