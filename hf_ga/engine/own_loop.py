@@ -26,6 +26,7 @@ from hf_ga.exact.forward import (
     callable_module,
     fresh_gradients,
     head_loss,
+    unwrapped,
 )
 from hf_ga.exact.logs import get_logger
 from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, out_of_memory_error
@@ -336,11 +337,13 @@ class KeptLoop:
             allow_split_dependent_randomness: See `WindowEngine`.
         """
         losses = (loss_fn, whole_batch)
-        if self._loop is None or self._made_for != losses or self._loop.model is not model:
+        is_other = self._loop is None or unwrapped(self._loop.model) is not unwrapped(model)
+        if is_other or self._made_for != losses:
             engine = WindowEngine(lambda: backend, allow_split_dependent_randomness=False)
             engine.trusts_num_targets = True  # those of loss_fn are checked, see LossSums
             self._loop = OwnLoop(engine, model, loss_fn, whole_batch)
             self._made_for = losses
+        self._loop.model = model  # it may have been wrapped since
         engine = self._loop.engine
         engine.backend = backend
         engine.draws.allow_unkeyed = allow_split_dependent_randomness

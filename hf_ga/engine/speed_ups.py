@@ -92,6 +92,7 @@ class SpeedUps:
         used: The speed-ups that passed their trials.
         left_out: Name of another one -> why it is not used.
         num_used: In how many forwards each was used so far, by name.
+        candidates: Returns the speed-ups to try on a model.
         is_resumed: Whether the run goes on after a checkpoint: the first window here may use them.
     """
 
@@ -100,16 +101,17 @@ class SpeedUps:
         self._draws = draws
         self._model: nn.Module | None = None
         self._gradient: WindowGradient | None = None
+        self.candidates = candidates
         self.is_resumed = False
-        self._reset(None)
+        self.start(None)
 
-    def _reset(self, model: nn.Module | None) -> None:
+    def start(self, model: nn.Module | None) -> None:
         """Start with a model of which nothing is known."""
         self._model = model
         self.used: list[SpeedUp] = []
         self.left_out: dict[str, str] = {}
         self.num_used: dict[str, int] = {}
-        self._untried = [] if model is None else candidates(model)
+        self._untried = [] if model is None else self.candidates(model)
         self._structure: frozenset | None = None  # of the arguments in the trials
         # A term as it is read with speed-ups -> the same term without them.
         self._plain_keys: dict[TermKey, TermKey] = {}
@@ -149,12 +151,13 @@ class SpeedUps:
         """
         model = unwrapped(models[0]) if len(models) == 1 else None
         if model is not self._model:
-            self._reset(model)
+            self.start(model)
         self._gradient = gradient
         self._num_windows += 1
         self._may_use = self._num_windows > 1 and not is_rehearsed
         if gradient.backend.is_sharded or is_ordered:
             self._untried = []
+        self._leave_out_hooked()
         if not (self.used or self._untried):
             yield
             return
@@ -283,7 +286,7 @@ class SpeedUps:
             model: The model of this process, which may have no weights yet.
             chosen: What passed there.
         """
-        self._reset(model)
+        self.start(model)
         self._num_windows = 1
         for speed_up in self._untried:
             if speed_up.name in chosen.names:
@@ -294,14 +297,13 @@ class SpeedUps:
         self._structure = chosen.structure
         self._plain_keys = dict(chosen.plain_keys)
 
-    def after_compiling(self) -> None:
+    def _leave_out_hooked(self) -> None:
         """Leave out what does not work in compiled layers, if the model was compiled after the
         trials.
         """
-        if self._model is not None and compiled_modules(self._model):
-            hooked = [s for s in self.used if isinstance(s, Packing | FusedAttention)]
-            if hooked:
-                self._leave_out(hooked, "the model's layers were compiled")
+        hooked = [s for s in self.used if isinstance(s, Packing | FusedAttention)]
+        if hooked and compiled_modules(self._model):
+            self._leave_out(hooked, "the model's layers were compiled")
 
     def _give_up(self, reason: str) -> None:
         """Use no speed-ups from now on."""

@@ -19,7 +19,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
 from hf_ga.draws.keyed import KeyedDraws
-from hf_ga.engine.slots import Slot
+from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS, is_rehearsed
+from hf_ga.engine.slots import Slot, extra_rehearsal
 from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import ConfigError, LossNotAdditive, ProcessFailed
 from hf_ga.exact.backend import Backend, RankStatus
@@ -132,10 +133,13 @@ class WholeBatch:
         loss = torch.zeros((), dtype=sum_dtype(backend.device), device=backend.device)
         status = RankStatus(loss=loss, counts=())
         try:
+            rehearsal = self._rehearsal()
             with _without_cache(self._model):
                 self._first_outputs = self.engine.first_pass(
-                    slots, request or window.request, self._first_forward
+                    [*slots, *rehearsal], request or window.request, self._first_forward
                 )
+            if rehearsal:
+                self._compare_companies(rehearsal[0], self._first_outputs.pop())
             self._loss.prepare(self._first_pass(backend, status))
         except ProcessFailed:
             raise
@@ -146,6 +150,48 @@ class WholeBatch:
         finally:
             self.engine.slot = None
         backend.all_reduce_status(status)  # raises the error of a rank on all ranks
+
+    def _rehearsal(self) -> list[Slot]:
+        """Return a micro-batch of some samples of the window in other company, if one is due."""
+        window = self._window
+        number = window.index if window.epoch == 0 else max(window.index, NUM_FIRST_WINDOWS)
+        if not is_rehearsed(number):
+            return []
+        num_processes = self.engine.backend.num_processes
+        rehearsal = extra_rehearsal(window, num_processes=num_processes)
+        return [] if rehearsal is None else [rehearsal]
+
+    def _compare_companies(self, rehearsal: Slot, outputs: Any) -> None:
+        """Compare the outputs of samples with those in other company.
+
+        Raises:
+            LossNotAdditive: If they differ.
+        """
+        tensors = named_tensors(outputs)
+        positions = rehearsal.micro_batch.positions.tolist()
+        for slot, of_slot in zip(self._slots, self._first_outputs, strict=True):
+            own = slot.micro_batch.positions.tolist()
+            common = [position for position in own if position in positions]
+            for name, tensor in named_tensors(of_slot).items():
+                other = tensors.get(name)
+                is_rows = name in self._loss.used.per_sample and tensor.is_floating_point()
+                if (
+                    not common
+                    or not is_rows
+                    or other is None
+                    or other.shape[1:] != tensor.shape[1:]
+                ):
+                    continue
+                here = tensor[[own.index(position) for position in common]]
+                there = other[[positions.index(position) for position in common]]
+                difference = float(_relative_difference(here, there))
+                if difference > self._tolerance(tensor):
+                    raise LossNotAdditive(
+                        f"the model's {name!r} of some samples differs from that among other "
+                        f"samples (relative difference {difference:.1e}), so it depends on the "
+                        "other samples of its micro-batch (BatchNorm, a comparison of samples). "
+                        "Compare samples in whole_batch only."
+                    )
 
     def _first_pass(self, backend: Backend, status: RankStatus) -> FirstPass:
         """Return the inputs of `WholeWindow.prepare`."""

@@ -52,7 +52,7 @@ def gradients(folder: Path, kind: str) -> None:
     """
     accelerator = make_accelerator(kind, "GPT2Block")
     samples = h.token_samples(WINDOW + LAST)
-    model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
+    model, _ = prepare(accelerator, kind, h.gpt2(0.1), samples)
     for window in make_windows(accelerator, samples):
         for each in (False, True)[: 1 if kind == "ddp" else 2]:
             accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = each
@@ -73,7 +73,7 @@ def added(folder: Path, kind: str) -> None:
     """The gradients of two windows, one added to the other, and of one without targets."""
     accelerator = make_accelerator(kind, "GPT2Block")
     samples = h.token_samples(WINDOW + LAST)
-    model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
+    model, _ = prepare(accelerator, kind, h.gpt2(0.1), samples)
     windows = [
         *make_windows(accelerator, samples),
         *make_windows(accelerator, [h.without_targets(s) for s in samples[:3]]),
@@ -104,7 +104,7 @@ def steps(folder: Path, kind: str) -> None:
     """Steps of AdamW with clipping, over several epochs."""
     accelerator = make_accelerator(kind, "GPT2Block")
     samples = h.token_samples(WINDOW + LAST)
-    model, optimizer, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
+    model, optimizer = prepare(accelerator, kind, h.gpt2(0.1), samples)
     windows = make_windows(accelerator, samples)
     results = []
     while len(results) < STEPS:
@@ -154,7 +154,7 @@ def counted(folder: Path, kind: str) -> None:
     """Collectives of one window at 1 and 4 micro-batches a process."""
     accelerator = make_accelerator(kind)
     samples = h.class_samples(WINDOW)
-    model, _, rule = prepare(accelerator, kind, larger(), samples)
+    model, _ = prepare(accelerator, kind, larger(), samples)
     share = WINDOW // accelerator.num_processes
     size = sum(p.numel() * 4 for p in larger().parameters())
     for micro_batches in MICRO_BATCHES:
@@ -201,7 +201,7 @@ def overflow(folder: Path, kind: str) -> None:
     enable_fp16_on_cpu(accelerator)
     base = h.bert_classifier(0.1)
     base.classifier = OverflowingBias(base.classifier)
-    model, optimizer, rule = prepare(accelerator, kind, base, samples)
+    model, optimizer = prepare(accelerator, kind, base, samples)
     skipped = []
     scales = []
     digests = []
@@ -242,7 +242,7 @@ def options(folder: Path, kind: str) -> None:
     for option in ("checkpointing", "bf16"):
         precision = "bf16" if option == "bf16" else "no"
         accelerator = make_accelerator(f"{kind} {option}", "GPT2Block", mixed_precision=precision)
-        model, _, rule = prepare(accelerator, kind, h.gpt2(0.1), samples)
+        model, _ = prepare(accelerator, kind, h.gpt2(0.1), samples)
         (window,) = make_windows(accelerator, samples)
         backward_window(accelerator, model, window)
         types = {str(p.grad.dtype) for p in model.parameters() if p.grad is not None}
@@ -285,8 +285,6 @@ def refused(accelerator: Accelerator, folder: Path, kind: str, backward: Callabl
         vars(plugin).update(changed)
         said.append(message_of(backward))
         vars(plugin).update(before)
-    if kind == "fsdp1":  # shards cannot be proven on
-        said.append(message_of(partial(backward, rule=None)))
     save(
         accelerator,
         folder,
@@ -406,7 +404,7 @@ def heads(folder: Path, kind: str) -> None:
             continue
         samples = make_samples(21)
         accelerator = make_accelerator(kind, layer)
-        model, _, rule = prepare(accelerator, kind, build(), samples, loss_fn)
+        model, _ = prepare(accelerator, kind, build(), samples, loss_fn)
         for window in make_windows(
             accelerator, samples, global_batch_size=18, planner=all_to_the_last
         ):  # 18 and 3

@@ -18,6 +18,7 @@ import transformers as tf
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from steps import backward_window, train_step
+from tried import later, tried
 
 import hf_ga
 from hf_ga.finetuning.run import loop
@@ -52,7 +53,9 @@ def computed(device, build, make_samples, loss_fn):
     """Gradients of the windows of an epoch, an evaluation, and what was waited for in each."""
     accelerator = accelerator_on(device)
     samples = make_samples(16)
-    model = accelerator.prepare(build(DROPOUT))
+    model = build(DROPOUT).to(device)
+    tried(model, samples, loss_fn=loss_fn)
+    model = accelerator.prepare(model)
     sizes = {"per_device_batch_size": 2, "global_batch_size": 8, "seed": 0}
     grads = []
     waits = []
@@ -60,9 +63,8 @@ def computed(device, build, make_samples, loss_fn):
     for window in hf_ga.WindowLoader(samples, h.pad_right, accelerator=accelerator, **sizes):
         model.zero_grad()
         micro_batches += len(window.micro_batches)
-        # Audits wait, in the few windows that have one.
-        given = {"rule": rule, "loss_fn": loss_fn, "audit": False}
-        waits += noted(backward_window, accelerator, model, window, **given)[1]
+        # Rehearsals wait, in the few windows that have one.
+        waits += noted(backward_window, accelerator, model, later(window), loss_fn=loss_fn)[1]
         grads.append(
             {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
         )
@@ -70,7 +72,7 @@ def computed(device, build, make_samples, loss_fn):
     batches = evaluation_windows(
         samples, h.pad_right, accelerator=accelerator, batch_size=4, lengths=lengths
     )
-    results, of_evaluation = noted(evaluate, accelerator, model, batches, rule)
+    results, of_evaluation = noted(evaluate, accelerator, model, batches, loss_fn=loss_fn)
     forwards = sum(len(window.batches) for window in batches)
     told = {"results": results, "waits": waits, "micro-batches": micro_batches}
     return grads, {**told, "waits of evaluation": of_evaluation, "forwards": forwards}

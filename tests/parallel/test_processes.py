@@ -20,9 +20,8 @@ from forked import run_script
 from processes import SEED
 from safetensors.torch import load_file
 from scenarios_worker import HEADS, KINDS, LAST, MAX_NORM, MICRO_BATCHES, STEPS, WINDOW
+from tried import keyed
 
-import hf_ga
-from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.order import epoch_order
 
 pytestmark = pytest.mark.slow("starts processes")
@@ -46,15 +45,14 @@ def positions_of(window: int) -> np.ndarray:
 
 
 def full_batch(
-    model: torch.nn.Module, rule: hf_ga.Rule, samples: list[dict], epoch: int, window: int
+    model: torch.nn.Module, samples: list[dict], epoch: int, window: int
 ) -> torch.Tensor:
     """The loss of a window in one plain forward, backward done, under the dropout of its
     samples.
     """
     positions = positions_of(window)
     order = epoch_order(len(samples), SEED, epoch, True)
-    rule.dropout.set_keys(sample_keys(SEED, epoch, positions), window_key(SEED, epoch, window))
-    with rule.dropout.scope(model):
+    with keyed(SEED, epoch, positions, window):
         loss = model(**h.pad_right([samples[i] for i in order[positions]])).loss
         loss.backward()
     return loss.detach()
@@ -87,7 +85,7 @@ def references():
         for dtype in (torch.float32, torch.float64):
             model = h.gpt2(0.1)
             model.to(dtype)
-            loss = full_batch(model, rule, samples, 0, window)
+            loss = full_batch(model, samples, 0, window)
             grads.append(h.gradients(model))
         made.append((*grads, loss.item()))
     return made
@@ -200,9 +198,9 @@ def gpt2_references():
     order = epoch_order(WINDOW, SEED, 0, True)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
         model = h.gpt2(0.1)
-        rule.dropout.set_keys(sample_keys(SEED, 0, np.arange(WINDOW)), window_key(SEED, 0, 0))
         low = dtype == torch.bfloat16
-        with rule.dropout.scope(model), torch.autocast("cpu", torch.bfloat16, enabled=low):
+        draws = keyed(SEED, 0, np.arange(WINDOW))
+        with draws, torch.autocast("cpu", torch.bfloat16, enabled=low):
             (model if low else model.to(dtype))(
                 **h.pad_right([samples[i] for i in order])
             ).loss.backward()
@@ -275,7 +273,7 @@ def steps():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     for step in range(STEPS):
         optimizer.zero_grad()
-        losses.append(full_batch(model, rule, samples, step // 2, step % 2).item())
+        losses.append(full_batch(model, samples, step // 2, step % 2).item())
         norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_NORM).item())
         optimizer.step()
     return losses, norms, copy.deepcopy(model.state_dict())

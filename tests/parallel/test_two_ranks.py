@@ -3,7 +3,6 @@ more models and more ranks.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -160,13 +159,13 @@ def failing_window(where: str) -> tuple[str, float]:
         if where == "router"
         else (h.bert_classifier(0.1), h.class_samples(16))
     )
-    model, _, rule = prepare(accelerator, "ddp", base, samples, collate=collate)
+    model, _ = prepare(accelerator, "ddp", base, samples, collate=collate)
     if where != "collate":
         base.register_forward_pre_hook(fail)
     (window,) = make_windows(
         accelerator, samples, collate, global_batch_size=16, per_device_batch_size=2
     )
-    rule = replace(rule, pad_to_window=where == "collate")
+    window.state.pad_to_window = where == "collate"
     is_armed = True
     said = outcome(partial(backward_window, accelerator, model, window))
     is_armed = False

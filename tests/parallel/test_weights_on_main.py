@@ -6,7 +6,6 @@ The references are one process, and the same two ranks that both have the weight
 import re
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -24,10 +23,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hf_ga
-from hf_ga.exact.loss import COUNTING_RULES, HeadMean, SumOfMeans, UserLoss, WithRouter
-from hf_ga.parallel.main_proof import pack, unpack
 from hf_ga.parallel.main_weights import loads_on_main
-from hf_ga.proof.sites import find_dropout_sites
 
 slow = pytest.mark.slow("starts processes")
 NUM_SAMPLES = 77  # windows of 64 and 13
@@ -265,50 +261,6 @@ def test_a_loss_of_the_whole_window():
         assert h.relative_error(found, expected) < 2e-6
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
-        *map(HeadMean, COUNTING_RULES),
-        SumOfMeans("start and end positions"),
-        UserLoss(lambda outputs, batch: (outputs, 1)),
-    ],
-    ids=lambda loss: loss.name,
-)
-def test_a_rule_refers_to_the_modules_and_functions_of_the_other_rank(loss):
-    mine = h.gpt2(0.1)
-    theirs = h.gpt2(0.1)
-    own = getattr(loss, "loss_fn", None)
-    samples = h.token_samples(5)
-    named = [
-        {f"module {name}": module for name, module in model.named_modules()}
-        | {f"counting {name}": count for name, count in COUNTING_RULES.items()}
-        | ({} if own is None else {"function 0": own})
-        for model in (mine, theirs)
-    ]
-    rule = unpack(pack(replace(proven, loss=loss), named[0]), named[1])
-    assert type(rule.loss) is type(loss)
-    assert rule.loss.name == loss.name
-    assert getattr(rule.loss, "loss_fn", None) is own
-    assert rule.dropout.model is theirs
-    modules = dict(theirs.named_modules())
-    assert {key: site.name for key, site in rule.dropout.sites.items()} == {
-        key: site.name for key, site in proven.dropout.sites.items()
-    }
-    assert all(site.module is modules[site.name] for site in rule.dropout.sites.values())
-    assert [type(one) for one in rule.speed_ups] == [type(one) for one in proven.speed_ups]
-    rule.check_fits(theirs)
-
-
-def test_a_router_s_python_module_travels_by_name():
-    model = h.mixtral(0.5)
-    named = {f"module {name}": module for name, module in model.named_modules()}
-    named |= {f"counting {name}": count for name, count in COUNTING_RULES.items()}
-    loss = unpack(pack(rule, named), named).loss
-    assert isinstance(loss, WithRouter)
-    assert loss.router.owners == rule.loss.router.owners
-    assert loss.router.coefficients == rule.loss.router.coefficients
-
-
 # What is refused
 
 
@@ -321,15 +273,6 @@ def prepared(build: Callable[[], nn.Module], layer: str = "GPT2Block", **how) ->
     return hf_ga.prepare(accelerator, model, optimizer, windows)
 
 
-def test_the_others_raise_the_error_of_the_proof():
-    """Its own, if it is one of hf_ga's; they never wait for the end of a rank that is gone."""
-    no_targets = [{**sample, "labels": [h.IGNORED] * 99} for sample in h.token_samples(64)]
-    no_targets = [{**s, "labels": s["labels"][: len(s["input_ids"])]} for s in no_targets]
-    first, second = on_two_ranks(partial(prepared, h.gpt2, samples=no_targets), "fsdp2")
-    assert first == second
-    assert first.startswith("LossNotAdditive: none of 64 samples has a target")
-
-
 class Broken(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -337,6 +280,18 @@ class Broken(nn.Module):
 
     def forward(self, input_ids, labels):
         raise TypeError("this model fails")
+
+
+class Summing(Broken):
+    def forward(self, input_ids, labels):
+        return {"loss": self.layer(input_ids.float()[:, :2]).sum()}
+
+
+def test_the_others_raise_the_error_of_the_trial():
+    """Its own, if it is one of hf_ga's; they never wait for the end of a rank that is gone."""
+    first, second = on_two_ranks(partial(prepared, Summing, samples=odd_samples()), "fsdp2")
+    assert first == second
+    assert first.startswith("LossNotAdditive: the loss is a sum, not a mean")
 
 
 def test_the_others_are_told_of_another_error():
@@ -382,34 +337,14 @@ def test_fsdp1_is_refused():
         assert "FSDP1 does not support fsdp_cpu_ram_efficient_loading" in said
 
 
-def test_nothing_is_proven_and_checked_without_weights():
+def test_nothing_is_tried_and_checked_without_weights():
     with torch.device("meta"):
         model = h.gpt2()
     with pytest.raises(hf_ga.ConfigError, match="the model has no weights on this process"):
-        hf_ga.prove_targets(model, h.token_samples(8), h.pad_right)
+        windows = make_windows(Accelerator(cpu=True), h.token_samples(8))
+        hf_ga.prepare(Accelerator(cpu=True), model, torch.optim.SGD(model.parameters()), windows)
     with pytest.raises(hf_ga.ConfigError, match="process 0 has no weights"):
         hf_ga.check_equivalence(model, h.token_samples(8), h.pad_right)
-
-
-def test_dropout_is_found_on_the_main_process_only(monkeypatch):
-    """No forward of the others: it would need weights."""
-
-    def work() -> int:
-        accelerator = from_main()
-        calls = []
-
-        def counted(*args, **kwargs):
-            calls.append(1)
-            return find_dropout_sites(*args, **kwargs)
-
-        monkeypatch.setattr("hf_ga.proof.prober.find_dropout_sites", counted)
-        model = build_others(accelerator, h.gpt2)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        hf_ga.prepare(accelerator, model, optimizer, make_windows(accelerator, samples))
-        return len(calls)
-
-    samples = h.token_samples(64)
-    assert on_two_ranks(work, "fsdp2") == [1, 0]
 
 
 # Memory

@@ -123,7 +123,7 @@ def started(case="", precision="no"):
         with torch.no_grad():
             model.embedding.weight[BAD_TOKEN] = math.nan
     training = Training(Accelerator(cpu=True, mixed_precision=precision), model)
-    return training, {"rule": rule, "loss_fn": loss_fn}
+    return training, {"loss_fn": loss_fn}
 
 
 # name: what goes wrong, and what the message says of it

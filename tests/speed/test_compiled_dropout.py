@@ -15,6 +15,7 @@ from steps import backward_window
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+from tried import keyed
 
 import hf_ga
 from hf_ga.exact.compiled_dropout import draw_and_drop, draw_mask
@@ -177,15 +178,12 @@ def test_the_gradients_of_ragged_windows_and_the_graphs():
 
 def full_gradient(model, data, window, seed, dtype=torch.float64):
     """The whole window as one batch of an uncompiled model, with dropout keyed by the seed."""
-    dropout = hf_ga.prove_targets(model, data[:12], h.pad_right, speed_ups=[]).dropout
     model = model.to(dtype)
     model.zero_grad()
     batch = {}
     for micro_batch in window.split([np.arange(window.num_samples)]).micro_batches:
         batch = micro_batch.batch
-    with dropout.scope(model):
-        keys = sample_keys(seed, window.epoch, window.request.positions)
-        dropout.set_keys(keys, window_key(seed, window.epoch, window.index))
+    with keyed(seed, window.epoch, window.request.positions, window.index):
         h.mean_loss(model, batch).backward()
     return h.gradients(model)
 
@@ -243,8 +241,7 @@ def test_an_error_in_a_compiled_layer_leaves_nothing_behind():
     model = compiled(layers())
     long = {"input_ids": [1] * 13, "labels": [1] * 13}
     before = h.everything(model)
-    with pytest.raises(ValueError, match="thirteen"), rule.dropout.scope(model):
-        rule.dropout.set_keys(sample_keys(0, 0, np.arange(2)), window_key(0, 0, 0))
+    with pytest.raises(ValueError, match="thirteen"), keyed(0, 0, np.arange(2)):
         model(**h.pad_right([long, long]))
     after = h.everything(model)
     assert {**before, "random": None} == {**after, "random": None}

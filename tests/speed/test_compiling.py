@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from steps import backward_window, train_step
 from torch._dynamo import trace_rules
 from torch._dynamo.utils import counters
+from windows import one_window, window_gradient
 
 import hf_ga
 
@@ -41,7 +42,7 @@ def windows_of(data):
     return hf_ga.WindowLoader(data, h.pad_right, accelerator=Accelerator(cpu=True), **sizes)
 
 
-def train(model, data, rule, wrong=1.0):
+def train(model, data, wrong=1.0):
     """Weights after an epoch; `wrong` scales what the control learns from."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05 * wrong)
     shapes = set()
@@ -59,34 +60,22 @@ def test_the_update_is_the_same_and_compiled_a_bounded_number_of_times():
     model = h.gpt2()
     data = h.token_samples(32)
     plain = copy.deepcopy(model)
-    rule, others_rule = (hf_ga.prove_targets(m, data, h.pad_right) for m in (model, plain))
     start = torch.cat([p.detach().double().flatten() for p in model.parameters()])
     for layer in model.transformer.h:
         layer.compile(dynamic=True)
-    compiled, shapes = train(model, data, rule)
+    compiled, shapes = train(model, data)
     first = counters["stats"]["unique_graphs"]
-    expected, _ = train(plain, data, others_rule)
+    expected, _ = train(plain, data)
     moved = (expected - start).norm()
     assert (compiled - expected).norm() < 1e-5 * moved
-    control, _ = train(h.gpt2(), data, others_rule, wrong=1.001)
+    control, _ = train(h.gpt2(), data, wrong=1.001)
     assert (control - expected).norm() > 1e-4 * moved, "a thousandth more would be seen"
     assert 1 <= first <= 4 < len(shapes), (
         "one for all lengths and layers, besides those of a single sample or position"
     )
     assert not counters["graph_break"]
-    train(model, data, rule)
+    train(model, data)
     assert counters["stats"]["unique_graphs"] == first, "another epoch compiles nothing"
-
-
-def test_dropout_in_a_compiled_wrapper_is_refused():
-    """The proof knows the model within it."""
-    model = tagger(0.2)
-    data = h.token_samples(12)
-    wrapper = torch.nn.Sequential(model)
-    wrapper.compile()
-    with pytest.raises(hf_ga.ConfigError, match="a wrapper around the model is compiled"):
-        rule.dropout.check_compiled(wrapper)
-    rule.dropout.check_compiled(model)
 
 
 def gradient(model, data):
@@ -175,15 +164,20 @@ def test_torch_keeps_tables_of_its_functions():
     """
     data = h.token_samples(12)
     model = tagger(0.2)
-    dropout = hf_ga.prove_targets(model, data, h.pad_right).dropout
+    window_gradient(model, one_window(data, 4))
+    draws = (
+        vars(model)["_hf_ga_train_step"]
+        .get(model, None, None, None, allow_split_dependent_randomness=False)
+        .engine.draws
+    )
     for table in TABLES:
         table.cache_clear()
-    with dropout.scope(model):
+    with draws.scope():
         for table in TABLES:
             assert table()
         assert torch.nn.functional.dropout.__name__ == "dropout"
     freed = weakref.ref(model)
-    del model, dropout
+    del model, draws
     gc.collect()
     assert freed() is None
     for table in TABLES:

@@ -2,11 +2,9 @@
 what needs logits gets them.
 """
 
-import dataclasses
 from contextlib import nullcontext
 
 import helpers as h
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -14,11 +12,9 @@ import transformers as tf
 from heads.one_head import Head, build_head
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
+from tried import later, tried
 from windows import one_window, window_gradient
 
-import hf_ga
-from hf_ga.exact.hooks import Call
-from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.finetuning.run.losses import SmoothedCrossEntropy
 from hf_ga.speed import chunked_loss, lazy_logits
 from hf_ga.speed.chunked_loss import (
@@ -336,9 +332,7 @@ def test_fp16_gradients_are_computed_with_the_loss_scale_on():
 
 
 def proven(model, *speed_ups, samples=SAMPLES, **more):
-    return hf_ga.prove_targets(
-        model, samples, h.pad_right, speed_ups=speed_ups or [ChunkedLoss()], **more
-    )
+    return tried(model, samples, speed_ups=list(speed_ups) or [ChunkedLoss()], **more)
 
 
 class OwnHead(nn.Module):
@@ -374,52 +368,22 @@ NEED_LOGITS = {
 @pytest.mark.parametrize("why", NEED_LOGITS)
 def test_heads_and_losses_that_need_logits_get_them(why):
     model, options = NEED_LOGITS[why]()
-    rule = proven(model, **options)
-    assert not rule.speed_ups
-    assert why in rule.left_out["chunked loss"]
-
-
-def test_a_head_that_ignores_labels_of_0_is_counted_on_the_host():
-    def use(logits, labels):
-        return F.cross_entropy(logits.view(-1, h.VOCABULARY), labels.view(-1), ignore_index=0)
-
-    samples = h.plain_samples(12)
-    (speed_up,) = rule.speed_ups
-    assert speed_up._count_on_host is COUNTING_RULES["positive labels"]
+    found = proven(model, **options)
+    assert not found.used
+    assert why in found.left_out["chunked loss"]
 
 
 @pytest.mark.parametrize("build", [h.gpt2, h.bert_masked_lm], ids=["gpt2", "bert"])
 def test_with_dropout_and_checkpointing_it_is_the_step_with_logits(build):
     """The same masks: the dropout sites do not move."""
     model = build(0.1)
-    rule = proven(model)
-    assert rule.speed_ups[0].rows_per_chunk is None, "that of the proof"
-    grads, plain = window_gradient(
-        model, one_window(SAMPLES, 5), rule=dataclasses.replace(rule, speed_ups=())
-    )
+    grads, plain = window_gradient(model, one_window(SAMPLES, 5))  # a rehearsed window uses none
+    assert proven(model).used[0].rows_per_chunk is None, "that of the trial"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for micro_batch in (5, 12):
-        lazy, result = window_gradient(model, one_window(SAMPLES, micro_batch))
+        lazy, result = window_gradient(model, later(one_window(SAMPLES, micro_batch)))
         assert result.loss == pytest.approx(plain.loss, rel=1e-6)
         assert h.relative_error(lazy, grads) <= 1e-6
     assert h.relative_error(lazy, h.full_batch_gradient(build(), h.pad_right(SAMPLES))) > 0.05, (
         "dropout was on"
     )
-
-
-def test_another_number_of_targets_than_counted_is_an_error():
-    model = h.gpt2()
-    batch = h.pad_right(SAMPLES)
-    rule = proven(model)
-    number = int((batch["labels"][:, 1:] != h.IGNORED).sum())
-    rows = np.arange(len(SAMPLES))
-    (head,) = rule.speed_ups
-    for counted in (number, number + 1, number - 1):
-        head._count_on_host = lambda batch, num_samples, counted=counted: counted
-        with head.scope(model):
-            head.before(Call(hf_ga.MicroBatch(batch, rows, rows), counts=(counted,)))
-            if counted == number:
-                model(**batch).loss.backward()
-            else:
-                with pytest.raises(RuntimeError, match="number of targets"):
-                    model(**batch)

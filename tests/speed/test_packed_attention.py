@@ -16,6 +16,7 @@ from helpers import LLAMA_SIZES, SIZES, VOCABULARY, WIDTH, pad_right, seeded
 from torch import nn
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from tried import tried
 
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.hooks import Call
@@ -232,11 +233,12 @@ def test_under_autocast_it_computes_in_half_precision(name):
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "BERT"])
-def test_the_proof_uses_it(name):
+def test_a_trial_uses_it(name):
     build, make = MODELS[name]
     packing = Packing(use_kernel=True)
     model = build(0.1, num_hidden_layers=1).to(DEVICE)
-    assert rule.speed_ups == (packing,), rule.left_out
+    found = tried(model, samples_of(make, 24), pad_right, speed_ups=[packing])
+    assert found.used == [packing], found.left_out
     assert packing._attention.num_calls > 0
 
 

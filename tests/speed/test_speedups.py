@@ -4,25 +4,22 @@ that it should, no wrong one.
 
 import itertools
 from contextlib import contextmanager
-from types import SimpleNamespace
 
 import helpers as h
 import pytest
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 from steps import backward_window
+from tried import later, tried
 from windows import one_window
 
-import hf_ga
-import hf_ga.training
+from hf_ga.engine.speed_ups import candidates
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.length_plan import ByLength
 from hf_ga.speed.fused_attention import FusedAttention
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
 from hf_ga.speed.packing import Packing
-from hf_ga.training import default_speed_ups
 
 ALL = {
     "lean forward": LeanForward,
@@ -53,10 +50,11 @@ PLANS = {
 
 
 def proven(model, samples, speed_ups=None):
-    for speed_up in rule.speed_ups:
+    found = tried(model, samples, speed_ups=speed_ups)
+    for speed_up in found.used:
         if isinstance(speed_up, Packing):
             speed_up._min_padding_ratio = 1.0  # however few tokens that saves
-    return rule
+    return found
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -66,12 +64,12 @@ def test_which_speed_ups_are_used(name, dropout):
     build, make_samples, not_used = MODELS[name]
     if not dropout:
         not_used = {**not_used, "fused attention": "draws no dropout"}
-    assert {speed_up.name for speed_up in rule.speed_ups} == ALL.keys() - not_used.keys(), (
-        rule.left_out
+    found = tried(build(dropout), make_samples(NUM_SAMPLES))
+    assert {speed_up.name for speed_up in found.used} == ALL.keys() - not_used.keys(), (
+        found.left_out
     )
-    assert rule.left_out.keys() == not_used.keys()
-    assert all(why in rule.left_out[left_out] for left_out, why in not_used.items())
-    assert all(speed_up.name in str(rule) for speed_up in rule.speed_ups)
+    assert found.left_out.keys() == not_used.keys()
+    assert all(why in found.left_out[left_out] for left_out, why in not_used.items())
 
 
 class Wrong(SpeedUp):
@@ -109,51 +107,42 @@ def test_a_wrong_speed_up_is_left_out(change, why):
     model = h.gpt2(0.1)
     samples = h.token_samples(NUM_SAMPLES)
     harmless = Wrong(lambda g: g * (1 + 1e-7))
-    assert [speed_up.name for speed_up in rule.speed_ups] == [
+    speed_ups = [LeanForward(), Wrong(change), harmless, ChunkedLoss()]
+    found = tried(model, samples, speed_ups=speed_ups)
+    assert [speed_up.name for speed_up in found.used] == [
         "lean forward",
         "wrong",
         "chunked loss",
     ]
-    assert rule.speed_ups[1] is harmless
-    assert why in rule.left_out["wrong"]
-    assert rule.name == "shifted labels"
+    assert found.used[1] is harmless
+    assert why in found.left_out["wrong"]
     assert all(p.grad is None and not p._backward_hooks for p in model.parameters())
 
 
 def test_speed_ups_are_chosen_by_the_device():
-    assert [type(s) for s in default_speed_ups(h.gpt2())] == list(ALL.values())
+    assert [type(s) for s in candidates(h.gpt2())] == list(ALL.values())
     elsewhere = torch.nn.Linear(2, 2, device="meta")
-    assert [type(s) for s in default_speed_ups(elsewhere)] == [LeanForward, ChunkedLoss]
+    assert [type(s) for s in candidates(elsewhere)] == [LeanForward, ChunkedLoss]
 
 
-@pytest.mark.parametrize("with_triton", [True, False])
-def test_packing_is_for_a_gpu_with_triton(with_triton, monkeypatch):
-    monkeypatch.setattr(hf_ga.training, "has_triton", lambda: with_triton)
-    accelerator = SimpleNamespace(device=torch.device("cuda"), distributed_type=DistributedType.NO)
-    expected = [LeanForward, ChunkedLoss] + [Packing] * with_triton
-    assert [type(s) for s in default_speed_ups(h.gpt2(), accelerator)] == expected
-    accelerator.distributed_type = DistributedType.FSDP
-    assert [type(s) for s in default_speed_ups(h.gpt2(), accelerator)] == expected[:2]
-
-
-def gradient(accelerator, model, rule, samples, plan="one"):
+def gradient(accelerator, model, samples, plan="one"):
     """Of one window, its loss, and its micro-batches."""
     model.zero_grad()
     window = one_window(
         samples, PLANS[plan], lengths=[len(sample["input_ids"]) for sample in samples]
     )
-    result = backward_window(accelerator, model, window)
+    result = backward_window(accelerator, model, later(window))
     return h.gradients(model), float(result.loss), [m.batch for m in window.micro_batches]
 
 
-def rules(model, samples, not_used):
-    """The rule without speed-ups first, then with each alone, with all but one, and with all."""
+def choices(model, samples, not_used):
+    """The model without speed-ups first, then with each alone, with all but one, and with all."""
     names = [name for name in ALL if name not in not_used]
     for number in sorted({0, 1, len(names) - 1, len(names)}):
         for chosen in itertools.combinations(names, number):
-            rule = proven(model, samples, [ALL[name]() for name in chosen])
-            assert {speed_up.name for speed_up in rule.speed_ups} == set(chosen), rule.left_out
-            yield rule
+            found = proven(model, samples, [ALL[name]() for name in chosen])
+            assert {speed_up.name for speed_up in found.used} == set(chosen), found.left_out
+            yield chosen
 
 
 @pytest.mark.parametrize(
@@ -171,12 +160,11 @@ def test_every_plan_and_speed_up_is_the_full_batch(name):
     whole = h.pad_right(samples)
     truth = h.full_batch_gradient(model, whole)
     full = h.full_batch_gradient(model, whole, torch.float32)
-    for rule, plan in itertools.product(
-        rules(model, samples, {*not_used, "fused attention"}), PLANS
-    ):
-        found, _, batches = gradient(accelerator, model, rule, samples, plan)
-        h.assert_promise_1(found, full, truth)
-        sizes[plan] = [batch["input_ids"].numel() for batch in batches]
+    for _ in choices(model, samples, {*not_used, "fused attention"}):
+        for plan in PLANS:
+            found, _, batches = gradient(accelerator, model, samples, plan)
+            h.assert_promise_1(found, full, truth)
+            sizes[plan] = [batch["input_ids"].numel() for batch in batches]
     assert sum(sizes["by length"]) < sum(sizes["by number"]) < sum(sizes["one"])
     assert max(sizes["small"]) <= 24
     naive = h.naive_gradient(model, batches, len(batches))
@@ -192,11 +180,11 @@ def test_under_autocast_no_speed_up_is_further_off(name, launched):
     truth = h.full_batch_gradient(model, h.pad_right(samples))
     accelerator = Accelerator(cpu=True)
     model = accelerator.prepare(model)
-    none, *others = rules(model, samples, {*not_used, "fused attention"})
-    rounding = h.relative_error(gradient(accelerator, model, none, samples)[0], truth)
-    for rule, plan in itertools.product(others, PLANS):
-        assert (
-            0
-            < h.relative_error(gradient(accelerator, model, rule, samples, plan)[0], truth)
-            <= 2 * rounding
-        ), str(rule)
+    rounding = None
+    for chosen in choices(model, samples, {*not_used, "fused attention"}):
+        if rounding is None:
+            rounding = h.relative_error(gradient(accelerator, model, samples)[0], truth)
+            continue
+        for plan in PLANS:
+            error = h.relative_error(gradient(accelerator, model, samples, plan)[0], truth)
+            assert 0 < error <= 2 * rounding, chosen

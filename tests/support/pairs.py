@@ -10,9 +10,7 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from torch import nn
-
-from hf_ga.exact.hooks import Call
-from hf_ga.exact.masks import sample_keys, window_key
+from tried import keyed
 
 SEED = 3
 LOG_SCALE = 2.0  # of the similarities at the beginning
@@ -92,22 +90,17 @@ def info_nce(model: Embedder):
     return whole_batch
 
 
-def full_batch_gradient(model, rule, window, whole_batch) -> h.Gradients:
+def full_batch_gradient(model, window, whole_batch) -> h.Gradients:
     """One float64 forward and backward of all samples of a window, with the window's dropout.
 
     Args:
         whole_batch: Makes the loss function of a model.
     """
-    model, dropout = copy.deepcopy((model, rule.dropout))
-    model = model.double().train()
+    model = copy.deepcopy(model).double().train()
     request = window.request
-    keys = sample_keys(request.seed, request.epoch, request.positions)
-    shared = window_key(request.seed, request.epoch, request.index)
     batch = window.whole_batch(torch.device("cpu"))
     arguments = {name: value for name, value in batch.items() if name != "label"}
-    micro_batch = window.split([request.positions - request.positions[0]]).micro_batches[0]
-    with dropout.scope(model):
-        dropout.before(Call(micro_batch, batch=batch, keys=keys, window_key=shared))
+    with keyed(request.seed, request.epoch, request.positions, request.index):
         outputs = model(**arguments)
     whole_batch(model)(outputs, batch).backward()
     return h.gradients(model)

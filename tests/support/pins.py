@@ -38,6 +38,7 @@ from helpers import (
     xlnet_classifier,
 )
 from steps import backward_window
+from tried import later, tried
 
 import hf_ga
 from hf_ga.speed.fused_attention import FusedAttention
@@ -139,19 +140,16 @@ def gradients() -> dict[str, str]:
     pins = {}
     for name, (build, make_samples, loss_fn) in HEADS.items():
         samples = make_samples(NUM_SAMPLES)
-        for mode in modes(proven):
+        for mode in modes(build(), samples, loss_fn):
             for size, digest in _gradients(build(), samples, loss_fn, mode).items():
                 pins[f"gradient {name}, {mode}, {size}"] = digest
     return pins
 
 
-def modes(proven: object) -> list[str]:
+def modes(model: torch.nn.Module, samples: list[dict], loss_fn: Callable | None) -> list[str]:
     """Ways to compute a window that this head has."""
-    return [
-        "plain",
-        *(["lazy logits"] if "chunked loss" in {s.name for s in proven.speed_ups} else []),
-        "packed",
-    ]
+    names = {speed_up.name for speed_up in tried(model, samples, loss_fn=loss_fn).used}
+    return ["plain", *(["lazy logits"] if "chunked loss" in names else []), "packed"]
 
 
 def _gradients(
@@ -165,16 +163,18 @@ def _gradients(
         *([Packing()] if mode == "packed" else []),
     ]
     speed_ups.append(FusedAttention())
+    tried(model, samples, speed_ups=speed_ups, loss_fn=loss_fn)
     prepared = accelerator.prepare(model)
     for size in MICRO_BATCHES:
         sizes = {
             "planner": by_number(size),
             "global_batch_size": NUM_SAMPLES,
-            "pad_to_window": proven.pad_to_window,
+            "pad_to_window": True,
         }
         windows = hf_ga.WindowLoader(samples, pad_right, accelerator=accelerator, seed=3, **sizes)
         prepared.zero_grad()
-        backward_window(accelerator, prepared, next(iter(windows)), loss_fn=loss_fn)
+        window = later(next(iter(windows)))
+        backward_window(accelerator, prepared, window, loss_fn=loss_fn)
         digests[size] = sha256(*(p.grad for p in model.parameters() if p.grad is not None))
     return digests
 

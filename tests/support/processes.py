@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_ga
 from hf_ga.parallel import prepare as preparing
+from hf_ga.training import LossSettings, prepare_with, try_before
 
 WINDOW = 64
 LAST = 13
@@ -58,11 +59,13 @@ def prepare(
     collate=h.pad_right,
     **how,
 ):
-    """Prove, then wrap. Returns model, optimizer, rule."""
+    """Try the loss, then wrap. Returns model, optimizer."""
+    settings = LossSettings(loss_fn=loss_fn, **how)
+    try_before(accelerator, model, samples, collate, settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = preparing.prepare(accelerator, model, optimizer)
+    model, optimizer = prepare_with(accelerator, model, optimizer, settings)
     assert_wrapped(model, kind, accelerator)
-    return model, optimizer, rule
+    return model, optimizer
 
 
 def assert_wrapped(model: nn.Module, kind: str, accelerator: Accelerator) -> None:

@@ -3,7 +3,6 @@ split of a window.
 """
 
 from functools import partial
-from types import SimpleNamespace
 
 import helpers as h
 import numpy as np
@@ -209,7 +208,6 @@ def test_evaluation_windows_keep_their_masks_whatever_their_batch_size():
     samples = samples_of(41)
 
     def windows_of(batch_size, pad_to_window=False):
-        rule = SimpleNamespace(pad_to_window=pad_to_window)
         lengths = [len(s["input_ids"]) for s in samples]
         accelerator = Accelerator(cpu=True)
         return evaluation_windows(
@@ -218,6 +216,7 @@ def test_evaluation_windows_keep_their_masks_whatever_their_batch_size():
             accelerator=accelerator,
             batch_size=batch_size,
             lengths=lengths,
+            pad_to_window=pad_to_window,
         )
 
     reference = {
