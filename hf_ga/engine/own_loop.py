@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from hf_ga.engine.loss_sums import LossSums
 from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS, is_rehearsed
 from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
+from hf_ga.engine.speed_ups import that_keep_outputs
 from hf_ga.engine.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import DataError, ProcessFailed
@@ -69,6 +70,8 @@ class OwnLoop:
         self._slots: list[Slot] = []
         self._rehearsal: Slot | None = None
         engine.speed_ups.is_resumed = True  # this loop calls the model as speed-ups need it
+        if whole_batch is not None:
+            engine.speed_ups.candidates = that_keep_outputs
 
     def add_gradients(self, window: Window) -> StepResult:
         """Add the gradient of a window's mean loss to the `.grad` of the model's parameters.
@@ -100,6 +103,8 @@ class OwnLoop:
                         for parameter in parameters:
                             parameter.grad = None
                 num_targets = _as_count(gradient.num_targets)
+                if self.whole_batch is not None and not is_empty:
+                    num_targets = window.num_samples
                 return StepResult(gradient.loss, num_targets, skipped=is_empty, retries=retries)
             except TooLarge as error:
                 window.state.max_elements = error.num_elements // 2  # half of what did not fit

@@ -440,6 +440,11 @@ def candidates(model: nn.Module) -> list[SpeedUp]:
     return speed_ups
 
 
+def that_keep_outputs(model: nn.Module) -> list[SpeedUp]:
+    """Return the speed-ups to try on a model of which more outputs than the loss are used."""
+    return [s for s in candidates(model) if not isinstance(s, Packing | ChunkedLoss)]
+
+
 def _are_same_terms(readings: Sequence[Reading], others: Sequence[Reading]) -> bool:
     """Whether two losses are read as the same terms, whatever nodes compute them."""
     if len(readings) != len(others):
