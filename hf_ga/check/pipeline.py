@@ -15,9 +15,9 @@ from hf_ga.check.steps import CheckContext
 from hf_ga.errors import ConfigError
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.parallel.pipeline import Pipeline, prepare_pipeline
+from hf_ga.parallel.pipeline import Pipeline
 from hf_ga.parallel.processes import broadcast_from_main
-from hf_ga.proof.targets import prove
+from hf_ga.pipelines import prepare_pipeline
 
 ARM = "hf_ga, pipeline"  # name of this training step in the report
 MICRO_BATCHES_PER_REPLICA = 4
@@ -69,7 +69,6 @@ def _prepare_stages(
         The pipeline with this process's stage, and one window of all samples.
     """
     model = copy.deepcopy(context.model)
-    rule = prove(model, context.samples, context.collate_fn, **vars(context.settings))
     windows = WindowLoader(
         context.samples,
         context.collate_fn,
@@ -79,7 +78,7 @@ def _prepare_stages(
         seed=context.seed,
         shuffle=False,
     )
-    pipeline = prepare_pipeline(context.accelerator, model, windows, rule, num_stages=num_stages)
+    pipeline = prepare_pipeline(context.accelerator, model, windows, num_stages=num_stages)
     (window,) = windows
     return pipeline, window
 

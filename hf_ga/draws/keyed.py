@@ -116,14 +116,15 @@ class KeyedDraws:
         # Where the draws stood when a state of torch's generator was saved.
         self._saved = WeakTensorKeyDictionary()
 
-    def begin(self, keys: Tensor, window_key: Tensor) -> None:
-        """Begin a micro-batch: the next draw has the number 0.
+    def begin(self, keys: Tensor, window_key: Tensor, *, first: int = 0) -> None:
+        """Begin a micro-batch.
 
         Args:
             keys: One random key per sample: int64, shape (samples,), on the training device.
             window_key: The key of numbers that all samples of the window share: int64, shape (1,).
+            first: The number of the next draw: that of draws made before, by other stages.
         """
-        self._micro_batch = MicroBatch(mixed(keys), mixed(window_key))
+        self._micro_batch = MicroBatch(mixed(keys), mixed(window_key), num_draws=first)
         self.mask_source = None
         self._is_after_backward = False
         self.unkeyed_after_backward = None

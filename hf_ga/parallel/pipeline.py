@@ -9,6 +9,7 @@ torch's schedule runs the forwards and backwards. It must not divide by the numb
 """
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from accelerate import Accelerator
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleGPipe
@@ -25,7 +26,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
 from hf_ga.errors import ConfigError, NonFinite
 from hf_ga.exact.backend import check_supported
-from hf_ga.exact.dropout import KeyedDropout
+from hf_ga.exact.batches import as_batch
 from hf_ga.exact.engine import Engine
 from hf_ga.exact.forward import fresh_gradients, module_modes
 from hf_ga.exact.generators import random_states
@@ -37,8 +38,14 @@ from hf_ga.exact.window import LoaderState, Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.pipeline_backend import PipelineBackend
-from hf_ga.parallel.pipeline_model import StageModel, check_can_be_split
+from hf_ga.parallel.pipeline_model import (
+    SUPPORTED_MODELS,
+    StageModel,
+    check_can_be_split,
+    layers_of_stage,
+)
 from hf_ga.parallel.processes import check_agreement
+from hf_ga.parallel.stage_draws import StageDraws, num_draws_before
 
 SCHEDULES = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 
@@ -322,72 +329,51 @@ class StageForward(nn.Module):
         return padded
 
 
-def prepare_pipeline(
+def split_into_stages(
     accelerator: Accelerator,
     model: PreTrainedModel,
     windows: WindowLoader,
-    rule: Rule,
+    find_rule: Callable[[], Rule],
     *,
     num_stages: int,
-    schedule: str = "1f1b",
+    schedule: str,
 ) -> Pipeline:
-    """Split a model into pipeline stages, and keep this rank's stage.
-
-    With twice (three times, ...) as many processes as stages, the model is trained in two (three,
-    ...) replicas, over which each window is split. The gradient is that of the full batch for any
-    number of stages, replicas and micro-batches. The first stage holds the embeddings, the last one
-    the head. If they share a weight (tied embeddings), both hold a copy, which gets the sum of both
-    gradients.
+    """Split a model into pipeline stages; see `hf_ga.prepare_pipeline`.
 
     Args:
-        accelerator: The accelerator of all processes.
-        model: A transformers model of one of the supported classes
-            (`pipeline_model.SUPPORTED_MODELS`), the same on all ranks, not prepared. It is changed
-            in place: it keeps the modules of this rank's stage only, and moves to the accelerator's
-            device.
-        windows: The loader of the training samples. It is changed: it splits its windows over
-            replicas, not over all processes.
-        rule: The result of `prove_targets` on the full model, made before this call.
-        num_stages: Number of stages, at least 2 and at most the model's number of layers.
-        schedule: "gpipe" runs all forwards of a window before its backwards; "1f1b" alternates
-            between them, so that a stage keeps the activations of at most `num_stages`
-            micro-batches.
-
-    Returns:
-        The pipeline. Build the optimizer on `pipeline.model.parameters()`.
-
-    Raises:
-        ConfigError: If the model, its loss or a setting is unsupported in a pipeline.
-
-    Example:
-        windows = hf_ga.WindowLoader(dataset, collate_fn, accelerator=accelerator, **sizes)
-        rule = hf_ga.prove_targets(model, windows.probe_samples(64), collate_fn)
-        pipeline = hf_ga.prepare_pipeline(accelerator, model, windows, rule, num_stages=2)
-        optimizer = torch.optim.AdamW(pipeline.model.parameters())
-        for window in windows:
-            result = pipeline.train_step(optimizer, window, max_grad_norm=1.0)
+        accelerator: See `hf_ga.prepare_pipeline`.
+        model: See there.
+        windows: See there.
+        find_rule: Tests the full model's loss, and returns the result.
+        num_stages: See there.
+        schedule: See there.
     """
     if schedule not in SCHEDULES:
         raise ConfigError(f"schedule must be one of {', '.join(SCHEDULES)}, got {schedule!r}.")
     check_can_be_split(model, num_stages)
-    check_rule(rule, model)
     check_accelerator(accelerator)
     if not isinstance(windows, WindowLoader):
         raise ConfigError(
             f"a pipeline needs a WindowLoader, got a {type(windows).__name__}: load the dataset "
             "without streaming."
         )
+    rule = find_rule()
+    check_rule(rule)
     weights = [p.detach().double() for p in model.parameters()]
     norm = float(torch.nn.utils.get_total_norm(weights))
     check_agreement(accelerator, "weights of the model (here their norm)", repr(norm))
     # torch's 1F1B schedule needs at least one micro-batch for each stage.
     min_calls = num_stages if schedule == "1f1b" else 1
     backend = PipelineBackend(accelerator, num_stages, min_calls)
+    first_draw = _first_draw(model, windows, backend.stage, num_stages)
     stage_model = StageModel(model, backend.stage, num_stages)
     stage_model.to(accelerator.device)
     backend.tied = stage_model.tied
     windows.split_over(backend.num_replicas, backend.replica)
-    stage_rule = rule_of_stage(rule, model)
+    # The draws of the full model. No speed-ups.
+    stage_rule = replace(
+        rule, dropout=StageDraws(first_draw), speed_ups=(), modes=module_modes(model)
+    )
     return Pipeline(backend, stage_model, stage_rule, schedule, windows.state)
 
 
@@ -409,23 +395,16 @@ def check_accelerator(accelerator: Accelerator) -> None:
         )
 
 
-def check_rule(rule: Rule, model: nn.Module) -> None:
-    """Check that pipeline stages can compute the loss and the dropout of a proven rule.
+def check_rule(rule: Rule) -> None:
+    """Check that pipeline stages can compute the loss and the dropout of a tested model.
 
     Args:
-        rule: The result of `prove_targets`.
-        model: The full model.
+        rule: The result of the test.
 
     Raises:
-        ConfigError: If the rule was proven for another model, the loss is not the mean that the
-            model's own head computes, or some random draws cannot be tied to a sample.
+        ConfigError: If the loss is not the mean that the model's own head computes, or some random
+            draws cannot be tied to a sample.
     """
-    rule.check_fits(model)
-    if getattr(rule.dropout, "model", model) is not model:
-        raise ConfigError(
-            "the rule was proven for another model object, and refers to its dropout modules: call "
-            "prove_targets with the model that is passed to prepare_pipeline."
-        )
     if not isinstance(rule.loss, HeadMean):
         raise ConfigError(
             f"unsupported loss in a pipeline: {rule.name}. Stages cannot audit it on the data that "
@@ -439,38 +418,16 @@ def check_rule(rule: Rule, model: nn.Module) -> None:
         )
 
 
-def rule_of_stage(rule: Rule, model: nn.Module) -> Rule:
-    """Return the rule of a pipeline stage: the full model's, with dropout for the modules that the
-    stage keeps, and without speed-ups.
-
-    The dropout masks are those of the full model, because a mask is derived from the path of its
-    module, and the stage keeps the paths.
-
-    Args:
-        rule: The rule of the full model.
-        model: The stage.
-    """
-    dropout = rule.dropout
-    if isinstance(dropout, KeyedDropout):
-        dropout = dropout_of_stage(dropout, model)
-    return replace(rule, dropout=dropout, speed_ups=(), modes=module_modes(model))
-
-
-def dropout_of_stage(full_dropout: KeyedDropout, model: nn.Module) -> KeyedDropout:
-    """Return the keyed dropout of a pipeline stage: the full model's dropout sites in those modules
-    that the stage keeps.
-
-    Args:
-        full_dropout: The keyed dropout of the full model.
-        model: The stage.
-    """
-    dropout = KeyedDropout(model)
-    own_modules = dropout.names
-    dropout.hooked = [module for module in full_dropout.hooked if module in own_modules]
-    dropout.sites = {
-        key: site for key, site in full_dropout.sites.items() if site.module in own_modules
-    }
-    return dropout
+def _first_draw(model: PreTrainedModel, windows: WindowLoader, stage: int, num_stages: int) -> int:
+    """Return how many random draws the stages before one make in a forward."""
+    if stage == 0:
+        return 0
+    layers = model.get_submodule(SUPPORTED_MODELS[type(model).__name__].layers)
+    (first, *_) = layers_of_stage(stage, num_stages, len(layers))
+    samples = windows.probe_samples(2)
+    device = next(model.parameters()).device
+    batch = send_to_device(as_batch(windows.collate_fn(samples)), device)
+    return num_draws_before(model, batch, len(samples), layers[first])
 
 
 def max_hidden_shape(engine: Engine, hidden_size: int) -> tuple[int, int, int]:
