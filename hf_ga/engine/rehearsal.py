@@ -72,7 +72,10 @@ def rehearsal_parts(
     size = max((len(micro_batch) for micro_batch in planned), default=0)
     size = max(size, 2)  # a sample alone has no company
     if len(parts) == 1:
-        rehearsed = _with_company(parts[0], spare, size - 1)
+        size = max(size - 1, 2)
+        if size == len(parts[0]):
+            size += 1 if len(spare) else -1
+        rehearsed = _with_company(parts[0], spare, size)
     else:
         rehearsed = _in_turn(sorted(parts, key=len, reverse=True), size)
     return rehearsed[::-1].copy(), parts
@@ -98,8 +101,10 @@ def rehearsed_offsets(planned: Sequence[np.ndarray], spare: np.ndarray) -> np.nd
 
 
 def _with_company(own: np.ndarray, spare: np.ndarray, size: int) -> np.ndarray:
-    """Return half of this rank's samples together with others, `size` in total, at least one."""
-    num_own = max(1, min(len(own), (size + 1) // 2))
+    """Return samples of this rank together with others, half of each, `size` in total; more of its
+    own if there are fewer others.
+    """
+    num_own = min(len(own), max(1, (size + 1) // 2, size - len(spare)))
     return np.concatenate([own[:num_own], spare[: max(0, size - num_own)]])
 
 
