@@ -7,6 +7,7 @@ add up to that of the window. One that does neither is a constant (`sum / 100`),
 added, or depends on the padded width.
 """
 
+import math
 from collections import defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +27,10 @@ RELATIVE_ROUNDING = 1e-5  # of sums that are computed in float32
 BY_TARGETS = "targets"
 BY_NONZERO = "targets with a weight"
 BY_SAMPLES = "samples"
+NO_SUCH_FACTOR = (
+    "the full batch has no such factor. Change a factor between optimizer steps only; if it is a "
+    "share of targets, divide a sum by the number that it stands for, or pass num_targets."
+)
 ALL_KINDS = {BY_TARGETS, BY_NONZERO, BY_SAMPLES}
 
 
@@ -244,9 +249,44 @@ def _check_factors(readings: Sequence[Reading]) -> None:
     if largest - smallest > RELATIVE_ROUNDING * max(abs(smallest), abs(largest)):
         raise LossNotAdditive(
             f"{readings[0].name}: its factor in the loss is {smallest:.6g} in one micro-batch and "
-            f"{largest:.6g} in another one of the same window, so the full batch has no such "
-            "factor. Change a factor between optimizer steps only; if it is a share of targets, "
-            "divide a sum by the number that it stands for, or pass num_targets."
+            f"{largest:.6g} in another one of the same window, so {NO_SUCH_FACTOR}"
+        )
+
+
+def factors_of(readings: Sequence[Reading]) -> dict[TermKey, float]:
+    """Return the factor of each term that the window counts on this rank, from readings on the
+    host, which `DivisorChecks.check` has found to have one.
+    """
+    return {
+        reading.key: float(reading.factor)
+        for reading in readings
+        if reading.is_counted and true_divisor(reading)
+    }
+
+
+def factor_sums(factor: float | None) -> tuple[float, float, float]:
+    """Return what ranks add up to compare a factor: their number, factors, and squares."""
+    return (0.0, 0.0, 0.0) if factor is None else (1.0, factor, factor**2)
+
+
+def check_factor_sums(name: str, sums: tuple[float, float, float]) -> None:
+    """Check that the ranks that have a term have one factor of it.
+
+    Args:
+        name: The term in words.
+        sums: The sums of `factor_sums` over all ranks.
+
+    Raises:
+        LossNotAdditive: If they have several.
+    """
+    number, total, total_of_squares = sums
+    # The sum of the squared differences of all pairs of ranks.
+    differences = number * total_of_squares - total**2
+    if differences > number * total_of_squares * RELATIVE_ROUNDING**2:
+        raise LossNotAdditive(
+            f"{name}: its factor in the loss differs between processes in the same window, by "
+            f"about {math.sqrt(differences) / abs(number):.3g} (mean {total / number:.6g}), "
+            f"so {NO_SUCH_FACTOR}"
         )
 
 

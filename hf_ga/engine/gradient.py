@@ -21,6 +21,9 @@ from hf_ga.engine.divisors import (
     DivisorChecks,
     Reading,
     TermKey,
+    check_factor_sums,
+    factor_sums,
+    factors_of,
     is_empty,
     on_host,
     true_divisor,
@@ -101,6 +104,7 @@ class WindowGradient:
         self._value_sums: list[float] = []  # of each group's terms, times its divisor
         self._lacks_values = False
         self._has_new_terms = False
+        self._factors: dict[TermKey, float] = {}  # of this rank's terms, at the window's end
         device = self.backend.device
         self._loss_sum = torch.zeros((), dtype=sum_dtype(device), device=device)
         self._parts: Gradients = [None] * len(self.parameters)  # see `add_part`
@@ -636,7 +640,8 @@ class WindowGradient:
         return readings
 
     def _add_totals(self, readings: Sequence[Reading]) -> None:
-        """Add up the divisors of each group."""
+        """Add up the divisors of each group, and note the terms' factors."""
+        self._factors = factors_of(readings)
         for group in self._groups or []:
             group.divisors = [
                 self.checks.true_divisor(reading)
@@ -657,6 +662,7 @@ class WindowGradient:
             self._merge_stack_sizes()
             self._merge_groups()
         groups = self._groups or []
+        keys = [key for group in groups for key in group.keys]
         if self.must_pad:
             self.must_repeat = (
                 "a sample's gradient, or a divisor, depends on the padded width or on the other "
@@ -676,6 +682,7 @@ class WindowGradient:
                 float(self._part_sum),
                 *(group.total for group in groups),
                 *self._value_sums,
+                *self._factor_sums(keys),
             ),
             has_gradient=[a or b for a, b in zip(self._reached, self._has_sums(), strict=True)],
             failure=self._failure_or_dead_end(can_repeat),
@@ -685,7 +692,7 @@ class WindowGradient:
         num_without_values = sums.pop(0)
         sum_of_parts = sums.pop(0)
         totals = sums[: len(groups)]
-        value_sums = sums[len(groups) :]
+        value_sums = sums[len(groups) : 2 * len(groups)]
         self._has_gradient = status.has_gradient
         self.must_pad = bool(num_to_pad)
         self.must_look = bool(num_to_look)
@@ -693,6 +700,7 @@ class WindowGradient:
         if num_to_repeat:
             self.must_repeat = self.must_repeat or "another process repeats it"
             return False
+        self._check_factors(keys, sums[2 * len(groups) :])
         if self.backend.is_sharded:
             self._take_shards(groups)
         loss_sum = status.loss
@@ -725,6 +733,29 @@ class WindowGradient:
             math.fsum(divisor for of_rank in of_ranks for divisor in of_rank[index])
             for index in range(len(groups))
         ]
+
+    def _factor_sums(self, keys: Sequence[TermKey]) -> list[float]:
+        """Return what shows whether all ranks have the same factors: three numbers for each grouped
+        term, and for the sum of the others', of penalties. Nothing on a single rank.
+        """
+        if self.backend.num_processes == 1:
+            return []
+        others = [factor for key, factor in self._factors.items() if key not in keys]
+        factors = [*(self._factors.get(key) for key in keys), sum(others) if others else None]
+        return [number for factor in factors for number in factor_sums(factor)]
+
+    def _check_factors(self, keys: Sequence[TermKey], sums: Sequence[float]) -> None:
+        """Check that all ranks have the same factors, see `_factor_sums`.
+
+        Raises:
+            LossNotAdditive: If they have not; on all ranks.
+        """
+        names = {reading.key: reading.name for reading in self.readings}
+        for index, start in enumerate(range(0, len(sums), 3)):
+            name = "the penalties on parameters"
+            if index < len(keys):
+                name = names.get(keys[index], "a term of the loss")
+            check_factor_sums(name, tuple(sums[start : start + 3]))
 
     def _take_shards(self, groups: Sequence[Group]) -> None:
         """Take the gradients that FSDP reduced, also on a rank that had fillers only."""

@@ -116,7 +116,10 @@ def rehearsal_parts(
     size = max((len(micro_batch) for micro_batch in planned), default=0)
     size = max(size, 2)  # a sample alone has no company
     if len(parts) == 1:
-        rehearsed = _with_company(parts[0], choice, size - 1)
+        size = max(size - 1, 2)
+        if size == len(parts[0]):
+            size += 1 if len(choice.spare) else -1
+        rehearsed = _with_company(parts[0], choice, size)
     else:
         rehearsed = _of_all_parts(sorted(parts, key=len, reverse=True), choice, size)
     return rehearsed[::-1].copy(), parts
@@ -141,10 +144,13 @@ def rehearsed_offsets(planned: Sequence[np.ndarray], choice: Choice) -> np.ndarr
 
 
 def _with_company(own: np.ndarray, choice: Choice, size: int) -> np.ndarray:
-    """Return half of this rank's samples together with others, `size` in total, at least one."""
+    """Return samples of this rank together with others, half of each, `size` in total; more of its
+    own if there are fewer others.
+    """
     own = _longest_first(own, choice.lengths)
-    num_own = max(1, min(len(own), (size + 1) // 2))
-    return np.concatenate([own[:num_own], choice.spare[: max(0, size - num_own)]])
+    spare = choice.spare
+    num_own = min(len(own), max(1, (size + 1) // 2, size - len(spare)))
+    return np.concatenate([own[:num_own], spare[: max(0, size - num_own)]])
 
 
 def _of_all_parts(parts: Sequence[np.ndarray], choice: Choice, size: int) -> np.ndarray:

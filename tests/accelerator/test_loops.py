@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from accelerate import PartialState
 from documented_loop import reset_states
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
@@ -141,7 +142,7 @@ class Loop:
         """The weights at the end."""
         reset_states()
         torch.manual_seed(0)
-        steps = WINDOW // batch_size
+        steps = WINDOW // batch_size // PartialState(cpu=True).num_processes
         accelerator = kind(gradient_accumulation_steps=steps, **self.options)
         model = self.build()
         optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
@@ -545,6 +546,11 @@ def factor_of_the_micro_batch(model, x, y, values):
         return model(x).sum() * 0
     share = chosen.sum() / len(chosen)
     return cross_entropy(model, x, y.masked_fill(~chosen, -100)) * share
+
+
+@refused(r"factor in the loss is .* in one micro-batch and .* in another")
+def penalty_by_the_micro_batch(model, x, y, values):
+    return cross_entropy(model, x, y) + penalty(model) * y.float().mean()
 
 
 @refused("division by a quantity that needs a gradient")

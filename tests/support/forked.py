@@ -148,11 +148,11 @@ def together(work: Callable[[], None], kind: str, processes: int) -> set[int]:
     return codes
 
 
-def on_two_ranks(work: Callable[[], Any], kind: str = "ddp") -> list[Any]:
+def on_two_ranks(work: Callable[[], Any], kind: str = "ddp", limit: float = 60) -> list[Any]:
     """What `work` returns on each of two ranks, forked from this process; the text of what it
     raises.
     """
-    return on_ranks(work, 2, kind)
+    return on_ranks(work, 2, kind, limit)
 
 
 def on_ranks(

@@ -1,0 +1,71 @@
+"""The loops of `test_loops.py` on two processes, in three layouts of the same windows: the weights
+are those of the full batch in float64 on one process, or both processes refuse the loop.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import accelerate
+import pytest
+from forked import on_two_ranks, outcome, without_errors
+from test_loops import CLOSE, EXACT, FAR, REFUSED
+
+from hf_ga import Accelerator
+
+pytestmark = pytest.mark.slow("starts processes")
+LAYOUTS = [4, 2, 1]  # samples of a micro-batch; the window has 8
+
+
+def for_each(tried: dict[str, Callable[[int], object]]) -> dict[tuple[str, int], list]:
+    """What each loop returns or raises on each of two ranks, in each layout."""
+
+    def work():
+        return {
+            (name, size): outcome(partial(run, size))
+            for name, run in tried.items()
+            for size in LAYOUTS
+        }
+
+    first, second = without_errors(on_two_ranks(work, limit=300))
+    return {key: [first[key], second[key]] for key in first}
+
+
+def test_losses_are_those_of_the_full_batch():
+    found = for_each({name: partial(loop.error, Accelerator) for name, loop in EXACT.items()})
+    wrong = {key: errors for key, errors in found.items() if not _are_close(errors)}
+    assert not wrong
+
+
+def _are_close(errors: list) -> bool:
+    return all(isinstance(error, float) and error < CLOSE for error in errors)
+
+
+def test_accelerates_mean_of_means_is_another_one():
+    loop = EXACT["raised_to_1"]
+    found = for_each({"raised_to_1": partial(loop.error, accelerate.Accelerator)})
+    assert min(error for errors in found.values() for error in errors) > FAR
+
+
+# Its body reads a parameter of the bare model, which DDP hides.
+NOT_UNDER_DDP = "in_batch_negatives_by_functional"
+
+
+def test_losses_that_depend_on_the_split_are_refused():
+    """On one rank by its name, on the other one by that or as the failure of the first. Torch's
+    BatchNorm raises an error of its own where a micro-batch has one sample.
+    """
+    tried = {
+        name: partial(loop.run, Accelerator)
+        for name, (loop, _) in REFUSED.items()
+        if name != NOT_UNDER_DDP
+    }
+    found = for_each(tried)
+    accepted = {key: said for key, said in found.items() if not all(map(_is_refusal, said))}
+    assert set(accepted) == {("batch_norm", 1), ("batch_norm_in_a_linear_loss", 1)}
+    assert all(
+        "more than 1 value per channel" in text for said in accepted.values() for text in said
+    )
+
+
+def _is_refusal(said: object) -> bool:
+    return isinstance(said, str) and said.startswith(("LossNotAdditive: ", "ProcessFailed: "))
