@@ -1,6 +1,6 @@
-"""Examine one head (a model class of transformers with a loss): compare the gradients of hf_ga and
-Trainer with that of plain PyTorch on the full batch, and hf_ga's gradients with dropout in several
-layouts with one another.
+"""Examine one head (a model class of transformers with a loss): compare hf_ga's gradients in several
+layouts, and Trainer's gradient, with that of plain PyTorch on the full batch, and hf_ga's gradients
+with dropout in the same layouts with one another.
 
 `scripts/sweep_heads.py` runs this for every architecture of transformers.
 """
@@ -23,8 +23,9 @@ import hf_ga
 from heads.small_models import build_small, small_config, switch_off_dropout
 from heads.small_samples import KINDS, PADDED_LENGTHS, PaddingCollator, Sample, make_samples
 from hf_ga.check.arms import trainer_arm
+from hf_ga.engine.trial import LossFacts
 from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.training import LossSettings, remember
+from hf_ga.training import LossSettings, try_before
 
 # Largest relative error of a right gradient, over all parameters together.
 TOLERANCE = 1e-5
@@ -89,11 +90,12 @@ class Verdict:
 
     Attributes:
         head: The head.
-        status: hf_ga's result: "right", "refused" (hf_ga raised that it does not support the
-            model), "wrong", "not built" or "out of scope".
+        status: hf_ga's result: "right" (in all layouts), "refused" (hf_ga raised that it does not
+            support the model), "wrong", "not built" or "out of scope".
         reason: Why it is not "right": the relative error, or the message of an exception.
-        error: Relative error of hf_ga's gradient. None: there is none.
-        rule: Name of the rule that hf_ga proved for the model's loss.
+        error: Largest relative error of hf_ga's gradients in the layouts. None: there is none.
+        terms: Each term of the loss, as hf_ga read it.
+        speed_ups: Names of the speed-ups that hf_ga used.
         trainer_error: Relative error of Trainer's gradient. None: Trainer raised.
         trainer_ratio: Norm of Trainer's gradient divided by that of the true gradient.
         trainer_reason: Message of the exception that Trainer raised.
@@ -110,7 +112,8 @@ class Verdict:
     status: str = "not built"
     reason: str = ""
     error: float | None = None
-    rule: str = ""
+    terms: tuple[str, ...] = ()
+    speed_ups: tuple[str, ...] = ()
     trainer_error: float | None = None
     trainer_ratio: float | None = None
     trainer_reason: str = ""
@@ -209,13 +212,18 @@ def true_gradient(model: nn.Module, samples: list[Sample], collate: PaddingColla
     return take_gradient(model)
 
 
+def try_head(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> LossFacts:
+    """Try the loss of a model on some samples, as `hf_ga.prepare` does."""
+    return try_before(Accelerator(cpu=True), model, samples, collate, LossSettings())
+
+
 def hf_ga_gradient(
     model: nn.Module,
     samples: list[Sample],
     collate: PaddingCollator,
-    rule: hf_ga.Rule | None = None,
+    facts: LossFacts,
     **layout: Any,
-) -> tuple[Gradient, hf_ga.Rule]:
+) -> Gradient:
     """Compute the gradient of the samples with hf_ga, as one window (the samples of one optimizer
     step) split into micro-batches.
 
@@ -223,11 +231,8 @@ def hf_ga_gradient(
         model: The model.
         samples: The samples of the window.
         collate: The collate function.
-        rule: The rule that was proven for the model's loss. None: prove it now.
+        facts: What `try_head` found.
         layout: Arguments of `WindowLoader` that split the window into micro-batches.
-
-    Returns:
-        The gradient, and the proven rule.
     """
     accelerator = Accelerator(cpu=True)
     windows = hf_ga.WindowLoader(
@@ -238,13 +243,11 @@ def hf_ga_gradient(
         shuffle=False,
         **layout,
     )
+    windows.state.pad_to_window |= facts.pad_to_window
     model.zero_grad(set_to_none=True)
-    remember(accelerator, model, LossSettings(rule=rule))
-    for window in windows:
-        hf_ga.backward_window(accelerator, model, window)
-    if rule is None:
-        (rule,) = windows.state.rules.values()
-    return take_gradient(model), rule
+    (window,) = windows
+    hf_ga.backward_window(accelerator, model, window)
+    return take_gradient(model)
 
 
 def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
@@ -320,8 +323,9 @@ def _examine_hf_ga(
     collate: PaddingCollator,
     truth: Gradient,
 ) -> None:
-    """Compute hf_ga's gradient of a head (a model class of transformers with a loss), compare it
-    with the true gradient, and write status, error and reason into the verdict, in place.
+    """Compute hf_ga's gradients of a head (a model class of transformers with a loss) in several
+    layouts (micro-batch sizes), compare them with the true gradient, and write status, error and
+    reason into the verdict, in place.
 
     Args:
         verdict: The verdict of the head.
@@ -331,16 +335,22 @@ def _examine_hf_ga(
         truth: The true gradient, of plain PyTorch on the full batch.
     """
     try:
-        gradient, rule = hf_ga_gradient(model, samples, collate, per_device_batch_size=MICRO_BATCH)
+        facts = try_head(model, samples, collate)
+        errors = {
+            name: relative_error(hf_ga_gradient(model, samples, collate, facts, **layout), truth)
+            for name, layout in LAYOUTS.items()
+        }
     except Exception as error:
         verdict.status = "refused" if isinstance(error, REFUSALS) else "wrong"
         verdict.reason = describe_error(error)
         return
-    verdict.error = relative_error(gradient, truth)
-    verdict.rule = rule.name
+    worst = max(errors, key=errors.__getitem__)
+    verdict.error = errors[worst]
+    verdict.terms = facts.terms
+    verdict.speed_ups = facts.speed_ups.names
     verdict.status = "right" if verdict.error <= TOLERANCE else "wrong"
     if verdict.status == "wrong":
-        verdict.reason = f"error {verdict.error:.1e}"
+        verdict.reason = f"error {verdict.error:.1e} in the layout {worst}"
 
 
 def _examine_trainer(
@@ -384,12 +394,10 @@ def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
         if not draws_randomness(model, samples, collate):
             verdict.dropout = "none drawn"
             return
-        # Prove once for all layouts.
-        rule = hf_ga.prove_targets(model, samples, collate)
-        gradients = []
-        for layout in LAYOUTS.values():
-            gradient, _ = hf_ga_gradient(model, samples, collate, rule, **layout)
-            gradients.append(gradient)
+        facts = try_head(model, samples, collate)
+        gradients = [
+            hf_ga_gradient(model, samples, collate, facts, **layout) for layout in LAYOUTS.values()
+        ]
     except Exception as error:
         verdict.dropout = "refused" if isinstance(error, REFUSALS) else "error"
         verdict.dropout_reason = describe_error(error)

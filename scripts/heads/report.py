@@ -28,14 +28,18 @@ that only pads. If it has targets per token, their numbers differ by more than a
 are cut off at the start, the end or both.
 
 - **Truth**: `model(**collate(all_samples)).loss.backward()`, with torch and transformers only, in float32 without dropout.
-- **hf_ga**: `WindowLoader` and `backward_window` with {ACCUMULATION} micro-batches of {MICRO_BATCH}. Refused: it raises an error.
-- **Trainer**: the gradient that `transformers.Trainer` passes to its optimizer for the same model, samples, order and layout.
-- **Error**: ||g - truth|| / ||truth|| over all parameters together; right is at most {TOLERANCE:.0e}. Ratio: ||g|| / ||truth||.
-- **Dropout**: the model is built again with all dropout probabilities {DROPOUT}. hf_ga's gradients in the layouts
-  {", ".join(LAYOUTS)} (micro-batch x accumulation; uneven is 3, 1, 4, sorted by length) agree if no two differ by more than
-  {TOLERANCE:.0e}, and each differs from the gradient without dropout by more than ten times that. Whether a model draws at all is
-  read from torch's generator, not from hf_ga. Dropping layers for a whole batch (`layerdrop`), routing noise and masking of inputs
-  are off, because they cannot be tied to a sample.
+- **hf_ga**: the loss is tried on the samples as `prepare(..., windows)` does, then `backward_window` computes the samples as one
+  window, with the speed-ups that passed their trials, in the layouts {", ".join(LAYOUTS)} (micro-batch x accumulation; uneven is
+  3, 1, 4, sorted by length). Right: in all of them. Refused: it raises an error.
+- **Loss**: the terms of the loss, as hf_ga read them in the trial.
+- **Trainer**: the gradient that `transformers.Trainer` passes to its optimizer for the same model, samples and order, with
+  {ACCUMULATION} micro-batches of {MICRO_BATCH}.
+- **Error**: ||g - truth|| / ||truth|| over all parameters together, the largest of the layouts; right is at most {TOLERANCE:.0e}.
+  Ratio: ||g|| / ||truth||.
+- **Dropout**: the model is built again with all dropout probabilities {DROPOUT}. hf_ga's gradients in the same layouts agree if no
+  two differ by more than {TOLERANCE:.0e}, and each differs from the gradient without dropout by more than ten times that. Whether a
+  model draws at all is read from torch's generator, not from hf_ga. Dropping layers for a whole batch (`layerdrop`), routing noise
+  and masking of inputs are off, because they cannot be tied to a sample.
 
 In scope are, of the pre-training mapping, classes whose forward takes `input_ids` with `labels` or `start_positions` (a loss of
 text), and of the image mapping, models that have a module called attention. Multimodal models get text alone, as far as they take
@@ -156,7 +160,7 @@ def _format_page(verdicts: list[Verdict], origin: str) -> str:
                 "head",
                 "hf_ga",
                 "error",
-                "targets",
+                "loss",
                 "Trainer",
                 "error",
                 "ratio",
@@ -223,7 +227,7 @@ def _table_row(verdict: Verdict) -> list[str]:
         verdict.head.name,
         verdict.status,
         _format_error(verdict.error),
-        verdict.rule,
+        _format_terms(verdict.terms),
         _trainer_status(verdict),
         _format_error(verdict.trainer_error),
         ratio,
@@ -258,6 +262,11 @@ def _format_dropout(verdict: Verdict) -> str:
     return f"{verdict.dropout} {verdict.dropout_error:.0e}"
 
 
+def _format_terms(terms: tuple[str, ...]) -> str:
+    """Format the terms of a loss for a table cell: each means "the mean of" what is named."""
+    return " + ".join(term.removeprefix("the mean of ") for term in terms)
+
+
 def _format_error(value: float | None) -> str:
     """Format a relative error with two digits; return "" for None."""
     return "" if value is None else f"{value:.1e}"
@@ -275,7 +284,7 @@ def _json_entry(verdict: Verdict) -> dict[str, Any]:
     values = vars(verdict.head) | vars(verdict) | {"trainer_right": verdict.trainer_right}
     entry = {}
     for name, value in values.items():
-        if name == "head" or value in (None, ""):
+        if name == "head" or value in (None, "", ()):
             continue
         entry[name] = float(f"{value:.3g}") if isinstance(value, float) else value
     return entry
