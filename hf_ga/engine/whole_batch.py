@@ -342,8 +342,8 @@ class WholeBatch:
         for name, first in firsts.items():
             if first.is_floating_point() and name in tensors:
                 output = tensors[name].detach()
-                tolerance = self._tolerance(output)
-                self._differences.append((name, _relative_difference(output, first), tolerance))
+                difference = _relative_difference(output, first.detach())  # it may be a parameter
+                self._differences.append((name, difference, self._tolerance(output)))
 
     def _tolerance(self, output: Tensor) -> float:
         """Return how much an output may differ by rounding."""

@@ -261,12 +261,14 @@ class BaseLoader:
         """Return the position of the iteration over windows, for a checkpoint.
 
         It holds the epoch, the number of consumed windows, everything that determines the order of
-        the samples (seed, window size, ...), and the memory limit of micro-batches, if there is
-        one.
+        the samples (seed, window size, ...), the memory limit of micro-batches, if there is one,
+        and what training found out about padding.
         """
         state = {"epoch": self.epoch, "num_consumed": self.num_consumed, **self._identity()}
         if self.state.max_elements is not None:
             state["max_elements"] = self.state.max_elements
+        state["pad_to_window"] = self.state.pad_to_window
+        state["is_padding_tried"] = self.state.is_padding_tried
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, allow_changes: bool = False) -> None:
@@ -299,6 +301,8 @@ class BaseLoader:
         else:
             self.num_consumed = state["num_consumed"]
         self.state.max_elements = state.get("max_elements", self.state.max_elements)
+        self.state.pad_to_window |= state.get("pad_to_window", False)
+        self.state.is_padding_tried |= state.get("is_padding_tried", False)
 
     def _num_windows_to_skip(self, state: dict[str, Any]) -> int:
         """Return how many of this loader's windows to skip, to resume at a position that was saved

@@ -192,6 +192,18 @@ def test_a_state_of_another_order_is_refused(size, options, named):
     assert (loader.epoch, loader.num_consumed) == (0, 0)
 
 
+@pytest.mark.parametrize("found", ["pad_to_window", "is_padding_tried"])
+def test_what_training_found_out_about_padding_is_resumed(found):
+    """Else the windows after the checkpoint would have other micro-batches."""
+    first = make_loader(Numbers(30))
+    second = make_loader(Numbers(30))
+    second.load_state_dict(first.state_dict())
+    assert not getattr(second.state, found)
+    setattr(first.state, found, True)
+    second.load_state_dict(first.state_dict())
+    assert getattr(second.state, found)
+
+
 def test_order_and_randomness_belong_to_the_sample_not_to_the_layout():
     """What a sample and a window draw depends on their positions. Neither workers nor the global
     random states matter.

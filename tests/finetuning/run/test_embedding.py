@@ -120,7 +120,7 @@ LEARNED = {"learn_temperature": True, "symmetric_loss": True}
 def test_a_window_is_one_batch_in_any_micro_batches(sizes, rows):
     """With dropout, against one float64 batch with the same masks; the temperature, too."""
     found, _, run, window = gradient(rows, sizes, still=False, **LEARNED)
-    truth = pairs.full_batch_gradient(run.model, run.rule, window, both_directions)
+    truth = pairs.full_batch_gradient(run.model, window, both_directions)
     assert h.relative_error(found, truth) < 2e-6
     assert truth["log_temperature"].abs() > 1e-3
     error = found["log_temperature"].double() - truth["log_temperature"]
@@ -141,7 +141,7 @@ def test_control_negatives_of_micro_batches_only(rows):
 def of_rank(place, sizes):
     _, _, run, window = gradient(place, sizes, still=False, **LEARNED)
     model = run.model.module
-    truth = pairs.full_batch_gradient(model, run.rule, window, both_directions)
+    truth = pairs.full_batch_gradient(model, window, both_directions)
     return h.gradients(model), truth, run.evaluate()
 
 

@@ -76,8 +76,8 @@ def test_a_run_fits_one_screen(place, monkeypatch, capsys):
     assert finetune_main(["run.json"]) == 0
     printed, bars = capsys.readouterr()
     lines = printed.splitlines()
-    facts = ["data", "sample", "model", "layout", "targets"]
-    facts += ["dropout", "precision", "padding", "speed-ups"]
+    facts = ["data", "sample", "model", "layout", "loss"]
+    facts += ["draws", "precision", "padding", "speed-ups"]
     assert [line.split()[0] for line in lines if line[0] != " "] == [
         *facts,
         "step",

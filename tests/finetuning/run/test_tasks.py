@@ -100,7 +100,7 @@ class Job:
         window = self.windows[layout][self.which]
         model.zero_grad()
         result = backward_window(
-            accelerator, model, window, rule=self.run.rule, loss_fn=chosen_loss_fn(self.run.config)
+            accelerator, model, window, loss_fn=chosen_loss_fn(self.run.config)
         )
         return result, h.gradients(model)
 
@@ -109,7 +109,6 @@ class Job:
         AcceleratorState._reset_state(True)
         window = copy.copy(self.windows["16x1"][self.which])
         window.batches = [in_float64(self.whole)]
-        window.rules = []
         model = self.plain(torch.float64)
         backward_window(
             Accelerator(cpu=True), model, window, loss_fn=chosen_loss_fn(self.run.config)
@@ -237,7 +236,7 @@ def test_every_split_of_every_task_draws_the_same_dropout(name, precision, place
     if name == "numbers" and h.BEFORE_5_23:
         pytest.skip("a regression head of transformers 5.17 has no float64")
     this = job(place, name, precision, dropout=True)
-    assert this.run.rule.dropout.sites
+    assert this.run.loss_facts.draws
     _, full = this.gradient("16x1")
     grads64 = this.gradient64()
     allowed = 3 * (2 * h.relative_error(full, grads64) + h.FLOOR)

@@ -103,9 +103,7 @@ class Weighted:
         run.model.zero_grad()
         loss_fn = chosen_loss_fn(run.config, run.class_weights)
         window = self.windows[layout][which]
-        result = backward_window(
-            self.accelerator, run.model, window, rule=run.rule, loss_fn=loss_fn
-        )
+        result = backward_window(self.accelerator, run.model, window, loss_fn=loss_fn)
         return result, h.gradients(run.model)
 
     def by_hand(self, which, dtype=torch.float64, is_weighted=True):
@@ -280,7 +278,7 @@ def test_a_stream_has_the_same_weights(weighed, tmp_path):
 
 
 def test_most_rows_may_have_weight_0(weighed, tmp_path):
-    """The proof takes rows that weigh something."""
+    """The loss is tried on rows that weigh something."""
     rows = rows_of("classes", COUNT)
     rows = [{**row, "w": 1.0 if i in (10, 50, 91) else 0.0} for i, row in enumerate(rows)]
     config = config_of(weighed, tmp_path / "out", "classes", max_steps=1, **WEIGHED)
