@@ -173,6 +173,7 @@ def _train_on(
         "learning_rate": learning_rate,
         "num_targets": result.num_targets,
         "tokens_per_second": round(tokens / seconds, 1),
+        "num_processes": run.accelerator.num_processes,
         "skipped": result.skipped,
     }
     if result.nonfinite:
