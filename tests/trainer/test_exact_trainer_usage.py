@@ -327,7 +327,7 @@ def test_auto_resumes_from_the_last_complete_checkpoint(case, tmp_path):
     assert last_complete_checkpoint(str(folder)) == str(folder / "checkpoint-3")
     given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
     given.make(save_strategy="steps", save_steps=3).train(resume_from_checkpoint="auto")
-    (tmp_path / "checkpoint-12").mkdir()
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
     for resume in ("auto", True):
         trainer = given.make()
         trainer.train(resume_from_checkpoint=resume)
