@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from elastic.run import run_elastic_test
 from tqdm.auto import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -112,6 +113,25 @@ def main() -> int:
         default=Path("outputs/kill_test"),
         help="a new folder for all runs",
     )
+    parser.add_argument(
+        "--elastic",
+        action="store_true",
+        help="instead: one run on two to three of torch's agents, with --kills random events "
+        "(killed workers and agents, SIGTERM, agents that join, two at once), and a ledger of the "
+        "samples",
+    )
+    parser.add_argument(
+        "--door",
+        default="command",
+        choices=("command", "accelerate", "trainer", "stock"),
+        help="with --elastic, what trains: the command, a loop with hf_ga.Accelerator, "
+        "ExactTrainer, or the control: the loop with Accelerate's own Accelerator",
+    )
+    parser.add_argument(
+        "--same_bits",
+        type=int,
+        help="with --elastic: the command's flag, with which the weights must have one SHA-256",
+    )
     flags = parser.parse_args()
     if flags.kills < 1 or flags.output_dir.exists():
         parser.error(
@@ -123,6 +143,10 @@ def main() -> int:
         ENVIRONMENT | {"HF_DATASETS_CACHE": str(flags.output_dir.resolve() / "cache")}
     )
     SERVER.set_forkserver_preload(PRELOAD)
+    if flags.elastic:
+        folder = flags.output_dir.resolve()
+        join_or_kill([start_process(write_inputs, folder)])
+        return run_elastic_test(folder, flags.door, flags.kills, flags.same_bits, flags.seed)
     runs = Runs(flags.output_dir.resolve(), flags.processes)
     random = np.random.default_rng(flags.seed)
     runs.measure()

@@ -17,7 +17,9 @@ from torch.utils.data import DataLoader
 
 from hf_ga.accelerator.loader import Epochs, WindowedDataLoader, loader_seed, make_windowed
 from hf_ga.accelerator.metrics import gather_rows
+from hf_ga.accelerator.resume import Resumed, resume
 from hf_ga.accelerator.state import (
+    STATE_FILE_NAME,
     InitialSchedulerState,
     SavedState,
     check_can_save,
@@ -35,6 +37,8 @@ from hf_ga.exact.layout import Layout
 from hf_ga.exact.precision import check_step
 from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, exact_sharding
+from hf_ga.parallel.processes import raise_on_all_ranks
+from hf_ga.recovery.files import writing
 
 logger = get_logger(__name__)
 
@@ -361,27 +365,72 @@ class Accelerator(accelerate.Accelerator):
 
     def save_state(self, output_dir: str | None = None, *args: Any, **kwargs: Any) -> str:
         """Save a checkpoint as `accelerate.Accelerator.save_state` does, with the positions of the
-        training loaders.
+        training loaders. All processes must call it.
+
+        The file `hf_ga_state.json` is written last, when everything else is on the disk: `resume`
+        ignores a folder without it, which a killed run has left.
 
         Returns:
             The folder of the checkpoint.
 
         Raises:
             ConfigError: If the window is not complete, because its gradients would be lost.
+            CheckpointError: If a write fails, for example because the disk is full; on all
+                processes.
         """
         check_can_save(self, is_complete=self.training_loop.is_complete)
-        folder = super().save_state(output_dir, *args, **kwargs)
-        positions = loader_positions(self._dataloaders)
-        if self.is_main_process:
-            saved = SavedState(
-                self.num_processes,
-                positions,
-                self.training_loop.num_complete_windows,
-                padded_loaders(self._dataloaders),
-            )
-            saved.write(Path(folder))
+        place = Path(output_dir or self.project_dir)
+        if output_dir is not None and self.is_main_process:
+            # An earlier checkpoint in this folder is incomplete from now on.
+            (place / STATE_FILE_NAME).unlink(missing_ok=True)
+        with raise_on_all_ranks(self), writing(place, place.parent, "resume the run"):
+            folder = super().save_state(output_dir, *args, **kwargs)
+        with raise_on_all_ranks(self), writing(place, place.parent, "resume the run"):
+            positions = loader_positions(self._dataloaders)
+            if self.is_main_process:
+                saved = SavedState(
+                    self.num_processes,
+                    positions,
+                    self.training_loop.num_complete_windows,
+                    padded_loaders(self._dataloaders),
+                )
+                saved.write(Path(folder))
         self.wait_for_everyone()
         return folder
+
+    def resume(self, folder: str | Path) -> Resumed:
+        """Load the last complete checkpoint in a folder, if there is one, and say where the loop
+        goes on. Call it on all processes, after everything is prepared.
+
+        The checkpoints are those of `save_state`, each in a folder of its own. One that was saved
+        on another number of processes or with another batch size is continued with the same
+        updates, if the windows have the same size (`global_batch_size`). The next iteration over
+        the training loader begins at the checkpoint's position, so the loop skips nothing itself.
+
+        Args:
+            folder: The folder with the checkpoints, which all machines must share. If it does not
+                exist or has no complete checkpoint, the loop starts from the beginning.
+
+        Returns:
+            The epoch and the number of steps to go on with.
+
+        Raises:
+            CheckpointError: If the checkpoint is that of another model, data set or window size, or
+                if a process does not see it; on all processes.
+
+        Example:
+            start = accelerator.resume("outputs/run")
+            step = start.step
+            for epoch in range(start.epoch, num_epochs):
+                for batch in loader:
+                    with accelerator.accumulate(model):
+                        ...
+                    if accelerator.sync_gradients:
+                        step += 1
+                        if step % 100 == 0:
+                            accelerator.save_state(f"outputs/run/step_{step}")
+        """
+        return resume(self, Path(folder))
 
     def load_state(self, input_dir: str | None = None, *args: Any, **kwargs: Any) -> None:
         """Load a checkpoint as `accelerate.Accelerator.load_state` does, with the positions of the

@@ -182,6 +182,13 @@ class WindowedDataLoader:
         self.restored_position = position
         self.has_yielded_windows = True
 
+    def changed_settings(self, position: dict[str, Any]) -> str:
+        """Return how this loader's samples and windows differ from those of a saved position, apart
+        from the seed, which is taken from it: "window_size 16 -> 24"; "" if they do not.
+        """
+        with_own_seed = {**position, "seed": self.windows.seed}
+        return ", ".join(self.windows.changed_settings(with_own_seed))
+
     @property
     def shuffles(self) -> bool:
         """Whether the DataLoader that the user made visits every sample once per epoch in a random

@@ -16,6 +16,7 @@ from accelerate.scheduler import AcceleratedScheduler
 from hf_ga.accelerator.loader import WindowedDataLoader
 from hf_ga.errors import CheckpointError, ConfigError
 from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.recovery.files import flush_tree, write_json
 
 STATE_FILE_NAME = "hf_ga_state.json"
 
@@ -40,12 +41,13 @@ class SavedState:
 
     def write(self, folder: Path) -> None:
         """Write this state to `hf_ga_state.json` in the folder of a checkpoint of
-        `accelerator.save_state`, which is created if needed.
+        `accelerator.save_state`, after everything else in it is on the disk: the file says that
+        the checkpoint is complete.
 
         Only the main process may call it.
         """
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / STATE_FILE_NAME).write_text(json.dumps(asdict(self), indent=1) + "\n")
+        flush_tree(folder)
+        write_json(folder / STATE_FILE_NAME, asdict(self))
 
     @staticmethod
     def read(folder: Path) -> "SavedState | None":

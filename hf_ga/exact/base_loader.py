@@ -287,13 +287,11 @@ class BaseLoader:
             ConfigError: If the state belongs to another order (its seed, window size, ... differ),
                 and `allow_changes` is False.
         """
-        identity = self._identity()
-        changed = [name for name in identity if state.get(name) != identity[name]]
+        changed = self.changed_settings(state)
         if changed and not allow_changes:
-            listed = ", ".join(f"{name} {state.get(name)} -> {identity[name]}" for name in changed)
             raise ConfigError(
-                f"this position belongs to another order of windows: {listed}. Make the loader "
-                "with the saved settings, or pass allow_changes=True."
+                f"this position belongs to another order of windows: {', '.join(changed)}. Make "
+                "the loader with the saved settings, or pass allow_changes=True."
             )
         self.epoch = state["epoch"]
         if changed:
@@ -303,6 +301,17 @@ class BaseLoader:
         self.state.max_elements = state.get("max_elements", self.state.max_elements)
         self.state.pad_to_window |= state.get("pad_to_window", False)
         self.state.is_padding_tried |= state.get("is_padding_tried", False)
+
+    def changed_settings(self, state: dict[str, Any]) -> list[str]:
+        """List the settings that determine the order of the samples and differ from those of a
+        saved position, each as "window_size 16 -> 24".
+        """
+        identity = self._identity()
+        return [
+            f"{name} {state.get(name)} -> {identity[name]}"
+            for name in identity
+            if state.get(name) != identity[name]
+        ]
 
     def _num_windows_to_skip(self, state: dict[str, Any]) -> int:
         """Return how many of this loader's windows to skip, to resume at a position that was saved

@@ -139,13 +139,16 @@ def tidy(folder: Path) -> None:
 
 
 @contextmanager
-def writing(path: Path, output_dir: Path) -> Iterator[None]:
+def writing(
+    path: Path, output_dir: Path, then: str = "use --resume_from_checkpoint auto"
+) -> Iterator[None]:
     """Raise one clear error if the block cannot write (a full disk, a quota, missing permissions),
     in place of the various errors with which libraries report that.
 
     Args:
         path: The file or folder that the block writes, for the message.
         output_dir: The output folder of the run, for the message.
+        then: What to do when there is space again, for the message.
 
     Raises:
         CheckpointError: If the operating system refused to write. Other errors are raised
@@ -164,11 +167,13 @@ def writing(path: Path, output_dir: Path) -> Iterator[None]:
         if not _is_refused_write(cause):
             raise
         reason = getattr(cause, "strerror", None)
-        if not reason:
+        if _is_cut_short(cause):
+            reason = "torch.save could write a part only, as on a full disk"
+        elif not reason:
             reason = str(cause).strip().splitlines()[-1]
         raise CheckpointError(
             f"cannot write {path}: {reason}. The files in {output_dir} are kept: free disk space "
-            "or change the permissions, then use --resume_from_checkpoint auto."
+            f"or change the permissions, then {then}."
         ) from error
 
 
@@ -179,7 +184,16 @@ def _is_refused_write(error: BaseException) -> bool:
     if isinstance(error, OSError | SafetensorError | CheckpointException):
         return True
     # The tokenizers library raises a plain Exception whose text contains the system's error.
-    return "(os error " in str(error)
+    return "(os error " in str(error) or _is_cut_short(error)
+
+
+def _is_cut_short(error: BaseException) -> bool:
+    """Whether an error is that of torch.save's writer, in C++, for a write that came to less than
+    all bytes: it does not name the system's error.
+    """
+    return isinstance(error, RuntimeError) and (
+        "inline_container.cc" in str(error) or "iostream error" in str(error)
+    )
 
 
 @contextmanager

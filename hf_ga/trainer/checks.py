@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch.utils.data import IterableDataset
 from transformers import Trainer, TrainerCallback
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 from transformers.trainer_callback import ExportableState
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import sort_checkpoints
 from transformers.training_args import OptimizerNames
 
 from hf_ga.errors import ConfigError
@@ -44,23 +45,22 @@ class WindowSize(TrainerCallback, ExportableState):
         """
         return {"args": {"window_size": self.window_size}, "attributes": {}}
 
-    def check_checkpoint(self, args: Any, resume_from: str | bool | None) -> None:
+    def check_checkpoint(self, folder: str | bool | None, args: Any) -> None:
         """Check that the checkpoint from which `ExactTrainer` resumes was saved with the same
         window size, the number of samples in one optimizer step.
 
         A checkpoint without a window size, such as Trainer's own, passes.
 
         Args:
+            folder: The checkpoint; True if there is none, None or False to start from the
+                beginning.
             args: The trainer's `TrainingArguments`.
-            resume_from: The checkpoint's folder, True for the last checkpoint in `output_dir`, or
-                None or False to start from the beginning.
 
         Raises:
             ConfigError: If the checkpoint was saved with another size, because the resumed run
                 would visit other samples.
         """
-        folder = get_last_checkpoint(args.output_dir) if resume_from is True else resume_from
-        if not folder:
+        if not isinstance(folder, str | os.PathLike) or not folder:
             return
         saved = _saved_window_size(Path(folder, "trainer_state.json"))
         if saved not in (None, self.window_size):
@@ -70,6 +70,20 @@ class WindowSize(TrainerCallback, ExportableState):
                 f"gradient_accumulation_steps {args.gradient_accumulation_steps} are "
                 f"{self.window_size}: change one of them so that the product is {saved}."
             )
+
+
+def last_complete_checkpoint(output_dir: str) -> str | None:
+    """Return the last complete checkpoint of Trainer in a folder; None if there is none.
+
+    Trainer writes `trainer_state.json` after everything else, so a checkpoint without a readable
+    one was left by a run that was killed while it saved.
+    """
+    checkpoints = sort_checkpoints(output_dir) if Path(output_dir).is_dir() else []
+    for checkpoint in reversed(checkpoints):
+        with suppress(OSError, ValueError):
+            json.loads(Path(checkpoint, "trainer_state.json").read_text())
+            return checkpoint
+    return None
 
 
 def _saved_window_size(path: Path) -> int | None:

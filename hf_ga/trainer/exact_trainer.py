@@ -41,9 +41,9 @@ from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, every_prepare_exact
-from hf_ga.parallel.processes import gather_uneven
+from hf_ga.parallel.processes import broadcast_from_main, gather_uneven
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
-from hf_ga.trainer.checks import WindowSize, check_trainer
+from hf_ga.trainer.checks import WindowSize, check_trainer, last_complete_checkpoint
 from hf_ga.trainer.loss import WindowLoss
 from hf_ga.trainer.pairs import chosen_first, collate_pairs, forward_of_pairs, has_pairs
 
@@ -411,7 +411,10 @@ class ExactTrainerMixin:
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Check that training can be made exact, then train as `Trainer.train` does.
 
-        The window size is saved in each checkpoint, and compared when a run resumes.
+        The window size is saved in each checkpoint, and compared when a run resumes. With
+        `resume_from_checkpoint=True` or `"auto"` the run resumes from the last complete checkpoint
+        in `output_dir`, on any number of processes; one that a killed run has not completed is
+        ignored. Without any, "auto" starts from the beginning.
 
         Raises:
             ConfigError: If a setting is not supported, or the checkpoint to resume from was saved
@@ -420,8 +423,15 @@ class ExactTrainerMixin:
         enable_fp16_on_cpu(self.accelerator)
         check_trainer(self, ExactTrainerMixin)
         window_size = WindowSize(self._window_size)
-        resume_from = kwargs.get("resume_from_checkpoint", args[0] if args else None)
-        window_size.check_checkpoint(self.args, resume_from)
+        if args:
+            kwargs["resume_from_checkpoint"], *args = args
+        resume_from = kwargs.get("resume_from_checkpoint")
+        if resume_from is True or resume_from == "auto":
+            last = last_complete_checkpoint(self.args.output_dir)
+            last = broadcast_from_main(self.accelerator, last)
+            # Of True without any checkpoint, Trainer complains.
+            kwargs["resume_from_checkpoint"] = last or (resume_from is True)
+        window_size.check_checkpoint(kwargs.get("resume_from_checkpoint"), self.args)
         self.pop_callback(WindowSize)  # of an earlier call of train
         self.add_callback(window_size)
         with every_prepare_exact(self.accelerator):

@@ -65,11 +65,12 @@ def runs(tmp_path_factory):
 
 
 def found_in(folder):
-    """Of each run: hash of the weights, and its lines without times."""
+    """Of each run: hash of the weights, and its lines without times and numbers of processes."""
+    of_layout = ("tokens_per_second", "num_processes")
     runs = sorted(folder.iterdir())
     hashes = [json.loads((run / "summary.json").read_text())["weights_sha256"] for run in runs]
     return hashes, [
-        [{k: v for k, v in line.items() if k != "tokens_per_second"} for line in lines_of(run)]
+        [{k: v for k, v in line.items() if k not in of_layout} for line in lines_of(run)]
         for run in runs
     ]
 

@@ -85,6 +85,15 @@ def test_one_run_on_five_layouts(place, whole, tmp_path):
     for (_, processes, size), layout in zip(CHAIN, layouts, strict=False):
         assert f"= {processes} process" in layout
         assert layout.endswith(f" {size}")
+    assert [line for line in printed.splitlines() if line.startswith("processes ")] == [
+        f"processes  {change} computed again"
+        for change in (
+            "1 -> 3 processes after step 3: same updates, resumed at step 2, 1 step",
+            "3 -> 2 processes after step 5: same updates, resumed at step 4, 1 step",
+        )
+    ]
+    processes = [line["num_processes"] for line in lines_of(tmp_path / "out")]
+    assert processes == [1, 1, 3, 3, *[2] * (STEPS - 4)]
     assert distance(tmp_path / "out", whole[1]) <= 1e-5
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["eval_loss"] == pytest.approx(whole[0]["eval_loss"], rel=1e-5)

@@ -2,6 +2,7 @@
 every key in it is explained.
 """
 
+import shlex
 from pathlib import Path
 
 import pytest
@@ -9,9 +10,10 @@ import yaml
 from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import FullyShardedDataParallelPlugin, patch_environment
-from accelerate.utils.launch import prepare_multi_gpu_env
+from accelerate.utils.launch import _filter_args, prepare_multi_gpu_env
 from torch.distributed.fsdp import BackwardPrefetch, ShardingStrategy, StateDictType
 from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from torch.distributed.run import config_from_args, get_args_parser
 
 PROFILES = sorted((Path(__file__).parents[2] / "accelerate_configs").glob("*.yaml"))
 FOLDER = PROFILES[0].parent
@@ -26,6 +28,7 @@ LAUNCHED = {
     "multi_gpu": (True, False, 8, 1, "bf16", False),
     "multi_gpu_fp32": (True, False, 8, 1, "no", False),
     "multi_node": (True, False, 16, 2, "bf16", False),
+    "elastic": (True, False, 8, 1, "bf16", False),
     "fsdp1": (False, True, 8, 1, "bf16", False),
     "fsdp2": (False, True, 8, 1, "bf16", False),
     "fsdp2_offload": (False, True, 8, 1, "bf16", False),
@@ -108,6 +111,37 @@ def test_what_fsdp_shards_with(name):
         assert not offload.offload_params
     else:
         assert plugin.reshard_after_forward is True
+
+
+def test_the_elastic_profile_takes_the_range_of_machines_from_the_environment(monkeypatch):
+    """As its first lines say; without them, one machine. The backend is a flag: Accelerate does
+    not read it from a profile.
+    """
+    profile = FOLDER / "elastic.yaml"
+    variables, flags = environment_and_flags(profile.read_text())
+    assert variables.pop("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") == "1"
+    for machines in ("1:1", "1:8"):
+        args = launched(profile, *flags)
+        prepare_multi_gpu_env(args)
+        torchrun = _filter_args(args, get_args_parser(), ["--training_script", "script.py"])
+        assert (torchrun.nnodes, torchrun.nproc_per_node) == (machines, "8")
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+    config, _, _ = config_from_args(torchrun)
+    assert (config.min_nodes, config.max_nodes, config.max_restarts) == (1, 8, 1000)
+    assert (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "/shared/run.rendezvous")
+    assert launched(profile).rdzv_backend == "static"
+    assert config.rdzv_configs["store_type"] == "file"
+    assert config.rdzv_configs["last_call_timeout"] == "5"
+
+
+def environment_and_flags(text):
+    """What a profile's first lines export, and the flags of their command."""
+    comments = [line[1:] for line in text.splitlines() if line.startswith("#")]
+    words = shlex.split(" ".join(comments).replace("\\", ""), comments=False)
+    variables = dict(word.split("=") for word in words if word.startswith(("PET_", "TORCH_")))
+    flags = words[words.index("--rdzv_backend") : words.index("scripts/finetune.py")]
+    return variables, flags
 
 
 def test_a_misspelt_key_is_found(tmp_path):

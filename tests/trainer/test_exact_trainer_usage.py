@@ -20,6 +20,7 @@ from trainers import distance, mixed, weight_error, word_tokenizer
 
 from hf_ga import ConfigError, DataError, UnkeyedRandomness
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
+from hf_ga.trainer.checks import last_complete_checkpoint
 from hf_ga.trainer.exact_trainer import ExactTrainer
 
 
@@ -313,6 +314,24 @@ def test_a_checkpoint_is_resumed_with_the_same_window_only(case):
         ConfigError, match=r"windows of 16 samples, .* gradient_accumulation_steps 2 are 8"
     ):
         given.run(layout=(4, 2), resume=3)
+
+
+def test_auto_resumes_from_the_last_complete_checkpoint(case, tmp_path):
+    """One that a killed run has left, with weights only, does not count, also for True."""
+    folder = tmp_path / "left"
+    assert last_complete_checkpoint(str(folder)) is None
+    for name, text in [("checkpoint-3", "{}"), ("checkpoint-12", '{"a'), ("checkpoint-9", None)]:
+        (folder / name).mkdir(parents=True)
+        if text is not None:
+            (folder / name / "trainer_state.json").write_text(text)
+    assert last_complete_checkpoint(str(folder)) == str(folder / "checkpoint-3")
+    given = case(h.bert_classifier, h.class_samples(NUM_SAMPLES))
+    given.make(save_strategy="steps", save_steps=3).train(resume_from_checkpoint="auto")
+    (tmp_path / "checkpoint-4" / "trainer_state.json").unlink()
+    for resume in ("auto", True):
+        trainer = given.make()
+        trainer.train(resume_from_checkpoint=resume)
+        assert len(trainer.run.losses) == 1  # of 4 steps
 
 
 class Streaming(IterableDataset):

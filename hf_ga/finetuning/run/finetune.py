@@ -35,7 +35,12 @@ from hf_ga.finetuning.run.loop import fit, stopped_early
 from hf_ga.finetuning.run.outputs import prepare_output_dir, save_and_check_trained, write_reports
 from hf_ga.finetuning.run.predictions import write_predictions
 from hf_ga.finetuning.run.reload import expected_outputs
-from hf_ga.finetuning.run.report import print_fact, print_results, read_metrics
+from hf_ga.finetuning.run.report import (
+    describe_world_change,
+    print_fact,
+    print_results,
+    read_metrics,
+)
 from hf_ga.finetuning.run.run import Progress, Run, Setup
 from hf_ga.finetuning.run.saving import forget_other_best, resume
 from hf_ga.finetuning.run.trackers import start_trackers
@@ -185,6 +190,7 @@ def _train(
             start_trackers(accelerator, config, resumed=checkpoint is not None)
     if checkpoint:
         forget_other_best(run, progress, checkpoint)
+        _print_world_change(run, progress)
     start = time.perf_counter()
     try:
         progress = fit(run, progress)
@@ -194,6 +200,18 @@ def _train(
             raise
         raise _with_remedy(run, progress, error) from error
     return _finish(run, progress, seconds=time.perf_counter() - start)
+
+
+def _print_world_change(run: Run, progress: Progress) -> None:
+    """Print, when a run is resumed on another number of processes than before, how far it had come
+    and where it goes on.
+    """
+    if not run.accelerator.is_main_process:
+        return
+    metrics = run.output_dir / "metrics.jsonl"
+    change = describe_world_change(metrics, progress.step, run.accelerator.num_processes)
+    if change is not None:
+        print_fact(run.accelerator, "processes", change)
 
 
 def _check_own_metric(run: Run) -> None:

@@ -13,7 +13,7 @@ from hf_ga.exact.window import Window
 from hf_ga.finetuning.run.outputs import save_and_check_best
 from hf_ga.finetuning.run.report import MetricsFile
 from hf_ga.finetuning.run.run import Progress, Run
-from hf_ga.finetuning.run.saving import save
+from hf_ga.finetuning.run.saving import background_saves, save
 from hf_ga.parallel.processes import end_training
 from hf_ga.recovery.checkpoint import PREFIX
 from hf_ga.recovery.signals import StopRequest, stop_requests
@@ -49,7 +49,11 @@ def fit(run: Run, progress: Progress) -> Progress:
     metrics = MetricsFile(path, progress.metrics_size)
     run.model.train()
     must_stop = False
-    with _progress_bar(run, progress) as bar, stop_requests() as request:
+    with (
+        _progress_bar(run, progress) as bar,
+        stop_requests() as request,
+        background_saves(run) as saves,
+    ):
         while not must_stop and not _is_finished(run, progress):
             for window in run.windows:
                 line, must_stop = _train_on(run, progress, window, request)
@@ -61,9 +65,10 @@ def fit(run: Run, progress: Progress) -> Progress:
                 _log(run, progress, line, metrics)
                 # After the evaluation, on which early stopping depends.
                 if must_stop or _is_due(run, progress, line, every=run.save_steps):
-                    save(run, progress)
+                    save(run, progress, saves)
                 if must_stop or _is_finished(run, progress):
                     break
+        saves.wait()
         _raise_if_stopped(run, progress, request)
     # A signal that arrived after the last check.
     request.pass_on()
@@ -173,6 +178,7 @@ def _train_on(
         "learning_rate": learning_rate,
         "num_targets": result.num_targets,
         "tokens_per_second": round(tokens / seconds, 1),
+        "num_processes": run.accelerator.num_processes,
         "skipped": result.skipped,
     }
     if result.nonfinite:

@@ -5,6 +5,8 @@ of loss and learning rate.
 import json
 import os
 from collections.abc import Mapping
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -108,10 +110,49 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+def describe_world_change(path: Path, step: int, num_processes: int) -> str | None:
+    """Return the line that a resumed run prints if it has another number of processes than before.
+
+    Args:
+        path: The metrics.jsonl of the run, with the lines that were written before it was resumed.
+            Incomplete lines, of a run that was killed, are ignored.
+        step: The optimizer step of the checkpoint from which the run is resumed.
+        num_processes: The number of processes now.
+
+    Returns:
+        The line, or None if the number is the same, or unknown.
+
+    Example:
+        describe_world_change(path, 8, 1)
+        # '2 -> 1 processes after step 11: same updates, resumed at step 8, 3 steps computed again'
+    """
+    last = _last_line(path)
+    if last is None or last.get("num_processes") in (None, num_processes):
+        return None
+    num_lost = max(0, last["step"] - step)
+    unit = "step" if num_lost == 1 else "steps"
+    return (
+        f"{last['num_processes']} -> {num_processes} processes after step {last['step']}: same "
+        f"updates, resumed at step {step}, {num_lost} {unit} computed again"
+    )
+
+
+def _last_line(path: Path) -> dict[str, Any] | None:
+    """Return the last complete line of a metrics.jsonl; None if there is none."""
+    if not path.exists():
+        return None
+    for line in reversed(path.read_text(errors="replace").splitlines()):
+        with suppress(ValueError):
+            values = json.loads(line)
+            if isinstance(values, dict) and "step" in values:
+                return values
+    return None
+
+
 def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
     """Plot the curves of a fine-tuning run over its optimizer steps, and write them to an image
     file: the training loss of each window, its moving mean, the validation losses and the learning
-    rate.
+    rate. A vertical line marks each change of the number of processes.
 
     Windows that were skipped, without an optimizer step, are not plotted.
 
@@ -150,6 +191,7 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
             marker="o",
             label="validation",
         )
+    _mark_world_changes(loss_axes, trained)
     rate_axes.plot(steps, rates, color="tab:gray")
     loss_axes.set(title=title, ylabel="loss (nats per target)")
     rate_axes.set(xlabel="optimizer step", ylabel="learning rate")
@@ -164,6 +206,33 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
     figure.savefig(temporary, dpi=120, format=path.suffix[1:])
     flush(temporary)
     temporary.replace(path)
+
+
+def _mark_world_changes(axes: Any, lines: list[dict[str, Any]]) -> None:
+    """Draw a vertical line, with a text such as "2 -> 1 processes", where the number of processes
+    of a run changed.
+
+    Args:
+        axes: matplotlib's axes of the losses.
+        lines: The lines of metrics.jsonl whose windows made a step.
+    """
+    for before, after in pairwise(lines):
+        numbers = [line.get("num_processes") for line in (before, after)]
+        if None in numbers or numbers[0] == numbers[1]:
+            continue
+        between = (before["step"] + after["step"]) / 2
+        axes.axvline(between, color="tab:red", linewidth=1, linestyle=":")
+        axes.annotate(
+            f"{numbers[0]} -> {numbers[1]} processes",
+            (between, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(2, -2),
+            textcoords="offset points",
+            rotation=90,
+            verticalalignment="top",
+            fontsize="x-small",
+            color="tab:red",
+        )
 
 
 def _moving_mean(values: np.ndarray, radius: int) -> list[float]:

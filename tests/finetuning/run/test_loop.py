@@ -36,6 +36,7 @@ KEYS = {
     "learning_rate",
     "num_targets",
     "tokens_per_second",
+    "num_processes",
     "skipped",
 }
 EVAL_KEYS = {"eval_loss", "eval_perplexity", "eval_num_targets"}
@@ -77,6 +78,7 @@ def test_metrics_hold_one_line_for_each_optimizer_step(run):
         assert line["loss"] > 0
         assert line["grad_norm"] > 0
         assert line["tokens_per_second"] > 0
+        assert line["num_processes"] == 1
 
 
 def test_targets_of_a_run_are_those_of_its_rows(run, place):
