@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from forked import on_two_ranks
 from processes import make_accelerator
 from torch import nn
+from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.engine import window_engine
@@ -222,3 +223,13 @@ def test_a_rank_that_finds_it_stops_all():
     found = on_two_ranks(on_a_rank)
     assert len(found) == 2
     assert all("compares samples" in str(text) for text in found), found
+
+
+def test_the_longest_sample_of_a_micro_batch_is_seen_padded():
+    """XLNet reads the last column, which is padding for all but the longest samples: those of a
+    shorter micro-batch have none there.
+    """
+    samples = h.class_samples(12)
+    full = h.full_batch_gradient(h.xlnet_classifier(), h.pad_right(samples[:8]))
+    found, _ = window_gradient(h.xlnet_classifier(), one_window(samples[:8], 5))
+    assert h.relative_error(found, full) < 1e-6

@@ -15,7 +15,7 @@ ROOMS = {
     "draws",
     "exact",
     "loss",
-    "proof",
+    "engine",
     "speed",
     "parallel",
     "recovery",
