@@ -252,6 +252,8 @@ class KeyedDraws:
             raise NotKeyed(function, shape, "it is drawn in a function that torch.vmap transforms")
         if not all(isinstance(size, int) for size in shape):
             raise NotKeyed(function, shape, "the samples of a nested tensor differ in size")
+        if self.mask_source is not None and self.mask_source.is_refused(shape):
+            raise NotKeyed(function, shape, "its rows are tokens of several samples, packed")
         place = (micro_batch.num_seedings, number, function)
         sample_dim = self._sample_dim(place, shape[:batch_dims], only_shared)
         if function not in self.places:

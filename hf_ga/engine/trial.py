@@ -15,13 +15,13 @@ import torch
 from hf_ga.engine.own_loop import OwnLoop
 from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS
 from hf_ga.engine.speed_ups import ChosenSpeedUps
-from hf_ga.exact.batches import IGNORED_LABEL, sample_length
+from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.forward import restored_buffers, restored_modes
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.window import Window
 
-NUM_SAMPLES = 6  # in a trial, in two micro-batches
+NUM_SAMPLES = 6  # in a trial, in micro-batches of two
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,7 @@ def try_loss(
     with _unchanged(loop):
         loop.add_gradients(window)
         terms = _terms_of(loop)
-        first, *_ = window.request.micro_batches
-        part = window.split([first])
+        part = window.split([window.offsets[::2]])  # short and long samples, for packing
         # Of a number at which windows are not rehearsed.
         part = replace(part, request=replace(part.request, index=NUM_FIRST_WINDOWS))
         loop.add_gradients(part)
@@ -94,15 +93,17 @@ def _terms_of(loop: OwnLoop) -> tuple[str, ...]:
 def _trial_window(samples: Sequence[Any], collate_fn: Callable[[list[Any]], Any]) -> Window:
     """Return a window of some samples, from the shortest to the longest, with targets if possible.
 
-    Each of its two micro-batches has short and long ones.
+    Its micro-batches have samples of similar lengths, so that the longest one of each, which has no
+    padding there, has some in the rehearsal.
     """
     candidates = [index for index, sample in enumerate(samples) if _has_target(sample)]
     candidates = candidates or list(range(len(samples)))
-    by_length = sorted(candidates, key=lambda index: sample_length(samples[index]))
+    by_length = sorted(candidates, key=lambda index: _longest_row(samples[index]))
     number = min(NUM_SAMPLES, len(by_length))
     spread = np.linspace(0, len(by_length) - 1, number).astype(int)
     offsets = np.arange(number)
-    micro_batches = [part for part in (offsets[::2], offsets[1::2]) if len(part)]
+    num_parts = min(number, max(2, number // 2))
+    micro_batches = np.array_split(offsets, num_parts)
     request = WindowRequest(
         seed=0,
         epoch=0,
@@ -115,6 +116,18 @@ def _trial_window(samples: Sequence[Any], collate_fn: Callable[[list[Any]], Any]
     )
     fetcher = Fetcher(samples, collate_fn)
     return Window(request, fetcher, fetcher[request])
+
+
+def _longest_row(value: Any) -> int:
+    """Return how long a sample is, in the last dim of its values: choices are lists of lists."""
+    if isinstance(value, Mapping):
+        return max(map(_longest_row, value.values()), default=1)
+    if hasattr(value, "shape"):
+        return value.shape[-1] if len(value.shape) else 1
+    if not isinstance(value, list | tuple) or not len(value):
+        return 1
+    has_rows = isinstance(value[0], list | tuple)
+    return max(map(_longest_row, value)) if has_rows else len(value)
 
 
 def _has_target(sample: Any) -> bool:

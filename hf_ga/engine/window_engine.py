@@ -653,6 +653,7 @@ class WindowEngine:
         self._ask_for_look()
         # One that is computed again was compared in part.
         is_final = not self.gradient.must_pad and self.gradient.must_repeat is None
+        is_final = is_final and self.gradient.failure is None
         has_uncompared = self._rehearsal is not None and self._rehearsal.uncompared
         if has_uncompared and is_final and not self._has_warned:
             self._has_warned = True

@@ -73,6 +73,8 @@ def row_lengths(batch: Any, num_samples: int) -> np.ndarray:
     values: Any = batch.values() if isinstance(batch, Mapping) else batch
     for value in values if isinstance(values, Iterable) else ():
         if isinstance(value, Tensor) and value.dim() > 1 and len(value) == num_samples:
+            has_choices = value.dim() == 3 and not value.is_floating_point()
+            value = value.transpose(1, 2) if has_choices else value
             rows = value.reshape(num_samples, value.shape[1], -1)
             shorter = np.minimum(_without_last_run(rows), _without_last_run(rows.flip(1)))
             lengths = np.maximum(lengths, shorter)

@@ -208,6 +208,14 @@ class Packing(SpeedUp):
             return None
         return self._packed_masks
 
+    def is_refused(self, shape: torch.Size) -> bool:
+        """Whether a draw of this shape, which is no mask of packed tokens, has a row for each of
+        them: such rows belong to no sample. In the trial only: in training, a parameter may have
+        as many rows by chance.
+        """
+        is_packed = self._is_on_trial and self._tokens is not None
+        return is_packed and shape[:1] == self._tokens.packed_shape[1:]
+
     def _padding_ratio_to_exceed(self, device: torch.device) -> float:
         """Return the padding ratio (padded / real tokens) above which packing is faster.
 

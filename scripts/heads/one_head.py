@@ -1,6 +1,6 @@
 """Examine one head (a model class of transformers with a loss): compare hf_ga's gradients in
-several layouts, and Trainer's gradient, with that of plain PyTorch on the full batch, and hf_ga's gradients
-with dropout in the same layouts with one another.
+several layouts, and Trainer's gradient, with that of plain PyTorch on the full batch, and hf_ga's
+gradients with dropout in the same layouts with one another.
 
 `scripts/sweep_heads.py` runs this for every architecture of transformers.
 """
