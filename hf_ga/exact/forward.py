@@ -27,10 +27,15 @@ LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the user's module inside the wrappers of DDP, FSDP and Accelerate, for which the rule
-    of the proof is stored. Accelerate's mixed-precision wrapper of its forward is kept.
+    """Return the user's module inside the wrappers of DDP, FSDP and Accelerate. Accelerate's
+    mixed-precision wrapper of its forward is kept.
     """
-    return extract_model_from_parallel(model, keep_fp32_wrapper=True)
+    if hasattr(model, "_orig_mod"):  # of torch.compile
+        return extract_model_from_parallel(model, keep_fp32_wrapper=True)
+    # Accelerate's function looks for compiled modules among all of them, in every window.
+    while isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
+        model = model.module
+    return model
 
 
 def callable_module(model: nn.Module) -> nn.Module:
