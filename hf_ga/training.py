@@ -168,6 +168,7 @@ def try_before(
     facts = result_of_main(accelerator, attempt)
     if not accelerator.is_main_process:
         loop.engine.speed_ups.adopt(base_model, facts.speed_ups)
+        loop.was_tried = True
     return facts
 
 

@@ -69,6 +69,19 @@ class MicroBatch:
         return self.moved[device]
 
 
+@dataclass(frozen=True)
+class KnownDraws:
+    """What keyed draws know from the micro-batches so far, for other processes.
+
+    Attributes:
+        sites: See `KeyedDraws.sites`, with keys on the CPU.
+        sample_dims: The possible layouts of each draw.
+    """
+
+    sites: dict[tuple[int, int], Draw]
+    sample_dims: SampleDims
+
+
 class KeyedDraws:
     """Replaces torch's random functions by functions that derive each number from (key of its
     sample, number of the draw in the micro-batch, coordinates within the sample's rows).
@@ -134,6 +147,16 @@ class KeyedDraws:
         of a validation: they are torch's own, and `unkeyed_after_backward` describes the first.
         """
         self._is_after_backward = True
+
+    def known(self) -> KnownDraws:
+        """Return what is known from the micro-batches so far."""
+        sites = {place: replace(draw, keys=draw.keys.cpu()) for place, draw in self.sites.items()}
+        return KnownDraws(sites, deepcopy(self._sample_dims))
+
+    def adopt(self, known: KnownDraws) -> None:
+        """Know what the draws of another process know, of the same model."""
+        self.sites = dict(known.sites)
+        self._sample_dims = deepcopy(known.sample_dims)
 
     @contextmanager
     def rewound(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.utils._triton import has_triton
 
-from hf_ga.draws.keyed import KeyedDraws
+from hf_ga.draws.keyed import KeyedDraws, KnownDraws
 from hf_ga.engine.divisors import Reading, TermKey, on_host
 from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.slots import Slot
@@ -66,12 +66,18 @@ class ChosenSpeedUps:
         left_out: Name of another one -> why it is not used.
         structure: Structure of the model's arguments in the trials.
         plain_keys: A term as it is read with speed-ups -> the same term without them.
+        plain_keys_by_kind: The kinds of the terms of a loss -> the terms without speed-ups.
+        draws: What is known about the random draws.
+        padded_sides: Sides on which samples were padded in the trials of packing.
     """
 
     names: tuple[str, ...]
     left_out: Mapping[str, str]
     structure: frozenset | None
     plain_keys: Mapping[TermKey, TermKey]
+    plain_keys_by_kind: Mapping[tuple[str, ...], list[TermKey]]
+    draws: KnownDraws
+    padded_sides: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,8 @@ class SpeedUps:
         self._structure: frozenset | None = None  # of the arguments in the trials
         # A term as it is read with speed-ups -> the same term without them.
         self._plain_keys: dict[TermKey, TermKey] = {}
+        # For sharded models, whose parameters in the graph are others than in the trials.
+        self._plain_keys_by_kind: dict[tuple[str, ...], list[TermKey]] = {}
         self._num_windows = 1 if self.is_resumed else 0
         self._may_use = False  # in this window
         self._is_trying = False
@@ -251,10 +259,22 @@ class SpeedUps:
         readings = self._gradient.read(loss, len(self._slot.micro_batch), num_targets)
         if not self._is_own_loss(loss):
             self._give_up("the loop passes another loss than the model's own")
-        is_known = all(r.term is None or r.key in self._plain_keys for r in readings)
-        if self._current and not is_known:
+        keys = self._keys_without_speed_ups(readings)
+        if self._current and keys is None:
             self._give_up("the loss has other terms than in the trial")
-        return [replace(r, key=self._plain_keys.get(r.key, r.key)) for r in readings]
+        if keys is None:
+            return [replace(r, key=self._plain_keys.get(r.key, r.key)) for r in readings]
+        return [replace(r, key=key) for r, key in zip(readings, keys, strict=True)]
+
+    def _keys_without_speed_ups(self, readings: Sequence[Reading]) -> list[TermKey] | None:
+        """Return the keys that the terms of a loss have without speed-ups; None if it has other
+        terms than in the trials.
+        """
+        if self._gradient.backend.is_sharded and self._call is not None:
+            return self._plain_keys_by_kind.get(_kinds_of(readings))
+        if all(r.term is None or r.key in self._plain_keys for r in readings):
+            return [self._plain_keys.get(r.key, r.key) for r in readings]
+        return None
 
     def in_backward(self) -> AbstractContextManager[None]:
         """Return a context for a backward, which may compute parts of the forward again."""
@@ -277,7 +297,16 @@ class SpeedUps:
     def chosen(self) -> ChosenSpeedUps:
         """Return what passed the trials."""
         names = tuple(speed_up.name for speed_up in self.used)
-        return ChosenSpeedUps(names, dict(self.left_out), self._structure, dict(self._plain_keys))
+        sides = [s.proven_sides for s in self.used if isinstance(s, Packing)]
+        return ChosenSpeedUps(
+            names,
+            dict(self.left_out),
+            self._structure,
+            dict(self._plain_keys),
+            dict(self._plain_keys_by_kind),
+            self._draws.known(),
+            frozenset().union(*sides),
+        )
 
     def adopt(self, model: nn.Module, chosen: ChosenSpeedUps) -> None:
         """Use what passed the trials of another process on the same model.
@@ -288,14 +317,19 @@ class SpeedUps:
         """
         self.start(model)
         self._num_windows = 1
-        for speed_up in self._untried:
+        self._draws.adopt(chosen.draws)  # speed-ups ask where the dropout masks are
+        # Not those for the device of the model, which has none without weights.
+        for speed_up in (LeanForward(), ChunkedLoss(), Packing(), FusedAttention()):
             if speed_up.name in chosen.names:
                 speed_up.attach(model, self._draws, reads_logits=False, has_router=False)
                 self.used.append(speed_up)
+            if isinstance(speed_up, Packing):
+                speed_up.proven_sides = set(chosen.padded_sides)
         self._untried = []
         self.left_out = dict(chosen.left_out)
         self._structure = chosen.structure
         self._plain_keys = dict(chosen.plain_keys)
+        self._plain_keys_by_kind = dict(chosen.plain_keys_by_kind)
 
     def _leave_out_hooked(self) -> None:
         """Leave out what does not work in compiled layers, if the model was compiled after the
@@ -397,6 +431,9 @@ class SpeedUps:
             return "its loss is read as other terms"
         pairs = zip(trial.readings, plain.readings, strict=True)
         self._plain_keys |= {fast.key: term.key for fast, term in pairs}
+        plain_keys = [term.key for term in plain.readings]
+        for readings in (trial.readings, plain.readings):
+            self._plain_keys_by_kind[_kinds_of(readings)] = plain_keys
         return None
 
     def _compute(self, call: Call, speed_ups: Sequence[SpeedUp]) -> Trial:
@@ -443,6 +480,11 @@ def candidates(model: nn.Module) -> list[SpeedUp]:
 def that_keep_outputs(model: nn.Module) -> list[SpeedUp]:
     """Return the speed-ups to try on a model of which more outputs than the loss are used."""
     return [s for s in candidates(model) if not isinstance(s, Packing | ChunkedLoss)]
+
+
+def _kinds_of(readings: Sequence[Reading]) -> tuple[str, ...]:
+    """Return the kind of node of each term of a loss."""
+    return tuple("" if r.term is None else r.term.node.name() for r in readings)
 
 
 def _are_same_terms(readings: Sequence[Reading], others: Sequence[Reading]) -> bool:

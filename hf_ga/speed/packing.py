@@ -50,6 +50,9 @@ class Packing(SpeedUp):
 
     Args:
         use_kernel: Whether the attention kernel computes what it can. None: on a GPU with Triton.
+
+    Attributes:
+        proven_sides: Sides on which samples were padded in the trials: "left", "right" or "inside".
     """
 
     name = "packing"
@@ -59,8 +62,7 @@ class Packing(SpeedUp):
         self._use_kernel = use_kernel
         self._min_padding_ratio = MIN_PADDING_RATIO  # above which a micro-batch is packed
         self._is_on_trial = False  # whether the proof tests the packing
-        # Sides on which samples were padded in the proof: "left", "right" or "inside".
-        self._proven_sides: set[str] = set()
+        self.proven_sides: set[str] = set()
         # The real tokens of this micro-batch. None if it is not packed.
         self._tokens: PackedTokens | None = None
         self._was_packed = False  # whether any micro-batch was packed so far
@@ -126,8 +128,8 @@ class Packing(SpeedUp):
             return True
         sides = padded_sides(mask)
         if self._is_on_trial and len(sides) == 1:
-            self._proven_sides |= sides
-        return sides <= self._proven_sides
+            self.proven_sides |= sides
+        return sides <= self.proven_sides
 
     def before(self, call: Call) -> None:
         """Before a micro-batch's forward, find its real tokens if its padding is to be removed.

@@ -365,7 +365,7 @@ def test_what_fsdp_cannot_do_is_refused():
     ids=["a new head", "adapters", "a frozen tied weight"],
 )
 def test_weights_of_the_main_process_make_the_same_run(place, tmp_path, more):
-    """Bit for bit: process 1 loads nothing, and proves nothing."""
+    """Bit for bit: process 1 loads nothing, and tries nothing."""
     more = dict(more)
     name = str(place / more.pop("model"))
     summaries = []
@@ -384,7 +384,7 @@ def test_weights_of_the_main_process_make_the_same_run(place, tmp_path, more):
     first, second = summaries
     assert second["weights_sha256"] == first["weights_sha256"]
     assert second["eval_loss"] == first["eval_loss"]
-    assert second["targets"] == first["targets"]
+    assert second["loss"] == first["loss"]
     resumed = replace(config, max_steps=3, resume_from_checkpoint="auto", resume_with_changes=True)
     found = on_ranks(partial(hf_ga.finetune, resumed), 2, "fsdp2 from main", limit=200)
     assert without_errors(found)[0]["steps"] == 3
