@@ -9,13 +9,12 @@ from pathlib import Path
 import psutil
 
 # Seconds. A machine is given up after `keep_alive_interval` x `keep_alive_max_attempt` without a
-# sign of life, and after a change the others wait `last_call_timeout` for more of them to come. It
-# is the longer one: the others would wait for the address of one that died meanwhile.
+# sign of life, and after a change the others wait `last_call_timeout` for more of them to come.
 RENDEZVOUS = {
     "store_type": "file",
-    "keep_alive_interval": 1,
+    "keep_alive_interval": 2,
     "keep_alive_max_attempt": 5,
-    "last_call_timeout": 6,
+    "last_call_timeout": 3,
 }
 # Without it, a machine that joins later waits for an address that was published before it came
 # (torch 2.13): both end after a minute.
@@ -28,27 +27,20 @@ class Agent:
     Args:
         folder: The folder of the run. The rendezvous is a file in it, and so it survives any agent.
         name: The name of the agent's log.
-        job: The number of the job, which has a rendezvous of its own.
         max_agents: The largest number of agents at once.
         worker: The worker's script and its arguments.
         grace: Seconds that the worker has after a SIGTERM.
     """
 
     def __init__(
-        self,
-        folder: Path,
-        name: str,
-        job: int,
-        max_agents: int,
-        worker: list[str],
-        grace: int = 30,
+        self, folder: Path, name: str, max_agents: int, worker: list[str], grace: int = 30
     ) -> None:
         """Start the agent."""
         settings = ",".join(f"{key}={value}" for key, value in RENDEZVOUS.items())
         command = [sys.executable, "-m", "torch.distributed.run", f"--nnodes=1:{max_agents}"]
         command += ["--nproc_per_node=1", "--max_restarts=1000", "--monitor_interval=0.2"]
-        command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={folder / f'rendezvous-{job}'}"]
-        command += [f"--rdzv_id={job}", "--rdzv_conf", settings]
+        command += ["--rdzv_backend=c10d", f"--rdzv_endpoint={folder / 'rendezvous'}"]
+        command += [f"--rdzv_id={folder.name}", "--rdzv_conf", settings]
         command += [f"--shutdown_timeout={grace}", *worker]
         self.log = folder / f"{name}.log"
         self.is_leaving = False

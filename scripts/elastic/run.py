@@ -22,8 +22,8 @@ from hf_ga.recovery.checkpoint import state_sha256
 WORKERS = Path(__file__).parent
 MAX_AGENTS = 3
 TOLERANCE = 1e-6  # relative difference of a loss
-# Seconds. Without a new window for so long, the run hangs; a change takes 15 to 40.
-PATIENCE = 150.0
+# Seconds. Without a new window for so long, the run hangs; a change takes 20 to 40.
+PATIENCE = 240.0
 # Seconds between the end of the run and that of all agents, which torch lets wait for dead ones.
 END_SECONDS = 20.0
 
@@ -62,20 +62,11 @@ class Machines:
         self.folder = folder
         self.worker = worker
         self.agents: list[Agent] = []
-        self.job = 0
 
     def join(self) -> None:
         """A machine joins."""
         name = f"agent-{len(self.agents)}"
-        self.agents.append(Agent(self.folder, name, self.job, MAX_AGENTS, self.worker))
-
-    def requeue(self) -> None:
-        """End all agents, and start as many of them as a new job."""
-        number = max(1, len(self.running))
-        self.end()
-        self.job += 1
-        for _ in range(number):
-            self.join()
+        self.agents.append(Agent(self.folder, name, MAX_AGENTS, self.worker))
 
     @property
     def running(self) -> list[Agent]:
@@ -224,35 +215,23 @@ class ElasticRun:
         )
 
     def _wait_for(self, num_windows: int, machines: Machines, folder: Path) -> None:
-        """Wait until so many windows were computed. If torch's agents wait for each other, or have
-        ended, the run is queued again.
-
-        An agent that dies while it meets the others leaves them waiting for its address for
-        5 minutes, and then they end (torch 2.13).
+        """Wait until so many windows were computed.
 
         Raises:
-            SystemExit: If no window was computed although the run was queued again.
+            SystemExit: If no window was computed for `PATIENCE` seconds, or all agents have ended.
         """
-        begin = time.monotonic()
+        deadline = time.monotonic() + PATIENCE
         last = -1
-        has_requeued = False
         while True:
             done = Ledger.read(folder / "ledger").num_windows
             if done >= num_windows:
                 return
             if done > last:
-                begin = time.monotonic()
+                deadline = time.monotonic() + PATIENCE
                 last = done
-                has_requeued = False
-            hangs = time.monotonic() > begin + PATIENCE or not machines.running
-            if hangs and has_requeued:
+            if time.monotonic() > deadline or not machines.running:
                 logs = "\n".join(agent.last_lines() for agent in machines.agents[-MAX_AGENTS:])
                 raise SystemExit(f"the run hangs, or has ended, after window {done}:\n{logs}")
-            if hangs:
-                print(f"torch's agents gave up after window {done}: queued again", flush=True)
-                machines.requeue()
-                begin = time.monotonic()
-                has_requeued = True
             time.sleep(0.1)
 
     def _wait_for_end(self, machines: Machines) -> None:

@@ -132,7 +132,7 @@ def test_the_elastic_profile_takes_the_range_of_machines_from_the_environment(mo
     assert (config.rdzv_backend, config.rdzv_endpoint) == ("c10d", "/shared/run.rendezvous")
     assert launched(profile).rdzv_backend == "static"
     assert config.rdzv_configs["store_type"] == "file"
-    assert config.rdzv_configs["last_call_timeout"] == "6"
+    assert config.rdzv_configs["last_call_timeout"] == "5"
 
 
 def environment_and_flags(text):
