@@ -3,22 +3,17 @@ system, which is released even when a run is killed.
 """
 
 import errno
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from socket import gethostname
-from uuid import uuid4
 
 from accelerate import Accelerator
 from filelock import FileLock, Timeout
 
 from hf_ga.errors import ConfigError
-from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
+from hf_ga.parallel.processes import broadcast_from_main
 
 LOCK = "run.lock"  # name of the lock file, which exists while a run uses the folder
-# Seconds after which a file that one machine has written must be seen on all others.
-SHARE_SECONDS = 60.0
 
 
 @contextmanager
@@ -34,8 +29,7 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         accelerator: The accelerator of the run.
 
     Raises:
-        ConfigError: If another run uses the folder, it cannot be created, or processes see
-            different folders; on all processes.
+        ConfigError: If another run uses the folder, or it cannot be created; on all processes.
     """
     lock = FileLock(folder / LOCK, timeout=0, fallback_to_soft=False)
     missing_folders: list[Path] = []
@@ -47,7 +41,6 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
     if problem is not None:
         raise ConfigError(f"output_dir {folder} {problem}")
     try:
-        _check_shared(lock, folder, accelerator)
         yield
     finally:
         if lock.is_locked:
@@ -58,46 +51,6 @@ def only_run_in(folder: Path, accelerator: Accelerator) -> Iterator[None]:
         with suppress(OSError):  # the folder is not empty
             for path in missing_folders:
                 path.rmdir()
-
-
-def _check_shared(lock: FileLock, folder: Path, accelerator: Accelerator) -> None:
-    """Check that all processes see the same folder: the main one writes a text into the lock file,
-    which the others read. Without locks, there is no file to check.
-
-    Raises:
-        ConfigError: If a process does not see it; on all processes.
-    """
-    if accelerator.num_processes == 1:
-        return
-    text = None
-    if lock.is_locked:  # on the main process
-        text = uuid4().hex
-        (folder / LOCK).write_text(text)
-    text = broadcast_from_main(accelerator, text)
-    if text is None:
-        return
-    with raise_on_all_ranks(accelerator):
-        if not _appears(folder / LOCK, text):
-            raise ConfigError(
-                f"output_dir {folder} is not the same folder for all processes: process "
-                f"{accelerator.process_index} on {gethostname()} does not see the file {LOCK} that "
-                "the main process has written. Its part of a checkpoint would be missing. Use a "
-                "folder that all machines share."
-            )
-
-
-def _appears(path: Path, text: str) -> bool:
-    """Return whether a file has the text, at the latest after the seconds that network file systems
-    keep old names and contents.
-    """
-    deadline = time.monotonic() + SHARE_SECONDS
-    while True:
-        with suppress(OSError):
-            if path.read_text() == text:
-                return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.1)
 
 
 def is_empty_folder(folder: Path) -> bool:

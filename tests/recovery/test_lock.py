@@ -3,12 +3,9 @@ the way.
 """
 
 import os
-from functools import partial
 from types import SimpleNamespace
 
 import pytest
-from accelerate import Accelerator
-from forked import on_two_ranks
 from runs import lines_of, small_config, train
 from stops import content
 
@@ -38,28 +35,6 @@ def test_the_second_run_is_refused(tmp_path):
         only_run_in(out / "metrics.jsonl/x", ALONE),
     ):
         pytest.fail("below a file")
-
-
-def test_processes_with_folders_of_their_own_are_refused(tmp_path):
-    """As on machines without a common disk: each would write its part of a checkpoint to its own.
-    With a folder in common, all go on.
-    """
-    out = tmp_path / "out"
-
-    def enter(own):
-        lock.SHARE_SECONDS = 0.5
-        accelerator = Accelerator(cpu=True)
-        folder = tmp_path / f"rank {accelerator.process_index}" / "out" if own else out
-        with only_run_in(folder, accelerator):
-            return "entered"
-
-    (tmp_path / "rank 1" / "out").mkdir(parents=True)
-    (tmp_path / "rank 1" / "out" / LOCK).write_text("of a killed run")
-    for error in on_two_ranks(partial(enter, True)):
-        assert "is not the same folder for all processes: process 1 on " in error
-        assert "Use a folder that all machines share" in error
-    assert not (tmp_path / "rank 0").exists()
-    assert on_two_ranks(partial(enter, False)) == ["entered", "entered"]
 
 
 def test_a_run_beside_a_run(place, tmp_path, monkeypatch):
