@@ -6,17 +6,13 @@ Uses torch's distributed checkpoint, with its safetensors storage (no pickle).
 
 import warnings
 from collections.abc import Collection
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed.checkpoint as distributed_checkpoint
-from accelerate import Accelerator
 from accelerate.utils import gather_object
 from torch import nn
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -34,58 +30,19 @@ MODEL = "model."  # prefix of the saved names of weights
 MOMENTS = "optimizer."  # prefix of the saved names of the optimizer's tensors
 
 
-class ShardCopies:
-    """Saves a checkpoint's weights and optimizer state in a thread, from copies of the tensors,
-    while the run trains on. Each process writes its own shards, or its part of replicated tensors,
-    so all processes must make and use it alike.
-
-    The copies are kept and used again, so this takes as much memory of the host as the weights and
-    the optimizer state of this process.
+def save_shards(
+    model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False
+) -> None:
+    """Save a checkpoint's weights and optimizer state. Each process writes its own shards, or its
+    part of replicated tensors, so all processes must call it.
 
     Args:
-        accelerator: The accelerator of the run.
+        model: The prepared model. Its parameters are saved by their names in the unwrapped model.
+        optimizer: The optimizer of the model's parameters. The settings of its parameter groups
+            (learning rate, ...) are not saved.
+        folder: The folder to write the files into.
+        trained_only: Whether to omit frozen parameters.
     """
-
-    def __init__(self, accelerator: Accelerator) -> None:
-        """Make the process group of the threads: they communicate while the run does, too."""
-        # On a single process torch warns of it in its thread, where a block's filters do not hold.
-        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
-        self._group = None
-        if accelerator.num_processes > 1:
-            self._group = torch.distributed.new_group(backend="gloo")
-        self._stager = DefaultStager(StagingOptions(False, False, False, False))
-
-    def save(
-        self, model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False
-    ) -> Future[Any]:
-        """Copy the tensors, and begin to save them.
-
-        Args:
-            model: The prepared model. Its parameters are saved by their names in the unwrapped
-                model.
-            optimizer: The optimizer of the model's parameters. The settings of its parameter groups
-                (learning rate, ...) are not saved.
-            folder: The folder to write the files into.
-            trained_only: Whether to omit frozen parameters.
-
-        Returns:
-            A future that is done when all processes have written their files.
-        """
-        tensors = _tensors_to_save(model, optimizer, trained_only)
-        return distributed_checkpoint.async_save(
-            tensors,
-            storage_writer=_writer(folder, tensors),
-            process_group=self._group,
-            async_stager=self._stager,
-        )
-
-    def close(self) -> None:
-        """Free the copies."""
-        self._stager.close()
-
-
-def _tensors_to_save(model: nn.Module, optimizer: Optimizer, trained_only: bool) -> dict[str, Any]:
-    """Return the tensors of a checkpoint by their saved names; see `ShardCopies.save`."""
     bare_optimizer = _unwrap_optimizer(optimizer)
     # A rank of FSDP1 may have no parameters, and so no state although it has made steps.
     has_made_no_step = not bare_optimizer.state and not isinstance(model, FullyShardedDataParallel)
@@ -97,20 +54,18 @@ def _tensors_to_save(model: nn.Module, optimizer: Optimizer, trained_only: bool)
         # save weights only.
         bare_optimizer.state.clear()
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-    return tensors
-
-
-def _writer(folder: Path, tensors: dict[str, Any]) -> HuggingFaceStorageWriter:
-    """Return torch's writer of safetensors. All processes must call it."""
-    return HuggingFaceStorageWriter(str(folder), _assign_files(tensors), save_distributed=True)
+    writer = HuggingFaceStorageWriter(str(folder), _assign_files(tensors), save_distributed=True)
+    # On a single process torch warns that "torch.distributed is disabled".
+    with warnings.catch_warnings(action="ignore", category=UserWarning):
+        distributed_checkpoint.save(tensors, storage_writer=writer)
 
 
 def load_shards(
     model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False
 ) -> None:
-    """Load weights and optimizer state in place from files that `ShardCopies.save` wrote, under the
-    same or another kind of parallelism (one process, DDP, FSDP1, FSDP2, pipeline). All processes
-    must call it.
+    """Load weights and optimizer state in place from files that `save_shards` wrote, under the same
+    or another kind of parallelism (one process, DDP, FSDP1, FSDP2, pipeline). All processes must
+    call it.
 
     A parameter for which the files contain no optimizer state (it never had a gradient) has none
     afterwards.
@@ -119,7 +74,7 @@ def load_shards(
         model: The prepared model.
         optimizer: The optimizer of the model's parameters.
         folder: The folder with the files.
-        trained_only: The same as in `ShardCopies.save`.
+        trained_only: The same as in `save_shards`.
 
     Raises:
         CheckpointException, OSError, RuntimeError, ValueError, KeyError: If the files do not fit

@@ -6,7 +6,6 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hf_ga.errors import CheckpointError
 from hf_ga.parallel.processes import raise_on_all_ranks
-from hf_ga.parallel.shards import ShardCopies, load_shards
+from hf_ga.parallel.shards import load_shards, save_shards
 from hf_ga.recovery.files import discard, new_partial, partial_of, publish, tidy, writing
 from hf_ga.recovery.latest import keep_newest, list_checkpoints, set_latest, step_of
 from hf_ga.recovery.manifest import PREFIX, SHARDS, STATE, write_manifest
@@ -65,153 +64,47 @@ def save_checkpoint(
         CheckpointError: If a write fails, for example because the disk is full; on all processes.
             Earlier checkpoints are kept.
     """
-    with BackgroundSaves(
-        accelerator, output_dir, keep=keep, trained_only=trained_only
-    ) as background:
-        background.save(model, optimizer, state, step=step)
-    return output_dir / f"{PREFIX}{step}"
+    is_main = accelerator.is_main_process
+    final = output_dir / f"{PREFIX}{step}"
+    partial = partial_of(final)
+    try:
+        with raise_on_all_ranks(accelerator), writing(output_dir, output_dir):
+            if is_main:
+                output_dir.mkdir(parents=True, exist_ok=True)
+                tidy(output_dir)
+                new_partial(final)
+        with raise_on_all_ranks(accelerator), writing(partial / SHARDS, output_dir):
+            save_shards(model, optimizer, partial / SHARDS, trained_only=trained_only)
+        with raise_on_all_ranks(accelerator):
+            if is_main:
+                groups = _param_group_settings(optimizer)
+                _complete(final, {"step": step, "param_groups": groups, **state}, keep)
+    except CheckpointError:
+        if is_main:
+            # The unfinished checkpoint may be what fills the disk.
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+    return final
 
 
-class BackgroundSaves:
-    """Saves the checkpoints of a run in a thread, as `save_checkpoint` does, while the run trains
-    on: it waits only until the tensors are copied. All processes must use it alike.
-
-    Args:
-        accelerator: The accelerator of the run.
-        output_dir: The folder of the run's checkpoints.
-        keep: The number of checkpoints to keep.
-        trained_only: Whether to omit frozen parameters.
-
-    Example:
-        with BackgroundSaves(accelerator, output_dir, keep=2) as saves:
-            for window in windows:
-                ...
-                saves.save(model, optimizer, state, step=step)
+def _param_group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+    """Return the settings of each of an optimizer's parameter groups (learning rate, weight decay,
+    ...), without the parameters, for a checkpoint's `state.json`.
     """
-
-    def __init__(
-        self, accelerator: Accelerator, output_dir: Path, *, keep: int, trained_only: bool = False
-    ) -> None:
-        """Begin without a checkpoint."""
-        self.accelerator = accelerator
-        self.output_dir = output_dir
-        self.keep = keep
-        self.trained_only = trained_only
-        self._copies = ShardCopies(accelerator)
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-        self._pending: Future[None] | None = None
-        self._final = output_dir
-
-    def save(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        state: dict[str, Any],
-        *,
-        step: int,
-    ) -> None:
-        """Wait for the checkpoint before, then copy this one's tensors and begin to write them.
-
-        Args:
-            model: See `save_checkpoint`.
-            optimizer: See `save_checkpoint`.
-            state: See `save_checkpoint`; converted to JSON at once.
-            step: The number of optimizer steps made so far.
-
-        Raises:
-            CheckpointError: If the checkpoint before could not be written, or this one's folder
-                cannot; on all processes. Earlier checkpoints are kept.
-        """
-        self.wait()
-        final = self.output_dir / f"{PREFIX}{step}"
-        _begin(self.accelerator, final)
-        text = _state_json(optimizer, state, step)
-        shards = partial_of(final) / SHARDS
-        written = self._copies.save(model, optimizer, shards, trained_only=self.trained_only)
-        self._final = final
-        self._pending = self._thread.submit(self._finish, written, final, text, step)
-
-    def wait(self) -> None:
-        """Wait until the checkpoint that was begun last is complete.
-
-        Raises:
-            CheckpointError: If it could not be written; on all processes. What was written of it is
-                deleted.
-        """
-        pending = self._pending
-        self._pending = None
-        if pending is None:
-            return
-        try:
-            with raise_on_all_ranks(self.accelerator):
-                pending.result()
-        except CheckpointError:
-            _discard_partial(self.accelerator, self._final)
-            raise
-
-    def _finish(self, written: Future[Any], final: Path, text: str, step: int) -> None:
-        """Wait for the files of all processes, then complete the checkpoint, on the main process.
-        This runs in the thread.
-        """
-        with writing(partial_of(final) / SHARDS, self.output_dir):
-            written.result()
-        if self.accelerator.is_main_process:
-            _complete(final, text, step, self.keep)
-
-    def __enter__(self) -> "BackgroundSaves":
-        """Return the object itself."""
-        return self
-
-    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
-        """Wait for the last checkpoint. After an error of the block, which may be on this process
-        only, do so without the other processes, and leave the error as it is.
-        """
-        try:
-            if kind is None:
-                self.wait()
-        finally:
-            self._thread.shutdown()
-            self._copies.close()
-        if self._pending is not None and self._pending.exception() is not None:
-            _discard_partial(self.accelerator, self._final)
-
-
-def _begin(accelerator: Accelerator, final: Path) -> None:
-    """Make the temporary folder of a checkpoint. All processes must call it."""
-    output_dir = final.parent
-    with raise_on_all_ranks(accelerator), writing(output_dir, output_dir):
-        if accelerator.is_main_process:
-            output_dir.mkdir(parents=True, exist_ok=True)
-            tidy(output_dir)
-            new_partial(final)
-
-
-def _discard_partial(accelerator: Accelerator, final: Path) -> None:
-    """Delete what was written of a checkpoint, which may be what fills the disk."""
-    if accelerator.is_main_process:
-        shutil.rmtree(partial_of(final), ignore_errors=True)
-
-
-def _state_json(optimizer: torch.optim.Optimizer, state: dict[str, Any], step: int) -> str:
-    """Return the content of `state.json`: a run's state, the step, and the settings of the
-    optimizer's parameter groups (learning rate, weight decay, ...), without the parameters.
-    """
-    groups = [
+    return [
         {name: value for name, value in group.items() if name != "params"}
         for group in optimizer.param_groups
     ]
-    return json.dumps({"step": step, "param_groups": groups, **state})
 
 
-def _complete(final: Path, state: str, step: int, keep: int) -> None:
+def _complete(final: Path, state: dict[str, Any], keep: int) -> None:
     """Complete a checkpoint whose shards are written: add state and manifest, give it its final
     name, name it in `latest`, and delete the checkpoints that are no longer kept. For the main
     process.
 
     Args:
         final: The final path of the checkpoint.
-        state: The content of `state.json`.
-        step: The number of optimizer steps made so far.
+        state: The content of `state.json`, which includes "step".
         keep: The number of checkpoints to keep.
 
     Raises:
@@ -219,8 +112,9 @@ def _complete(final: Path, state: str, step: int, keep: int) -> None:
     """
     partial = partial_of(final)
     output_dir = final.parent
+    step = state["step"]
     with writing(partial, output_dir):
-        (partial / STATE).write_text(state, encoding="utf-8")
+        (partial / STATE).write_text(json.dumps(state), encoding="utf-8")
         write_manifest(partial, step, versions())
         publish(final)
     with writing(output_dir, output_dir):

@@ -8,7 +8,7 @@ import pytest
 from disk_limits import limit_at
 from runs import lines_of, small_config, train
 
-from hf_ga.finetuning.run import outputs, report
+from hf_ga.finetuning.run import outputs, report, saving
 from hf_ga.finetuning.run.cli import finetune_main
 from hf_ga.recovery import checkpoint
 from hf_ga.recovery.checkpoint import list_checkpoints
@@ -20,13 +20,12 @@ SMALL = {
     "eval_steps": 2,
     "save_steps": 2,
 }  # evaluations and checkpoints after steps 2 and 4
-# A checkpoint is written while the run goes on, so that another file may meet the full disk first.
 # What is limited from which call on, to how many bytes; the file that cannot be written; the
 # checkpoint that is kept.
 CASES = {
     "weights and optimizer": (
-        checkpoint.ShardCopies,
-        "save",
+        checkpoint,
+        "save_shards",
         2,
         1_000,
         "partial-checkpoint-4/shards",
@@ -34,14 +33,7 @@ CASES = {
     ),
     "manifest": (checkpoint, "write_manifest", 2, 100, "partial-checkpoint-4", "checkpoint-2"),
     "latest": (checkpoint, "set_latest", 2, 10, "", "checkpoint-2"),
-    "first checkpoint": (
-        checkpoint.ShardCopies,
-        "save",
-        1,
-        1_000,
-        "best",
-        None,
-    ),
+    "first checkpoint": (checkpoint, "save_shards", 1, 1_000, "partial-checkpoint-2/shards", None),
     "best model": (outputs, "_save_in_original_dtype", 2, 1_000, "best", "checkpoint-2"),
     "metrics": (report.MetricsFile, "write", 3, 500, "metrics.jsonl", "checkpoint-2"),
     "last model": (outputs, "save_last", 1, 1_000, "model.safetensors", "checkpoint-4"),
@@ -93,6 +85,6 @@ def test_an_error_that_is_none_of_the_disk_goes_through(place, tmp_path, monkeyp
     def save(*args, **more):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(checkpoint, "_complete", save)
+    monkeypatch.setattr(saving, "save_checkpoint", save)
     with pytest.raises(RuntimeError, match="a bug"):
         train(place, tmp_path / "out")

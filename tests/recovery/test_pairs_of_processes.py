@@ -196,7 +196,7 @@ def on_a_full_disk(config: hf_ga.FinetuneConfig) -> dict:
     again = replace(config, resume_from_checkpoint="auto")
     copy = Path(config.output_dir) / "copy"
     said = {}
-    with nullcontext() if is_main else limit_at(checkpoint.ShardCopies, "save", call=2, size=1_000):
+    with nullcontext() if is_main else limit_at(checkpoint, "save_shards", call=2, size=1_000):
         said["shards of process 1"] = outcome(partial(hf_ga.finetune, config))
     with limit_at(checkpoint, "_complete", call=1, size=10) if is_main else nullcontext():
         said["manifest"] = outcome(partial(hf_ga.finetune, again))

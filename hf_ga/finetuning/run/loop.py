@@ -13,7 +13,7 @@ from hf_ga.exact.window import Window
 from hf_ga.finetuning.run.outputs import save_and_check_best
 from hf_ga.finetuning.run.report import MetricsFile
 from hf_ga.finetuning.run.run import Progress, Run
-from hf_ga.finetuning.run.saving import background_saves, save
+from hf_ga.finetuning.run.saving import save
 from hf_ga.parallel.processes import end_training
 from hf_ga.recovery.checkpoint import PREFIX
 from hf_ga.recovery.signals import StopRequest, stop_requests
@@ -49,11 +49,7 @@ def fit(run: Run, progress: Progress) -> Progress:
     metrics = MetricsFile(path, progress.metrics_size)
     run.model.train()
     must_stop = False
-    with (
-        _progress_bar(run, progress) as bar,
-        stop_requests() as request,
-        background_saves(run) as saves,
-    ):
+    with _progress_bar(run, progress) as bar, stop_requests() as request:
         while not must_stop and not _is_finished(run, progress):
             for window in run.windows:
                 line, must_stop = _train_on(run, progress, window, request)
@@ -65,10 +61,9 @@ def fit(run: Run, progress: Progress) -> Progress:
                 _log(run, progress, line, metrics)
                 # After the evaluation, on which early stopping depends.
                 if must_stop or _is_due(run, progress, line, every=run.save_steps):
-                    save(run, progress, saves)
+                    save(run, progress)
                 if must_stop or _is_finished(run, progress):
                     break
-        saves.wait()
         _raise_if_stopped(run, progress, request)
     # A signal that arrived after the last check.
     request.pass_on()

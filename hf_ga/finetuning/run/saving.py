@@ -15,7 +15,7 @@ from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.finetuning.run.adapters import is_lora
 from hf_ga.finetuning.run.run import Progress, Run
 from hf_ga.parallel.processes import broadcast_from_main, print_on_main, raise_on_all_ranks
-from hf_ga.recovery.checkpoint import BackgroundSaves, load_checkpoint, read_state
+from hf_ga.recovery.checkpoint import load_checkpoint, read_state, save_checkpoint
 from hf_ga.recovery.files import flush, writing
 from hf_ga.recovery.versions import machine, versions
 
@@ -37,28 +37,13 @@ _AFFECTS_METRIC = {
 }
 
 
-def background_saves(run: Run) -> BackgroundSaves:
-    """Return what saves the checkpoints of a fine-tuning run while it trains on."""
-    return BackgroundSaves(
-        run.accelerator,
-        run.output_dir,
-        keep=run.config.save_total_limit,
-        trained_only=is_lora(run.model),  # frozen weights are in the base model
-    )
-
-
-def save(run: Run, progress: Progress, saves: BackgroundSaves) -> None:
-    """Begin a checkpoint of a fine-tuning run, between two windows: model, optimizer, schedule,
+def save(run: Run, progress: Progress) -> None:
+    """Write a checkpoint of a fine-tuning run, between two windows: model, optimizer, schedule,
     progress, and the settings that must be equal on a resume. All processes must call it.
 
-    Args:
-        run: The run.
-        progress: How far it came.
-        saves: Writes the checkpoint in the background.
-
     Raises:
-        CheckpointError: If a write of the checkpoint before failed, for example because the disk is
-            full; on all processes. Earlier checkpoints are kept.
+        CheckpointError: If a write fails, for example because the disk is full; on all processes.
+            The previous checkpoint is kept.
     """
     scaler = run.accelerator.scaler
     state = {
@@ -74,7 +59,16 @@ def save(run: Run, progress: Progress, saves: BackgroundSaves) -> None:
         if run.accelerator.is_main_process and metrics.exists():
             with writing(metrics, run.output_dir):
                 flush(metrics)  # a checkpoint refers to the lines written before it
-    saves.save(run.model, run.optimizer, state, step=progress.step)
+    save_checkpoint(
+        run.accelerator,
+        run.output_dir,
+        run.model,
+        run.optimizer,
+        state,
+        step=progress.step,
+        keep=run.config.save_total_limit,
+        trained_only=is_lora(run.model),  # frozen weights are in the base model
+    )
 
 
 def resume(run: Run, folder: Path) -> Progress:
