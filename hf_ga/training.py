@@ -161,7 +161,7 @@ def try_before(
     if accelerator.device_placement and not is_sharded(accelerator):
         base_model.to(accelerator.device)
     backend = LocalBackend(next(base_model.parameters()).device)
-    loop = _loop_of(base_model, backend, settings)
+    loop = loop_of(base_model, backend, settings)
     attempt = partial(try_loss, loop, samples, collate_fn)
     if is_alone:
         return attempt()
@@ -185,7 +185,7 @@ def prepare_with(
     return parallel.prepare(accelerator, model, optimizer)
 
 
-def _loop_of(model: nn.Module, backend: Backend, settings: LossSettings) -> OwnLoop:
+def loop_of(model: nn.Module, backend: Backend, settings: LossSettings) -> OwnLoop:
     """Return the loop that computes the windows of a model, kept between its steps."""
     kept: KeptLoop = vars(unwrapped(model)).setdefault(_LOOP_ATTRIBUTE, KeptLoop())
     return kept.get(
@@ -365,4 +365,4 @@ def loop_for(accelerator: Accelerator, model: nn.Module, window: Window) -> OwnL
     check_precision(accelerator)
     settings = recorded_settings(accelerator, model) or LossSettings()
     has_chunks = window.request.chunk_tree is not None
-    return _loop_of(model, backend_for(accelerator, same_bits=has_chunks), settings)
+    return loop_of(model, backend_for(accelerator, same_bits=has_chunks), settings)

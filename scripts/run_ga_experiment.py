@@ -28,18 +28,18 @@ from tqdm.auto import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
+from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import ConfigError
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.plan import Planner, plan_by_sizes
-from hf_ga.exact.rule import Rule
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.finetuning.data.data import PreparedData, prepare_data
 from hf_ga.finetuning.run.config import FinetuneConfig
-from hf_ga.finetuning.run.evaluation import evaluate, evaluation_windows
+from hf_ga.finetuning.run.evaluation import evaluate_samples, evaluation_windows
 from hf_ga.finetuning.run.models import load_tokenizer
 from hf_ga.finetuning.run.optimizers import build_optimizer
-from hf_ga.training import prepare, prove_targets, train_step
+from hf_ga.training import prepare, train_step
 
 WINDOW_SIZE = 64
 LEARNING_RATE = 5e-4
@@ -249,9 +249,7 @@ class Experiment:
             if isinstance(module, nn.Dropout):
                 module.p = arm.dropout
         optimizer = build_optimizer(model, "adamw", LEARNING_RATE, weight_decay=0.01)
-        samples = [self.train[i] for i in range(32)]
-        rule = prove_targets(model, samples, self.data.collate)
-        model, optimizer = prepare(accelerator, model, optimizer, rule=rule)
+        model, optimizer = prepare(accelerator, model, optimizer)
         # torch's own dropout draws from the global generator.
         torch.manual_seed(SEED)
         losses = []
@@ -261,14 +259,14 @@ class Experiment:
                 result = train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
                 losses.append(result.loss)
             else:
-                losses.append(mistaken_step(model, optimizer, window, rule, arm))
+                losses.append(mistaken_step(model, optimizer, window, arm))
             on_step()
         steps_per_second = self.steps / (time.perf_counter() - start)
         weights = [p.detach().double().flatten().cpu() for p in model.parameters()]
         return ArmResult(
             arm=arm,
             train_losses=losses,
-            validation_loss=self._validate(arm, accelerator, model, rule),
+            validation_loss=self._validate(arm, accelerator, model),
             final_weights=torch.cat(weights),
             steps_per_second=steps_per_second,
         )
@@ -298,21 +296,21 @@ class Experiment:
             else:
                 yield _draw_other_samples(window, generator, len(self.train))
 
-    def _validate(self, arm: Arm, accelerator: Accelerator, model: nn.Module, rule: Rule) -> float:
+    def _validate(self, arm: Arm, accelerator: Accelerator, model: nn.Module) -> float:
         """Compute the validation loss of a trained model: the mean over all tokens or, if that is
         the run's mistake, the mean of the batches' mean losses.
         """
         rows = self.data.splits["validation"]
-        windows = evaluation_windows(
+        make_windows = partial(
+            evaluation_windows,
             rows,
             self.data.collate,
             accelerator=accelerator,
             batch_size=self.same_bits or arm.micro_batch_size,
             lengths=rows["length"],
-            rule=rule,
         )
         if arm.token_weighted_validation:
-            return evaluate(accelerator, model, windows, rule)["loss"]
+            return evaluate_samples(accelerator, model, make_windows)["loss"]
         model.eval()
         losses = []
         with torch.no_grad():
@@ -324,7 +322,7 @@ class Experiment:
 
 
 def mistaken_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, window: Window, rule: Rule, arm: Arm
+    model: nn.Module, optimizer: torch.optim.Optimizer, window: Window, arm: Arm
 ) -> float:
     """Make one optimizer step in plain torch, with the mistake of a run.
 
@@ -332,23 +330,24 @@ def mistaken_step(
         model: The model in training mode.
         optimizer: The optimizer of its parameters.
         window: The samples of the step.
-        rule: The result of the proof, which counts targets and knows the dropout sites.
         arm: The settings of the run, with its mistake.
 
     Returns:
         The loss that such a loop would log: the weighted sum of the micro-batches' losses.
     """
     micro_batches = window.micro_batches
-    counts = np.array([sum(rule.loss.count(m.batch, len(m))) for m in micro_batches])
+    # The targets of a causal language model: all labels but the first one of each sample.
+    counts = np.array([int((m.batch["labels"][:, 1:] != -100).sum()) for m in micro_batches])
     weights = arm.weights(counts, WINDOW_SIZE // arm.micro_batch_size)
     seed = window.request.seed
     key_of_window = window_key(seed, window.epoch, window.index)
     logged_loss = 0.0
     optimizer.zero_grad()
-    with rule.dropout.scope(model) if arm.keyed else nullcontext():
+    draws = KeyedDraws()
+    with draws.scope() if arm.keyed else nullcontext():
         for micro_batch, weight in zip(micro_batches, weights, strict=True):
             keys_of_samples = sample_keys(seed, window.epoch, micro_batch.positions)
-            rule.dropout.set_keys(keys_of_samples, key_of_window)
+            draws.begin(keys_of_samples, key_of_window)
             loss = model(**micro_batch.batch).loss * float(weight)
             loss.backward()
             logged_loss += loss.item()

@@ -2,22 +2,22 @@
 only this file uses internals of hf_ga, to disable speed-ups.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
 from accelerate import Accelerator
-from torch import nn
 from torch.utils.data import DataLoader
 
 import hf_ga
 from benchmark.measuring import BenchmarkRun
 from benchmark.trainers import train_with_trainer
-from hf_ga.exact.dropout import KeyedDropout
+from hf_ga.engine.speed_ups import candidates
+from hf_ga.engine.trial import try_loss
+from hf_ga.exact.backend import LocalBackend
 from hf_ga.exact.plan import Plan, plan_window
-from hf_ga.training import LossSettings, default_speed_ups, remember
+from hf_ga.training import LossSettings, loop_of, remember
 
 DEFAULT = "hf_ga"
 OWN_LOOP = "hf_ga, own loop"
@@ -50,16 +50,16 @@ def train_like_finetune(run: BenchmarkRun, disabled: str = "") -> None:
     if disabled == PLAN:
         planner = partial(_plan_by_number, micro_batch_size=setting.micro_batch_size)
         loader_arguments = {"planner": planner}
-    speed_ups = [speed_up for speed_up in default_speed_ups(run.model) if speed_up.name != disabled]
-    rule = hf_ga.prove_targets(
-        run.model, setting.samples[:64], setting.collate, speed_ups=speed_ups
-    )
-    if disabled == NATIVE:
-        rule = replace(rule, dropout=_NativeDropout(run.model))
     if disabled == ANY_ORDER:
         loader_arguments["canonical_micro_batch"] = setting.micro_batch_size
-    given = LossSettings(allow_split_dependent_randomness=disabled == NATIVE, rule=rule)
-    own_loop(run, loader_arguments, given)
+    given = LossSettings(allow_split_dependent_randomness=disabled == NATIVE)
+    loop = loop_of(run.model, LocalBackend(next(run.model.parameters()).device), given)
+    speed_ups = [speed_up for speed_up in candidates(run.model) if speed_up.name != disabled]
+    loop.engine.speed_ups.candidates = lambda model: speed_ups
+    try_loss(loop, setting.samples[:64], setting.collate)
+    native = loop.engine.draws.suspended() if disabled == NATIVE else nullcontext()
+    with native:
+        own_loop(run, loader_arguments, given)
 
 
 def _plan_by_number(lengths: Sequence[int], num_processes: int, micro_batch_size: int) -> Plan:
@@ -67,19 +67,6 @@ def _plan_by_number(lengths: Sequence[int], num_processes: int, micro_batch_size
     a planner for `hf_ga.WindowLoader`.
     """
     return plan_window(len(lengths), num_processes, micro_batch_size)
-
-
-class _NativeDropout(KeyedDropout):
-    """Replaces hf_ga's keyed dropout in the benchmark, and leaves torch's own dropout in place."""
-
-    @contextmanager
-    def scope(self, model: nn.Module) -> Iterator[None]:
-        """Run the block without replacing any dropout."""
-        yield
-
-    def needs_mask(self, *_: Any) -> bool:
-        """Return False: no dropout is keyed."""
-        return False
 
 
 def own_loop(
@@ -92,8 +79,7 @@ def own_loop(
     Args:
         run: The measured run of the benchmark.
         loader_arguments: More arguments for `WindowLoader`. None: none, as in the README.
-        given: What is known about the model, such as a proven rule. None: the first window proves
-            it.
+        given: Its loss settings. None: those of `hf_ga.prepare`.
     """
     setting = run.setting
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)

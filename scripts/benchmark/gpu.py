@@ -162,8 +162,7 @@ def micro_batch_seconds(setting: Setting, shapes: list[tuple[int, int]]) -> np.n
     """
     accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
     model = accelerator.prepare(build_model(setting))
-    rule = hf_ga.prove_targets(model, setting.samples[:64], setting.collate)
-    remember(accelerator, model, LossSettings(rule=rule))
+    remember(accelerator, model, LossSettings())
     seconds = []
     for num_samples, length in shapes:
         sample = setting.samples[0] | {"input_ids": [5] * length}

@@ -125,11 +125,10 @@ def infinite_sample():
     accelerator = Accelerator()
     model = Net(nn.ReLU())
     data = rows()
-    targets = hf_ga.prove_targets(model, data, collate)
     data[5]["x"] = torch.full((5,), torch.inf)
     sizes = {"per_device_batch_size": 4, "global_batch_size": 16}
     (window,) = hf_ga.WindowLoader(data, collate, accelerator=accelerator, **sizes)
-    train_step(accelerator, model, torch.optim.SGD(model.parameters()), window, rule=targets)
+    train_step(accelerator, model, torch.optim.SGD(model.parameters()), window)
 
 
 def lost_head():
@@ -203,11 +202,6 @@ def step_too_early():
         (errors.UnkeyedRandomness, lambda: loop(noise_of_numpy)),
         (errors.DataError, missing_column),
         (errors.DataError, unquoted_commas),
-        (
-            errors.LossNotAdditive,
-            lambda: hf_ga.prove_targets(Net(nn.BatchNorm1d(8)), rows(), collate),
-        ),
-        (errors.UnkeyedRandomness, lambda: hf_ga.prove_targets(Net(Noise()), rows(), collate)),
         (errors.CheckpointError, damaged_checkpoint),
         (errors.OutOfMemory, long_sample),
         (errors.NonFinite, infinite_sample),

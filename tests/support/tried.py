@@ -16,7 +16,7 @@ from hf_ga.engine.trial import try_loss
 from hf_ga.exact.backend import LocalBackend
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.training import LossSettings, _loop_of
+from hf_ga.training import LossSettings, loop_of
 
 
 def tried(
@@ -32,7 +32,7 @@ def tried(
     given: loss_fn and so on.
     """
     backend = LocalBackend(next(model.parameters()).device)
-    loop = _loop_of(model, backend, LossSettings(**given))
+    loop = loop_of(model, backend, LossSettings(**given))
     chosen = loop.engine.speed_ups
     if speed_ups is not None:
         chosen.candidates = lambda model: list(speed_ups)
