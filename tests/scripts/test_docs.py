@@ -24,11 +24,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hf_ga
 from hf_ga import errors
-from hf_ga.exact.loss import COUNTING_RULES
 from hf_ga.exact.memory import out_of_memory_error
 from hf_ga.finetuning.data.tasks import TASKS
 from hf_ga.finetuning.run.cli import parse_config
-from hf_ga.finetuning.run.finetune import TARGETS
 from hf_ga.finetuning.run.reload import Expected, check_model
 from hf_ga.recovery.manifest import verify, write_manifest
 
@@ -58,14 +56,6 @@ def test_every_error_is_explained():
     assert [name for name in classes if f"## {name} " not in TROUBLES] == [] and len(classes) == 12
 
 
-def test_every_counting_rule_is_described():
-    """In the words that a run prints, and in the table of the docs."""
-    assert set(TARGETS) == {*COUNTING_RULES, "loss_fn", "whole_batch"}
-    page = (DOCS / "exactness.md").read_text()
-    rows = [f"| {rule} | {TARGETS[rule]} |" for rule in COUNTING_RULES]
-    assert [row for row in rows if row not in page.splitlines()] == []
-
-
 class Net(nn.Module):
     def __init__(self, middle):
         super().__init__()
@@ -74,11 +64,6 @@ class Net(nn.Module):
     def forward(self, x, labels):
         logits = self.layers(x)
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class Noise(nn.Module):
-    def forward(self, x):
-        return x + torch.randn_like(x)
 
 
 def collate(rows):
