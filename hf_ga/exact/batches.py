@@ -73,12 +73,18 @@ def row_lengths(batch: Any, num_samples: int) -> np.ndarray:
     values: Any = batch.values() if isinstance(batch, Mapping) else batch
     for value in values if isinstance(values, Iterable) else ():
         if isinstance(value, Tensor) and value.dim() > 1 and len(value) == num_samples:
-            has_choices = value.dim() == 3 and not value.is_floating_point()
-            value = value.transpose(1, 2) if has_choices else value
+            value = value.transpose(1, 2) if _has_choices(value) else value
             rows = value.reshape(num_samples, value.shape[1], -1)
             shorter = np.minimum(_without_last_run(rows), _without_last_run(rows.flip(1)))
             lengths = np.maximum(lengths, shorter)
     return lengths
+
+
+def _has_choices(value: Tensor) -> bool:
+    """Whether a tensor holds rows of token ids of several choices, rather than boxes of tokens."""
+    if value.dim() != 3 or value.is_floating_point():
+        return False
+    return value.shape[2] > value.shape[1]
 
 
 def _without_last_run(rows: Tensor) -> np.ndarray:
