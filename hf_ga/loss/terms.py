@@ -77,7 +77,10 @@ class Term:
         """
         if self.node.name() not in CROSS_ENTROPIES:
             return False
-        return signed(saved(self.node, "ignore_index")) == saved(self.node, "self").shape[1]
+        logits = saved(self.node, "self")
+        # Scores of a single sample may have no dim of samples.
+        width = logits.shape[1] if logits.dim() > 1 else len(logits)
+        return signed(saved(self.node, "ignore_index")) == width
 
     def num_nonzero(self) -> Number | None:
         """Return how many elements of the numerator have a weight other than 0. None: unknown."""
