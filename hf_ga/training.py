@@ -122,7 +122,7 @@ def prepare(
     if windows is not None:
         samples = windows.probe_samples(NUM_TRIED_SAMPLES)
         facts = try_before(accelerator, model, samples, windows.collate_fn, settings)
-        windows.state.pad_to_window |= facts.pad_to_window
+        facts.note_padding(windows.state)
     return prepare_with(accelerator, model, optimizer, settings)
 
 
@@ -168,7 +168,6 @@ def try_before(
     facts = result_of_main(accelerator, attempt)
     if not accelerator.is_main_process:
         loop.engine.speed_ups.adopt(base_model, facts.speed_ups)
-        loop.was_tried = True
     return facts
 
 

@@ -105,7 +105,7 @@ def run_hf_ga_step(context: CheckContext, window: Window) -> tuple[float, Gradie
         The mean loss of the whole window, and its unscaled gradients.
     """
     model = context.prepared
-    window.state.pad_to_window |= context.facts.pad_to_window
+    context.facts.note_padding(window.state)
     with restored_buffers(model):
         result = backward_window(context.accelerator, model, window)
     gradients = take_gradients(model)

@@ -264,9 +264,22 @@ def factors_of(readings: Sequence[Reading]) -> dict[TermKey, float]:
     }
 
 
-def factor_sums(factor: float | None) -> tuple[float, float, float]:
-    """Return what ranks add up to compare a factor: their number, factors, and squares."""
-    return (0.0, 0.0, 0.0) if factor is None else (1.0, factor, factor**2)
+def power_sums(numbers: Sequence[float]) -> tuple[float, float, float]:
+    """Return what ranks add up to compare numbers: how many there are, their sum, and that of their
+    squares.
+    """
+    return float(len(numbers)), sum(numbers), sum(number**2 for number in numbers)
+
+
+def squared_differences(sums: tuple[float, float, float]) -> float:
+    """Return the sum of the squared differences of all pairs of numbers; 0 if it is rounding.
+
+    Args:
+        sums: Their `power_sums`, added up over all ranks.
+    """
+    number, total, total_of_squares = sums
+    differences = number * total_of_squares - total**2
+    return differences if differences > number * total_of_squares * RELATIVE_ROUNDING**2 else 0.0
 
 
 def check_factor_sums(name: str, sums: tuple[float, float, float]) -> None:
@@ -274,15 +287,14 @@ def check_factor_sums(name: str, sums: tuple[float, float, float]) -> None:
 
     Args:
         name: The term in words.
-        sums: The sums of `factor_sums` over all ranks.
+        sums: The `power_sums` of the factors, added up over all ranks.
 
     Raises:
         LossNotAdditive: If they have several.
     """
-    number, total, total_of_squares = sums
-    # The sum of the squared differences of all pairs of ranks.
-    differences = number * total_of_squares - total**2
-    if differences > number * total_of_squares * RELATIVE_ROUNDING**2:
+    number, total, _ = sums
+    differences = squared_differences(sums)
+    if differences:
         raise LossNotAdditive(
             f"{name}: its factor in the loss differs between processes in the same window, by "
             f"about {math.sqrt(differences) / abs(number):.3g} (mean {total / number:.6g}), "

@@ -22,10 +22,11 @@ from hf_ga.engine.divisors import (
     Reading,
     TermKey,
     check_factor_sums,
-    factor_sums,
     factors_of,
     is_empty,
     on_host,
+    power_sums,
+    squared_differences,
     true_divisor,
 )
 from hf_ga.engine.groups import Group, Grouping
@@ -55,7 +56,15 @@ class WindowGradient:
             it is the mean of the micro-batches' losses, weighted by the first one's divisors.
         must_repeat: Why the window must be computed once more, or None.
         must_pad: Whether it must be padded to its longest sample then.
-        must_look: Whether it must be computed with a rehearsal then: its loss has a new form.
+        must_look: Whether it must be computed with a rehearsal then: its loss has a new form, or
+            `must_try_widths`.
+        must_try_widths: Whether that is because its micro-batches have several widths, and no
+            sample was compared in two of them so far. The same on all ranks after `finish`.
+        tries_widths: Whether `finish` may set it.
+        has_compared_widths: Whether a sample of the window was compared in two widths: before
+            `finish` on this rank, afterwards on any.
+        has_several_widths: After `finish`, whether the micro-batches of all ranks have.
+        widths: For each counted micro-batch so far, the number of elements of one sample.
         needs_padding: Whether later windows must be padded, too: before `finish` because of this
             rank, afterwards because of any. `begin` keeps it.
         earlier: `.grad` of the parameters when the window began.
@@ -77,6 +86,7 @@ class WindowGradient:
         self.loss: Tensor | None = None
         self.num_micro_batches = 1
         self.needs_padding = False
+        self.tries_widths = False
         self.begin()
 
     def begin(self, chunk_tree: ChunkTree | None = None) -> None:
@@ -91,6 +101,10 @@ class WindowGradient:
         self.must_repeat: str | None = None
         self.must_pad = False
         self.must_look = False
+        self.must_try_widths = False
+        self.has_compared_widths = False
+        self.has_several_widths = False
+        self.widths: list[float] = []
         self.num_backwards = 0
         self.has_parts = False
         self._chunks: ChunkSums | None = None
@@ -674,11 +688,13 @@ class WindowGradient:
             float(self.must_look),
             float(self.needs_padding),
             float(self._lacks_values),
+            float(self.has_compared_widths),
         )
         status = RankStatus(
             loss=self._loss_sum,
             counts=(
                 *flags,
+                *power_sums(self.widths),
                 float(self._part_sum),
                 *(group.total for group in groups),
                 *self._value_sums,
@@ -690,7 +706,10 @@ class WindowGradient:
         status = self.backend.all_reduce_status(status)
         num_to_repeat, num_to_pad, num_to_look, num_in_need, *sums = status.counts
         num_without_values = sums.pop(0)
-        sum_of_parts = sums.pop(0)
+        self.has_compared_widths = bool(sums.pop(0))
+        self.has_several_widths = bool(squared_differences(tuple(sums[:3])))
+        sum_of_parts = sums[3]
+        sums = sums[4:]
         totals = sums[: len(groups)]
         value_sums = sums[len(groups) : 2 * len(groups)]
         self._has_gradient = status.has_gradient
@@ -699,6 +718,11 @@ class WindowGradient:
         self.needs_padding = bool(num_in_need)
         if num_to_repeat:
             self.must_repeat = self.must_repeat or "another process repeats it"
+            return False
+        if self.tries_widths and self.has_several_widths and not self.has_compared_widths:
+            self.must_try_widths = True
+            self.must_look = True
+            self.must_repeat = "it has several widths, and it was not tried whether padding matters"
             return False
         self._check_factors(keys, sums[2 * len(groups) :])
         if self.backend.is_sharded:
@@ -742,7 +766,8 @@ class WindowGradient:
             return []
         others = [factor for key, factor in self._factors.items() if key not in keys]
         factors = [*(self._factors.get(key) for key in keys), sum(others) if others else None]
-        return [number for factor in factors for number in factor_sums(factor)]
+        of_this_rank = [[] if factor is None else [factor] for factor in factors]
+        return [number for numbers in of_this_rank for number in power_sums(numbers)]
 
     def _check_factors(self, keys: Sequence[TermKey], sums: Sequence[float]) -> None:
         """Check that all ranks have the same factors, see `_factor_sums`.

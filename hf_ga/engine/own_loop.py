@@ -47,9 +47,6 @@ class OwnLoop:
         loss_fn: (outputs, batch) -> (sum of the loss, number of targets), in place of the model's
             own loss.
         whole_batch: (outputs, batch) -> the loss of all samples of a window, in its place.
-
-    Attributes:
-        was_tried: Whether the loss was tried before the model was prepared.
     """
 
     def __init__(
@@ -64,7 +61,6 @@ class OwnLoop:
         self.model = model
         self.loss_fn = loss_fn
         self.whole_batch = whole_batch
-        self.was_tried = False
         self._loss_sums = None if loss_fn is None else LossSums(loss_fn)
         self._whole_batch = None if whole_batch is None else WholeBatch(engine, whole_batch)
         self._slots: list[Slot] = []
@@ -118,8 +114,9 @@ class OwnLoop:
         """Compute the gradient of a window, again if it must be padded or keyed otherwise."""
         if self._whole_batch is not None:
             self._whole_batch.prove(window, [self.model])
-        if self.engine.backend.is_sharded and not self.was_tried:
-            # Without a rehearsal it is not known whether the padded width matters.
+        is_known = self._whole_batch is not None or window.state.is_width_tried
+        if self.engine.backend.is_sharded and not is_known:
+            # Nothing is rehearsed here, so it is not known whether the padded width matters.
             window.state.pad_to_window = True
         while True:
             if window.state.pad_to_window:

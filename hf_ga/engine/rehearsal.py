@@ -119,7 +119,9 @@ def rehearsal_parts(
         size = max(size - 1, 2)
         if size == len(parts[0]):
             size += 1 if len(choice.spare) else -1
-        rehearsed = _with_company(parts[0], choice, size)
+        # The shortest ones, for another width than that of the only part.
+        shortest_first = np.argsort(choice.lengths[parts[0]], kind="stable")
+        rehearsed = _with_company(parts[0][shortest_first], choice, size)
     else:
         rehearsed = _of_all_parts(sorted(parts, key=len, reverse=True), choice, size)
     return rehearsed[::-1].copy(), parts
@@ -139,15 +141,15 @@ def rehearsed_offsets(planned: Sequence[np.ndarray], choice: Choice) -> np.ndarr
     if size < 2 or size in sizes:
         size = max(sizes) + 1
     if len(planned) == 1:
-        return _with_company(planned[0], choice, size)[::-1].copy()
+        own = _longest_first(planned[0], choice.lengths)
+        return _with_company(own, choice, size)[::-1].copy()
     return _of_all_parts(planned, choice, size)[::-1].copy()
 
 
 def _with_company(own: np.ndarray, choice: Choice, size: int) -> np.ndarray:
-    """Return samples of this rank together with others, half of each, `size` in total; more of its
-    own if there are fewer others.
+    """Return the first samples of this rank together with others, half of each, `size` in total;
+    more of its own if there are fewer others.
     """
-    own = _longest_first(own, choice.lengths)
     spare = choice.spare
     num_own = min(len(own), max(1, (size + 1) // 2, size - len(spare)))
     return np.concatenate([own[:num_own], spare[: max(0, size - num_own)]])

@@ -56,7 +56,7 @@ def plan_slots(window: Window, *, num_processes: int, is_rehearsed: bool) -> lis
         return _with_fillers([], window, max(2, num_planned))
     rehearsed, parts = rehearsal_parts(own, max(1, num_planned - 1), _choice(window))
     slots = [Slot(micro_batch) for micro_batch in window.split(parts).micro_batches]
-    slots.insert(0, _rehearsal(window, rehearsed))
+    slots.insert(0, _rehearsal(window, rehearsed, pad_to_window=len(parts) > 1))
     return _with_fillers(slots, window, max(2, num_planned))
 
 
@@ -113,14 +113,18 @@ def _choice(window: Window, positions: np.ndarray = NO_POSITIONS) -> Choice:
     )
 
 
-def _rehearsal(window: Window, offsets: np.ndarray) -> Slot:
+def _rehearsal(window: Window, offsets: np.ndarray, *, pad_to_window: bool = True) -> Slot:
     """Return a rehearsal of some samples of a window.
 
-    It is padded to the window's longest sample, if its batches can be: then the longest sample of a
-    shorter micro-batch, which has no padding there, shows whether padding matters.
+    Args:
+        window: The window.
+        offsets: The samples, as offsets in it.
+        pad_to_window: Whether it is padded to the window's longest sample, if its batches can be:
+            then the longest sample of a shorter micro-batch, which has no padding there, shows
+            whether padding matters.
     """
     try:
-        (micro_batch,) = window.split([offsets], pad_to_window=True).micro_batches
+        (micro_batch,) = window.split([offsets], pad_to_window=pad_to_window).micro_batches
     except DataError:
         (micro_batch,) = window.split([offsets]).micro_batches
     return Slot(micro_batch, is_rehearsal=True)

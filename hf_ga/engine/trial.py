@@ -19,7 +19,7 @@ from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.forward import restored_buffers, restored_modes
 from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.window import Window
+from hf_ga.exact.window import LoaderState, Window
 
 NUM_SAMPLES = 6  # in a trial, in micro-batches of two
 
@@ -32,13 +32,21 @@ class LossFacts:
         terms: Each term of the loss in words: what it averages over, and where it is computed.
         draws: Random functions whose numbers belong to samples: name -> where they are called.
         pad_to_window: Whether all micro-batches must be padded to their window's longest sample.
+        is_width_tried: Whether a sample was compared in two padded widths: not if all are equally
+            long.
         speed_ups: The speed-ups that changed neither loss nor gradient.
     """
 
     terms: tuple[str, ...]
     draws: Mapping[str, str]
     pad_to_window: bool
+    is_width_tried: bool
     speed_ups: ChosenSpeedUps
+
+    def note_padding(self, state: LoaderState) -> None:
+        """Let the windows of a loader be padded as the trial found out."""
+        state.pad_to_window |= self.pad_to_window
+        state.is_width_tried |= self.is_width_tried
 
 
 def try_loss(
@@ -66,11 +74,11 @@ def try_loss(
         # Of a number at which windows are not rehearsed.
         part = replace(part, request=replace(part.request, index=NUM_FIRST_WINDOWS))
         loop.add_gradients(part)
-        loop.was_tried = True
     return LossFacts(
         terms=terms,
         draws=dict(engine.draws.places),
         pad_to_window=window.state.pad_to_window,
+        is_width_tried=window.state.is_width_tried,
         speed_ups=engine.speed_ups.chosen(),
     )
 

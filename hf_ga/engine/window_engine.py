@@ -113,6 +113,10 @@ class WindowEngine:
         self._goes_on = False
         self._state: LoaderState | None = None
         self._tries_padding = False
+        self._tries_widths = False  # in the current look
+        self._narrowest: tuple[float, np.ndarray] | None = (
+            None  # in this window: (width, positions)
+        )
         self._unpadded_difference = 0.0  # of a window before it was padded on trial
         self._random_states: dict[str, bytes] = {}
         self._has_warned = False
@@ -200,6 +204,7 @@ class WindowEngine:
         self._looks = looks
         self._is_look = is_rehearsed and self.must_look
         self._untried = {}
+        self._narrowest = None
         self._rehearsed_positions = set()
         parameters = list(parameters)
         # By identity: equality would compare elements, of a parameter with those of its shards.
@@ -221,6 +226,8 @@ class WindowEngine:
                 # DDP would search for unused parameters, and for that return copies of outputs.
                 model.find_unused_parameters = False
                 model.static_graph = False
+        is_width_tried = state is None or state.is_width_tried
+        self.gradient.tries_widths = looks and not self._is_look and not is_width_tried
         # Micro-batches of other sizes follow, or there is only one.
         self.gradient.stack_sizes.may_change = is_rehearsed or is_full_batch
         if not keeps_rehearsal:
@@ -438,6 +445,7 @@ class WindowEngine:
                 self.gradient.must_pad = True
                 self.gradient.needs_padding = True
         self._look_at(loss, readings)
+        self._note_width()
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
         # What a sharded model keeps would be reduced together with the part.
@@ -474,6 +482,16 @@ class WindowEngine:
                 self._forms.add(form)
             elif form not in self._forms:
                 self._untried.setdefault(form, positions)
+
+    def _note_width(self) -> None:
+        """Note how wide a counted micro-batch is, once."""
+        if not self.slot.is_counted or self.num_adds > 1:
+            return
+        micro_batch = self.slot.micro_batch
+        width = float(sum(size.numel() for size in widths_of(micro_batch.batch)))
+        self.gradient.widths.append(width)
+        if self._narrowest is None or width < self._narrowest[0]:
+            self._narrowest = (width, micro_batch.positions)
 
     def _ask_for_look(self) -> None:
         """Let the window be computed again with a rehearsal if its loss had a form that was not
@@ -564,6 +582,8 @@ class WindowEngine:
         difference = rehearsal.difference(footprints)
         is_padded = self._request.pad_to_window
         has_other_width = rehearsal.widths != widths_of(self.slot.micro_batch.batch)
+        is_rehearsed = not self._rehearsed_positions.isdisjoint(positions)
+        self.gradient.has_compared_widths |= has_other_width and is_rehearsed
         if missing is None and difference is None:
             is_small = rehearsal.largest_difference <= WIDTH_TOLERANCE
             can_try = not is_padded and has_other_width and not self._goes_on
@@ -674,11 +694,19 @@ class WindowEngine:
             gradient.needs_padding |= difference * MIN_IMPROVEMENT < self._unpadded_difference
         is_done = gradient.finish(is_padded=is_padded, can_repeat=can_repeat, keeps_sums=keeps_sums)
         self.must_look |= gradient.must_look
+        if gradient.must_try_widths:
+            self._tries_widths = True
+            self.look_positions = self._narrowest[1] if self._narrowest else self.look_positions
+        if state is not None:
+            state.is_width_tried |= gradient.has_compared_widths
         if is_done and self._rehearsal is not None:
             self.has_rehearsed = True
         if is_done and self._is_look:
             self.must_look = False
             self.look_positions = np.empty(0, np.int64)
+            if self._tries_widths and state is not None:
+                state.is_width_tried = True  # also if its batches cannot be padded
+            self._tries_widths = False
             gradient.must_repeat = "it was tried with a rehearsal"
             gradient.withdraw()
             is_done = False

@@ -269,6 +269,7 @@ class BaseLoader:
             state["max_elements"] = self.state.max_elements
         state["pad_to_window"] = self.state.pad_to_window
         state["is_padding_tried"] = self.state.is_padding_tried
+        state["is_width_tried"] = self.state.is_width_tried
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, allow_changes: bool = False) -> None:
@@ -301,6 +302,7 @@ class BaseLoader:
         self.state.max_elements = state.get("max_elements", self.state.max_elements)
         self.state.pad_to_window |= state.get("pad_to_window", False)
         self.state.is_padding_tried |= state.get("is_padding_tried", False)
+        self.state.is_width_tried |= state.get("is_width_tried", False)
 
     def changed_settings(self, state: dict[str, Any]) -> list[str]:
         """List the settings that determine the order of the samples and differ from those of a

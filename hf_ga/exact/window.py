@@ -27,6 +27,7 @@ class LoaderState:
         pad_to_window: Whether all micro-batches are padded to the longest sample of their window,
             because the user asked for it or a proven loss needs it.
         is_padding_tried: Whether it was tried if padding changes what the model returns.
+        is_width_tried: Whether a sample was compared in two padded widths.
         num_plain: Number of micro-batches that were computed without some of the speed-ups, as
             those were not tested on such batches.
         audits: Which micro-batches were audited so far, and which kinds of rows they had.
@@ -37,6 +38,7 @@ class LoaderState:
     has_gradient: dict[Any, Sequence[bool]] = field(default_factory=dict)
     pad_to_window: bool = False
     is_padding_tried: bool = False
+    is_width_tried: bool = False
     num_plain: int = 0
     audits: Audits = field(default_factory=Audits)
 

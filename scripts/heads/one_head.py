@@ -243,7 +243,7 @@ def hf_ga_gradient(
         shuffle=False,
         **layout,
     )
-    windows.state.pad_to_window |= facts.pad_to_window
+    facts.note_padding(windows.state)
     model.zero_grad(set_to_none=True)
     (window,) = windows
     hf_ga.backward_window(accelerator, model, window)

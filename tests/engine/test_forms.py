@@ -233,3 +233,50 @@ def test_the_longest_sample_of_a_micro_batch_is_seen_padded():
     full = h.full_batch_gradient(h.xlnet_classifier(), h.pad_right(samples[:8]))
     found, _ = window_gradient(h.xlnet_classifier(), one_window(samples[:8], 5))
     assert h.relative_error(found, full) < 1e-6
+
+
+def late_widths() -> list[dict]:
+    """Windows of 4 samples: all have 9 tokens, but those of the fifth window 5, 5, 11 and 11."""
+    lengths = [9] * 16 + [5, 5, 11, 11]
+    torch.manual_seed(2)
+    rows = [torch.randint(1, h.VOCABULARY, (length,)).tolist() for length in lengths]
+    return [
+        {"input_ids": row, "attention_mask": [1] * len(row), "labels": sum(row) % h.NUM_CLASSES}
+        for row in rows
+    ]
+
+
+def error_of_late_widths(mode: str = "no", *, knows_padding: bool = False) -> float:
+    """Of the gradient of the fifth window.
+
+    Args:
+        knows_padding: Whether the loader believes that padding was tried.
+    """
+    accelerator = make_accelerator(mode) if mode == "ddp" else Accelerator()
+    samples = late_widths()
+    plain = h.xlnet_classifier()
+    optimizer = torch.optim.SGD(plain.parameters(), 0.0)
+    model, _ = hf_ga.prepare(accelerator, plain, optimizer)
+    sizes = {"per_device_batch_size": 2, "global_batch_size": 4}
+    loader = hf_ga.WindowLoader(
+        samples, h.pad_right, accelerator=accelerator, shuffle=False, **sizes
+    )
+    loader.state.is_width_tried = knows_padding
+    for window in loader:
+        model.zero_grad()
+        hf_ga.backward_window(accelerator, model, window)
+    full = h.full_batch_gradient(h.xlnet_classifier(), h.pad_right(samples[16:]))
+    return h.relative_error(h.gradients(plain), full)
+
+
+def test_padding_is_tried_in_the_first_window_of_several_widths():
+    """Those that were rehearsed had one width."""
+    assert error_of_late_widths() < 1e-6
+    assert error_of_late_widths(knows_padding=True) > 1e-2  # control
+
+
+def test_padding_is_tried_where_only_ranks_have_other_widths():
+    """Each rank has one micro-batch of each window, so sees one width."""
+    assert max(on_two_ranks(lambda: error_of_late_widths("ddp"))) < 1e-6
+    unknown = on_two_ranks(lambda: error_of_late_widths("ddp", knows_padding=True))
+    assert min(unknown) > 1e-2  # control

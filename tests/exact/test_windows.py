@@ -192,7 +192,7 @@ def test_a_state_of_another_order_is_refused(size, options, named):
     assert (loader.epoch, loader.num_consumed) == (0, 0)
 
 
-@pytest.mark.parametrize("found", ["pad_to_window", "is_padding_tried"])
+@pytest.mark.parametrize("found", ["pad_to_window", "is_padding_tried", "is_width_tried"])
 def test_what_training_found_out_about_padding_is_resumed(found):
     """Else the windows after the checkpoint would have other micro-batches."""
     first = make_loader(Numbers(30))

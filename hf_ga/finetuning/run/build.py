@@ -244,7 +244,7 @@ def build_run(setup: Setup) -> Run:
     )
     samples = samples_to_try(setup.data, "train")
     loss_facts = try_before(accelerator, model, samples, setup.data.collate, settings)
-    windows.state.pad_to_window = loss_facts.pad_to_window
+    loss_facts.note_padding(windows.state)
     max_windows = NO_LIMIT
     if config.max_steps is None:
         max_windows = math.ceil(config.num_train_epochs * len(windows))
