@@ -19,7 +19,7 @@ from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
 from hf_ga.engine.speed_ups import that_keep_outputs
 from hf_ga.engine.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
-from hf_ga.errors import DataError, ProcessFailed
+from hf_ga.errors import DataError
 from hf_ga.exact.backend import Backend
 from hf_ga.exact.forward import (
     LossFunction,
@@ -30,7 +30,7 @@ from hf_ga.exact.forward import (
     unwrapped,
 )
 from hf_ga.exact.logs import get_logger
-from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, out_of_memory_error
+from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements
 from hf_ga.exact.update import StepResult
 from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import Window
@@ -65,6 +65,7 @@ class OwnLoop:
         self._whole_batch = None if whole_batch is None else WholeBatch(engine, whole_batch)
         self._slots: list[Slot] = []
         self._rehearsal: Slot | None = None
+        engine.splits_where_memory_runs_out = True
         engine.speed_ups.is_resumed = True  # this loop calls the model as speed-ups need it
         if whole_batch is not None:
             engine.speed_ups.candidates = that_keep_outputs
@@ -119,16 +120,13 @@ class OwnLoop:
             # Nothing is rehearsed here, so it is not known whether the padded width matters.
             window.state.pad_to_window = True
         while True:
-            if window.state.pad_to_window:
-                window = window.padded_to_window()
-            window = self.within_memory_limit(window)
+            window = self._planned(window)
             self._begin(window)
+            self._run_first_pass(window)
             try:
                 self._run(window)
-            except (ProcessFailed, TooLarge):
-                raise  # on all ranks
             except Exception as error:
-                failure = self._error_to_report(error)
+                failure = self.engine.error_to_report(error)
                 if self.engine.backend.is_sharded:  # the other ranks cannot go on without this one
                     raise failure from error
                 self.engine.gradient.failure = failure
@@ -139,12 +137,23 @@ class OwnLoop:
         if self._whole_batch is not None:
             self._whole_batch.add_direct_gradients()
 
+    def _planned(self, window: Window) -> Window:
+        """Return a window in the micro-batches that are computed. Raises errors of the collate
+        function on all ranks.
+        """
+        if window.state.pad_to_window and not window.request.pad_to_window:
+            with self.engine.backend.failing_on_all_ranks():
+                window = window.padded_to_window()
+        return self.within_memory_limit(window)
+
     def within_memory_limit(self, window: Window) -> Window:
         """Return a window in micro-batches within its memory limit, which all ranks share."""
-        if window.state.max_elements is None or not self.engine.backend.can_split:
+        backend = self.engine.backend
+        if window.state.max_elements is None or not backend.can_split:
             return window
-        window = window.split_to_memory_limit()
-        number = self.engine.backend.max_over_ranks(len(window.batches))
+        with backend.failing_on_all_ranks():
+            window = window.split_to_memory_limit()
+        number = backend.max_over_ranks(len(window.batches))
         return replace(window, request=replace(window.request, max_micro_batches=number))
 
     def _is_full_batch(self, window: Window) -> bool:
@@ -167,10 +176,11 @@ class OwnLoop:
         number = window.index if window.epoch == 0 else max(window.index, NUM_FIRST_WINDOWS)
         engine.must_look |= looks and not is_rehearsed(number) and not engine.has_rehearsed
         if looks and engine.is_rehearsal_due(number):
-            rehearsal = extra_rehearsal(
-                window, num_processes=num_processes, positions=engine.look_positions
-            )
-            self._rehearsal = _within_limit(rehearsal, window)
+            with engine.backend.failing_on_all_ranks():
+                rehearsal = extra_rehearsal(
+                    window, num_processes=num_processes, positions=engine.look_positions
+                )
+                self._rehearsal = _within_limit(rehearsal, window)
         engine.begin_window(
             [self.model],
             trainable_parameters([self.model], []),
@@ -182,14 +192,18 @@ class OwnLoop:
             looks=looks,
         )
 
-    def _run(self, window: Window) -> None:
-        """Run all forwards and backwards of a window on this rank."""
-        request = window.request
+    def _run_first_pass(self, window: Window) -> None:
+        """Run the forwards that losses of a whole window need before its training forwards. A
+        collective, which raises an error of one rank on all.
+        """
         with self.engine.backend.autocast():
             if self._whole_batch is not None:
                 self._whole_batch.begin(window, self._slots)
             else:
-                self.engine.count_experts(self._slots, request)
+                self.engine.count_experts(self._slots, window.request)
+
+    def _run(self, window: Window) -> None:
+        """Run all forwards and backwards of a window on this rank."""
         if self._rehearsal is not None:
             self._rehearse(window)
         index = 0
@@ -281,17 +295,6 @@ class OwnLoop:
             f"of the loss is {loss:.4g}, so there is no mean. No weights were changed: remove such "
             "samples from the dataset, or make the window larger."
         )
-
-    def _error_to_report(self, error: Exception) -> Exception:
-        """Return what all ranks raise for an error in a micro-batch."""
-        slot = self.engine.slot
-        if slot is None or not is_out_of_memory(error):
-            return error
-        backend = self.engine.backend
-        micro_batch = slot.micro_batch
-        if len(micro_batch) > 1 and backend.reason_not_to_split is None:
-            return TooLarge(num_elements(micro_batch))
-        return out_of_memory_error(backend.process_index, micro_batch, backend.reason_not_to_split)
 
 
 def _as_count(number: float) -> int | float:

@@ -56,6 +56,7 @@ from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.logs import get_logger
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.masks import sample_keys, window_key
+from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, out_of_memory_error
 from hf_ga.exact.precision import check_trainable
 from hf_ga.exact.window import LoaderState
 
@@ -84,6 +85,8 @@ class WindowEngine:
         must_look: Whether the next attempt of a window is a look: it is rehearsed, whichever window
             it is, and computed once more as it was planned.
         look_positions: Positions of samples that a look rehearses.
+        splits_where_memory_runs_out: Whether the loop computes such a window again, in smaller
+            micro-batches.
         trusts_num_targets: Whether the numbers of targets in `add` were checked before.
     """
 
@@ -100,6 +103,7 @@ class WindowEngine:
         self.rehearses = True
         self.has_rehearsed = False
         self.must_look = False
+        self.splits_where_memory_runs_out = False
         self.trusts_num_targets = False
         self._models: list[nn.Module] = []
         self._all_models: list[nn.Module] = []
@@ -338,7 +342,7 @@ class WindowEngine:
             num_reclassified = draws.num_reclassified
             results = []
             for slot in slots:
-                with self._first_forward(slot, request):
+                with self._first_forward(slot, request), self._reporting_lack_of_memory():
                     result = forward(slot)
                     results.append(result if after is None else after())
             is_changed = draws.num_reclassified != num_reclassified
@@ -355,6 +359,28 @@ class WindowEngine:
                 "would draw others, so its gradient would be wrong: turn this randomness off."
             )
         return results
+
+    @contextmanager
+    def _reporting_lack_of_memory(self) -> Iterator[None]:
+        """Raise what `error_to_report` makes of an error in the block, if the loop can use it."""
+        try:
+            yield
+        except Exception as error:
+            if not self.splits_where_memory_runs_out:
+                raise
+            raise self.error_to_report(error) from None
+
+    def error_to_report(self, error: Exception) -> Exception:
+        """Return what all ranks raise for an error in the current micro-batch: `TooLarge` if memory
+        ran out and it can be split.
+        """
+        if self.slot is None or not is_out_of_memory(error):
+            return error
+        micro_batch = self.slot.micro_batch
+        backend = self.backend
+        if len(micro_batch) > 1 and backend.reason_not_to_split is None:
+            return TooLarge(num_elements(micro_batch))
+        return out_of_memory_error(backend.process_index, micro_batch, backend.reason_not_to_split)
 
     def restore_buffers(self) -> None:
         """Restore the models' buffers of before the window, because its samples come again: what

@@ -9,8 +9,8 @@ The backend for FSDP is `hf_ga.parallel.fsdp.ShardedBackend`.
 """
 
 import os
-from collections.abc import Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from itertools import compress
 from typing import Any
@@ -293,6 +293,22 @@ class Backend:
             has_gradient=tuple(map(bool, num_ranks)),
             must_sum_again=bool(must_sum_again),
         )
+
+    @contextmanager
+    def failing_on_all_ranks(self) -> Iterator[None]:
+        """Raise an error of the block on all ranks. A collective, outside of the block.
+
+        Raises:
+            ProcessFailed: If another rank failed.
+            TooLarge: If ranks ran out of memory, but nothing else failed.
+        """
+        failure = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        loss = torch.zeros((), dtype=torch.float64)
+        self.all_reduce_status(RankStatus(loss, counts=(), failure=failure))
 
     def check_partial_gradients(self, num_ranks: Sequence[float]) -> None:
         """Check that gradients of a window that only some ranks have can be summed.
