@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -30,7 +31,8 @@ from hf_ga.engine.divisors import (
     true_divisor,
 )
 from hf_ga.engine.groups import Group, Grouping
-from hf_ga.errors import ConfigError
+from hf_ga.engine.same_terms import SameTerms
+from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.backend import Backend, RankStatus
 from hf_ga.exact.chunks import ChunkTree
 from hf_ga.exact.early_sums import sum_gradients
@@ -61,6 +63,10 @@ class WindowGradient:
         must_try_widths: Whether that is because its micro-batches have several widths, and no
             sample was compared in two of them so far. The same on all ranks after `finish`.
         tries_widths: Whether `finish` may set it.
+        same_terms: Which keys mean one term.
+        tries_terms: Whether the window may be computed again to find out. None: a look finds out
+            now.
+        undecided: After `finish`, two keys of which that must be found out, or None.
         has_compared_widths: Whether a sample of the window was compared in two widths: before
             `finish` on this rank, afterwards on any.
         has_several_widths: After `finish`, whether the micro-batches of all ranks have.
@@ -79,6 +85,7 @@ class WindowGradient:
         self.parameters = list(parameters)
         self.checks = DivisorChecks()
         self.grouping = Grouping()
+        self.same_terms = SameTerms()
         self._index_of = {id(p): index for index, p in enumerate(self.parameters)}
         self.stack_sizes = StackSizes()
         self._num_merged_pairs = 0
@@ -87,6 +94,7 @@ class WindowGradient:
         self.num_micro_batches = 1
         self.needs_padding = False
         self.tries_widths = False
+        self.tries_terms: bool | None = False
         self.begin()
 
     def begin(self, chunk_tree: ChunkTree | None = None) -> None:
@@ -102,12 +110,14 @@ class WindowGradient:
         self.must_pad = False
         self.must_look = False
         self.must_try_widths = False
+        self.undecided: tuple[TermKey, TermKey] | None = None
         self.has_compared_widths = False
         self.has_several_widths = False
         self.widths: list[float] = []
         self.num_backwards = 0
         self.has_parts = False
         self._chunks: ChunkSums | None = None
+        self.grouping.rename(self.same_terms.key_of)
         self.grouping.keep_apart(chunk_tree is not None)
         if chunk_tree is not None:
             self._chunks = ChunkSums(chunk_tree, self.backend.process_index)
@@ -128,8 +138,8 @@ class WindowGradient:
 
     @property
     def num_targets(self) -> float:
-        """After `finish`, what the first term divides by in the whole window, over all ranks."""
-        return self._groups[0].total if self._groups else 0.0
+        """After `finish`, what the first term that the window has divides by, over all ranks."""
+        return next((group.total for group in self._groups or [] if group.total), 0.0)
 
     # Reading
 
@@ -674,6 +684,7 @@ class WindowGradient:
             self._regroup()  # this rank had fillers only, but sends as many numbers as the others
         if self.backend.num_processes > 1 and self._is_new_anywhere():
             self._merge_stack_sizes()
+            self._merge_same_terms()
             self._merge_groups()
         groups = self._groups or []
         keys = [key for group in groups for key in group.keys]
@@ -724,7 +735,11 @@ class WindowGradient:
             self.must_look = True
             self.must_repeat = "it has several widths, and it was not tried whether padding matters"
             return False
-        self._check_factors(keys, sums[2 * len(groups) :])
+        factor_sums = sums[2 * len(groups) :]
+        self._decide_terms(keys, factor_sums)
+        if self.undecided is not None:
+            return False
+        self._check_factors(keys, factor_sums)
         if self.backend.is_sharded:
             self._take_shards(groups)
         loss_sum = status.loss
@@ -769,6 +784,39 @@ class WindowGradient:
         of_this_rank = [[] if factor is None else [factor] for factor in factors]
         return [number for numbers in of_this_rank for number in power_sums(numbers)]
 
+    def _decide_terms(self, keys: Sequence[TermKey], sums: Sequence[float]) -> None:
+        """Let the window be computed again if two of its terms, on any rank, may be one.
+
+        Args:
+            keys: The grouped terms.
+            sums: See `_factor_sums`.
+
+        Raises:
+            LossNotAdditive: If it cannot be found out; on all ranks.
+        """
+        if self.tries_terms is None:
+            return
+        present = [key for key in keys if key in self._factors]
+        if sums:
+            present = [key for index, key in enumerate(keys) if sums[3 * index]]
+        pair = self.same_terms.undecided(present)
+        if pair is None:
+            return
+        if not self.tries_terms or frozenset(pair) in self.same_terms.looked_at:
+            names = {reading.key: reading.name for reading in self.readings}
+            named = " and ".join(names.get(key, "one of another process") for key in pair)
+            raise LossNotAdditive(
+                f"the micro-batches of a window have different terms of the loss ({named}), and "
+                "none of them has both, so it cannot be known whether they are one mean over all "
+                "samples or two. Let each micro-batch have the same terms: a term may be 0, as "
+                "outputs.sum() * 0, or pass the sum and its number of targets: "
+                "accelerator.backward(sum, num_targets=n)."
+            )
+        self.same_terms.looked_at.add(frozenset(pair))
+        self.undecided = pair
+        self.must_look = True
+        self.must_repeat = "its micro-batches have different terms of the loss"
+
     def _check_factors(self, keys: Sequence[TermKey], sums: Sequence[float]) -> None:
         """Check that all ranks have the same factors, see `_factor_sums`.
 
@@ -801,7 +849,8 @@ class WindowGradient:
     def _is_new_anywhere(self) -> bool:
         """Return whether any rank has terms, groups or stacks that it did not have before."""
         has_new_stacks = self.stack_sizes.num_pairs != self._num_merged_pairs
-        return bool(self.backend.max_over_ranks(int(self._has_new_terms or has_new_stacks)))
+        is_new = self._has_new_terms or has_new_stacks or self.same_terms.is_changed
+        return bool(self.backend.max_over_ranks(int(is_new)))
 
     def _merge_stack_sizes(self) -> None:
         """Let all ranks know the sizes of all stacks: those of one rank may fit samples by chance.
@@ -816,6 +865,12 @@ class WindowGradient:
             if self.stack_sizes.merge(known):
                 self.must_repeat = "what the loss stacks was found to be no losses of samples"
         self._num_merged_pairs = self.stack_sizes.num_pairs
+
+    def _merge_same_terms(self) -> None:
+        """Let all ranks know which keys mean one term."""
+        states: list[Any] = [None] * self.backend.num_processes
+        dist.all_gather_object(states, self.same_terms.state())
+        self.same_terms.merge(states)
 
     def _merge_groups(self) -> None:
         """Let all ranks use the same groups, in the same order."""

@@ -6,7 +6,7 @@ up at once, each times 1 / r, and divided by the sum of the first one's divisors
 proportions need a buffer, and a backward, each.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hf_ga.engine.divisors import RELATIVE_ROUNDING, TermKey
@@ -65,6 +65,17 @@ class Grouping:
         self.are_apart = are_apart
         if are_apart:
             self.structure = [[key] for keys in self.structure for key in keys]
+
+    def rename(self, key_of: Callable[[TermKey], TermKey]) -> None:
+        """Give terms other keys. Of keys that became one, the first one's place is kept."""
+        seen: set[TermKey] = set()
+        structure = []
+        for keys in self.structure:
+            renamed = [key for key in dict.fromkeys(map(key_of, keys)) if key not in seen]
+            seen.update(renamed)
+            if renamed:
+                structure.append(renamed)
+        self.structure = structure
 
     def add_terms(self, keys: Sequence[TermKey]) -> bool:
         """Register the terms of a micro-batch. New ones join the first group, unless all are apart.

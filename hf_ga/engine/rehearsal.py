@@ -142,27 +142,29 @@ def rehearsed_offsets(planned: Sequence[np.ndarray], choice: Choice) -> np.ndarr
         size = max(sizes) + 1
     if len(planned) == 1:
         own = _longest_first(planned[0], choice.lengths)
-        return _with_company(own, choice, size)[::-1].copy()
+        first = np.array([*dict.fromkeys([*choice.preferred.tolist(), *own.tolist()])], np.int64)
+        return _with_company(first, choice, size)[::-1].copy()
     return _of_all_parts(planned, choice, size)[::-1].copy()
 
 
 def _with_company(own: np.ndarray, choice: Choice, size: int) -> np.ndarray:
     """Return the first samples of this rank together with others, half of each, `size` in total;
-    more of its own if there are fewer others.
+    more of its own if there are fewer others, or more preferred ones.
     """
-    spare = choice.spare
-    num_own = min(len(own), max(1, (size + 1) // 2, size - len(spare)))
+    spare = np.setdiff1d(choice.spare, own)
+    num_own = min(len(own), max(len(choice.preferred), (size + 1) // 2, size - len(spare)))
     return np.concatenate([own[:num_own], spare[: max(0, size - num_own)]])
 
 
 def _of_all_parts(parts: Sequence[np.ndarray], choice: Choice, size: int) -> np.ndarray:
-    """Return `size` samples: half of them preferred ones; the longest one, which has no padding in
-    any company; then the first ones of all parts in turn, those of other ranks last.
+    """Return `size` samples: all preferred ones; the longest one, which has no padding in any
+    company; then the first ones of all parts in turn, those of other ranks last.
     """
     own = np.concatenate(parts)
     longest = _longest_first(own, choice.lengths)[:1]
     in_turn = _in_turn([_longest_first(part, choice.lengths) for part in parts], size)
-    preferred = _longest_first(choice.preferred, choice.lengths)[: (size + 1) // 2]
+    preferred = _longest_first(choice.preferred, choice.lengths)
+    size = max(size, len(preferred))
     ordered = np.concatenate([preferred, longest, in_turn, choice.spare])
     return np.array([*dict.fromkeys(ordered.tolist())][:size], np.int64)
 
@@ -529,6 +531,46 @@ class Rehearsal:
             if is_missing and _smallest_norm(before) > floor:
                 return rehearsed_names[term]
         return None
+
+    def same_term(
+        self,
+        footprints: Mapping[FootprintKey, Footprints],
+        readings: Sequence[Reading],
+        number: int,
+    ) -> tuple[TermKey, TermKey] | None:
+        """Return a term that a sample had in its rehearsal, and another one that it has in place
+        of it now, with the same gradient at the same output. None if there is none, or if several
+        terms could be the one before.
+
+        Args:
+            footprints: By term, output and sample.
+            readings: The terms of the loss.
+            number: Which loss of its micro-batch it is.
+        """
+        rehearsed = self._names_of_terms.get(number, {}).keys()
+        names = {reading.key for reading in readings}
+        for (term, place, sample), now in footprints.items():
+            if term in rehearsed or not _smallest_norm(now):
+                continue
+            found = [
+                other
+                for other in rehearsed - names
+                if self._are_equal(self._rehearsed.get((other, place, sample), {}), now)
+            ]
+            if len(found) == 1:
+                return found[0], term
+        return None
+
+    def _are_equal(self, before: Footprints, now: Footprints) -> bool:
+        """Whether a sample's footprints are equal in an arrangement, and not 0."""
+        floors = (0.0, 0.0)
+        return any(
+            before[arrangement].norm
+            and not _first_difference(
+                [(before[arrangement], now[arrangement])], self._tolerance, floors
+            )
+            for arrangement in before.keys() & now.keys()
+        )
 
     @property
     def _tolerance(self) -> float:

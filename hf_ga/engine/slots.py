@@ -109,7 +109,9 @@ def _choice(window: Window, positions: np.ndarray = NO_POSITIONS) -> Choice:
     own = np.concatenate(window.request.micro_batches)
     preferred = np.flatnonzero(np.isin(window.request.positions, positions))
     return Choice(
-        np.setdiff1d(window.offsets, own), _lengths(window), np.intersect1d(own, preferred)
+        np.setdiff1d(window.offsets, own),
+        _lengths(window),
+        np.intersect1d(window.offsets, preferred),
     )
 
 

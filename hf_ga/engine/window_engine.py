@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
@@ -131,6 +132,8 @@ class WindowEngine:
         self._looked_at: set[Hashable] = set()  # those that the current look is for
         self._untried: dict[Hashable, np.ndarray] = {}  # in this window: form -> its samples
         self._rehearsed_positions: set[int] = set()  # in this window
+        self._keys: set[TermKey] = set()  # of terms in this micro-batch
+        self._first_positions: dict[TermKey, int] = {}  # of a sample with each term of this window
         self._num_looks = 0
         self._window_contexts = ExitStack()
 
@@ -209,6 +212,7 @@ class WindowEngine:
         self._is_look = is_rehearsed and self.must_look
         self._untried = {}
         self._narrowest = None
+        self._first_positions = {}
         self._rehearsed_positions = set()
         parameters = list(parameters)
         # By identity: equality would compare elements, of a parameter with those of its shards.
@@ -232,6 +236,7 @@ class WindowEngine:
                 model.static_graph = False
         is_width_tried = state is None or state.is_width_tried
         self.gradient.tries_widths = looks and not self._is_look and not is_width_tried
+        self.gradient.tries_terms = None if self._is_look else looks
         # Micro-batches of other sizes follow, or there is only one.
         self.gradient.stack_sizes.may_change = is_rehearsed or is_full_batch
         if not keeps_rehearsal:
@@ -413,6 +418,7 @@ class WindowEngine:
         """
         self.slot = slot
         self.num_adds = 0
+        self._keys = set()
         self._request = request
         self._recorder.clear()
         self.backend.begin_micro_batch()
@@ -462,7 +468,7 @@ class WindowEngine:
         self.num_adds += 1
         loss = loss.reshape(()) if loss.dim() else loss
         readings = self.speed_ups.read(loss, num_targets)
-        readings = [replace(r, key=(self.num_adds, r.key)) for r in readings]
+        readings = self._with_known_keys(readings)
         part = None
         if self._router is not None:
             loss, readings = self._router.split(loss, readings, num_targets)
@@ -490,6 +496,22 @@ class WindowEngine:
         if slot.is_counted:
             self.gradient.end_micro_batch()
         self.draws.after_backward()
+
+    def _with_known_keys(self, readings: Sequence[Reading]) -> list[Reading]:
+        """Return readings with the keys that stand for their terms, and note which are in one
+        micro-batch.
+        """
+        same_terms = self.gradient.same_terms
+        result = []
+        for reading in readings:
+            key = same_terms.key_of((self.num_adds, reading.key))
+            result.append(replace(reading, key=key))
+            if not self.slot.is_filler:
+                self._keys.add(key)
+            if self.slot.is_counted:
+                self._first_positions.setdefault(key, int(self.slot.micro_batch.positions[0]))
+        same_terms.note(self._keys)
+        return result
 
     def _look_at(self, loss: Tensor, readings: Sequence[Reading]) -> None:
         """Note the form of a loss: its terms, the nodes before a sum, the kind of its batch. It is
@@ -532,7 +554,10 @@ class WindowEngine:
             return
         self._num_looks += 1
         self._looked_at = set(untried)
-        self.look_positions = next(iter(untried.values()))
+        positions = next(iter(untried.values()))
+        self.look_positions = positions[
+            : (len(positions) + 1) // 2
+        ]  # the others come in their company
         gradient.must_look = True
         gradient.must_repeat = "its loss has a form that was not tried yet"
         if self._num_looks == MAX_LOOKS:
@@ -604,6 +629,11 @@ class WindowEngine:
                 "depends on the other samples of its micro-batch, and no split of the window is "
                 "the full batch. Choose in the dataset, or over the whole window with whole_batch."
             )
+        same = rehearsal.same_term(footprints, data_readings, self.num_adds)
+        if same is not None and not self.gradient.same_terms.are_two(*same):
+            self.gradient.same_terms.join(*same)
+            self.gradient.must_repeat = "one term of the loss was computed by different layers"
+            return
         missing = rehearsal.missing_term(footprints, data_readings, self.num_adds)
         difference = rehearsal.difference(footprints)
         is_padded = self._request.pad_to_window
@@ -723,6 +753,8 @@ class WindowEngine:
         if gradient.must_try_widths:
             self._tries_widths = True
             self.look_positions = self._narrowest[1] if self._narrowest else self.look_positions
+        if gradient.undecided is not None:
+            self.look_positions = self._positions_with(gradient.undecided)
         if state is not None:
             state.is_width_tried |= gradient.has_compared_widths
         if is_done and self._rehearsal is not None:
@@ -749,6 +781,15 @@ class WindowEngine:
             state.is_padding_tried = True
             state.pad_to_window = gradient.needs_padding
         return is_done
+
+    def _positions_with(self, keys: Sequence[TermKey]) -> np.ndarray:
+        """Return the position of a sample with each of these terms, on any rank. A collective."""
+        of_ranks = [self._first_positions]
+        if self.gradient.backend.num_processes > 1:
+            of_ranks = [{} for _ in range(self.gradient.backend.num_processes)]
+            dist.all_gather_object(of_ranks, self._first_positions)
+        known = {key: position for of_rank in of_ranks for key, position in of_rank.items()}
+        return np.array([known[key] for key in keys], np.int64)
 
     def show_mean_so_far(self, times: int) -> None:
         """Set `.grad` to the gradient of the mean so far, for a loop that accumulates by hand."""

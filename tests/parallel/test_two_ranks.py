@@ -4,7 +4,6 @@ more models and more ranks.
 
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import helpers as h
@@ -14,6 +13,7 @@ from forked import on_two_ranks, outcome
 from processes import make_accelerator, make_windows, prepare, whole_gradients
 from steps import backward_window, train_step
 from torch import nn
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 import hf_ga
 from hf_ga.errors import CheckpointError, ConfigError
@@ -24,7 +24,7 @@ from hf_ga.parallel.processes import broadcast_from_main, check_agreement, raise
 
 
 class Halves(nn.Module):
-    """Samples 0 to 2 go through one layer, the others through another one: on two ranks, each has a
+    """The first half of the samples goes through one layer, the others through another one: on two ranks, each has a
     gradient of one of them.
 
     Attributes:
@@ -44,14 +44,19 @@ class Halves(nn.Module):
         for layer, rows in zip(self.layers, (~second, second), strict=True):
             if rows.any():
                 logits = logits.index_put((rows,), layer(x[rows]))
-        return SimpleNamespace(loss=nn.functional.cross_entropy(logits, labels))
+        loss = nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
-def points() -> list[dict]:
+def points(number: int = 5) -> list[dict]:
     torch.manual_seed(1)
     return [
-        {"x": torch.randn(4), "second": torch.tensor(i > 2), "labels": torch.tensor(i % 3)}
-        for i in range(5)
+        {
+            "x": torch.randn(4),
+            "second": torch.tensor(2 * i >= number),
+            "labels": torch.tensor(i % 3),
+        }
+        for i in range(number)
     ]
 
 
@@ -76,17 +81,23 @@ def assert_full_batch(found: list[Any], model: nn.Module, batch: dict) -> None:
 
 
 def ddp_window(
-    size: int = 5, fails: Callable[[int], Exception | None] | None = None, chunk: int | None = None
+    size: int = 5,
+    fails: Callable[[int], Exception | None] | None = None,
+    chunk: int | None = None,
+    per_device_batch_size: int = 2,
 ) -> tuple[h.Gradients, hf_ga.StepResult]:
-    """Of the first samples, in micro-batches of at most 2; `fails`: of rank 1; chunk: for the same
-    bits.
-    """
+    """Of the first samples; `fails`: of rank 1; chunk: for the same bits."""
     accelerator = make_accelerator("ddp")
     plain = Halves()
     model, _ = preparing.prepare(accelerator, plain, torch.optim.SGD(plain.parameters(), lr=0.0))
-    sizes = {"per_device_batch_size": 2, "global_batch_size": size, "canonical_micro_batch": chunk}
+    sizes = {"per_device_batch_size": per_device_batch_size, "global_batch_size": size}
     (window,) = hf_ga.WindowLoader(
-        points()[:size], stack, accelerator=accelerator, shuffle=False, **sizes
+        points(max(size, 5))[:size],
+        stack,
+        accelerator=accelerator,
+        shuffle=False,
+        canonical_micro_batch=chunk,
+        **sizes,
     )
     if fails is not None and accelerator.process_index == 1:
         plain.fails = fails
@@ -190,11 +201,21 @@ def test_both_ranks_raise_in_the_same_window_and_can_go_on(where):
 
 def test_both_ranks_compute_again_where_one_ran_out_of_memory():
     def out_of_memory(num_samples: int) -> Exception | None:
+        return torch.OutOfMemoryError("on purpose") if num_samples > 2 else None
+
+    found = on_two_ranks(lambda: ddp_window(16, fails=out_of_memory, per_device_batch_size=4))
+    assert [result.retries for _, result in found] == [1, 1]
+    assert_full_batch(found, Halves(), stack(points(16)))
+
+
+def test_what_two_ranks_cannot_know_is_refused():
+    """Rank 1 has memory for one sample, so no micro-batch of it has samples of both layers."""
+
+    def out_of_memory(num_samples: int) -> Exception | None:
         return torch.OutOfMemoryError("on purpose") if num_samples > 1 else None
 
-    found = on_two_ranks(lambda: ddp_window(fails=out_of_memory))
-    assert [result.retries for _, result in found] == [1, 1]
-    assert_full_batch(found, Halves(), stack(points()))
+    said = on_two_ranks(lambda: outcome(lambda: ddp_window(fails=out_of_memory)))
+    assert all("cannot be known whether they are one mean" in words for words in said)
 
 
 def test_the_smallest_micro_batch_that_failed_is_the_limit_of_both_ranks():

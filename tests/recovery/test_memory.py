@@ -23,8 +23,9 @@ from runs import lines_of, relative_distance, train
 from steps import backward_window, train_step
 
 import hf_ga
+from hf_ga.engine import speed_ups
+from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import OutOfMemory
-from hf_ga.exact.audit import Audits
 from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.finetuning.run import build
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
@@ -40,9 +41,10 @@ CASES = {  # model, samples, own loss
 
 
 @pytest.fixture(autouse=True)
-def _without_audits(monkeypatch):
-    """They make forwards of their own, and forwards are counted here."""
-    monkeypatch.setattr(Audits, "choose", lambda self, calls: [])
+def _without_rehearsals(monkeypatch):
+    """They make forwards of their own, as trials of speed-ups do, and forwards are counted here."""
+    monkeypatch.setattr(WindowEngine, "can_rehearse", lambda self: False)
+    monkeypatch.setattr(speed_ups, "candidates", lambda model: [])
 
 
 def accelerator_in(precision: str = "no") -> Accelerator:
@@ -75,7 +77,9 @@ def gradient_of_window(
     model = build()
     samples = make_samples(SAMPLES)
     device = Device(model, fits, **how)
-    window = next(iter(windows_of(accelerator, samples)))
+    # Without a rehearsal it is not found out.
+    width = {"pad_to_window": case == "one width"}
+    window = next(iter(windows_of(accelerator, samples, **width)))
     for parameter in model.parameters():
         parameter.grad = None if earlier is None else torch.full_like(parameter, earlier)
     result = backward_window(accelerator, model, window, loss_fn=loss_fn)
@@ -248,16 +252,16 @@ def test_other_errors_are_no_lack_of_memory():
 
 @contextmanager
 def small_device(fits: float, **how):
-    """Whole runs meet a `Device` behind the proof. Yields the list of devices."""
-    prepare = build.prepare
+    """Whole runs meet a `Device` behind the trial. Yields the list of devices."""
+    prepare = build.prepare_with
     devices = []
 
-    def prepared(accelerator, model, optimizer, **given):
+    def prepared(accelerator, model, optimizer, settings):
         devices.append(Device(model, fits, **how))
-        return prepare(accelerator, model, optimizer, **given)
+        return prepare(accelerator, model, optimizer, settings)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(build, "prepare", prepared)
+        patch.setattr(build, "prepare_with", prepared)
         yield devices
 
 
