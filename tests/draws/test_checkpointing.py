@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import WINDOW_KEY, keys_of, micro_batch
+from draws_of_splits import WINDOW_KEY, keys_of, micro_batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

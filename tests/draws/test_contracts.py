@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import micro_batch
+from draws_of_splits import micro_batch
 from torch import nn
 
 DATA = torch.linspace(-2, 2, 48).view(8, 6)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import SPLITS, drawn, micro_batch, rows_of
+from draws_of_splits import SPLITS, drawn, micro_batch, rows_of
 
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.draws.sample_dims import PaddedRows, SampleDims, SampleRows, Shared, possible_layouts

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import WINDOW_KEY, keys_of, micro_batch
+from draws_of_splits import WINDOW_KEY, keys_of, micro_batch
 
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import UnkeyedRandomness

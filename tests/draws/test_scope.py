@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch._dynamo  # replaces torch.manual_seed when it is imported
 import torch.nn.functional as F
-from splits import WINDOW_KEY, keys_of, micro_batch
+from draws_of_splits import WINDOW_KEY, keys_of, micro_batch
 from torch import Tensor, nn
 
 from hf_ga.draws.keyed import OF_GENERATOR, KeyedDraws

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import SPLITS, drawn, rows_of
+from draws_of_splits import SPLITS, drawn, rows_of
 from torch import Tensor, nn
 from torch.nn.functional import dropout as imported_dropout
 

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from splits import micro_batch
+from draws_of_splits import micro_batch
 from torch.distributions import Cauchy, Exponential, LogNormal, Normal
 
 SAMPLES = range(50)

@@ -4,7 +4,7 @@ import contextlib
 
 import pytest
 import torch
-from splits import SPLITS, micro_batch
+from draws_of_splits import SPLITS, micro_batch
 from transformers import BertConfig, BertForSequenceClassification
 
 from hf_ga.draws.keyed import KeyedDraws

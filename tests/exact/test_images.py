@@ -50,10 +50,20 @@ def test_training_steps_with_dropout_of_the_texts():
 
 
 @pytest.mark.parametrize("kind", IMAGES)
-def test_dropout_of_patches_is_refused_by_name(kind):
+def test_dropout_of_patches_is_exact_or_refused_by_its_line(kind):
+    """Patches belong to no known sample, unless each sample has equally many."""
     samples = image_samples(NUM_SAMPLES, **IMAGES[kind])
-    with pytest.raises(hf_ga.UnkeyedRandomness, match=r"image_dropout draws.*pixel_values"):
-        hf_ga.prove_targets(images_and_text(image_dropout=0.2), samples, collate_images)
+    model = images_and_text(image_dropout=0.2)
+    whole, _ = window_gradient(model, one_window(samples, NUM_SAMPLES, collate_images))
+    plain, _ = window_gradient(images_and_text(), one_window(samples, NUM_SAMPLES, collate_images))
+    assert h.relative_error(plain, whole) > 1e-2, "there is dropout"
+    for size in (5, 4, 1):
+        window = one_window(samples, size, collate_images)
+        if kind == "always two":
+            assert h.relative_error(window_gradient(model, window)[0], whole) < 1e-6
+        else:
+            with pytest.raises(hf_ga.UnkeyedRandomness, match=r"dropout of shape .*images\.py"):
+                window_gradient(model, window)
 
 
 def test_the_loss_falls():

@@ -143,9 +143,7 @@ def test_other_calls_of_rand_go_to_torch():
 
 
 def test_a_draw_that_skips_no_layer_is_nobodys():
-    """Layouts agree, no generator moves, and the layers' own dropout is drawn. Control: skipping by
-    chance is refused.
-    """
+    """Layouts agree, no generator moves, and the layers' own dropout is drawn."""
     samples = numbers(12)
     state = torch.get_rng_state()
     whole = gradient(skipping(0.0), samples, 12)
@@ -155,5 +153,17 @@ def test_a_draw_that_skips_no_layer_is_nobodys():
     model = skipping(0.0).eval()
     model(**h.pad_right(samples))["loss"].backward()
     assert h.relative_error(h.gradients(model), whole) > 0.1, "control: without dropout"
-    with pytest.raises(hf_ga.UnkeyedRandomness, match="\\(Skipping\\) draws from torch"):
-        gradient(skipping(0.5), samples, 12)
+
+
+def test_a_window_skips_the_same_layers_in_all_its_micro_batches():
+    """A number for no sample belongs to the window. Control: other windows skip other layers."""
+    samples = numbers(12)
+    whole = gradient(skipping(0.5), samples, 12)
+    for size in (1, 5):
+        assert h.relative_error(gradient(skipping(0.5), samples, size), whole) < 2e-6
+    skipped = []
+    for seed in range(8):
+        window = one_window(samples, 5, seed=seed, shuffle=False)
+        gradients, _ = window_gradient(skipping(0.5), window)
+        skipped.append(tuple(name for name, value in gradients.items() if not value.any()))
+    assert len(set(skipped)) > 1

@@ -20,10 +20,10 @@ from torch.nn.utils.rnn import pad_sequence
 from tried import later, tried
 
 import hf_ga
+from hf_ga.engine.speed_ups import candidates
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.speed.packing import Packing
-from hf_ga.training import default_speed_ups
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, LENGTHS = ("base", (8, 64)) if DEVICE == "cuda" else ("tiny", (4, 16))
@@ -175,7 +175,7 @@ def test_packed_layers_are_proven_and_timed(model, kernel):
         accelerator = Accelerator(mixed_precision="bf16")
         built = build_model(setting)
         built.set_attn_implementation(attention)
-        speed_ups = [*default_speed_ups(built), *speed_ups]
+        speed_ups = [*candidates(built), *speed_ups]
         found = tried(built, setting.samples, setting.collate, speed_ups)
         sizes = {"per_device_batch_size": 16, "global_batch_size": 16}
         (window,) = hf_ga.WindowLoader(

@@ -1,4 +1,4 @@
-"""Promise 1 for all data: what a proof on a few rows cannot see is never accepted with a wrong
+"""Promise 1 for all data: what a trial on a few rows cannot see is never accepted with a wrong
 gradient, through any door.
 
 Oracle: one full batch in float64. Right losses are never refused, and no error is a foreign one.
@@ -12,7 +12,7 @@ from hf_ga.speed.packing import Packing
 
 RATE = 0.05
 SEED = 0
-READING_DOORS = ["ExactTrainer", "Accelerator"]
+READING_DOORS = ["own loop", "ExactTrainer", "Accelerator"]
 CASES = [(name, door) for name, kind in KINDS.items() for door in traps.doors_of(kind)]
 CASES_OF_ONE_WINDOW = [(name, door) for name, door in CASES if KINDS[name].num_windows == 1]
 
@@ -37,23 +37,9 @@ ADVERSARY = f"weights from window {FIRST_ODD_WINDOW}"
 TOKEN_ADVERSARY = f"token weights from window {FIRST_ODD_WINDOW}"
 
 
-def test_an_adversary_is_stopped_in_its_window():
-    """Its loss is a function of small outputs, so every window is audited."""
-    outcome = traps.run(KINDS[ADVERSARY], "own loop", RATE, SEED)
-    assert "LossNotAdditive" in outcome.message
-    assert outcome.num_updates == FIRST_ODD_WINDOW
-
-
-def test_an_adversary_is_stopped_by_the_next_audit():
-    """The audits of a schedule are those of windows 1, 2, 4, ..., 64."""
-    outcome = traps.run(KINDS[TOKEN_ADVERSARY], "own loop", RATE, SEED)
-    assert "LossNotAdditive" in outcome.message
-    assert FIRST_ODD_WINDOW <= outcome.num_updates < 64
-
-
 @pytest.mark.parametrize("door", READING_DOORS)
 @pytest.mark.parametrize("name", [ADVERSARY, TOKEN_ADVERSARY])
-def test_weights_that_are_read_need_no_proof(name, door):
+def test_late_weights_are_read(name, door):
     """What the loss divides by is read in each micro-batch, so late weights are exact."""
     outcome = traps.run(KINDS[name], door, RATE, SEED)
     assert outcome.accepted
@@ -70,7 +56,7 @@ def test_plain_accelerate_is_wrong(name):
 
 def test_packing_without_its_guard_is_wrong(monkeypatch):
     monkeypatch.setattr(Packing, "fits", lambda self, call: True)
-    outcome = traps.run(KINDS["left padding: BERT classifier"], "own loop", 0.1, SEED)
+    outcome = traps.run(KINDS["left padding: BERT classifier"], "own loop", 0.1, SEED, num_windows=4)
     assert outcome.accepted
     assert outcome.error > 1e-2
 
@@ -85,6 +71,6 @@ def test_nothing_is_silently_wrong_at_any_rate(name, door):
 
 @pytest.mark.slow("a data set of five windows for each kind and door")
 @pytest.mark.parametrize(("name", "door"), CASES_OF_ONE_WINDOW)
-def test_rows_that_the_proof_never_had_are_not_silently_wrong(name, door):
+def test_rows_that_the_trial_never_had_are_not_silently_wrong(name, door):
     data_sets = traps.data_sets(KINDS[name], rates=[0.01], num_seeds=1)
     assert faults(name, door, data_sets, num_windows=5) == ""
