@@ -40,11 +40,13 @@ CASES = {  # model, samples, own loss
 }
 
 
-@pytest.fixture(autouse=True)
-def _without_rehearsals(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def _without_rehearsals():
     """They make forwards of their own, as trials of speed-ups do, and forwards are counted here."""
-    monkeypatch.setattr(WindowEngine, "can_rehearse", lambda self: False)
-    monkeypatch.setattr(speed_ups, "candidates", lambda model: [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(WindowEngine, "can_rehearse", lambda self: False)
+        patch.setattr(speed_ups, "candidates", lambda model: [])
+        yield
 
 
 def accelerator_in(precision: str = "no") -> Accelerator:
