@@ -140,7 +140,13 @@ class EvaluatedLoss:
         self.router = Router(unwrapped(model))
         self._module = callable_module(model)
         self._arguments = argument_filter(model)
-        self._graph = LightGraph()
+        self._graph = LightGraph(self._is_any)
+
+    def _is_any(self, condition: bool) -> bool:
+        """Whether a condition holds on any rank, if forwards are collectives; else on this one."""
+        if not self.backend.is_sharded:
+            return condition
+        return bool(self.backend.max_over_ranks(int(condition)))
 
     @contextmanager
     def trainable(self) -> Iterator[None]:

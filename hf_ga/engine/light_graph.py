@@ -19,13 +19,18 @@ MAX_KEPT = 256  # tensors of a forward
 class LightGraph:
     """Runs forwards whose graphs keep only the tensors that are asked for.
 
+    Args:
+        is_any: Returns whether a condition holds on any rank, where forwards are collectives, so
+            that all ranks run equally many.
+
     Example:
         graph = LightGraph()
         terms = graph.run(lambda: read_terms(model(**batch).loss, num_samples=8))
     """
 
-    def __init__(self) -> None:
+    def __init__(self, is_any: Callable[[bool], bool] = bool) -> None:
         """Start without knowing which tensors are needed."""
+        self._is_any = is_any
         self._needed: set[int] = set()
         self._missing: set[int] = set()
         self._number = 0
@@ -40,15 +45,16 @@ class LightGraph:
         while True:
             self._number = 0
             self._missing = set()
+            result = None  # of the try before
             failure: Exception | None = None
             with torch.enable_grad(), saved_tensors_hooks(self._pack, self._unpack):
                 try:
                     result = compute()
                 except Exception as error:  # perhaps because of what was dropped
                     failure = error
-            if not self._missing:
-                if failure is not None:
-                    raise failure
+            if failure is not None and not self._missing:
+                raise failure
+            if not self._is_any(bool(self._missing)):
                 return result
             if len(self._needed) > MAX_KEPT:  # of forwards that differ from each other
                 self._needed = set()

@@ -3,6 +3,7 @@
 import helpers as h
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile
 
 from hf_ga.engine.light_graph import LightGraph
 from hf_ga.loss import read_terms
@@ -41,6 +42,38 @@ def test_it_reads_as_from_a_whole_graph_and_keeps_little():
     needed = [kept[number] for number in graph._needed]
     activations = [t for t in kept if not isinstance(t, torch.nn.Parameter)]
     assert num_bytes(needed) < num_bytes(activations) / 20
+
+
+def peak_bytes(work):
+    """The most memory that tensors take at once."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        work()
+    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
+    peak = now = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return peak
+
+
+def test_it_takes_no_more_memory_than_without_a_graph():
+    """Also in the first forward, which is run again. Control: with a whole graph."""
+    model = h.gpt2()
+    batch = h.pad_right(SAMPLES)
+    graph = LightGraph()
+
+    def compute():
+        outputs = model(**batch)
+        (term,) = read_terms(outputs.loss, num_samples=16)
+        return float(term.divisor), outputs.logits.detach()
+
+    with torch.no_grad():
+        model(**batch)
+        least = peak_bytes(lambda: model(**batch))
+    whole = peak_bytes(compute)
+    assert whole > 2 * least
+    for _ in range(2):
+        assert peak_bytes(lambda: graph.run(compute)) < 1.2 * least
 
 
 def test_its_own_error_is_raised():

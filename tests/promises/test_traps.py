@@ -56,7 +56,9 @@ def test_plain_accelerate_is_wrong(name):
 
 def test_packing_without_its_guard_is_wrong(monkeypatch):
     monkeypatch.setattr(Packing, "fits", lambda self, call: True)
-    outcome = traps.run(KINDS["left padding: BERT classifier"], "own loop", 0.1, SEED, num_windows=4)
+    outcome = traps.run(
+        KINDS["left padding: BERT classifier"], "own loop", 0.1, SEED, num_windows=4
+    )
     assert outcome.accepted
     assert outcome.error > 1e-2
 
