@@ -3,6 +3,7 @@ each window.
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,12 +15,12 @@ from torch import nn
 
 from hf_ga.engine.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.engine.own_loop import KeptLoop, OwnLoop
-from hf_ga.engine.trial import LossFacts, try_loss
+from hf_ga.engine.trial import LossFacts, adopt, try_loss
 from hf_ga.errors import ConfigError, NonFinite
 from hf_ga.exact.backend import Backend, LocalBackend, check_supported
 from hf_ga.exact.base_loader import BaseLoader
-from hf_ga.exact.forward import LossFunction, check_not_wrapped, unwrapped
-from hf_ga.exact.precision import check_optimizer, check_precision, check_step
+from hf_ga.exact.forward import LossFunction, unwrapped
+from hf_ga.exact.precision import LOW_PRECISION, check_optimizer, check_precision, check_step
 from hf_ga.exact.update import StepResult, update
 from hf_ga.exact.whole_window import WholeBatchLoss
 from hf_ga.exact.window import Window
@@ -150,7 +151,6 @@ def try_before(
         See `prepare`.
     """
     base_model = unwrapped(model)
-    check_not_wrapped(base_model)
     is_alone = not loads_on_main(accelerator)
     if is_alone and any(parameter.is_meta for parameter in base_model.parameters()):
         raise ConfigError(
@@ -163,12 +163,21 @@ def try_before(
     backend = LocalBackend(next(base_model.parameters()).device)
     loop = loop_of(base_model, backend, settings)
     attempt = partial(try_loss, loop, samples, collate_fn)
-    if is_alone:
-        return attempt()
-    facts = result_of_main(accelerator, attempt)
-    if not accelerator.is_main_process:
-        loop.engine.speed_ups.adopt(base_model, facts.speed_ups)
+    with accelerator.autocast() if _needs_autocast(base_model) else nullcontext():
+        facts = attempt() if is_alone else result_of_main(accelerator, attempt)
+    if not (is_alone or accelerator.is_main_process):
+        adopt(loop, facts)
+    loop.engine.unused = facts.unused
     return facts
+
+
+def _needs_autocast(model: nn.Module) -> bool:
+    """Whether a model computes in a mixed precision only: frozen weights in half precision beside
+    trainable ones in float32, or FlashAttention, which has no float32.
+    """
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    attention = getattr(getattr(model, "config", None), "_attn_implementation", None) or ""
+    return bool(dtypes & set(LOW_PRECISION)) or "flash" in attention
 
 
 def prepare_with(

@@ -1,5 +1,5 @@
 """Count the functions and files of hf_ga that one optimizer step runs in the steady state, after
-the proof and other work of the first windows.
+the rehearsals, trials and other work of the first windows.
 
 python scripts/steady_step.py
 """
@@ -14,8 +14,10 @@ from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_ga
+from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS
 
 PACKAGE = str(Path(hf_ga.__file__).parent)
+NUM_WARM_UP = NUM_FIRST_WINDOWS + 2  # rehearsals, then trials of speed-ups
 DROPOUT_FILES = ("dropout", "dropout_functions", "dropout_site", "masks", "hashing")
 
 
@@ -73,9 +75,9 @@ def part_of(file: str) -> str:
     "engine".
     """
     path = Path(file)
-    if path.parent.name == "speed":
+    if path.parent.name == "speed" or path.stem == "speed_ups":
         return "speed-ups"
-    if path.stem in DROPOUT_FILES:
+    if path.parent.name == "draws" or path.stem in DROPOUT_FILES:
         return "keyed dropout"
     return "engine"
 
@@ -92,11 +94,11 @@ def print_counts(name: str, functions: set[tuple[str, str]]) -> None:
 
 
 def main() -> None:
-    """Train a small GPT-2 on three windows, count the functions of hf_ga in the third, and print
+    """Train a small GPT-2 on some windows, count the functions of hf_ga in the last one, and print
     the counts.
     """
     accelerator = Accelerator(cpu=True)
-    samples = [{"input_ids": list(range(1, 5 + i % 20))} for i in range(96)]
+    samples = [{"input_ids": list(range(1, 5 + i % 20))} for i in range(32 * (NUM_WARM_UP + 1))]
     config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2)
     model = GPT2LMHeadModel(config).train()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -106,7 +108,7 @@ def main() -> None:
     profile = Profile()
     model, optimizer = accelerator.prepare(model, optimizer)
     iterator = iter(windows)
-    for _ in range(2):
+    for _ in range(NUM_WARM_UP):
         hf_ga.train_step(accelerator, model, optimizer, next(iterator), max_grad_norm=1.0)
     window = next(iterator)
     sys.setprofile(profile)

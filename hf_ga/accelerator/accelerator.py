@@ -320,11 +320,12 @@ class Accelerator(accelerate.Accelerator):
         fewer micro-batches than the others repeats a sample: its values are dropped, so that each
         sample counts once.
         """
-        slot = self.training_loop.engine.slot
+        engine = self.training_loop.engine
+        slot = engine.slot
         is_evaluation = getattr(self.gradient_state.active_dataloader, "is_yielding_windows", False)
         if slot is None or not is_evaluation:
             return super().gather_for_metrics(input_data, use_gather_object)
-        num_rows = len(slot.micro_batch) if slot.is_counted else 0
+        num_rows = len(slot.micro_batch) if engine.counts_slot else 0
         return gather_rows(self, input_data, num_rows, as_objects=use_gather_object)
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:

@@ -13,6 +13,7 @@ from weakref import ref
 import torch
 from torch import Generator, Tensor, nn
 from torch._C._functorch import TransformType
+from torch._guards import CompileContext
 from torch.utils._device import _device_constructors
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -101,6 +102,7 @@ class KeyedDraws:
             `speed.packing.Packing.masks_of_shape`. None: there is none.
         places: Random function that was called -> where the user's code called it first.
         sites: For each dropout mask of padded samples, its last draw, by its place.
+        has_unkeyed: Whether a draw of the micro-batch was torch's own, as `allow_unkeyed` permits.
         unkeyed_after_backward: Description of the first draw after `after_backward` that could not
             be tied to samples; None if there was none.
 
@@ -119,6 +121,7 @@ class KeyedDraws:
         self.mask_source: Any = None
         self.places: dict[str, str] = {}
         self.sites: dict[tuple[int, int], Draw] = {}
+        self.has_unkeyed = False
         self.unkeyed_after_backward: str | None = None
         self._is_after_backward = False
         self._micro_batch: MicroBatch | None = None
@@ -140,6 +143,7 @@ class KeyedDraws:
         self._micro_batch = MicroBatch(mixed(keys), mixed(window_key), num_draws=first)
         self.mask_source = None
         self._is_after_backward = False
+        self.has_unkeyed = False
         self.unkeyed_after_backward = None
 
     def after_backward(self) -> None:
@@ -409,11 +413,11 @@ class KeyedDraws:
 
     @cached_property
     def _untraced(self) -> list[Replacement]:
-        """The replacements as torch.compile may call them: each breaks the graph, which would
+        """The replacements as torch.compile may call them: each draw breaks the graph, which would
         otherwise keep the keys and the number of the draw that it was traced with.
         """
         return [
-            (owner, name, torch.compiler.disable(replacement))
+            (owner, name, _untraced_draws(getattr(owner, name), replacement))
             for owner, name, replacement in self._replacements
         ]
 
@@ -421,6 +425,8 @@ class KeyedDraws:
     def _is_keying(self) -> bool:
         """Whether draws of the running code are keyed."""
         if self._num_scopes == 0 or self._num_suspensions > 0 or self._micro_batch is None:
+            return False
+        if is_compiling():
             return False
         # Another thread may load data.
         return threading.get_ident() == self._thread or is_in_backward()
@@ -457,6 +463,32 @@ class KeyedDraws:
             self.unkeyed_after_backward = self.unkeyed_after_backward or error.description
         elif not self.allow_unkeyed:
             raise UnkeyedRandomness(str(error)) from None
+        else:
+            self.has_unkeyed = True
+
+
+def _untraced_draws(original: Callable, replacement: Callable) -> Callable:
+    """Return a replacement that breaks a graph of torch.compile only where it draws: a dropout of 0
+    is traced as torch's own.
+    """
+    untraced = torch.compiler.disable(replacement)
+    if original.__name__ == "scaled_dot_product_attention":
+
+        def attention(*args: object, **kwargs: object) -> object:
+            """Trace attention without dropout."""
+            rate = kwargs.get("dropout_p", args[4] if len(args) > 4 else 0.0)
+            return untraced(*args, **kwargs) if rate else original(*args, **kwargs)
+
+        return update_wrapper(attention, original)
+    if original.__name__ == "dropout":
+
+        def dropout(*args: object, **kwargs: object) -> object:
+            """Trace dropout with a rate of 0."""
+            rate = kwargs.get("p", args[1] if len(args) > 1 else 0.5)
+            return untraced(*args, **kwargs) if rate else original(*args, **kwargs)
+
+        return update_wrapper(dropout, original)
+    return untraced
 
 
 # The state of torch's generator includes where the draws stand. Activation checkpointing saves it
@@ -509,6 +541,13 @@ OF_GENERATOR = [
 def is_in_backward() -> bool:
     """Whether autograd's backward is running."""
     return torch._C._current_graph_task_id() != -1
+
+
+def is_compiling() -> bool:
+    """Whether torch.compile is compiling, for which it draws numbers of its own and traces patterns
+    with dropout.
+    """
+    return CompileContext.try_get() is not None
 
 
 def is_in_vmap() -> bool:

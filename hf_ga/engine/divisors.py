@@ -71,6 +71,10 @@ class Reading:
         """The term in words, for error messages."""
         return "the sum with num_targets" if self.term is None else describe(self.term)
 
+    def without_graph(self) -> "Reading":
+        """Return what is needed after the backward."""
+        return self if self.term is None else replace(self, term=self.term.without_graph())
+
 
 def on_host(readings: Sequence[Reading]) -> list[Reading]:
     """Copy the numbers of readings to the host, in one transfer."""

@@ -230,12 +230,8 @@ class WindowGradient:
             data_terms = on_host(data_terms)  # to compare the proportions of their divisors
         groups = self._groups_for(data_terms)
         if self.backend.is_sharded and len(groups) > 1:
-            raise ConfigError(
-                "the loss is a sum of means whose divisors keep no proportion ("
-                f"{', '.join(reading.name for reading in data_terms)}), which need a buffer each, "
-                "but FSDP has one: use DDP."
-            )
-        self.readings += readings
+            raise _too_many_groups([reading.name for reading in data_terms])
+        self.readings += [reading.without_graph() for reading in readings]
         self.num_backwards += 1
         divisors = {reading.key: reading.divisor for reading in data_terms}
         if len(readings) > 1:
@@ -362,7 +358,8 @@ class WindowGradient:
         """Learn from the terms of a rehearsal, whose gradient does not count."""
         self._agree_on_first_scale(readings)
         self._groups_for(self._terms_to_group(readings))
-        self.readings += [replace(reading, is_counted=False) for reading in readings]
+        of_rehearsal = [replace(reading, is_counted=False) for reading in readings]
+        self.readings += [reading.without_graph() for reading in of_rehearsal]
 
     def turn_into_rehearsal(self) -> None:
         """Drop the sums of the window so far, whose samples come again. What `show` set stays."""
@@ -710,6 +707,7 @@ class WindowGradient:
                 *(group.total for group in groups),
                 *self._value_sums,
                 *self._factor_sums(keys),
+                *self._ratio_sums(groups),
             ),
             has_gradient=[a or b for a, b in zip(self._reached, self._has_sums(), strict=True)],
             failure=self._failure_or_dead_end(can_repeat),
@@ -736,10 +734,17 @@ class WindowGradient:
             self.must_repeat = "it has several widths, and it was not tried whether padding matters"
             return False
         factor_sums = sums[2 * len(groups) :]
+        ratio_sums = factor_sums[3 * (len(keys) + 1) :]
+        factor_sums = factor_sums[: 3 * (len(keys) + 1)]
         self._decide_terms(keys, factor_sums)
         if self.undecided is not None:
             return False
         self._check_factors(keys, factor_sums)
+        if self._split_groups(groups, ratio_sums):
+            dead_end = self._failure_or_dead_end(can_repeat)
+            if dead_end is not None:
+                raise dead_end
+            return False
         if self.backend.is_sharded:
             self._take_shards(groups)
         loss_sum = status.loss
@@ -783,6 +788,46 @@ class WindowGradient:
         factors = [*(self._factors.get(key) for key in keys), sum(others) if others else None]
         of_this_rank = [[] if factor is None else [factor] for factor in factors]
         return [number for numbers in of_this_rank for number in power_sums(numbers)]
+
+    def _ratio_sums(self, groups: Sequence[Group]) -> list[float]:
+        """Return what shows whether the terms of each group have the same proportions on all ranks:
+        three numbers for each term but the first one. Nothing on a single rank.
+        """
+        if self.backend.num_processes == 1:
+            return []
+        ratios = [group.ratios.get(key) for group in groups for key in group.keys[1:]]
+        of_this_rank = [[] if ratio is None else [ratio] for ratio in ratios]
+        return [number for numbers in of_this_rank for number in power_sums(numbers)]
+
+    def _split_groups(self, groups: Sequence[Group], sums: Sequence[float]) -> bool:
+        """Give each term its own group that has other proportions on another rank, and let the
+        window be computed again. The same on all ranks.
+
+        Args:
+            groups: The groups of the window.
+            sums: See `_ratio_sums`.
+
+        Raises:
+            ConfigError: If there is such a term under FSDP.
+        """
+        later = [key for group in groups for key in group.keys[1:]]
+        misfits = (
+            [
+                key
+                for i, key in enumerate(later)
+                if squared_differences(tuple(sums[3 * i : 3 * i + 3]))
+            ]
+            if sums
+            else []
+        )
+        if misfits and self.backend.is_sharded:
+            names = {reading.key: reading.name for reading in self.readings}
+            keys = [key for group in groups for key in group.keys]
+            raise _too_many_groups([names.get(key, "one of another process") for key in keys])
+        for key in misfits:
+            self.grouping.take_out(key)
+            self.must_repeat = "processes had terms of the loss in other proportions"
+        return bool(misfits)
 
     def _decide_terms(self, keys: Sequence[TermKey], sums: Sequence[float]) -> None:
         """Let the window be computed again if two of its terms, on any rank, may be one.
@@ -931,6 +976,14 @@ class WindowGradient:
         summed = [parameter.grad for parameter in self.parameters]
         self._set_gradients(kept)
         return summed
+
+
+def _too_many_groups(names: Sequence[str]) -> ConfigError:
+    """Return the error for terms that need a buffer each under FSDP."""
+    return ConfigError(
+        "the loss is a sum of means whose divisors keep no proportion ("
+        f"{', '.join(names)}), which need a buffer each, but FSDP has one: use DDP."
+    )
 
 
 def _exponent(divisor: float) -> int:

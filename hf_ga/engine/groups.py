@@ -100,9 +100,13 @@ class Grouping:
         for key in group.keys[1:]:
             pair = Group([group.keys[0], key], {k: group.ratios[k] for k in group.ratios})
             if not pair.fits(divisors):
-                keys = next(keys for keys in self.structure if key in keys)
-                keys.remove(key)
-                self.structure.append([key])
+                self.take_out(key)
+
+    def take_out(self, key: TermKey) -> None:
+        """Give a term a group of its own."""
+        keys = next(keys for keys in self.structure if key in keys)
+        keys.remove(key)
+        self.structure.append([key])
 
     def merge(self, others: Sequence[list[list[TermKey]]]) -> None:
         """Adopt one structure on all ranks: terms are together if they are on every rank."""

@@ -25,14 +25,16 @@ from hf_ga.exact.forward import (
     LossFunction,
     argument_filter,
     callable_module,
+    check_not_wrapped,
     fresh_gradients,
     head_loss,
     unwrapped,
+    without_cache,
 )
 from hf_ga.exact.logs import get_logger
 from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements
 from hf_ga.exact.update import StepResult
-from hf_ga.exact.whole_window import WholeBatchLoss
+from hf_ga.exact.whole_window import UsedOutputs, WholeBatchLoss
 from hf_ga.exact.window import Window
 
 logger = get_logger(__name__)
@@ -70,6 +72,16 @@ class OwnLoop:
         if whole_batch is not None:
             engine.speed_ups.candidates = that_keep_outputs
 
+    @property
+    def used_outputs(self) -> UsedOutputs | None:
+        """The outputs that a proven loss of whole windows uses. None for any other loss."""
+        return None if self._whole_batch is None else self._whole_batch.used
+
+    def adopt_outputs(self, used: UsedOutputs | None) -> None:
+        """Take a loss of whole windows for proven, as it is on another process."""
+        if used is not None:
+            self._whole_batch.adopt(self.model, used)
+
     def add_gradients(self, window: Window) -> StepResult:
         """Add the gradient of a window's mean loss to the `.grad` of the model's parameters.
 
@@ -91,7 +103,7 @@ class OwnLoop:
         parameters = trainable_parameters([self.model], [])
         for retries in itertools.count():
             try:
-                with fresh_gradients(parameters):
+                with fresh_gradients(parameters), without_cache(self.model):
                     self._compute(window)
                     gradient = self.engine.gradient
                     is_empty = not gradient.num_targets
@@ -340,10 +352,14 @@ class KeptLoop:
             loss_fn: See `OwnLoop`.
             whole_batch: See `OwnLoop`.
             allow_split_dependent_randomness: See `WindowEngine`.
+
+        Raises:
+            ConfigError: If the model or a module in it is wrapped by torch.compile.
         """
         losses = (loss_fn, whole_batch)
         is_other = self._loop is None or unwrapped(self._loop.model) is not unwrapped(model)
         if is_other or self._made_for != losses:
+            check_not_wrapped(model)
             engine = WindowEngine(lambda: backend, allow_split_dependent_randomness=False)
             engine.trusts_num_targets = True  # those of loss_fn are checked, see LossSums
             self._loop = OwnLoop(engine, model, loss_fn, whole_batch)

@@ -45,6 +45,7 @@ CHOICES = {
     "SortBackward0": "torch.sort",
     "TopkBackward0": "torch.topk",
 }
+REENTRANT = "CheckpointFunctionBackward"  # of checkpoint(..., use_reentrant=True)
 Place = Hashable  # which output
 # (term, output, position of the sample)
 FootprintKey = tuple[TermKey, Place, int]
@@ -376,6 +377,8 @@ def _nodes_below(nodes: Sequence[Node]) -> Iterator[Node]:
         node = waiting.popleft()
         number += 1
         yield node
+        if node.name() == REENTRANT:  # torch differentiates it in a whole backward only
+            continue
         for child, _ in inputs(node):
             if child not in seen and child.name() != PARAMETER:
                 seen.add(child)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._triton import has_triton
 
 from hf_ga.draws.keyed import KeyedDraws, KnownDraws
@@ -96,7 +97,7 @@ class SpeedUps:
 
     Attributes:
         used: The speed-ups that passed their trials.
-        left_out: Name of another one -> why it is not used.
+        left_out: Name of another one -> why it is not used, or was not tried yet.
         num_used: In how many forwards each was used so far, by name.
         candidates: Returns the speed-ups to try on a model.
         is_resumed: Whether the run goes on after a checkpoint: the first window here may use them.
@@ -118,6 +119,9 @@ class SpeedUps:
         self.left_out: dict[str, str] = {}
         self.num_used: dict[str, int] = {}
         self._untried = [] if model is None else self.candidates(model)
+        obstacle = None if model is None else obstacle_to_all(model)
+        if obstacle is not None:
+            self._leave_out(self._untried, obstacle)
         self._structure: frozenset | None = None  # of the arguments in the trials
         # A term as it is read with speed-ups -> the same term without them.
         self._plain_keys: dict[TermKey, TermKey] = {}
@@ -166,6 +170,8 @@ class SpeedUps:
         if gradient.backend.is_sharded or is_ordered:
             self._untried = []
         self._leave_out_hooked()
+        if self._may_use:  # hooks of a rehearsal change the output layer, too
+            self._leave_out_sharded(models)
         if not (self.used or self._untried):
             yield
             return
@@ -345,10 +351,19 @@ class SpeedUps:
             self._gradient.must_repeat = f"speed-ups were used, but {reason}"
         self._leave_out([*self.used, *self._untried], reason)
 
-    def _leave_out_lazy(self) -> None:
+    def _leave_out_sharded(self, models: Sequence[nn.Module]) -> None:
+        """Leave out what a model does not allow that was sharded after the trials: FSDP1 reads
+        all outputs, and an output layer of a unit of its own is gone when the loss is computed.
+        """
+        if any(isinstance(model, FullyShardedDataParallel) for model in models):
+            self._leave_out_lazy("FSDP1 reads other outputs than the loss")
+        chunked = [s for s in self.used if isinstance(s, ChunkedLoss) and s.output_layer is None]
+        self._leave_out(chunked, "the output layer was changed or sharded after the trials")
+
+    def _leave_out_lazy(self, reason: str = "the loop reads other outputs than the loss") -> None:
         """Use no speed-up from now on that changes outputs other than the loss."""
         changing = [s for s in (*self.used, *self._untried) if isinstance(s, Packing | ChunkedLoss)]
-        self._leave_out(changing, "the loop reads other outputs than the loss")
+        self._leave_out(changing, reason)
 
     def _leave_out(self, speed_ups: Sequence[SpeedUp], reason: str) -> None:
         """Use some speed-ups no more."""
@@ -369,6 +384,9 @@ class SpeedUps:
             with speed_up.trial():
                 if speed_up.fits(call):
                     fitting.append(speed_up)
+                    self.left_out.pop(speed_up.name, None)
+                else:
+                    self.left_out[speed_up.name] = speed_up.verdict() or "no micro-batch fits"
         if not fitting:
             return
         self._untried = [speed_up for speed_up in self._untried if speed_up not in fitting]
@@ -457,17 +475,11 @@ class SpeedUps:
 def candidates(model: nn.Module) -> list[SpeedUp]:
     """Return the speed-ups to try on a model.
 
-    None for one that is compiled as a whole, or adds the balancing loss of a router, whose first
-    pass over the window is plain. Packing and fused attention are not for compiled layers. Packing
-    pays off on a CPU, and on a GPU with Triton.
+    Packing and fused attention are not for compiled layers. Packing pays off on a CPU, and on a GPU
+    with Triton.
     """
-    compiled = compiled_modules(model)
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    has_router = any(getattr(config, "output_router_logits", False) for config in configs)
-    if has_router or model in compiled or hasattr(model, "_orig_mod"):
-        return []
     speed_ups: list[SpeedUp] = [LeanForward(), ChunkedLoss()]
-    if compiled:
+    if compiled_modules(model):
         return speed_ups
     device_type = next(model.parameters()).device.type
     if device_type == "cpu":
@@ -475,6 +487,16 @@ def candidates(model: nn.Module) -> list[SpeedUp]:
     elif device_type == "cuda" and has_triton():
         speed_ups.append(Packing())
     return speed_ups
+
+
+def obstacle_to_all(model: nn.Module) -> str | None:
+    """Return why no speed-up is tried on a model; None if some are."""
+    configs = [getattr(module, "config", None) for module in model.modules()]
+    if any(getattr(config, "output_router_logits", False) for config in configs):
+        return "its router's balancing loss needs a first pass over the window, which is plain"
+    if model in compiled_modules(model):
+        return "it is compiled as a whole"
+    return None
 
 
 def that_keep_outputs(model: nn.Module) -> list[SpeedUp]:

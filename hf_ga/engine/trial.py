@@ -19,6 +19,7 @@ from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.forward import restored_buffers, restored_modes
 from hf_ga.exact.generators import preserved_random_states
+from hf_ga.exact.whole_window import UsedOutputs
 from hf_ga.exact.window import LoaderState, Window
 
 NUM_SAMPLES = 6  # in a trial, in micro-batches of two
@@ -35,6 +36,8 @@ class LossFacts:
         is_width_tried: Whether a sample was compared in two padded widths: not if all are equally
             long.
         speed_ups: The speed-ups that changed neither loss nor gradient.
+        unused: Names of the parameters that got no gradient.
+        used_outputs: The outputs that a loss of whole windows uses. None for any other loss.
     """
 
     terms: tuple[str, ...]
@@ -42,6 +45,8 @@ class LossFacts:
     pad_to_window: bool
     is_width_tried: bool
     speed_ups: ChosenSpeedUps
+    unused: frozenset[str]
+    used_outputs: UsedOutputs | None
 
     def note_padding(self, state: LoaderState) -> None:
         """Let the windows of a loader be padded as the trial found out."""
@@ -70,6 +75,7 @@ def try_loss(
     with _unchanged(loop):
         loop.add_gradients(window)
         terms = _terms_of(loop)
+        unused = [name for name, p in loop.model.named_parameters() if p.grad is None]
         part = window.split([window.offsets[::2]])  # short and long samples, for packing
         # Of a number at which windows are not rehearsed.
         part = replace(part, request=replace(part.request, index=NUM_FIRST_WINDOWS))
@@ -80,7 +86,19 @@ def try_loss(
         pad_to_window=window.state.pad_to_window,
         is_width_tried=window.state.is_width_tried,
         speed_ups=engine.speed_ups.chosen(),
+        unused=frozenset(unused),
+        used_outputs=loop.used_outputs,
     )
+
+
+def adopt(loop: OwnLoop, facts: LossFacts) -> None:
+    """Let the loop of a model without weights know what the trial on another process found out."""
+    model = loop.model
+    loop.engine.speed_ups.adopt(model, facts.speed_ups)
+    with restored_modes(model):
+        if not model.training:
+            model.train()
+        loop.adopt_outputs(facts.used_outputs)
 
 
 def _terms_of(loop: OwnLoop) -> tuple[str, ...]:

@@ -8,7 +8,7 @@
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,6 @@ import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import PreTrainedModel
 
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS, is_rehearsed
@@ -32,12 +31,13 @@ from hf_ga.exact.forward import (
     module_modes,
     restored_buffers,
     unwrapped,
+    without_cache,
 )
 from hf_ga.exact.hooks import Call, Hook
 from hf_ga.exact.loss import FirstPass
 from hf_ga.exact.outputs import named_tensors, with_tensors
 from hf_ga.exact.precision import LOW_PRECISION, sum_dtype
-from hf_ga.exact.whole_window import ProbeLoss, WholeBatchLoss, WholeWindow
+from hf_ga.exact.whole_window import ProbeLoss, UsedOutputs, WholeBatchLoss, WholeWindow
 from hf_ga.exact.window import Window
 from hf_ga.proof.prover import Prover
 from hf_ga.proof.whole_batch import find_used_outputs, prove_whole_batch
@@ -111,6 +111,21 @@ class WholeBatch:
             self._proven_for = (inner, module_modes(inner))
         window.state.pad_to_window |= self._must_pad
 
+    @property
+    def used(self) -> UsedOutputs:
+        """The outputs that the proven loss uses."""
+        return self._loss.used
+
+    def adopt(self, model: nn.Module, used: UsedOutputs) -> None:
+        """Take the loss for proven, as it is on another process.
+
+        Args:
+            model: The model in training mode, as `prove` gets it, which may have no weights yet.
+            used: The outputs that the loss uses.
+        """
+        self._loss = WholeWindow(self.whole_batch, used)
+        self._proven_for = (unwrapped(model), module_modes(unwrapped(model)))
+
     def begin(
         self, window: Window, slots: Sequence[Slot], request: WindowRequest | None = None
     ) -> None:
@@ -134,7 +149,7 @@ class WholeBatch:
         status = RankStatus(loss=loss, counts=())
         try:
             rehearsal = self._rehearsal()
-            with _without_cache(self._model):
+            with without_cache(self._model):
                 self._first_outputs = self.engine.first_pass(
                     [*slots, *rehearsal], request or window.request, self._first_forward
                 )
@@ -380,20 +395,6 @@ class WholeBatch:
         self._first_outputs = []
 
 
-@contextmanager
-def _without_cache(model: nn.Module) -> Iterator[None]:
-    """Let transformers models return no cache for generation: an object that is no output of
-    samples.
-    """
-    with ExitStack() as stack:
-        for module in model.modules():
-            if isinstance(module, PreTrainedModel) and getattr(module.config, "use_cache", False):
-                # Not `override`: some configs map this name to another attribute.
-                stack.callback(setattr, module.config, "use_cache", True)
-                module.config.use_cache = False
-        yield
-
-
 def _relative_difference(output: Tensor, first: Tensor) -> Tensor:
     """Return the norm of the difference of two outputs over the norm of the first, on the device.
 
@@ -479,7 +480,7 @@ def _prove(
     prover.dropout = _KeyedDrawsOfProof(draws)
     is_module = isinstance(whole_batch, nn.Module)
     loss_buffers = restored_buffers(whole_batch) if is_module else nullcontext()
-    with prover.proof_mode(), loss_buffers, _without_cache(model):
+    with prover.proof_mode(), loss_buffers, without_cache(model):
         used = find_used_outputs(prover, whole_batch)
         # A simple loss of the same outputs is additive only if these belong to single samples.
         prover.loss_fn = ProbeLoss(used)

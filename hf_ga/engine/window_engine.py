@@ -60,6 +60,7 @@ from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, out_of_memory_error
 from hf_ga.exact.precision import check_trainable
 from hf_ga.exact.window import LoaderState
+from hf_ga.parallel.rejoin import fsdp2_units
 
 logger = get_logger(__name__)
 
@@ -82,13 +83,15 @@ class WindowEngine:
         slot: The current micro-batch. None between two of them.
         num_adds: How many losses of the current micro-batch were added.
         rehearses: Whether windows may be rehearsed.
-        has_rehearsed: Whether a window was rehearsed so far.
+        has_rehearsed: Whether a window was rehearsed so far, on some process: on one where memory
+            ran out, without a comparison.
         must_look: Whether the next attempt of a window is a look: it is rehearsed, whichever window
             it is, and computed once more as it was planned.
         look_positions: Positions of samples that a look rehearses.
         splits_where_memory_runs_out: Whether the loop computes such a window again, in smaller
             micro-batches.
         trusts_num_targets: Whether the numbers of targets in `add` were checked before.
+        unused: Names of parameters that got no gradient in a trial of the loss.
     """
 
     def __init__(
@@ -103,9 +106,11 @@ class WindowEngine:
         self.num_adds = 0
         self.rehearses = True
         self.has_rehearsed = False
+        self._is_rehearsed = False  # the current window
         self.must_look = False
         self.splits_where_memory_runs_out = False
         self.trusts_num_targets = False
+        self.unused: frozenset[str] = frozenset()
         self._models: list[nn.Module] = []
         self._all_models: list[nn.Module] = []
         self._buffers_before: list[Callable[[], None]] = []  # restore those before the window
@@ -136,6 +141,11 @@ class WindowEngine:
         self._first_positions: dict[TermKey, int] = {}  # of a sample with each term of this window
         self._num_looks = 0
         self._window_contexts = ExitStack()
+
+    @property
+    def counts_slot(self) -> bool:
+        """Whether the current micro-batch counts: in a look, its samples come again."""
+        return self.slot.is_counted and not self._is_look
 
     @cached_property
     def backend(self) -> Backend:
@@ -209,6 +219,7 @@ class WindowEngine:
         self._goes_on = goes_on
         self._state = state
         self._looks = looks
+        self._is_rehearsed = is_rehearsed or keeps_rehearsal
         self._is_look = is_rehearsed and self.must_look
         self._untried = {}
         self._narrowest = None
@@ -228,7 +239,6 @@ class WindowEngine:
         self.gradient.num_micro_batches = num_slots * backend.num_processes
         for model in models:
             backend.begin(model, Loss())
-            backend.reshard(model)
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = False  # `finish` sums the gradients
                 # DDP would search for unused parameters, and for that return copies of outputs.
@@ -301,7 +311,7 @@ class WindowEngine:
                 "the balancing loss of a mixture of experts needs batches with named entries: let "
                 f"the collate function return a dict, not a {type(batch).__name__}."
             )
-        batch = send_to_device(batch, self.backend.device)
+        batch = self.backend.place(batch)
         for model in self._models:
             callable_module(model)(**argument_filter(model)(batch))
 
@@ -422,12 +432,13 @@ class WindowEngine:
         self._request = request
         self._recorder.clear()
         self.backend.begin_micro_batch()
-        device = self.backend.device
         keys = sample_keys(request.seed, request.epoch, slot.micro_batch.positions)
         key_of_window = window_key(request.seed, request.epoch, request.index)
-        self.draws.begin(keys.to(device), key_of_window.to(device))
-        if not self.draws.allow_unkeyed:
-            self._random_states = random_states()
+        keys, key_of_window = send_to_device(
+            (keys, key_of_window), self.backend.device, non_blocking=True
+        )
+        self.draws.begin(keys, key_of_window)
+        self._random_states = random_states()
         with ExitStack() as stack:
             if not slot.is_counted:
                 for model in self._all_models:
@@ -486,7 +497,8 @@ class WindowEngine:
         if slot.is_rehearsal:
             self.gradient.note_rehearsal(readings)
         if not slot.is_counted:  # a collective with shards, where another rank may have a filler
-            self.gradient.add_nothing(loss, readings, retain_graph=is_kept, sync=sync)
+            with self.speed_ups.in_backward():
+                self.gradient.add_nothing(loss, readings, retain_graph=is_kept, sync=sync)
         else:
             with self.speed_ups.in_backward():
                 self.gradient.add(loss, readings, retain_graph=is_kept, sync=sync)
@@ -599,12 +611,26 @@ class WindowEngine:
             "Accelerator(allow_split_dependent_randomness=True)."
         )
 
+    def _warn_of_unkeyed(self) -> None:
+        """Warn once that draws that cannot be tied to samples leave no rehearsal."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        logger.warning(
+            "hf_ga: random numbers are drawn that cannot be tied to samples, as allowed, so it is "
+            "not tried whether a sample's loss depends on the other samples of its micro-batch."
+        )
+
     def _compare(self, loss: Tensor, readings: Sequence[Reading]) -> None:
         """Record the samples of a rehearsal, or compare those of the window with it.
 
         Raises:
             LossNotAdditive: If a sample's gradient differs in other company.
         """
+        if self.draws.has_unkeyed or moved_generators(self._random_states):
+            self._warn_of_unkeyed()
+            self.drop_rehearsal()  # it does not repeat them
+            return
         rehearsal = self._rehearsal
         positions = self.slot.micro_batch.positions.tolist()
         data_readings = [r for r in readings if r.term is None or not r.term.is_penalty]
@@ -757,8 +783,10 @@ class WindowEngine:
             self.look_positions = self._positions_with(gradient.undecided)
         if state is not None:
             state.is_width_tried |= gradient.has_compared_widths
-        if is_done and self._rehearsal is not None:
-            self.has_rehearsed = True
+        self.has_rehearsed |= is_done and self._is_rehearsed
+        if is_done:
+            for model in self._models:
+                gradient.backend.drop_unused(model, self.unused)
         if is_done and self._is_look:
             self.must_look = False
             self.look_positions = np.empty(0, np.int64)
@@ -820,7 +848,13 @@ def _check_scalar(loss: Tensor) -> None:
 def trainable_parameters(
     models: Sequence[nn.Module], optimizers: Sequence[torch.optim.Optimizer]
 ) -> list[nn.Parameter]:
-    """Return the parameters that a loop trains: those of models, then others of its optimizers."""
+    """Return the parameters that a loop trains: those of models, then others of its optimizers.
+
+    Those of FSDP2 are shards. A forward without a backward (an evaluation) leaves whole parameters
+    in the place of some, which the optimizer does not know: shard them again.
+    """
+    for unit in (unit for model in models for unit in fsdp2_units(model)):
+        unit.reshard()
     parameters = [p for model in models for p in model.parameters()]
     for optimizer in optimizers:
         parameters += [p for group in optimizer.param_groups for p in group["params"]]

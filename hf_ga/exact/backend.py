@@ -380,6 +380,14 @@ class Backend:
                 still_to_sum[index] = False
         sum_gradients(parameters, still_to_sum)
 
+    def drop_unused(self, model: nn.Module, unused: Collection[str]) -> None:
+        """Set the zero gradients of unused parameters to None. In this class they have none.
+
+        Args:
+            model: The prepared model.
+            unused: Names of parameters that got no gradient in a trial.
+        """
+
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Clip the gradients of a window to a global L2 norm of at most `max_norm`.
 

@@ -83,6 +83,20 @@ def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
     return dict  # every forward has **kwargs: nothing is dropped
 
 
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Let transformers models return no cache for generation in the block: it costs memory, it is
+    no output of samples, and compiled layers compile again for it.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel) and getattr(module.config, "use_cache", False):
+                # Not `override`: some configs map this name to another attribute.
+                stack.callback(setattr, module.config, "use_cache", True)
+                module.config.use_cache = False
+        yield
+
+
 def get_output(outputs: Any, name: str) -> Any:
     """Return the item of a model's outputs from which a loss is computed, by its name ("loss",
     "logits"): an entry of a dict, or an attribute of another object. None if it does not exist.
@@ -166,28 +180,24 @@ def run_forward(
 
 
 def compiled_modules(model: nn.Module) -> list[nn.Module]:
-    """Return the outermost modules of a model that are compiled in place: `Module.compile` was
-    called for them, or their forward was replaced by `torch.compile(forward)`. Keyed dropout works
-    differently inside them.
-
-    Modules wrapped by `torch.compile(module)` are not found; see `check_not_wrapped`.
+    """Return the outermost modules of a model that are compiled: `Module.compile` was called for
+    them, or their forward was replaced by `torch.compile(forward)`, or they are the wrapper that
+    `torch.compile(module)` returns. Hooks and some speed-ups do not work inside them.
     """
     is_module_compiled = model._compiled_call_impl is not None
     is_forward_compiled = hasattr(model.forward, "_torchdynamo_orig_callable")
-    if is_module_compiled or is_forward_compiled:
+    if is_module_compiled or is_forward_compiled or hasattr(model, "_orig_mod"):
         return [model]
     return [found for child in model.children() for found in compiled_modules(child)]
 
 
 def is_compiled(model: nn.Module) -> bool:
-    """Whether the model or a module in it is compiled in place, see `compiled_modules`. Keyed
-    dropout works differently in compiled modules, and some speed-ups do not work there.
-    """
+    """Whether the model or a module in it is compiled, see `compiled_modules`."""
     return bool(compiled_modules(model))
 
 
 def check_not_wrapped(model: nn.Module) -> None:
-    """Check, before a model is proven, that neither it nor a module in it is the wrapper that
+    """Check, before a model is trained, that neither it nor a module in it is the wrapper that
     `torch.compile(module)` returns. Modules compiled in place are accepted.
 
     Raises:
@@ -197,8 +207,8 @@ def check_not_wrapped(model: nn.Module) -> None:
         if hasattr(module, "_orig_mod"):
             raise ConfigError(
                 f"{name or 'the model'} is wrapped by torch.compile, which gives its parameters "
-                "other names: pass the original module, and compile it in place with its method "
-                "compile()."
+                "other names: pass the original module, and compile it in place "
+                "(hf_ga.compile_layers, or a layer's method compile())."
             )
 
 

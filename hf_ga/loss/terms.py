@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, zeros_like
 from torch.autograd.graph import Node
@@ -14,6 +14,17 @@ from hf_ga.loss.saved import Number, output_shape, saved, signed
 from hf_ga.loss.values import value_of
 
 Gradients = tuple[Tensor | None, ...]
+
+
+@dataclass(frozen=True)
+class NodeName:
+    """In place of a node whose graph is no longer needed."""
+
+    text: str
+
+    def name(self) -> str:
+        """Return the name of the node."""
+        return self.text
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,20 +49,25 @@ class Term:
             `(losses / n).sum()`. None: no division but `divisor` is to be left out.
     """
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[Node | NodeName, ...]
     factor: Number
     divisor: Number
     identity: tuple
     is_shape_divisor: bool
     is_penalty: bool
     node_divides: bool
-    root: Node
+    root: Node | NodeName
     inner_division: Node | None = None
 
     @property
     def node(self) -> Node:
         """The (first) node of the term."""
         return self.nodes[0]
+
+    def without_graph(self) -> "Term":
+        """Return what describes the term, without the graph, which keeps activations."""
+        names = tuple(NodeName(node.name()) for node in self.nodes)
+        return replace(self, nodes=names, root=NodeName(""), inner_division=None)
 
     def count(self) -> Number | None:
         """Return what the numerator sums over: elements, or the sum of their mask or weights.

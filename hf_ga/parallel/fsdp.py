@@ -232,14 +232,23 @@ class ShardedBackend(Backend):
     def reduce_gradients(
         self, model: nn.Module, status: RankStatus, unused: Collection[str]
     ) -> None:
-        """Set the gradients of unused parameters to None if they are zero on all ranks, so that the
-        optimizer does not decay these parameters. Gradients are not reduced here: FSDP has reduced
+        """Drop the gradients of unused parameters. Gradients are not reduced here: FSDP has reduced
         them during the backward.
 
         Args:
             model: The prepared model.
             status: What all ranks computed; not needed under FSDP.
             unused: Names of trainable parameters that had no gradient in the proof.
+        """
+        self.drop_unused(model, unused)
+
+    def drop_unused(self, model: nn.Module, unused: Collection[str]) -> None:
+        """Set the gradients of unused parameters to None if they are zero on all ranks, so that the
+        optimizer does not decay these parameters. A collective.
+
+        Args:
+            model: The prepared model.
+            unused: Names of parameters that got no gradient in a trial.
         """
         if not unused:
             return

@@ -12,6 +12,7 @@ import torch
 from accelerate import Accelerator, PartialState
 from accelerate.utils import DistributedType, FullyShardedDataParallelPlugin
 from torch import nn
+from torch.distributed.algorithms._checkpoint import checkpoint_wrapper as checkpointing
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
@@ -112,7 +113,8 @@ def exact_sharding(
     The settings of the accelerator's FSDP plugin stay changed: gradients are reduced in float32,
     FSDP2 wraps only modules that it is able to wrap, and FSDP1 uses the original parameters. With
     `cpu_ram_efficient_loading`, the main process's weights are distributed to the shards of all
-    processes.
+    processes. Layers that FSDP2's activation checkpointing computes again draw the same random
+    numbers.
 
     Args:
         accelerator: The accelerator that prepares.
@@ -137,6 +139,8 @@ def exact_sharding(
             if from_main and not isinstance(model, FSDPModule):
                 stack.enter_context(sharding_from_main(accelerator, model, optimizers))
             stack.enter_context(_without_shared_parameter_names(model))
+        if plugin.fsdp_version == 2:
+            stack.enter_context(_checkpointing_with_same_draws())
         yield
 
 
@@ -198,6 +202,21 @@ def _set_classes_to_wrap(plugin: FullyShardedDataParallelPlugin, model: nn.Modul
     }
     default_classes = set(model._no_split_modules or ())
     plugin.transformer_cls_names_to_wrap = sorted(default_classes - classes_with_embeddings)
+
+
+@contextmanager
+def _checkpointing_with_same_draws() -> Iterator[None]:
+    """Let layers that the block wraps for activation checkpointing draw the same random numbers
+    when they are computed again. Accelerate leaves that out under FSDP2.
+    """
+    wrap = checkpointing.checkpoint_wrapper
+
+    def wrap_with_same_draws(module: nn.Module, **options: Any) -> nn.Module:
+        """Wrap a layer as torch does."""
+        return wrap(module, **{**options, "preserve_rng_state": True})
+
+    with override(checkpointing, checkpoint_wrapper=wrap_with_same_draws):
+        yield
 
 
 @contextmanager

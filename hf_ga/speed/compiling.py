@@ -29,8 +29,8 @@ def compile_layers(model: nn.Module, **options: Any) -> None:
     layers = repeated_layers(model)
     if not layers:
         raise ConfigError(
-            f"{type(model).__name__} has no list of equal layers to compile: call its method "
-            "compile(), or do not compile it."
+            f"{type(model).__name__} has no list of equal layers to compile: call the method "
+            "compile() of those of its modules that do not compute its loss, or do not compile it."
         )
     for layer in layers:
         layer.compile(dynamic=True, **options)

@@ -1,13 +1,13 @@
 """Less computation and memory in the forward of a transformers model, with the same result."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.activations import NewGELUActivation
 
+from hf_ga.exact.forward import without_cache
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.override import override
 
@@ -32,13 +32,7 @@ class LeanForward(SpeedUp):
         Sets `use_cache=False` in the configs of transformers models, and fuses `gelu_new` (GPT-2's
         activation).
         """
-        with ExitStack() as stack, override(NewGELUActivation, forward=_fused_gelu):
-            for module in model.modules():
-                is_model = isinstance(module, PreTrainedModel)
-                if is_model and getattr(module.config, "use_cache", False):
-                    # Not `override`: some configs map this name to another attribute.
-                    stack.callback(setattr, module.config, "use_cache", True)
-                    module.config.use_cache = False
+        with without_cache(model), override(NewGELUActivation, forward=_fused_gelu):
             yield
 
 

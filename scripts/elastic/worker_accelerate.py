@@ -62,7 +62,8 @@ def main() -> None:
                 value = accelerator.reduce(torch.stack(losses).mean(), "mean")
             else:
                 value = accelerator.window_loss
-            own = ids if accelerator.is_main_process else []
+            # A window that was computed again has shown its samples again.
+            own = [*dict.fromkeys(ids)] if accelerator.is_main_process else []
             writer.write(step, own, float(value))
             ids, losses = [], []
             step += 1

@@ -75,6 +75,7 @@ def computed(device, build, make_samples, loss_fn):
     results, of_evaluation = noted(evaluate, accelerator, model, batches, loss_fn=loss_fn)
     forwards = sum(len(window.batches) for window in batches)
     told = {"results": results, "waits": waits, "micro-batches": micro_batches}
+    told["windows"] = len(grads)
     return grads, {**told, "waits of evaluation": of_evaluation, "forwards": forwards}
 
 
@@ -94,7 +95,7 @@ def compared(device, *case):
 
 def steps(device):
     """What an optimizer step waits for, and whoever reads what it did, with clipping and without;
-    behind one that proves the model.
+    behind the first one.
     """
     accelerator = accelerator_on(device)
     model = accelerator.prepare(h.gpt2(DROPOUT))

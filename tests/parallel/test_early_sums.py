@@ -1,19 +1,20 @@
-"""Gradients are summed over the ranks during the last backward: the same sums, whatever is unused,
-changes late or fails.
+"""Gradients are summed over the ranks at a window's end: whatever is unused or in other proportions
+on a rank, or fails there.
 """
 
 from functools import partial
 
+import helpers as h
 import pytest
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
-from forked import on_ranks, without_errors
+from forked import on_ranks, on_two_ranks, without_errors
 from processes import make_accelerator
 from torch import nn
-from torch.utils.checkpoint import checkpoint
+from transformers.modeling_outputs import SequenceClassifierOutput
 
 import hf_ga
+from hf_ga.engine.own_loop import OwnLoop
 from hf_ga.exact import early_sums
 from hf_ga.exact.early_sums import BucketedAllReduce
 
@@ -45,24 +46,8 @@ class Layers(nn.Module):
         logits = self.head(hidden)
         if bool((labels == 2).any()):
             logits = logits + self.of_class_2(hidden) * (labels == 2).unsqueeze(1)
-        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
-
-
-class Shared(nn.Module):
-    """Reentrant checkpointing of a layer that is used twice: its gradient is made in two parts."""
-
-    def __init__(self):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first = nn.Linear(4, 4)
-        self.layer = nn.Linear(4, 4)
-        self.head = nn.Linear(4, 3)
-
-    def forward(self, x, labels):
-        hidden = self.first(x)
-        for _ in range(2):
-            hidden = checkpoint(self.layer, hidden.tanh(), use_reentrant=True)
-        return {"loss": nn.functional.cross_entropy(self.head(hidden), labels)}
+        loss = nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)
 
 
 def fail(gradient):
@@ -80,26 +65,19 @@ def stack(rows):
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-def train(accelerator, model, number=8, **sizes):
-    """Gradients of two windows of the same samples: the second is summed early."""
+def prepared(accelerator, model, samples, window_size, is_tried=True):
+    """Model and windows."""
     windows = hf_ga.WindowLoader(
-        points(number),
+        samples,
         stack,
         accelerator=accelerator,
         per_device_batch_size=2,
-        global_batch_size=number,
+        global_batch_size=window_size,
         shuffle=False,
-        **sizes,
     )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    prepared, _ = hf_ga.prepare(accelerator, model, optimizer, windows)
-    found = []
-    for _ in range(2):
-        for window in windows:
-            model.zero_grad()
-            hf_ga.backward_window(accelerator, prepared, window)
-            found.append(gradients(model))
-    return found
+    model, _ = hf_ga.prepare(accelerator, model, optimizer, windows if is_tried else None)
+    return model, windows
 
 
 def gradients(model):
@@ -107,76 +85,135 @@ def gradients(model):
     return {name: None if p.grad is None else p.grad.clone() for name, p in named}
 
 
+def truth_of(samples):
+    """Gradients of the full batch in float64, of the parameters that these samples use."""
+    found = h.full_batch_gradient(Layers(), stack(samples))
+    return {name: gradient for name, gradient in found.items() if gradient.any()}
+
+
 def small_buckets():
     """Of this rank: several for such a small model."""
-    early_sums.BucketedAllReduce.__init__.__defaults__ = (100, None)
+    early_sums.sum_gradients.__defaults__ = (100, None)
 
 
-def of_rank(build, number=8):
+def two_windows(number):
+    """Gradients of two windows of the same samples, and the sizes of what the second one sent."""
     small_buckets()
-    return train(make_accelerator("ddp"), build(), number)
+    accelerator = make_accelerator("ddp")
+    base = Layers()
+    model, windows = prepared(accelerator, base, points(number), number)
+    send = dist.all_reduce
+    found = []
+    for _ in range(2):
+        sent = []
+        dist.all_reduce = lambda t, *args, sent=sent, **how: (
+            sent.append(t),
+            send(t, *args, **how),
+        )[1]
+        for window in windows:
+            base.zero_grad()
+            hf_ga.backward_window(accelerator, model, window)
+        found.append(gradients(base))
+    return *found, [tensor.numel() for tensor in sent if tensor.dtype == torch.float32]
 
 
 @pytest.mark.parametrize("number", [8, 2], ids=["8 samples", "a rank without samples"])
-@pytest.mark.parametrize("build", [Layers, Shared])
-def test_the_same_bits_as_after_the_backward(build, number):
-    reference = train(Accelerator(cpu=True), build(), number)[0]
-    for plain, early in without_errors(on_ranks(partial(of_rank, build, number), 2)):
-        assert plain.keys() == early.keys() == reference.keys()
-        for name, expected in reference.items():
-            if expected is None:
-                assert plain[name] is early[name] is None
-                continue
-            assert torch.equal(plain[name], early[name])
-            assert torch.allclose(early[name], expected, rtol=1e-5, atol=1e-8)
-
-
-def events_of_rank():
-    """What happened from the first gradient of the second window on, in its order."""
-    accelerator = make_accelerator("ddp")
-    model = Layers()
-    small_buckets()
-    events = []
-    for name, parameter in model.named_parameters():
-        parameter.register_post_accumulate_grad_hook(lambda _, name=name: events.append(name))
-    send = dist.all_reduce
-    dist.all_reduce = lambda *args, **kwargs: (events.append("sum"), send(*args, **kwargs))[1]
-    train(accelerator, model, number=4)
-    first_gradients = [i for i, event in enumerate(events) if event == "head.bias"]
-    return events[first_gradients[-1] :]
-
-
-def test_the_first_sum_begins_before_the_last_gradient_exists():
-    for events in without_errors(on_ranks(events_of_rank, 2)):
-        last_gradient = max(i for i, event in enumerate(events) if event != "sum")
-        assert events.index("sum") < last_gradient
+def test_sums_in_buckets_are_those_of_the_full_batch(number):
+    """Each gradient is sent once, and no rank has one that no sample of the window needs."""
+    truth = truth_of(points(number))
+    num_elements = sum(gradient.numel() for gradient in truth.values())
+    for first, second, sent in without_errors(on_two_ranks(partial(two_windows, number))):
+        assert len(sent) > 2
+        assert sum(sent) == num_elements
+        for found in (first, second):
+            used = {name: gradient for name, gradient in found.items() if gradient is not None}
+            assert used.keys() == truth.keys()
+            assert h.relative_error(used, truth) < 1e-6
 
 
 def failing_rank():
-    accelerator = make_accelerator("ddp")
-    model = Layers()
     small_buckets()
-    windows = hf_ga.WindowLoader(
-        points(8),
-        stack,
-        accelerator=accelerator,
-        per_device_batch_size=2,
-        global_batch_size=8,
-        shuffle=False,
-    )
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    prepared, _ = hf_ga.prepare(accelerator, model, optimizer, windows)
+    accelerator = make_accelerator("ddp")
+    base = Layers()
+    model, windows = prepared(accelerator, base, points(8), 8)
     for _ in range(2):
         for window in windows:
-            hf_ga.backward_window(accelerator, prepared, window)
-        model.fails = accelerator.process_index == 1
-    return None
+            hf_ga.backward_window(accelerator, model, window)
+        base.fails = accelerator.process_index == 1
 
 
 def test_a_backward_that_fails_on_one_rank_ends_all():
-    first, second = on_ranks(failing_rank, 2)
+    first, second = on_two_ranks(failing_rank)
     assert first == "ProcessFailed: process 1 failed: ValueError: this backward fails"
     assert second == "ValueError: this backward fails"
+
+
+class TwoMeans(nn.Module):
+    """A loss of two means, of which one leaves out samples with the label -100."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 3)
+        self.second = nn.Linear(4, 3)
+
+    def forward(self, x, labels, others):
+        loss = nn.functional.cross_entropy(self.first(x), labels)
+        loss = loss + nn.functional.cross_entropy(self.second(x), others)
+        return SequenceClassifierOutput(loss=loss)
+
+
+def test_two_means_in_other_proportions_on_each_rank():
+    """In a window that is not rehearsed, in one micro-batch a rank, which has one proportion only:
+    4 and 4 targets in all windows but the last, there 2 and 2 on the first rank, 2 and 1 on the
+    other.
+    """
+    number = 4 * 4
+    samples = points(8) + points(8)
+    for index, sample in enumerate(samples):
+        is_left_out = index == number - 2  # which no trial has
+        sample["others"] = torch.tensor(-100 if is_left_out else index % 3)
+
+    def work():
+        accelerator = make_accelerator("ddp")
+        base = TwoMeans()
+        model, windows = prepared(accelerator, base, samples, 4)
+        for window in windows:
+            base.zero_grad()
+            result = hf_ga.backward_window(accelerator, model, window)
+        return gradients(base), result.loss
+
+    last = stack(samples[-4:])
+    truth = h.full_batch_gradient(TwoMeans(), last)
+    loss = TwoMeans()(**last).loss.item()
+    for found, found_loss in without_errors(on_two_ranks(work)):
+        assert h.relative_error(found, truth) < 1e-6
+        assert found_loss == pytest.approx(loss, rel=1e-6)
+
+
+def test_a_rank_without_memory_for_a_rehearsal_goes_on_with_the_others():
+    """It waited for them in a window that it alone began with a rehearsal, and they for it."""
+
+    def work():
+        accelerator = make_accelerator("ddp")
+        base = Layers()
+        model, windows = prepared(accelerator, base, points(8) * 5, 8, is_tried=False)
+        run_slot = OwnLoop._run_slot
+
+        def run_slot_in_little_memory(loop, slot, *rest):
+            if slot.is_rehearsal and accelerator.process_index == 1:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+            run_slot(loop, slot, *rest)
+
+        OwnLoop._run_slot = run_slot_in_little_memory  # in a process that ends with it
+        for window in windows:
+            base.zero_grad()
+            hf_ga.backward_window(accelerator, model, window)
+        return {name: g for name, g in gradients(base).items() if g is not None}
+
+    truth = truth_of(points(8))
+    for found in without_errors(on_two_ranks(work, limit=30)):
+        assert h.relative_error(found, truth) < 1e-6
 
 
 def test_a_gradient_that_changes_after_it_was_sent_is_noticed(monkeypatch):

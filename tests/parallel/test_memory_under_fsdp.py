@@ -12,19 +12,17 @@ import helpers as h
 import pytest
 import torch
 from forked import on_ranks, on_two_ranks, without_errors
-from processes import make_accelerator, make_windows
+from processes import make_accelerator, make_windows, whole_gradients
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 import hf_ga
-from hf_ga.exact.engine import Engine
-from hf_ga.exact.update import StepResult
+from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.parallel import rejoin
 from hf_ga.parallel.rejoin import can_rejoin
 
 LIMIT = 60  # seconds
-FITS = 20  # padded tokens, fewer than those of 4 samples
-NUM_CALLS = 7  # of a rank in the first window
+NUM_CALLS = 5  # of each rank in the first window, none of them a filler
 BUILDS = {
     "GPT2Block": partial(h.gpt2, 0.1),
     "MixtralDecoderLayer": partial(h.mixtral, 0.5),
@@ -50,7 +48,7 @@ class Shortage:
         layer: nn.Module,
         at: int,
         in_backward: bool = False,
-        fits: int = FITS,
+        fits: int = 0,
         lasts: bool = False,
     ) -> None:
         self.at = at
@@ -86,7 +84,7 @@ def trained(
     kind: str = "fsdp2",
     evaluates: bool = False,
     each: bool = False,
-    micro_batch: int = 4,
+    micro_batch: int = 5,
     precision: str = "no",
     limit: int | None = None,
 ) -> SimpleNamespace:
@@ -102,7 +100,7 @@ def trained(
     windows = make_windows(accelerator, samples, per_device_batch_size=micro_batch)
     windows.state.max_elements = limit
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows, audit=False)
+    model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows)
     planted = None
     if accelerator.process_index in failing:
         planted = shortage(last)
@@ -176,6 +174,31 @@ def test_all_ranks_compute_the_window_again(undisturbed, at, in_backward, failin
     assert expected.retries == [0, 0]
 
 
+def test_an_evaluation_between_windows_changes_no_gradient():
+    """It leaves whole weights of some units in the place of their shards."""
+    samples = h.token_samples(16)
+
+    def work() -> list[h.Gradients]:
+        accelerator = make_accelerator("fsdp2", "GPT2Block")
+        windows = make_windows(accelerator, samples, global_batch_size=8, shuffle=False)
+        model = h.gpt2()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows)
+        found = []
+        for window in windows:
+            optimizer.zero_grad()
+            with torch.no_grad():
+                model(**h.pad_right(samples[:2]))
+            hf_ga.backward_window(accelerator, model, window)
+            found.append(whole_gradients(model))
+        return found
+
+    for found in without_errors(on_two_ranks(work, "fsdp2")):
+        for gradients, share in zip(found, (samples[:8], samples[8:]), strict=True):
+            truth = h.full_batch_gradient(h.gpt2(), h.pad_right(share))
+            assert h.relative_error(gradients, truth) < 1e-6
+
+
 @slow
 @pytest.mark.parametrize("in_backward", [False, True])
 def test_the_retry_has_the_bits_of_a_run_that_knew_the_limit(in_backward):
@@ -196,14 +219,14 @@ def test_the_retry_has_the_bits_of_a_run_that_knew_the_limit(in_backward):
 def test_what_a_rank_computes_while_it_rejoins_would_be_seen(undisturbed):
     """The control: with it, and without a retry, the update is another one."""
 
-    end = Engine.end
+    finish = WindowEngine.finish
 
-    def end_as_if_nothing_failed(engine: Engine) -> StepResult:
-        engine.status.failure = None
-        return end(engine)
+    def finish_as_if_nothing_failed(engine: WindowEngine, **how: bool) -> bool:
+        engine.gradient.failure = None
+        return finish(engine, **how)
 
     def work() -> SimpleNamespace:
-        Engine.end = end_as_if_nothing_failed  # in a process of its own, which ends with it
+        WindowEngine.finish = finish_as_if_nothing_failed  # in a process that ends with it
         return trained(partial(Shortage, at=0), (1,))
 
     expected = undisturbed("GPT2Block")
@@ -231,7 +254,7 @@ def test_three_ranks(undisturbed):
     ids=["one sample", "not even one of them", "FSDP1"],
 )
 def test_what_cannot_be_cut_has_a_name_and_ends_all_ranks(more, words):
-    planted = partial(Shortage, at=0, fits=0, lasts=True)
+    planted = partial(Shortage, at=0, lasts=True)
     kind = more.get("kind", "fsdp2")
     work = partial(trained, planted, (1,), **more)
     first, second = on_ranks(work, 2, kind, limit=LIMIT)

@@ -153,7 +153,7 @@ def test_small_buckets_of_two_types(found):
 @functools.cache
 def references_of_head(head: str) -> list[tuple[h.Gradients, h.Gradients]]:
     """Of both windows, in float32 and float64."""
-    build, make_samples, _, loss_fn = HEADS[head]
+    build, make_samples, _, loss_fn, _ = HEADS[head]
     samples = make_samples(21)
     order = epoch_order(21, SEED, 0, True)
     full = (
@@ -173,7 +173,7 @@ def references_of_head(head: str) -> list[tuple[h.Gradients, h.Gradients]]:
 
 @pytest.mark.parametrize(
     ("head", "kind"),
-    [(head, kind) for head in HEADS for kind in KINDS if kind == "ddp" or HEADS[head][2]],
+    [(head, kind) for head in HEADS for kind in HEADS[head][-1]],
 )
 def test_heads_with_rules_of_their_own(found, kind, head):
     """Two divisors, a balancing loss over the window, an own loss, heads that only some samples
@@ -186,6 +186,21 @@ def test_heads_with_rules_of_their_own(found, kind, head):
         grads = load_file(found(3) / f"{name}.safetensors")
         grads = {name: grads.get(name, torch.zeros_like(g)) for name, g in grads32.items()}
         assert h.relative_error(grads, grads64) <= 1e-6 + 3 * h.relative_error(grads32, grads64)
+
+
+@pytest.mark.parametrize(
+    ("head", "kind", "words"),
+    [
+        ("sum of two means", "fsdp1", "which need a buffer each, but FSDP has one: use DDP"),
+        ("sum of two means", "fsdp2", "which need a buffer each, but FSDP has one: use DDP"),
+        ("router", "fsdp1", "use FSDP2 instead of FSDP1"),
+    ],
+)
+def test_heads_that_fsdp_refuses(found, head, kind, words):
+    """On all processes, so that none of them waits for another."""
+    everybody = facts(found(3), f"refused head {kind} {head}")
+    assert len(everybody) == 3
+    assert all(words in fact["said"] for fact in everybody)
 
 
 @pytest.fixture(scope="module")
@@ -233,12 +248,12 @@ def test_losses_under_bf16_are_not_rounded(found, kind):
 @pytest.mark.parametrize("kind", ["fsdp1", "fsdp2"])
 def test_what_fsdp_would_silently_do_is_refused(found, kind):
     """Sums in bf16 (Accelerate's own policy; `hf_ga.prepare` sets float32), losses in bf16, no sums
-    of ignored modules, a proof on shards.
+    of ignored modules.
     """
     prepare = "Call hf_ga.prepare(accelerator, model, optimizer)"
     ignored = "does not reduce the gradients of fsdp_ignored_modules"
     words = {
-        "fsdp1": [prepare, prepare, ignored, "tested before it is sharded"],
+        "fsdp1": [prepare, prepare, ignored],
         "fsdp2": [prepare, prepare, prepare, ignored],
     }[kind]
     for fact in facts(found(2), f"refused {kind}"):
@@ -312,7 +327,7 @@ def test_other_dropout_masks_fail_the_same_test(steps):
 
 def test_ddp_sums_gradients_once_a_window(found):
     """One all-reduce of exactly the gradients' bytes and three small ones, however many
-    micro-batches: targets, the agreement to sum during the last backward, status.
+    micro-batches: whether all have the rehearsal, whether there are new terms, status.
     """
     for micro_batches in MICRO_BATCHES:
         for fact in facts(found(2), f"counted ddp {micro_batches} once"):

@@ -31,8 +31,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hf_ga
+from hf_ga.engine import speed_ups
 from hf_ga.errors import NonFinite
-from hf_ga.exact.audit import Audits
 from hf_ga.finetuning.run import build
 from hf_ga.finetuning.run.optimizers import build_optimizer
 from hf_ga.parallel import prepare as preparing
@@ -56,12 +56,10 @@ def trained(
     """What was said and done, and this process's part of the weights."""
     accelerator = make_accelerator(kind)
     base = h.bert_classifier(0.1)
-    model, optimizer, rule = prepare(
-        accelerator, kind, base, marked(samples, []), speed_ups=[]
-    )  # `spoil` knows samples
+    speed_ups.candidates = lambda model: []  # `spoil` knows samples
+    model, optimizer = prepare(accelerator, kind, base, marked(samples, []))
     spoil(base, LAYER, where)
     options = {
-        "rule": rule,
         "max_grad_norm": 1.0 if where == "forward" else None,
         "on_nonfinite": on_nonfinite,
     }
@@ -145,23 +143,20 @@ def test_processes_say_the_same_and_skip_the_same(kind, where):
 
 # Out of memory
 
-FAILS = 7  # forward of process 1: three windows, a checkpoint and an evaluation come first
-
 
 def out_of_memory(config: hf_ga.FinetuneConfig) -> None:
-    """A run that runs out of memory on process 1, from one of its forwards on. In a process of its
-    own, which ends with it.
+    """A run that runs out of memory on process 1 in training, from its first checkpoint on. In a
+    process of its own, which ends with it.
     """
-    prepare = build.prepare
-    calls = []
+    saved = Path(config.output_dir) / "checkpoint-3"
+    prepare = build.prepare_with
 
-    def prepared(accelerator, model, optimizer, **given):
+    def prepared(accelerator, model, optimizer, settings):
         if accelerator.process_index == 1:
-            Device(model, 0, chosen=lambda: calls.append(1) or len(calls) >= FAILS)
-        return prepare(accelerator, model, optimizer, **given)
+            Device(model, 0, chosen=lambda: model.training and saved.exists())
+        return prepare(accelerator, model, optimizer, settings)
 
-    build.prepare = prepared
-    Audits.choose = lambda self, calls: []  # their forwards would be counted, too
+    build.prepare_with = prepared
     hf_ga.finetune(config)
 
 

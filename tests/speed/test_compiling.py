@@ -108,8 +108,13 @@ def test_a_model_that_was_compiled_before_its_proof(how, dropout):
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
 def test_wrappers_of_torch_compile_are_refused_by_name(dropout):
     data = h.token_samples(12)
-    with pytest.raises(hf_ga.ConfigError, match=r"the model is wrapped .* its method compile\(\)"):
-        gradient(torch.compile(tagger(dropout), backend="eager"), data)
+    wrapped = torch.compile(tagger(dropout), backend="eager")
+    said = r"the model is wrapped .* compile it in place \(hf_ga\.compile_layers"
+    with pytest.raises(hf_ga.ConfigError, match=said):
+        gradient(wrapped, data)
+    with pytest.raises(hf_ga.ConfigError, match=said):
+        hf_ga.backward(wrapped, h.pad_right(data), micro_batch_size=4)
+    assert not counters["stats"]["unique_graphs"], "before any work"
     model = h.gpt2(dropout=dropout)
     model.transformer.h[1] = torch.compile(model.transformer.h[1], backend="eager")
     with pytest.raises(hf_ga.ConfigError, match=r"transformer\.h\.1 is wrapped by torch\.compile"):

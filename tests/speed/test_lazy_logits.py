@@ -2,6 +2,7 @@
 what needs logits gets them.
 """
 
+import copy
 from contextlib import nullcontext
 
 import helpers as h
@@ -348,7 +349,7 @@ class OwnHead(nn.Module):
         return self.lm_head
 
     def forward(self, input_ids, labels):
-        return {"loss": self.use(self.lm_head(self.embedding(input_ids)), labels)}
+        return self.use(self.lm_head(self.embedding(input_ids)), labels)
 
 
 def by_hand(logits, labels):
@@ -358,7 +359,7 @@ def by_hand(logits, labels):
 
 NEED_LOGITS = {
     "not a cross entropy": lambda: (h.seeded(OwnHead)(by_hand), {"samples": h.plain_samples(12)}),
-    "computed from the logits": lambda: (
+    "reads other outputs than the loss": lambda: (
         h.gpt2(),
         {"loss_fn": SmoothedCrossEntropy(0.1, shifted=True)},
     ),
@@ -368,9 +369,27 @@ NEED_LOGITS = {
 @pytest.mark.parametrize("why", NEED_LOGITS)
 def test_heads_and_losses_that_need_logits_get_them(why):
     model, options = NEED_LOGITS[why]()
-    found = proven(model, **options)
+    samples = options.pop("samples", SAMPLES)
+    plain, _ = window_gradient(copy.deepcopy(model), one_window(samples, 5), **options)
+    found = proven(model, samples=samples, **options)
     assert not found.used
     assert why in found.left_out["chunked loss"]
+    grads, _ = window_gradient(model, later(one_window(samples, 5)), **options)
+    assert h.relative_error(grads, plain) <= 1e-6
+
+
+def test_a_cross_entropy_needs_no_logits(no_values):
+    """The control: the same model with another loss."""
+
+    def cross_entropy(logits, labels):
+        return F.cross_entropy(logits.view(-1, h.VOCABULARY), labels.view(-1))
+
+    samples = h.plain_samples(12)
+    model = h.seeded(OwnHead)(cross_entropy)
+    assert proven(model, samples=samples).used
+    grads, _ = window_gradient(model, later(one_window(samples, 5)))
+    full = h.full_batch_gradient(h.seeded(OwnHead)(cross_entropy), h.pad_right(samples))
+    assert h.relative_error(grads, full) <= 1e-6
 
 
 @pytest.mark.parametrize("build", [h.gpt2, h.bert_masked_lm], ids=["gpt2", "bert"])

@@ -36,6 +36,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 )
 from transformers import AttentionInterface
 from tried import later, tried
+from windows import one_window, window_gradient
 
 import hf_ga
 from hf_ga.errors import ConfigError, UnkeyedRandomness
@@ -279,7 +280,7 @@ def test_draws_that_belong_to_samples_are_not_packed():
     samples = samples_of("tokens", 24)
     packing, why = asked(model, samples)
     assert packing is None
-    assert "cannot be tied to tokens" in why
+    assert "UnkeyedRandomness: dropout of shape [1, 1, 1]" in why
     with pytest.raises(UnkeyedRandomness, match="Omit packing"):
         packed_gradient(packing_of(model, samples[0]), samples[:NUM_SAMPLES], SPLITS[0])
     packing, why = asked(mixing(), samples)
@@ -288,17 +289,25 @@ def test_draws_that_belong_to_samples_are_not_packed():
 
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_layers_that_look_beyond_a_token_in_another_way_are_refused(name):
-    """They fail on packed tokens, or compute something else."""
-    packing, why = asked(UNSUPPORTED[name](), token_samples(24))
+    """They fail on packed tokens, compute something else, or take no attention mask."""
+    model = UNSUPPORTED[name]()
+    samples = token_samples(24)
+    packing, why = asked(model, samples)
     assert packing is None
-    assert "Error: " in why or "it changes loss or gradient" in why
+    assert "Error: " in why or "it changes loss or gradient" in why or "no attention mask" in why
+    gradients, _ = window_gradient(model, later(one_window(samples, 5)))
+    truth = helpers.full_batch_gradient(UNSUPPORTED[name](), pad_right(samples))
+    assert relative_error(gradients, truth) < 1e-6
 
 
 def test_other_obstacles_are_told():
     samples = token_samples(24)
     assert asked(helpers.t5(), samples) == (None, "its configuration has is_encoder_decoder")
     assert "router" in asked(helpers.mixtral(0.1), samples)[1]
-    assert "no stack" in asked(helpers.plain_tagger(), helpers.plain_samples(24))[1]
+    assert "no attention mask" in asked(helpers.plain_tagger(), helpers.plain_samples(24))[1]
+    no_stack = mixing()
+    no_stack.layers = nn.Sequential(*no_stack.layers)
+    assert "no stack" in asked(no_stack, samples)[1]
     same = [{k: v[:4] for k, v in s.items()} for s in samples]
     assert "no padding" in asked(helpers.bert_masked_lm(), same)[1]
     spans = [

@@ -223,9 +223,8 @@ def test_two_processes_are_the_same_run(one, runs_of_two, place):
         False,
         False,
     ]
-    assert (
-        len({row["prediction"]["text"] for row in found if row["prediction"]}) >= 3
-    )  # so an exchange would be seen
+    texts = [row["prediction"]["text"] for row in found if row["prediction"]]
+    assert len(set(texts)) > 1, "so an exchange would be seen"
 
 
 @slow
