@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_ga.exact.chunks import ChunkTree, TreeSum
-from hf_ga.exact.early_sums import BUCKET_BYTES, bucket_indices
+from hf_ga.exact.gradient_sums import BUCKET_BYTES, bucket_indices
 
 
 class ChunkSums:

@@ -35,7 +35,7 @@ from hf_ga.engine.same_terms import SameTerms
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.backend import Backend, RankStatus
 from hf_ga.exact.chunks import ChunkTree
-from hf_ga.exact.early_sums import sum_gradients
+from hf_ga.exact.gradient_sums import sum_gradients
 from hf_ga.exact.precision import sum_dtype
 from hf_ga.loss import StackSizes, Term, read_terms, undivided
 

@@ -12,7 +12,6 @@ import os
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from itertools import compress
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from accelerate.utils import DistributedType, reduce, send_to_device
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, ProcessFailed
-from hf_ga.exact.early_sums import BucketedAllReduce, sum_gradients
+from hf_ga.exact.gradient_sums import sum_gradients
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import Loss
 from hf_ga.exact.memory import TooLarge
@@ -46,15 +45,12 @@ class RankStatus:
         has_gradient: For each trainable parameter, whether this rank (after the all-reduce: any
             rank) has a gradient of it.
         failure: The exception that occurred on this rank, or None.
-        must_sum_again: Whether a gradient changed after it was all-reduced during the last
-            backward.
     """
 
     loss: Tensor
     counts: Counts
     has_gradient: Sequence[bool] = ()
     failure: Exception | None = None
-    must_sum_again: bool = False
 
 
 class Backend:
@@ -70,16 +66,11 @@ class Backend:
             into smaller ones, as text for the error message. None: it is split.
         can_rejoin: Whether a rank that ran out of memory can still run the collectives that the
             other ranks wait for (FSDP2).
-        can_overlap_all_reduce: Whether gradients may be all-reduced while the last backward still
-            runs.
     """
 
     is_sharded = False
     reason_not_to_split: str | None = None
     can_rejoin = False
-    can_overlap_all_reduce = True
-    # The all-reduces that overlap with the last backward of the current window, or None.
-    _overlapped: BucketedAllReduce | None = None
 
     def __init__(self, accelerator: Accelerator) -> None:
         """Read the device, the number of ranks and the index of this rank from the accelerator, to
@@ -128,42 +119,6 @@ class Backend:
             model.reducer._reset_state()
             keep_process_group_alive(model)
 
-    def set_up_overlap(
-        self, parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool] | None
-    ) -> None:
-        """Set up gradient all-reduces that overlap with the window's last backward.
-
-        Call this before the window's first forward. Without effect on a single process, and if the
-        backend cannot overlap them; gradients are then summed after the last backward.
-
-        Args:
-            parameters: The trainable parameters.
-            has_gradient: For each parameter, whether any rank is expected to have a gradient of it;
-                the same on all ranks. None if that is unknown; nothing is overlapped then.
-        """
-        self._overlapped = None
-        if self.can_overlap_all_reduce and self.num_processes > 1 and has_gradient is not None:
-            self._overlapped = BucketedAllReduce(list(compress(parameters, has_gradient)))
-
-    @property
-    def overlaps_all_reduce(self) -> bool:
-        """Whether this window's gradients are all-reduced while its last backward still runs."""
-        return self._overlapped is not None
-
-    def finish_overlap(self, status: RankStatus) -> None:
-        """Start the remaining all-reduces of gradients after the window's last backward, if
-        all-reduces overlap with it.
-
-        Sets `status.must_sum_again`. Call this before `all_reduce_status`, also if this rank
-        failed.
-
-        Args:
-            status: The status of this rank.
-        """
-        if self._overlapped is not None:
-            self._overlapped.finish(has_failed=status.failure is not None)
-            status.must_sum_again = self._overlapped.must_repeat
-
     def reshard(self, model: nn.Module) -> None:
         """Free gathered parameters, so that only this rank's shards remain, which the optimizer
         updates (FSDP2). A no-op for other backends.
@@ -190,8 +145,6 @@ class Backend:
             model: The prepared model.
             is_last: Whether this is the last micro-batch of the window on this rank.
         """
-        if is_last and self._overlapped is not None:
-            return self._overlapped.during_backward()
         return nullcontext()
 
     def backward(self, term: Tensor | float, weight: int) -> None:
@@ -268,7 +221,6 @@ class Backend:
             [
                 failure is not None,
                 0.0,  # the loss, set below without a copy to the host
-                status.must_sum_again,
                 *status.counts,
                 *status.has_gradient,
             ],
@@ -277,10 +229,8 @@ class Backend:
         )
         numbers[1] = status.loss
         dist.all_reduce(numbers)
-        num_failed, _, must_sum_again, *rest = numbers.tolist()
+        num_failed, _, *rest = numbers.tolist()
         if num_failed:
-            if self._overlapped is not None:
-                self._overlapped.drop()
             _raise_on_all_ranks(failure)
         counts = rest[: len(status.counts)]
         # For each parameter, how many ranks have a gradient of it.
@@ -291,7 +241,6 @@ class Backend:
             loss=numbers[1],
             counts=tuple(counts),
             has_gradient=tuple(map(bool, num_ranks)),
-            must_sum_again=bool(must_sum_again),
         )
 
     @contextmanager
@@ -355,8 +304,7 @@ class Backend:
     ) -> None:
         """Replace the gradients of all trainable parameters by their sums over all ranks.
 
-        Called once per window, after `all_reduce_status`. Gradients that were already all-reduced
-        during the last backward are not summed again, unless one of them has changed since.
+        Called once per window, after `all_reduce_status`.
 
         Args:
             model: The prepared model.
@@ -366,19 +314,7 @@ class Backend:
         if self.num_processes == 1:
             return
         parameters = [p for p in model.parameters() if p.requires_grad]
-        still_to_sum = list(status.has_gradient)
-        if self._overlapped is not None and status.must_sum_again:
-            self._overlapped.drop()
-        elif self._overlapped is not None:
-            self._overlapped.apply()
-            summed = {p for bucket in self._overlapped.buckets for p in bucket}
-            for index, parameter in enumerate(parameters):
-                if parameter not in summed:
-                    continue
-                if not status.has_gradient[index]:  # no rank had one; zeros were summed
-                    parameter.grad = None
-                still_to_sum[index] = False
-        sum_gradients(parameters, still_to_sum)
+        sum_gradients(parameters, status.has_gradient)
 
     def drop_unused(self, model: nn.Module, unused: Collection[str]) -> None:
         """Set the zero gradients of unused parameters to None. In this class they have none.

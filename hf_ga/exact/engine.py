@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from hf_ga.errors import DataError, ProcessFailed, UnkeyedRandomness
 from hf_ga.exact.backend import Backend, RankStatus, sum_counts
-from hf_ga.exact.forward import argument_filter, callable_module, extra_forwards, unwrapped
+from hf_ga.exact.forward import argument_filter, callable_module, extra_forwards
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.hooks import Call, Counts
 from hf_ga.exact.loss import FirstPass, Loss, Sums
@@ -137,9 +137,7 @@ class Engine:
         with self.deferring_failures():
             self._plan(window, skip_empty)
             self.audit = WindowAudit(self)
-        # If gradients are all-reduced during the last backward, a rank that has failed already
-        # would miss these collectives, so exchange failures before.
-        if self.status.failure is not None or self.backend.overlaps_all_reduce:
+        if self.status.failure is not None:
             self.backend.all_reduce_status(self.status)  # raises on all ranks
         if self.audits_together:
             self.audit.run_together()
@@ -303,11 +301,7 @@ class Engine:
             with self.deferring_failures():
                 self.audit.run()
         self.status.has_gradient = [p.grad is not None for p in self.parameters]
-        if self.has_targets:
-            self.backend.finish_overlap(self.status)
         status = self.backend.all_reduce_status(self.status)
-        if self.has_targets:
-            self.window.state.has_gradient[unwrapped(self.model)] = status.has_gradient
         self.backend.reduce_gradients(self.model, status, self.rule.unused)
         # Gradients that the loss computed itself for the whole window, before the forwards.
         for parameter, gradient in self.loss.direct_gradients:
@@ -418,8 +412,8 @@ class Engine:
     def _plan(self, window: Window, skip_empty: bool) -> None:
         """Choose the forwards of this rank and count the targets of the window over all ranks.
 
-        Sets `window`, `calls`, `totals` and `has_targets`, and sets up the all-reduces that overlap
-        with the last backward. A loss that needs a first pass over the window makes it here.
+        Sets `window`, `calls`, `totals` and `has_targets`. A loss that needs a first pass over the
+        window makes it here.
 
         Args:
             window: The window, with this rank's micro-batches.
@@ -438,10 +432,6 @@ class Engine:
             if skip_empty:
                 needed = [call for call in calls if self.loss.contributes(call.counts)]
             self.calls = self.backend.equalize_calls(self.window, needed, self.loss)
-        if self.has_targets and self.is_training:
-            # Expect the same parameters to get a gradient as in the previous window.
-            has_gradient = self.window.state.has_gradient.get(unwrapped(self.model))
-            self.backend.set_up_overlap(self.parameters, has_gradient)
         if self.loss.needs_first_pass and self.has_targets and self.is_training:
             with self.scope(), self.backend.autocast(), extra_forwards(self.model):
                 self.totals = self.loss.prepare(self._make_first_pass())

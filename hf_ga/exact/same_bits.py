@@ -19,7 +19,6 @@ ALIGNMENT = 64  # bytes; torch's CPU allocator aligns all tensors to that
 class ChunkBackend(Backend):
     """Backend for one process or DDP in which every micro-batch is a chunk of the window."""
 
-    can_overlap_all_reduce = False
     reason_not_to_split = (
         "It is a chunk of same_bits, whose size is part of the result: turn on "
         "gradient_checkpointing, use a device with more memory, or start a different run with a "

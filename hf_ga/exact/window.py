@@ -1,6 +1,6 @@
 """A window: the samples of one optimizer step over all processes."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -22,8 +22,6 @@ class LoaderState:
         max_elements: Memory limit: maximum number of padded elements in one micro-batch, the same
             on all ranks. None if memory never ran out.
         rules: For each model that is trained on the windows, the result of its proof (a `Rule`).
-        has_gradient: For each model, whether any rank had a gradient of each trainable parameter in
-            the last window.
         pad_to_window: Whether all micro-batches are padded to the longest sample of their window,
             because the user asked for it or a proven loss needs it.
         is_padding_tried: Whether it was tried if padding changes what the model returns.
@@ -35,7 +33,6 @@ class LoaderState:
 
     max_elements: int | None = None
     rules: dict[Any, Any] = field(default_factory=dict)
-    has_gradient: dict[Any, Sequence[bool]] = field(default_factory=dict)
     pad_to_window: bool = False
     is_padding_tried: bool = False
     is_width_tried: bool = False

@@ -46,7 +46,6 @@ class PipelineBackend(Backend):
     """
 
     is_sharded = True
-    can_overlap_all_reduce = False
     reason_not_to_split = (
         "In a pipeline it cannot be split, because a stage that fails cannot rejoin the others: "
         "make it smaller (per_device_batch_size; the results stay the same)"

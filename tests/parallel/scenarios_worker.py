@@ -35,7 +35,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import hf_ga
-from hf_ga.exact.early_sums import sum_gradients
+from hf_ga.exact.gradient_sums import sum_gradients
 from hf_ga.exact.order import epoch_order
 from hf_ga.exact.plan import Plan, plan_window
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, full_state_dict

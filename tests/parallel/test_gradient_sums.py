@@ -15,8 +15,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 import hf_ga
 from hf_ga.engine.own_loop import OwnLoop
-from hf_ga.exact import early_sums
-from hf_ga.exact.early_sums import BucketedAllReduce
+from hf_ga.exact import gradient_sums
 
 NUM_LAYERS = 6
 
@@ -93,7 +92,7 @@ def truth_of(samples):
 
 def small_buckets():
     """Of this rank: several for such a small model."""
-    early_sums.sum_gradients.__defaults__ = (100, None)
+    gradient_sums.sum_gradients.__defaults__ = (100, None)
 
 
 def two_windows(number):
@@ -214,18 +213,6 @@ def test_a_rank_without_memory_for_a_rehearsal_goes_on_with_the_others():
     truth = truth_of(points(8))
     for found in without_errors(on_two_ranks(work, limit=30)):
         assert h.relative_error(found, truth) < 1e-6
-
-
-def test_a_gradient_that_changes_after_it_was_sent_is_noticed(monkeypatch):
-    monkeypatch.setattr(dist, "all_reduce", lambda tensor, group, async_op: None)
-    first = nn.Parameter(torch.ones(2))
-    second = nn.Parameter(torch.ones(2))
-    sums = BucketedAllReduce([first, second], bucket_bytes=1)
-    with sums.during_backward():
-        (second * first).sum().backward()
-        assert not sums.must_repeat
-        second.sum().backward()
-    assert sums.must_repeat
 
 
 def test_a_rank_that_fails_before_its_backward_ends_all_ranks():
