@@ -32,6 +32,7 @@ from hf_ga.engine.divisors import (
 )
 from hf_ga.engine.groups import Group, Grouping
 from hf_ga.engine.same_terms import SameTerms
+from hf_ga.engine.sample_count import SampleCount, check_samples
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.backend import Backend, RankStatus
 from hf_ga.exact.chunks import ChunkTree
@@ -64,6 +65,7 @@ class WindowGradient:
             sample was compared in two of them so far. The same on all ranks after `finish`.
         tries_widths: Whether `finish` may set it.
         same_terms: Which keys mean one term.
+        samples: Which samples of the window were computed on this rank.
         tries_terms: Whether the window may be computed again to find out. None: a look finds out
             now.
         undecided: After `finish`, two keys of which that must be found out, or None.
@@ -114,6 +116,7 @@ class WindowGradient:
         self.has_compared_widths = False
         self.has_several_widths = False
         self.widths: list[float] = []
+        self.samples = SampleCount()
         self.num_backwards = 0
         self.has_parts = False
         self._chunks: ChunkSums | None = None
@@ -365,6 +368,7 @@ class WindowGradient:
         """Drop the sums of the window so far, whose samples come again. What `show` set stays."""
         self.readings = [replace(reading, is_counted=False) for reading in self.readings]
         self.num_backwards = 0
+        self.samples = SampleCount()
         self._loss_sum = torch.zeros_like(self._loss_sum)
         self._groups = None
         self._buffers = []
@@ -704,6 +708,7 @@ class WindowGradient:
                 *flags,
                 *power_sums(self.widths),
                 float(self._part_sum),
+                *self.samples.sums(),
                 *(group.total for group in groups),
                 *self._value_sums,
                 *self._factor_sums(keys),
@@ -718,7 +723,8 @@ class WindowGradient:
         self.has_compared_widths = bool(sums.pop(0))
         self.has_several_widths = bool(squared_differences(tuple(sums[:3])))
         sum_of_parts = sums[3]
-        sums = sums[4:]
+        sample_sums = (sums[4], sums[5])
+        sums = sums[6:]
         totals = sums[: len(groups)]
         value_sums = sums[len(groups) : 2 * len(groups)]
         self._has_gradient = status.has_gradient
@@ -733,6 +739,7 @@ class WindowGradient:
             self.must_look = True
             self.must_repeat = "it has several widths, and it was not tried whether padding matters"
             return False
+        check_samples(sample_sums, self.backend.num_processes)
         factor_sums = sums[2 * len(groups) :]
         ratio_sums = factor_sums[3 * (len(keys) + 1) :]
         factor_sums = factor_sums[: 3 * (len(keys) + 1)]

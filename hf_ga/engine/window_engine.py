@@ -488,7 +488,7 @@ class WindowEngine:
                 self.gradient.must_pad = True
                 self.gradient.needs_padding = True
         self._look_at(loss, readings)
-        self._note_width()
+        self._note_samples()
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
         # What a sharded model keeps would be reduced together with the part.
@@ -543,11 +543,12 @@ class WindowEngine:
             elif form not in self._forms:
                 self._untried.setdefault(form, positions)
 
-    def _note_width(self) -> None:
-        """Note how wide a counted micro-batch is, once."""
+    def _note_samples(self) -> None:
+        """Note the samples of a counted micro-batch, and how wide it is, once."""
         if not self.slot.is_counted or self.num_adds > 1:
             return
         micro_batch = self.slot.micro_batch
+        self.gradient.samples.add(micro_batch.positions)
         width = float(sum(size.numel() for size in widths_of(micro_batch.batch)))
         self.gradient.widths.append(width)
         if self._narrowest is None or width < self._narrowest[0]:
@@ -774,6 +775,8 @@ class WindowEngine:
         if self._tries_padding and self._rehearsal is not None:
             difference = self._rehearsal.largest_difference
             gradient.needs_padding |= difference * MIN_IMPROVEMENT < self._unpadded_difference
+        if can_repeat and self._request is not None:
+            gradient.samples.expect(self._request.positions)
         is_done = gradient.finish(is_padded=is_padded, can_repeat=can_repeat, keeps_sums=keeps_sums)
         self.must_look |= gradient.must_look
         if gradient.must_try_widths:
