@@ -76,10 +76,12 @@ def try_loss(
         loop.add_gradients(window)
         terms = _terms_of(loop)
         unused = [name for name, p in loop.model.named_parameters() if p.grad is None]
-        part = window.split([window.offsets[::2]])  # short and long samples, for packing
+        # Micro-batches of short and long samples, for packing.
+        parts = [part for part in (window.offsets[::2], window.offsets[1::2]) if len(part)]
+        mixed = window.split(parts)
         # Of a number at which windows are not rehearsed.
-        part = replace(part, request=replace(part.request, index=NUM_FIRST_WINDOWS))
-        loop.add_gradients(part)
+        mixed = replace(mixed, request=replace(mixed.request, index=NUM_FIRST_WINDOWS))
+        loop.add_gradients(mixed)
     return LossFacts(
         terms=terms,
         draws=dict(engine.draws.places),
