@@ -41,8 +41,10 @@ CASES = {  # model, samples, own loss
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _without_rehearsals():
-    """They make forwards of their own, as trials of speed-ups do, and forwards are counted here."""
+def _without_rehearsals(undisturbed):
+    """They make forwards of their own, as trials of speed-ups do, and forwards are counted here.
+    The undisturbed run, which other files use, comes before.
+    """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(WindowEngine, "can_rehearse", lambda self: False)
         patch.setattr(speed_ups, "candidates", lambda model: [])
