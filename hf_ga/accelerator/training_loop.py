@@ -157,10 +157,10 @@ class TrainingLoop:
         while True:
             window = self._begin_window(window)
             for index, slot in enumerate(self._slots):
-                self._check_fetch()
                 is_last = index == len(self._slots) - 1
                 yield self._open(slot, index, is_last), is_last
                 self._close()
+                self._check_fetch()
             if not self._must_begin_again():
                 break
             self._attempt += 1
@@ -346,7 +346,7 @@ class TrainingLoop:
         self.is_complete = True
 
     def _check_fetch(self) -> None:
-        """Check, before a batch is handed out, that the loop has used the previous one.
+        """Check, before the next batch and at an epoch's end, that the loop has used its batch.
 
         Raises:
             ConfigError: If it did not call `accelerator.backward` for it.

@@ -71,7 +71,6 @@ class WindowGradient:
         undecided: After `finish`, two keys of which that must be found out, or None.
         has_compared_widths: Whether a sample of the window was compared in two widths: before
             `finish` on this rank, afterwards on any.
-        has_several_widths: After `finish`, whether the micro-batches of all ranks have.
         widths: For each counted micro-batch so far, the number of elements of one sample.
         needs_padding: Whether later windows must be padded, too: before `finish` because of this
             rank, afterwards because of any. `begin` keeps it.
@@ -114,7 +113,6 @@ class WindowGradient:
         self.must_try_widths = False
         self.undecided: tuple[TermKey, TermKey] | None = None
         self.has_compared_widths = False
-        self.has_several_widths = False
         self.widths: list[float] = []
         self.samples = SampleCount()
         self.num_backwards = 0
@@ -721,7 +719,7 @@ class WindowGradient:
         num_to_repeat, num_to_pad, num_to_look, num_in_need, *sums = status.counts
         num_without_values = sums.pop(0)
         self.has_compared_widths = bool(sums.pop(0))
-        self.has_several_widths = bool(squared_differences(tuple(sums[:3])))
+        has_several_widths = bool(squared_differences(tuple(sums[:3])))
         sum_of_parts = sums[3]
         sample_sums = (sums[4], sums[5])
         sums = sums[6:]
@@ -734,7 +732,7 @@ class WindowGradient:
         if num_to_repeat:
             self.must_repeat = self.must_repeat or "another process repeats it"
             return False
-        if self.tries_widths and self.has_several_widths and not self.has_compared_widths:
+        if self.tries_widths and has_several_widths and not self.has_compared_widths:
             self.must_try_widths = True
             self.must_look = True
             self.must_repeat = "it has several widths, and it was not tried whether padding matters"

@@ -512,6 +512,9 @@ class WindowEngine:
     def _with_known_keys(self, readings: Sequence[Reading]) -> list[Reading]:
         """Return readings with the keys that stand for their terms, and note which are in one
         micro-batch.
+
+        Raises:
+            LossNotAdditive: If two terms of the loss have the same key.
         """
         same_terms = self.gradient.same_terms
         result = []
@@ -522,6 +525,12 @@ class WindowEngine:
                 self._keys.add(key)
             if self.slot.is_counted:
                 self._first_positions.setdefault(key, int(self.slot.micro_batch.positions[0]))
+        if len({reading.key for reading in result}) < len({reading.key for reading in readings}):
+            raise LossNotAdditive(
+                "two terms of the loss were found to be one mean that different layers compute "
+                f"({result[0].name}), but this micro-batch has both. Let each micro-batch have the "
+                "same terms: a term may be 0, as outputs.sum() * 0."
+            )
         same_terms.note(self._keys)
         return result
 
@@ -568,9 +577,8 @@ class WindowEngine:
         self._num_looks += 1
         self._looked_at = set(untried)
         positions = next(iter(untried.values()))
-        self.look_positions = positions[
-            : (len(positions) + 1) // 2
-        ]  # the others come in their company
+        half = (len(positions) + 1) // 2  # so that others keep them company
+        self.look_positions = positions[:half]
         gradient.must_look = True
         gradient.must_repeat = "its loss has a form that was not tried yet"
         if self._num_looks == MAX_LOOKS:

@@ -73,7 +73,6 @@ class ShardedBackend(Backend):
     """
 
     is_sharded = True
-    # FSDP reduces gradients itself.
     reason_not_to_split = (
         "Under FSDP it cannot be split here, because a process that fails cannot rejoin the "
         "others: make it smaller (per_device_train_batch_size, in an evaluation "

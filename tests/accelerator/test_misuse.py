@@ -25,9 +25,10 @@ from forked import on_ranks, without_errors
 from images import collate_images, image_samples, images_and_text
 from torch import nn
 from torch.nn import functional as F
+from torch.utils.data import DataLoader
 
 from hf_ga import Accelerator
-from hf_ga.errors import HfGaError, UnkeyedRandomness
+from hf_ga.errors import ConfigError, HfGaError, UnkeyedRandomness
 
 CLOSE = 1e-6
 FAR = 1e-4
@@ -551,6 +552,24 @@ def test_accumulation_by_hand_without_division_is_refused():
 
 def test_batches_fetched_before_their_backward_are_refused():
     assert_refused(Attempt(batches_first), "backward")
+
+
+@pytest.mark.parametrize("left_out", [1, 7, 15])
+def test_an_iteration_without_a_backward_is_refused(left_out):
+    """Also the last one of a window, and of the epoch: its window would make no update."""
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=4)
+    model = nn.Linear(4, 3)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    rows = [{"x": torch.randn(4), "y": i % 3} for i in range(64)]
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=4))
+    with pytest.raises(ConfigError, match="before accelerator.backward of the one before"):
+        for number, batch in enumerate(loader):
+            with accelerator.accumulate(model):
+                if number == left_out:
+                    continue
+                accelerator.backward(F.cross_entropy(model(batch["x"]), batch["y"]))
+                optimizer.step()
+                optimizer.zero_grad()
 
 
 @pytest.mark.parametrize(

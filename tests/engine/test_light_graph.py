@@ -2,8 +2,8 @@
 
 import helpers as h
 import torch
+from peak_memory import peak_bytes
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile
 
 from hf_ga.engine.light_graph import LightGraph
 from hf_ga.loss import read_terms
@@ -42,18 +42,6 @@ def test_it_reads_as_from_a_whole_graph_and_keeps_little():
     needed = [kept[number] for number in graph._needed]
     activations = [t for t in kept if not isinstance(t, torch.nn.Parameter)]
     assert num_bytes(needed) < num_bytes(activations) / 20
-
-
-def peak_bytes(work):
-    """The most memory that tensors take at once."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        work()
-    events = [e for e in profiled.profiler.kineto_results.events() if e.name() == "[memory]"]
-    peak = now = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        peak = max(peak, now)
-    return peak
 
 
 def test_it_takes_no_more_memory_than_without_a_graph():

@@ -129,6 +129,38 @@ def test_what_cannot_be_known_is_refused():
         )
 
 
+def with_another_of_one_kind(model, logits, x, kind, labels):
+    """One mean of both kinds, and in a micro-batch with a large input a mean beside it whose key was
+    found to mean the same.
+    """
+    loss = F.cross_entropy(logits, labels)
+    if x.max() > 100:
+        other = x.new_zeros(len(x), 7).index_put((kind == 0,), model.layers[0](x[kind == 0]))
+        loss = loss + F.cross_entropy(other, labels)
+    return loss
+
+
+def test_two_means_of_one_key_are_refused():
+    """They would be divided as one."""
+    data = [*samples_of_kinds(), *samples_of_kinds()]
+    data[17]["x"] = torch.full((4,), 101.0)
+    model = Kinds(with_another_of_one_kind)
+    windows = hf_ga.WindowLoader(
+        data,
+        stack,
+        accelerator=Accelerator(),
+        planner=planned(MIXED),
+        global_batch_size=9,
+        shuffle=False,
+    )
+    plain, odd = windows
+    sorted_window = one_window(data[:9], planned(SORTED), stack, shuffle=False)
+    window_gradient(model, sorted_window)  # here the keys are found to be one
+    window_gradient(model, plain)
+    with pytest.raises(LossNotAdditive, match="but this micro-batch has both"):
+        window_gradient(model, odd)
+
+
 def test_classes_of_keys():
     """Those of all ranks are joined, in whatever order they come."""
     first = SameTerms()

@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 import transformers as tf
 from heads.one_head import Head, build_head
+from peak_memory import peak_bytes
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
 from tried import later, tried
 from windows import one_window, window_gradient
 
@@ -270,22 +270,6 @@ def test_layers_that_are_left_alone(monkeypatch):
     other = h.gpt2()
     nn.utils.parametrizations.weight_norm(other.lm_head)
     assert layer_of(other) is None, "another type of layer"
-
-
-def peak_bytes(function) -> int:
-    """The most memory that tensors had at a time, above what they had before."""
-    with profile(
-        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
-    ) as profiler:  # torch 2.11 warns else
-        function()
-    events = [
-        event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"
-    ]
-    level = top = 0
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        level += event.nbytes()
-        top = max(top, level)
-    return top
 
 
 def test_memory_is_that_of_a_chunk():
