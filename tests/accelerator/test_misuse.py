@@ -562,7 +562,7 @@ def test_an_iteration_without_a_backward_is_refused(left_out):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     rows = [{"x": torch.randn(4), "y": i % 3} for i in range(64)]
     model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(rows, batch_size=4))
-    with pytest.raises(ConfigError, match="before accelerator.backward of the one before"):
+    with pytest.raises(ConfigError, match="of the one before it"):
         for number, batch in enumerate(loader):
             with accelerator.accumulate(model):
                 if number == left_out:
