@@ -86,6 +86,8 @@ class KeyedDraws:
             a faster function that a speed-up puts in its place.
         mask_source: A speed-up that draws some of the dropout masks itself, see
             `speed.packing.Packing.masks_of_shape`. None: there is none.
+        first_draw: The number of a micro-batch's first draw. Not 0 only in a stage of a pipeline,
+            because the stages before it make the draws before it.
         places: Random function that was called -> where the user's code called it first.
         sites: For each dropout mask of padded samples, its last draw, by its place.
         unkeyed_after_backward: Description of the first draw after `after_backward` that could not
@@ -104,6 +106,7 @@ class KeyedDraws:
         self.allow_unkeyed = allow_unkeyed
         self.attend: Callable[..., Tensor] = dropped_attention
         self.mask_source: Any = None
+        self.first_draw = 0
         self.places: dict[str, str] = {}
         self.sites: dict[tuple[int, int], Draw] = {}
         self.unkeyed_after_backward: str | None = None
@@ -117,13 +120,13 @@ class KeyedDraws:
         self._saved = WeakTensorKeyDictionary()
 
     def begin(self, keys: Tensor, window_key: Tensor) -> None:
-        """Begin a micro-batch: the next draw has the number 0.
+        """Begin a micro-batch: the next draw has the number `first_draw`.
 
         Args:
             keys: One random key per sample: int64, shape (samples,), on the training device.
             window_key: The key of numbers that all samples of the window share: int64, shape (1,).
         """
-        self._micro_batch = MicroBatch(mixed(keys), mixed(window_key))
+        self._micro_batch = MicroBatch(mixed(keys), mixed(window_key), self.first_draw)
         self.mask_source = None
         self._is_after_backward = False
         self.unkeyed_after_backward = None

@@ -197,7 +197,8 @@ class WindowEngine:
         self._rehearsed_positions = set()
         parameters = list(parameters)
         if self.gradient is None or self.gradient.parameters != parameters:
-            check_trainable(models, parameters)
+            if parameters or not self.backend.is_stage:  # those of a stage may all be frozen
+                check_trainable(models, parameters)
             self.gradient = WindowGradient(self.backend, parameters)
             self.gradient.checks.trusts_numbers = self.trusts_num_targets
         if not goes_on:
@@ -407,7 +408,7 @@ class WindowEngine:
             UnkeyedRandomness: If a random number was drawn that cannot be tied to samples.
         """
         _check_scalar(loss)
-        self._check_draws()
+        self.check_draws()
         slot = self.slot
         self.num_adds += 1
         loss = loss.reshape(()) if loss.dim() else loss
@@ -438,7 +439,8 @@ class WindowEngine:
                 self.gradient.add_part(part, loss, readings, retain_graph=retain_graph, sync=sync)
         if slot.is_counted:
             self.gradient.end_micro_batch()
-        self.draws.after_backward()
+        if not self.backend.is_stage:  # there the backward follows
+            self.draws.after_backward()
 
     def _look_at(self, loss: Tensor, readings: Sequence[Reading]) -> None:
         """Note the form of a loss: its terms, the nodes before a sum, the kind of its batch. It is
@@ -492,7 +494,7 @@ class WindowEngine:
             return None if part is None else part * 0
         return None
 
-    def _check_draws(self) -> None:
+    def check_draws(self) -> None:
         """Check that no random number was drawn since the micro-batch began but by keyed draws.
 
         Raises:

@@ -39,8 +39,8 @@ from torch.distributed.pipelining import Schedule1F1B
 
 import hf_ga
 from hf_ga.errors import ConfigError
-from hf_ga.parallel.pipeline import weights_index
-from hf_ga.parallel.pipeline_model import SUPPORTED_MODELS, StageModel
+from hf_ga.pipeline.model import SUPPORTED_MODELS, StageModel
+from hf_ga.pipeline.pipeline import weights_index
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -63,19 +63,19 @@ def scale_by_micro_batches(pipeline: hf_ga.Pipeline) -> None:
     def schedule(stage: Any, num_calls: int, **options: Any) -> Schedule1F1B:
         return Schedule1F1B(stage, num_calls, **{**options, "scale_grads": True})
 
-    pipeline._schedule = schedule
+    pipeline._loop.schedule = schedule
 
 
-def number_sites_by_stage(pipeline: hf_ga.Pipeline) -> None:
-    """Sites get the keys of a stage that counts its own modules from 0."""
-    for number, site in enumerate(pipeline._engine.rule.dropout.sites.values()):
-        site.key = number
+def number_draws_by_stage(pipeline: hf_ga.Pipeline) -> None:
+    """Each stage counts its draws from 0."""
+    loop = pipeline._loop
+    loop._last_draw -= loop.engine.draws.first_draw
+    loop.engine.draws.first_draw = 0
 
 
 def divide_by_own_targets(pipeline: hf_ga.Pipeline) -> None:
     """Each micro-batch gives its own mean."""
-    engine = pipeline._engine
-    engine.loss_term = lambda outputs, is_recomputable: (outputs.loss, engine.call.counts)
+    pipeline._backend.run_backward = lambda loss, hooks, retain_graph: None
 
 
 def keep_copies_apart(pipeline: hf_ga.Pipeline) -> None:
@@ -85,7 +85,7 @@ def keep_copies_apart(pipeline: hf_ga.Pipeline) -> None:
 
 @pytest.mark.parametrize(
     "spoil",
-    [scale_by_micro_batches, number_sites_by_stage, divide_by_own_targets],
+    [scale_by_micro_batches, number_draws_by_stage, divide_by_own_targets],
 )
 def test_what_a_naive_pipeline_does_fails(spoil):
     """The control of the tests above."""
@@ -223,10 +223,8 @@ def refused(model: nn.Module, samples: list[dict], num_stages: int = 2, **option
     """What `prepare_pipeline` says on one process."""
     accelerator = make_accelerator("ddp")
     windows = windows_of(accelerator, samples)
-    how = {k: options.pop(k) for k in ("loss_fn",) if k in options}
-    rule = hf_ga.prove_targets(model, samples, h.pad_right, **how)
     with pytest.raises(ConfigError) as error:
-        hf_ga.prepare_pipeline(accelerator, model, windows, rule, num_stages=num_stages, **options)
+        hf_ga.prepare_pipeline(accelerator, model, windows, num_stages=num_stages, **options)
     return str(error.value)
 
 
@@ -236,10 +234,6 @@ def checkpointed_gpt2() -> nn.Module:
     return model
 
 
-def summed_logits(outputs: Any, batch: dict) -> tuple[torch.Tensor, int]:
-    return outputs.logits.sum(), len(batch["labels"])
-
-
 @pytest.mark.parametrize(
     ("model", "options", "words"),
     [
@@ -247,22 +241,12 @@ def summed_logits(outputs: Any, batch: dict) -> tuple[torch.Tensor, int]:
         (h.gpt2, {"num_stages": 3}, "got 3 stages for 2 layers"),
         (h.gpt2, {"num_stages": 1}, "between 2 and the number of layers"),
         (h.gpt2, {"schedule": "zigzag"}, "schedule must be one of gpipe, 1f1b, got 'zigzag'"),
-        (h.gpt2, {"loss_fn": summed_logits}, "unsupported loss in a pipeline: loss_fn"),
         (h.gpt2, {}, "2 pipeline stages need a multiple of 2 processes, got 1"),
         (checkpointed_gpt2, {}, "gradient checkpointing in a pipeline"),
     ],
 )
 def test_unsupported_settings_are_refused_by_name(model, options, words):
     assert words in refused(model(), h.token_samples(8), **options)
-
-
-def test_a_rule_of_another_model_is_refused():
-    """Its dropout sites are those of the other model's modules."""
-    accelerator = make_accelerator("ddp")
-    windows = windows_of(accelerator, h.token_samples(8))
-    rule = hf_ga.prove_targets(h.gpt2(0.1), h.token_samples(8), h.pad_right)
-    with pytest.raises(ConfigError, match="the rule was proven for another model"):
-        hf_ga.prepare_pipeline(accelerator, h.gpt2(0.1), windows, rule, num_stages=2)
 
 
 def test_windows_of_another_loader_are_refused():
@@ -282,14 +266,13 @@ def test_fp16_and_fsdp_are_refused(monkeypatch):
     accelerator = make_accelerator("ddp")
     windows = windows_of(accelerator, h.token_samples(8))
     model = h.gpt2()
-    rule = hf_ga.prove_targets(model, h.token_samples(8), h.pad_right)
     accelerator.scaler = torch.amp.GradScaler("cpu")
     with pytest.raises(ConfigError, match="unsupported: fp16 in a pipeline"):
-        hf_ga.prepare_pipeline(accelerator, model, windows, rule, num_stages=2)
+        hf_ga.prepare_pipeline(accelerator, model, windows, num_stages=2)
     accelerator.scaler = None
     monkeypatch.setattr(accelerator.state, "distributed_type", DistributedType.FSDP)
     with pytest.raises(ConfigError, match="unsupported: FSDP in a pipeline"):
-        hf_ga.prepare_pipeline(accelerator, model, windows, rule, num_stages=2)
+        hf_ga.prepare_pipeline(accelerator, model, windows, num_stages=2)
 
 
 def test_weights_that_differ_between_ranks_are_refused():
@@ -299,8 +282,7 @@ def test_weights_that_differ_between_ranks_are_refused():
         with torch.no_grad():
             model.lm_head.weight += accelerator.process_index
         windows = windows_of(accelerator, h.token_samples(8))
-        rule = hf_ga.prove_targets(model, windows.probe_samples(8), h.pad_right)
-        make = partial(hf_ga.prepare_pipeline, accelerator, model, windows, rule, num_stages=2)
+        make = partial(hf_ga.prepare_pipeline, accelerator, model, windows, num_stages=2)
         return outcome(make)
 
     for said in on_ranks(work, 2):

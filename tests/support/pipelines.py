@@ -17,9 +17,9 @@ from processes import SEED, make_accelerator, make_windows
 from torch import nn
 
 import hf_ga
+from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.order import epoch_order
-from hf_ga.proof.sites import find_dropout_sites
 from hf_ga.recovery.checkpoint import load_checkpoint, save_checkpoint
 from hf_ga.recovery.latest import find_checkpoint
 
@@ -112,11 +112,11 @@ def full_gradient(name: str, samples: list[dict], window_size: int) -> h.Gradien
     dropout of its samples.
     """
     model = MODELS[name]().double()
-    dropout = find_dropout_sites(model, lambda n: model(**h.pad_right(samples[1:2] * n)))
+    draws = KeyedDraws()
     positions = np.arange(window_size)
-    dropout.set_keys(sample_keys(SEED, 0, positions), window_key(SEED, 0, 0))
+    draws.begin(sample_keys(SEED, 0, positions), window_key(SEED, 0, 0))
     ids = epoch_order(len(samples), SEED, 0, True)[:window_size]
-    with dropout.scope(model):
+    with draws.scope():
         h.mean_loss(model, h.pad_right([samples[i] for i in ids])).backward()
     return h.gradients(model)
 
@@ -137,9 +137,8 @@ def make_pipeline(
     accelerator = make_accelerator("ddp", mixed_precision=precision)
     model = MODELS[name]()
     windows = windows_of(accelerator, samples or samples_of(name))
-    rule = hf_ga.prove_targets(model, windows.probe_samples(64), h.pad_right)
     pipeline = hf_ga.prepare_pipeline(
-        accelerator, model, windows, rule, num_stages=num_stages, schedule=schedule
+        accelerator, model, windows, num_stages=num_stages, schedule=schedule
     )
     return pipeline, windows
 

@@ -190,6 +190,14 @@ def layers_of_stage(stage: int, num_stages: int, num_layers: int) -> list[int]:
     return layers_by_stage[stage].tolist()
 
 
+def first_layers(model: PreTrainedModel, num_stages: int) -> list[nn.Module]:
+    """Return the first layer of each pipeline stage of a full model."""
+    layers = model.get_submodule(SUPPORTED_MODELS[type(model).__name__].layers)
+    return [
+        layers[layers_of_stage(stage, num_stages, len(layers))[0]] for stage in range(num_stages)
+    ]
+
+
 def check_can_be_split(model: nn.Module, num_stages: int) -> None:
     """Check that a model can be split into `num_stages` pipeline stages.
 
