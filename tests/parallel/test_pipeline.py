@@ -4,6 +4,7 @@
 """
 
 import copy
+import math
 from functools import partial
 from typing import Any
 
@@ -121,6 +122,46 @@ def test_a_replica_without_samples():
     assert h.relative_error(put_together(gradients), truth) < FLOOR
 
 
+def test_micro_batches_without_targets_add_nothing():
+    """Their losses are 0 / 0. Control: the sum of the micro-batches' own means is another one."""
+    samples = h.token_samples(WINDOW)
+    samples = [h.without_targets(s) if 2 < i < 12 else s for i, s in enumerate(samples)]
+
+    def work() -> tuple[h.Gradients, h.Gradients, float]:
+        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b", samples)
+        windows.shuffle = False
+        (window,) = windows
+        loss = pipeline.backward_window(window).loss
+        ours = h.gradients(pipeline.model)
+        pipeline.model.zero_grad()
+        divide_by_own_targets(pipeline)
+        pipeline.backward_window(window)
+        return ours, h.gradients(pipeline.model), loss
+
+    ours, naive, losses = zip(*without_errors(on_ranks(work, 2)), strict=True)
+    truth = full_gradient("GPT-2", samples, WINDOW, shuffle=False)
+    assert h.relative_error(put_together(ours), truth) < FLOOR
+    assert h.relative_error(put_together(naive), truth) > 0.1
+    assert all(map(math.isfinite, losses))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_micro_batches_are_padded_to_their_window_if_a_divisor_needs_it(is_known):
+    """As the trial found, or all ranks compute the window again because the last stage found it."""
+    name = "GPT-2 over positions"
+
+    def work() -> tuple[h.Gradients, bool]:
+        pipeline, windows = make_pipeline(name, 2, "1f1b")
+        assert windows.state.pad_to_window
+        windows.state.pad_to_window = is_known
+        pipeline.backward_window(next(iter(windows)))
+        return h.gradients(pipeline.model), windows.state.pad_to_window
+
+    gradients, are_padded = zip(*without_errors(on_ranks(work, 2)), strict=True)
+    assert all(are_padded)
+    assert h.relative_error(put_together(gradients), full_batch(name)) < FLOOR
+
+
 def test_a_window_without_targets_is_skipped():
     samples = [*h.token_samples(WINDOW), *map(h.without_targets, h.token_samples(WINDOW))]
 
@@ -168,6 +209,95 @@ def test_a_stage_that_fails_ends_all():
     assert "Connection" in first
     assert second.startswith("OutOfMemory: ")
     assert "In a pipeline it cannot be split" in second
+
+
+def turn_off_a_dropout(model: nn.Module) -> None:
+    model.transformer.h[2].mlp.dropout.p = 0.0
+
+
+def draw_in_a_backward(model: nn.Module) -> None:
+    model.transformer.ln_f.weight.register_hook(lambda grad: grad + torch.randn_like(grad))
+
+
+def square_the_loss(model: nn.Module) -> None:
+    def squared(model: nn.Module, args: tuple, outputs: Any) -> Any:
+        outputs.loss = outputs.loss**2
+        return outputs
+
+    model.register_forward_hook(squared)
+
+
+def add_a_mean_over_samples(model: nn.Module) -> None:
+    """Numbers of targets and of samples are in no proportion."""
+
+    def added(model: nn.Module, args: tuple, outputs: Any) -> Any:
+        outputs.loss = outputs.loss + outputs.logits.mean((1, 2)).mean()
+        return outputs
+
+    model.register_forward_hook(added)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (turn_off_a_dropout, "UnkeyedRandomness: a pipeline stage drew other random numbers"),
+        (square_the_loss, "LossNotAdditive: "),
+        (add_a_mean_over_samples, "ConfigError: the loss is a sum of means whose divisors keep no"),
+    ],
+)
+def test_what_the_last_stage_refuses_ends_all_ranks_before_the_update(change, words):
+    """All ranks name it: none is cut off by the end of another."""
+
+    def work() -> tuple[str, bool]:
+        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b")
+        if pipeline.stage == 1:
+            change(pipeline.model)
+        before = weights_of(pipeline.model)
+        optimizer = build_optimizer(pipeline.model)
+        said = outcome(partial(pipeline.train_step, optimizer, next(iter(windows))))
+        after = weights_of(pipeline.model)
+        return said, all(torch.equal(after[name], weight) for name, weight in before.items())
+
+    for said, is_unchanged in on_ranks(work, 2):
+        assert words in said
+        assert is_unchanged
+
+
+def test_an_error_of_one_rank_before_the_schedule_ends_all():
+    def work() -> str:
+        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b")
+        window = next(iter(windows))
+        if pipeline.stage == 1:
+            window.batches[-1].pop("input_ids")
+        return outcome(partial(pipeline.backward_window, window))
+
+    for said in on_ranks(work, 2):
+        assert "ConfigError: a pipeline needs input_ids" in said
+
+
+def test_random_numbers_in_a_backward_are_refused():
+    def work() -> None:
+        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b")
+        if pipeline.stage == 1:
+            draw_in_a_backward(pipeline.model)
+        pipeline.backward_window(next(iter(windows)))
+
+    assert "UnkeyedRandomness: " in on_ranks(work, 2)[1]
+
+
+def test_a_loss_that_compares_samples_is_refused_before_the_split():
+    def work() -> str:
+        model = h.gpt2(num_hidden_layers=3)
+        model.transformer.ln_f.register_forward_hook(lambda *args: args[2] - args[2].mean(0))
+        accelerator = make_accelerator("ddp")
+        windows = windows_of(accelerator, h.token_samples(WINDOW))
+        make = partial(hf_ga.prepare_pipeline, accelerator, model, windows, num_stages=2)
+        said = outcome(make)
+        dist.barrier()
+        return said
+
+    for said in on_ranks(work, 2):
+        assert "LossNotAdditive: " in said
 
 
 def test_killed_and_resumed_on_one_process(tmp_path):

@@ -58,6 +58,23 @@ def build_frozen_llama() -> nn.Module:
     return model
 
 
+def mean_over_positions(model: nn.Module, args: tuple, kwargs: dict, outputs: Any) -> Any:
+    """A forward hook: the loss divides by all positions, with those of padding."""
+    labels = kwargs.get("labels")
+    if labels is not None:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        total = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+        outputs.loss = total / labels.numel()
+    return outputs
+
+
+def build_gpt2_over_positions() -> nn.Module:
+    """Its micro-batches must be padded to their window."""
+    model = build_gpt2()
+    model.register_forward_hook(mean_over_positions, with_kwargs=True)
+    return model
+
+
 MODELS = {
     "GPT-2": build_gpt2,
     "Llama": build_llama,
@@ -65,6 +82,7 @@ MODELS = {
     "BERT masked LM": build_masked_lm,
     "BERT classifier": build_classifier,
 }
+BUILDERS = {**MODELS, "GPT-2 over positions": build_gpt2_over_positions}
 
 
 def samples_of(name: str) -> list[dict]:
@@ -93,7 +111,7 @@ def weights_of(model: nn.Module) -> h.Gradients:
 def alone(name: str) -> tuple[h.Gradients, list[tuple]]:
     """Weights and results of all windows on one process, by `hf_ga.train_step`."""
     accelerator = make_accelerator("ddp")
-    model = MODELS[name]()
+    model = BUILDERS[name]()
     windows = windows_of(accelerator, samples_of(name))
     model, optimizer = hf_ga.prepare(accelerator, model, build_optimizer(model), windows)
     results = [
@@ -107,17 +125,22 @@ def numbers_of(result: hf_ga.StepResult) -> tuple:
     return result.loss, result.num_targets, result.grad_norm
 
 
-def full_gradient(name: str, samples: list[dict], window_size: int) -> h.Gradients:
+def full_gradient(
+    name: str, samples: list[dict], window_size: int, shuffle: bool = True
+) -> h.Gradients:
     """The gradient of the first window in float64: one plain forward and backward, under the
     dropout of its samples.
     """
-    model = MODELS[name]().double()
+    model = BUILDERS[name]().double()
     draws = KeyedDraws()
     positions = np.arange(window_size)
     draws.begin(sample_keys(SEED, 0, positions), window_key(SEED, 0, 0))
-    ids = epoch_order(len(samples), SEED, 0, True)[:window_size]
+    ids = epoch_order(len(samples), SEED, 0, shuffle)[:window_size]
     with draws.scope():
-        h.mean_loss(model, h.pad_right([samples[i] for i in ids])).backward()
+        batch = h.pad_right([samples[i] for i in ids])
+        is_own = name == "GPT-2 over positions"  # its loss is written in the test
+        loss = model(**batch).loss if is_own else h.mean_loss(model, batch)
+        loss.backward()
     return h.gradients(model)
 
 
@@ -135,7 +158,7 @@ def make_pipeline(
     precision: str = "no",
 ) -> tuple[hf_ga.Pipeline, hf_ga.WindowLoader]:
     accelerator = make_accelerator("ddp", mixed_precision=precision)
-    model = MODELS[name]()
+    model = BUILDERS[name]()
     windows = windows_of(accelerator, samples or samples_of(name))
     pipeline = hf_ga.prepare_pipeline(
         accelerator, model, windows, num_stages=num_stages, schedule=schedule
