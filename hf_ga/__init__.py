@@ -36,8 +36,8 @@ if TYPE_CHECKING:
     from hf_ga.exact.window_loader import WindowLoader as WindowLoader
     from hf_ga.finetuning.run.config import FinetuneConfig as FinetuneConfig
     from hf_ga.finetuning.run.finetune import finetune as finetune
-    from hf_ga.parallel.pipeline import Pipeline as Pipeline
-    from hf_ga.pipelines import prepare_pipeline as prepare_pipeline
+    from hf_ga.pipeline.pipeline import Pipeline as Pipeline
+    from hf_ga.pipeline.pipeline import prepare_pipeline as prepare_pipeline
     from hf_ga.speed.compiling import compile_layers as compile_layers
     from hf_ga.trainer.exact_trainer import ExactTrainer as ExactTrainer
     from hf_ga.trainer.exact_trainer import ExactTrainerMixin as ExactTrainerMixin
@@ -66,7 +66,7 @@ _MODULES = {
     "MissingPackage": "hf_ga.errors",
     "NonFinite": "hf_ga.errors",
     "OutOfMemory": "hf_ga.errors",
-    "Pipeline": "hf_ga.parallel.pipeline",
+    "Pipeline": "hf_ga.pipeline.pipeline",
     "RunStopped": "hf_ga.errors",
     "StepResult": "hf_ga.exact.update",
     "StreamLoader": "hf_ga.exact.stream_loader",
@@ -80,7 +80,7 @@ _MODULES = {
     "finetune": "hf_ga.finetuning.run.finetune",
     "plan_batch": "hf_ga.exact.plan_batch",
     "prepare": "hf_ga.training",
-    "prepare_pipeline": "hf_ga.pipelines",
+    "prepare_pipeline": "hf_ga.pipeline.pipeline",
     "train_step": "hf_ga.training",
 }
 

@@ -163,7 +163,7 @@ def try_before(
     backend = LocalBackend(next(base_model.parameters()).device)
     loop = loop_of(base_model, backend, settings)
     attempt = partial(try_loss, loop, samples, collate_fn)
-    with accelerator.autocast() if _needs_autocast(base_model) else nullcontext():
+    with accelerator.autocast() if needs_autocast(base_model) else nullcontext():
         facts = attempt() if is_alone else result_of_main(accelerator, attempt)
     if not (is_alone or accelerator.is_main_process):
         adopt(loop, facts)
@@ -171,7 +171,7 @@ def try_before(
     return facts
 
 
-def _needs_autocast(model: nn.Module) -> bool:
+def needs_autocast(model: nn.Module) -> bool:
     """Whether a model computes in a mixed precision only: frozen weights in half precision beside
     trainable ones in float32, or FlashAttention, which has no float32.
     """

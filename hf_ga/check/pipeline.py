@@ -12,12 +12,11 @@ from hf_ga.check.gradients import Gradients
 from hf_ga.check.judging import compute_reference, write_verdict
 from hf_ga.check.rows import ReportRow
 from hf_ga.check.steps import CheckContext
-from hf_ga.errors import ConfigError
+from hf_ga.errors import ConfigError, LossNotAdditive, ProcessFailed, UnkeyedRandomness
 from hf_ga.exact.window import Window
 from hf_ga.exact.window_loader import WindowLoader
-from hf_ga.parallel.pipeline import Pipeline
 from hf_ga.parallel.processes import broadcast_from_main
-from hf_ga.pipelines import prepare_pipeline
+from hf_ga.pipeline.pipeline import Pipeline, prepare_pipeline
 
 ARM = "hf_ga, pipeline"  # name of this training step in the report
 MICRO_BATCHES_PER_REPLICA = 4
@@ -44,15 +43,32 @@ def pipeline_row(context: CheckContext, num_stages: int) -> ReportRow:
     row = ReportRow(ARM, f"{num_stages} stages", micro_batches=[], accumulation_steps=0)
     reference = compute_reference(context, context.first_samples_window(num_samples))
     try:
+        _check_loss(context)
         pipeline, window = _prepare_stages(context, num_stages, batch_size)
         loss = pipeline.backward_window(window).loss
-    except ConfigError as error:  # raised on all processes
+    # Raised on all processes: as ProcessFailed on those where nothing failed.
+    except (ConfigError, LossNotAdditive, UnkeyedRandomness, ProcessFailed) as error:
         row.refused = str(error)
     else:
         row.micro_batches = _gather_micro_batch_sizes(pipeline, window)
         row.accumulation_steps = len(row.micro_batches)
         write_verdict(row, loss, _gather_gradients(pipeline, context), reference)
     return broadcast_from_main(context.accelerator, row)
+
+
+def _check_loss(context: CheckContext) -> None:
+    """Check that the loss of the equivalence check is that of the model's head, which is the only
+    one that a pipeline supports.
+
+    Raises:
+        ConfigError: If it is another loss.
+    """
+    settings = context.settings
+    if settings.loss_fn is not None or settings.whole_batch is not None:
+        raise ConfigError(
+            "unsupported loss in a pipeline: only that of the model's own head is supported, so "
+            "omit loss_fn and whole_batch, or use FSDP."
+        )
 
 
 def _prepare_stages(

@@ -100,6 +100,8 @@ class KeyedDraws:
             a faster function that a speed-up puts in its place.
         mask_source: A speed-up that draws some of the dropout masks itself, see
             `speed.packing.Packing.masks_of_shape`. None: there is none.
+        first_draw: The number of a micro-batch's first draw. Not 0 only in a stage of a pipeline,
+            because the stages before it make the draws before it.
         places: Random function that was called -> where the user's code called it first.
         sites: For each dropout mask of padded samples, its last draw, by its place.
         has_unkeyed: Whether a draw of the micro-batch was torch's own, as `allow_unkeyed` permits.
@@ -119,6 +121,7 @@ class KeyedDraws:
         self.allow_unkeyed = allow_unkeyed
         self.attend: Callable[..., Tensor] = dropped_attention
         self.mask_source: Any = None
+        self.first_draw = 0
         self.places: dict[str, str] = {}
         self.sites: dict[tuple[int, int], Draw] = {}
         self.has_unkeyed = False
@@ -132,15 +135,14 @@ class KeyedDraws:
         # Where the draws stood when a state of torch's generator was saved.
         self._saved = WeakTensorKeyDictionary()
 
-    def begin(self, keys: Tensor, window_key: Tensor, *, first: int = 0) -> None:
-        """Begin a micro-batch.
+    def begin(self, keys: Tensor, window_key: Tensor) -> None:
+        """Begin a micro-batch: the next draw has the number `first_draw`.
 
         Args:
             keys: One random key per sample: int64, shape (samples,), on the training device.
             window_key: The key of numbers that all samples of the window share: int64, shape (1,).
-            first: The number of the next draw: that of draws made before, by other stages.
         """
-        self._micro_batch = MicroBatch(mixed(keys), mixed(window_key), num_draws=first)
+        self._micro_batch = MicroBatch(mixed(keys), mixed(window_key), self.first_draw)
         self.mask_source = None
         self._is_after_backward = False
         self.has_unkeyed = False

@@ -36,7 +36,6 @@ from hf_ga.engine.sample_count import SampleCount, check_samples
 from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.exact.backend import Backend, RankStatus
 from hf_ga.exact.chunks import ChunkTree
-from hf_ga.exact.gradient_sums import sum_gradients
 from hf_ga.exact.precision import sum_dtype
 from hf_ga.loss import StackSizes, Term, read_terms, undivided
 
@@ -314,6 +313,8 @@ class WindowGradient:
 
     def _has_sums(self) -> list[bool]:
         """Return for each parameter whether any sum of it is not None."""
+        if self.backend.is_stage:
+            return [parameter.grad is not None for parameter in self.parameters]
         return [
             any(buffer[i] is not None for buffer in (*self._buffers, self._parts))
             for i in range(len(self.parameters))
@@ -384,8 +385,10 @@ class WindowGradient:
         if not self.backend.is_sharded or not loss.requires_grad:
             return
         terms = [reading.term for reading in readings if reading.term is not None]
-        with sync(), undivided(terms, [0.0] * len(terms)):
-            (loss if terms else loss * 0).backward(retain_graph=retain_graph)
+        nothing = loss if terms else loss * 0
+        hooks = undivided(terms, [0.0] * len(terms))
+        with sync():
+            self.backend.run_backward(nothing, hooks, retain_graph=retain_graph)
 
     def show(self, gradients: Gradients, *, times: int) -> None:
         """Set `.grad` to gradients within a window, for a loop that accumulates by hand.
@@ -462,7 +465,11 @@ class WindowGradient:
         self._value_sums = [0.0] * len(self._groups)
 
     def _has_group_sums(self) -> bool:
-        """Whether a backward of the window has added to the sums of its groups."""
+        """Whether a backward of the window has added to the sums of its groups, or will in a stage
+        of a pipeline.
+        """
+        if self.backend.is_stage:
+            return self.num_backwards > 0
         in_buffers = (gradient is not None for buffer in self._buffers for gradient in buffer)
         return any(in_buffers) or any(self._reached)
 
@@ -529,14 +536,13 @@ class WindowGradient:
         if not is_sharded:
             self._set_gradients(self._buffers[index])
         terms = [reading.term for reading in readings if reading.term is not None]
-        with ExitStack() as stack:
-            stack.enter_context(sync())
-            scaled = loss
-            if len(terms) == len(readings):
-                stack.enter_context(undivided(terms, scales))
-            else:
-                scaled = loss * scales[0]
-            self.backend.scaled(scaled).backward(retain_graph=retain_graph)
+        hooks: AbstractContextManager[None] = undivided(terms, scales)
+        scaled = loss
+        if len(terms) != len(readings):
+            hooks = nullcontext()
+            scaled = loss * scales[0]
+        with sync():
+            self.backend.run_backward(scaled, hooks, retain_graph=retain_graph)
         self._buffers[index] = [parameter.grad for parameter in self.parameters]
         if not is_sharded:
             self._set_gradients(earlier)
@@ -813,7 +819,7 @@ class WindowGradient:
             sums: See `_ratio_sums`.
 
         Raises:
-            ConfigError: If there is such a term under FSDP.
+            ConfigError: If there is such a term under FSDP or in a pipeline.
         """
         later = [key for group in groups for key in group.keys[1:]]
         misfits = (
@@ -881,7 +887,9 @@ class WindowGradient:
             check_factor_sums(name, tuple(sums[start : start + 3]))
 
     def _take_shards(self, groups: Sequence[Group]) -> None:
-        """Take the gradients that FSDP reduced, also on a rank that had fillers only."""
+        """Take the gradients that are in `.grad`: those that FSDP reduced, also on a rank that had
+        fillers only, and those of a pipeline's schedule.
+        """
         if len(groups) == 1:
             self._scales = [self._power_of_two_near(groups[0], {})]
             self._buffers = [[parameter.grad for parameter in self.parameters]]
@@ -948,15 +956,12 @@ class WindowGradient:
             self._groups or [], self._buffers, self._scales, strict=True
         ):
             factor = scale / group.total if group.total else 0.0
-            if self.backend.is_sharded:
-                factor *= self.backend.num_processes  # FSDP has divided by it
+            factor *= self.backend.averages_over
             self._add_scaled(result, buffer, factor, in_place=not keeps_sums)
-        factor = self.backend.num_processes if self.backend.is_sharded else 1.0
-        self._add_scaled(result, self._parts, factor, in_place=not keeps_sums)
-        are_summed = self.backend.is_sharded or self._chunks is not None
-        if not are_summed and self.backend.num_processes > 1:
-            result = self._summed_over_ranks(result)
-        return result
+        self._add_scaled(result, self._parts, self.backend.averages_over, in_place=not keeps_sums)
+        if self._chunks is not None or self.backend.num_processes == 1:
+            return result
+        return self._summed_over_replicas(result)
 
     @staticmethod
     def _add_scaled(result: Gradients, buffer: Gradients, factor: float, *, in_place: bool) -> None:
@@ -973,21 +978,21 @@ class WindowGradient:
         for index, gradient in zip(first, scaled, strict=True):
             result[index] = gradient if result[index] is None else result[index] + gradient
 
-    def _summed_over_ranks(self, gradients: Gradients) -> Gradients:
-        """Sum gradients over all ranks, in buckets."""
+    def _summed_over_replicas(self, gradients: Gradients) -> Gradients:
+        """Sum gradients over the ranks that hold the same parameters, in buckets."""
         kept = [parameter.grad for parameter in self.parameters]
         self._set_gradients(gradients)
-        sum_gradients(self.parameters, self._has_gradient)
+        self.backend.sum_over_replicas(self.parameters, self._has_gradient)
         summed = [parameter.grad for parameter in self.parameters]
         self._set_gradients(kept)
         return summed
 
 
 def _too_many_groups(names: Sequence[str]) -> ConfigError:
-    """Return the error for terms that need a buffer each under FSDP."""
+    """Return the error for terms that need a buffer each under FSDP or in a pipeline."""
     return ConfigError(
         "the loss is a sum of means whose divisors keep no proportion ("
-        f"{', '.join(names)}), which need a buffer each, but FSDP has one: use DDP."
+        f"{', '.join(names)}), which need a buffer each, but FSDP and pipelines have one: use DDP."
     )
 
 

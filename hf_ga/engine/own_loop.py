@@ -172,14 +172,19 @@ class OwnLoop:
         """Whether a window is one micro-batch of a single process, so that nothing is split."""
         return window.request.max_micro_batches == 1 and self.engine.backend.num_processes == 1
 
+    def _plan_slots(self, window: Window) -> list[Slot]:
+        """Return the micro-batches of a window on this rank."""
+        slots = plain_slots(window)
+        if self.engine.backend.is_sharded:
+            return slots
+        counted = [slot for slot in slots if slot.is_counted]  # forwards are no collectives
+        return counted or slots[:1]
+
     def _begin(self, window: Window) -> None:
         """Begin a window in the engine, or begin it again."""
         engine = self.engine
         num_processes = engine.backend.num_processes
-        self._slots = plain_slots(window)
-        if not engine.backend.is_sharded:  # forwards are no collectives
-            counted = [slot for slot in self._slots if slot.is_counted]
-            self._slots = counted or self._slots[:1]
+        self._slots = self._plan_slots(window)
         self._rehearsal = None
         # A loss of a whole window compares samples on purpose, and the full batch has one company.
         looks = self._whole_batch is None and not self._is_full_batch(window)
@@ -200,6 +205,7 @@ class OwnLoop:
             is_rehearsed=self._rehearsal is not None,
             is_full_batch=self._is_full_batch(window),
             state=window.state,
+            request=window.request,
             chunk_tree=window.request.chunk_tree,
             looks=looks,
         )

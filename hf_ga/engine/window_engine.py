@@ -188,6 +188,7 @@ class WindowEngine:
         goes_on: bool = False,
         keeps_rehearsal: bool = False,
         state: LoaderState | None = None,
+        request: WindowRequest | None = None,
         chunk_tree: ChunkTree | None = None,
         looks: bool = False,
         frozen: Sequence[nn.Module] = (),
@@ -204,6 +205,8 @@ class WindowEngine:
                 hand.
             keeps_rehearsal: Whether the micro-batch so far was a rehearsal of this window.
             state: What windows of its loader share. It learns here whether they must be padded.
+            request: The plan of the window. None: that of its micro-batches, of which this rank has
+                at least one.
             chunk_tree: For same bits, the tree over the micro-batches of the window.
             looks: Whether it may be computed again with a rehearsal.
             frozen: Other prepared models, whose buffers may count samples, too.
@@ -218,6 +221,7 @@ class WindowEngine:
             self._buffers_before = [snapshot_buffers(model) for model in self._all_models]
         self._goes_on = goes_on
         self._state = state
+        self._request = request or self._request
         self._looks = looks
         self._is_rehearsed = is_rehearsed or keeps_rehearsal
         self._is_look = is_rehearsed and self.must_look
@@ -229,7 +233,8 @@ class WindowEngine:
         # By identity: equality would compare elements, of a parameter with those of its shards.
         known = [] if self.gradient is None else self.gradient.parameters
         if self.gradient is None or list(map(id, known)) != list(map(id, parameters)):
-            check_trainable(models, parameters)
+            if parameters or not self.backend.is_stage:  # those of a stage may all be frozen
+                check_trainable(models, parameters)
             self.gradient = WindowGradient(self.backend, parameters)
             self.gradient.checks.trusts_numbers = self.trusts_num_targets
         if not goes_on:
@@ -474,7 +479,7 @@ class WindowEngine:
             UnkeyedRandomness: If a random number was drawn that cannot be tied to samples.
         """
         _check_scalar(loss)
-        self._check_draws()
+        self.check_draws()
         slot = self.slot
         self.num_adds += 1
         loss = loss.reshape(()) if loss.dim() else loss
@@ -507,7 +512,8 @@ class WindowEngine:
                 self.gradient.add_part(part, loss, readings, retain_graph=retain_graph, sync=sync)
         if slot.is_counted:
             self.gradient.end_micro_batch()
-        self.draws.after_backward()
+        if not self.backend.is_stage:  # there the backward follows
+            self.draws.after_backward()
 
     def _with_known_keys(self, readings: Sequence[Reading]) -> list[Reading]:
         """Return readings with the keys that stand for their terms, and note which are in one
@@ -599,7 +605,7 @@ class WindowEngine:
             return None if part is None else part * 0
         return None
 
-    def _check_draws(self) -> None:
+    def check_draws(self) -> None:
         """Check that no random number was drawn since the micro-batch began but by keyed draws.
 
         Raises:

@@ -62,6 +62,10 @@ class Backend:
     Attributes:
         is_sharded: Whether each rank holds only a part of the parameters (FSDP, pipeline), so that
             every forward and backward is a collective of all ranks.
+        is_stage: Whether this rank holds a stage of the model (a pipeline), and a schedule runs its
+            backwards: gradients are in `.grad` at the window's end.
+        averages_over: Number of ranks over which gradients are averaged in the backwards (FSDP). 1:
+            they are not.
         reason_not_to_split: The reason why a micro-batch that runs out of memory cannot be split
             into smaller ones, as text for the error message. None: it is split.
         can_rejoin: Whether a rank that ran out of memory can still run the collectives that the
@@ -69,6 +73,8 @@ class Backend:
     """
 
     is_sharded = False
+    is_stage = False
+    averages_over = 1
     reason_not_to_split: str | None = None
     can_rejoin = False
 
@@ -160,6 +166,19 @@ class Backend:
         """
         if weight and isinstance(term, Tensor) and term.requires_grad:
             self.scaled(term).backward()
+
+    def run_backward(
+        self, loss: Tensor, hooks: AbstractContextManager[None], *, retain_graph: bool = False
+    ) -> None:
+        """Run the backward of a micro-batch's loss, times the loss scale of fp16.
+
+        Args:
+            loss: The loss, a scalar.
+            hooks: A context in which the backward leaves out the loss's divisions.
+            retain_graph: As in `Tensor.backward`.
+        """
+        with hooks:
+            self.scaled(loss).backward(retain_graph=retain_graph)
 
     def scaled(self, tensor: Tensor) -> Tensor:
         """Multiply a term of the window's loss by the loss scale of fp16. A no-op without fp16."""
@@ -323,6 +342,18 @@ class Backend:
             model: The prepared model.
             unused: Names of parameters that got no gradient in a trial.
         """
+
+    def sum_over_replicas(
+        self, parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool]
+    ) -> None:
+        """Replace the gradients of parameters by their sums over all ranks, which hold replicas.
+
+        Args:
+            parameters: The trainable parameters.
+            has_gradient: For each parameter, whether any rank has a gradient of it.
+        """
+        if self.num_processes > 1:
+            sum_gradients(parameters, has_gradient)
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Clip the gradients of a window to a global L2 norm of at most `max_norm`.

@@ -82,6 +82,7 @@ class ShardedBackend(Backend):
     def __init__(self, accelerator: Accelerator) -> None:
         """Read the FSDP settings of the accelerator."""
         super().__init__(accelerator)
+        self.averages_over = self.num_processes
         self.plugin = accelerator.state.fsdp_plugin
         self.can_rejoin = can_rejoin(accelerator)  # after a rank ran out of memory
         self._counter = CollectiveCounter()  # of FSDP2's collectives in a micro-batch
@@ -256,6 +257,11 @@ class ShardedBackend(Backend):
         for parameter, sum_of_absolute_values in zip(parameters, sums, strict=True):
             if not sum_of_absolute_values:
                 parameter.grad = None
+
+    def sum_over_replicas(
+        self, parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool]
+    ) -> None:
+        """Do nothing: FSDP has reduced the gradients in the backwards."""
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Clip the gradients of `parameters` to a global L2 norm of at most `max_norm`, and return

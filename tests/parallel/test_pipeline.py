@@ -4,6 +4,8 @@
 """
 
 import copy
+import math
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -34,13 +36,14 @@ from pipelines import (
     windows_of,
 )
 from processes import make_accelerator
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B
 
 import hf_ga
+from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import ConfigError
-from hf_ga.parallel.pipeline import weights_index
-from hf_ga.parallel.pipeline_model import SUPPORTED_MODELS, StageModel
+from hf_ga.pipeline.model import SUPPORTED_MODELS, StageModel
+from hf_ga.pipeline.pipeline import weights_index
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -63,18 +66,19 @@ def scale_by_micro_batches(pipeline: hf_ga.Pipeline) -> None:
     def schedule(stage: Any, num_calls: int, **options: Any) -> Schedule1F1B:
         return Schedule1F1B(stage, num_calls, **{**options, "scale_grads": True})
 
-    pipeline._schedule = schedule
+    pipeline._loop.schedule = schedule
 
 
 def number_draws_by_stage(pipeline: hf_ga.Pipeline) -> None:
-    """A stage counts its own draws from 0."""
-    pipeline._engine.rule.dropout.first = 0
+    """Each stage counts its draws from 0."""
+    loop = pipeline._loop
+    loop._last_draw -= loop.engine.draws.first_draw
+    loop.engine.draws.first_draw = 0
 
 
 def divide_by_own_targets(pipeline: hf_ga.Pipeline) -> None:
     """Each micro-batch gives its own mean."""
-    engine = pipeline._engine
-    engine.loss_term = lambda outputs, is_recomputable: (outputs.loss, engine.call.counts)
+    pipeline._backend.run_backward = lambda loss, hooks, retain_graph: None
 
 
 def keep_copies_apart(pipeline: hf_ga.Pipeline) -> None:
@@ -104,20 +108,66 @@ def test_copies_of_a_tied_weight_that_are_kept_apart_fail():
 
 
 def test_a_replica_without_samples():
+    """Control: a window of which a sample is left out is refused."""
     name = "GPT-2"
-    samples = h.token_samples(2)
+    samples = h.token_samples(3)
 
-    def work() -> tuple[h.Gradients, int]:
+    def work() -> tuple[h.Gradients, int, str]:
         pipeline, windows = make_pipeline(name, 2, "1f1b", samples)
         (window,) = windows
-        offsets = [np.array([0])] if pipeline.replica == 0 else []
-        result = pipeline.backward_window(window.split(offsets))
-        return h.gradients(pipeline.model), result.num_targets
+        all_here = [np.array([0, 1]), np.array([2])]
+        all_but_one = [np.array([0, 1])]
+        if pipeline.replica == 1:
+            all_here = all_but_one = []
+        result = pipeline.backward_window(window.split(all_here))
+        gradients = h.gradients(pipeline.model)
+        said = outcome(partial(pipeline.backward_window, window.split(all_but_one)))
+        return gradients, result.num_targets, said
 
-    gradients, numbers = zip(*without_errors(on_ranks(work, 4)), strict=True)
+    gradients, numbers, said = zip(*without_errors(on_ranks(work, 4)), strict=True)
     assert len(set(numbers)) == 1
-    truth = full_gradient(name, samples, 1)
-    assert h.relative_error(put_together(gradients), truth) < FLOOR
+    assert h.relative_error(put_together(gradients), full_gradient(name, samples, 3)) < FLOOR
+    assert all("ConfigError: some samples of the window were computed twice" in s for s in said)
+
+
+def test_micro_batches_without_targets_add_nothing():
+    """Their losses are 0 / 0. Control: the sum of the micro-batches' own means is another one."""
+    samples = h.token_samples(WINDOW)
+    samples = [h.without_targets(s) if 2 < i < 12 else s for i, s in enumerate(samples)]
+
+    def work() -> tuple[h.Gradients, h.Gradients, float]:
+        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b", samples)
+        windows.shuffle = False
+        (window,) = windows
+        loss = pipeline.backward_window(window).loss
+        ours = h.gradients(pipeline.model)
+        pipeline.model.zero_grad()
+        divide_by_own_targets(pipeline)
+        pipeline.backward_window(window)
+        return ours, h.gradients(pipeline.model), loss
+
+    ours, naive, losses = zip(*without_errors(on_ranks(work, 2)), strict=True)
+    truth = full_gradient("GPT-2", samples, WINDOW, shuffle=False)
+    assert h.relative_error(put_together(ours), truth) < FLOOR
+    assert h.relative_error(put_together(naive), truth) > 0.1
+    assert all(map(math.isfinite, losses))
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_micro_batches_are_padded_to_their_window_if_a_divisor_needs_it(is_known):
+    """As the trial found, or all ranks compute the window again because the last stage found it."""
+    name = "GPT-2 over positions"
+
+    def work() -> tuple[h.Gradients, bool]:
+        pipeline, windows = make_pipeline(name, 2, "1f1b")
+        assert windows.state.pad_to_window
+        windows.state.pad_to_window = is_known
+        pipeline.backward_window(next(iter(windows)))
+        return h.gradients(pipeline.model), windows.state.pad_to_window
+
+    gradients, are_padded = zip(*without_errors(on_ranks(work, 2)), strict=True)
+    assert all(are_padded)
+    assert h.relative_error(put_together(gradients), full_batch(name)) < FLOOR
 
 
 def test_a_window_without_targets_is_skipped():
@@ -150,23 +200,187 @@ def test_no_stage_is_updated_if_one_is_not_finite(clip):
         assert is_unchanged
 
 
-def test_a_stage_that_fails_ends_all():
-    """With its own error; the other stage loses the connection."""
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_a_stage_that_fails_in_a_forward_ends_all(failing, schedule):
+    """In its second micro-batch; the other stages name its error, and no stage is updated."""
 
+    def work() -> tuple[str, bool]:
+        pipeline, windows = make_pipeline("GPT-2", 3, schedule)
+        forwards = []
+
+        def fail_in_second(*args: Any) -> None:
+            forwards.append(args)
+            if len(forwards) == 2:
+                raise torch.OutOfMemoryError("on purpose")
+
+        if pipeline.stage == failing:
+            pipeline.model.register_forward_pre_hook(fail_in_second)
+        return step_outcome(pipeline, next(iter(windows)))
+
+    found = without_errors(on_ranks(work, 3))
+    for stage, (said, is_unchanged) in enumerate(found):
+        start = "" if stage == failing else f"ProcessFailed: process {failing} failed: "
+        assert said.startswith(f"{start}OutOfMemory: ")
+        assert "In a pipeline it cannot be split" in said
+        assert is_unchanged
+
+
+def step_outcome(pipeline: hf_ga.Pipeline, window: hf_ga.Window) -> tuple[str, bool]:
+    """What a training step says, and whether it left the weights as they were."""
+    before = weights_of(pipeline.model)
+    optimizer = build_optimizer(pipeline.model)
+    said = outcome(partial(pipeline.train_step, optimizer, window))
+    after = weights_of(pipeline.model)
+    return str(said), all(torch.equal(after[name], weight) for name, weight in before.items())
+
+
+def turn_off_a_dropout(model: nn.Module) -> None:
+    model.transformer.h[2].mlp.dropout.p = 0.0
+
+
+def draw_in_a_backward(model: nn.Module) -> None:
+    model.transformer.ln_f.weight.register_hook(lambda grad: grad + torch.randn_like(grad))
+
+
+def change_loss(model: nn.Module, change: Callable[[Tensor, Tensor], Tensor]) -> None:
+    """change: (loss, logits) -> another loss."""
+    loss_of = model.loss_function
+
+    def changed(logits: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return change(loss_of(logits, *args, **kwargs), logits)
+
+    model.loss_function = changed
+
+
+def square_the_loss(model: nn.Module) -> None:
+    change_loss(model, lambda loss, logits: loss**2)
+
+
+def detach_the_loss(model: nn.Module) -> None:
+    """A backward of it would raise an error while the first stage waits for gradients."""
+    change_loss(model, lambda loss, logits: loss.detach())
+
+
+def divide_by_a_constant(model: nn.Module) -> None:
+    change_loss(model, lambda loss, logits: loss.logsumexp(0) * 0 + logits.sum() / 1000)
+
+
+def add_a_mean_over_samples(model: nn.Module) -> None:
+    """Numbers of targets and of samples are in no proportion."""
+    change_loss(model, lambda loss, logits: loss + logits.mean((1, 2)).mean())
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (turn_off_a_dropout, "UnkeyedRandomness: a pipeline stage drew other random numbers"),
+        (square_the_loss, "LossNotAdditive: "),
+        (detach_the_loss, "LossNotAdditive: the loss needs no gradient"),
+        (divide_by_a_constant, "LossNotAdditive: "),
+        (add_a_mean_over_samples, "ConfigError: the loss is a sum of means whose divisors keep no"),
+    ],
+)
+def test_what_the_last_stage_refuses_ends_all_ranks_before_the_update(change, words):
+    """All ranks name it: none is cut off by the end of another."""
+
+    def work() -> tuple[str, bool]:
+        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b")
+        if pipeline.stage == 1:
+            change(pipeline.model)
+        return step_outcome(pipeline, next(iter(windows)))
+
+    for said, is_unchanged in without_errors(on_ranks(work, 2)):
+        assert words in said
+        assert is_unchanged
+
+
+def drop_input_ids(pipeline: hf_ga.Pipeline, window: hf_ga.Window) -> None:
+    window.batches[-1].pop("input_ids")
+
+
+def change_a_label(pipeline: hf_ga.Pipeline, window: hf_ga.Window) -> None:
+    """As a dataset or a collate function that draws differently on each process."""
+    window.batches[-1]["labels"][0, 1] = 3 - window.batches[-1]["labels"][0, 1].clamp(0, 2)
+
+
+def widen_a_batch(pipeline: hf_ga.Pipeline, window: hf_ga.Window) -> None:
+    for name, value in window.batches[-1].items():
+        window.batches[-1][name] = nn.functional.pad(value, (0, 1), value=int(name == "labels"))
+
+
+def evaluate(pipeline: hf_ga.Pipeline, window: hf_ga.Window) -> None:
+    pipeline.model.eval()
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (drop_input_ids, "ConfigError: a pipeline needs input_ids"),
+        (change_a_label, "ConfigError: the stages of a pipeline have different batches"),
+        (widen_a_batch, "ConfigError: the stages of a pipeline have different batches"),
+        (evaluate, "ConfigError: the model is in evaluation mode"),
+    ],
+)
+def test_what_one_rank_has_otherwise_ends_all_before_the_schedule(change, words):
+    def work() -> tuple[str, bool]:
+        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b")
+        window = next(iter(windows))
+        if pipeline.stage == 1:
+            change(pipeline, window)
+        return step_outcome(pipeline, window)
+
+    for said, is_unchanged in without_errors(on_ranks(work, 2)):
+        assert words in said
+        assert is_unchanged
+
+
+def test_random_numbers_in_a_backward_are_refused():
     def work() -> None:
         pipeline, windows = make_pipeline("GPT-2", 2, "1f1b")
-
-        def fail(*args: Any) -> None:
-            raise torch.OutOfMemoryError("on purpose")
-
         if pipeline.stage == 1:
-            pipeline.model.register_forward_pre_hook(fail)
+            draw_in_a_backward(pipeline.model)
         pipeline.backward_window(next(iter(windows)))
 
-    first, second = on_ranks(work, 2)
-    assert "Connection" in first
-    assert second.startswith("OutOfMemory: ")
-    assert "In a pipeline it cannot be split" in second
+    assert "UnkeyedRandomness: " in on_ranks(work, 2)[1]
+
+
+@pytest.mark.parametrize("ranks", [(0, 1), (1,)])
+def test_a_loss_that_compares_samples_is_refused_before_the_split(ranks):
+    """On all ranks, also if only one of them has such a model."""
+
+    def work() -> str:
+        accelerator = make_accelerator("ddp")
+        model = h.gpt2(num_hidden_layers=3)
+        if accelerator.process_index in ranks:
+            model.transformer.ln_f.register_forward_hook(lambda *args: args[2] - args[2].mean(0))
+        windows = windows_of(accelerator, h.token_samples(WINDOW))
+        return outcome(partial(hf_ga.prepare_pipeline, accelerator, model, windows, num_stages=2))
+
+    for said in on_ranks(work, 2):
+        assert "LossNotAdditive: " in said
+
+
+def test_draws_that_samples_share_are_those_of_the_trial():
+    """Micro-batches of one size do not show it. Control: a stage that does not know the trial."""
+    name = "noisy GPT-2"
+    samples = h.token_samples(WINDOW)
+
+    def work() -> tuple[h.Gradients, h.Gradients]:
+        pipeline, windows = make_pipeline(name, 2, "1f1b", samples)
+        (window,) = windows
+        window = window.split(np.split(np.arange(WINDOW), 4))
+        pipeline.backward_window(window)
+        ours = h.gradients(pipeline.model)
+        pipeline.model.zero_grad()
+        pipeline._loop.engine.draws.adopt(KeyedDraws().known())
+        pipeline.backward_window(window)
+        return ours, h.gradients(pipeline.model)
+
+    ours, naive = zip(*without_errors(on_ranks(work, 2)), strict=True)
+    truth = full_gradient(name, samples, WINDOW)
+    assert h.relative_error(put_together(ours), truth) < FLOOR
+    assert h.relative_error(put_together(naive), truth) > 0.01
 
 
 def test_killed_and_resumed_on_one_process(tmp_path):
@@ -227,6 +441,31 @@ def refused(model: nn.Module, samples: list[dict], num_stages: int = 2, **option
     return str(error.value)
 
 
+def scaled_logits() -> nn.Module:
+    """A first stage would scale its hidden states."""
+    model = h.gpt2()
+
+    def scale(model: nn.Module, args: tuple, outputs: Any) -> Any:
+        outputs.logits = outputs.logits * 2
+        return outputs
+
+    model.register_forward_hook(scale)
+    return model
+
+
+def scaled_states() -> nn.Module:
+    """Each stage would scale its own."""
+    model = h.gpt2()
+    model.transformer.register_forward_pre_hook(lambda *args: None)
+    return model
+
+
+def wrapped_forward() -> nn.Module:
+    model = h.gpt2()
+    model.forward = partial(model.forward, output_attentions=False)
+    return model
+
+
 def checkpointed_gpt2() -> nn.Module:
     model = h.gpt2()
     model.gradient_checkpointing_enable()
@@ -242,6 +481,9 @@ def checkpointed_gpt2() -> nn.Module:
         (h.gpt2, {"schedule": "zigzag"}, "schedule must be one of gpipe, 1f1b, got 'zigzag'"),
         (h.gpt2, {}, "2 pipeline stages need a multiple of 2 processes, got 1"),
         (checkpointed_gpt2, {}, "gradient checkpointing in a pipeline"),
+        (scaled_logits, {}, "a hook or another forward of GPT2LMHeadModel"),
+        (scaled_states, {}, "a hook or another forward of GPT2Model"),
+        (wrapped_forward, {}, "a hook or another forward of GPT2LMHeadModel"),
     ],
 )
 def test_unsupported_settings_are_refused_by_name(model, options, words):

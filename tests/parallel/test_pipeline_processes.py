@@ -34,10 +34,11 @@ def test_two_stages_in_two_replicas(name):
     assert_trains_as_one_process(name, num_stages=2, schedule="gpipe", num_replicas=2)
 
 
-def test_stages_under_bf16_are_as_near_to_float64_as_one_process():
-    found = without_errors(on_ranks(partial(first_gradient, "bf16", 2), 2))
-    own_error = h.relative_error(first_gradient("bf16", None), full_batch("GPT-2"))
-    error = h.relative_error(put_together(found), full_batch("GPT-2"))
+@pytest.mark.parametrize("name", ["GPT-2", "GPT-2 with bf16"])
+def test_stages_under_bf16_are_as_near_to_float64_as_one_process(name):
+    found = without_errors(on_ranks(partial(first_gradient, "bf16", 2, name), 2))
+    own_error = h.relative_error(first_gradient("bf16", None, name), full_batch(name))
+    error = h.relative_error(put_together(found), full_batch(name))
     assert 100 * FLOOR < error < 2 * own_error  # the lower bound: autocast was on
 
 

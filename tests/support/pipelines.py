@@ -14,7 +14,7 @@ import torch
 import transformers as tf
 from forked import on_ranks, without_errors
 from processes import SEED, make_accelerator, make_windows
-from torch import nn
+from torch import Tensor, nn
 from tried import keyed
 
 import hf_ga
@@ -57,12 +57,52 @@ def build_frozen_llama() -> nn.Module:
     return model
 
 
+def mean_over_positions(logits: Tensor, labels: Tensor, **kwargs: Any) -> Tensor:
+    """A loss function that divides by all positions, with those of padding."""
+    logits = logits[:, :-1].flatten(0, 1)
+    total = nn.functional.cross_entropy(logits, labels[:, 1:].flatten(), reduction="sum")
+    return total / labels.numel()
+
+
+def build_gpt2_over_positions() -> nn.Module:
+    """Its micro-batches must be padded to their window."""
+    model = build_gpt2()
+    model.loss_function = mean_over_positions
+    return model
+
+
+def build_gpt2_with_bf16() -> nn.Module:
+    """Frozen weights in bf16, which compute under autocast only."""
+    model = build_gpt2()
+    for layer in model.transformer.h:
+        layer.mlp.c_fc.to(torch.bfloat16).requires_grad_(False)
+    return model
+
+
+def noisy_weight(module: nn.Module, args: tuple, output: Tensor) -> Tensor:
+    """A forward hook of a layer: all samples of the window share its noise, of 8 numbers."""
+    return output * (1 + 0.5 * torch.randn(8)[3])
+
+
+def build_noisy_gpt2() -> nn.Module:
+    """The shape of its noise allows two rows for each of four samples."""
+    model = build_gpt2()
+    model.transformer.h[2].register_forward_hook(noisy_weight)
+    return model
+
+
 MODELS = {
     "GPT-2": build_gpt2,
     "Llama": build_llama,
     "frozen Llama": build_frozen_llama,
     "BERT masked LM": build_masked_lm,
     "BERT classifier": build_classifier,
+}
+BUILDERS = {
+    **MODELS,
+    "GPT-2 over positions": build_gpt2_over_positions,
+    "GPT-2 with bf16": build_gpt2_with_bf16,
+    "noisy GPT-2": build_noisy_gpt2,
 }
 
 
@@ -92,7 +132,7 @@ def weights_of(model: nn.Module) -> h.Gradients:
 def alone(name: str) -> tuple[h.Gradients, list[tuple]]:
     """Weights and results of all windows on one process, by `hf_ga.train_step`."""
     accelerator = make_accelerator("ddp")
-    model = MODELS[name]()
+    model = BUILDERS[name]()
     windows = windows_of(accelerator, samples_of(name))
     model, optimizer = hf_ga.prepare(accelerator, model, build_optimizer(model), windows)
     results = [
@@ -106,14 +146,19 @@ def numbers_of(result: hf_ga.StepResult) -> tuple:
     return result.loss, result.num_targets, result.grad_norm
 
 
-def full_gradient(name: str, samples: list[dict], window_size: int) -> h.Gradients:
+def full_gradient(
+    name: str, samples: list[dict], window_size: int, shuffle: bool = True
+) -> h.Gradients:
     """The gradient of the first window in float64: one plain forward and backward, under the
     dropout of its samples.
     """
-    model = MODELS[name]().double()
-    ids = epoch_order(len(samples), SEED, 0, True)[:window_size]
+    model = BUILDERS[name]().double()
+    ids = epoch_order(len(samples), SEED, 0, shuffle)[:window_size]
     with keyed(SEED, 0, np.arange(window_size)):
-        h.mean_loss(model, h.pad_right([samples[i] for i in ids])).backward()
+        batch = h.pad_right([samples[i] for i in ids])
+        is_own = name == "GPT-2 over positions"  # its loss is written in the test
+        loss = model(**batch).loss if is_own else h.mean_loss(model, batch)
+        loss.backward()
     return h.gradients(model)
 
 
@@ -131,7 +176,7 @@ def make_pipeline(
     precision: str = "no",
 ) -> tuple[hf_ga.Pipeline, hf_ga.WindowLoader]:
     accelerator = make_accelerator("ddp", mixed_precision=precision)
-    model = MODELS[name]()
+    model = BUILDERS[name]()
     windows = windows_of(accelerator, samples or samples_of(name))
     pipeline = hf_ga.prepare_pipeline(
         accelerator, model, windows, num_stages=num_stages, schedule=schedule
@@ -188,15 +233,15 @@ def assert_trains_as_one_process(
             assert result == pytest.approx(expected, rel=1e-5)
 
 
-def first_gradient(precision: str, num_stages: int | None) -> h.Gradients:
-    """Of GPT-2 under autocast; num_stages: None for one process with the whole model."""
+def first_gradient(precision: str, num_stages: int | None, name: str = "GPT-2") -> h.Gradients:
+    """Of a model under autocast; num_stages: None for one process with the whole model."""
     if num_stages is not None:
-        pipeline, windows = make_pipeline("GPT-2", num_stages, "1f1b", precision=precision)
+        pipeline, windows = make_pipeline(name, num_stages, "1f1b", precision=precision)
         pipeline.backward_window(next(iter(windows)))
         return h.gradients(pipeline.model)
     accelerator = make_accelerator("ddp", mixed_precision=precision)
-    model = MODELS["GPT-2"]()
-    windows = windows_of(accelerator, samples_of("GPT-2"))
+    model = BUILDERS[name]()
+    windows = windows_of(accelerator, samples_of(name))
     model, _ = hf_ga.prepare(accelerator, model, build_optimizer(model), windows)
     hf_ga.backward_window(accelerator, model, next(iter(windows)))
     return h.gradients(model)

@@ -16,6 +16,8 @@ from transformers import PreTrainedModel
 from hf_ga.errors import ConfigError
 from hf_ga.exact.forward import argument_filter
 
+# Attributes of a module with its hooks.
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Entries of a batch that only the embeddings read, so that only the first stage gets them.
 EMBEDDING_INPUTS = ("input_ids", "token_type_ids")
 
@@ -190,6 +192,14 @@ def layers_of_stage(stage: int, num_stages: int, num_layers: int) -> list[int]:
     return layers_by_stage[stage].tolist()
 
 
+def first_layers(model: PreTrainedModel, num_stages: int) -> list[nn.Module]:
+    """Return the first layer of each pipeline stage of a full model."""
+    layers = model.get_submodule(SUPPORTED_MODELS[type(model).__name__].layers)
+    return [
+        layers[layers_of_stage(stage, num_stages, len(layers))[0]] for stage in range(num_stages)
+    ]
+
+
 def check_can_be_split(model: nn.Module, num_stages: int) -> None:
     """Check that a model can be split into `num_stages` pipeline stages.
 
@@ -217,6 +227,32 @@ def check_can_be_split(model: nn.Module, num_stages: int) -> None:
             "the dropout masks of the other. Call model.gradient_checkpointing_disable(), or use "
             "more stages."
         )
+
+
+def check_no_hooks(model: PreTrainedModel) -> None:
+    """Check that no hook runs in several pipeline stages, on hidden states in place of outputs.
+
+    Args:
+        model: A full model of one of the classes in `SUPPORTED_MODELS`.
+
+    Raises:
+        ConfigError: If a module that all stages keep (the model itself, its backbone) has a hook,
+            or a forward of its own.
+    """
+    paths = SUPPORTED_MODELS[type(model).__name__]
+    kept_by_all = set()
+    for path in (*paths.embeddings, paths.layers, *paths.head):
+        parts = path.split(".")
+        kept_by_all |= {".".join(parts[:number]) for number in range(len(parts))}
+    for path in sorted(kept_by_all):
+        module = model.get_submodule(path)
+        if any(getattr(module, name) for name in HOOKS) or "forward" in vars(module):
+            raise ConfigError(
+                f"unsupported in a pipeline: a hook or another forward of {type(module).__name__}, "
+                "because each stage would run it, most of them on hidden states. Remove it (a "
+                "model that accelerator.prepare returned has one), or put it on a module of one "
+                "stage: an embedding, a layer, or the head."
+            )
 
 
 def tied_embedding(model: PreTrainedModel) -> nn.Embedding | None:

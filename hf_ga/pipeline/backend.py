@@ -6,7 +6,8 @@ and sum their gradients. The ranks of one replica hold the full model together a
 of its gradient together.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 
 import torch
@@ -17,10 +18,6 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend, RankStatus, sum_gradients, sum_over_ranks
-from hf_ga.exact.engine import FILLER_INDEX
-from hf_ga.exact.hooks import Call
-from hf_ga.exact.loss import Loss
-from hf_ga.exact.window import Window
 
 
 class PipelineBackend(Backend):
@@ -32,6 +29,7 @@ class PipelineBackend(Backend):
         min_calls: Minimum number of micro-batches that the schedule can run.
 
     Attributes:
+        min_calls: See above: fillers are added to fewer micro-batches.
         stages: Process group of the stages of this rank's replica.
         replicas: Process group of the ranks that hold this rank's stage in all replicas.
         stage: Index of this rank's stage, from 0.
@@ -46,6 +44,7 @@ class PipelineBackend(Backend):
     """
 
     is_sharded = True
+    is_stage = True
     reason_not_to_split = (
         "In a pipeline it cannot be split, because a stage that fails cannot rejoin the others: "
         "make it smaller (per_device_batch_size; the results stay the same)"
@@ -74,8 +73,9 @@ class PipelineBackend(Backend):
         self.replicas = mesh.get_group("replicas")
         self.replica = self.process_index // num_stages
         self.stage = self.process_index % num_stages
-        self.min_calls = min_calls  # fewer micro-batches than these are filled up
+        self.min_calls = min_calls
         self.tied: nn.Parameter | None = None
+        self._hooks = ExitStack()  # of the losses of the current window
 
     @property
     def is_first(self) -> bool:
@@ -87,29 +87,29 @@ class PipelineBackend(Backend):
         """Whether this rank holds the last pipeline stage, which computes the loss."""
         return self.stage == self.num_stages - 1
 
-    def backward(self, term: Tensor | float, weight: int) -> None:
-        """Do nothing: in a pipeline, torch's schedule runs the backward of each micro-batch."""
+    @contextmanager
+    def deferred_backwards(self) -> Iterator[None]:
+        """In the block, a schedule runs the backwards, in which the hooks of all losses act."""
+        with ExitStack() as hooks:
+            self._hooks = hooks
+            yield
 
-    def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Return the forwards of this replica's micro-batches. If there are fewer than the pipeline
-        schedule needs, add fillers: the first one again, with weight 0. If there is none at all,
-        add none.
+    def run_backward(
+        self, loss: Tensor, hooks: AbstractContextManager[None], *, retain_graph: bool = False
+    ) -> None:
+        """Let hooks act until the schedule has run the backward of a micro-batch's loss.
 
         Args:
-            window: The window.
-            calls: The forwards of this replica's micro-batches.
-            loss: Not needed in a pipeline.
+            loss: Not needed: it is returned to the schedule.
+            hooks: A context in which the backward leaves out the loss's divisions.
+            retain_graph: Not needed.
         """
-        num_missing = self.min_calls - len(calls)
-        if not calls or num_missing <= 0:
-            return calls
-        filler = replace(calls[0], weight=0, index=FILLER_INDEX)
-        return calls + [filler] * num_missing
+        self._hooks.enter_context(hooks)
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
-        """Sum what the ranks of a pipeline computed in a window (loss, targets, failures). The
-        targets of each replica are counted once, and whether a parameter has a gradient is combined
-        over the replicas of this stage only, since other stages have other parameters.
+        """Sum what the ranks of a pipeline computed in a window (loss, targets, failures). Only the
+        last stage of each replica has a loss. Whether a parameter has a gradient is combined over
+        the replicas of this stage only, since other stages have other parameters.
 
         Args:
             status: What this rank computed.
@@ -117,29 +117,25 @@ class PipelineBackend(Backend):
         Returns:
             The status of all ranks.
         """
-        # All stages of a replica count the same targets: only those of the last stage are added.
-        counts = status.counts if self.is_last else (0,) * len(status.counts)
-        total = super().all_reduce_status(replace(status, counts=counts, has_gradient=()))
+        total = super().all_reduce_status(replace(status, has_gradient=()))
         if not status.has_gradient:
             return total
         has_gradient = torch.tensor(status.has_gradient, dtype=torch.uint8, device=self.device)
         dist.all_reduce(has_gradient, dist.ReduceOp.MAX, group=self.replicas)
         return replace(total, has_gradient=has_gradient.bool().tolist())
 
-    def reduce_gradients(
-        self, model: nn.Module, status: RankStatus, unused: Collection[str]
+    def sum_over_replicas(
+        self, parameters: Sequence[nn.Parameter], has_gradient: Sequence[bool]
     ) -> None:
         """Sum this pipeline stage's gradients over the replicas, then sum the gradients of the two
         copies of a tied weight, which are on the first and the last stage.
 
         Args:
-            model: This rank's stage.
-            status: The status of all ranks: which parameters have a gradient on any replica.
-            unused: Not needed in a pipeline.
+            parameters: The trainable parameters of this stage.
+            has_gradient: For each of them, whether any replica has a gradient of it.
         """
         if self.num_replicas > 1:
-            parameters = [p for p in model.parameters() if p.requires_grad]
-            sum_gradients(parameters, status.has_gradient, group=self.replicas)
+            sum_gradients(parameters, has_gradient, group=self.replicas)
         if self.tied is not None and self.tied.requires_grad:
             self._sum_tied(self.tied)
 
@@ -176,6 +172,15 @@ class PipelineBackend(Backend):
         norm = squared.sqrt().float()
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
+
+    def is_same_on_all_stages(self, number: int) -> bool:
+        """Return whether the stages of this rank's replica have the same number, an integer from 0
+        below 2**53. All ranks must call it.
+        """
+        ends = torch.tensor([number, -number], dtype=torch.float64, device=self.device)
+        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.stages)
+        largest, negated = ends.tolist()
+        return largest == -negated
 
     def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
         """Return whether a condition on this rank's pipeline stage is true on all ranks. All ranks
