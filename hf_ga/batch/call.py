@@ -4,7 +4,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -19,7 +18,6 @@ from hf_ga.batch.ranks import (
     Agreement,
     agree_on_global_batch,
     gather_batches,
-    proof_samples,
 )
 from hf_ga.engine.own_loop import KeptLoop
 from hf_ga.errors import ConfigError
@@ -294,13 +292,12 @@ def _make_fetcher(
     are parts of the global batch. That is so for a `whole_batch` loss over all samples, and if some
     rank has no samples of its own.
     """
-    get_proof_samples = partial(proof_samples, backend, collated, agreement)
     has_empty_rank = 0 in agreement.num_samples_by_rank
     needs_global_batch = whole_batch is not None or has_empty_rank
     if needs_global_batch and backend.num_processes > 1:
-        return CollatedFetcher(gather_batches(backend, collated), 0, get_proof_samples)
+        return CollatedFetcher(gather_batches(backend, collated), 0)
     first_offset = agreement.first_offset(backend.process_index)
-    return CollatedFetcher(collated, first_offset, get_proof_samples)
+    return CollatedFetcher(collated, first_offset)
 
 
 def _make_window(

@@ -1,7 +1,6 @@
 """A collated batch, as a DataLoader returns it, that can be split into its samples again."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -102,39 +101,6 @@ class CollatedBatch:
                     entries[name] = entries[name][:, :longest]
         return take_rows(entries, indices, self.per_sample_names)
 
-    def spread_samples(self, max_count: int) -> list["CollatedSample"]:
-        """Return at most `max_count` samples of the collated batch, evenly spaced over it, for the
-        proof that `hf_ga.backward` makes.
-        """
-        count = min(max_count, self.num_samples)
-        indices = np.linspace(0, self.num_samples - 1, count).astype(int)
-        return [CollatedSample(self, int(index)) for index in indices]
-
-
-@dataclass(frozen=True)
-class CollatedSample:
-    """One sample of a collated batch; its `len` is its number of tokens without padding.
-
-    Attributes:
-        batch: The batch that contains it.
-        index: Its index in the batch.
-    """
-
-    batch: CollatedBatch
-    index: int
-
-    def __len__(self) -> int:
-        """Return the number of tokens of a sample of a collated batch, without padding."""
-        return int(self.batch.lengths[self.index])
-
-
-def collate_samples(samples: Sequence[CollatedSample]) -> dict[str, Any]:
-    """Collate samples of one batch of `hf_ga.backward` again, padded to the longest of them, as a
-    collate function with dynamic padding would.
-    """
-    batch = samples[0].batch
-    return batch.take([sample.index for sample in samples])
-
 
 class CollatedFetcher(Fetcher):
     """The fetcher behind `hf_ga.backward`: takes micro-batches out of a batch that is collated
@@ -143,23 +109,15 @@ class CollatedFetcher(Fetcher):
     Args:
         batch: The samples of this rank, or of all ranks.
         first_offset: Index of the batch's first sample in the global batch.
-        get_proof_samples: A function that takes a maximum number of samples and returns samples for
-            a proof, the same on all ranks.
     """
 
-    def __init__(
-        self,
-        batch: CollatedBatch,
-        first_offset: int,
-        get_proof_samples: Callable[[int], list[CollatedSample]],
-    ) -> None:
+    def __init__(self, batch: CollatedBatch, first_offset: int) -> None:
         """Store the batch of `hf_ga.backward`. The base class gets no dataset, as the samples are
         collated already.
         """
-        super().__init__((), collate_samples)
+        super().__init__((), dict)
         self.batch = batch
         self.first_offset = first_offset
-        self.get_proof_samples = get_proof_samples
 
     def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
         """Return the micro-batches that the plan of a call of `hf_ga.backward` assigns to this
@@ -177,12 +135,6 @@ class CollatedFetcher(Fetcher):
         `hf_ga.backward`, which consists of the batches of all ranks.
         """
         return self.first_offset + np.arange(self.batch.num_samples)
-
-    def probe_samples(self, request: WindowRequest, count: int) -> list[CollatedSample]:
-        """Return at most `count` samples of the batch of `hf_ga.backward` for the proof that a
-        model's loss is additive, the same on all ranks. All ranks must call it.
-        """
-        return self.get_proof_samples(count)
 
 
 def concatenate_batches(

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hf_ga.batch.collated import CollatedBatch, CollatedSample, concatenate_batches
+from hf_ga.batch.collated import CollatedBatch, concatenate_batches
 from hf_ga.batch.padding import TokenEntries, groups_in_both
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.exact.backend import Backend, RankStatus
@@ -55,7 +55,6 @@ class Agreement:
         is_padded: Whether the batch of any rank has padding that may be removed.
         has_one_padded_length: Whether the batches of all ranks have the same padded lengths.
         kind: Hashes that identify the kind of batch (its entries, the model's training modes).
-        proof_rank: The rank whose samples the proof uses.
     """
 
     num_samples_by_rank: tuple[int, ...]
@@ -63,7 +62,6 @@ class Agreement:
     is_padded: bool
     has_one_padded_length: bool
     kind: tuple[int, ...]
-    proof_rank: int
 
     @property
     def num_samples(self) -> int:
@@ -123,19 +121,12 @@ def agree_on_global_batch(
     is_padded = any(one.is_padded for one in summaries)
     padded_lengths = {summaries[rank].padded_lengths for rank in ranks_with_samples}
 
-    def suitability_for_proof(rank: int) -> tuple[int, int]:
-        """Return a sort key that prefers a rank's batch with padding, then a larger one, for the
-        proof: it shows more about the loss.
-        """
-        return summaries[rank].is_padded, summaries[rank].num_samples
-
     return Agreement(
         num_samples_by_rank=tuple(one.num_samples for one in summaries),
         seed=summaries[0].seed,
         is_padded=is_padded,
         has_one_padded_length=len(padded_lengths) == 1,
         kind=(first.setup, token_entries, int(is_padded)),
-        proof_rank=max(ranks_with_samples, key=suitability_for_proof),
     )
 
 
@@ -199,27 +190,6 @@ def gather_batches(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
     )
     global_batch.set_token_entries(token_entries)
     return global_batch
-
-
-def proof_samples(
-    backend: Backend, batch: CollatedBatch, agreement: Agreement, max_count: int
-) -> list[CollatedSample]:
-    """Return at most `max_count` samples of a batch of `hf_ga.backward` for the proof that a
-    model's loss is additive. All ranks get the same samples, from the batch of the proof rank, so
-    that all make the same proof; all ranks must call it.
-
-    Args:
-        backend: How ranks communicate.
-        batch: This rank's batch.
-        agreement: What the ranks agreed on; contains the rank whose samples are used.
-        max_count: Maximum number of samples.
-    """
-    samples = batch.spread_samples(max_count)
-    if backend.num_processes == 1:
-        return samples
-    broadcast = [samples]
-    dist.broadcast_object_list(broadcast, agreement.proof_rank, device=backend.device)
-    return broadcast[0]
 
 
 def all_gather_integers(backend: Backend, integers: Sequence[int]) -> list[list[int]]:

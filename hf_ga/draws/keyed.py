@@ -11,19 +11,19 @@ from typing import Any
 from weakref import ref
 
 import torch
-from torch import Generator, Tensor, nn
+from torch import Generator, Tensor
 from torch._C._functorch import TransformType
 from torch._guards import CompileContext
 from torch.utils._device import _device_constructors
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_ga.draws.draw import Draw, cached_key
+from hf_ga.draws.dropout_functions import dropped_attention
+from hf_ga.draws.dropout_site import DropoutSite
 from hf_ga.draws.refusal import NotKeyed, user_code
 from hf_ga.draws.replacements import REPLACEMENTS, Replacement
 from hf_ga.draws.sample_dims import SampleDims
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.dropout_functions import dropped_attention
-from hf_ga.exact.dropout_site import DropoutSite
 from hf_ga.exact.hashing import mixed
 from hf_ga.exact.masks import apply_dropout_mask, drop
 from hf_ga.exact.override import override
@@ -317,11 +317,6 @@ class KeyedDraws:
 
     # The interface of `dropout_functions.MaskDrawer`.
 
-    @property
-    def running(self) -> nn.Module | None:
-        """None: keyed draws know no modules."""
-        return None
-
     def needs_mask(self, drop_probability: float, training: bool = True) -> bool:
         """Whether a call of a dropout function draws a mask. Otherwise it is left to torch."""
         return training and 0 < drop_probability < 1
@@ -354,11 +349,6 @@ class KeyedDraws:
 
     # The interface of speed-ups that draw dropout masks themselves.
 
-    @property
-    def unkeyed(self) -> bool:
-        """Whether the user allowed draws that cannot be tied to samples."""
-        return self.allow_unkeyed
-
     def next_site(self) -> DropoutSite | None:
         """Return where the next draw takes place, without counting it, if an earlier micro-batch
         has drawn a dropout mask of padded samples there; otherwise None.
@@ -372,9 +362,8 @@ class KeyedDraws:
             dim = None
         return DropoutSite(
             name=f"draw {micro_batch.num_draws} of the micro-batch",
-            module=None,
             key=self._site_key(micro_batch.num_draws),
-            shapes=[known.shape],
+            shape=known.shape,
             sample_dim=dim,
         )
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from hf_ga.draws import dropouts, functions, samplers
-from hf_ga.exact.dropout_functions import DRAWING_FUNCTIONS, torch_dropout
+from hf_ga.draws.dropout_functions import FUNCTIONAL, torch_dropout
 
-# (owner of a torch function, its name, its replacement), as in `DRAWING_FUNCTIONS`.
+# (owner of a torch function, its name, its replacement)
 Replacement = tuple[object, str, Callable]
 
 FACTORIES: list[Replacement] = [
@@ -63,7 +63,5 @@ OF_FUNCTIONAL: list[Replacement] = [
         ("rrelu_", dropouts.rrelu),
     ]
 ]
-
-FUNCTIONAL = [entry for entry in DRAWING_FUNCTIONS if entry[0] is torch.nn.functional]
 
 REPLACEMENTS = [*FACTORIES, *OF_PARAMETERS, *IN_PLACE, *OF_FUNCTIONAL, *FUNCTIONAL]

@@ -30,7 +30,6 @@ from hf_ga.exact.forward import (
     head_loss,
 )
 from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.loss import Loss
 from hf_ga.exact.outputs import named_tensors
 from hf_ga.exact.precision import at_least_float32
 from hf_ga.exact.update import local_shard
@@ -170,7 +169,7 @@ def _repeat(loop: OwnLoop, window: Window, with_backward: bool) -> list[Repetiti
         One result for each micro-batch; under FSDP also for fillers.
     """
     backend = loop.engine.backend
-    backend.begin(loop.model, Loss())
+    backend.begin(loop.model)
     backend.reshard(loop.model)
     slots = plain_slots(window)
     if not backend.is_sharded:

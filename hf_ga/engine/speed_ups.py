@@ -34,13 +34,13 @@ from hf_ga.exact.forward import (
     unwrapped,
 )
 from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.hooks import Call, SpeedUp
 from hf_ga.exact.logs import get_logger
 from hf_ga.exact.precision import LOW_PRECISION, full_precision
 from hf_ga.speed.fused_attention import FusedAttention
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
 from hf_ga.speed.packing import Packing
+from hf_ga.speed.speed_up import Call, SpeedUp
 from hf_ga.speed.watched_outputs import watched
 
 logger = get_logger(__name__)
@@ -332,7 +332,7 @@ class SpeedUps:
         # Not those for the device of the model, which has none without weights.
         for speed_up in (LeanForward(), ChunkedLoss(), Packing(), FusedAttention()):
             if speed_up.name in chosen.names:
-                speed_up.attach(model, self._draws, reads_logits=False, has_router=False)
+                speed_up.attach(model, self._draws)
                 self.used.append(speed_up)
             if isinstance(speed_up, Packing):
                 speed_up.proven_sides = set(chosen.padded_sides)
@@ -437,7 +437,7 @@ class SpeedUps:
         Returns:
             Why the speed-up is not used, or None if it is.
         """
-        reason = speed_up.attach(self._model, self._draws, reads_logits=False, has_router=False)
+        reason = speed_up.attach(self._model, self._draws)
         if reason is not None:
             return reason
         try:

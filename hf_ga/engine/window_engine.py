@@ -55,7 +55,6 @@ from hf_ga.exact.forward import (
 )
 from hf_ga.exact.generators import moved_generators, random_states
 from hf_ga.exact.logs import get_logger
-from hf_ga.exact.loss import Loss
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, out_of_memory_error
 from hf_ga.exact.precision import check_trainable
@@ -243,7 +242,7 @@ class WindowEngine:
         backend = self.backend
         self.gradient.num_micro_batches = num_slots * backend.num_processes
         for model in models:
-            backend.begin(model, Loss())
+            backend.begin(model)
             if isinstance(model, DistributedDataParallel):
                 model.require_backward_grad_sync = False  # `finish` sums the gradients
                 # DDP would search for unused parameters, and for that return copies of outputs.

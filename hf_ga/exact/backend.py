@@ -22,10 +22,7 @@ from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, ProcessFailed
 from hf_ga.exact.gradient_sums import sum_gradients
-from hf_ga.exact.hooks import Call, Counts
-from hf_ga.exact.loss import Loss
 from hf_ga.exact.memory import TooLarge
-from hf_ga.exact.window import Window
 
 SUPPORTED = (
     DistributedType.NO,
@@ -48,7 +45,7 @@ class RankStatus:
     """
 
     loss: Tensor
-    counts: Counts
+    counts: tuple[float, ...]
     has_gradient: Sequence[bool] = ()
     failure: Exception | None = None
 
@@ -108,14 +105,13 @@ class Backend:
         """
         return self.accelerator.autocast()
 
-    def begin(self, model: nn.Module, loss: Loss) -> None:
+    def begin(self, model: nn.Module) -> None:
         """Prepare a window; the engine calls this before its first forward.
 
         Under DDP, resets the state of DDP's reducer, which hf_ga does not use.
 
         Args:
             model: The prepared model.
-            loss: How the loss is split over micro-batches.
 
         Raises:
             ConfigError: If gradients would not be exact with the current settings.
@@ -184,32 +180,6 @@ class Backend:
         """Multiply a term of the window's loss by the loss scale of fp16. A no-op without fp16."""
         scaler = self.accelerator.scaler
         return tensor if scaler is None else scaler.scale(tensor)
-
-    def after_backward(self, call: Call, loss: Tensor, counts: Counts, status: RankStatus) -> None:
-        """Add the loss and the target counts of a micro-batch to this rank's status.
-
-        Args:
-            call: The forward and backward that just ran.
-            loss: The micro-batch's term of the window's mean loss, a scalar.
-            counts: Numbers of targets that the forward counted. () if they were counted before.
-            status: The status of this rank, changed in place.
-        """
-        status.loss += loss
-        if counts:
-            status.counts = sum_counts(status.counts, counts)
-
-    def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Return the forwards to run: the same number on all ranks, if forwards are collectives.
-
-        Fillers (forwards of weight 0) are added for that. In this class forwards are not
-        collectives, so `calls` is returned unchanged.
-
-        Args:
-            window: The window.
-            calls: The forwards that this rank needs.
-            loss: How the loss is split over micro-batches.
-        """
-        return calls
 
     def all_reduce_status(self, status: RankStatus) -> RankStatus:
         """Sum the status of all ranks in a window (loss, target counts, failures) in one small
@@ -318,23 +288,6 @@ class Backend:
         dist.all_reduce(total)
         return total
 
-    def reduce_gradients(
-        self, model: nn.Module, status: RankStatus, unused: Collection[str]
-    ) -> None:
-        """Replace the gradients of all trainable parameters by their sums over all ranks.
-
-        Called once per window, after `all_reduce_status`.
-
-        Args:
-            model: The prepared model.
-            status: The status of all ranks.
-            unused: Names of trainable parameters that got no gradient in the proof.
-        """
-        if self.num_processes == 1:
-            return
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        sum_gradients(parameters, status.has_gradient)
-
     def drop_unused(self, model: nn.Module, unused: Collection[str]) -> None:
         """Set the zero gradients of unused parameters to None. In this class they have none.
 
@@ -402,7 +355,7 @@ class LocalBackend(Backend):
         """Return a context that does nothing: the precision is that of the caller."""
         return nullcontext()
 
-    def begin(self, model: nn.Module, loss: Loss) -> None:
+    def begin(self, model: nn.Module) -> None:
         """Do nothing before a window: there is no DDP reducer to reset."""
 
     def scaled(self, tensor: Tensor) -> Tensor:
@@ -472,15 +425,6 @@ def sum_over_ranks(accelerator: Accelerator, numbers: Sequence[float]) -> tuple[
         return tuple(numbers)
     local = torch.tensor(numbers, dtype=torch.float64, device=accelerator.device)
     return tuple(reduce(local, "sum").tolist())
-
-
-def sum_counts(*counts: Counts) -> Counts:
-    """Add up the target counts of a window's micro-batches, separately for each mean of the loss.
-
-    >>> sum_counts((3, 1), (2, 0))
-    (5, 1)
-    """
-    return tuple(sum(counts_of_mean) for counts_of_mean in zip(*counts, strict=True))
 
 
 def _raise_on_all_ranks(local_failure: Exception | None) -> None:

@@ -126,14 +126,6 @@ class Entries:
             self._record_row_counts(batch, 1)
         self._record_missing(batches_of_one)
 
-    def count_ragged_rows(self, sample: Any) -> int:
-        """Return how many rows a sample, collated alone, has in all ragged entries of the batch
-        together (those without exactly one row per sample, like the patches of all images).
-        """
-        with preserved_random_states():
-            batch = self._collate([sample])
-        return sum(num_rows(batch.get(name)) for name in self.ragged)
-
     def split(self, batch: Batch, samples: Sequence[Any]) -> dict[str, Any]:
         """Return a collated batch in which each ragged entry (one without exactly one row per
         sample) is split into the rows of each sample (`RowsPerSample`).

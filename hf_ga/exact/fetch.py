@@ -3,14 +3,14 @@
 Random transforms and collate functions draw from generators that are seeded from the request.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.batches import Batch, as_batch, equal_batches, take_rows
+from hf_ga.exact.batches import as_batch, equal_batches, take_rows
 from hf_ga.exact.chunks import ChunkTree
 from hf_ga.exact.entries import Entries, put_together
 from hf_ga.exact.generators import (
@@ -180,26 +180,4 @@ class Fetcher:
         return [
             put_together(take_rows(batch, offsets, self.entries.of_samples))
             for offsets in request.micro_batches
-        ]
-
-
-class BatchFetcher:
-    """A `Fetcher` for a window whose samples are collated already: it takes rows of the batch.
-
-    Args:
-        batch: The batch of all samples of the window, as `Entries.split` returns it.
-        per_sample_entries: Names of the entries that hold rows of samples. All samples share the
-            other entries.
-    """
-
-    def __init__(self, batch: Batch, per_sample_entries: Collection[str]) -> None:
-        """Store the collated window and the names of its entries to take rows of."""
-        self.batch = batch
-        self.per_sample_entries = per_sample_entries
-
-    def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """Return the micro-batches of a window's plan, as rows of the window's collated batch."""
-        return [
-            put_together(take_rows(self.batch, rows, self.per_sample_entries))
-            for rows in request.micro_batches
         ]

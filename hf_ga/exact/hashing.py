@@ -7,7 +7,6 @@ version, which a library's random generator does not guarantee.
 """
 
 import enum
-import hashlib
 
 from torch import Tensor
 
@@ -84,10 +83,3 @@ def fold_in(*parts: int) -> int:
     for part in parts:
         key = mix((key ^ (part & MASK64)) + GOLDEN)
     return key
-
-
-def name_key(name: str) -> int:
-    """Hash the name of a module to a 64-bit key for its dropout masks (BLAKE2b). It is the same in
-    every process, unlike Python's `hash`.
-    """
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")

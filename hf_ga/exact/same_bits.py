@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.exact.backend import Backend
-from hf_ga.exact.loss import Loss
 
 ALIGNMENT = 64  # bytes; torch's CPU allocator aligns all tensors to that
 
@@ -25,12 +24,12 @@ class ChunkBackend(Backend):
         "smaller same_bits"
     )
 
-    def begin(self, model: nn.Module, loss: Loss) -> None:
+    def begin(self, model: nn.Module) -> None:
         """Prepare a window: align weights and buffers in memory.
 
         Warns if a CPU process has several threads, as the bits then depend on their number.
         """
-        super().begin(model, loss)
+        super().begin(model)
         if self.device.type == "cpu" and torch.get_num_threads() > 1:
             warnings.warn(
                 f"bits depend on the number of threads, {torch.get_num_threads()} in this "

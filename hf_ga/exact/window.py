@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from accelerate.utils import send_to_device
 
-from hf_ga.exact.audit import Audits
 from hf_ga.exact.batches import MicroBatch
 from hf_ga.exact.fetch import Fetcher, WindowRequest
 from hf_ga.exact.memory import num_elements
@@ -21,23 +20,16 @@ class LoaderState:
     Attributes:
         max_elements: Memory limit: maximum number of padded elements in one micro-batch, the same
             on all ranks. None if memory never ran out.
-        rules: For each model that is trained on the windows, the result of its proof (a `Rule`).
         pad_to_window: Whether all micro-batches are padded to the longest sample of their window,
-            because the user asked for it or a proven loss needs it.
+            because the user asked for it or the loss needs it.
         is_padding_tried: Whether it was tried if padding changes what the model returns.
         is_width_tried: Whether a sample was compared in two padded widths.
-        num_plain: Number of micro-batches that were computed without some of the speed-ups, as
-            those were not tested on such batches.
-        audits: Which micro-batches were audited so far, and which kinds of rows they had.
     """
 
     max_elements: int | None = None
-    rules: dict[Any, Any] = field(default_factory=dict)
     pad_to_window: bool = False
     is_padding_tried: bool = False
     is_width_tried: bool = False
-    num_plain: int = 0
-    audits: Audits = field(default_factory=Audits)
 
 
 @dataclass

@@ -4,7 +4,6 @@ per window, and clipped by their norm over all shards.
 
 from collections.abc import Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any
 
 from accelerate import Accelerator
@@ -14,15 +13,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from hf_ga.errors import ConfigError, LossNotAdditive
-from hf_ga.exact.backend import Backend, RankStatus, sum_over_ranks
-from hf_ga.exact.engine import FILLER_INDEX, stand_in_call
+from hf_ga.exact.backend import Backend, sum_over_ranks
 from hf_ga.exact.forward import fresh_gradients
-from hf_ga.exact.hooks import Call
-from hf_ga.exact.loss import Loss
 from hf_ga.exact.precision import LOW_PRECISION
 from hf_ga.exact.same_bits import ChunkBackend
 from hf_ga.exact.update import local_shard
-from hf_ga.exact.window import Window
 from hf_ga.parallel.rejoin import CollectiveCounter, can_rejoin, fsdp2_units
 
 # Parts that the wrappers of FSDP1 and activation checkpointing add to the names of modules and
@@ -87,30 +82,23 @@ class ShardedBackend(Backend):
         self.can_rejoin = can_rejoin(accelerator)  # after a rank ran out of memory
         self._counter = CollectiveCounter()  # of FSDP2's collectives in a micro-batch
 
-    def begin(self, model: nn.Module, loss: Loss) -> None:
+    def begin(self, model: nn.Module) -> None:
         """Check, before the forwards of a window, that FSDP reduces gradients exactly. Configure
         FSDP2 to also reduce gradients that only some ranks have, and count its collectives, so that
         a rank that runs out of memory can rejoin the others.
 
         Args:
             model: The prepared model.
-            loss: The loss of the window.
 
         Raises:
-            ConfigError: If FSDP would reduce gradients in half precision, would not reduce some at
-                all (`ignored_modules`), or if the loss itself uses parameters, which are sharded
-                outside of forwards.
+            ConfigError: If FSDP would reduce gradients in half precision, or not reduce some at
+                all (`ignored_modules`).
         """
         if self.plugin.ignored_modules is not None:
             raise ConfigError(
                 "FSDP does not reduce the gradients of fsdp_ignored_modules: remove that setting."
             )
         _check_policy(self.plugin.mixed_precision_policy)
-        if loss.uses_parameters:
-            raise ConfigError(
-                "under FSDP whole_batch cannot use parameters directly, which are sharded: let the "
-                "model's forward return them among its outputs (a temperature as a scalar)."
-            )
         # A method of FSDP2 since torch 2.13.
         if hasattr(model, "set_reduce_scatter_unused_params"):
             model.set_reduce_scatter_unused_params(True)
@@ -185,28 +173,6 @@ class ShardedBackend(Backend):
             )
         super().backward(term * (weight * self.num_processes), weight=1)
 
-    def equalize_calls(self, window: Window, calls: list[Call], loss: Loss) -> list[Call]:
-        """Add forwards of weight 0 (fillers) before those of this rank's micro-batches, so that all
-        ranks make the same number of forwards, which are collectives under FSDP.
-
-        Args:
-            window: The window.
-            calls: The forwards of this rank's micro-batches.
-            loss: The loss, which counts the targets of a filler.
-
-        Returns:
-            As many forwards as the rank with the most micro-batches makes.
-        """
-        max_calls = window.request.max_micro_batches
-        if window.state.max_elements is not None:
-            # Each rank has split its micro-batches that were too large for the memory.
-            max_calls = self.max_over_ranks(len(calls))
-        num_missing = max_calls - len(calls)
-        if not num_missing:
-            return calls
-        fillers = [_make_filler(window, calls, loss)] * num_missing
-        return [*fillers, *calls]
-
     def check_partial_gradients(self, num_ranks: Sequence[float]) -> None:
         """Check that this version of FSDP reduces the gradients of all parameters correctly, also
         of those that have a gradient on some ranks only.
@@ -227,19 +193,6 @@ class ShardedBackend(Backend):
                 "some parameters have a gradient on some processes only, which FSDP2 of this "
                 "torch version reduces incorrectly: use torch 2.13 or newer, FSDP1 or DDP."
             )
-
-    def reduce_gradients(
-        self, model: nn.Module, status: RankStatus, unused: Collection[str]
-    ) -> None:
-        """Drop the gradients of unused parameters. Gradients are not reduced here: FSDP has reduced
-        them during the backward.
-
-        Args:
-            model: The prepared model.
-            status: What all ranks computed; not needed under FSDP.
-            unused: Names of trainable parameters that had no gradient in the proof.
-        """
-        self.drop_unused(model, unused)
 
     def drop_unused(self, model: nn.Module, unused: Collection[str]) -> None:
         """Set the gradients of unused parameters to None if they are zero on all ranks, so that the
@@ -299,20 +252,6 @@ def _has_finite_backward(term: Tensor | float) -> bool:
     zero gradients: the term is a finite tensor that requires grad.
     """
     return isinstance(term, Tensor) and term.requires_grad and bool(term.isfinite())
-
-
-def _make_filler(window: Window, calls: list[Call], loss: Loss) -> Call:
-    """Return a forward of weight 0 for a rank that has fewer micro-batches than others, since
-    forwards under FSDP are collectives. It repeats the rank's first micro-batch or, if the rank has
-    none, a sample of the window.
-
-    Args:
-        window: The window.
-        calls: The forwards of this rank's own micro-batches.
-        loss: The loss, which counts the targets of a sample.
-    """
-    first = calls[0] if calls else stand_in_call(window, loss)
-    return replace(first, weight=0, index=FILLER_INDEX)
 
 
 def unwrapped_name(name: str) -> str:

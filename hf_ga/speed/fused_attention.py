@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from hf_ga.exact.dropout import KeyedDropout
-from hf_ga.exact.dropout_functions import dropped_attention
-from hf_ga.exact.hooks import SpeedUp
+from hf_ga.draws.dropout_functions import dropped_attention
+from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.exact.override import override
+from hf_ga.speed.speed_up import SpeedUp
 
 
 class FusedAttention(SpeedUp):
@@ -27,16 +27,14 @@ class FusedAttention(SpeedUp):
         """Start the fused attention without a model; `attach` keeps the model's keyed dropout."""
         self._was_used = False  # whether a forward has fused attention
 
-    def attach(
-        self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool
-    ) -> str | None:
-        """Keep the model's keyed dropout, for fused attention; the other arguments are not needed.
+    def attach(self, model: nn.Module, draws: KeyedDraws) -> str | None:
+        """Keep the model's keyed draws, for fused attention.
 
         Returns:
             Why attention cannot be fused: the model draws no dropout. None if it can be tried.
         """
-        self._dropout = dropout
-        if not dropout.sites:
+        self._dropout = draws
+        if not draws.sites:
             return "the model draws no dropout"
         return None
 

@@ -19,16 +19,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
-from hf_ga.exact.batches import Batch
+from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.exact.forward import compiled_modules
-from hf_ga.exact.hooks import Call, Hook, SpeedUp
-from hf_ga.exact.loss import COUNTING_RULES, POSITIVE_LABELS
 from hf_ga.exact.override import override
 from hf_ga.speed.chunked_loss import (
     OutputProjection,
     choose_rows_per_chunk,
     chunked_cross_entropy,
 )
+from hf_ga.speed.speed_up import SpeedUp
 
 TensorFunction = Callable[[Tensor], Tensor]
 TRIAL_ROWS_PER_CHUNK = 3
@@ -53,25 +52,13 @@ class ChunkedLoss(SpeedUp):
         """Start the chunked loss without a model; `attach` keeps the model."""
         self.was_read = False
         self.rows_per_chunk: int | None = None
-        self._call: Call | None = None  # this micro-batch
-        # Counts on the host the targets of the head's only cross entropy. None if no counting rule
-        # matched in the proof: then each loss counts on the device.
-        self._count_on_host: Callable[[Batch, int], int] | None = None
-        # The number of targets of the next forward, if it was counted on the host.
-        self._expected_targets: int | None = None
         # For each chunked cross entropy of the last scope, the rows for which it computed logits.
         self._num_rows: list[int] = []
 
-    def attach(
-        self, model: nn.Module, dropout: Hook, *, reads_logits: bool, has_router: bool
-    ) -> str | None:
-        """Keep the model; return why its loss cannot be chunked, or None if it can be tried.
-
-        It can be tried if the loss is the head's own (not `reads_logits`), and the model has an
-        output layer that can be made lazy. The other arguments are not needed.
+    def attach(self, model: nn.Module, draws: KeyedDraws) -> str | None:
+        """Keep the model; return why its loss cannot be chunked, or None if it can be tried: if it
+        has an output layer that can be made lazy.
         """
-        if reads_logits:  # after the forward: under FSDP the layer is sharded again
-            return "its loss is computed from the logits"
         self._model = model
         if self.output_layer is None:
             return "it has no plain linear output layer"
@@ -105,45 +92,14 @@ class ChunkedLoss(SpeedUp):
     def verdict(self) -> str | None:
         """After the trial of this speed-up, return why the chunked loss gained nothing.
 
-        Also chooses the counting rule by which targets are counted on the host from now on.
-
         Returns:
             The reason, or None if the loss was computed in chunks and nothing else read the logits.
         """
         if not self._num_rows:
             return "its loss is not a cross entropy of the logits"
-        self._count_on_host = self._matching_counting_rule()
         if self.was_read:
             return "its logits are read besides the loss"
         return None
-
-    def _matching_counting_rule(self) -> Callable[[Batch, int], int] | None:
-        """Find the counting rule that gives the number of targets of the last forward.
-
-        Returns:
-            The rule: (batch, samples) -> targets. None if no rule matches, or the forward called
-            the cross entropy more than once.
-        """
-        micro_batch = self._call.micro_batch
-        if "labels" not in micro_batch.batch:
-            return None
-        for name in ("shifted labels", "labels", POSITIVE_LABELS):
-            rule = COUNTING_RULES[name]
-            if [rule(micro_batch.batch, len(micro_batch))] == self._num_rows:
-                return rule
-        return None
-
-    def before(self, call: Call) -> None:
-        """Before a micro-batch's forward, count the targets of its chunked loss on the host.
-
-        This avoids a synchronization: counting on a GPU waits for the device. Without a known
-        counting rule, nothing is counted here.
-        """
-        self._call = call
-        self._expected_targets = None
-        if self._count_on_host is not None and call.counts:
-            micro_batch = call.micro_batch
-            self._expected_targets = self._count_on_host(micro_batch.batch, len(micro_batch))
 
     @contextmanager
     def scope(self, model: nn.Module) -> Iterator[None]:
@@ -194,26 +150,14 @@ class ChunkedLoss(SpeedUp):
         """Select the hidden states and targets of the rows whose target is not ignored.
 
         The chunked loss computes logits for these rows only. Records their number. Waits for the
-        device unless the number was counted on the host before.
+        device, which counts them.
 
         Args:
             hidden: Hidden states, of shape (rows, hidden size).
             target: Classes: int64, of shape (rows,).
             ignore_index: The class that marks ignored rows.
-
-        Raises:
-            RuntimeError: If the number differs from the count on the host (on a GPU: a device-side
-                assert).
         """
-        counted = target != ignore_index
-        if self._expected_targets is None:
-            rows = counted.nonzero().squeeze(1)
-        else:
-            torch._assert_async(
-                counted.sum() == self._expected_targets,
-                "the number of targets of the loss differs from the count",
-            )
-            rows = torch.nonzero_static(counted, size=self._expected_targets).squeeze(1)
+        rows = (target != ignore_index).nonzero().squeeze(1)
         self._num_rows.append(len(rows))
         if len(rows) == len(target):
             return hidden, target

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 
 from hf_ga.exact.forward import without_cache
-from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.override import override
+from hf_ga.speed.speed_up import SpeedUp
 
 
 class LeanForward(SpeedUp):

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.utils._triton import has_triton
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from hf_ga.exact.dropout import DropoutSite, KeyedDropout
+from hf_ga.draws.dropout_site import DropoutSite
+from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.exact.hashing import signed
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -101,7 +102,7 @@ class PackedAttention:
         num_calls: Number of attention calls that the kernels have computed.
     """
 
-    def __init__(self, dropout: KeyedDropout, use_kernel: bool | None) -> None:
+    def __init__(self, dropout: KeyedDraws, use_kernel: bool | None) -> None:
         """Start without a packed micro-batch; `start_micro_batch` sets its samples."""
         self.num_calls = 0
         self._dropout = dropout
@@ -206,7 +207,7 @@ class PackedAttention:
         site = self._dropout.next_site()
         if site is None or site.sample_dim != 0:
             return None
-        shape = site.shapes[0]
+        shape = site.shape
         return site if len(shape) == 4 and shape[1] == num_heads else None
 
     def _matches_mask(

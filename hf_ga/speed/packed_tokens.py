@@ -10,8 +10,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from hf_ga.draws.dropout_site import DropoutSite
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.dropout import DropoutSite, SampleMasks
 from hf_ga.exact.hashing import mixed, signed
 from hf_ga.exact.masks import apply_dropout_mask, drop, fold_in_coordinates, keep_columns, row_keys
 
@@ -110,11 +110,11 @@ class PackedMasks:
 
     Attributes:
         tokens: The packed tokens of the micro-batch.
-        padded_masks: Draws the masks of the padded micro-batch.
+        keys: One key per sample of the micro-batch: int64, shape (samples,).
     """
 
     tokens: PackedTokens
-    padded_masks: SampleMasks
+    keys: Tensor
 
     def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
         """Draw the dropout mask of packed tokens.
@@ -135,7 +135,7 @@ class PackedMasks:
         """
         self._check_shape(site, shape)
         # Hash the same coordinates as for padded samples: sample, row 0, column, then the rest.
-        sample_keys = row_keys(self.padded_masks.keys ^ signed(site.key), [1])[:, 0]
+        sample_keys = row_keys(self.keys ^ signed(site.key), [1])[:, 0]
         token_keys = mixed(sample_keys[self.tokens.samples] ^ self.tokens.columns)
         keys = fold_in_coordinates(token_keys, shape[2:-1])
         return keep_columns(keys, shape[-1], drop_probability).view(shape)
@@ -156,8 +156,7 @@ class PackedMasks:
         self._check_shape(site, input.shape)
         if input.dim() == 3:
             tokens = (self.tokens.samples, self.tokens.columns)
-            keys = self.padded_masks.keys
-            dropped = drop(input, keys, site.key, 0, drop_probability, tokens)
+            dropped = drop(input, self.keys, site.key, 0, drop_probability, tokens)
             if dropped is not None:
                 return dropped
         kept = self.mask(site, input.shape, drop_probability)
@@ -176,10 +175,10 @@ class PackedMasks:
                 tokens.
         """
         is_packed = len(shape) >= 3 and shape[:2] == self.tokens.packed_shape
-        matches_padded_mask = site.sample_dim == 0 and len(shape) == len(site.shapes[0])
+        matches_padded_mask = site.sample_dim == 0 and len(shape) == len(site.shape)
         if not is_packed or not matches_padded_mask:
             raise UnkeyedRandomness(
                 f"{site.name} draws a mask of shape {list(shape)} for packed tokens, but "
-                f"{list(site.shapes[0])} for padded samples, so its draws cannot be tied to "
+                f"{list(site.shape)} for padded samples, so its draws cannot be tied to "
                 "tokens. Omit packing, or set this dropout to 0."
             )

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache
 
+from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import ConfigError
 from hf_ga.exact.batches import IGNORED_LABEL
-from hf_ga.exact.dropout import DropoutSite, KeyedDropout, SampleMasks
-from hf_ga.exact.hooks import Call, SpeedUp
 from hf_ga.exact.override import override
 from hf_ga.speed.packed_attention import PackedAttention, PackedSamples
 from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
+from hf_ga.speed.speed_up import Call, SpeedUp
 
 PER_TOKEN = ("position_ids", "position_embeddings")  # arguments of layers with a row per token
 # Settings that skip layers in training, or return their intermediate results.
@@ -70,10 +70,8 @@ class Packing(SpeedUp):
         # Per-token arguments of the layers in this micro-batch: (padded, packed).
         self._packed_arguments: list[tuple[Tensor, Tensor]] = []
 
-    def attach(
-        self, model: nn.Module, dropout: KeyedDropout, *, reads_logits: bool, has_router: bool
-    ) -> str | None:
-        """Find the layers between which padding can be removed, and keep the keyed dropout.
+    def attach(self, model: nn.Module, draws: KeyedDraws) -> str | None:
+        """Find the layers between which padding can be removed, and keep the keyed draws.
 
         Returns:
             Why the model cannot be packed, or None if it can be tried.
@@ -81,16 +79,14 @@ class Packing(SpeedUp):
         layers = find_layer_stack(model)
         if layers is None:
             return "it has no stack of equal layers"
-        if has_router:
-            return "its router's balancing loss needs padded batches"
-        if dropout.unkeyed:
+        if draws.allow_unkeyed:
             return "it draws random numbers that are not tied to samples"
         config = getattr(model, "config", None)
         for name in UNSUPPORTED:
             if getattr(config, name, None):
                 return f"its configuration has {name}"
-        self._dropout: KeyedDropout = dropout
-        self._attention = PackedAttention(dropout, self._use_kernel)
+        self._dropout = draws
+        self._attention = PackedAttention(draws, self._use_kernel)
         self._layers = layers
         self._modules_in_layers = frozenset(
             module for layer in layers for module in layer.modules()
@@ -134,16 +130,14 @@ class Packing(SpeedUp):
     def before(self, call: Call) -> None:
         """Before a micro-batch's forward, find its real tokens if its padding is to be removed.
 
-        Then this object draws the dropout masks, instead of `SampleMasks`.
+        Then this object draws the dropout masks of packed tokens.
         """
         self._packed_arguments.clear()
         device = call.keys.device
         self._tokens = _tokens_to_pack(call, self._padding_ratio_to_exceed(device))
         if self._tokens is not None:
             self._was_packed = True
-            self._padded_masks = self._dropout.mask_source
-            sample_masks = SampleMasks(call.keys, call.window_key)
-            self._packed_masks = PackedMasks(self._tokens, sample_masks)
+            self._packed_masks = PackedMasks(self._tokens, call.keys)
             self._attention.start_micro_batch(self._samples_for_kernel(call))
             self._dropout.mask_source = self
 
@@ -171,32 +165,6 @@ class Packing(SpeedUp):
 
             stack.enter_context(override(AttentionInterface, get_interface=get_interface))
             yield
-
-    def mask(self, site: DropoutSite, shape: torch.Size, drop_probability: float) -> Tensor:
-        """Draw a dropout mask: of packed tokens within layers, else of padded samples.
-
-        Attention weights are of padded samples, too. Keyed dropout calls this in place of
-        `SampleMasks.mask`.
-
-        Args:
-            site: The dropout site.
-            shape: Shape of the mask.
-            drop_probability: Probability that an element is dropped.
-        """
-        return self._masks_of(site).mask(site, shape, drop_probability)
-
-    def drop(self, site: DropoutSite, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply dropout to an input: packed tokens within layers, else padded samples.
-
-        The mask is the one that `mask` draws. Keyed dropout calls this in place of
-        `SampleMasks.drop`.
-        """
-        return self._masks_of(site).drop(site, input, drop_probability)
-
-    def _masks_of(self, site: DropoutSite) -> PackedMasks | SampleMasks:
-        """Return what draws the masks of a dropout site: for packed tokens or padded samples."""
-        is_packed = site.module in self._modules_in_layers and not self._is_in_attention
-        return self._packed_masks if is_packed else self._padded_masks
 
     def masks_of_shape(self, shape: torch.Size) -> PackedMasks | None:
         """Return what draws the masks of packed tokens if a mask of this shape is one, for keyed

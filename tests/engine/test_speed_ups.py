@@ -16,10 +16,9 @@ from transformers.activations import NewGELUActivation
 from hf_ga import Accelerator, ExactTrainer
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine import speed_ups
-from hf_ga.exact.dropout import SampleMasks
-from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.masks import sample_keys, window_key
 from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
+from hf_ga.speed.speed_up import SpeedUp
 
 WINDOW = 8
 MICRO_BATCH = 4
@@ -280,7 +279,7 @@ def test_packed_tokens_have_the_masks_of_padded_samples():
     with drawing(draws):
         padded = [torch.nn.functional.dropout(x, 0.4) for _ in range(2)]
     with drawing(draws):
-        masks = PackedMasks(tokens, SampleMasks(draws.keys, window_key(0, 0, 0)))
+        masks = PackedMasks(tokens, draws.keys)
         draws.mask_source = type("Source", (), {"masks_of_shape": lambda _, shape: masks})()
         packed = [torch.nn.functional.dropout(tokens.pack(x), 0.4) for _ in range(2)]
     for a, b in zip(packed, padded, strict=True):

@@ -8,11 +8,10 @@ from tried import later, tried
 from windows import one_window, window_gradient
 
 from hf_ga.exact import mask_kernel, masks
-from hf_ga.exact.hashing import name_key
 from hf_ga.speed.packing import Packing
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-SITE = name_key("encoder.layer.0.dropout")
+SITE = 0x9E3779B97F4A7C15
 SHAPES = [(5, 16), (5, 3, 9, 9), (10, 1500), (5, 3, 4, 5, 6), (5, 4, 33, 47), (5, 0, 3)]
 
 

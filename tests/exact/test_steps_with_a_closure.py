@@ -43,7 +43,6 @@ def test_they_are_refused_before_any_work(kind, prepared):
     with pytest.raises(hf_ga.ConfigError, match=REFUSED[kind]):
         train_step(accelerator, model, optimizer, window)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not window.state.rules, "nothing was proven"
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])

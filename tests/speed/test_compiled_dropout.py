@@ -18,11 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tried import keyed
 
 import hf_ga
-from hf_ga.exact.compiled_dropout import draw_and_drop, draw_mask
-from hf_ga.exact.hashing import signed
-from hf_ga.exact.masks import apply_dropout_mask, keep_mask, sample_keys, window_key
 
-SITE = 0x9E3779B97F4A7C15
 ROUNDING = 5e-6  # of float32: compiled and uncompiled code add in other orders
 MOST_GRAPHS = (
     30  # of a stack of layers: each dropout ends one; with padding, without, single samples
@@ -39,47 +35,6 @@ def _nothing_compiled():
     counters.clear()
     yield
     torch._dynamo.reset()
-
-
-# -- the operators
-
-
-@pytest.mark.parametrize(("shape", "axis"), [((6, 5), 0), ((2, 9, 4), 1), ((4, 3), None)])
-def test_the_operators_are_the_masks(shape, axis):
-    keys = window_key(0, 0, 0) if axis is None else sample_keys(0, 0, np.arange(3))
-    seeds = keys ^ signed(SITE)
-    expected = keep_mask(keys, SITE, shape, axis, 0.3)
-    assert torch.equal(draw_mask(seeds, shape, axis, 0.3), expected)
-    assert not torch.equal(draw_mask(seeds + 1, shape, axis, 0.3), expected)
-    x = torch.randn(shape, requires_grad=True)
-    by_operator = draw_and_drop(x, seeds, axis, 0.3)
-    by_mask = apply_dropout_mask(x, 0.3, expected)
-    assert torch.equal(by_operator, by_mask)
-    gradient = torch.randn(shape)
-    found, of_mask = (torch.autograd.grad(y, x, gradient)[0] for y in (by_operator, by_mask))
-    assert torch.equal(found, of_mask)
-    assert torch.equal(found, gradient * expected * (1 / 0.7)), "the same mask in the backward"
-
-
-def test_the_operators_can_be_traced():
-    """torch's own test: schema, autograd, shapes without data, symbolic sizes."""
-    seeds = sample_keys(0, 0, np.arange(3))
-    x = torch.randn(6, 4, requires_grad=True)
-    torch.library.opcheck(draw_and_drop, (x, seeds, 0, 0.3))
-    torch.library.opcheck(draw_and_drop, (x.detach().T, seeds, 1, 0.3))
-    torch.library.opcheck(draw_mask, (seeds, (2, 6), 1, 0.3))
-
-
-def test_packed_tokens_are_refused_by_the_operators():
-    seeds = sample_keys(0, 0, np.arange(3))
-    for draw in (
-        lambda: draw_mask(seeds, (7, 2), 0, 0.3),
-        lambda: draw_and_drop(torch.ones(7, 2), seeds, 0, 0.3),
-    ):
-        with pytest.raises(
-            hf_ga.UnkeyedRandomness, match="is not a multiple of the number of samples"
-        ):
-            draw()
 
 
 # -- small layers that draw in every way

@@ -16,7 +16,7 @@ from torch import nn
 from tried import later, tried
 from windows import one_window, window_gradient
 
-from hf_ga.finetuning.run.losses import SmoothedCrossEntropy
+from hf_ga.finetuning.run.losses import WeightedCrossEntropy
 from hf_ga.speed import chunked_loss, lazy_logits
 from hf_ga.speed.chunked_loss import (
     OutputProjection,
@@ -52,7 +52,7 @@ def no_values(monkeypatch):
 def chunked(model, rows=3):
     """The speed-up for a model, without a proof, in chunks of so many rows."""
     speed_up = ChunkedLoss()
-    speed_up.attach(model, None, reads_logits=False, has_router=False)
+    speed_up.attach(model, None)
     speed_up.rows_per_chunk = rows
     return speed_up
 
@@ -345,7 +345,7 @@ NEED_LOGITS = {
     "not a cross entropy": lambda: (h.seeded(OwnHead)(by_hand), {"samples": h.plain_samples(12)}),
     "reads other outputs than the loss": lambda: (
         h.gpt2(),
-        {"loss_fn": SmoothedCrossEntropy(0.1, shifted=True)},
+        {"loss_fn": WeightedCrossEntropy(0.1, shifted=True)},
     ),
 }
 

@@ -18,12 +18,12 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tried import tried
 
+from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.exact.batches import MicroBatch
-from hf_ga.exact.hooks import Call
 from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.proof.sites import find_dropout_sites
 from hf_ga.speed.packed_attention import attention_arguments, is_plain_mask
 from hf_ga.speed.packing import Packing
+from hf_ga.speed.speed_up import Call
 
 pytest.importorskip("triton", reason="the kernels need Triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -141,11 +141,20 @@ class Windows:
         self.model = model.to(DEVICE)
         self.samples = samples
         self.collate = collate
-        self.dropout = find_dropout_sites(model, self.probe)
+        self.draws = KeyedDraws()
         self.packing = Packing(use_kernel=use_kernel)
-        reason = self.packing.attach(model, self.dropout, reads_logits=False, has_router=False)
+        reason = self.packing.attach(model, self.draws)
         assert not reason
         self.packing._min_padding_ratio = 1.0 if use_kernel else np.inf
+        with self.draws.scope(), torch.no_grad():
+            for count in (2, 3):
+                self.begin(np.arange(count))
+                self.probe(count)
+
+    def begin(self, rows):
+        keys = sample_keys(3, 0, rows).to(DEVICE)
+        self.draws.begin(keys, window_key(3, 0, 0).to(DEVICE))
+        return self.draws.keys
 
     def probe(self, count):
         batch = self.collate([self.samples[0]] * count)
@@ -161,17 +170,14 @@ class Windows:
         model.zero_grad()
         total = h.num_targets(model, self.collate(self.samples))
         value = 0.0
-        with self.dropout.scope(model), self.packing.scope(model):
+        with self.draws.scope(), self.packing.scope(model):
             for rows in map(np.array, split):
                 batch = self.collate([self.samples[row] for row in rows])
                 count = h.num_targets(model, batch)
                 if not count:
                     continue
                 on_device = {name: x.to(DEVICE) for name, x in batch.items()}
-                keys = sample_keys(3, 0, rows).to(DEVICE)
-                shared = window_key(3, 0, 0).to(DEVICE)
-                call = Call(MicroBatch(batch, rows, rows), on_device, (), keys, shared)
-                self.dropout.before(call)
+                call = Call(MicroBatch(batch, rows, rows), on_device, self.begin(rows))
                 self.packing.before(call)
                 with torch.autocast(DEVICE.type, autocast, enabled=autocast is not None):
                     loss = model(**on_device).loss * (count / total)

@@ -39,14 +39,14 @@ from tried import later, tried
 from windows import one_window, window_gradient
 
 import hf_ga
+from hf_ga.draws.dropout_site import DropoutSite
+from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import ConfigError, UnkeyedRandomness
 from hf_ga.exact.batches import MicroBatch
-from hf_ga.exact.dropout import DropoutSite, SampleMasks
-from hf_ga.exact.hooks import Call
 from hf_ga.exact.masks import keep_mask, sample_keys, window_key
-from hf_ga.proof.sites import find_dropout_sites
 from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
 from hf_ga.speed.packing import Packing, padded_sides
+from hf_ga.speed.speed_up import Call
 
 CPU = torch.device("cpu")
 NUM_SAMPLES = 6
@@ -177,39 +177,43 @@ def asked(model, samples, collate=pad_right):
 
 
 def packing_of(model, sample):
-    """Without a proof; packs whatever has padding."""
-    dropout = find_dropout_sites(model, lambda count: model(**pad_right([sample] * count)))
+    """Without a trial; packs whatever has padding. The draws know padded micro-batches."""
+    draws = KeyedDraws()
     packing = Packing()
-    assert not packing.attach(model, dropout, reads_logits=False, has_router=False)
+    assert not packing.attach(model, draws)
     packing._min_padding_ratio = 1.0
+    with draws.scope(), torch.no_grad():
+        for count in (2, 3):
+            draws.begin(sample_keys(3, 0, np.arange(count)), window_key(3, 0, 0))
+            model(**pad_right([sample] * count))
     return packing
 
 
 def call_of(batch, rows=None):
     rows = np.arange(len(batch["attention_mask"])) if rows is None else np.array(rows)
-    return Call(
-        MicroBatch(batch, rows, rows), batch, (), sample_keys(3, 0, rows), window_key(3, 0, 0)
-    )
+    return Call(MicroBatch(batch, rows, rows), batch, sample_keys(3, 0, rows))
 
 
 @contextmanager
 def scope(packing, model):
     """As training uses it."""
-    with packing._dropout.scope(model), packing.scope(model):
+    with packing._dropout.scope(), packing.scope(model):
         yield
 
 
 def before(packing, call):
-    packing._dropout.before(call)
-    packing.before(call)
+    draws = packing._dropout
+    draws.begin(call.keys, window_key(3, 0, 0))
+    packing.before(replace(call, keys=draws.keys))
 
 
-def packed_gradient(packing, samples, split, dtype=torch.float32, padded=False, collate=pad_right):
+def packed_gradient(
+    model, packing, samples, split, dtype=torch.float32, padded=False, collate=pad_right
+):
     """(gradients, value) of the mean loss over all targets, micro-batch by micro-batch, dropout
     keyed by sample.
     """
-    model = packing._dropout.model.to(dtype)
-    model.zero_grad()
+    model.to(dtype).zero_grad()
     packing._min_padding_ratio = np.inf if padded else 1.0
     total = num_targets(model, collate(samples))
     value = 0.0
@@ -239,16 +243,18 @@ def test_loss_and_gradient_are_those_of_padded_samples(name, dropout):
     samples = samples_of(kind)
     packing = packing_of(model, samples[0])
     if dropout:
-        truth, value = packed_gradient(packing, samples, SPLITS[0], torch.float64, padded=True)
+        truth, value = packed_gradient(
+            model, packing, samples, SPLITS[0], torch.float64, padded=True
+        )
     else:
         truth = helpers.full_batch_gradient(model, pad_right(samples))
         value = float(helpers.mean_loss(model, pad_right(samples)).detach())
-    full, _ = packed_gradient(packing, samples, SPLITS[0], padded=True)
+    full, _ = packed_gradient(model, packing, samples, SPLITS[0], padded=True)
     for split in SPLITS:
-        gradients, loss = packed_gradient(packing, samples, split)
+        gradients, loss = packed_gradient(model, packing, samples, split)
         helpers.assert_promise_1(gradients, full, truth)
         assert loss == pytest.approx(value, rel=1e-6)
-    exact, _ = packed_gradient(packing, samples, SPLITS[1], torch.float64)
+    exact, _ = packed_gradient(model, packing, samples, SPLITS[1], torch.float64)
     if name not in (
         "gpt2",
         "llama",
@@ -265,8 +271,8 @@ def test_masks_are_those_of_padded_samples_bit_for_bit(inner):
     tokens = PackedTokens.of(mask, CPU)
     keys = sample_keys(1, 2, np.arange(len(mask)))
     key = 2**64 - 5
-    site = DropoutSite("x", nn.Identity(), key, [torch.Size((*mask.shape, *inner))] * 2, 0)
-    masks = PackedMasks(tokens, SampleMasks(keys, window_key(0, 0, 0)))
+    site = DropoutSite("x", key, torch.Size((*mask.shape, *inner)), 0)
+    masks = PackedMasks(tokens, keys)
     drawn = masks.mask(site, torch.Size((*tokens.packed_shape, *inner)), 0.3)
     whole = keep_mask(keys, key, (*mask.shape, *inner), 0, 0.3)
     assert torch.equal(drawn[0], whole[mask.bool()])
@@ -281,8 +287,8 @@ def test_draws_that_belong_to_samples_are_not_packed():
     packing, why = asked(model, samples)
     assert packing is None
     assert "UnkeyedRandomness: dropout of shape [1, 1, 1]" in why
-    with pytest.raises(UnkeyedRandomness, match="Omit packing"):
-        packed_gradient(packing_of(model, samples[0]), samples[:NUM_SAMPLES], SPLITS[0])
+    with pytest.raises(UnkeyedRandomness, match="does not hold an equal number of rows"):
+        packed_gradient(model, packing_of(model, samples[0]), samples[:NUM_SAMPLES], SPLITS[0])
     packing, why = asked(mixing(), samples)
     assert packing is not None, f"the same without its draw: {why}"
 
@@ -334,8 +340,8 @@ def test_gradient_checkpointing_computes_packed_tokens_again(name, how):
     model = build(0.1)
     samples = samples_of(kind)
     packing = packing_of(model, samples[0])
-    truth, _ = packed_gradient(packing, samples, SPLITS[1], torch.float64, padded=True)
-    full, _ = packed_gradient(packing, samples, SPLITS[1])
+    truth, _ = packed_gradient(model, packing, samples, SPLITS[1], torch.float64, padded=True)
+    full, _ = packed_gradient(model, packing, samples, SPLITS[1])
     names = list(full)
     layers = packing._layers
     norm = next(
@@ -350,7 +356,7 @@ def test_gradient_checkpointing_computes_packed_tokens_again(name, how):
         model.gradient_checkpointing_enable({"use_reentrant": how == "reentrant"})
     rows = []
     norm.register_forward_pre_hook(lambda _, args: rows.append(args[0].shape[:2]))
-    gradients, _ = packed_gradient(packing, samples, SPLITS[1])
+    gradients, _ = packed_gradient(model, packing, samples, SPLITS[1])
     helpers.assert_promise_1(dict(zip(names, gradients.values(), strict=True)), full, truth)
     real = [sum(len(samples[i]["input_ids"]) for i in rows_) for rows_ in SPLITS[1]]
     assert sorted(rows) == sorted([(1, number) for number in real] * 2)
@@ -363,12 +369,13 @@ def is_packed(packing, batch):
 
 def test_left_padding_packs_where_padding_predicts_nothing():
     samples = samples_of("classes")
-    packing = packing_of(gpt2_classifier(0.1), samples[0])
+    model = gpt2_classifier(0.1)
+    packing = packing_of(model, samples[0])
     truth, _ = packed_gradient(
-        packing, samples, SPLITS[0], torch.float64, padded=True, collate=pad_left
+        model, packing, samples, SPLITS[0], torch.float64, padded=True, collate=pad_left
     )
-    full, _ = packed_gradient(packing, samples, SPLITS[0], padded=True, collate=pad_left)
-    gradients, _ = packed_gradient(packing, samples, SPLITS[0], collate=pad_left)
+    full, _ = packed_gradient(model, packing, samples, SPLITS[0], padded=True, collate=pad_left)
+    gradients, _ = packed_gradient(model, packing, samples, SPLITS[0], collate=pad_left)
     helpers.assert_promise_1(gradients, full, truth)
     accepted, why = asked(gpt2_classifier(), samples_of("classes", 24), pad_left)
     assert accepted is not None, why
@@ -475,7 +482,7 @@ def test_nothing_is_left_behind():
     packing = packing_of(model, samples[0])
     batch = pad_right(samples)
     original = AttentionInterface.get_interface
-    packed_gradient(packing, samples, SPLITS[0])
+    packed_gradient(model, packing, samples, SPLITS[0])
     with pytest.raises(RuntimeError, match="stop"), scope(packing, model):
         before(packing, call_of(batch))
         assert AttentionInterface.get_interface is not original

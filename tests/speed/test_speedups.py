@@ -14,12 +14,12 @@ from tried import later, tried
 from windows import one_window
 
 from hf_ga.engine.speed_ups import candidates
-from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.length_plan import ByLength
 from hf_ga.speed.fused_attention import FusedAttention
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
 from hf_ga.speed.packing import Packing
+from hf_ga.speed.speed_up import SpeedUp
 
 ALL = {
     "lean forward": LeanForward,

@@ -28,7 +28,6 @@ from hf_ga.finetuning.run.config import FinetuneConfig
 from hf_ga.finetuning.run.embeddings import check_embedding, evaluate_embeddings, window_loss
 from hf_ga.finetuning.run.evaluation import evaluate_samples, evaluation_windows
 from hf_ga.finetuning.run.losses import (
-    SmoothedCrossEntropy,
     WeightedCrossEntropy,
     weights_of_classes,
 )
@@ -448,10 +447,8 @@ def _cross_entropy(
     shifted = config.task == "causal-lm"
     if class_weights:
         return WeightedCrossEntropy(label_smoothing, shifted, tuple(class_weights.values()))
-    if config.weight_column is not None:
+    if label_smoothing or config.weight_column is not None:
         return WeightedCrossEntropy(label_smoothing, shifted)
-    if label_smoothing:
-        return SmoothedCrossEntropy(label_smoothing, shifted)
     return None
 
 

@@ -392,9 +392,6 @@ def _summary(
         "train_seconds": round(seconds, 2),
         "layout": str(run.windows.layout),
         "most_tokens_in_a_micro_batch": state.max_elements,  # None: memory never ran out
-        # Only of the main process: micro-batches that differ in structure from those on which the
-        # speed-ups were tested.
-        "micro_batches_without_speed_ups": state.num_plain,
         "precision": precision_name(run.accelerator),
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
         "loss": list(run.loss_facts.terms),

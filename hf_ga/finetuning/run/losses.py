@@ -99,20 +99,6 @@ class WeightedCrossEntropy:
         return weights.to(device, dtype, non_blocking=True)
 
 
-@dataclass(frozen=True)
-class SmoothedCrossEntropy(WeightedCrossEntropy):
-    """The loss of runs with the flag `label_smoothing_factor` and without weights: a `loss_fn` that
-    returns the sum of the label-smoothed cross entropies and the number of targets.
-    """
-
-    def count_targets(self, batch: Batch) -> float:
-        """Count the targets of a batch from its labels, for the loss of a run with label smoothing.
-        So the window's number of targets is known before its first forward. A batch on the CPU
-        needs no device synchronization.
-        """
-        return float(self._sum_of_weights(batch))
-
-
 def _row_weights_like(labels: Tensor, batch: Batch) -> Tensor | None:
     """Expand the weight of each row (flag `weight_column`) to the shape of the batch's labels.
 

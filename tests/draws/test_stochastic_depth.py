@@ -10,12 +10,8 @@ import transformers as tf
 from torch import nn
 from transformers.models.beit.modeling_beit import BeitDropPath
 from transformers.models.swin.modeling_swin import SwinDropPath
+from tried import keyed
 from windows import one_window, window_gradient
-
-import hf_ga
-from hf_ga.exact.dropout import KeyedDropout
-from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.proof.sites import find_dropout_sites
 
 SIZES = {"image_size": 16, "patch_size": 4, "num_labels": h.NUM_CLASSES}
 
@@ -110,9 +106,7 @@ def test_a_branch_is_dropped_or_kept_whole(kind, rate, dtype):
     """
     count = 4000
     module = kind(rate).train()
-    dropout = find_dropout_sites(module, lambda n: module(torch.ones(n, 2, 3)))
-    with dropout.scope(module):
-        dropout.set_keys(sample_keys(0, 0, np.arange(count)), window_key(0, 0, 0))
+    with keyed(0, 0, np.arange(count)):
         out = module(torch.ones(count, 2, 3, dtype=dtype))
     assert out.dtype == dtype
     kept = out.flatten(1).float()
@@ -121,25 +115,6 @@ def test_a_branch_is_dropped_or_kept_whole(kind, rate, dtype):
     assert (
         abs((kept[:, 0] != 0).sum() - count * (1 - rate)) < 5 * (count * rate * (1 - rate)) ** 0.5
     )
-
-
-def test_other_calls_of_rand_go_to_torch():
-    """A draw in another module is not keyed but refused; outside of any model it is torch's."""
-
-    class Noise(nn.Module):
-        drop_prob = 0.5
-
-        def forward(self, x):
-            return x + torch.rand(x.shape)
-
-    module = nn.Sequential(nn.Linear(2, 2), Noise())
-    with pytest.raises(hf_ga.UnkeyedRandomness, match=r"1 \(Noise\) draws from torch"):
-        find_dropout_sites(module, lambda n: module(torch.ones(n, 2)))
-    with KeyedDropout(module)._patched():
-        torch.manual_seed(3)
-        drawn = torch.rand(2, 3)
-    torch.manual_seed(3)
-    assert torch.equal(drawn, torch.rand(2, 3))
 
 
 def test_a_draw_that_skips_no_layer_is_nobodys():

@@ -6,20 +6,20 @@ arguments. It calls the original where no keyed mask is needed: nothing is dropp
 not come from the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_ga.exact.masks import apply_dropout_mask
 
 
 class MaskDrawer(Protocol):
-    """Interface of the object that draws keyed dropout masks (from one random key per sample):
-    `dropout.KeyedDropout` in eager code, `compiled_dropout.CompiledMasks` in compiled code.
+    """Interface of the object that draws keyed dropout masks, from one random key per sample:
+    `KeyedDraws`.
 
     Attributes:
         attend: Computes attention with a given dropout mask, as `dropped_attention`.
@@ -27,24 +27,18 @@ class MaskDrawer(Protocol):
 
     attend: Callable[..., Tensor]
 
-    @property
-    def running(self) -> nn.Module | None:
-        """The innermost module whose forward is running, which draws the next keyed dropout mask;
-        None if no forward is running.
-        """
-
     def needs_mask(self, drop_probability: float, training: bool = True) -> bool:
         """Whether a call of a dropout function with these arguments needs a keyed mask (drawn from
         the random keys of the samples) of this object. If not, torch's own function is called.
         """
 
     def mask(self, shape: torch.Size, drop_probability: float) -> Tensor:
-        """Draw the next dropout mask of the running module from the random keys of the samples:
+        """Draw the next dropout mask from the random keys of the samples:
         bool, True where dropout keeps.
         """
 
     def drop(self, input: Tensor, drop_probability: float) -> Tensor:
-        """Apply keyed dropout to a tensor, elementwise, with the next mask of the running module,
+        """Apply keyed dropout to a tensor, elementwise, with the next mask,
         drawn from the random keys of the samples.
         """
 
@@ -191,42 +185,8 @@ def dropped_attention(
     return apply_dropout_mask(scores.softmax(-1), drop_probability, kept) @ value
 
 
-def stochastic_depth(masks: MaskDrawer, original: Callable, *size: Any, **kwargs: Any) -> Tensor:
-    """Replacement of `torch.rand` where a model draws stochastic depth (Huang et al. 2016), that
-    is, where a DropPath module of transformers skips the whole branch of some samples.
-
-    Such a module computes floor(rand + 1 - p). This function draws a mask from the random keys of
-    the samples, and returns numbers that make the result 1 where it keeps a sample, 0 elsewhere.
-
-    It also replaces the draw of a module that decides whether to skip a layer (`rand < layerdrop`)
-    although its layerdrop is 0, as transformers did before 5.23. All other calls go to `torch.rand`
-    itself.
-
-    Args:
-        masks: Draws the masks.
-        original: `torch.rand` itself.
-        *size: As in `torch.rand`.
-        **kwargs: As in `torch.rand`.
-    """
-    module = masks.running
-    shape = torch.Size(size[0] if size and isinstance(size[0], Sequence) else size)
-    if not shape and getattr(module, "layerdrop", None) == 0:
-        # Registers a dropout site, so that hooks count the calls of this module, too.
-        masks.mask(shape, 0.0)
-        return torch.ones(shape, **kwargs)
-    p = 0.0
-    if type(module).__name__.endswith("DropPath"):
-        p = getattr(module, "drop_prob", 0.0)
-    if not masks.needs_mask(p):
-        return original(*size, **kwargs)
-    # (1 + p) / 2 is in the middle of [p, 1), the numbers that keep a branch; rounding to bf16
-    # cannot move it out. 0 drops the branch.
-    return torch.full(shape, (1 + p) / 2, **kwargs) * masks.mask(shape, p)
-
-
-# (owner of a torch function, its name, its keyed replacement). Draws by other functions are found,
-# because they change the state of a random generator.
-DRAWING_FUNCTIONS: list[tuple[object, str, Callable]] = [
+# (owner of a torch function, its name, its keyed replacement)
+FUNCTIONAL: list[tuple[object, str, Callable]] = [
     (F, "dropout", partial(dropout, Tensor.dim)),
     # The mask has one element per (sample, channel); or one per channel, if the input has so few
     # dims that torch treats it as a single sample.
@@ -234,8 +194,6 @@ DRAWING_FUNCTIONS: list[tuple[object, str, Callable]] = [
     (F, "dropout2d", partial(dropout, lambda input: 2)),
     (F, "dropout3d", partial(dropout, lambda input: 1 if input.dim() == 4 else 2)),
     (F, "scaled_dot_product_attention", attention),
-    (torch, "dropout", torch_dropout),
-    (torch, "rand", stochastic_depth),
 ]
 
 
