@@ -71,7 +71,7 @@ class StageLoop(OwnLoop):
         backend = self._backend
         with backend.failing_on_all_ranks():
             hidden_shape = max_hidden_shape(self._slots, self.model.config.hidden_size)
-        number = checksum([slot.micro_batch.batch for slot in self._slots])
+            number = checksum([slot.micro_batch.batch for slot in self._slots])
         with backend.failing_on_all_ranks():
             if not backend.is_same_on_all_stages(number):
                 raise ConfigError(
@@ -304,7 +304,8 @@ def checksum(batches: Sequence[Any]) -> int:
             value = batch[name]
             if isinstance(value, Tensor) and value.device.type == "cpu":
                 number = zlib.crc32(f"{name} {tuple(value.shape)} {value.dtype}".encode(), number)
-                number = zlib.crc32(value.contiguous().view(-1).view(torch.uint8).numpy(), number)
+                flat = value.detach().contiguous().view(-1)
+                number = zlib.crc32(flat.view(torch.uint8).numpy(), number)
     return number
 
 
