@@ -208,7 +208,7 @@ class TrainingLoop:
         self._check_fetch()
         if self._whole_batch is not None:
             check_named_entries(window)
-            self._whole_batch.prove(window, self.training_models())
+            window = self._whole_batch.planned(window, self.training_models())
         if is_sharded(self.accelerator):
             # Without a rehearsal it is not known whether the padded width matters.
             window.state.pad_to_window = True

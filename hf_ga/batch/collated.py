@@ -11,10 +11,9 @@ from torch import Tensor
 
 from hf_ga.batch.padding import LABELS, TokenEntries, find_token_entries
 from hf_ga.errors import DataError
-from hf_ga.exact.batches import IGNORED_LABEL, shape_of, take_rows
+from hf_ga.exact.batches import IGNORED_LABEL, shape_of, structure_of, take_rows
 from hf_ga.exact.entries import concatenated
 from hf_ga.exact.fetch import Fetcher, WindowRequest
-from hf_ga.exact.rule import structure_of
 
 
 class CollatedBatch:

@@ -74,11 +74,11 @@ class OwnLoop:
 
     @property
     def used_outputs(self) -> UsedOutputs | None:
-        """The outputs that a proven loss of whole windows uses. None for any other loss."""
+        """The outputs that a loss of whole windows uses. None for any other loss."""
         return None if self._whole_batch is None else self._whole_batch.used
 
     def adopt_outputs(self, used: UsedOutputs | None) -> None:
-        """Take a loss of whole windows for proven, as it is on another process."""
+        """Take over what a loss of whole windows uses from another process."""
         if used is not None:
             self._whole_batch.adopt(self.model, used)
 
@@ -125,10 +125,7 @@ class OwnLoop:
 
     def _compute(self, window: Window) -> None:
         """Compute the gradient of a window, again if it must be padded or keyed otherwise."""
-        if self._whole_batch is not None:
-            self._whole_batch.prove(window, [self.model])
-        is_known = self._whole_batch is not None or window.state.is_width_tried
-        if self.engine.backend.is_sharded and not is_known:
+        if self.engine.backend.is_sharded and not window.state.is_width_tried:
             # Nothing is rehearsed here, so it is not known whether the padded width matters.
             window.state.pad_to_window = True
         while True:
@@ -153,7 +150,10 @@ class OwnLoop:
         """Return a window in the micro-batches that are computed. Raises errors of the collate
         function on all ranks.
         """
-        if window.state.pad_to_window and not window.request.pad_to_window:
+        if self._whole_batch is not None:
+            with self.engine.backend.failing_on_all_ranks():
+                window = self._whole_batch.planned(window, [self.model])
+        elif window.state.pad_to_window and not window.request.pad_to_window:
             with self.engine.backend.failing_on_all_ranks():
                 window = window.padded_to_window()
         return self.within_memory_limit(window)

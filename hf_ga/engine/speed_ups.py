@@ -23,7 +23,7 @@ from hf_ga.draws.keyed import KeyedDraws, KnownDraws
 from hf_ga.engine.divisors import Reading, TermKey, on_host
 from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.slots import Slot
-from hf_ga.exact.batches import Batch
+from hf_ga.exact.batches import Batch, structure_of
 from hf_ga.exact.forward import (
     compiled_modules,
     extra_forwards,
@@ -36,10 +36,7 @@ from hf_ga.exact.forward import (
 from hf_ga.exact.generators import preserved_random_states
 from hf_ga.exact.hooks import Call, SpeedUp
 from hf_ga.exact.logs import get_logger
-from hf_ga.exact.precision import LOW_PRECISION
-from hf_ga.exact.rule import structure_of
-from hf_ga.proof.precision import full_precision
-from hf_ga.proof.probes import ProbeResult, relative_error
+from hf_ga.exact.precision import LOW_PRECISION, full_precision
 from hf_ga.speed.fused_attention import FusedAttention
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
@@ -50,6 +47,7 @@ logger = get_logger(__name__)
 
 # Maximum relative error of loss and gradient in a trial: that of rounding.
 TOLERANCE = 1e-4
+FLOOR = 1e-2  # of the norm of all gradients: the relative error of less is rounding
 LOW_PRECISION_TOLERANCE = 2e-2  # of a model whose weights are fp16 or bf16
 # Nodes between the model's own loss and what the loop passes to `backward`: factors, conversions.
 MULTIPLES = {
@@ -83,9 +81,16 @@ class ChosenSpeedUps:
 
 @dataclass(frozen=True)
 class Trial:
-    """Loss and gradient of one micro-batch with some speed-ups, and how the loss is read."""
+    """A micro-batch computed with some speed-ups.
 
-    result: ProbeResult
+    Attributes:
+        loss: Its mean loss.
+        gradients: Of each trainable parameter.
+        readings: How the loss is read.
+    """
+
+    loss: float
+    gradients: list[Tensor]
     readings: list[Reading]
 
 
@@ -396,7 +401,7 @@ class SpeedUps:
         try:
             with self._trial_mode(nullcontext() if is_low else full_precision(self._model)):
                 plain = self._compute(call, [])
-                if not math.isfinite(plain.result.loss):  # no targets, which shows nothing
+                if not math.isfinite(plain.loss):  # no targets, which shows nothing
                     self._untried += fitting
                     return
                 self._structure = self._structure or structure_of(call.batch)
@@ -442,7 +447,7 @@ class SpeedUps:
         reason = speed_up.verdict()
         if reason is not None:
             return reason
-        error = relative_error(trial.result, plain.result)
+        error = _relative_error(trial, plain)
         if not error <= tolerance:  # also if it is NaN
             return f"it changes loss or gradient (relative error {error:.0e})"
         if not _are_same_terms(trial.readings, plain.readings):
@@ -469,7 +474,26 @@ class SpeedUps:
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             for parameter in parameters:
                 parameter.grad = None
-        return Trial(ProbeResult(float(loss.detach()), 0.0, gradients), on_host(readings))
+        return Trial(float(loss.detach()), gradients, on_host(readings))
+
+
+def _relative_error(trial: Trial, plain: Trial) -> float:
+    """Return the largest relative error of a trial's loss and of any parameter's gradient.
+
+    That of a gradient is relative to its own norm plus `FLOOR` times the norm over all parameters,
+    so that the rounding of a tiny gradient does not count. NaN counts as infinity.
+    """
+    loss_error = abs(trial.loss - plain.loss) / max(abs(plain.loss), 1e-12)
+    norms = [
+        torch.stack([(gradient - reference).norm(), reference.norm()])
+        for gradient, reference in zip(trial.gradients, plain.gradients, strict=True)
+    ]
+    distances, sizes = torch.stack(norms).double().cpu().unbind(1)
+    scales = sizes + FLOOR * sizes.norm()
+    gradient_error = (distances / scales.clamp(min=1e-30)).max()
+    # torch.maximum propagates NaN, unlike Python's max.
+    worst = torch.maximum(gradient_error, torch.tensor(loss_error).double())
+    return float(worst.nan_to_num(nan=float("inf")))
 
 
 def candidates(model: nn.Module) -> list[SpeedUp]:

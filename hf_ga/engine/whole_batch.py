@@ -1,52 +1,54 @@
 """A loss of all samples of a window, `Accelerator(whole_batch=...)`, in a user's own loop.
 
-- `prove`, once: the loss uses outputs of the model that belong to single samples.
-- `begin`, a first pass without gradients: the window's loss, and its gradient at the outputs.
+- `begin`, a first pass without gradients: the window's loss, and its gradient at the outputs. In
+  the first window it finds out, from a few samples, which outputs the loss uses, and whether they
+  depend on padding; in some windows, whether they depend on the other samples of a micro-batch.
 - `recording` and `term`, for each micro-batch: the loop's forward draws the same random numbers, so
   it returns the same outputs; their part of the window's loss.
 - `add_direct_gradients`: the gradients of parameters that the loss itself uses.
 """
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from accelerate.utils import send_to_device
+from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS, is_rehearsed
 from hf_ga.engine.slots import Slot, extra_rehearsal
+from hf_ga.engine.used_outputs import FewSamples, few_samples, find_used_outputs
 from hf_ga.engine.window_engine import WindowEngine
-from hf_ga.errors import ConfigError, LossNotAdditive, ProcessFailed
+from hf_ga.errors import ConfigError, DataError, LossNotAdditive, ProcessFailed
 from hf_ga.exact.backend import Backend, RankStatus
-from hf_ga.exact.engine import accumulate_gradient
 from hf_ga.exact.fetch import WindowRequest
 from hf_ga.exact.forward import (
     argument_filter,
     callable_module,
     module_modes,
-    restored_buffers,
     unwrapped,
     without_cache,
 )
-from hf_ga.exact.hooks import Call, Hook
-from hf_ga.exact.loss import FirstPass
 from hf_ga.exact.outputs import named_tensors, with_tensors
-from hf_ga.exact.precision import LOW_PRECISION, sum_dtype
-from hf_ga.exact.whole_window import ProbeLoss, UsedOutputs, WholeBatchLoss, WholeWindow
+from hf_ga.exact.precision import LOW_PRECISION, full_precision, sum_dtype
+from hf_ga.exact.whole_window import (
+    FirstForward,
+    FirstPass,
+    UsedOutputs,
+    WholeBatchLoss,
+    WholeWindow,
+)
 from hf_ga.exact.window import Window
-from hf_ga.proof.prover import Prover
-from hf_ga.proof.whole_batch import find_used_outputs, prove_whole_batch
 
-NUM_PROOF_SAMPLES = 64
 # Largest relative difference between the outputs of both passes, which differ by rounding at most:
 # attention may use another kernel where gradients are needed.
 TOLERANCE = 1e-3
 LOW_PRECISION_TOLERANCE = 5e-2
+# Relative difference of a sample's outputs in two padded widths above which all are padded to one.
+WIDTH_TOLERANCE = 1e-5
 
 
 class WholeBatch:
@@ -64,16 +66,16 @@ class WholeBatch:
     def __init__(
         self, engine: WindowEngine, whole_batch: WholeBatchLoss, module: nn.Module | None = None
     ) -> None:
-        """Start before the first window, with nothing proven."""
+        """Start before the first window, with nothing known."""
         self.engine = engine
         self.whole_batch = whole_batch
         self._module = module
         self._model: nn.Module | None = None  # as it was prepared
-        self._loss: WholeWindow | None = None  # once it is proven
-        self._must_pad = False
-        self._proven_for: tuple[nn.Module, tuple[bool, ...]] | None = None  # model, its modes
+        self._loss: WholeWindow | None = None  # once it is known which outputs it uses
+        self._known_for: tuple[nn.Module, tuple[bool, ...]] | None = None  # model, its modes
         self._window: Window | None = None
         self._slots: Sequence[Slot] = []
+        self._is_checked = False  # whether the current window is looked at closely
         self._first_outputs: list[Any] = []  # of each slot, without those that are not used
         self._differences: list[tuple[str, Tensor, float]] = []  # output, its change, tolerance
         # Of the current iteration
@@ -89,42 +91,43 @@ class WholeBatch:
 
     # Before the loop's iterations
 
-    def prove(self, window: Window, models: Sequence[nn.Module]) -> None:
-        """Prove the loss, unless it is proven for the model in its training modes; learn whether
-        windows must be padded.
+    def planned(self, window: Window, models: Sequence[nn.Module]) -> Window:
+        """Return a window as it is computed: padded to its longest sample if the loss needs that,
+        or as long as it is not known whether it does.
 
         Args:
-            window: A window, of whose dataset the proof takes samples.
+            window: The window.
             models: The prepared models that are trained.
 
         Raises:
             ConfigError: If the loop is not one that whole_batch supports.
-            LossNotAdditive, UnkeyedRandomness: See `hf_ga.prove_targets`.
+            DataError, ConfigError: If its batches cannot be padded, but must be.
         """
         self._model = _only_model(models)
-        inner = unwrapped(self._model) if self._module is None else self._module
-        if self._proven_for != (inner, module_modes(inner)):
-            with self.engine.draws.resumed():
-                self._loss, self._must_pad = _prove(
-                    inner, self.whole_batch, window, self.engine.draws
-                )
-            self._proven_for = (inner, module_modes(inner))
-        window.state.pad_to_window |= self._must_pad
+        state = window.state
+        if state.is_width_tried and not state.pad_to_window:
+            return window
+        try:
+            return window.padded_to_window()
+        except (ConfigError, DataError):
+            if state.pad_to_window:
+                raise
+            return window
 
     @property
     def used(self) -> UsedOutputs:
-        """The outputs that the proven loss uses."""
+        """The outputs that the loss uses, after the first window."""
         return self._loss.used
 
     def adopt(self, model: nn.Module, used: UsedOutputs) -> None:
-        """Take the loss for proven, as it is on another process.
+        """Take over which outputs the loss uses from another process.
 
         Args:
-            model: The model in training mode, as `prove` gets it, which may have no weights yet.
+            model: The model in training mode, as `planned` gets it, which may have no weights yet.
             used: The outputs that the loss uses.
         """
         self._loss = WholeWindow(self.whole_batch, used)
-        self._proven_for = (unwrapped(model), module_modes(unwrapped(model)))
+        self._known_for = _with_modes(model)
 
     def begin(
         self, window: Window, slots: Sequence[Slot], request: WindowRequest | None = None
@@ -142,38 +145,106 @@ class WholeBatch:
             Others: See `WholeWindow.prepare`.
         """
         backend = self.engine.gradient.backend
+        request = request or window.request
         self._window = window
         self._slots = slots
         self._differences = []
-        loss = torch.zeros((), dtype=sum_dtype(backend.device), device=backend.device)
-        status = RankStatus(loss=loss, counts=())
-        try:
-            rehearsal = self._rehearsal()
-            with without_cache(self._model):
+        number = window.index if window.epoch == 0 else max(window.index, NUM_FIRST_WINDOWS)
+        self._is_checked = is_rehearsed(number)
+        with without_cache(self._model):
+            self._find_out(window, request)
+            loss = torch.zeros((), dtype=sum_dtype(backend.device), device=backend.device)
+            status = RankStatus(loss=loss, counts=())
+            try:
+                rehearsal = self._rehearsal()
                 self._first_outputs = self.engine.first_pass(
-                    [*slots, *rehearsal], request or window.request, self._first_forward
+                    [*slots, *rehearsal], request, self._first_forward
                 )
-            if rehearsal:
-                self._compare_companies(rehearsal[0], self._first_outputs.pop())
-            self._loss.prepare(self._first_pass(backend, status))
-        except ProcessFailed:
-            raise
-        except Exception as error:
-            if backend.is_sharded:
+                if rehearsal:
+                    self._compare_companies(rehearsal[0], self._first_outputs.pop())
+                first_pass = self._first_pass(backend, status)
+                self._loss.prepare(first_pass, is_checked=self._is_checked)
+            except ProcessFailed:
                 raise
-            status.failure = error
-        finally:
-            self.engine.slot = None
-        backend.all_reduce_status(status)  # raises the error of a rank on all ranks
+            except Exception as error:
+                if backend.is_sharded:
+                    raise
+                status.failure = error
+            finally:
+                self.engine.slot = None
+            backend.all_reduce_status(status)  # raises the error of a rank on all ranks
+
+    def _find_out(self, window: Window, request: WindowRequest) -> None:
+        """Find out, if it is not known, which outputs the loss uses, and whether they depend on
+        padding. A collective.
+        """
+        backend = self.engine.gradient.backend
+        is_known = self._known_for == _with_modes(self._model)
+        # Where nothing else is known, all windows of shards are padded.
+        tries_widths = not (window.state.is_width_tried or backend.is_sharded)
+        if is_known and not (tries_widths and self._is_checked):
+            return
+        self._is_checked = True
+        # Forwards of shards are collectives: the other ranks would wait in them.
+        together = nullcontext() if backend.is_sharded else backend.failing_on_all_ranks()
+        needs_padding = False
+        with together:
+            few = few_samples(window)
+            outputs = self._outputs_of_few(few, request)
+            used = self._loss.used if is_known else self._used_outputs(few, outputs)
+            needs_padding = few.have_two_widths and self._depend_on_width(outputs, used)
+        if not is_known:
+            if backend.num_processes > 1:
+                (used,) = broadcast_object_list([used])
+            self._loss = WholeWindow(self.whole_batch, used)
+            self._known_for = _with_modes(self._model)
+        if tries_widths and backend.max_over_ranks(int(few.have_two_widths)):
+            window.state.is_width_tried = True
+            window.state.pad_to_window |= bool(backend.max_over_ranks(int(needs_padding)))
+        if window.state.pad_to_window and not window.request.pad_to_window:
+            window.padded_to_window()  # raises the error of batches that cannot be padded
+
+    def _outputs_of_few(self, few: FewSamples, request: WindowRequest) -> list[Any]:
+        """Return the outputs of each of the micro-batches of a few samples, in float32 where the
+        weights are.
+        """
+        model = unwrapped(self._model)
+        is_low = any(p.dtype in LOW_PRECISION for p in model.parameters())
+        is_precise = not is_low and not self.engine.backend.is_sharded
+        with full_precision(model) if is_precise else nullcontext():
+            return self.engine.first_pass(few.slots, request, self._forward)
+
+    def _used_outputs(self, few: FewSamples, outputs: Sequence[Any]) -> UsedOutputs:
+        """Return the outputs that the loss uses."""
+        return find_used_outputs(
+            self.whole_batch,
+            outputs[0],
+            outputs[1],
+            send_to_device(few.all.batch, self.engine.backend.device),
+            (len(few.all), len(few.some)),
+            self.engine.gradient.parameters,
+        )
+
+    def _depend_on_width(self, outputs: Sequence[Any], used: UsedOutputs) -> bool:
+        """Whether the outputs of the shortest sample are others without padding."""
+        padded, _, alone = map(named_tensors, outputs)
+        for name in used.per_sample | used.without_gradient:
+            row = padded[name][-1:]
+            other = alone[name]
+            if row.shape != other.shape:
+                return True
+            is_low = row.dtype in LOW_PRECISION
+            tolerance = LOW_PRECISION_TOLERANCE if is_low else WIDTH_TOLERANCE
+            if not float(_relative_difference(other, row)) <= tolerance:
+                return True
+        return False
 
     def _rehearsal(self) -> list[Slot]:
         """Return a micro-batch of some samples of the window in other company, if one is due."""
-        window = self._window
-        number = window.index if window.epoch == 0 else max(window.index, NUM_FIRST_WINDOWS)
-        if not is_rehearsed(number):
+        if not self._is_checked:
             return []
         num_processes = self.engine.backend.num_processes
-        rehearsal = extra_rehearsal(window, num_processes=num_processes)
+        rehearsal = extra_rehearsal(self._window, num_processes=num_processes)
         return [] if rehearsal is None else [rehearsal]
 
     def _compare_companies(self, rehearsal: Slot, outputs: Any) -> None:
@@ -210,35 +281,35 @@ class WholeBatch:
 
     def _first_pass(self, backend: Backend, status: RankStatus) -> FirstPass:
         """Return the inputs of `WholeWindow.prepare`."""
-        if backend.is_sharded and self._loss.uses_parameters:
+        if backend.is_sharded and self._loss.used.uses_parameters:
             raise ConfigError(
                 "under FSDP whole_batch cannot use parameters directly, which are sharded: let the "
                 "model's forward return them among its outputs (a temperature as a scalar)."
             )
+        forwards = [
+            FirstForward(slot.micro_batch, outputs, slot.is_counted)
+            for slot, outputs in zip(self._slots, self._first_outputs, strict=True)
+        ]
         return FirstPass(
             window=self._window,
-            calls=[self._call(index) for index in range(len(self._slots))],
-            totals=(self._window.num_samples,),
+            forwards=forwards,
             device=backend.device,
             process_index=backend.process_index,
             parameters=self.engine.gradient.parameters,
-            forward=lambda call: self._first_outputs[call.index],
             all_reduce=partial(backend.all_reduce, status=status),
             scaled=backend.scaled,
         )
 
-    def _call(self, index: int) -> Call:
-        """Return an iteration of the loop as the loss needs it."""
-        slot = self._slots[index]
-        return Call(slot.micro_batch, index=index, weight=int(slot.is_counted))
+    def _forward(self, slot: Slot) -> Any:
+        """Run the forward of an iteration; return its outputs."""
+        batch = send_to_device(slot.micro_batch.batch, self.engine.backend.device)
+        if self._module is not None:
+            return self._module(**batch)
+        return callable_module(self._model)(**argument_filter(self._model)(batch))
 
     def _first_forward(self, slot: Slot) -> Any:
         """Run the forward of an iteration; return those of its outputs that the loss uses."""
-        batch = send_to_device(slot.micro_batch.batch, self.engine.backend.device)
-        if self._module is None:
-            outputs = callable_module(self._model)(**argument_filter(self._model)(batch))
-        else:
-            outputs = self._module(**batch)
+        outputs = self._forward(slot)
         tensors = named_tensors(outputs)
         used = {name: tensors[name] for name in self._loss.used.names if name in tensors}
         return with_tensors(outputs, used)
@@ -327,14 +398,17 @@ class WholeBatch:
             outputs: What the model returned for it.
 
         Raises:
-            LossNotAdditive: If it is not what the model returned in the first pass.
+            LossNotAdditive: If it is not what the model returned in the first pass, or the loss
+                uses something besides outputs.
         """
         self._compare_with_first_pass(index, outputs)
         if index == len(self._slots) - 1:
             self._check_differences()
-        call = self._call(index)
-        sums, _ = self._loss.sums(outputs, call)
-        return sums[0], len(call.micro_batch) / self._window.num_samples
+            if self._is_checked:
+                self._loss.check_again()
+        micro_batch = self._slots[index].micro_batch
+        part = self._loss.part(outputs, micro_batch)
+        return part, len(micro_batch) / self._window.num_samples
 
     def _is_recorded(self, outputs: Any) -> bool:
         """Whether the loop passes the object that the model returned, with unchanged tensors."""
@@ -391,7 +465,7 @@ class WholeBatch:
         has the gradient through the model's outputs.
         """
         for parameter, gradient in self._loss.direct_gradients:
-            accumulate_gradient(parameter, gradient)
+            parameter.grad = gradient if parameter.grad is None else parameter.grad + gradient
         self._first_outputs = []
 
 
@@ -435,57 +509,7 @@ def _only_model(models: Sequence[nn.Module]) -> nn.Module:
     return model
 
 
-class _KeyedDrawsOfProof(Hook):
-    """Keyed draws, as the engine of a proof calls keyed dropout.
-
-    Attributes:
-        sites: No dropout sites are searched.
-    """
-
-    def __init__(self, draws: KeyedDraws) -> None:
-        """Wrap the draws of the loop, which learn in the proof which dims hold samples."""
-        self.draws = draws
-        self.sites: dict[Any, Any] = {}
-
-    def scope(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which all draws are keyed."""
-        return self.draws.scope()
-
-    def before(self, call: Call) -> None:
-        """Begin the draws of a forward."""
-        self.draws.begin(call.keys, call.window_key)
-
-
-def _prove(
-    model: nn.Module, whole_batch: WholeBatchLoss, window: Window, draws: KeyedDraws
-) -> tuple[WholeWindow, bool]:
-    """Prove, on trial batches, that the outputs that a loss uses belong to single samples, and that
-    its gradient in two micro-batches is that of one forward.
-
-    Args:
-        model: The unwrapped model.
-        whole_batch: The user's loss.
-        window: A window of the dataset of which samples are taken.
-        draws: The random draws of the loop.
-
-    Returns:
-        (the loss as the loop computes it, whether windows must be padded to one width).
-
-    Raises:
-        LossNotAdditive, UnkeyedRandomness, ConfigError: See `hf_ga.prove_targets`.
-    """
-    fetcher = window.fetcher
-    samples = fetcher.probe_samples(window.request, NUM_PROOF_SAMPLES)
-    prover = Prover(model, samples, fetcher.collate_fn, None)
-    prover.dropout = _KeyedDrawsOfProof(draws)
-    is_module = isinstance(whole_batch, nn.Module)
-    loss_buffers = restored_buffers(whole_batch) if is_module else nullcontext()
-    with prover.proof_mode(), loss_buffers, without_cache(model):
-        used = find_used_outputs(prover, whole_batch)
-        # A simple loss of the same outputs is additive only if these belong to single samples.
-        prover.loss_fn = ProbeLoss(used)
-        prover.prove_loss()
-        prover.cover_values()
-        must_pad = prover.width_matters() is not False
-        loss = prove_whole_batch(prover, whole_batch, used)
-    return loss, must_pad
+def _with_modes(model: nn.Module) -> tuple[nn.Module, tuple[bool, ...]]:
+    """Return a model without wrappers, and which of its modules are in training mode."""
+    inner = unwrapped(model)
+    return inner, module_modes(inner)

@@ -232,3 +232,23 @@ def shape_of(value: Any) -> tuple[int, ...]:
     if isinstance(value, list | tuple):
         return (len(value),)
     return ()
+
+
+def structure_of(arguments: Batch) -> frozenset:
+    """Describe the keyword arguments of a model's forward, to find out whether a micro-batch has
+    the structure of the batch that the speed-ups were tried on.
+
+    Args:
+        arguments: Names and values of the batch entries that the forward accepts.
+
+    Returns:
+        A set of (name, dtype, number of dims) for tensors and (name, type name, 0) for other
+        values.
+    """
+    described = []
+    for name, value in arguments.items():
+        if isinstance(value, Tensor):
+            described.append((name, value.dtype, value.dim()))
+        else:
+            described.append((name, type(value).__name__, 0))
+    return frozenset(described)

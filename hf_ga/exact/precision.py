@@ -4,13 +4,14 @@ with it; the dtypes of sums.
 
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from accelerate import Accelerator
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError
+from hf_ga.exact.override import override
 
 LOW_PRECISION = (torch.float16, torch.bfloat16)
 
@@ -158,3 +159,31 @@ def temporary_dtype(tensors: Iterable[Tensor], dtype: torch.dtype) -> Iterator[N
     finally:
         for tensor, original in originals:
             tensor.data = original
+
+
+@contextmanager
+def full_precision(model: nn.Module) -> Iterator[None]:
+    """Let a model compute in float32 within the block, so that a comparison sees little rounding.
+
+    Disables autocast, the caller's and the one that Accelerate's `prepare` has put around the
+    forward. Converts fp16 and bf16 buffers and frozen parameters to float32, and lets 4-bit layers
+    of bitsandbytes compute in float32. Trainable parameters are float32 already (see
+    `check_trainable`). All of this is undone at the end of the block.
+    """
+    device_type = next(model.parameters()).device.type
+    frozen = (p for p in model.parameters() if not p.requires_grad)
+    low_precision_tensors = [
+        tensor for tensor in (*frozen, *model.buffers()) if tensor.dtype in LOW_PRECISION
+    ]
+    has_accelerate_autocast = "_original_forward" in vars(model)
+    with (
+        ExitStack() as stack,
+        torch.autocast(device_type, enabled=False),
+        temporary_dtype(low_precision_tensors, torch.float32),
+    ):
+        if has_accelerate_autocast:
+            stack.enter_context(override(model, forward=model._original_forward))
+        for module in model.modules():
+            if getattr(module, "compute_dtype", None) in LOW_PRECISION:  # bitsandbytes
+                stack.enter_context(override(module, compute_dtype=torch.float32))
+        yield

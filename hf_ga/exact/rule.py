@@ -3,34 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import nn
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.batches import Batch
+from hf_ga.exact.batches import Batch, structure_of
 from hf_ga.exact.dropout import KeyedDropout
 from hf_ga.exact.forward import module_modes
 from hf_ga.exact.hooks import Call, Hook, SpeedUp
 from hf_ga.exact.loss import Loss
-
-
-def structure_of(arguments: Batch) -> frozenset:
-    """Describe the keyword arguments of a model's forward, to find out whether a micro-batch has
-    the structure of the batch that the speed-ups were tested on.
-
-    Args:
-        arguments: Names and values of the batch entries that the forward accepts.
-
-    Returns:
-        A set of (name, dtype, number of dims) for tensors and (name, type name, 0) for other
-        values.
-    """
-    described = []
-    for name, value in arguments.items():
-        if isinstance(value, Tensor):
-            described.append((name, value.dtype, value.dim()))
-        else:
-            described.append((name, type(value).__name__, 0))
-    return frozenset(described)
 
 
 @dataclass(frozen=True)

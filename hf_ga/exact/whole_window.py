@@ -13,6 +13,7 @@ Keyed dropout needs none.)
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +21,18 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.errors import ConfigError, LossNotAdditive, UnkeyedRandomness
-from hf_ga.exact.batches import Batch
+from hf_ga.exact.batches import Batch, MicroBatch
+from hf_ga.exact.forward import restored_buffers
 from hf_ga.exact.generators import moved_generators, random_states
-from hf_ga.exact.hooks import Call, Counts
-from hf_ga.exact.loss import FirstPass, Loss, Sums, UserLoss
 from hf_ga.exact.outputs import named_tensors, non_tensor_values, with_tensors
 from hf_ga.exact.precision import at_least_float32, autocast_disabled
 from hf_ga.exact.window import Window
 
 # (outputs of all samples of a window, its batch) -> the loss, a scalar
 WholeBatchLoss = Callable[[Any, Batch], Tensor]
+# Relative difference of a loss, or its gradients, that may be rounding: the same function of the
+# same numbers.
+SAME_LOSS = 1e-4
 
 
 @dataclass(frozen=True)
@@ -105,38 +108,69 @@ class LazyWindowBatch(Mapping):
         return len(self._collated())
 
 
-class ProbeLoss:
-    """A loss function of the model's outputs that is additive over samples if and only if the
-    outputs of a sample do not depend on the other samples in its micro-batch.
+@dataclass(frozen=True)
+class FirstForward:
+    """A forward of the first pass over a window.
 
-    The proof and the audits of a `whole_batch` loss use it as `loss_fn`. It is the sum of
-    (o + r)^2 / 2 over all elements o of the outputs. The constants r differ from element to
-    element, so that changes of different outputs do not cancel.
-
-    Args:
-        used: The outputs that the `whole_batch` loss uses.
+    Attributes:
+        micro_batch: Its samples.
+        outputs: What the model returned, without gradients.
+        is_counted: Whether the samples belong to the window of this rank: not those of a filler.
     """
 
-    def __init__(self, used: UsedOutputs) -> None:
-        """Create the loss function that the proof and the audits of a `whole_batch` loss test in
-        its place, from the model outputs that it uses.
-        """
-        self.used = used
+    micro_batch: MicroBatch
+    outputs: Any
+    is_counted: bool
 
-    def __call__(self, outputs: Any, batch: Batch) -> tuple[Tensor, int]:
-        """Return the sum of (o + r)^2 / 2 over all elements o of the outputs, with constants r, and
-        the number of samples: a `loss_fn` that is additive if the outputs of a sample do not depend
-        on the others, which a `whole_batch` loss needs.
+
+@dataclass(frozen=True)
+class FirstPass:
+    """The first pass over a window on this rank.
+
+    Attributes:
+        window: The window.
+        forwards: The forwards of this rank, at least one.
+        device: The device of the model.
+        process_index: The index of this rank.
+        parameters: The trainable parameters of the model.
+        all_reduce: Sums a tensor over the ranks.
+        scaled: Multiplies a tensor by the fp16 loss scale.
+    """
+
+    window: Window
+    forwards: Sequence[FirstForward]
+    device: torch.device
+    process_index: int
+    parameters: Sequence[nn.Parameter]
+    all_reduce: Callable[[Tensor], Tensor]
+    scaled: Callable[[Tensor], Tensor]
+
+    def from_first_rank(self, tensor: Tensor) -> Tensor:
+        """Broadcast the first rank's tensor, such as a gradient of the window's loss, to all ranks,
+        as they may have rounded differently: an all-reduce in which the other ranks pass zeros.
         """
-        tensors = named_tensors(outputs)
-        total = torch.zeros(())
-        num_samples = 0
-        for name in sorted(self.used.per_sample):
-            output = at_least_float32(tensors[name])
-            shifted = output + _row_constants(output)
-            total = total.to(output.device) + shifted.square().sum() / 2
-            num_samples = len(output)
-        return total, num_samples
+        return self.all_reduce(tensor if self.process_index == 0 else torch.zeros_like(tensor))
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """What the loss of a window was computed from, and what came out.
+
+    Attributes:
+        outputs: The outputs of all samples.
+        batch: Their batch.
+        leaves: The tensors in `outputs`, then the parameters, which have gradients.
+        loss: The loss.
+        gradients: Of each leaf. None where there is none.
+        device: The device of the model.
+    """
+
+    outputs: Any
+    batch: Mapping[str, Any]
+    leaves: list[Tensor]
+    loss: Tensor
+    gradients: tuple[Tensor | None, ...]
+    device: torch.device
 
 
 @dataclass(frozen=True)
@@ -155,26 +189,27 @@ class _Gradients:
     window: Window
 
 
-class WholeWindow(Loss):
-    """The user's loss of all samples of a window together, with a first pass over the window that
-    computes its gradient with respect to the model's outputs.
+class WholeWindow:
+    """The user's loss of all samples of a window together, computed from the outputs of a first
+    pass over the window, with its gradient with respect to them.
 
     Args:
         whole_batch: The user's function (outputs of all samples, batch of all samples) -> scalar
             loss. If it is a module, its parameters are trained, too.
         used: The outputs that it uses.
-    """
 
-    name = "whole_batch"
-    needs_first_pass = True
+    Attributes:
+        direct_gradients: After `prepare`, the gradients of parameters that the loss uses directly,
+            multiplied by the fp16 loss scale, the same on all ranks.
+    """
 
     def __init__(self, whole_batch: WholeBatchLoss, used: UsedOutputs) -> None:
         """Wrap the user's loss of a whole window, given the model outputs that it uses."""
         self.whole_batch = whole_batch
         self.used = used
-        self.uses_parameters = used.uses_parameters
         self.direct_gradients: list[tuple[nn.Parameter, Tensor]] = []
         self._gradients: _Gradients | None = None  # of the window that `prepare` got last
+        self._inputs: _Inputs | None = None  # of that window, if it is checked again
 
     @property
     def value(self) -> Tensor:
@@ -183,29 +218,13 @@ class WholeWindow(Loss):
         """
         return self._gradients.loss
 
-    @property
-    def additive(self) -> UserLoss:
-        """The loss that the proof and the audits check in place of a loss of the whole window: it
-        is additive if and only if the outputs of a sample do not depend on the split into
-        micro-batches.
-        """
-        return UserLoss(ProbeLoss(self.used))
-
-    def count(self, batch: Batch, num_samples: int) -> Counts:
-        """Return the number of samples as the number of targets of a loss of the whole window:
-        every sample is a target.
-        """
-        return (num_samples,)
-
-    def prepare(self, first_pass: FirstPass) -> Counts:
+    def prepare(self, first_pass: FirstPass, *, is_checked: bool) -> None:
         """Compute the loss of the window, and its gradients with respect to the model's outputs and
         to parameters that it uses directly.
 
         Args:
-            first_pass: The window, and functions that run forwards without gradients.
-
-        Returns:
-            The number of samples of the window.
+            first_pass: The first pass over the window.
+            is_checked: Whether `check_again` will be called for this window.
 
         Raises:
             ConfigError: If the loss is not a scalar tensor.
@@ -220,9 +239,7 @@ class WholeWindow(Loss):
         parameters = _distinct([*first_pass.parameters, *parameters_of(self.whole_batch)])
         batch = LazyWindowBatch(window, first_pass.device)
         loss = loss_of_all(self.whole_batch, outputs, batch, first_pass.device)
-        # Autocast would compute this backward in half precision.
-        with autocast_disabled(first_pass.device):
-            gradients = torch.autograd.grad(loss, [*leaves, *parameters], allow_unused=True)
+        gradients = _gradients_of(loss, [*leaves, *parameters], first_pass.device)
         output_gradients = {
             name: torch.zeros_like(leaf) if gradient is None else gradient
             for name, leaf, gradient in zip(names, leaves, gradients, strict=False)
@@ -235,11 +252,42 @@ class WholeWindow(Loss):
             if gradient is not None
         ]
         self._gradients = _Gradients(loss.detach(), output_gradients, window)
-        return (window.num_samples,)
+        self._inputs = None
+        if is_checked:
+            leaves = [*leaves, *parameters]
+            self._inputs = _Inputs(
+                outputs, batch, leaves, loss.detach(), gradients, first_pass.device
+            )
+
+    def check_again(self) -> None:
+        """Compute the loss of the window again from the same outputs, after other forwards.
+
+        Raises:
+            LossNotAdditive: If it is another one, or has another gradient: then it uses something
+                that a forward left behind.
+        """
+        inputs = self._inputs
+        self._inputs = None
+        try:
+            loss = loss_of_all(
+                self.whole_batch, inputs.outputs, inputs.batch, inputs.device, is_extra=True
+            )
+            gradients = _gradients_of(loss, inputs.leaves, inputs.device)
+            pairs = [(loss, inputs.loss), *zip(gradients, inputs.gradients, strict=True)]
+            is_same = all(_is_same(now, before) for now, before in pairs)
+        except (RuntimeError, ValueError, IndexError):  # the shapes of what was left behind
+            is_same = False
+        if not is_same:
+            raise LossNotAdditive(
+                "the loss of whole_batch, computed from the same outputs, is another one after "
+                "another forward of the model, or has another gradient. Likely cause: it uses "
+                "something of the model besides its outputs (what a hook or an attribute of the "
+                "last forward holds). Let the model return it."
+            )
 
     def _window_outputs(self, first_pass: FirstPass) -> tuple[Any, dict[str, Tensor]]:
-        """Run the forwards of this rank without gradients, and exchange their outputs, so that all
-        ranks have those of all samples, in the order of the window.
+        """Exchange the outputs of this rank's forwards, so that all ranks have those of the whole
+        window, in its order.
 
         Returns:
             The outputs as `whole_batch` gets them (those that it does not use are None), and the
@@ -252,26 +300,25 @@ class WholeWindow(Loss):
         window = first_pass.window
         tensors: dict[str, Tensor] = {}
         other_values: list[Any] | None = None
-        for call in first_pass.calls:
-            outputs = first_pass.forward(call)
+        for forward in first_pass.forwards:
+            outputs = forward.outputs
             values = non_tensor_values(outputs)
             if other_values is not None:
                 _check_same_values(other_values, values)
             other_values = values
-            self._copy_outputs(outputs, call, window, tensors)
+            self._copy_outputs(forward, window, tensors)
         for name in sorted(set(tensors) - self.used.shared):
             tensors[name] = _merge_rows_of_ranks(tensors[name], first_pass)
         return with_tensors(outputs, tensors), tensors
 
     def _copy_outputs(
-        self, outputs: Any, call: Call, window: Window, tensors: dict[str, Tensor]
+        self, forward: FirstForward, window: Window, tensors: dict[str, Tensor]
     ) -> None:
         """Copy the outputs of a micro-batch to the rows of its samples in the outputs of the whole
         window. An output that all samples share is stored as it is.
 
         Args:
-            outputs: What the model returned for the micro-batch.
-            call: The forward of the micro-batch. With weight 0, no rows are copied.
+            forward: The forward of the micro-batch. Of one that is not counted, no rows are copied.
             window: The window.
             tensors: The outputs of the window by name, filled in place.
 
@@ -279,31 +326,35 @@ class WholeWindow(Loss):
             LossNotAdditive: If an output that the loss uses is missing, or its rows have another
                 shape than in other micro-batches.
         """
-        offsets = torch.as_tensor(window.offsets_of(call.micro_batch))
-        call_tensors = named_tensors(outputs)
+        offsets = torch.as_tensor(window.offsets_of(forward.micro_batch))
+        of_micro_batch = named_tensors(forward.outputs)
         for name in self.used.names:
-            if name not in call_tensors:
+            if name not in of_micro_batch:
                 raise LossNotAdditive(
                     f"the model does not return {name!r} for every micro-batch, which the loss "
                     "of the whole window needs."
                 )
-            output = at_least_float32(call_tensors[name])
+            output = at_least_float32(of_micro_batch[name])
             if name in self.used.shared:
                 tensors[name] = output.clone()
                 continue
             rows = tensors.setdefault(name, _zero_rows(output, window))
             _check_rows(name, output, rows, len(offsets))
-            if call.weight:
+            if forward.is_counted:
                 rows[offsets.to(output.device)] = output
 
-    def sums(self, outputs: Any, call: Call) -> tuple[Sums, Counts]:
-        """Return a micro-batch's term of the window's loss.
+    def part(self, outputs: Any, micro_batch: MicroBatch) -> Tensor:
+        """Return a micro-batch's part of the window's loss.
 
         Its gradient with respect to the outputs of the micro-batch is that of the loss of the
         window. Its value is the loss of the window, times the micro-batch's share of the samples.
+
+        Args:
+            outputs: What the model returned for the micro-batch, with gradients.
+            micro_batch: Its samples.
         """
         gradients = self._gradients
-        offsets = torch.as_tensor(gradients.window.offsets_of(call.micro_batch))
+        offsets = torch.as_tensor(gradients.window.offsets_of(micro_batch))
         has_first_sample = bool((offsets == 0).any())
         tensors = named_tensors(outputs)
         term = torch.zeros((), device=gradients.loss.device)
@@ -318,17 +369,16 @@ class WholeWindow(Loss):
         # of the window's loss, so that the values of all micro-batches add up to that loss.
         value = gradients.loss * (len(offsets) / gradients.window.num_samples)
         only_gradient = term - term.detach()  # its value is 0
-        return (only_gradient + value,), call.counts
-
-    def mean(self, sums: Sums, totals: Counts) -> Tensor | float:
-        """Return a micro-batch's term of the loss of the whole window as it is: the user's
-        `whole_batch` has already divided it.
-        """
-        return sums[0]
+        return only_gradient + value
 
 
 def loss_of_all(
-    whole_batch: WholeBatchLoss, outputs: Any, batch: Batch, device: torch.device
+    whole_batch: WholeBatchLoss,
+    outputs: Any,
+    batch: Batch,
+    device: torch.device,
+    *,
+    is_extra: bool = False,
 ) -> Tensor:
     """Call the user's loss of a whole window with gradients enabled and without autocast, and check
     what it returns.
@@ -338,6 +388,8 @@ def loss_of_all(
         outputs: The model's outputs for all samples of the window.
         batch: The batch of all samples of the window.
         device: The device of the model.
+        is_extra: Whether this call is beside the one of the window, so that buffers of a loss that
+            is a module stay as they are.
 
     Returns:
         The loss, a tensor of shape ().
@@ -348,7 +400,9 @@ def loss_of_all(
         UnkeyedRandomness: If it draws from a random generator.
     """
     before = random_states()
-    with torch.enable_grad(), autocast_disabled(device):
+    is_module = isinstance(whole_batch, nn.Module)
+    buffers = restored_buffers(whole_batch) if is_module and is_extra else nullcontext()
+    with torch.enable_grad(), autocast_disabled(device), buffers:
         loss = whole_batch(outputs, batch)
     moved = moved_generators(before)
     if moved:
@@ -428,23 +482,6 @@ def _check_rows(name: str, output: Tensor, rows: Tensor, num_samples: int) -> No
     )
 
 
-def _row_constants(output: Tensor) -> Tensor:
-    """Return the constants that `ProbeLoss` adds to a model output: one for each element of a row,
-    a product of cosines of its coordinates.
-
-    A constant depends only on the coordinates, not on the size of the row, so padding does not
-    change it.
-
-    Returns:
-        A tensor of shape output.shape[1:].
-    """
-    constants = torch.ones((), device=output.device, dtype=output.dtype)
-    for dim, size in enumerate(output.shape[1:]):
-        coordinates = torch.arange(1, size + 1, device=output.device, dtype=output.dtype)
-        constants = constants.unsqueeze(-1) * torch.cos(coordinates * (dim + 1.5))
-    return constants
-
-
 def parameters_of(whole_batch: WholeBatchLoss) -> list[nn.Parameter]:
     """Return the trainable parameters of the user's loss of a whole window, if it is a module;
     otherwise [].
@@ -459,3 +496,19 @@ def _distinct(parameters: Sequence[nn.Parameter]) -> list[nn.Parameter]:
     share some.
     """
     return list(dict.fromkeys(parameters))
+
+
+def _gradients_of(
+    loss: Tensor, leaves: Sequence[Tensor], device: torch.device
+) -> tuple[Tensor | None, ...]:
+    """Return the gradient of a loss with respect to each leaf, None where there is none."""
+    with autocast_disabled(device):  # which would compute this backward in half precision
+        return torch.autograd.grad(loss, leaves, allow_unused=True)
+
+
+def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
+    """Whether two tensors are the same up to rounding: both None, or close to each other."""
+    if now is None or before is None:
+        return now is before
+    now = now.detach()
+    return torch.equal(now, before) or bool((now - before).norm() <= SAME_LOSS * before.norm())

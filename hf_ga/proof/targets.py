@@ -11,21 +11,14 @@ balancing loss of a mixture of experts is computed over the whole window (`exact
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from typing import Any
 
 from torch import nn
 
-from hf_ga.exact.forward import LossFunction, module_modes, restored_buffers
+from hf_ga.exact.forward import LossFunction, module_modes
 from hf_ga.exact.hooks import SpeedUp
 from hf_ga.exact.rule import Rule
-from hf_ga.exact.whole_window import ProbeLoss, WholeBatchLoss
 from hf_ga.proof.prover import Prover
-from hf_ga.proof.whole_batch import (
-    check_same_in_both_passes,
-    find_used_outputs,
-    prove_whole_batch,
-)
 
 
 def prove(
@@ -34,7 +27,6 @@ def prove(
     collate_fn: Callable[[list[Any]], Any],
     *,
     loss_fn: LossFunction | None = None,
-    whole_batch: WholeBatchLoss | None = None,
     allow_split_dependent_randomness: bool = False,
     speed_ups: Sequence[SpeedUp] = (),
 ) -> Rule:
@@ -49,7 +41,6 @@ def prove(
         collate_fn: List of samples -> keyword arguments of the model.
         loss_fn: (outputs, batch) -> (sum of the loss, number of targets), in place of the head's
             own loss.
-        whole_batch: (outputs, batch) -> the loss of all samples of a window, in place of `loss_fn`.
         allow_split_dependent_randomness: Accept random draws that cannot be tied to a sample.
         speed_ups: Speed-ups to try. Those that fail keep no reference to the model.
 
@@ -57,18 +48,9 @@ def prove(
         The rule that the engine trains by: the loss, the dropout sites, the speed-ups that passed.
     """
     prover = Prover(model, samples, collate_fn, loss_fn)
-    loss_is_module = isinstance(whole_batch, nn.Module)
-    loss_buffers = restored_buffers(whole_batch) if loss_is_module else nullcontext()
-    with prover.proof_mode(), loss_buffers:
+    with prover.proof_mode():
         modes = module_modes(prover.model)
-        if whole_batch is not None:
-            used_outputs = find_used_outputs(prover, whole_batch)
-            # Prove a simple loss of the same outputs first: it is additive only if the outputs of
-            # a sample do not depend on the other samples of its micro-batch.
-            prover.loss_fn = ProbeLoss(used_outputs)
         prover.find_dropout(allow_split_dependent_randomness)
-        if whole_batch is not None:
-            check_same_in_both_passes(prover)
         prover.find_router()
         prover.find_ignored_label()
         prover.choose_speed_ups(speed_ups)
@@ -78,8 +60,6 @@ def prove(
         if width_matters:
             prover.check_unpadded()
         loss = prover.loss
-        if whole_batch is not None:
-            loss = prove_whole_batch(prover, whole_batch, used_outputs)
     return Rule(
         loss=loss,
         dropout=prover.dropout,

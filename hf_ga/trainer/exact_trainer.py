@@ -121,21 +121,7 @@ class TrainerWindow:
         self._mask_request = replace(request, seed=self.trainer.args.seed)
         self.num_begun = 0
         self.engine.speed_ups.is_resumed = self.trainer.state.global_step > 0
-        if self._whole_batch is not None:
-            self._prove_whole_batch()
         self._begin_window()
-
-    def _prove_whole_batch(self) -> None:
-        """Prove, once, that the outputs that the loss of a window uses belong to single samples."""
-        trainer = self.trainer
-        trainer.model.train()  # Trainer calls it in each training step only
-        gather = partial(gather_uneven, trainer.accelerator.gather)
-        with (
-            preserving_counters(trainer),
-            _hiding_accumulation(trainer),
-            override(trainer.accelerator, gather=gather),
-        ):
-            self._whole_batch.prove(self._window, [trainer.model_wrapped])
 
     def _begin_window(self) -> None:
         """Begin the window in the engine, or begin it again."""
@@ -143,9 +129,14 @@ class TrainerWindow:
         if is_sharded(trainer.accelerator):
             # Without a rehearsal it is not known whether the padded width matters.
             self.loader_state.pad_to_window = True
-        if self.loader_state.pad_to_window:
+        if self._whole_batch is not None:
+            trainer.model.train()  # Trainer calls it in each training step only
+            self._window = self._whole_batch.planned(self._window, [trainer.model_wrapped])
+        elif self.loader_state.pad_to_window:
             self._window = self._window.padded_to_window()
-            self._mask_request = replace(self._mask_request, pad_to_window=True)
+        self._mask_request = replace(
+            self._mask_request, pad_to_window=self._window.request.pad_to_window
+        )
         self.slots = plain_slots(self._window)
         self._rehearsal = None
         # A loss of a whole window compares samples on purpose.

@@ -209,6 +209,56 @@ class NormalizedOverBatch(pairs.Embedder):
         return embedded - embedded.mean(0)
 
 
+class MeanOverTheWidth(pairs.Embedder):
+    """Divides by the padded width: a sample's outputs depend on how it is padded."""
+
+    def embed(self, ids, mask):
+        hidden = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+        return hidden.mean(1)
+
+
+def two_epochs(layout, lengths):
+    """Train with outputs that depend on padding; return the weights."""
+    reset_states()
+    model = h.seeded(lambda: MeanOverTheWidth(0.1, True))()
+    accelerator = layout.make(exact)
+    samples = pairs.pair_samples(48)
+    for index, sample in enumerate(samples):
+        for name in ("anchor", "positive"):
+            sample[name] = sample[name][: lengths(index)]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    size = layout.per_device_batch_size
+    loader = torch.utils.data.DataLoader(samples, size, collate_fn=pairs.collate_pairs)
+    model, optimizer, loader = accelerator.prepare(model.train(), optimizer, loader)
+    for _ in range(2):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(outputs_of(model, batch))
+                optimizer.step()
+                optimizer.zero_grad()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+def largest_difference(weights, others):
+    pairs_of_weights = zip(weights, others, strict=True)
+    return max(float((a - b).abs().max()) for a, b in pairs_of_weights)
+
+
+def test_outputs_that_depend_on_padding():
+    """All windows are padded to their longest sample, as in one batch."""
+    whole, split = (two_epochs(layout, lambda i: 11) for layout in (FULL_BATCH, UNEVEN))
+    assert largest_difference(split, whole) < CLOSE
+
+
+def test_padding_that_matters_late():
+    """In the first window all samples are equally long, so that nothing shows there."""
+    lengths = {0: 3, 1: 11, 2: 11}  # of each window
+    whole, split = (
+        two_epochs(layout, lambda i: lengths[i // 16]) for layout in (FULL_BATCH, UNEVEN)
+    )
+    assert largest_difference(split, whole) < CLOSE
+
+
 class Remembering(pairs.Embedder):
     """Keeps the embeddings for a loss that does not use the outputs alone."""
 
@@ -227,8 +277,8 @@ class Drawing(pairs.Embedder):
 @pytest.mark.parametrize(
     ("model_class", "error", "words"),
     [
-        (NormalizedOverBatch, LossNotAdditive, "loss of a batch is not the mean"),
-        (Drawing, UnkeyedRandomness, "drew from random"),
+        (NormalizedOverBatch, LossNotAdditive, "among other samples"),
+        (Drawing, UnkeyedRandomness, "generator of random"),
     ],
     ids=["outputs that compare samples", "an unkeyed draw"],
 )
@@ -243,7 +293,7 @@ def test_a_loss_of_something_beside_the_outputs_is_refused():
     def of_last(outputs, batch):
         return contrast(outputs, batch) + model.last.square().sum()
 
-    with pytest.raises(LossNotAdditive, match="not that of one forward of all samples"):
+    with pytest.raises(LossNotAdditive, match="besides its outputs"):
         loop(outputs_of, model=model, whole_batch=of_last)
 
 

@@ -1,43 +1,99 @@
-"""Proves a loss of whole windows (`whole_batch`, such as in-batch negatives): which outputs of the
-model it uses, that the outputs of a sample do not depend on other samples, and that a window in two
-micro-batches has the gradient of one forward.
+"""Finds out, from a few samples of a window, which outputs of the model a loss of all samples of a
+window uses, and whether they depend on padding.
+
+    few = few_samples(window)
+    used = find_used_outputs(whole_batch, few, [forward(slot) for slot in few.slots], ...)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_ga.errors import ConfigError, LossNotAdditive
-from hf_ga.exact.batches import Batch, take_rows
+from hf_ga.engine.rehearsal import widths_of
+from hf_ga.engine.slots import Slot
+from hf_ga.errors import ConfigError, DataError, LossNotAdditive
+from hf_ga.exact.batches import Batch, MicroBatch, row_lengths
 from hf_ga.exact.outputs import named_tensors, with_tensors
 from hf_ga.exact.precision import at_least_float32
-from hf_ga.exact.whole_window import (
-    UsedOutputs,
-    WholeBatchLoss,
-    WholeWindow,
-    loss_of_all,
-    parameters_of,
-)
-from hf_ga.proof.prober import BatchLoss
-from hf_ga.proof.probes import NUM_PROBE_SAMPLES, TOLERANCE, ProbeResult, relative_error
-from hf_ga.proof.prover import ALL_ROWS, GROUP_ROWS, Prover
+from hf_ga.exact.whole_window import UsedOutputs, WholeBatchLoss, loss_of_all, parameters_of
+from hf_ga.exact.window import Window
 
-NUM_FEW = 2  # samples of a second, smaller batch
+NUM_SAMPLES = 6
+NUM_OF_SECOND = 2  # samples of a second micro-batch: another number of samples
 
 
-def find_used_outputs(prover: Prover, whole_batch: WholeBatchLoss) -> UsedOutputs:
-    """Find out which outputs of a model a loss of whole windows uses.
+@dataclass(frozen=True)
+class FewSamples:
+    """Three small micro-batches of samples of a window.
 
-    Runs the model on the probe batch and on two samples of it: an output with one row per sample
-    has 6 and 2 rows. Then computes the loss and its gradient with respect to each output. Adds
-    parameters of `whole_batch` itself to `prover.parameters`, so that the proof compares their
-    gradients, too.
+    Attributes:
+        all: Some samples, padded to the window's longest sample where batches can be.
+        some: Another number of them, padded like them.
+        shortest: The shortest of them alone, without padding.
+    """
+
+    all: MicroBatch
+    some: MicroBatch
+    shortest: MicroBatch
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The micro-batches as iterations that add nothing."""
+        batches = (self.all, self.some, self.shortest)
+        return [Slot(micro_batch, is_filler=True) for micro_batch in batches]
+
+    @property
+    def have_two_widths(self) -> bool:
+        """Whether the shortest sample has padding among the others."""
+        return widths_of(self.all.batch) != widths_of(self.shortest.batch)
+
+
+def few_samples(window: Window) -> FewSamples:
+    """Choose some samples of this process, from the longest to the shortest one.
 
     Args:
-        prover: The proof of the model.
+        window: The window.
+    """
+    planned = window.request.micro_batches
+    own = np.concatenate(planned) if len(planned) else window.offsets[:1]
+    (together,) = window.split([own]).micro_batches
+    by_length = own[np.argsort(-row_lengths(together.batch, len(together)), kind="stable")]
+    number = min(NUM_SAMPLES, len(by_length))
+    chosen = by_length[np.linspace(0, len(by_length) - 1, number).astype(int)]
+    # With the longest one, so that both are equally wide also where nothing pads to the window.
+    some = chosen[:NUM_OF_SECOND] if number > NUM_OF_SECOND else np.tile(chosen, 2)
+    try:
+        padded = window.split([chosen, some], pad_to_window=True).micro_batches
+    except (ConfigError, DataError):
+        padded = window.split([chosen, some]).micro_batches
+    unpadded = replace(window, request=replace(window.request, pad_to_window=False))
+    return FewSamples(*padded, *unpadded.split([chosen[-1:]]).micro_batches)
+
+
+def find_used_outputs(
+    whole_batch: WholeBatchLoss,
+    outputs: Any,
+    outputs_of_some: Any,
+    batch: Batch,
+    numbers: tuple[int, int],
+    parameters: Sequence[nn.Parameter],
+) -> UsedOutputs:
+    """Find out which outputs of a model a loss of whole windows uses.
+
+    An output with one row per sample has as many rows as a micro-batch has samples, in two of
+    different sizes. The loss and its gradient with respect to each output tell which it uses.
+
+    Args:
         whole_batch: (outputs, batch) -> the loss of all samples, a scalar.
+        outputs: What the model returned for a few samples, without gradients.
+        outputs_of_some: What it returned for another number of them.
+        batch: The batch of the few samples, on the device.
+        numbers: The numbers of samples of both.
+        parameters: The trainable parameters of the model.
 
     Returns:
         The names of the outputs that the loss uses, and whether it uses parameters directly.
@@ -48,29 +104,25 @@ def find_used_outputs(prover: Prover, whole_batch: WholeBatchLoss) -> UsedOutput
         ConfigError: If the loss is not a scalar, or depends on trained tensors that are not known.
         UnkeyedRandomness: If the loss draws random numbers.
     """
-    loss_parameters = parameters_of(whole_batch)
-    prover.parameters = list(dict.fromkeys([*prover.parameters, *loss_parameters]))
-    batch = prover.probe_batch()
-    few_samples = take_rows(batch, ALL_ROWS[:NUM_FEW], prover.sample_entries)
-    outputs = prover.plain_forward(batch)
-    few_outputs = named_tensors(prover.plain_forward(few_samples))
+    known = list(dict.fromkeys([*parameters, *parameters_of(whole_batch)]))
+    device = known[0].device
     tensors = {name: _as_leaf(value) for name, value in named_tensors(outputs).items()}
-    batch_on_device = prover.on_device(batch)
+    of_some = named_tensors(outputs_of_some)
 
     def loss_of_outputs(names: set[str]) -> Tensor:
         """Compute the loss if only the outputs with these names are passed, the others as None."""
         passed = {name: value for name, value in tensors.items() if name in names}
         partial_outputs = with_tensors(outputs, passed)
-        return loss_of_all(whole_batch, partial_outputs, batch_on_device, prover.device)
+        return loss_of_all(whole_batch, partial_outputs, batch, device, is_extra=True)
 
     loss = loss_of_outputs(set(tensors))
-    _check_leaves(loss, [*tensors.values(), *prover.parameters])
-    with_gradient, uses_parameters = _find_gradients(loss, tensors, prover.parameters)
+    _check_leaves(loss, [*tensors.values(), *known])
+    with_gradient, uses_parameters = _find_gradients(loss, tensors, known)
     per_sample = {
-        name for name in tensors if _has_row_per_sample(tensors[name], few_outputs.get(name))
+        name for name in tensors if _has_row_per_sample(tensors[name], of_some.get(name), numbers)
     }
     shared = with_gradient - per_sample
-    _check_shared(shared, tensors, few_outputs)
+    _check_shared(shared, tensors, of_some, numbers[0])
 
     # The loss may also read outputs without having a gradient with respect to them. If it needs
     # any, keep all with one row per sample. Those that are differentiable may have a gradient in
@@ -120,88 +172,27 @@ def _find_gradients(
 
 
 def _check_shared(
-    names: set[str], tensors: dict[str, Tensor], few_outputs: dict[str, Tensor]
+    names: set[str], tensors: dict[str, Tensor], of_some: dict[str, Tensor], number: int
 ) -> None:
     """Check that some outputs of a model are the same for all samples (a learned temperature).
 
     Args:
         names: Outputs that the loss uses and that do not have one row per sample.
-        tensors: The model's outputs by name for all samples of the probe batch.
-        few_outputs: Its outputs by name for the first `NUM_FEW` of them.
+        tensors: The model's outputs by name for a few samples.
+        of_some: Its outputs by name for another number of them.
+        number: The number of the few samples.
 
     Raises:
         LossNotAdditive: If one is not.
     """
     for name in sorted(names):
-        if not _is_same_output(tensors[name], few_outputs.get(name)):
+        if not _is_same_output(tensors[name], of_some.get(name)):
             raise LossNotAdditive(
                 f"whole_batch uses the model's output {name!r}, which has shape "
-                f"{list(tensors[name].shape)} for {NUM_PROBE_SAMPLES} samples: it must have one "
+                f"{list(tensors[name].shape)} for {number} samples: it must have one "
                 "row per sample, computed from that sample alone, or be the same for all samples. "
                 "Let whole_batch compute what compares samples (a matrix of similarities)."
             )
-
-
-def check_same_in_both_passes(prover: Prover) -> None:
-    """Check that both forwards of a micro-batch have the same outputs.
-
-    A loss of whole windows needs two forwards: the first one gives the outputs of the window, the
-    second one the gradient. They differ if the model draws random numbers that are not keyed.
-
-    Raises:
-        ConfigError: If the model draws random numbers that cannot be tied to samples.
-    """
-    if prover.dropout.unkeyed:
-        names = ", ".join(prover.dropout.names[module] for module in prover.dropout.unkeyed)
-        raise ConfigError(
-            f"{names} draws random numbers that cannot be tied to samples, so the two forwards of "
-            "whole_batch would differ, and its gradient would be wrong: set this randomness to 0."
-        )
-
-
-def prove_whole_batch(
-    prover: Prover, whole_batch: WholeBatchLoss, used_outputs: UsedOutputs
-) -> WholeWindow:
-    """Test that a loss of whole windows has the same gradient in one and in two micro-batches.
-
-    Args:
-        prover: The proof of the model, which has proven that the outputs of a sample do not depend
-            on other samples.
-        whole_batch: (outputs, batch) -> the loss of all samples, a scalar.
-        used_outputs: The outputs that the loss uses, from `find_used_outputs`.
-
-    Returns:
-        The loss that the engine trains with.
-
-    Raises:
-        LossNotAdditive: If loss or gradient differ by more than rounding.
-    """
-
-    def loss_of_one_batch(outputs: Any, batch: Batch) -> tuple[Tensor, float]:
-        """Compute the loss of one batch with all samples; in the form of a `loss_fn`."""
-        tensors = {name: at_least_float32(value) for name, value in named_tensors(outputs).items()}
-        outputs = with_tensors(outputs, tensors)
-        return loss_of_all(whole_batch, outputs, batch, prover.device), 1.0
-
-    batch = prover.probe_batch()
-    rows = [GROUP_ROWS["A"], GROUP_ROWS["B"]]
-    parts = [take_rows(batch, part, prover.sample_entries) for part in rows]
-    window_loss = WholeWindow(whole_batch, used_outputs)
-    loss, gradients = prover.loss_and_gradients(BatchLoss(loss_of_one_batch), [batch], [ALL_ROWS])
-    split_loss, split_gradients = prover.loss_and_gradients(
-        window_loss, parts, rows, window_batch=batch
-    )
-    error = relative_error(
-        ProbeResult(split_loss, 0.0, split_gradients), ProbeResult(loss, 0.0, gradients)
-    )
-    if not error <= max(TOLERANCE, prover.tolerance):
-        raise LossNotAdditive(
-            "the gradient of whole_batch for a window in two micro-batches is not that of one "
-            f"forward of all samples (relative error {error:.1e}). Likely cause: it uses "
-            "something of the model besides its outputs (what a hook or an attribute of the last "
-            "forward holds). Let the model return it."
-        )
-    return window_loss
 
 
 def _check_leaves(loss: Tensor, known_tensors: list[Tensor]) -> None:
@@ -223,7 +214,7 @@ def _check_leaves(loss: Tensor, known_tensors: list[Tensor]) -> None:
         if leaf is not None and id(leaf) not in known_ids:
             raise ConfigError(
                 f"whole_batch depends on a tensor of shape {list(leaf.shape)} that is trained, but "
-                "is not a parameter of this model (its copy, in a check): let the model return it "
+                "is not a parameter of this model: let the model return it "
                 "among its outputs, or let whole_batch be a torch.nn.Module that has it."
             )
         next_nodes = {next_node for next_node, _ in node.next_functions if next_node is not None}
@@ -241,29 +232,28 @@ def _as_leaf(output: Tensor) -> Tensor:
     return leaf.requires_grad_() if leaf.is_floating_point() else leaf
 
 
-def _has_row_per_sample(output: Tensor, few_output: Tensor | None) -> bool:
+def _has_row_per_sample(output: Tensor, of_some: Tensor | None, numbers: tuple[int, int]) -> bool:
     """Whether an output of a model has one row per sample, of a shape that does not depend on the
     number of samples.
 
     Args:
-        output: The output for all samples of the probe batch.
-        few_output: The same output for the first `NUM_FEW` of them. None if the model did not
-            return it.
+        output: The output for a few samples.
+        of_some: The same output for another number of them. None if the model did not return it.
+        numbers: Both numbers of samples.
     """
-    if few_output is None or not output.dim() or not few_output.dim():
+    if of_some is None or not output.dim() or not of_some.dim():
         return False
-    has_rows = len(output) == NUM_PROBE_SAMPLES and len(few_output) == NUM_FEW
-    return has_rows and output.shape[1:] == few_output.shape[1:]
+    has_rows = (len(output), len(of_some)) == numbers
+    return has_rows and output.shape[1:] == of_some.shape[1:]
 
 
-def _is_same_output(output: Tensor, few_output: Tensor | None) -> bool:
-    """Whether an output is the same for all samples of the probe batch as for a few of them.
-
-    False if the model did not return it for a few samples (None).
+def _is_same_output(output: Tensor, of_some: Tensor | None) -> bool:
+    """Whether an output is the same for two numbers of samples. False if the model did not return
+    it for one of them (None).
     """
-    if few_output is None or output.shape != few_output.shape:
+    if of_some is None or output.shape != of_some.shape:
         return False
-    return torch.allclose(output, few_output.to(output))
+    return torch.allclose(output, of_some.to(output))
 
 
 def _is_same_loss(
