@@ -444,7 +444,9 @@ class WindowEngine:
         self.draws.begin(keys, key_of_window)
         self._random_states = random_states()
         with ExitStack() as stack:
-            if not slot.is_counted:
+            # Not in a pipeline, where backwards that follow need the buffers as their forwards saw
+            # them. The trial refused models in which buffers of a forward change the next one.
+            if not slot.is_counted and not self.backend.is_stage:
                 for model in self._all_models:
                     stack.callback(snapshot_buffers(model))
             if slot.is_rehearsal:
@@ -511,8 +513,7 @@ class WindowEngine:
                 self.gradient.add_part(part, loss, readings, retain_graph=retain_graph, sync=sync)
         if slot.is_counted:
             self.gradient.end_micro_batch()
-        if not self.backend.is_stage:  # there the backward follows
-            self.draws.after_backward()
+        self.draws.after_backward()
 
     def _with_known_keys(self, readings: Sequence[Reading]) -> list[Reading]:
         """Return readings with the keys that stand for their terms, and note which are in one

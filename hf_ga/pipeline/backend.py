@@ -46,8 +46,8 @@ class PipelineBackend(Backend):
     is_sharded = True
     is_stage = True
     reason_not_to_split = (
-        "In a pipeline it cannot be split, because a stage that fails cannot rejoin the others: "
-        "make it smaller (per_device_batch_size; the results stay the same)"
+        "In a pipeline it cannot be split, because a stage that fails in a backward cannot rejoin "
+        "the others: make it smaller (per_device_batch_size; the results stay the same)"
     )
 
     def __init__(self, accelerator: Accelerator, num_stages: int, min_calls: int) -> None:

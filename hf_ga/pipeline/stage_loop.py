@@ -71,7 +71,7 @@ class StageLoop(OwnLoop):
         backend = self._backend
         with backend.failing_on_all_ranks():
             hidden_shape = max_hidden_shape(self._slots, self.model.config.hidden_size)
-        number = checksum([slot.micro_batch.batch for slot in self._slots])
+            number = checksum([slot.micro_batch.batch for slot in self._slots])
         with backend.failing_on_all_ranks():
             if not backend.is_same_on_all_stages(number):
                 raise ConfigError(
@@ -87,6 +87,7 @@ class StageLoop(OwnLoop):
         before = random_states()
         with draws.scope(), backend.deferred_backwards():
             self._run_schedule(hidden_shape)
+        self._note_draws_in_backwards()
         if moved := moved_generators(before):
             self._fail(_unkeyed(f"from the generator of {' and '.join(moved)}"))
         if draws.num_reclassified != num_reclassified:
@@ -152,6 +153,7 @@ class StageLoop(OwnLoop):
         Returns:
             The micro-batch's loss on the last stage, hidden states on the others.
         """
+        self._note_draws_in_backwards()
         if self.engine.gradient.failure is None:
             try:
                 output = self._forward(index, hidden)
@@ -176,6 +178,7 @@ class StageLoop(OwnLoop):
                 outputs = self.stage_model(**batch)
             self._check_number_of_draws()
             if not self.stage_model.is_last:
+                engine.draws.after_backward()  # what is drawn now is drawn in backwards
                 return outputs
             loss = head_loss(outputs)
             engine.add(loss)
@@ -195,6 +198,14 @@ class StageLoop(OwnLoop):
                 f"{self._backend.stage}, where the full model drew "
                 f"{self._last_draw - draws.first_draw}"
             )
+
+    def _note_draws_in_backwards(self) -> None:
+        """Let all ranks raise an error at the window's end if numbers were drawn since the last
+        forward: they depend on the schedule, which runs backwards of earlier micro-batches there.
+        """
+        drawn = self.engine.draws.unkeyed_after_backward
+        if drawn is not None:
+            self._fail(_unkeyed(drawn))
 
     def _fail(self, error: Exception) -> None:
         """Let all ranks raise an error at the window's end."""
@@ -293,7 +304,8 @@ def checksum(batches: Sequence[Any]) -> int:
             value = batch[name]
             if isinstance(value, Tensor) and value.device.type == "cpu":
                 number = zlib.crc32(f"{name} {tuple(value.shape)} {value.dtype}".encode(), number)
-                number = zlib.crc32(value.contiguous().view(-1).view(torch.uint8).numpy(), number)
+                flat = value.detach().contiguous().view(-1)
+                number = zlib.crc32(flat.view(torch.uint8).numpy(), number)
     return number
 
 

@@ -146,3 +146,14 @@ def test_pipeline_stages_have_a_row():
     more["pipeline_stages"] = 3
     report = report_of("ddp", helpers.gpt2, helpers.token_samples(12), **more)
     assert report.arm(ARM).rows[0].refused
+
+
+def summed_logits(outputs, batch):
+    return outputs.logits.sum(), len(batch["labels"])
+
+
+def test_pipeline_stages_refuse_a_loss_fn():
+    """They would compute the loss of the head, and fail in comparison with another one."""
+    more = {"layouts": {"equal": [6, 6]}, "pipeline_stages": 2, "loss_fn": summed_logits}
+    report = report_of("ddp", helpers.gpt2, helpers.token_samples(12), **more)
+    assert "unsupported loss in a pipeline" in report.arm(ARM).rows[0].refused

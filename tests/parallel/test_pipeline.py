@@ -51,9 +51,12 @@ def test_two_stages_train_as_one_process(name):
     assert_trains_as_one_process(name, num_stages=2, schedule="1f1b")
 
 
-def test_a_repeated_micro_batch_adds_nothing():
-    """The short last window has fewer micro-batches than 1F1B needs for three stages."""
-    assert_trains_as_one_process("GPT-2", num_stages=3, schedule="1f1b")
+@pytest.mark.parametrize("name", ["GPT-2", "BERT classifier"])
+def test_a_repeated_micro_batch_adds_nothing(name):
+    """The short last window has fewer micro-batches than 1F1B needs for three stages. BERT's
+    backwards need its buffers (indices of positions).
+    """
+    assert_trains_as_one_process(name, num_stages=3, schedule="1f1b")
 
 
 def test_two_stages_in_two_replicas():
@@ -153,6 +156,27 @@ def test_micro_batches_without_targets_add_nothing():
     assert all(map(math.isfinite, losses))
 
 
+def test_class_weights():
+    """Of a loss function of the model's own. Control: the mean of the micro-batches' own means."""
+    name = "weighted GPT-2"
+
+    def work() -> tuple[h.Gradients, h.Gradients]:
+        pipeline, windows = make_pipeline(name, 2, "1f1b")
+        window = next(iter(windows))
+        result = pipeline.backward_window(window)
+        ours = h.gradients(pipeline.model)
+        pipeline.model.zero_grad()
+        divide_by_own_targets(pipeline)
+        pipeline.backward_window(window)
+        factor = result.num_targets / len(window.micro_batches)
+        sums = h.gradients(pipeline.model)
+        return ours, {name: factor * gradient for name, gradient in sums.items()}
+
+    ours, naive = zip(*without_errors(on_ranks(work, 2)), strict=True)
+    assert h.relative_error(put_together(ours), full_batch(name)) < FLOOR
+    assert h.relative_error(put_together(naive), full_batch(name)) > 0.1
+
+
 @pytest.mark.parametrize("is_known", [True, False])
 def test_micro_batches_are_padded_to_their_window_if_a_divisor_needs_it(is_known):
     """As the trial found, or all ranks compute the window again because the last stage found it."""
@@ -237,10 +261,6 @@ def step_outcome(pipeline: hf_ga.Pipeline, window: hf_ga.Window) -> tuple[str, b
 
 def turn_off_a_dropout(model: nn.Module) -> None:
     model.transformer.h[2].mlp.dropout.p = 0.0
-
-
-def draw_in_a_backward(model: nn.Module) -> None:
-    model.transformer.ln_f.weight.register_hook(lambda grad: grad + torch.randn_like(grad))
 
 
 def change_loss(model: nn.Module, change: Callable[[Tensor, Tensor], Tensor]) -> None:
@@ -335,14 +355,24 @@ def test_what_one_rank_has_otherwise_ends_all_before_the_schedule(change, words)
         assert is_unchanged
 
 
-def test_random_numbers_in_a_backward_are_refused():
-    def work() -> None:
-        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b")
-        if pipeline.stage == 1:
-            draw_in_a_backward(pipeline.model)
-        pipeline.backward_window(next(iter(windows)))
+@pytest.mark.parametrize("has_generator", [False, True])
+@pytest.mark.parametrize("stage", [0, 1])
+def test_random_numbers_in_a_backward_are_refused(stage, has_generator):
+    """The numbers of a generator of the user's own move no generator of torch."""
 
-    assert "UnkeyedRandomness: " in on_ranks(work, 2)[1]
+    def add_noise(gradient: Tensor) -> Tensor:
+        generator = torch.Generator() if has_generator else None
+        return gradient + torch.randn(gradient.shape, generator=generator)
+
+    def work() -> tuple[str, bool]:
+        pipeline, windows = make_pipeline("GPT-2", 2, "1f1b")
+        if pipeline.stage == stage:
+            next(pipeline.model.transformer.h[2 * stage].parameters()).register_hook(add_noise)
+        return step_outcome(pipeline, next(iter(windows)))
+
+    for said, is_unchanged in without_errors(on_ranks(work, 2)):
+        assert "UnkeyedRandomness: a pipeline stage drew other random numbers" in said
+        assert is_unchanged
 
 
 @pytest.mark.parametrize("ranks", [(0, 1), (1,)])

@@ -191,8 +191,16 @@ def test_heads_with_rules_of_their_own(found, kind, head):
 @pytest.mark.parametrize(
     ("head", "kind", "words"),
     [
-        ("sum of two means", "fsdp1", "which need a buffer each, but FSDP has one: use DDP"),
-        ("sum of two means", "fsdp2", "which need a buffer each, but FSDP has one: use DDP"),
+        (
+            "sum of two means",
+            "fsdp1",
+            "which need a buffer each, but FSDP and pipelines have one: use DDP",
+        ),
+        (
+            "sum of two means",
+            "fsdp2",
+            "which need a buffer each, but FSDP and pipelines have one: use DDP",
+        ),
         ("router", "fsdp1", "use FSDP2 instead of FSDP1"),
     ],
 )
