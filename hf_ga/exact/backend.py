@@ -149,20 +149,6 @@ class Backend:
         """
         return nullcontext()
 
-    def backward(self, term: Tensor | float, weight: int) -> None:
-        """Run the backward of a micro-batch's term of the window's mean loss.
-
-        The term is multiplied by the loss scale of fp16. `accelerator.backward` is not used, as it
-        divides by gradient_accumulation_steps, but terms are already divided by the number of
-        targets.
-
-        Args:
-            term: The loss term, a scalar. Nothing is done if it does not depend on parameters.
-            weight: 1, or 0 to do nothing.
-        """
-        if weight and isinstance(term, Tensor) and term.requires_grad:
-            self.scaled(term).backward()
-
     def run_backward(
         self, loss: Tensor, hooks: AbstractContextManager[None], *, retain_graph: bool = False
     ) -> None:

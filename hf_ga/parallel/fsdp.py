@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from hf_ga.errors import ConfigError, LossNotAdditive
+from hf_ga.errors import ConfigError
 from hf_ga.exact.backend import Backend, sum_over_ranks
 from hf_ga.exact.forward import fresh_gradients
 from hf_ga.exact.precision import LOW_PRECISION
@@ -152,27 +152,6 @@ class ShardedBackend(Backend):
             return False
         return policy.param_dtype in LOW_PRECISION
 
-    def backward(self, term: Tensor | float, weight: int) -> None:
-        """Run the backward of a micro-batch's term of the window's mean loss, multiplied by the
-        number of ranks, over which FSDP averages gradients. It runs also for weight 0 (with zero
-        gradients), because it is a collective of all ranks.
-
-        Args:
-            term: The micro-batch's term, a scalar.
-            weight: 1, or 0 for a filler, which must not count.
-
-        Raises:
-            LossNotAdditive: If the weight is 0 and the term is not finite or has no backward, so
-                that its gradients would not be zeros.
-        """
-        # Checked for weight 0 only, because the check waits for the device.
-        if not weight and not _has_finite_backward(term):
-            raise LossNotAdditive(
-                "under FSDP loss_fn must return a finite sum computed from the outputs, even for "
-                f"a batch without targets (0 times a logit), got {term}."
-            )
-        super().backward(term * (weight * self.num_processes), weight=1)
-
     def check_partial_gradients(self, num_ranks: Sequence[float]) -> None:
         """Check that this version of FSDP reduces the gradients of all parameters correctly, also
         of those that have a gradient on some ranks only.
@@ -245,13 +224,6 @@ def _sum_of_absolute_values(gradient: Tensor | None) -> float:
     if gradient is None:
         return 0.0
     return float(local_shard(gradient).abs().sum())
-
-
-def _has_finite_backward(term: Tensor | float) -> bool:
-    """Whether the backward of 0 times this term of the loss (of a filler under FSDP) runs and gives
-    zero gradients: the term is a finite tensor that requires grad.
-    """
-    return isinstance(term, Tensor) and term.requires_grad and bool(term.isfinite())
 
 
 def unwrapped_name(name: str) -> str:
