@@ -121,7 +121,7 @@ def prepare(
     check_one_loss(loss_fn, whole_batch)
     settings = LossSettings(loss_fn, whole_batch, allow_split_dependent_randomness)
     if windows is not None:
-        samples = windows.probe_samples(NUM_TRIED_SAMPLES)
+        samples = windows.trial_samples(NUM_TRIED_SAMPLES)
         facts = try_before(accelerator, model, samples, windows.collate_fn, settings)
         facts.note_padding(windows.state)
     return prepare_with(accelerator, model, optimizer, settings)

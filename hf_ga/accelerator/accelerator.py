@@ -71,7 +71,7 @@ class Accelerator(accelerate.Accelerator):
 
     Raises:
         ConfigError: If the loop or a setting makes exact accumulation impossible.
-        LossNotAdditive: If the loss is not one that is proven to add up.
+        LossNotAdditive: If the loss is not a sum of means, or compares samples.
         UnkeyedRandomness: If the model or the loop draws random numbers that cannot be tied to a
             sample.
 

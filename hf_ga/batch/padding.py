@@ -58,7 +58,7 @@ def find_token_entries(batch: Batch, names: Collection[str]) -> tuple[TokenEntri
     micro-batches, and group them by their padded length.
 
     A group is returned only if it contains a mask or labels that mark its real tokens. A position
-    that is not marked may still be a real token (one that is no target): the proof tests whether
+    that is not marked may still be a real token (one that is no target): the trial tests whether
     removing it changes the loss.
 
     Args:

@@ -308,7 +308,7 @@ class SpeedUps:
     def chosen(self) -> ChosenSpeedUps:
         """Return what passed the trials."""
         names = tuple(speed_up.name for speed_up in self.used)
-        sides = [s.proven_sides for s in self.used if isinstance(s, Packing)]
+        sides = [s.tried_sides for s in self.used if isinstance(s, Packing)]
         return ChosenSpeedUps(
             names,
             dict(self.left_out),
@@ -335,7 +335,7 @@ class SpeedUps:
                 speed_up.attach(model, self._draws)
                 self.used.append(speed_up)
             if isinstance(speed_up, Packing):
-                speed_up.proven_sides = set(chosen.padded_sides)
+                speed_up.tried_sides = set(chosen.padded_sides)
         self._untried = []
         self.left_out = dict(chosen.left_out)
         self._structure = chosen.structure

@@ -22,7 +22,7 @@ from hf_ga.exact.generators import (
     seed_generators,
 )
 
-# Entries whose rows the counting rules count as targets.
+# Entries whose rows losses count as targets.
 TARGETS = ("labels", "start_positions", "end_positions")
 
 

@@ -123,10 +123,10 @@ class Fetcher:
             samples.append(self.dataset[int(sample_id)])
         return samples
 
-    def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """Fetch samples for the proof, evenly spaced over the dataset that windows are made of.
+    def trial_samples(self, request: WindowRequest, count: int) -> list[Any]:
+        """Fetch samples for the trial of the loss, evenly spaced over the dataset of the windows.
 
-        The samples of a single window may be too few or too similar for a proof.
+        The samples of a single window may be too few or too similar for a trial.
 
         Args:
             request: Provides the seed and the epoch, for random transforms.

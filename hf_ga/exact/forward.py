@@ -20,7 +20,7 @@ from hf_ga.errors import ConfigError, NoLoss
 from hf_ga.exact.batches import Batch
 from hf_ga.exact.precision import at_least_float32
 
-# Modules that wrap a model or its layers after it was proven.
+# Modules that wrap a model or its layers after a trial of its loss.
 WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, CheckpointWrapper)
 # (outputs of the model, batch) -> (sum of the loss over its targets, number of targets)
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
@@ -215,7 +215,7 @@ def check_not_wrapped(model: nn.Module) -> None:
 @contextmanager
 def force_eager() -> Iterator[None]:
     """Run everything in the block eagerly, also modules and functions that are compiled by
-    torch.compile, which would compile again for the forwards of the proof and the audits.
+    torch.compile, which would compile again for the forwards of a trial.
     """
     if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
         yield
@@ -226,7 +226,7 @@ def force_eager() -> Iterator[None]:
 
 def module_modes(model: nn.Module) -> tuple[bool, ...]:
     """Return whether each module of a model is in training mode, in the order of `modules()`. What
-    is proven about a model's loss holds only for the same modes.
+    is known about a model's loss holds only for the same modes.
 
     Wrappers of DDP, FSDP and activation checkpointing are skipped, so that the result can be
     compared with that of the same model before it was wrapped.
@@ -237,7 +237,7 @@ def module_modes(model: nn.Module) -> tuple[bool, ...]:
 @contextmanager
 def restored_modes(model: nn.Module) -> Iterator[None]:
     """Restore the training or evaluation mode of every module of a model at the end of the block,
-    whose forwards (of the proof, or of an evaluation) need another one.
+    whose forwards (of a trial, or of an evaluation) need another one.
     """
     with ExitStack() as stack:
         for module in model.modules():
@@ -248,7 +248,7 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def restored_buffers(model: nn.Module) -> Iterator[None]:
     """Restore all buffers of a model at the end of the block: additional training forwards in it,
-    such as those of the proof, change running statistics (BatchNorm).
+    such as those of a trial, change running statistics (BatchNorm).
     """
     restore = snapshot_buffers(model)
     try:
@@ -259,9 +259,10 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def extra_forwards(model: nn.Module) -> Iterator[None]:
-    """Context for additional forwards in training mode, under `no_grad`, as in audits: restores all
-    buffers at the end, and silences torch's warning that activation checkpointing gets no input
-    with a gradient.
+    """Context for additional forwards in training mode, under `no_grad`, as in a first pass.
+
+    Restores all buffers at the end, and silences torch's warning that activation checkpointing gets
+    no input with a gradient.
     """
     with restored_buffers(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")

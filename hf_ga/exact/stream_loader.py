@@ -35,7 +35,7 @@ class StreamLoader(BaseLoader):
     Every process reads the whole stream. Every pass begins with `iter(dataset)`, after
     `dataset.set_epoch(epoch)` if there is such a method. Memory holds the shuffle buffer, the
     window being read, the window being trained on (and two more windows with a worker), and for the
-    proof the first 128 samples of the stream. To resume, the stream is read from its beginning, and
+    trial the first 128 samples of the stream. To resume, the stream is read from its beginning, and
     consumed samples are skipped. That is exact if the stream yields the same samples again.
 
     The number of samples is unknown, so there is no `len()`.
@@ -133,14 +133,14 @@ class StreamLoader(BaseLoader):
         super().use_seed(seed)  # makes another `splitter`, which holds the seed
         self.reader = replace(self.reader, splitter=self.splitter)
 
-    def probe_samples(self, count: int) -> list[Any]:
-        """Return up to `count` samples from the beginning of the loader's stream, for the proof.
+    def trial_samples(self, count: int) -> list[Any]:
+        """Return up to `count` samples from the beginning of the stream, for the trial of the loss.
 
         Reads the next window to get them. The window is not consumed.
         """
         window = next(iter(self))
         self.num_consumed -= 1  # it is still to be trained on
-        return window.fetcher.probe_samples(window.request, count)
+        return window.fetcher.trial_samples(window.request, count)
 
     def __iter__(self) -> Iterator[Window]:
         """Yield the remaining windows of the current pass over the stream.

@@ -22,7 +22,7 @@ from hf_ga.exact.hashing import Purpose, fold_in
 from hf_ga.exact.shuffle_buffer import shuffled
 
 Numbered = tuple[int, Any]  # (0-based index in the stream, sample)
-NUM_FOR_PROOF = 128  # number of samples from the beginning of the stream to keep for the proof
+NUM_FOR_TRIAL = 128  # samples from the beginning of the stream, kept for the trial of the loss
 
 
 class HeldSamples:
@@ -30,8 +30,8 @@ class HeldSamples:
 
     Args:
         numbered: The samples of the window with their ids.
-        first: The first samples of the stream, sorted by length, for the proof. Empty except in the
-            first window that is read.
+        first: The first samples of the stream, sorted by length, for the trial of the loss. Empty
+            except in the first window that is read.
         digest: 32-bit hash of the samples, to compare processes. 0 if there is a single process.
     """
 
@@ -74,7 +74,7 @@ class StreamFetcher(Fetcher):
         collate_fn: A function from a list of samples to a dict of the model's arguments.
 
     Attributes:
-        first: The first samples of the stream, sorted by length, for the proof.
+        first: The first samples of the stream, sorted by length, for the trial of the loss.
     """
 
     def __init__(self, collate_fn: Collate) -> None:
@@ -85,7 +85,7 @@ class StreamFetcher(Fetcher):
     def for_window(self, samples: HeldSamples) -> "StreamFetcher":
         """Return a fetcher for the samples of one window, to collate them again.
 
-        Also stores the samples for the proof in `first`, if they came with this window.
+        Also stores the samples for the trial of the loss in `first`, if they came with this window.
 
         Args:
             samples: The samples of a window, which the reader has already collated once.
@@ -96,8 +96,8 @@ class StreamFetcher(Fetcher):
         fetcher.dataset = samples
         return fetcher
 
-    def probe_samples(self, request: WindowRequest, count: int) -> list[Any]:
-        """Return `count` of the first samples of the stream of windows, for the proof: evenly
+    def trial_samples(self, request: WindowRequest, count: int) -> list[Any]:
+        """Return `count` of the first samples of the stream, for the trial of the loss: evenly
         spaced after sorting by length.
 
         Returns fewer if the stream has fewer. The shortest and the longest of them are included.
@@ -164,7 +164,7 @@ class WindowReader(IterableDataset):
         """Read the stream, shuffle it, skip consumed windows, and yield the samples of the others.
 
         The first window that is yielded also carries the first samples of the stream, unshuffled:
-        the proof tests the model on them. Seeds the global random generators; the caller restores
+        the trial of the loss uses them. Seeds the global random generators; the caller restores
         their states.
 
         Raises:
@@ -175,9 +175,9 @@ class WindowReader(IterableDataset):
         seed = self.splitter.seed
         is_distributed = self.splitter.layout.num_processes > 1
         stream = numbered_samples(self.dataset, seed, self.epoch)
-        beginning = list(islice(stream, NUM_FOR_PROOF))
-        # By length, because the proof compares the shortest and the longest sample.
-        proof_samples = sorted((sample for _, sample in beginning), key=self.length_of)
+        beginning = list(islice(stream, NUM_FOR_TRIAL))
+        # By length, because the trial compares the shortest and the longest sample.
+        trial_samples = sorted((sample for _, sample in beginning), key=self.length_of)
         samples = shuffled(chain(beginning, stream), self.shuffle_buffer_size, seed, self.epoch)
         del beginning
         self._skip_consumed(samples)
@@ -189,12 +189,12 @@ class WindowReader(IterableDataset):
                 break
             # Processes compare it: each reads the stream for itself and must see the same samples.
             digest = _digest(window) if is_distributed else 0
-            held = HeldSamples(window, proof_samples, digest)
+            held = HeldSamples(window, trial_samples, digest)
             # Otherwise they stay in memory until the next window is read.
-            del window, proof_samples
+            del window, trial_samples
             yield held
             del held
-            proof_samples = []
+            trial_samples = []
             num_windows += 1
         if not num_windows:
             raise DataError(

@@ -43,7 +43,7 @@ class WindowLoader(BaseLoader):
         planner: Another function to split a window: (lengths of its samples, number of processes)
             -> `Plan`. Its micro-batches are not changed.
         pad_to_window: Whether to pad all micro-batches to the longest sample of their window. It is
-            enabled automatically if the proof finds that the loss needs it.
+            enabled automatically if the trial of the loss finds that the loss needs it.
         drop_last_window: Whether to drop the last window of the epoch if it is short.
         num_workers: Number of worker processes that prefetch windows. 0: load in this process.
         canonical_micro_batch: For same bits: windows are split into chunks of this many samples,
@@ -159,8 +159,8 @@ class WindowLoader(BaseLoader):
         """Return the sample ids of an epoch (0-based) in the order in which windows take them."""
         return epoch_order(self.num_samples, self.seed, epoch, self.shuffle)
 
-    def probe_samples(self, count: int) -> list[Any]:
-        """Fetch about `count` samples of the loader's dataset for the proof, evenly spaced."""
+    def trial_samples(self, count: int) -> list[Any]:
+        """Fetch about `count` samples of the dataset, evenly spaced, for the trial of the loss."""
         no_window = WindowRequest(
             seed=self.seed,
             epoch=self.epoch,
@@ -170,7 +170,7 @@ class WindowLoader(BaseLoader):
             micro_batches=[],
             pad_to_window=False,
         )
-        return self.fetcher.probe_samples(no_window, count)
+        return self.fetcher.trial_samples(no_window, count)
 
     def _identity(self) -> dict[str, int]:
         """Return the settings of this loader of windows that determine the order of samples, to

@@ -252,7 +252,7 @@ def prepare_pipeline(
     backend = PipelineBackend(accelerator, num_stages, min_calls)
     autocast = accelerator.autocast() if needs_autocast(model) else nullcontext()
     with backend.failing_on_all_ranks(), autocast:
-        samples = windows.probe_samples(NUM_TRIED_SAMPLES)
+        samples = windows.trial_samples(NUM_TRIED_SAMPLES)
         full_model = try_full_model(model, samples, windows.collate_fn, num_stages)
     full_model.loss.note_padding(windows.state)
     stage_model = StageModel(model, backend.stage, num_stages)

@@ -1,4 +1,4 @@
-"""Speed-ups as hooks around the forward. Each is independent of the others and could be deleted.
+"""Speed-ups around the forward (`speed_up.py`). Each could be deleted alone.
 
 The trial of a loss (`engine/trial.py`) chooses which to use; docs/performance.md lists their gains.
 """

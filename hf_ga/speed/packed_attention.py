@@ -261,7 +261,7 @@ def attention_arguments(
 
     Known functions are transformers' `sdpa_attention_forward` and the models' own
     `eager_attention_forward`. Another function of that name may do more than its arguments say:
-    the proof, which compares loss and gradient, notices that.
+    the trial, which compares loss and gradient, notices that.
 
     Args:
         original: The attention function.

@@ -6,7 +6,7 @@ unchanged. Before the first layer of the stack, hidden states of shape (samples,
 are packed to (1, num_tokens, hidden size); after the last one they are unpacked, with zeros at the
 padding, which is neither a target nor attended to. Attention, the only operation across tokens in a
 layer, is called through transformers' attention interface: on a GPU a kernel computes it on packed
-tokens (`packed_attention.py`), elsewhere samples are padded for this call. The proof decides for
+tokens (`packed_attention.py`), elsewhere samples are padded for this call. A trial decides for
 which models this leaves loss and gradient unchanged.
 """
 
@@ -52,7 +52,7 @@ class Packing(SpeedUp):
         use_kernel: Whether the attention kernel computes what it can. None: on a GPU with Triton.
 
     Attributes:
-        proven_sides: Sides on which samples were padded in the trials: "left", "right" or "inside".
+        tried_sides: Sides on which samples were padded in the trials: "left", "right" or "inside".
     """
 
     name = "packing"
@@ -61,8 +61,8 @@ class Packing(SpeedUp):
         """Start the packing without a model; `attach` finds the layers to pack."""
         self._use_kernel = use_kernel
         self._min_padding_ratio = MIN_PADDING_RATIO  # above which a micro-batch is packed
-        self._is_on_trial = False  # whether the proof tests the packing
-        self.proven_sides: set[str] = set()
+        self._is_on_trial = False  # whether the packing is tried
+        self.tried_sides: set[str] = set()
         # The real tokens of this micro-batch. None if it is not packed.
         self._tokens: PackedTokens | None = None
         self._was_packed = False  # whether any micro-batch was packed so far
@@ -99,7 +99,7 @@ class Packing(SpeedUp):
     def trial(self) -> AbstractContextManager[None]:
         """Within the trial of this speed-up, remove even padding that is too little to be faster.
 
-        Records on which sides the proof's samples are padded.
+        Records on which sides the trial's samples are padded.
         """
         return override(self, _min_padding_ratio=1.0, _is_on_trial=True)
 
@@ -110,10 +110,10 @@ class Packing(SpeedUp):
         return None
 
     def fits(self, call: Call) -> bool:
-        """Whether a micro-batch may be packed: its samples are padded on sides that were proven.
+        """Whether a micro-batch may be packed: its samples are padded on sides that were tried.
 
         A head may read a fixed column (the first or the last one), where a sample that is padded
-        there has zeros after packing. During the proof, a side is recorded as proven if all padded
+        there has zeros after packing. In a trial, a side is recorded as tried if all padded
         samples of the micro-batch share it, and a micro-batch with nothing to pack does not fit.
         Otherwise True if there is no attention mask of tokens: then nothing is packed.
         """
@@ -124,8 +124,8 @@ class Packing(SpeedUp):
             return True
         sides = padded_sides(mask)
         if self._is_on_trial and len(sides) == 1:
-            self.proven_sides |= sides
-        return sides <= self.proven_sides
+            self.tried_sides |= sides
+        return sides <= self.tried_sides
 
     def before(self, call: Call) -> None:
         """Before a micro-batch's forward, find its real tokens if its padding is to be removed.
@@ -249,7 +249,7 @@ class Packing(SpeedUp):
             raise ConfigError(
                 f"packed layers received hidden states of shape {list(hidden_states.shape)} for "
                 f"tokens of shape {list(tokens.padded_shape)}: the model's control flow depends on "
-                "the data. Prove it again, or omit packing."
+                "the data. Call hf_ga.prepare again, or omit packing."
             )
         return hidden_states
 

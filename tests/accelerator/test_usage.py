@@ -747,7 +747,7 @@ def test_evaluations_on_two_ranks_count_each_sample_once():
 
 
 def test_samples_with_several_images_or_none():
-    """The loop passes the whole batch: it is proven on samples, each with its own images."""
+    """The loop passes the whole batch: it is computed from samples, each with its own images."""
     attempt = Attempt(documented(own_loss), images_and_text, image_samples(WINDOW), collate_images)
     expected = attempt.full_batch()
     for layout in (TWO_STEPS, UNEVEN):

@@ -314,7 +314,7 @@ def test_all_ranks_end_where_the_backward_of_one_is_refused():
 
 
 class FailingOnTheSecondRank(pairs.Embedder):
-    """In the first pass, after the proof."""
+    """In the first pass, of micro-batches of 8."""
 
     def forward(self, anchor, anchor_mask, positive, positive_mask):
         is_first_pass = not torch.is_grad_enabled() and len(anchor) == 8

@@ -194,7 +194,7 @@ def test_when_memory_runs_out_the_gradient_is_the_same(name, size):
     model = case.build(0.1)
     batch = case.batch()
     whole, _ = gradient(case, 0.1, NUM_SAMPLES)
-    hf_ga.backward(model, batch, micro_batch_size=NUM_SAMPLES)  # proven with enough memory
+    hf_ga.backward(model, batch, micro_batch_size=NUM_SAMPLES)  # tried with enough memory
     model.zero_grad()
     device = Device(model, fits=40)
     hf_ga.backward(model, batch, micro_batch_size=size, seed=cases.SEED, step=0)

@@ -293,7 +293,7 @@ def test_three_steps_equal_adamw_by_hand(prepare_scheduler):
 
 
 def test_a_window_without_targets_changes_nothing():
-    """The first one, which tells the proof nothing, too."""
+    """The first one, which tells a trial nothing, too."""
     targets = h.token_samples(WINDOW)
     none = [h.without_targets(s) for s in targets]
     samples = none + targets + none

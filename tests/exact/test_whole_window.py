@@ -383,7 +383,7 @@ def test_numbers_that_differ_between_micro_batches_are_refused():
 
 
 class Switching(pairs.Embedder):
-    """Subtracts the mean of its batch where a sample has label 9, which the proof does not see."""
+    """Subtracts the mean of its batch where a sample has label 9, which the first samples do not show."""
 
     def forward(self, anchor, anchor_mask, positive, positive_mask, label):
         outputs = super().forward(anchor, anchor_mask, positive, positive_mask)
@@ -417,7 +417,7 @@ def test_a_model_that_compares_samples_later_is_stopped(is_switched):
 
 
 def test_an_output_that_only_later_windows_train_has_its_gradient():
-    """The proof sees a branch of the loss in which this output is compared with a number only."""
+    """The first samples show a branch of the loss in which this output is compared with a number only."""
     far = []
 
     def with_a_branch(model):

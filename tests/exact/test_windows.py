@@ -254,7 +254,7 @@ def test_global_random_states_do_not_move(num_workers):
         num_workers=num_workers,
     )
     for window in loader:
-        window.fetcher.probe_samples(window.request, 5)
+        window.fetcher.trial_samples(window.request, 5)
         window.padded_to_window()
     assert h.global_random_states() == before
     stack_with_noise([Augmented(1)[0]])  # the control

@@ -207,7 +207,7 @@ def test_buffers_and_ties_are_those_of_rank_0():
 
 @slow
 def test_accelerates_own_loop():
-    """`hf_ga.Accelerator`, proven before the sharding and, without a loader, in the first window."""
+    """`hf_ga.Accelerator`, tried before the sharding and, without a loader, in the first window."""
     samples = h.token_samples(64)
 
     def loop(accelerator: hf_ga.Accelerator, *, together: bool) -> dict[str, torch.Tensor]:

@@ -133,7 +133,7 @@ def few_targets(n):
 
 def frozen_batch_norm():
     """The usual remedy for BatchNorm: frozen statistics. In training the model runs so, and so must
-    the proof.
+    the trial.
     """
     model = head(mean_over_samples, nn.BatchNorm1d(h.WIDTH))
     model.norm.eval()

@@ -114,7 +114,7 @@ def windows_of(data, **more):
 
 
 def started(case="", precision="no"):
-    """A training and the options of its steps. The model is proven before anything goes wrong, on
+    """A training and the options of its steps. The model is tried before anything goes wrong, on
     good samples.
     """
     model = Classifier(case)
@@ -339,7 +339,7 @@ ROWS = (5, 40)  # of the training file
 
 @pytest.fixture
 def bad_rows(monkeypatch, place):
-    """Two rows whose hidden states become NaN in training, once the model is proven; returns the
+    """Two rows whose hidden states become NaN in training, once the model is tried; returns the
     flags of a run on them.
     """
     rows = [json.loads(line) for line in (place / "train.jsonl").read_text().splitlines()]

@@ -98,7 +98,7 @@ def test_what_fsdp_shards_with(name):
     assert not plugin.activation_checkpointing
     assert (
         not plugin.cpu_ram_efficient_loading and not plugin.sync_module_states
-    )  # all processes need true weights for the proof
+    )  # all processes need true weights for the trial
     offload = plugin.cpu_offload
     assert type(offload).__name__ == {"fsdp1": "CPUOffload", "fsdp2": "OffloadPolicy"}.get(
         name, "CPUOffloadPolicy"

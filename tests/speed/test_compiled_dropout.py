@@ -185,7 +185,7 @@ def test_a_whole_compiled_model():
 
 
 def test_uncompiled_forwards_of_compiled_layers():
-    """The proof and audits compile nothing and draw the same masks."""
+    """A trial compiles nothing and draw the same masks."""
     data = h.plain_samples(8)
     expected = gradients_of(layers(), data)
     model = compiled(layers())

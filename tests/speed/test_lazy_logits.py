@@ -50,7 +50,7 @@ def no_values(monkeypatch):
 
 
 def chunked(model, rows=3):
-    """The speed-up for a model, without a proof, in chunks of so many rows."""
+    """The speed-up for a model, without a trial, in chunks of so many rows."""
     speed_up = ChunkedLoss()
     speed_up.attach(model, None)
     speed_up.rows_per_chunk = rows
@@ -316,7 +316,7 @@ def test_fp16_gradients_are_computed_with_the_loss_scale_on():
     torch.testing.assert_close(grads[1].double(), exact.grad[1:], rtol=0.05, atol=0)
 
 
-def proven(model, *speed_ups, samples=SAMPLES, **more):
+def tried_on(model, *speed_ups, samples=SAMPLES, **more):
     return tried(model, samples, speed_ups=list(speed_ups) or [ChunkedLoss()], **more)
 
 
@@ -355,7 +355,7 @@ def test_heads_and_losses_that_need_logits_get_them(why):
     model, options = NEED_LOGITS[why]()
     samples = options.pop("samples", SAMPLES)
     plain, _ = window_gradient(copy.deepcopy(model), one_window(samples, 5), **options)
-    found = proven(model, samples=samples, **options)
+    found = tried_on(model, samples=samples, **options)
     assert not found.used
     assert why in found.left_out["chunked loss"]
     grads, _ = window_gradient(model, later(one_window(samples, 5)), **options)
@@ -370,7 +370,7 @@ def test_a_cross_entropy_needs_no_logits(no_values):
 
     samples = h.plain_samples(12)
     model = h.seeded(OwnHead)(cross_entropy)
-    assert proven(model, samples=samples).used
+    assert tried_on(model, samples=samples).used
     grads, _ = window_gradient(model, later(one_window(samples, 5)))
     full = h.full_batch_gradient(h.seeded(OwnHead)(cross_entropy), h.pad_right(samples))
     assert h.relative_error(grads, full) <= 1e-6
@@ -381,7 +381,7 @@ def test_with_dropout_and_checkpointing_it_is_the_step_with_logits(build):
     """The same masks: the dropout sites do not move."""
     model = build(0.1)
     grads, plain = window_gradient(model, one_window(SAMPLES, 5))  # a rehearsed window uses none
-    assert proven(model).used[0].rows_per_chunk is None, "that of the trial"
+    assert tried_on(model).used[0].rows_per_chunk is None, "that of the trial"
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     for micro_batch in (5, 12):
         lazy, result = window_gradient(model, later(one_window(SAMPLES, micro_batch)))

@@ -411,7 +411,7 @@ def test_sides_by_hand(mask, sides):
 @pytest.mark.parametrize("build", [helpers.bert_classifier, helpers.gpt2, helpers.llama])
 @pytest.mark.parametrize("triples", [[1], [1, 3], [0, 1, 2, 3]], ids=["one", "two", "all"])
 def test_other_paddings_than_the_proofs_are_exact(build, triples):
-    """The proof sees padding on the right. The shortest row of these micro-batches has it on the
+    """The trial sees padding on the right. The shortest row of these micro-batches has it on the
     left: they are computed without packing, the others with it.
     """
     is_classifier = build is helpers.bert_classifier

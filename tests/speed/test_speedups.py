@@ -1,4 +1,4 @@
-"""Under every plan each speed-up, alone and with others, is the same update; the proof uses those
+"""Under every plan each speed-up, alone and with others, is the same update; the trial uses those
 that it should, no wrong one.
 """
 
@@ -49,7 +49,7 @@ PLANS = {
 }
 
 
-def proven(model, samples, speed_ups=None):
+def tried_on(model, samples, speed_ups=None):
     found = tried(model, samples, speed_ups=speed_ups)
     for speed_up in found.used:
         if isinstance(speed_up, Packing):
@@ -140,7 +140,7 @@ def choices(model, samples, not_used):
     names = [name for name in ALL if name not in not_used]
     for number in sorted({0, 1, len(names) - 1, len(names)}):
         for chosen in itertools.combinations(names, number):
-            found = proven(model, samples, [ALL[name]() for name in chosen])
+            found = tried_on(model, samples, [ALL[name]() for name in chosen])
             assert {speed_up.name for speed_up in found.used} == set(chosen), found.left_out
             yield chosen
 

@@ -451,7 +451,7 @@ def global_random_states() -> tuple:
 
 
 def everything(model: nn.Module) -> dict:
-    """All of a model that a proof and a check must leave as it is, and the random states."""
+    """All of a model that a trial and a check must leave as it is, and the random states."""
     return {
         "tensors": {
             name: tensor.tolist()

@@ -1,4 +1,4 @@
-"""Data and losses that mislead a proof on a few rows: what `traps.py` measures.
+"""Data and losses that mislead who looks at a few rows: what `traps.py` measures.
 
 Each kind is a tiny model, samples that depend on (generator, rate), and a loss: the model's own, or
 a `loss_fn(outputs, batch) -> (sum, number)`. Most rows are alike; `rate` is the share of those that
@@ -39,7 +39,7 @@ class Kind:
         loss_fn: The loss in place of the model's own.
         is_right: hf_ga must accept it. Otherwise it may refuse it.
         num_windows: Windows to train on.
-        may_be_late: An audit may come some windows after the first wrong update.
+        may_be_late: The refusal may come some windows after the first wrong update.
     """
 
     name: str
@@ -354,7 +354,7 @@ def groups(generator: np.random.Generator, count: int, rate: float) -> Rows:
 
 
 def late_rows(count: int) -> np.ndarray:
-    """Which rows are late: none that a proof takes, which spreads its samples over the data."""
+    """Which rows are late: none that a trial takes, which spreads its samples over the data."""
     is_late = np.arange(count) >= FIRST_ODD_WINDOW * WINDOW
     for number in (64, 63):
         is_late[np.linspace(0, count - 1, number).astype(int)] = False

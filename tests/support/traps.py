@@ -3,7 +3,7 @@
     python tests/support/traps.py --seeds 10 --rates 0.1 0.05 0.02 0.01
 
 prints a table. A window of 64 samples is split into micro-batches of 8. Its gradient, as the
-optimizer sees it, is compared with that of one full batch in float64. The proof uses the rows that
+optimizer sees it, is compared with that of one full batch in float64. A trial uses the rows that
 the door chooses by itself.
 """
 

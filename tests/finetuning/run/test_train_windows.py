@@ -58,7 +58,7 @@ def test_windows_are_planned_by_their_lengths():
 
 
 def test_a_window_that_must_have_one_width_is_planned_anew():
-    """As when a proof asks for it after windows were planned. Control: the same micro-batches,
+    """As when a trial asks for it after windows were planned. Control: the same micro-batches,
     padded, take more than the limit.
     """
     limit = 4 * max(LENGTHS)
