@@ -23,7 +23,7 @@ from hf_ga.exact.whole_window import UsedOutputs, WholeBatchLoss, loss_of_all, p
 from hf_ga.exact.window import Window
 
 NUM_SAMPLES = 6
-NUM_OF_SECOND = 2  # samples of a second micro-batch: another number of samples
+NUM_OF_OTHERS = 2  # samples of the other micro-batches: BatchNorm has no statistics of one
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class FewSamples:
     Attributes:
         all: Some samples, padded to the window's longest sample where batches can be.
         some: Another number of them, padded like them.
-        shortest: The shortest of them alone, without padding.
+        shortest: The last ones, which are the shortest, without more padding than they need.
     """
 
     all: MicroBatch
@@ -48,7 +48,7 @@ class FewSamples:
 
     @property
     def have_two_widths(self) -> bool:
-        """Whether the shortest sample has padding among the others."""
+        """Whether the shortest samples have padding among the others."""
         return widths_of(self.all.batch) != widths_of(self.shortest.batch)
 
 
@@ -65,13 +65,13 @@ def few_samples(window: Window) -> FewSamples:
     number = min(NUM_SAMPLES, len(by_length))
     chosen = by_length[np.linspace(0, len(by_length) - 1, number).astype(int)]
     # With the longest one, so that both are equally wide also where nothing pads to the window.
-    some = chosen[:NUM_OF_SECOND] if number > NUM_OF_SECOND else np.tile(chosen, 2)
+    some = chosen[:NUM_OF_OTHERS] if number > NUM_OF_OTHERS else np.tile(chosen, 2)
     try:
         padded = window.split([chosen, some], pad_to_window=True).micro_batches
     except (ConfigError, DataError):
         padded = window.split([chosen, some]).micro_batches
     unpadded = replace(window, request=replace(window.request, pad_to_window=False))
-    return FewSamples(*padded, *unpadded.split([chosen[-1:]]).micro_batches)
+    return FewSamples(*padded, *unpadded.split([chosen[-NUM_OF_OTHERS:]]).micro_batches)
 
 
 def find_used_outputs(

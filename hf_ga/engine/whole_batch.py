@@ -226,16 +226,16 @@ class WholeBatch:
         )
 
     def _depend_on_width(self, outputs: Sequence[Any], used: UsedOutputs) -> bool:
-        """Whether the outputs of the shortest sample are others without padding."""
+        """Whether the outputs of the shortest samples are others without padding."""
         padded, _, alone = map(named_tensors, outputs)
         for name in used.per_sample | used.without_gradient:
-            row = padded[name][-1:]
             other = alone[name]
-            if row.shape != other.shape:
+            rows = padded[name][-len(other) :]
+            if rows.shape != other.shape:
                 return True
-            is_low = row.dtype in LOW_PRECISION
+            is_low = rows.dtype in LOW_PRECISION
             tolerance = LOW_PRECISION_TOLERANCE if is_low else WIDTH_TOLERANCE
-            if not float(_relative_difference(other, row)) <= tolerance:
+            if not float(_relative_difference(other, rows)) <= tolerance:
                 return True
         return False
 

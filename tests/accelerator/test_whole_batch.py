@@ -439,3 +439,19 @@ def test_window_loss_is_the_loss_of_the_window(layout):
             optimizer.step()
             optimizer.zero_grad()
     assert accelerator.window_loss.item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+class Normalized(pairs.Embedder):
+    """With BatchNorm, which has no statistics of one sample."""
+
+    def __init__(self, dropout, returns_scale):
+        super().__init__(dropout, returns_scale)
+        self.norm = torch.nn.BatchNorm1d(h.WIDTH)
+
+    def embed(self, ids, mask):
+        return self.norm(super().embed(ids, mask))
+
+
+def test_batch_norm_is_refused_by_name():
+    with pytest.raises(LossNotAdditive, match="BatchNorm, a comparison of samples"):
+        loop(outputs_of, model=Normalized(0.1, True))

@@ -120,6 +120,7 @@ def test_commands_and_flags_in_the_text_exist():
 
 def test_the_demonstration_fails_and_then_passes(capsys):
     """A demonstration in which both arms agree, or none, would catch nothing."""
+    reset_states()  # of another test's precision
     _, printed = execute(BLOCKS["README"][0], capsys)
     usual, ours = (
         float(value) for value in re.findall(r"relative error of the update (\S+)", printed)
