@@ -273,4 +273,4 @@ def _is_same_loss(
         loss = loss_of_outputs(names)
     except (AttributeError, IndexError, KeyError, TypeError, RuntimeError):
         return False
-    return torch.equal(loss, expected_loss)
+    return torch.allclose(loss, expected_loss, rtol=0, atol=0, equal_nan=True)

@@ -24,6 +24,7 @@ from hf_ga.errors import ConfigError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.exact.batches import Batch, MicroBatch
 from hf_ga.exact.forward import restored_buffers
 from hf_ga.exact.generators import moved_generators, random_states
+from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.exact.outputs import named_tensors, non_tensor_values, with_tensors
 from hf_ga.exact.precision import at_least_float32, autocast_disabled
 from hf_ga.exact.window import Window
@@ -275,8 +276,10 @@ class WholeWindow:
             gradients = _gradients_of(loss, inputs.leaves, inputs.device)
             pairs = [(loss, inputs.loss), *zip(gradients, inputs.gradients, strict=True)]
             is_same = all(_is_same(now, before) for now, before in pairs)
-        except (RuntimeError, ValueError, IndexError):  # the shapes of what was left behind
-            is_same = False
+        except (RuntimeError, ValueError, IndexError) as error:
+            if is_out_of_memory(error):
+                raise
+            is_same = False  # the shapes of what was left behind are others
         if not is_same:
             raise LossNotAdditive(
                 "the loss of whole_batch, computed from the same outputs, is another one after "
@@ -507,8 +510,12 @@ def _gradients_of(
 
 
 def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
-    """Whether two tensors are the same up to rounding: both None, or close to each other."""
+    """Whether two tensors are the same up to rounding: both None, or close to each other.
+
+    True for NaN and infinities: a loss that is not finite is no other loss, and is reported as such
+    before the update.
+    """
     if now is None or before is None:
         return now is before
-    now = now.detach()
-    return torch.equal(now, before) or bool((now - before).norm() <= SAME_LOSS * before.norm())
+    change = (now.detach() - before).norm()
+    return not bool(change > SAME_LOSS * before.norm())

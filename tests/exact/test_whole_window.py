@@ -479,3 +479,26 @@ def test_gradients_of_the_loss_are_tensors_of_their_own():
 
 def is_double(model):
     return next(model.parameters()).dtype == torch.float64
+
+
+@pytest.mark.parametrize("nan_in", [0, 1])
+def test_a_window_that_is_not_finite_is_skipped(nan_in):
+    """In windows in which the loss is computed a second time: NaN is no other loss than NaN."""
+    model = pairs.embedder()
+    accelerator = Accelerator(cpu=True)
+    windows = windows_of_16(pairs.pair_samples(32), accelerator)
+    done = []
+
+    def whole_batch(outputs, batch):
+        loss = pairs.contrast(outputs["anchor"], outputs["positive"], model.log_scale.exp())
+        is_bad = len(outputs["anchor"]) == 16 and len(done) == nan_in
+        return loss * float("nan") if is_bad else loss
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    prepared, optimizer = hf_ga.prepare(
+        accelerator, model, optimizer, windows, whole_batch=whole_batch
+    )
+    for window in windows:
+        result = hf_ga.train_step(accelerator, prepared, optimizer, window, on_nonfinite="skip")
+        done.append(result.skipped)
+    assert done == [index == nan_in for index in range(2)]
