@@ -512,10 +512,11 @@ def _gradients_of(
 def _is_same(now: Tensor | None, before: Tensor | None) -> bool:
     """Whether two tensors are the same up to rounding: both None, or close to each other.
 
-    True for NaN and infinities: a loss that is not finite is no other loss, and is reported as such
-    before the update.
+    True if neither is finite: NaN is no other loss than NaN, and is reported before the update.
     """
     if now is None or before is None:
         return now is before
+    if bool(now.isfinite().all()) != bool(before.isfinite().all()):
+        return False
     change = (now.detach() - before).norm()
     return not bool(change > SAME_LOSS * before.norm())
