@@ -2,8 +2,6 @@
 docs/generate_cli.py`.
 """
 
-import inspect
-import re
 import sys
 from dataclasses import Field, fields
 from pathlib import Path
@@ -15,9 +13,9 @@ sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 from check_equivalence import CheckConfig  # noqa: E402  (found by the path above)
 from transformers import Seq2SeqTrainingArguments  # noqa: E402
 
-from hf_ga.finetuning.data.options import DataOptions  # noqa: E402
-from hf_ga.finetuning.run import arguments  # noqa: E402
-from hf_ga.finetuning.run.config import FinetuneConfig  # noqa: E402
+from hf_ga.finetuning.data.options import flag_groups  # noqa: E402
+from hf_ga.finetuning.run.flags import arguments  # noqa: E402
+from hf_ga.finetuning.run.flags.config import FinetuneConfig  # noqa: E402
 
 # The text of docs/cli.md above the tables.
 CLI_INTRODUCTION = """# All flags
@@ -30,7 +28,7 @@ The flags of `accelerate launch scripts/finetune.py`; [Fine-tuning](finetune.md)
 - The number of processes and mixed precision are flags of `accelerate launch`.
 - Exit codes: see [Troubleshooting](troubleshooting.md#exit-codes).
 
-`python docs/generate_cli.py` writes this page from `hf_ga/finetuning/run/config.py` and `hf_ga/finetuning/data/options.py`.
+`python docs/generate_cli.py` writes this page from `hf_ga/finetuning/run/flags/config.py` and `hf_ga/finetuning/data/options.py`.
 """
 # The text of docs/flags.md above the table.
 FLAGS_INTRODUCTION = f"""# From an example script
@@ -67,7 +65,7 @@ The fields of TrainingArguments and the flags of the scripts:
 - no effect: accepted, for this reason. printed: accepted, and the run prints what differs.
 - refused: an error with this remedy, unless the value is off or the default.
 
-`python docs/generate_cli.py` writes this table from `hf_ga/finetuning/run/arguments.py`.
+`python docs/generate_cli.py` writes this table from `hf_ga/finetuning/run/flags/arguments.py`.
 
 """
 # Flags of the example scripts that hf_ga has under the same name, besides TrainingArguments.
@@ -98,26 +96,6 @@ CHECKER_INTRODUCTION = """
 
 `python scripts/check_equivalence.py` takes the flags above and these; flags about training and output files have no effect.
 """
-
-
-def options_by_heading() -> dict[str, list[Field]]:
-    """Group the options of a run for docs/cli.md: heading -> dataclass fields.
-
-    Headings are the comments between the fields in the source of `FinetuneConfig`, such as
-    `# model`. The options of the data, which it inherits, come first.
-    """
-    field_of_name = {field.name: field for field in fields(FinetuneConfig)}
-    heading = "data"
-    options = {heading: list(fields(DataOptions))}
-    # A line with a comment, or the first line of a field.
-    comment_or_field = re.compile(r"^    (?:# (.+)|(\w+): .+ = option\()", re.MULTILINE)
-    for comment, name in comment_or_field.findall(inspect.getsource(FinetuneConfig)):
-        if comment:
-            heading = comment
-            options[heading] = []
-        else:
-            options[heading].append(field_of_name[name])
-    return options
 
 
 def options_table(options: list[Field]) -> str:
@@ -161,14 +139,12 @@ def flags_page() -> str:
         effects[name] = (f"`--{option}`", "")
     for name, meaning in arguments.CONVERTED.items():
         effects[name] = ("converted", meaning)
-    for reason, names in arguments.NO_EFFECT.items():
-        for name in names:
-            effects[name] = ("no effect", reason)
+    for name, reason in arguments.NO_EFFECT.items():
+        effects[name] = ("no effect", reason)
     for name, difference in arguments.DIFFERENT.items():
         effects[name] = ("printed", difference)
-    for remedy, names in arguments.REFUSED.items():
-        for name in names:
-            effects[name] = ("refused", remedy)
+    for name, remedy in arguments.REFUSED.items():
+        effects[name] = ("refused", remedy)
     lines = ["| flag | effect | meaning, reason or remedy |", "|---|---|---|"]
     for name, (effect, explanation) in sorted(effects.items()):
         lines.append(f"| `--{name}` | {effect} | {explanation} |")
@@ -178,7 +154,7 @@ def flags_page() -> str:
 def cli_page() -> str:
     """Return the text of docs/cli.md: tables of the flags of a run and of the checker."""
     parts = [CLI_INTRODUCTION]
-    for heading, options in options_by_heading().items():
+    for heading, options in flag_groups(FinetuneConfig).items():
         parts.append(f"\n## {heading.capitalize()}\n{options_table(options)}")
     # Without those inherited from FinetuneConfig, except the ones with another default.
     checker_options = [

@@ -1,6 +1,16 @@
 """Fine-tuning with HuggingFace Accelerate in which any split of a global batch is the full
 batch.
 
+Rooms, each described in its `__init__.py`, in the order in which data pass through them:
+
+    order, loading         which samples make a window; the dataset's micro-batches
+    model, draws, loss     one forward; random numbers and dropout by sample; the divisors of a loss
+    rows, speed            packed tokens and their attention; other speed-ups
+    engine, parallel       the window's gradient and update; processes
+    recovery               checkpoints
+    accelerator, trainer, batch, training.py, pipeline, run.py    the loops and scripts of users
+    check, finetuning, embedding    the checker; the command; models of vectors
+
 A public name is imported from its module on first use, so `import hf_ga` itself is fast.
 """
 
@@ -12,11 +22,12 @@ if TYPE_CHECKING:
     from hf_ga.accelerator.accelerator import Accelerator as Accelerator
     from hf_ga.batch.call import backward as backward
     from hf_ga.check.check import check_equivalence as check_equivalence
-    from hf_ga.check.report import EquivalenceReport as EquivalenceReport
+    from hf_ga.check.verdict.report import EquivalenceReport as EquivalenceReport
     from hf_ga.embedding.losses import CoSENT as CoSENT
     from hf_ga.embedding.losses import InfoNCE as InfoNCE
     from hf_ga.embedding.losses import Matryoshka as Matryoshka
     from hf_ga.embedding.model import EmbeddingModel as EmbeddingModel
+    from hf_ga.engine.update import StepResult as StepResult
     from hf_ga.errors import CheckpointError as CheckpointError
     from hf_ga.errors import ConfigError as ConfigError
     from hf_ga.errors import DataError as DataError
@@ -27,18 +38,17 @@ if TYPE_CHECKING:
     from hf_ga.errors import OutOfMemory as OutOfMemory
     from hf_ga.errors import RunStopped as RunStopped
     from hf_ga.errors import UnkeyedRandomness as UnkeyedRandomness
-    from hf_ga.exact.batches import MicroBatch as MicroBatch
-    from hf_ga.exact.plan_batch import BatchPlan as BatchPlan
-    from hf_ga.exact.plan_batch import plan_batch as plan_batch
-    from hf_ga.exact.stream_loader import StreamLoader as StreamLoader
-    from hf_ga.exact.update import StepResult as StepResult
-    from hf_ga.exact.window import Window as Window
-    from hf_ga.exact.window_loader import WindowLoader as WindowLoader
-    from hf_ga.finetuning.run.config import FinetuneConfig as FinetuneConfig
     from hf_ga.finetuning.run.finetune import finetune as finetune
+    from hf_ga.finetuning.run.flags.config import FinetuneConfig as FinetuneConfig
+    from hf_ga.loading.batches import MicroBatch as MicroBatch
+    from hf_ga.loading.streams.stream_loader import StreamLoader as StreamLoader
+    from hf_ga.loading.window import Window as Window
+    from hf_ga.loading.window_loader import WindowLoader as WindowLoader
+    from hf_ga.order.plan_batch import BatchPlan as BatchPlan
+    from hf_ga.order.plan_batch import plan_batch as plan_batch
     from hf_ga.pipeline.pipeline import Pipeline as Pipeline
     from hf_ga.pipeline.pipeline import prepare_pipeline as prepare_pipeline
-    from hf_ga.speed.compiling import compile_layers as compile_layers
+    from hf_ga.rows.compiling import compile_layers as compile_layers
     from hf_ga.trainer.exact_trainer import ExactTrainer as ExactTrainer
     from hf_ga.trainer.exact_trainer import ExactTrainerMixin as ExactTrainerMixin
     from hf_ga.training import backward_window as backward_window
@@ -48,37 +58,37 @@ if TYPE_CHECKING:
 # public name -> its module: a new name is one line here, and its import above.
 _MODULES = {
     "Accelerator": "hf_ga.accelerator.accelerator",
-    "BatchPlan": "hf_ga.exact.plan_batch",
+    "BatchPlan": "hf_ga.order.plan_batch",
     "CheckpointError": "hf_ga.errors",
     "CoSENT": "hf_ga.embedding.losses",
     "ConfigError": "hf_ga.errors",
     "DataError": "hf_ga.errors",
     "EmbeddingModel": "hf_ga.embedding.model",
-    "EquivalenceReport": "hf_ga.check.report",
+    "EquivalenceReport": "hf_ga.check.verdict.report",
     "ExactTrainer": "hf_ga.trainer.exact_trainer",
     "ExactTrainerMixin": "hf_ga.trainer.exact_trainer",
-    "FinetuneConfig": "hf_ga.finetuning.run.config",
+    "FinetuneConfig": "hf_ga.finetuning.run.flags.config",
     "HfGaError": "hf_ga.errors",
     "InfoNCE": "hf_ga.embedding.losses",
     "LossNotAdditive": "hf_ga.errors",
     "Matryoshka": "hf_ga.embedding.losses",
-    "MicroBatch": "hf_ga.exact.batches",
+    "MicroBatch": "hf_ga.loading.batches",
     "MissingPackage": "hf_ga.errors",
     "NonFinite": "hf_ga.errors",
     "OutOfMemory": "hf_ga.errors",
     "Pipeline": "hf_ga.pipeline.pipeline",
     "RunStopped": "hf_ga.errors",
-    "StepResult": "hf_ga.exact.update",
-    "StreamLoader": "hf_ga.exact.stream_loader",
+    "StepResult": "hf_ga.engine.update",
+    "StreamLoader": "hf_ga.loading.streams.stream_loader",
     "UnkeyedRandomness": "hf_ga.errors",
-    "Window": "hf_ga.exact.window",
-    "WindowLoader": "hf_ga.exact.window_loader",
+    "Window": "hf_ga.loading.window",
+    "WindowLoader": "hf_ga.loading.window_loader",
     "backward": "hf_ga.batch.call",
     "backward_window": "hf_ga.training",
     "check_equivalence": "hf_ga.check.check",
-    "compile_layers": "hf_ga.speed.compiling",
+    "compile_layers": "hf_ga.rows.compiling",
     "finetune": "hf_ga.finetuning.run.finetune",
-    "plan_batch": "hf_ga.exact.plan_batch",
+    "plan_batch": "hf_ga.order.plan_batch",
     "prepare": "hf_ga.training",
     "prepare_pipeline": "hf_ga.pipeline.pipeline",
     "train_step": "hf_ga.training",

@@ -14,7 +14,7 @@ def main() -> int:
     """
     # Imported here, so that missing packages are reported in one line instead of a traceback.
     try:
-        from hf_ga.finetuning.run.cli import finetune_main
+        from hf_ga.finetuning.run.flags.cli import finetune_main
     except MissingPackage as error:
         print("error:", error, file=sys.stderr)
         return 2

@@ -141,11 +141,7 @@ def replace_classes(
 
 
 class _AfterImport(MetaPathFinder):
-    """Calls a function once a module was imported.
-
-    Attributes:
-        actions: Name of a module -> function that gets the module.
-    """
+    """Calls functions, by the names of modules, once these were imported."""
 
     def __init__(self, actions: dict[str, Callable[[ModuleType], None]]) -> None:
         """Make the finder, for the front of `sys.meta_path`."""
@@ -171,12 +167,8 @@ class _AfterImport(MetaPathFinder):
 def _choose_class_of_new(
     base: type, choose: Callable[[type], type], made: dict[type, type]
 ) -> None:
-    """Let a call of a class, or of a subclass, make an object of the class that is chosen.
-
-    Args:
-        base: The class.
-        choose: Takes the class that is called, and returns that of the object: it, or a subclass.
-        made: Gets the class that is called, and the one that was chosen.
+    """Let a call of `base`, or of a subclass, make an object of the class that `choose` returns for
+    the class that is called: it, or a subclass. `made` gets both.
     """
 
     def new(cls: type, *args: Any, **kwargs: Any) -> Any:

@@ -13,18 +13,18 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+from hf_ga.engine.look.trial import LossFacts, adopt, try_loss
 from hf_ga.engine.nonfinite import ON_NONFINITE, find_cause
 from hf_ga.engine.own_loop import KeptLoop, OwnLoop
-from hf_ga.engine.trial import LossFacts, adopt, try_loss
+from hf_ga.engine.update import StepResult, update
+from hf_ga.engine.whole.whole_window import WholeBatchLoss
 from hf_ga.errors import ConfigError, NonFinite
-from hf_ga.exact.backend import Backend, LocalBackend, check_supported
-from hf_ga.exact.base_loader import BaseLoader
-from hf_ga.exact.forward import LossFunction, unwrapped
-from hf_ga.exact.precision import LOW_PRECISION, check_optimizer, check_precision, check_step
-from hf_ga.exact.update import StepResult, update
-from hf_ga.exact.whole_window import WholeBatchLoss
-from hf_ga.exact.window import Window
+from hf_ga.loading.base_loader import BaseLoader
+from hf_ga.loading.window import Window
+from hf_ga.model.forward import LossFunction, unwrapped
+from hf_ga.model.precision import LOW_PRECISION, check_optimizer, check_precision, check_step
 from hf_ga.parallel import prepare as parallel
+from hf_ga.parallel.backend import Backend, LocalBackend, check_supported
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.main_weights import loads_on_main, result_of_main
 

@@ -14,17 +14,17 @@ import hf_ga.finetuning.run  # noqa: F401  (first: its error names the packages 
 from hf_ga.check.arms import ARMS
 from hf_ga.check.check import check_equivalence
 from hf_ga.check.layouts import NAMES, min_samples
-from hf_ga.check.report import EquivalenceReport
-from hf_ga.check.rows import OURS
 from hf_ga.check.steps import StepFunction
+from hf_ga.check.verdict.report import EquivalenceReport
+from hf_ga.check.verdict.rows import OURS
 from hf_ga.errors import ConfigError
-from hf_ga.exact.order import epoch_order
 from hf_ga.finetuning.data.data import PreparedData
 from hf_ga.finetuning.run.accelerator import make_accelerator
 from hf_ga.finetuning.run.build import build_model, chosen_loss, prepare_setup, samples_to_try
-from hf_ga.finetuning.run.cli import guarded, parse_config
-from hf_ga.finetuning.run.config import FinetuneConfig, option
-from hf_ga.finetuning.run.config_checks import check_output_dir
+from hf_ga.finetuning.run.flags.cli import guarded, parse_config
+from hf_ga.finetuning.run.flags.config import FinetuneConfig, option
+from hf_ga.finetuning.run.flags.config_checks import check_output_dir
+from hf_ga.order.order import epoch_order
 from hf_ga.parallel.processes import end_training, main_process_first, print_on_main
 
 # Value of --compare -> name of the compared training step in the report.

@@ -20,8 +20,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from hf_ga.speed import attention_kernel
-from hf_ga.speed.attention_kernel import Launch
+from hf_ga.rows import attention_kernel
+from hf_ga.rows.attention_kernel import Launch
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 # Maximum bytes of shared memory of one program, by compute capability times 10.
@@ -32,10 +32,9 @@ KERNEL_OPTIONS = {
     "HEADS_PER_KV_HEAD": 2,
     "IS_CAUSAL": True,
     "HAS_SLIDING_WINDOW": False,
-    "HAS_SOFTCAP": False,
     "HAS_DROPOUT": True,
 }
-FLOAT_ARGUMENTS = ("scale", "product_scale", "tanh_scale", "dropout_scale")
+FLOAT_ARGUMENTS = ("scale", "product_scale", "dropout_scale")
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,8 @@ ROOT = Path(__file__).parents[1]
 TIME_LIMIT = 530  # seconds for all parts together
 # Flags of scripts/benchmark.py, on a GPU and without one.
 GPU_FLAGS = (
-    "--size base --mixed_precision bf16 --max_length 512 --num_samples 1024 --window 512 "
-    "--micro_batch 32 --epochs 1"
+    "--size base --mixed_precision bf16 --lengths lognormal --max_length 1024 --num_samples 512 "
+    "--window 64 --micro_batch 8 --epochs 1"
 )
 CPU_FLAGS = (
     "--model gpt --size tiny --num_threads 1 --max_length 64 --num_samples 32 --window 16 "
@@ -63,8 +63,8 @@ PARTS = {
         # Several processes, because most of the time is compilation; pytest-benchmark is off,
         # because it warns if there are several.
         "-m pytest -n 4 --dist load -q --tb=short -p no:cacheprovider -p no:benchmark "
-        "tests/exact/test_mask_kernel.py tests/speed/test_attention_kernel.py "
-        "tests/speed/test_packed_attention.py",
+        "tests/draws/test_mask_kernel.py tests/rows/test_attention_kernel.py "
+        "tests/rows/test_packed_attention.py",
         100,
         "a CPU's tests run them in Triton's interpreter",
     ),
@@ -73,7 +73,7 @@ PARTS = {
         "Waits for the device", f"{LARGE_MODELS} waits", 30, "the host of a CPU waits for no device"
     ),
     "profile": Part("Where the time of a step goes", f"{BENCHMARK} profile attention", 60),
-    "peers": Part("hf_ga, Trainer, TRL and a plain loop", f"{BENCHMARK} peers", 150),
+    "peers": Part("hf_ga, Trainer and full rows", f"{BENCHMARK} peers", 240),
     "tests": Part(
         "Tests marked gpu",
         f"{PYTEST} -m gpu tests/promises/test_on_a_gpu.py tests/parallel/test_stand_in_device.py",

@@ -36,7 +36,7 @@ from tqdm.auto import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_ga
-from hf_ga.finetuning.data.corpus import train_tokenizer
+from hf_ga.finetuning.data.formats.corpus import train_tokenizer
 
 # Python's audit events of file operations that may change a folder -> index of the event's argument
 # that is the file descriptor of a folder, to which the path is relative; None if it has none.
@@ -56,7 +56,7 @@ TEXT = (
 SERVER = multiprocessing.get_context("forkserver")
 PRELOAD = [
     "hf_ga.finetuning.run.finetune",
-    "hf_ga.finetuning.data.corpus",
+    "hf_ga.finetuning.data.formats.corpus",
     "transformers.models.gpt2.modeling_gpt2",
     "transformers.models.auto.modeling_auto",
 ]

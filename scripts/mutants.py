@@ -2,7 +2,7 @@
 of its room (subpackage) must find.
 
     python scripts/mutants.py  # all of tests/mutants.yaml: half an hour on one core
-    python scripts/mutants.py --only exact 17 --jobs 2
+    python scripts/mutants.py --only order 17 --jobs 2
 
 Each fault is put into a copy of the repository, whose tests must fail. The exit code is 1 if some
 survived, if the text that they change does not occur exactly once, or if pytest gave no verdict (no

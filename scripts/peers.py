@@ -28,8 +28,8 @@ from hf_ga.check.arms import accelerate_arm, trainer_arm
 from hf_ga.check.gradients import Gradients, take_gradients
 from hf_ga.embedding.losses import InfoNCE
 from hf_ga.embedding.model import ATTENTION_MASK, INPUT_IDS, EmbeddingModel
-from hf_ga.finetuning.data import corpus
-from hf_ga.finetuning.data.pairs import collate_pairs, tokenize_pairs
+from hf_ga.finetuning.data.encoding.pairs import collate_pairs, tokenize_pairs
+from hf_ga.finetuning.data.formats import corpus
 
 PAGE = Path(__file__).parents[1] / "docs" / "peers.md"
 NUM_SAMPLES = 32

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from hf_ga import plan_batch
-from hf_ga.finetuning.run.cli import guarded
+from hf_ga.finetuning.run.flags.cli import guarded
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -8,18 +8,22 @@ the largest bound is the prediction.
 
     python scripts/roofline.py
     python scripts/roofline.py --models gpt --devices h100 h200
+    python scripts/roofline.py --lengths lognormal --max_length 1024 --window 64 --micro_batch 8
+
+Compiled rows are counted under an assumption, see `KERNELS_OF_THEIR_OWN`.
 """
 
 import argparse
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from benchmark.setting import MODELS, docstring_samples
+from benchmark.setting import MODELS, SAMPLES
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,11 +35,12 @@ from transformers import (
 )
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
-from hf_ga.exact.length_plan import GPU_OVERHEAD, ByLength
-from hf_ga.exact.override import override
+from hf_ga.model.override import override
+from hf_ga.order.length_plan import GPU_OVERHEAD, ByLength
+from hf_ga.rows.compiled_rows import row_length
 from hf_ga.speed.chunked_loss import CHUNK_BYTES, OutputProjection, chunked_cross_entropy
 
-MAX_LENGTH = 512
+MAX_POSITIONS = 1024
 # Seconds that the host needs to launch one kernel: an assumption, no vendor states it.
 LAUNCH_SECONDS = (2e-6, 5e-6)
 # AdamW reads weight, gradient and two moments, and writes all but the gradient; clipping reads the
@@ -52,6 +57,13 @@ OPERATORS_WITHOUT_KERNEL = (
 )
 # Operators that read only some rows of their first input: about as many bytes as they write.
 GATHER_OPERATORS = ("embedding", "index", "gather", "nll_loss_forward")
+# Assumption about compiled layers: these operators stay kernels of their own (products, attention,
+# and sums over tokens, which are gradients of biases and norms), as do conversions of a weight and
+# sums into a gradient. All between two products is one kernel, which reads what others have
+# written, and writes what others read.
+PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
+ATTENTION = "_scaled_dot_product"  # how the names of its operators begin
+KERNELS_OF_THEIR_OWN = (*PRODUCTS, "sum", "native_layer_norm_backward")
 
 
 @dataclass(frozen=True)
@@ -115,6 +127,8 @@ class Mode:
             longest of the micro-batch.
         is_lean: Whether GPT-2's activation is one kernel, and the logits are computed in chunks, of
             target tokens only.
+        has_rows: Whether each micro-batch is a row of one of a few lengths, and its layers are
+            compiled. For packed modes only.
     """
 
     name: str
@@ -122,6 +136,7 @@ class Mode:
     keeps_scores: bool = False
     is_packed: bool = False
     is_lean: bool = False
+    has_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -197,7 +212,9 @@ def rebalanced_batches(lengths: np.ndarray, window: int, micro_batch: int) -> li
     return [np.array(batch) for batch in sampler]
 
 
-def planned_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
+def planned_batches(
+    lengths: np.ndarray, window: int, micro_batch: int, *, is_packed: bool = True
+) -> list[np.ndarray]:
     """Split an epoch into windows in random order, and each into micro-batches by hf_ga's plan by
     length for a GPU.
 
@@ -205,12 +222,15 @@ def planned_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[
         lengths: Tokens of each sample of the epoch, shape (samples,).
         window: Samples of an optimizer step.
         micro_batch: Samples of a micro-batch of the longest samples; shorter ones are more.
+        is_packed: Whether the plan counts real tokens only.
 
     Returns:
         The sample indices of each micro-batch.
     """
     order = np.random.default_rng(0).permutation(len(lengths))
-    plan = ByLength(micro_batch, None, GPU_OVERHEAD, lockstep=False)
+    plan = ByLength(
+        micro_batch, None, GPU_OVERHEAD, lockstep=False, is_packed=is_packed, pads_attention=False
+    )
     batches = []
     for start in range(0, len(order), window):
         samples = order[start : start + window]
@@ -221,7 +241,12 @@ def planned_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[
 
 TRAINER = Mode("Trainer", random_batches)
 HF_GA = Mode("hf_ga, packed", planned_batches, is_packed=True, is_lean=True)
-PADDED_HF_GA = replace(HF_GA, name="hf_ga, padded, scores stored", is_packed=False)
+PADDED_HF_GA = replace(
+    HF_GA,
+    name="hf_ga, padded, scores stored",
+    batches=partial(planned_batches, is_packed=False),
+    is_packed=False,
+)
 MODES = (
     TRAINER,
     replace(TRAINER, name="Trainer, scores stored", keeps_scores=True),
@@ -229,6 +254,7 @@ MODES = (
     Mode("Trainer, batch_rebalance", rebalanced_batches),
     replace(PADDED_HF_GA, keeps_scores=True),
     HF_GA,
+    replace(HF_GA, name="hf_ga, compiled rows", has_rows=True),
 )
 
 
@@ -239,12 +265,18 @@ class CountKernels(TorchDispatchMode):
     Attributes:
         kernels: Number of operators that launch a kernel.
         num_bytes: Bytes that they read and write.
+        is_compiled: Whether the operators that follow are compiled, and so share kernels.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.kernels = 0
         self.num_bytes = 0
+        self.is_compiled = False
+        self._made: dict[int, Any] = {}  # by compiled operators: the storage of each result
+        self._unwritten: dict[int, int] = {}  # results no other kernel has read yet -> bytes
+        self._in_kernel: set[int] = set()  # what the current kernel has read or computed
+        self._is_in_kernel = False
 
     def __torch_dispatch__(
         self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -255,6 +287,9 @@ class CountKernels(TorchDispatchMode):
         name = function.overloadpacket.__name__
         if function.namespace != "aten" or function.is_view or name in OPERATORS_WITHOUT_KERNEL:
             return outputs
+        if self.is_compiled:
+            self._count_compiled(name, [*tensors_in([args, kwargs])], [*tensors_in(outputs)])
+            return outputs
         self.kernels += 1
         written = sum(map(bytes_in_memory, tensors_in(outputs)))
         if name in GATHER_OPERATORS:
@@ -263,6 +298,39 @@ class CountKernels(TorchDispatchMode):
             read = sum(map(bytes_in_memory, tensors_in([args, kwargs])))
         self.num_bytes += read + written
         return outputs
+
+    def _count_compiled(
+        self, name: str, inputs: Sequence[Tensor], outputs: Sequence[Tensor]
+    ) -> None:
+        """Count an operator of a compiled graph, see `KERNELS_OF_THEIR_OWN`."""
+        ends_kernel = name in PRODUCTS or name.startswith(ATTENTION)
+        read = {_key(x) for x in inputs}
+        is_sum_into = any(_key(x) in read and _key(x) not in self._made for x in outputs)
+        is_of_weights = bool(inputs) and all(isinstance(x, nn.Parameter) for x in inputs)
+        is_alone = ends_kernel or name in KERNELS_OF_THEIR_OWN or is_sum_into or is_of_weights
+        if ends_kernel:
+            self._is_in_kernel = False
+        self.kernels += is_alone or not self._is_in_kernel
+        if not is_alone and not self._is_in_kernel:
+            self._is_in_kernel = True
+            self._in_kernel = set()
+        in_kernel = set() if is_alone else self._in_kernel
+        for tensor in inputs if name not in GATHER_OPERATORS else outputs:
+            if _key(tensor) not in in_kernel:
+                in_kernel.add(_key(tensor))
+                self.num_bytes += self._unwritten.pop(_key(tensor), 0) + bytes_in_memory(tensor)
+        for tensor in outputs:
+            self._made[_key(tensor)] = tensor.untyped_storage()  # kept: its key is its own
+            if is_alone:
+                self.num_bytes += bytes_in_memory(tensor)
+            else:
+                self._in_kernel.add(_key(tensor))
+                self._unwritten[_key(tensor)] = bytes_in_memory(tensor)
+
+
+def _key(tensor: Tensor) -> int:
+    """Return what a tensor has in common with its views."""
+    return tensor.untyped_storage()._cdata
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -303,7 +371,7 @@ def build(shape: Shape, mode: Mode) -> nn.Module:
             n_layer=shape.layers,
             n_embd=shape.width,
             n_head=shape.heads,
-            n_positions=MAX_LENGTH,
+            n_positions=MAX_POSITIONS,
             attn_pdrop=attention_dropout,
             activation_function="gelu_pytorch_tanh" if mode.is_lean else "gelu_new",
             use_cache=False,
@@ -325,7 +393,9 @@ def build(shape: Shape, mode: Mode) -> nn.Module:
     return BertForSequenceClassification(config).train()
 
 
-def count(model: nn.Module, shape: Shape, mode: Mode, lengths: np.ndarray) -> CountKernels:
+def count(
+    model: nn.Module, shape: Shape, mode: Mode, lengths: np.ndarray, tail: int = 0
+) -> CountKernels:
     """Count the kernels and bytes of one micro-batch's forward and backward in bf16, on fake
     tensors; the backward adds to existing gradients.
 
@@ -336,10 +406,11 @@ def count(model: nn.Module, shape: Shape, mode: Mode, lengths: np.ndarray) -> Co
         shape: The sizes of the model.
         mode: The way of training.
         lengths: Tokens of each sample, shape (samples,).
+        tail: Tokens of the row that belong to no sample.
     """
     if mode.is_packed:
         num_rows = 1
-        num_columns = int(lengths.sum())
+        num_columns = int(lengths.sum()) + tail
     else:
         num_rows = len(lengths)
         num_columns = int(lengths.max())
@@ -356,14 +427,21 @@ def count(model: nn.Module, shape: Shape, mode: Mode, lengths: np.ndarray) -> Co
     with ExitStack() as stack:
         stack.enter_context(override(F, dropout=_fused_dropout))
         counter = stack.enter_context(CountKernels())
+        counter.is_compiled = mode.has_rows
         with torch.autocast("cpu", torch.bfloat16):
-            loss = _loss(model, shape, mode, inputs, num_targets=int((lengths - 1).sum()))
+            eager = override(counter, is_compiled=False)
+            loss = _loss(model, shape, mode, inputs, int((lengths - 1).sum()), eager)
         loss.backward()
     return counter
 
 
 def _loss(
-    model: nn.Module, shape: Shape, mode: Mode, inputs: dict[str, Tensor], num_targets: int
+    model: nn.Module,
+    shape: Shape,
+    mode: Mode,
+    inputs: dict[str, Tensor],
+    num_targets: int,
+    eager: AbstractContextManager[None],
 ) -> Tensor:
     """Compute the model's loss with the operators that a way of training uses; only the operators
     are counted, the value does not matter.
@@ -374,6 +452,7 @@ def _loss(
         mode: The way of training.
         inputs: The model's arguments, without labels.
         num_targets: Number of target tokens, whose logits are computed if `mode.is_lean`.
+        eager: Context of what is not compiled: the loss in chunks.
     """
     ids = inputs["input_ids"]
     if shape.kind == "bert":
@@ -381,11 +460,12 @@ def _loss(
     if not mode.is_lean:
         return model(**inputs, labels=ids).loss
     hidden = model.transformer(**inputs).last_hidden_state
-    hidden = hidden.flatten(0, 1)[torch.arange(num_targets)]
-    head = OutputProjection(model.lm_head.weight, None, torch.bfloat16)
-    rows = max(CHUNK_BYTES, hidden.numel() * 4) // (4 * len(head.weight))
-    target = torch.ones(num_targets, dtype=torch.long)
-    return chunked_cross_entropy(head, hidden, target, max(1, rows), mean=True)
+    with eager:
+        hidden = hidden.flatten(0, 1)[torch.arange(num_targets)]
+        head = OutputProjection(model.lm_head.weight, None, torch.bfloat16)
+        rows = max(CHUNK_BYTES, hidden.numel() * 4) // (4 * len(head.weight))
+        target = torch.ones(num_targets, dtype=torch.long)
+        return chunked_cross_entropy(head, hidden, target, max(1, rows), mean=True)
 
 
 def _fused_dropout(
@@ -400,7 +480,7 @@ def _fused_dropout(
     return output
 
 
-def flops(shape: Shape, mode: Mode, lengths: np.ndarray) -> float:
+def flops(shape: Shape, mode: Mode, lengths: np.ndarray, tail: int = 0) -> float:
     """Count the floating point operations of all matrix products of one micro-batch's forward and
     backward.
 
@@ -414,12 +494,13 @@ def flops(shape: Shape, mode: Mode, lengths: np.ndarray) -> float:
         shape: The sizes of the model.
         mode: The way of training.
         lengths: Tokens of each sample, shape (samples,).
+        tail: Tokens of the row that belong to no sample.
     """
     is_causal = shape.kind == "gpt"
     longest = int(lengths.max())
     num_padded = len(lengths) * longest
     if mode.is_packed:
-        num_tokens = int(lengths.sum())
+        num_tokens = int(lengths.sum()) + tail
         num_pairs = (lengths.astype(float) ** 2).sum() / (1 + is_causal)
     else:
         num_tokens = num_padded
@@ -452,13 +533,17 @@ def work_of_window(
         num_weights = sum(parameter.numel() for parameter in model.parameters())
         for batch in batches:
             batch_lengths = lengths[batch]
-            counter = count(model, shape, mode, batch_lengths)
+            num_real = int(batch_lengths.sum())
             num_padded = len(batch_lengths) * int(batch_lengths.max())
+            tail = 0
+            if mode.has_rows:
+                tail = row_length(num_real, micro_batch * int(lengths.max())) - num_real
+            counter = count(model, shape, mode, batch_lengths, tail)
             total += Work(
-                flops=flops(shape, mode, batch_lengths),
+                flops=flops(shape, mode, batch_lengths, tail),
                 num_bytes=counter.num_bytes,
                 kernels=counter.kernels,
-                tokens=int(batch_lengths.sum()) if mode.is_packed else num_padded,
+                tokens=num_real + tail if mode.is_packed else num_padded,
                 micro_batches=1,
             )
     num_windows = len(lengths) / window
@@ -564,10 +649,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--num_samples", type=int, default=1024, help="samples of an epoch (default: 1024)")
     add("--window", type=int, default=512, help="samples of a window (default: 512)")
     add("--micro_batch", type=int, default=32, help="samples of a micro-batch (default: 32)")
+    add("--lengths", choices=SAMPLES, default="docstrings", help="see scripts/benchmark.py")
+    add("--max_length", type=int, default=512, help="tokens of the longest sample (default: 512)")
     add("--layers", type=int, default=12, help="layers of the models (default: 12)")
     flags = parser.parse_args(arguments)
     for kind in flags.models:
-        samples = docstring_samples(kind, MAX_LENGTH, flags.num_samples)["samples"]
+        samples = SAMPLES[flags.lengths](kind, flags.max_length, flags.num_samples)["samples"]
         lengths = np.array([len(sample["input_ids"]) for sample in samples])
         shape = replace(SHAPES[kind], layers=flags.layers)
         works = {

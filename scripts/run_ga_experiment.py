@@ -28,17 +28,17 @@ from tqdm.auto import tqdm
 from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
+from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import ConfigError
-from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.exact.plan import Planner, plan_by_sizes
-from hf_ga.exact.window import Window
-from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.finetuning.data.data import PreparedData, prepare_data
-from hf_ga.finetuning.run.config import FinetuneConfig
-from hf_ga.finetuning.run.evaluation import evaluate_samples, evaluation_windows
-from hf_ga.finetuning.run.models import load_tokenizer
+from hf_ga.finetuning.run.flags.config import FinetuneConfig
+from hf_ga.finetuning.run.model.models import load_tokenizer
 from hf_ga.finetuning.run.optimizers import build_optimizer
+from hf_ga.finetuning.run.scores.evaluation import evaluate_samples, evaluation_windows
+from hf_ga.loading.window import Window
+from hf_ga.loading.window_loader import WindowLoader
+from hf_ga.order.plan import Planner, plan_by_sizes
 from hf_ga.training import prepare, train_step
 
 WINDOW_SIZE = 64

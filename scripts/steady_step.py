@@ -14,11 +14,10 @@ from accelerate import Accelerator
 from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_ga
-from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS
+from hf_ga.engine.look.rehearsal import NUM_FIRST_WINDOWS
 
 PACKAGE = str(Path(hf_ga.__file__).parent)
 NUM_WARM_UP = NUM_FIRST_WINDOWS + 2  # rehearsals, then trials of speed-ups
-DROPOUT_FILES = ("dropout", "dropout_functions", "dropout_site", "masks", "hashing")
 
 
 def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
@@ -71,14 +70,14 @@ def _count_package_frames(frame: FrameType | None) -> int:
 
 
 def part_of(file: str) -> str:
-    """Return the part of a step to which a file of hf_ga belongs: "keyed dropout", "speed-ups" or
+    """Return the part of a step to which a file of hf_ga belongs: "keyed draws", "speed-ups" or
     "engine".
     """
-    path = Path(file)
-    if path.parent.name == "speed" or path.stem == "speed_ups":
+    path = Path(file).relative_to(PACKAGE)
+    if path.parts[0] in ("speed", "rows") or path.stem == "speed_ups":
         return "speed-ups"
-    if path.parent.name == "draws" or path.stem in DROPOUT_FILES:
-        return "keyed dropout"
+    if path.parts[0] == "draws":
+        return "keyed draws"
     return "engine"
 
 
@@ -116,7 +115,7 @@ def main() -> None:
     sys.setprofile(None)
     print(f"{profile.depth} frames of hf_ga from train_step to the model's forward")
     print_counts("a steady step", profile.functions)
-    for part in ("engine", "keyed dropout", "speed-ups"):
+    for part in ("engine", "keyed draws", "speed-ups"):
         functions = {function for function in profile.functions if part_of(function[0]) == part}
         print_counts(f"  {part}", functions)
 

@@ -28,8 +28,8 @@ from submitit.helpers import DelayedSubmission
 from submitit.slurm.slurm import _make_sbatch_string
 
 from hf_ga.errors import ConfigError, HfGaError
-from hf_ga.exact.plan_batch import launch_flags
-from hf_ga.finetuning.run.cli import guarded, parse_config
+from hf_ga.finetuning.run.flags.cli import guarded, parse_config
+from hf_ga.order.plan_batch import launch_flags
 
 # Time that launched processes have after SIGTERM to finish their window and save.
 GRACE_SECONDS = 90

@@ -57,13 +57,13 @@ def test_imports_go_down_only():
 @pytest.mark.parametrize(
     ("module", "line"),
     [
-        ("exact/order.py", "import hf_ga.recovery.files"),
-        ("speed/packing.py", "import hf_ga.parallel.processes"),
-        ("finetuning/data/masking.py", "import hf_ga.finetuning.run.config"),
+        ("order/order.py", "import hf_ga.recovery.files"),
+        ("rows/packing.py", "import hf_ga.parallel.processes"),
+        ("finetuning/data/encoding/masking.py", "import hf_ga.finetuning.run.flags.config"),
         ("trainer/checks.py", "import hf_ga.finetuning.data.tasks"),
         (
             "errors.py",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hf_ga.exact.plan",
+            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import hf_ga.order.plan",
         ),
     ],
 )

@@ -7,10 +7,8 @@ import importlib
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
-import time
 import tomllib
 from pathlib import Path
 
@@ -36,35 +34,39 @@ def run(code: str, *arguments: str) -> subprocess.CompletedProcess:
     )
 
 
-def imported_after(*names: str) -> set[str]:
-    """Modules in a new process that touches these public names."""
+@pytest.fixture(scope="module")
+def imported() -> list[set[str]]:
+    """Modules in a new process after `import hf_ga`, after the names of the library are touched, and
+    after the command is.
+    """
     code = (
         "import json, sys, hf_ga\n"
-        "for name in sys.argv[1:]: getattr(hf_ga, name)\n"
-        "print(json.dumps(sorted(sys.modules)))"
+        "for names in json.loads(sys.argv[1]):\n"
+        "    for name in names: getattr(hf_ga, name)\n"
+        "    print(json.dumps(sorted(sys.modules)))"
     )
-    done = run(code, *names)
+    done = run(code, json.dumps([[], LIGHT, ["finetune"]]))
     assert done.returncode == 0, done.stderr
-    return set(json.loads(done.stdout.splitlines()[-1]))
+    return [set(json.loads(line)) for line in done.stdout.splitlines()[-3:]]
 
 
-def test_the_import_alone_loads_nothing():
-    loaded = imported_after()
+def test_the_import_alone_loads_nothing(imported):
+    loaded = imported[0]
     assert "hf_ga" in loaded
     assert {name for name in loaded if name.startswith("hf_ga.")} == set()
     assert loaded & {*HEAVY, "torch", "transformers", "transformers.trainer"} == set()
 
 
-def test_the_library_loads_no_package_of_the_command():
-    loaded = imported_after(*LIGHT)
+def test_the_library_loads_no_package_of_the_command(imported):
+    loaded = imported[1]
     assert {"hf_ga.training", "hf_ga.check.check", "accelerate"} <= loaded
     assert loaded & {*HEAVY, "transformers.trainer"} == set()
     assert {name for name in loaded if name.startswith("hf_ga.finetuning")} == set()
 
 
-def test_the_command_does_load_them():
+def test_the_command_does_load_them(imported):
     """Otherwise the tests above would pass whatever happens."""
-    assert {*PACKAGES} - {"jinja2", "matplotlib", "yaml"} <= imported_after("finetune")
+    assert {*PACKAGES} - {"jinja2", "matplotlib", "yaml"} <= imported[2]
 
 
 def test_the_library_works_without_them():
@@ -123,12 +125,12 @@ def test_the_extra_has_what_the_command_imports():
 def test_the_library_imports_only_what_it_requires():
     """Also where an import is inside a function, which no other test may reach."""
     allowed = {*sys.stdlib_module_names, "accelerate", "filelock", "hf_ga", "numpy", "safetensors"}
-    allowed |= {"torch", "tqdm", "transformers"}
+    allowed |= {"psutil", "torch", "tqdm", "transformers"}
     optional = {  # where they are used, the user has imported the package, or gets MissingPackage
-        "hf_ga/check/report.py": {"matplotlib"},
-        "hf_ga/exact/lengths.py": {"datasets", "pyarrow"},
-        "hf_ga/exact/mask_kernel.py": {"triton"},
-        "hf_ga/speed/attention_kernel.py": {"triton"},
+        "hf_ga/check/verdict/report.py": {"matplotlib"},
+        "hf_ga/loading/lengths.py": {"datasets", "pyarrow"},
+        "hf_ga/draws/dropout/mask_kernel.py": {"triton"},
+        "hf_ga/rows/attention_kernel.py": {"triton"},
     }
     for path in sorted((ROOT / "hf_ga").rglob("*.py")):
         room = path.relative_to(ROOT).as_posix()
@@ -141,24 +143,3 @@ def test_the_library_imports_only_what_it_requires():
             elif isinstance(node, ast.ImportFrom):
                 found.add(node.module.partition(".")[0])
         assert found - allowed == optional.get(room, set()), room
-
-
-@pytest.mark.slow("starts Python many times")
-def test_the_import_is_as_fast_as_that_of_accelerate_and_transformers():
-    """The three in turn, so that all have the same load of the machine; the medians of nine.
-    Importing every public name at once, as hf_ga did before, takes 3.8 times as long.
-    """
-    codes = {
-        "base": "import accelerate, transformers",
-        "both": "import accelerate, transformers, hf_ga",
-        "hf_ga": "import hf_ga",
-    }
-    seconds = {name: [] for name in codes}
-    for _ in range(9):
-        for name, code in codes.items():
-            start = time.perf_counter()
-            assert run(code).returncode == 0
-            seconds[name].append(time.perf_counter() - start)
-    median = {name: statistics.median(values) for name, values in seconds.items()}
-    assert median["hf_ga"] < 1.15 * median["base"], seconds
-    assert median["both"] < 1.15 * median["base"], seconds

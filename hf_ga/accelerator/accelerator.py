@@ -25,17 +25,15 @@ from hf_ga.accelerator.state import (
     check_can_save,
     folder_to_load,
     loader_positions,
-    padded_loaders,
-    restore_padding,
     restore_positions,
 )
 from hf_ga.accelerator.training_loop import TrainingLoop
+from hf_ga.draws.generators import preserved_random_states
+from hf_ga.engine.whole.whole_window import WholeBatchLoss
 from hf_ga.errors import ConfigError
-from hf_ga.exact.backend import check_supported, keep_process_group_alive
-from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.layout import Layout
-from hf_ga.exact.precision import check_step
-from hf_ga.exact.whole_window import WholeBatchLoss
+from hf_ga.model.precision import check_step
+from hf_ga.order.layout import Layout
+from hf_ga.parallel.backend import check_supported, keep_process_group_alive
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, exact_sharding
 from hf_ga.parallel.processes import raise_on_all_ranks
 from hf_ga.recovery.files import writing
@@ -194,11 +192,8 @@ class Accelerator(accelerate.Accelerator):
         return prepared
 
     def _log_steps_of_scheduler(self, scheduler: AcceleratedScheduler) -> None:
-        """Warn, on several processes, that a prepared scheduler steps once for each process at
-        every update, as it does in Accelerate.
-
-        With a schedule that was not built for this, the learning rates depend on the number of
-        processes.
+        """Warn that a prepared scheduler steps once for each process at every update, as in
+        Accelerate: if it was not built for that, the learning rates depend on their number.
         """
         steps_once = scheduler.split_batches or not scheduler.step_with_optimizer
         if self.num_processes > 1 and not steps_once:
@@ -217,8 +212,6 @@ class Accelerator(accelerate.Accelerator):
         self.training_loop.leave()
         self._forget_prepared_objects()
         return super().free_memory(*objects)
-
-    clear = free_memory
 
     # The loop
 
@@ -299,6 +292,14 @@ class Accelerator(accelerate.Accelerator):
         if self.sync_gradients:
             return super().clip_grad_norm_(*args, **kwargs)
         return torch.zeros((), device=self.device)
+
+    def clip_grad_value_(self, *args: Any, **kwargs: Any) -> None:
+        """Clip gradients, as `accelerate.Accelerator.clip_grad_value_` does.
+
+        Within a window there are none yet, so nothing is done.
+        """
+        if self.sync_gradients:
+            super().clip_grad_value_(*args, **kwargs)
 
     @property
     def window_loss(self) -> Tensor | None:
@@ -389,13 +390,8 @@ class Accelerator(accelerate.Accelerator):
         with raise_on_all_ranks(self), writing(place, place.parent, "resume the run"):
             positions = loader_positions(self._dataloaders)
             if self.is_main_process:
-                saved = SavedState(
-                    self.num_processes,
-                    positions,
-                    self.training_loop.num_complete_windows,
-                    padded_loaders(self._dataloaders),
-                )
-                saved.write(Path(folder))
+                num_windows = self.training_loop.num_complete_windows
+                SavedState(self.num_processes, positions, num_windows).write(Path(folder))
         self.wait_for_everyone()
         return folder
 
@@ -449,7 +445,6 @@ class Accelerator(accelerate.Accelerator):
         self.training_loop.num_windows = saved.num_windows
         self.training_loop.engine.speed_ups.is_resumed = saved.num_windows > 0
         restore_positions(self._dataloaders, saved.loaders)
-        restore_padding(self._dataloaders, saved.pads_to_window)
         if saved.num_processes != self.num_processes:
             for initial_state in self._initial_scheduler_states:
                 initial_state.convert(saved.num_processes, self.num_processes)

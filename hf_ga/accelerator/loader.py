@@ -11,9 +11,9 @@ from torch.utils.data import DataLoader, IterableDataset
 from hf_ga.accelerator.named_entries import DictCollator
 from hf_ga.accelerator.windows_of_loader import is_shuffling, make_windows
 from hf_ga.errors import ConfigError
-from hf_ga.exact.base_loader import BaseLoader
-from hf_ga.exact.stream_loader import StreamLoader
-from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.loading.base_loader import BaseLoader
+from hf_ga.loading.streams.stream_loader import StreamLoader
+from hf_ga.loading.window_loader import WindowLoader
 
 
 class Epochs:
@@ -125,14 +125,7 @@ class WindowedDataLoader:
         """
         if not self._is_for_training():
             return super().__len__()
-        windows = self.windows
-        layout = windows.layout
-        num_full_windows, num_rest = divmod(windows.num_samples, layout.window_size)
-        num_last_micro_batches = 0  # of a short last window
-        if num_rest and not windows.drop_last_window:
-            samples_of_all_processes = layout.micro_batch_size * layout.num_processes
-            num_last_micro_batches = -(-num_rest // samples_of_all_processes)  # rounded up
-        return num_full_windows * layout.accumulation_steps + num_last_micro_batches
+        return self.windows.num_micro_batches
 
     def __iter__(self) -> Iterator[Any]:
         """Yield the micro-batches of windows if a prepared model is in training mode, otherwise
@@ -197,11 +190,8 @@ class WindowedDataLoader:
         return is_shuffling(self.original.sampler)
 
     def _is_for_training(self) -> bool:
-        """Return whether `len` and `set_epoch` of this prepared loader are about windows rather
-        than Accelerate's batches.
-
-        They are if the loader has yielded windows, if it shuffles, as loaders for training do, or
-        if a model is in training mode. Never for an iterable dataset, which has no length.
+        """Return whether `len` and `set_epoch` are about windows: if the loader has yielded them,
+        if it shuffles, or if a model is in training mode; never of a stream, which has no length.
         """
         if isinstance(self.original.dataset, IterableDataset):
             return False
@@ -210,11 +200,8 @@ class WindowedDataLoader:
         return bool(self.accelerator.training_loop.training_models())
 
     def _micro_batches(self) -> Generator[Any, None, None]:
-        """Yield this rank's micro-batches of the rest of the epoch to the user's loop, and keep
-        Accelerate's state of the loader (`end_of_dataloader`, `iteration`) up to date.
-
-        Yields:
-            Batches on the device, in the type that the user's collate function returns.
+        """Yield this rank's micro-batches of the rest of the epoch, on the device and in the user's
+        type, and keep Accelerate's `end_of_dataloader` and `iteration` up to date.
         """
         accelerator = self.accelerator
         training_loop = accelerator.training_loop
@@ -246,14 +233,8 @@ class WindowedDataLoader:
         self.iteration += 1
 
     def _check_accumulation_steps(self, num_steps: int) -> None:
-        """Check that the user's loop did not change the accelerator's `gradient_accumulation_steps`
-        within an epoch.
-
-        Args:
-            num_steps: The accumulation steps at the beginning of the epoch.
-
-        Raises:
-            ConfigError: If the loop changed them.
+        """Check that the loop did not change the accelerator's `gradient_accumulation_steps` within
+        an epoch, which began with `num_steps`.
         """
         if self.accelerator.gradient_accumulation_steps != num_steps:
             raise ConfigError(
@@ -263,18 +244,8 @@ class WindowedDataLoader:
             )
 
     def _go_to_first_window(self, windows: WindowLoader | StreamLoader) -> None:
-        """Move the window loader to the window with which the user's iteration over this loader
-        begins.
-
-        It begins at a position restored from a checkpoint; otherwise after the batches of
-        `skip_first_batches`, in the next epoch if the loop left the last one by `break`. The
-        restored position and the number of batches to skip are used up.
-
-        Args:
-            windows: The loader of the windows.
-
-        Raises:
-            ConfigError: If the batches to skip end within a window.
+        """Go to the first window: of a restored position; else after `skip_first_batches`, in the
+        next epoch if the loop left the last one by `break`. Both are used up.
         """
         position = self.restored_position
         self.restored_position = None
@@ -319,13 +290,8 @@ def _with_each_step_in(
 
 
 def _continue_at(windows: BaseLoader, position: dict[str, Any]) -> None:
-    """Move the loader of a user's windows to a position that `load_state` read from a checkpoint;
-    if that is the end of an epoch, to the start of the next one.
-
-    Args:
-        windows: The loader of the windows. Its micro-batch size and number of processes may differ
-            from those of the saved run, as positions count windows.
-        position: The saved position, with the seed of the order of samples.
+    """Move a loader to a saved position, or from the end of an epoch to the next one. Micro-batch
+    size and number of processes may differ, as positions count windows.
     """
     windows.use_seed(position["seed"])
     windows.load_state_dict(position)

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from hf_ga.errors import ConfigError
-from hf_ga.loss.means import reduction_of
-from hf_ga.loss.saved import inputs, number, saved
+from hf_ga.loss.nodes.means import reduction_of
+from hf_ga.loss.nodes.saved import inputs, number, saved
 
 ACCUMULATE_REMEDY = (
     "pass gradient_accumulation_steps to Accelerator, put the loop's body into `with "
@@ -36,9 +36,9 @@ def division_by_number(loss: Tensor) -> int | None:
 
 
 def is_sum(node: Node) -> bool:
-    """Whether a node is a sum over elements, or a multiple of one."""
-    while node.name() in MULTIPLES and len(inputs(node)) == 1:
-        ((node, _),) = inputs(node)
+    """Whether a node is a sum over elements, or a multiple of one, also by a trained weight."""
+    if node.name() in MULTIPLES:
+        return any(is_sum(child) for child, _ in inputs(node))
     reduction = reduction_of(node)
     return reduction is not None and reduction.divisor is None
 
@@ -82,7 +82,9 @@ def not_fetched() -> ConfigError:
     return ConfigError(
         "a batch was fetched before accelerator.backward of the one before it. If this is an "
         "evaluation, call model.eval() before it. If the loop collects several batches, or calls "
-        f"loss.backward() itself: {ACCUMULATE_REMEDY}."
+        f"loss.backward() itself: {ACCUMULATE_REMEDY}. Targets need not be counted ahead "
+        "(num_items_in_batch): pass the mean loss of each batch, and the window is divided by its "
+        "number of targets on all processes."
     )
 
 

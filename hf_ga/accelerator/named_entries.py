@@ -7,10 +7,10 @@ from typing import Any
 from torch import Tensor
 from torch.utils.data import IterableDataset
 
+from hf_ga.draws.generators import preserved_random_states, seed_generators
 from hf_ga.errors import ConfigError
-from hf_ga.exact.fetch import Collate
-from hf_ga.exact.generators import preserved_random_states, seed_generators
-from hf_ga.exact.window import Window
+from hf_ga.loading.fetch import Collate
+from hf_ga.loading.window import Window
 
 SEPARATOR = "/"  # between the names of nested entries
 
@@ -33,7 +33,7 @@ class DictCollator:
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
         """Collate samples by the user's collate function, and flatten the batch."""
         collated = self.collate_fn(samples)
-        if not _is_container(collated) and not isinstance(collated, Mapping | tuple | list):
+        if not isinstance(collated, Mapping | tuple | list):
             return {"0": collated}
         entries: dict[str, Any] = {}
         for name, value in _items(collated):

@@ -78,10 +78,8 @@ def _find_last(folder: Path) -> tuple[Path, SavedState] | None:
 
 
 def _position(accelerator: Any, checkpoint: Path, saved: SavedState) -> Resumed:
-    """Return where the loop goes on, by the first loader that has yielded windows.
-
-    Raises:
-        CheckpointError: If that loader has other samples or windows than the saved one.
+    """Return where the loop goes on, by the first loader that has yielded windows. CheckpointError
+    if its samples or windows are not the saved ones.
     """
     pairs = zip(accelerator._dataloaders, saved.loaders, strict=False)
     for loader, position in pairs:

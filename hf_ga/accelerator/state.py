@@ -6,7 +6,7 @@ import copy
 import json
 import warnings
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,14 +30,11 @@ class SavedState:
             often Accelerate steps a prepared scheduler per update.
         loaders: The position of each prepared loader that yielded windows; None for the others.
         num_windows: The number of windows that the run began: the first ones are rehearsed.
-        pads_to_window: For each prepared loader, whether its micro-batches are padded to the
-            longest sample of their window.
     """
 
     num_processes: int
     loaders: list[dict[str, Any] | None]
     num_windows: int = 0
-    pads_to_window: list[bool] = field(default_factory=list)
 
     def write(self, folder: Path) -> None:
         """Write this state to `hf_ga_state.json` in the folder of a checkpoint of
@@ -173,23 +170,6 @@ def restore_positions(loaders: list[Any], positions: list[dict[str, Any] | None]
     for loader, position in zip(loaders, positions, strict=False):
         if position is not None and isinstance(loader, WindowedDataLoader):
             loader.restore_position(position)
-
-
-def padded_loaders(loaders: Iterable[Any]) -> list[bool]:
-    """Return, for each prepared loader, whether it pads micro-batches to their window."""
-    return [
-        isinstance(loader, WindowedDataLoader)
-        and loader.has_yielded_windows
-        and loader.windows.state.pad_to_window
-        for loader in loaders
-    ]
-
-
-def restore_padding(loaders: Iterable[Any], pads_to_window: Iterable[bool]) -> None:
-    """Let prepared loaders pad as those of the run that saved the checkpoint."""
-    for loader, pads in zip(loaders, pads_to_window, strict=False):
-        if pads and isinstance(loader, WindowedDataLoader):
-            loader.windows.state.pad_to_window = True
 
 
 def folder_to_load(input_dir: str | None, project_dir: str | None) -> Path:

@@ -9,7 +9,9 @@ A loop accumulates in one of two ways:
   is at any time the gradient of the mean loss so far, and the window ends where it steps.
 """
 
+import atexit
 import sys
+import weakref
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -37,7 +39,7 @@ from hf_ga.accelerator.misuse import (
     unexpected_backward,
 )
 from hf_ga.accelerator.named_entries import check_named_entries
-from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS, is_rehearsed
+from hf_ga.engine.look.rehearsal import NUM_FIRST_WINDOWS, is_rehearsed
 from hf_ga.engine.slots import (
     Slot,
     joined,
@@ -46,12 +48,12 @@ from hf_ga.engine.slots import (
     slots_like,
     slots_with_look,
 )
-from hf_ga.engine.whole_batch import WholeBatch
+from hf_ga.engine.whole.whole_batch import WholeBatch
+from hf_ga.engine.whole.whole_window import WholeBatchLoss
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import ConfigError
-from hf_ga.exact.forward import unwrapped
-from hf_ga.exact.whole_window import WholeBatchLoss
-from hf_ga.exact.window import Window
+from hf_ga.loading.window import Window
+from hf_ga.model.forward import unwrapped
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 
 logger = get_logger(__name__)
@@ -109,9 +111,12 @@ class TrainingLoop:
         self._attempt = 0  # how often the window was begun again
         self._backwards_per_iteration: int | None = None  # of complete iterations
         self._has_stepped = False  # an optimizer, in this window
+        self._has_warned = False  # of terms that micro-batches lack
         self._is_zeroed = False  # gradients, since a backward of this micro-batch
         self._learning_rates: list[float] = []  # when the window began
         self._iteration = ExitStack()  # contexts of the current iteration
+        # An iterator that the script still holds ends when modules are gone.
+        atexit.register(_leave_at_exit, weakref.ref(self))
 
     # Models
 
@@ -171,10 +176,6 @@ class TrainingLoop:
     ) -> Iterator[tuple[Any, bool]]:
         """Hand out the window of a loop that accumulates by hand, after its first iteration has
         turned into a rehearsal: all samples of its k iterations, in those that are left.
-
-        Args:
-            window: The loader's window of the first iteration.
-            following: The loader's windows after it.
         """
         number = self._by_hand.num_parts - 1
         has_candidate = any(slot.may_be_rehearsal for slot in self._slots)
@@ -200,10 +201,8 @@ class TrainingLoop:
             self._close()
 
     def _begin_window(self, window: Window) -> Window:
-        """Begin a window, and plan the iterations of the loop in it.
-
-        Returns:
-            The window, padded to its longest sample if that is needed.
+        """Begin a window, padded to its longest sample if that is needed, and plan the iterations
+        of the loop in it.
         """
         self._check_fetch()
         if self._whole_batch is not None:
@@ -261,7 +260,12 @@ class TrainingLoop:
             positions = self.engine.look_positions
             return slots_with_look(window, num_processes=num_processes, positions=positions)
         is_due = self._can_look() and self.engine.is_rehearsal_due(self.num_windows)
-        return plan_slots(window, num_processes=num_processes, is_rehearsed=is_due)
+        return plan_slots(
+            window,
+            num_processes=num_processes,
+            is_rehearsed=is_due,
+            is_first=not self.engine.has_rehearsed,
+        )
 
     def _can_look(self) -> bool:
         """Whether a window may be computed with a rehearsal, or again with one. A loss of a whole
@@ -327,6 +331,8 @@ class TrainingLoop:
         contexts.close()
         if self.engine.num_adds and self._backwards_per_iteration is None:
             self._backwards_per_iteration = self.engine.num_adds
+        if self.num_parts_by_hand > 1:
+            self._warn_of_missing_terms()
 
     def leave(self, loader: Any = None) -> None:
         """Give up the current window, because the loop left it or ended.
@@ -346,11 +352,7 @@ class TrainingLoop:
         self.is_complete = True
 
     def _check_fetch(self) -> None:
-        """Check, before the next batch and at an epoch's end, that the loop has used its batch.
-
-        Raises:
-            ConfigError: If it did not call `accelerator.backward` for it.
-        """
+        """Check, before the next batch and at an epoch's end, that the loop has used its batch."""
         if self.engine.slot is None or self.engine.num_adds or not self._is_planned:
             return
         self.leave()
@@ -368,10 +370,8 @@ class TrainingLoop:
         return is_other and self.engine.slot is not None and not self.engine.num_adds
 
     def _follow(self, window: Window) -> Iterator[tuple[Any, bool]]:
-        """Hand out micro-batches of a second loader, split as those of the first one.
-
-        Raises:
-            ConfigError: If the windows of the two loaders have different sizes.
+        """Hand out micro-batches of a second loader, split as those of the first one. ConfigError
+        if their windows have different sizes.
         """
         leading = self._window
         attempt = -1
@@ -433,11 +433,8 @@ class TrainingLoop:
         return None if self._whole_batch is None else self._whole_batch.value
 
     def _check_before_backward(self, loss: Tensor) -> None:
-        """Check what the loop did since the batch was handed out, and how it divides its loss.
-
-        Raises:
-            ConfigError: If gradients appeared, the optimizer stepped, or the loss is divided by
-                the accumulation steps.
+        """Check that no gradients appeared and no optimizer stepped since the batch was handed out,
+        and that the loss is not divided by the accumulation steps.
         """
         gradient = self.engine.gradient
         if not self._is_planned:
@@ -471,10 +468,8 @@ class TrainingLoop:
         self.loss = gradient.loss
 
     def _check_no_late_parameters(self) -> None:
-        """Check that no parameter needs a gradient now that did not when the window began.
-
-        Raises:
-            ConfigError: If one does: its gradient is not among those that are summed.
+        """Check that no parameter needs a gradient now that did not when the window began: it would
+        not be summed.
         """
         known = set(self.engine.gradient.parameters)
         now = trainable_parameters(self.training_models(), self.accelerator._optimizers)
@@ -536,17 +531,26 @@ class TrainingLoop:
                 "accelerator.accumulate(model):`."
             )
 
+    def _warn_of_missing_terms(self) -> None:
+        """Warn once that micro-batches of a loop by hand lack terms of the loss, which cannot be
+        tried: the loop cannot be given the window again.
+        """
+        if self.engine.lacks_terms and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "hf_ga: a micro-batch lacks a term of the loss that others have. That is right if "
+                "none of its samples has a target of it, but not if the loop leaves it out by the "
+                "loss itself, which is not tried here: put the loop's body into `with "
+                "accelerator.accumulate(model):`, and leave the division out."
+            )
+
     def _current_learning_rates(self) -> list[float]:
         """Return the learning rates of all prepared optimizers."""
         optimizers = self.accelerator._optimizers
         return [float(group["lr"]) for opt in optimizers for group in opt.param_groups]
 
     def _check_learning_rates(self) -> None:
-        """Check that no schedule stepped within the window.
-
-        Raises:
-            ConfigError: If a learning rate changed since the window began.
-        """
+        """Check that no schedule stepped within the window."""
         before = self._learning_rates
         now = self._current_learning_rates()
         if before != now:
@@ -564,6 +568,13 @@ class TrainingLoop:
         if is_windowed and not active.is_yielding_windows:
             return True
         return not self.training_models()
+
+
+def _leave_at_exit(reference: weakref.ref[TrainingLoop]) -> None:
+    """Give up the window of a loop that still exists when Python ends."""
+    loop = reference()
+    if loop is not None:
+        loop.leave()
 
 
 def _calls_accumulate(frame: FrameType | None) -> bool:

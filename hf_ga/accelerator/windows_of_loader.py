@@ -1,6 +1,5 @@
 """Makes the windows of a user's DataLoader: its samples, in the order of its sampler."""
 
-from collections.abc import Callable
 from functools import partial
 from itertools import chain
 from typing import Any
@@ -18,13 +17,13 @@ from torch.utils.data import (
 )
 
 from hf_ga.accelerator.named_entries import DictCollator
+from hf_ga.draws.generators import preserved_random_states, seed_generators
+from hf_ga.draws.hashing import Purpose, fold_in
 from hf_ga.errors import ConfigError
-from hf_ga.exact.generators import preserved_random_states, seed_generators
-from hf_ga.exact.hashing import Purpose, fold_in
-from hf_ga.exact.lengths import find_lengths
-from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.exact.stream_loader import StreamLoader
-from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.loading.lengths import find_lengths
+from hf_ga.loading.streams.stream_loader import StreamLoader
+from hf_ga.loading.window_loader import WindowLoader
+from hf_ga.order.plan import plan_by_sizes
 from hf_ga.parallel.processes import broadcast_from_main
 
 
@@ -84,20 +83,15 @@ def make_windows(
         settings["num_workers"] = min(1, original.num_workers)  # a stream is read sequentially
         return StreamLoader(dataset, collate, shuffle_buffer_size=0, **settings)
     settings["lengths"] = find_lengths(dataset, collate) if len(dataset) else None
-    windows = _make_window_loader(original, collate, accelerator, settings)
+    windows = _make_window_loader(original, collate, settings)
     if accelerator.global_batch_size is not None:
         accelerator.set_accumulation_steps(windows.layout)
     return windows
 
 
 def _batch_size_of(batch_sampler: Any) -> int:
-    """Return the `batch_size` of the batch sampler of a DataLoader that a user prepares.
-
-    Args:
-        batch_sampler: The batch sampler; for an iterable dataset, the DataLoader itself.
-
-    Raises:
-        ConfigError: If the sampler has no `batch_size`, or one that is not a positive int.
+    """Return the `batch_size` of a batch sampler, or of the DataLoader of an iterable dataset, if
+    it is a positive int.
     """
     batch_size = getattr(batch_sampler, "batch_size", None)
     if not isinstance(batch_size, int) or batch_size < 1:
@@ -110,16 +104,8 @@ def _batch_size_of(batch_sampler: Any) -> int:
 
 
 def _micro_batch_and_window_size(accelerator: Any, batch_size: int) -> tuple[int, int]:
-    """Compute the sizes of micro-batches and windows from a DataLoader's batch size, as Accelerate
-    understands it.
-
-    Args:
-        accelerator: The `hf_ga.Accelerator`; its `global_batch_size` is the window size, if set.
-        batch_size: The DataLoader's batch size: of one process, or of all processes together with
-            `split_batches=True`.
-
-    Returns:
-        (samples in a micro-batch of one process, samples in a window over all processes).
+    """Return the samples in a micro-batch of one process, and in a window over all, from a
+    DataLoader's batch size, which with `split_batches=True` is that of all processes together.
     """
     num_processes = accelerator.num_processes
     num_steps = accelerator.gradient_accumulation_steps
@@ -134,18 +120,10 @@ def _micro_batch_and_window_size(accelerator: Any, batch_size: int) -> tuple[int
 
 
 def _make_window_loader(
-    original: DataLoader, collate: DictCollator, accelerator: Any, settings: dict[str, Any]
+    original: DataLoader, collate: DictCollator, settings: dict[str, Any]
 ) -> WindowLoader:
-    """Make a `WindowLoader` with the order of samples of a DataLoader that a user's loop prepares.
-
-    A shuffling loader becomes one in hf_ga's own random order of the same seed, a sequential one
-    keeps the order of the dataset, and any other sampler or batch sampler is run itself.
-
-    Args:
-        original: The DataLoader as the user made it.
-        collate: The user's collate function, wrapped so that it returns dicts.
-        accelerator: The `hf_ga.Accelerator`.
-        settings: Further arguments of `WindowLoader`.
+    """Make a `WindowLoader` of a DataLoader: a shuffling one becomes one in hf_ga's own random
+    order, a sequential one keeps the order, any other sampler or batch sampler is run itself.
     """
     has_default_batch_sampler = type(original.batch_sampler) is BatchSampler
     if has_default_batch_sampler and is_shuffling(original.sampler):
@@ -156,7 +134,6 @@ def _make_window_loader(
         original.dataset,
         collate,
         sampler=original.sampler if has_default_batch_sampler else original.batch_sampler,
-        broadcast=partial(broadcast_from_main, accelerator),
         **settings,
     )
 
@@ -181,19 +158,15 @@ class OrderedWindowLoader(WindowLoader):
         sampler: A sampler, which yields sample ids, or a batch sampler, which yields lists of them.
             It may draw random numbers from the global generators, or from a torch generator in its
             attribute `generator`: both are seeded from (seed, epoch).
-        broadcast: Takes a value, and returns the main process's value on all ranks.
         **kwargs: See `WindowLoader`.
 
     Raises:
         ConfigError: If the sampler yields another order when it is run again for the same epoch.
     """
 
-    def __init__(
-        self, *args: Any, sampler: Any, broadcast: Callable[[Any], Any], **kwargs: Any
-    ) -> None:
+    def __init__(self, *args: Any, sampler: Any, **kwargs: Any) -> None:
         """Make the loader, and run the user's sampler for the first epoch to count its samples."""
         self.sampler = sampler
-        self.broadcast = broadcast
         self._cached_epoch: int | None = None  # the epoch of `_cached_ids`
         self._cached_ids = np.empty(0, np.int64)
         super().__init__(*args, **kwargs)
@@ -215,13 +188,8 @@ class OrderedWindowLoader(WindowLoader):
         return ids
 
     def _sample_ids(self, epoch: int) -> np.ndarray:
-        """Return the sample ids of an epoch in the order of the main process's sampler, and cache
-        them.
-
-        For the first epoch, the sampler is run twice, to check that its order is reproducible.
-
-        Raises:
-            ConfigError: If the second run yields another order.
+        """Return, and cache, the sample ids of an epoch in the order of the main process's sampler.
+        For the first epoch it is run twice, to check that its order is reproducible.
         """
         if self._cached_epoch == epoch:
             return self._cached_ids
@@ -233,19 +201,13 @@ class OrderedWindowLoader(WindowLoader):
                 "so a resumed run would visit other samples: let it draw from torch's, numpy's "
                 "or Python's global generator, or from its attribute `generator`."
             )
-        self._cached_ids = self.broadcast(ids)
+        self._cached_ids = broadcast_from_main(self.accelerator, ids)
         self._cached_epoch = epoch
         return self._cached_ids
 
     def _run_sampler(self, epoch: int) -> np.ndarray:
-        """Run the user's sampler for an epoch, with all random generators seeded from (seed,
-        epoch).
-
-        The global generators are restored afterwards. A batch sampler's own sampler is seeded, too,
-        and `set_epoch` is called where it exists.
-
-        Returns:
-            The sample ids in order, int64; the lists of a batch sampler are concatenated.
+        """Run the user's sampler, and its own sampler, with all generators seeded from (seed,
+        epoch), after `set_epoch`. Returns the ids, int64; lists of a batch sampler concatenated.
         """
         key = fold_in(Purpose.ORDER, self.seed, epoch)
         with preserved_random_states():

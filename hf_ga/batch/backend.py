@@ -7,17 +7,17 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.backend import Backend, check_supported
-from hf_ga.exact.forward import unwrapped
-from hf_ga.exact.precision import check_precision
+from hf_ga.model.forward import unwrapped
+from hf_ga.model.precision import check_precision
+from hf_ga.parallel.backend import Backend, LocalBackend, check_supported
 from hf_ga.parallel.fsdp import backend_for
 
 
-class CallerBackend(Backend):
+class CallerBackend(LocalBackend):
     """The backend of `hf_ga.backward` in a loop without an accelerator. It uses the ranks of
     torch's default process group (or this process alone) and the caller's autocast dtype.
 
@@ -31,16 +31,14 @@ class CallerBackend(Backend):
         ConfigError: If the caller's autocast is fp16.
     """
 
-    has_loss_scale = False
-
     def __init__(self, device: torch.device) -> None:
         """Read the ranks of torch's process group and the dtype of the autocast that is on around
         the call of `hf_ga.backward`.
         """
-        is_distributed = dist.is_available() and dist.is_initialized()
-        self.device = device
-        self.num_processes = dist.get_world_size() if is_distributed else 1
-        self.process_index = dist.get_rank() if is_distributed else 0
+        super().__init__(device)
+        if dist.is_initialized():
+            self.num_processes = dist.get_world_size()
+            self.process_index = dist.get_rank()
         self.autocast_dtype: torch.dtype | None = None
         if torch.is_autocast_enabled(device.type):
             self.autocast_dtype = torch.get_autocast_dtype(device.type)
@@ -65,12 +63,6 @@ class CallerBackend(Backend):
         # Within the caller's context, torch would still use its cache of cast weights after the
         # optimizer's step has changed them.
         return torch.autocast(self.device.type, self.autocast_dtype, cache_enabled=False)
-
-    def scaled(self, tensor: Tensor) -> Tensor:
-        """Return the tensor unchanged: `hf_ga.backward` without an accelerator has no loss
-        scale.
-        """
-        return tensor
 
 
 def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
@@ -101,15 +93,8 @@ def make_backend(model: nn.Module, accelerator: Accelerator | None) -> Backend:
 
 
 def _backend_of_accelerator(accelerator: Accelerator, device: torch.device) -> Backend:
-    """Return the backend of the accelerator that the user passed to `hf_ga.backward`.
-
-    Args:
-        accelerator: The user's accelerator.
-        device: The model's device.
-
-    Raises:
-        ConfigError: If it is an `hf_ga.Accelerator`, a setting of it is not supported, or
-            `torch.autocast` is on around the call.
+    """Return the backend of the user's accelerator, if its settings are supported, it is not an
+    `hf_ga.Accelerator`, and no `torch.autocast` is on around the call.
     """
     # True for hf_ga.Accelerator, which this subpackage must not import.
     if hasattr(accelerator, "training_loop"):
@@ -128,15 +113,8 @@ def _backend_of_accelerator(accelerator: Accelerator, device: torch.device) -> B
 
 
 def _check_wrapper(model: nn.Module, backend: Backend) -> None:
-    """Check that every rank holds a full replica of the model, as `hf_ga.backward` needs.
-
-    Args:
-        model: The model as it is passed to `hf_ga.backward`.
-        backend: How ranks communicate.
-
-    Raises:
-        ConfigError: If parameters are sharded, the model is wrapped by `nn.DataParallel`, or its
-            DistributedDataParallel uses another number of ranks than the backend.
+    """Check that every rank holds a full replica of the model: no shards, no `nn.DataParallel`, DDP
+    over as many ranks as the backend has.
     """
     if backend.is_sharded or any(isinstance(p, DTensor) for p in model.parameters()):
         raise ConfigError(

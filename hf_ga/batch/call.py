@@ -20,13 +20,13 @@ from hf_ga.batch.ranks import (
     gather_batches,
 )
 from hf_ga.engine.own_loop import KeptLoop
+from hf_ga.engine.whole.whole_window import WholeBatchLoss
 from hf_ga.errors import ConfigError
-from hf_ga.exact.backend import Backend
-from hf_ga.exact.fetch import WindowRequest
-from hf_ga.exact.forward import LossFunction, module_modes, unwrapped
-from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.exact.whole_window import WholeBatchLoss
-from hf_ga.exact.window import LoaderState, Window
+from hf_ga.loading.fetch import WindowRequest
+from hf_ga.loading.window import LoaderState, Window
+from hf_ga.model.forward import LossFunction, module_modes, unwrapped
+from hf_ga.order.plan import plan_by_sizes
+from hf_ga.parallel.backend import Backend
 from hf_ga.training import check_one_loss
 
 # A sample's dropout masks are keyed by one int64: step * MAX_SAMPLES + index in the global batch.
@@ -196,9 +196,6 @@ def backward(
 def _check_arguments(micro_batch_size: Any, step: Any) -> None:
     """Check the arguments of `hf_ga.backward` that can be checked without the model, and that
     gradients are enabled.
-
-    Raises:
-        ConfigError: If one of them cannot be used, or gradients are disabled.
     """
     if micro_batch_size != "auto":
         is_integer = isinstance(micro_batch_size, int) and not isinstance(micro_batch_size, bool)
@@ -214,10 +211,8 @@ def _check_arguments(micro_batch_size: Any, step: Any) -> None:
 
 
 def _memory_of(model: nn.Module) -> CallMemory:
-    """Return what `hf_ga.backward` keeps for a model between its calls. The first call creates it
-    and stores it as an attribute of the unwrapped model.
-
-    It is not in a global table, because it refers to the model and would keep it from being freed.
+    """Return what `hf_ga.backward` keeps for a model: an attribute of it, not an entry of a global
+    table, which would refer to the model and keep it from being freed.
     """
     attributes = vars(unwrapped(model))
     return attributes.setdefault("_hf_ga_backward", CallMemory())
@@ -233,26 +228,8 @@ def _collate_and_agree(
     seed: int | None,
     step: int,
 ) -> tuple[CollatedBatch, Agreement]:
-    """Read this rank's batch of `hf_ga.backward` into a `CollatedBatch`, and exchange with the
-    other ranks what all must know about the global batch. Stores the batch's token entries (those
-    from which padding may be removed) in `memory`.
-
-    Args:
-        backend: How ranks communicate.
-        model: The model as it is passed to the call.
-        batch: This rank's batch: the model's arguments by name.
-        memory: What is kept for the model between calls.
-        losses: `loss_fn` and `whole_batch` of this call.
-        seed: The seed of the dropout masks. None: torch's.
-        step: Number of this call.
-
-    Returns:
-        This rank's batch, and what the ranks agreed on.
-
-    Raises:
-        ConfigError: If the model is in evaluation mode, or the ranks' calls do not match.
-        DataError: If the batch cannot be used.
-        ProcessFailed: If another rank's batch cannot be used.
+    """Read this rank's batch, and exchange with the other ranks what all must know about the global
+    batch. Stores its token entries (which may lose padding) in `memory`.
     """
     collated = None
     failure = None
@@ -285,12 +262,8 @@ def _make_fetcher(
     agreement: Agreement,
     whole_batch: WholeBatchLoss | None,
 ) -> CollatedFetcher:
-    """Return the fetcher from which `hf_ga.backward` gets its micro-batches: parts of this rank's
-    batch.
-
-    If a rank needs samples of others, the ranks' batches are gathered first, and the micro-batches
-    are parts of the global batch. That is so for a `whole_batch` loss over all samples, and if some
-    rank has no samples of its own.
+    """Return the fetcher of the micro-batches: parts of this rank's batch, or of the gathered
+    global batch for a loss over all samples, and if some rank has no samples of its own.
     """
     has_empty_rank = 0 in agreement.num_samples_by_rank
     needs_global_batch = whole_batch is not None or has_empty_rank
@@ -310,17 +283,8 @@ def _make_window(
     micro_batch_size: int | Literal["auto"],
     step: int,
 ) -> BatchWindow:
-    """Make the window of one call of `hf_ga.backward`: the samples of the global batch, and a plan
-    that splits this rank's samples into micro-batches of similar lengths.
-
-    Args:
-        backend: How ranks communicate.
-        fetcher: Takes the micro-batches out of the batch.
-        collated: This rank's batch.
-        agreement: What the ranks agreed on.
-        state: What batches of this kind share.
-        micro_batch_size: Maximum number of samples in a micro-batch, or "auto" for one micro-batch.
-        step: Number of this call.
+    """Make the window of one call: the samples of the global batch, and a plan that splits this
+    rank's into micro-batches of similar lengths.
     """
     if micro_batch_size == "auto":
         micro_batch_size = max(1, collated.num_samples)

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hf_ga.batch.padding import LABELS, TokenEntries, find_token_entries
 from hf_ga.errors import DataError
-from hf_ga.exact.batches import IGNORED_LABEL, shape_of, structure_of, take_rows
-from hf_ga.exact.entries import concatenated
-from hf_ga.exact.fetch import Fetcher, WindowRequest
+from hf_ga.loading.batches import IGNORED_LABEL, shape_of, structure_of, take_rows
+from hf_ga.loading.entries import concatenated
+from hf_ga.loading.fetch import Fetcher, WindowRequest
 
 
 class CollatedBatch:
@@ -186,12 +186,7 @@ def _pad_to_longest(values: Sequence[Tensor], filler: int) -> list[Tensor]:
 
 
 def _check_is_flat_dict(batch: Any) -> None:
-    """Check that the batch passed to `hf_ga.backward` is a dict whose values are not dicts
-    themselves.
-
-    Raises:
-        DataError: If the batch is not a dict, or is nested.
-    """
+    """Check that the batch is a dict whose values are not dicts themselves."""
     if not isinstance(batch, Mapping):
         raise DataError(
             f"the batch must be a dict of the model's arguments by name, got a "
@@ -207,15 +202,7 @@ def _check_is_flat_dict(batch: Any) -> None:
 
 def _count_samples(entries: dict[str, Any], per_sample_names: set[str]) -> int:
     """Return the number of samples of a collated batch: the number of rows that all its per-sample
-    entries have.
-
-    Args:
-        entries: The batch passed to `hf_ga.backward`.
-        per_sample_names: Names of the entries with one row for each sample.
-
-    Raises:
-        DataError: If no entry is a tensor or array with rows, or entries have different numbers of
-            rows.
+    entries must have, one of them a tensor or array.
     """
     has_tensor = any(isinstance(entries[name], Tensor | np.ndarray) for name in per_sample_names)
     if not has_tensor:

@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_ga.exact.batches import IGNORED_LABEL, Batch, is_padding_mask
+from hf_ga.loading.batches import IGNORED_LABEL, is_padding_mask
+from hf_ga.model.forward import Batch
 
 LABELS = "labels"
 
@@ -124,9 +125,8 @@ def _keep_marked_and_sort(groups: Sequence[TokenEntries]) -> tuple[TokenEntries,
 
 
 def _is_marker(name: str, value: Tensor) -> bool:
-    """Whether an entry of a collated batch shows which positions hold real tokens, so that padding
-    can be removed: it is a mask of zeros and ones with "mask" in its name, or integer labels of
-    shape (samples, tokens).
+    """Whether an entry shows which positions hold real tokens: a mask of zeros and ones with "mask"
+    in its name, or integer labels of shape (samples, tokens).
     """
     if "mask" in name:
         return is_padding_mask(value)
@@ -135,11 +135,7 @@ def _is_marker(name: str, value: Tensor) -> bool:
 
 
 def _marked_positions(name: str, value: Tensor) -> Tensor:
-    """Return a bool tensor that is True at the real tokens of a collated batch: where labels are
+    """Return a bool tensor, shape (samples, tokens), that is True at real tokens: where labels are
     not -100, or where a mask is not 0.
-
-    Args:
-        name: Name of the entry: "labels", or that of a mask.
-        value: The entry, shape (samples, tokens).
     """
     return value != (IGNORED_LABEL if name == LABELS else 0)

@@ -6,7 +6,6 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import astuple, dataclass
 from functools import reduce
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,7 +13,7 @@ import torch.distributed as dist
 from hf_ga.batch.collated import CollatedBatch, concatenate_batches
 from hf_ga.batch.padding import TokenEntries, groups_in_both
 from hf_ga.errors import ConfigError, DataError
-from hf_ga.exact.backend import Backend, RankStatus
+from hf_ga.parallel.backend import Backend, RankStatus
 
 # Keeps the lower 63 bits: a non-negative int64.
 MASK63 = (1 << 63) - 1
@@ -108,7 +107,7 @@ def agree_on_global_batch(
     gathered = all_gather_integers(backend, astuple(summary))
     summaries = [BatchSummary(*numbers) for numbers in gathered]
     if any(one.has_failed for one in summaries):
-        raise_failure_on_all_ranks(backend, failure)
+        backend.all_reduce_status(RankStatus(failure=failure))  # raises it on all ranks
     _check_same_step([one.step for one in summaries])
     ranks_with_samples = [rank for rank, one in enumerate(summaries) if one.num_samples]
     if not ranks_with_samples:
@@ -131,14 +130,7 @@ def agree_on_global_batch(
 
 
 def _summarize(batch: CollatedBatch, seed: int, step: int, setup: Iterable[object]) -> BatchSummary:
-    """Summarize this rank's batch of `hf_ga.backward` in a few integers that the other ranks get.
-
-    Args:
-        batch: This rank's batch.
-        seed: This rank's seed of the dropout masks.
-        step: Number of the call.
-        setup: Other values that must be the same on all ranks.
-    """
+    """Summarize this rank's batch in a few integers that the other ranks get."""
     return BatchSummary(
         has_failed=0,
         num_samples=batch.num_samples,
@@ -157,8 +149,7 @@ def agree_on_token_entries(backend: Backend, batch: CollatedBatch) -> tuple[Toke
     samples. All ranks must call it.
     """
     own_groups = batch.token_entries if batch.num_samples else None
-    groups_by_rank: list[Any] = [None] * backend.num_processes
-    dist.all_gather_object(groups_by_rank, own_groups)
+    groups_by_rank = backend.gather_objects(own_groups)
     common_groups = reduce(
         groups_in_both, [groups for groups in groups_by_rank if groups is not None]
     )
@@ -174,8 +165,7 @@ def gather_batches(backend: Backend, batch: CollatedBatch) -> CollatedBatch:
     Raises:
         DataError: If the ranks' tensors have different shapes, apart from padding.
     """
-    gathered: list[Any] = [None] * backend.num_processes
-    dist.all_gather_object(gathered, (batch.num_samples, batch.entries, batch.token_entries))
+    gathered = backend.gather_objects((batch.num_samples, batch.entries, batch.token_entries))
     # A rank without samples may have no token entries.
     nonempty = [
         (entries, token_entries) for num_samples, entries, token_entries in gathered if num_samples
@@ -207,32 +197,9 @@ def all_gather_integers(backend: Backend, integers: Sequence[int]) -> list[list[
     return torch.stack(gathered).tolist()
 
 
-def raise_failure_on_all_ranks(backend: Backend, failure: Exception | None) -> None:
-    """Raise an error on all ranks that call `hf_ga.backward` if at least one of them has failed.
-    All ranks must call it.
-
-    Args:
-        backend: How ranks communicate.
-        failure: The error of this rank. None: it has not failed.
-
-    Raises:
-        Exception: This rank's failure.
-        ProcessFailed: If only other ranks have failed.
-    """
-    # The all-reduce of an otherwise empty status raises if any rank's status has a failure.
-    loss = torch.zeros((), device=backend.device)
-    backend.all_reduce_status(RankStatus(loss, counts=(), failure=failure))
-
-
 def _check_same_step(steps: Sequence[int]) -> None:
     """Check that all ranks call `hf_ga.backward` with the same step, from which dropout masks are
     derived.
-
-    Args:
-        steps: The step of each rank.
-
-    Raises:
-        ConfigError: If the steps differ.
     """
     if len(set(steps)) > 1:
         raise ConfigError(
@@ -242,15 +209,8 @@ def _check_same_step(steps: Sequence[int]) -> None:
 
 
 def _check_same_setup(setup_hashes: Sequence[int], ranks_with_samples: Sequence[int]) -> None:
-    """Check that the ranks that have samples call `hf_ga.backward` with the same kind of batch,
-    model and loss.
-
-    Args:
-        setup_hashes: Hash of each rank's kind of batch, training modes and kind of loss.
-        ranks_with_samples: The ranks that have samples.
-
-    Raises:
-        ConfigError: If the hashes of two such ranks differ.
+    """Check that the ranks with samples have the same hash of the kind of batch, training modes and
+    kind of loss.
     """
     first_rank = ranks_with_samples[0]
     for rank in ranks_with_samples:
@@ -263,8 +223,7 @@ def _check_same_setup(setup_hashes: Sequence[int], ranks_with_samples: Sequence[
 
 
 def _hash63(values: Iterable[object]) -> int:
-    """Hash the printed form of values, such as a batch's entries, to an integer below 2**63, so
-    that the ranks that call `hf_ga.backward` can compare them by an all-gather of int64. Unlike
+    """Hash the printed form of values to an integer below 2**63, for an all-gather of int64. Unlike
     Python's `hash`, the result is the same in every process.
     """
     text = "\n".join(map(str, values))

@@ -1,7 +1,7 @@
 """The equivalence checker: does every split of a window give the full batch's gradient, with the
 user's model and training step?
 
-`check_equivalence` compares gradients with one forward and backward of the whole window in float64;
-`arms` has ready-made training steps to check. An arm is one training step under test: hf_ga's own,
-transformers' Trainer, a loop with Accelerate, or the user's.
+In: a model, a window, training steps (arms.py). Out: a report. Begin with check.py
+(`check_equivalence`), or script.py for a user's script as it is; oracle/ has the float64 gradient,
+causes/ says why a step is wrong, verdict/ judges and reports.
 """

@@ -24,8 +24,8 @@ from hf_ga.batch.call import backward
 from hf_ga.check.gradients import Gradients, take_gradients
 from hf_ga.check.steps import StepFunction, device_of
 from hf_ga.errors import ConfigError
-from hf_ga.exact.backend import keep_process_group_alive
-from hf_ga.exact.forward import head_loss
+from hf_ga.model.forward import head_loss
+from hf_ga.parallel.backend import keep_process_group_alive
 from hf_ga.parallel.prepare import enable_fsdp_on_cpu
 
 MicroBatches = list[dict[str, Any]]
@@ -62,11 +62,7 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
     def step(
         model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str
     ) -> tuple[float, Gradients]:
-        """Train one window of the equivalence check with Trainer at learning rate 0.
-
-        Returns:
-            (Trainer's training loss, the gradients by parameter name).
-        """
+        """Train one window at learning rate 0; return Trainer's loss and the gradients."""
         on_cpu = device_of(model).type == "cpu"
         check_arguments = {
             "gradient_accumulation_steps": accumulation_steps,
@@ -103,21 +99,15 @@ def trainer_arm(trainer_class: type[Trainer] = Trainer, **arguments: Any) -> Ste
 
 
 class _GradientTaker(TrainerCallback):
-    """Trainer callback that takes the model's gradients right before the optimizer step.
-
-    Attributes:
-        gradients: The gradients of the last optimizer step, by parameter name.
-    """
+    """Takes the gradients of a trainer's model right before the optimizer step."""
 
     def __init__(self, trainer: Trainer) -> None:
-        """Make the callback for a trainer that the equivalence check runs."""
+        """Start before the training."""
         self.trainer = trainer
         self.gradients: Gradients = {}
 
     def on_pre_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-        """Move the gradients of the trainer's model from `.grad` into `self.gradients`, for the
-        equivalence check.
-        """
+        """Move the gradients from `.grad` into `self.gradients`."""
         self.gradients = _take_from_prepared(self.trainer.model_wrapped)
 
 
@@ -136,12 +126,7 @@ def accelerate_arm(**arguments: Any) -> StepFunction:
     def step(
         model: nn.Module, micro_batches: MicroBatches, accumulation_steps: int, precision: str
     ) -> tuple[None, Gradients]:
-        """Run Accelerate's loop over one window of the equivalence check, without an optimizer
-        step.
-
-        Returns:
-            (None, the gradients by parameter name).
-        """
+        """Run Accelerate's loop over one window, without an optimizer step."""
         accelerator = Accelerator(
             cpu=device_of(model).type == "cpu",
             mixed_precision="bf16" if precision == "bf16" else "no",
@@ -181,9 +166,7 @@ def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
     """
 
     def step(model: nn.Module, micro_batches: MicroBatches, precision: str) -> Tensor:
-        """Call `hf_ga.backward` on the only batch of the equivalence check's window, under autocast
-        for bf16, and return the loss.
-        """
+        """Call `hf_ga.backward` on the only batch of the window, and return the loss."""
         if len(micro_batches) > 1 or precision == "fp16":
             raise ConfigError(
                 "hf_ga.backward takes one batch, in fp32 or bf16: check it with "
@@ -199,11 +182,9 @@ def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
 
 
 def _take_from_prepared(prepared: nn.Module) -> Gradients:
-    """Take the gradients of a model that Accelerate or Trainer prepared in the equivalence check:
-    return them by parameter name, and set every `.grad` to None.
+    """Take the gradients of a model that Accelerate or Trainer prepared.
 
-    Under DDP also keep the process group alive until the wrapper is destroyed, which may hang
-    otherwise.
+    DDP's wrapper may hang when it is destroyed, unless the process group is kept alive until then.
     """
     if isinstance(prepared, nn.parallel.DistributedDataParallel):
         keep_process_group_alive(prepared)

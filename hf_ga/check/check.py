@@ -3,6 +3,7 @@ and if not, why?
 """
 
 import copy
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,14 +13,9 @@ from accelerate import Accelerator
 from torch import nn
 from tqdm.auto import tqdm
 
-from hf_ga.check.diagnosis import explain
-from hf_ga.check.drawing import find_draws
-from hf_ga.check.judging import Reference, compute_reference, write_verdict
+from hf_ga.check.causes.diagnosis import explain
+from hf_ga.check.causes.drawing import find_draws
 from hf_ga.check.layouts import CheckedLayout, choose_layouts
-from hf_ga.check.pipeline import pipeline_row
-from hf_ga.check.report import EquivalenceReport
-from hf_ga.check.rows import OURS, ReportRow
-from hf_ga.check.same_bits import same_bits_row
 from hf_ga.check.steps import (
     DTYPES,
     CheckContext,
@@ -28,13 +24,19 @@ from hf_ga.check.steps import (
     own_accelerate_state,
     working_copy,
 )
+from hf_ga.check.verdict.judging import Reference, compute_reference, write_verdict
+from hf_ga.check.verdict.pipeline import pipeline_row
+from hf_ga.check.verdict.report import EquivalenceReport
+from hf_ga.check.verdict.rows import OURS, ReportRow
+from hf_ga.check.verdict.same_bits import same_bits_row
+from hf_ga.draws.generators import preserved_random_states
+from hf_ga.engine.look.trial import LossFacts
+from hf_ga.engine.whole.whole_window import WholeBatchLoss
 from hf_ga.errors import ConfigError, LossNotAdditive, UnkeyedRandomness
-from hf_ga.exact.backend import check_supported
-from hf_ga.exact.batches import sample_length
-from hf_ga.exact.fetch import Collate
-from hf_ga.exact.forward import LossFunction, unwrapped
-from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.whole_window import WholeBatchLoss
+from hf_ga.loading.batches import sample_length
+from hf_ga.loading.fetch import Collate
+from hf_ga.model.forward import LossFunction, unwrapped
+from hf_ga.parallel.backend import check_supported
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import prepare
 from hf_ga.parallel.processes import (
@@ -140,10 +142,10 @@ def check_equivalence(
         _prepare_own_step(context)
         rows = _run_and_explain_all(context, checked_layouts, steps or {})
         facts = _describe_check(context)
-        if same_bits is not None and not context.refused:
+        if same_bits is not None and context.refusal is None:
             # Behind hf_ga's own rows, one for each layout.
             rows.insert(len(checked_layouts), same_bits_row(context, same_bits))
-        if pipeline_stages is not None and not context.refused:
+        if pipeline_stages is not None and context.refusal is None:
             rows.append(pipeline_row(context, pipeline_stages))
     settings = {
         "precision": precision,
@@ -155,11 +157,8 @@ def check_equivalence(
 
 
 def _check_has_weights(model: nn.Module, accelerator: Accelerator) -> None:
-    """Check that no process of an equivalence check has parameters on the meta device, because each
-    process computes the reference gradient itself.
-
-    Raises:
-        ConfigError: On all processes, if one of them has such parameters.
+    """Raise ConfigError on all processes if one of them has parameters on the meta device: each
+    computes the reference itself.
     """
     with raise_on_all_ranks(accelerator):
         if any(parameter.is_meta for parameter in model.parameters()):
@@ -173,16 +172,11 @@ def _check_has_weights(model: nn.Module, accelerator: Accelerator) -> None:
 def _run_and_explain_all(
     context: CheckContext, layouts: list[CheckedLayout], steps: Mapping[str, StepFunction]
 ) -> list[ReportRow]:
-    """Run hf_ga's own training step and the user's in all layouts, compare their gradients with the
-    full batch's, and find the causes of failures.
-
-    Args:
-        context: The model and the settings of the check.
-        layouts: The layouts to run.
-        steps: The user's training steps by name.
+    """Run hf_ga's own step and the user's in all layouts, compare their gradients with the full
+    batch's, and find the causes of failures.
 
     Returns:
-        One report row for each step and layout, ordered by step, hf_ga's own first; the same on all
+        One row for each step and layout, ordered by step, hf_ga's own first; the same on all
         processes.
     """
     row_of: dict[tuple[str, str], ReportRow] = {}  # (name of the step, name of the layout) -> row
@@ -197,22 +191,18 @@ def _run_and_explain_all(
     ) as bar:
         # Layouts with the same samples share a reference. One is in memory at a time.
         for num_samples in dict.fromkeys(layout.num_samples for layout in layouts):
+            reference = compute_reference(context, context.first_samples_window(num_samples))
             same_window = [layout for layout in layouts if layout.num_samples == num_samples]
-            window = same_window[0].collate_window(context)
-            reference = compute_reference(context, window)
-            for arm, step in arms.items():
-                for layout in same_window:
-                    bar.set_postfix_str(f"{arm}, {layout.name}", refresh=False)
-                    row = _run_in_layout(context, arm, step, layout, reference)
-                    # All processes must diagnose the same rows: use the main process's verdict.
-                    row_of[arm, layout.name] = broadcast_from_main(context.accelerator, row)
-                    bar.update()
-    rows = [row_of[arm, layout.name] for arm in arms for layout in layouts]
+            for arm, layout in itertools.product(arms, same_window):
+                bar.set_postfix_str(f"{arm}, {layout.name}", refresh=False)
+                row = _run_in_layout(context, arm, arms[arm], layout, reference)
+                # All processes must diagnose the same rows: use the main process's verdict.
+                row_of[arm, layout.name] = broadcast_from_main(context.accelerator, row)
+                bar.update()
     layouts_by_name = {layout.name: layout for layout in layouts}
     for arm, step in arms.items():
-        rows_of_arm = [row for row in rows if row.arm == arm]
-        explain(context, rows_of_arm, layouts_by_name, step)
-    return rows
+        explain(context, [row_of[arm, name] for name in layouts_by_name], layouts_by_name, step)
+    return [row_of[arm, name] for arm in arms for name in layouts_by_name]
 
 
 def _run_in_layout(
@@ -222,23 +212,13 @@ def _run_in_layout(
     layout: CheckedLayout,
     reference: Reference,
 ) -> ReportRow:
-    """Run one training step of the equivalence check in one layout (split of the window into
-    micro-batches), and compare its gradient with the reference.
+    """Run one step (None: hf_ga's own) in one layout, and compare its gradient with the reference.
 
-    Args:
-        context: The model and the settings of the check.
-        arm: Name of the training step in the report.
-        step: The step function. None: hf_ga's own step.
-        layout: The layout.
-        reference: The correct result of the layout's window.
-
-    Returns:
-        The row of the report. It is marked as refused if hf_ga does not support the model, or if
-        the user's step raises an error.
+    The row is marked as refused if hf_ga does not support the model, or if the user's step raises.
     """
     row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
-    if step is None and context.refused:
-        row.refused = context.refused
+    if step is None and context.refusal is not None:
+        row.refused = str(context.refusal)
         return row
     try:
         loss, gradients = layout.run(context, step, layout.collate_window(context))
@@ -255,9 +235,8 @@ def _run_in_layout(
 
 
 def _prepare_own_step(context: CheckContext) -> None:
-    """Find the checked model's random draws, try its loss, and prepare it for hf_ga's own training
-    step. The results are stored in `context`, in place: `facts` and `prepared`, or `refused` with
-    the reason if hf_ga refuses the model.
+    """Find the model's random draws, try its loss, and prepare it for hf_ga's own step. Writes what
+    was found into `context`: `facts` and `prepared`, or why hf_ga refuses the model.
 
     Modules whose random draws depend on the split are put into evaluation mode, but not their
     submodules: such draws cannot be compared.
@@ -274,8 +253,7 @@ def _prepare_own_step(context: CheckContext) -> None:
             context.accelerator, trained, context.samples, context.collate_fn, settings
         )
     except (LossNotAdditive, UnkeyedRandomness) as error:
-        context.refused = str(error)
-        context.refuses_draws = isinstance(error, UnkeyedRandomness)
+        context.refusal = error
         _set_evaluation_mode(unkeyed)
         return
     context.prepared = trained
@@ -292,9 +270,7 @@ def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
 
 
 def _describe_check(context: CheckContext) -> list[str]:
-    """Describe for the report how the equivalence check was run: one line for each of the window,
-    the reference, the limits, the loss and, on several processes, DDP or FSDP.
-    """
+    """Describe for the report how the check was run, one fact a line."""
     num_weights = [p.numel() for p in context.model.parameters() if p.requires_grad]
     facts = [
         f"window of {len(context.samples)} samples, {len(num_weights)} trainable tensors with "
@@ -302,7 +278,7 @@ def _describe_check(context: CheckContext) -> list[str]:
         "reference: one forward and backward of all samples at once, in float64",
         "limit: twice the relative error of the full batch in the same precision, plus 1e-6; the "
         "same for each parameter",
-        _describe_loss(context),
+        _describe_loss(context.facts),
     ]
     accelerator = context.accelerator
     if accelerator.num_processes > 1:
@@ -316,9 +292,8 @@ def _describe_check(context: CheckContext) -> list[str]:
     return facts
 
 
-def _describe_loss(context: CheckContext) -> str:
+def _describe_loss(facts: LossFacts | None) -> str:
     """Describe what hf_ga read of the loss and of random draws, and which speed-ups it uses."""
-    facts = context.facts
     if facts is None:
         return "loss: refused by hf_ga"
     padding = ", padded to the window's longest sample" if facts.pad_to_window else ""

@@ -8,16 +8,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from hf_ga.exact.forward import unwrapped
+from hf_ga.model.forward import unwrapped
 from hf_ga.parallel.fsdp import unwrapped_name
 
 Gradients = dict[str, Tensor]
 
 
 def gradient_norms(gradients: Gradients) -> dict[str, float]:
-    """Return the L2 norm of each gradient that the equivalence check compares, by parameter name,
-    computed in float64.
-    """
+    """Return the L2 norm of each gradient, computed in float64."""
     return {
         name: float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
         for name, gradient in gradients.items()
@@ -25,28 +23,19 @@ def gradient_norms(gradients: Gradients) -> dict[str, float]:
 
 
 def total_norm(parameter_norms: dict[str, float]) -> float:
-    """Return the L2 norm of the gradients or errors of an equivalence check over all parameters
-    together: the root of the sum of squared norms.
-
-    Args:
-        parameter_norms: The L2 norm of each parameter's gradient, or of its difference from the
-            reference, by parameter name.
-    """
+    """Return the L2 norm over all parameters together, from that of each."""
     return float(torch.tensor(list(parameter_norms.values()), dtype=torch.float64).norm())
 
 
 def ratio(numerator: float, denominator: float) -> float:
-    """Divide two numbers, such as an error by its limit in an equivalence report. 0 / 0 is 0, and
-    any other number divided by 0 is infinity.
-    """
+    """Divide two numbers. 0 / 0 is 0, and any other number divided by 0 is infinity."""
     if denominator:
         return numerator / denominator
     return 0.0 if numerator == 0 else float("inf")
 
 
 def relative_errors(gradients: Gradients, reference: Gradients) -> dict[str, float]:
-    """Compute the relative error of a training step's gradient for each parameter, as the
-    equivalence check reports it: ||gradient - reference|| / ||all reference gradients together||.
+    """Return ||gradient - reference|| / ||all reference gradients together|| for each parameter.
 
     `total_norm` of the result is the relative error over all parameters. Differences are computed
     in the reference's dtype, one tensor at a time.
@@ -60,9 +49,7 @@ def relative_errors(gradients: Gradients, reference: Gradients) -> dict[str, flo
 
 
 def relative_error(vector: Tensor, reference: Tensor) -> float:
-    """Compute ||vector - reference|| / ||reference|| of two flat gradients in the equivalence
-    check, in float64; infinity if the result is NaN.
-    """
+    """Return ||vector - reference|| / ||reference|| in float64; infinity if it is NaN."""
     reference = reference.double()
     difference = (vector.double() - reference).norm()
     error = float(difference / reference.norm().clamp(min=1e-300))
@@ -70,18 +57,14 @@ def relative_error(vector: Tensor, reference: Tensor) -> float:
 
 
 def clip(gradients: Gradients, max_grad_norm: float | None) -> None:
-    """Clip the gradients that the equivalence check compares all together to the L2 norm
-    `max_grad_norm`, in place, as `torch.nn.utils.clip_grad_norm_` does; None or 0 leaves them
-    unchanged.
-    """
+    """Clip gradients in place, as `torch.nn.utils.clip_grad_norm_` does; None or 0: not at all."""
     if max_grad_norm:
         factor = min(1.0, max_grad_norm / (total_norm(gradient_norms(gradients)) + 1e-6))
         torch._foreach_mul_(list(gradients.values()), factor)
 
 
 def take_gradients(model: nn.Module) -> Gradients:
-    """Return the gradients that a training step of the equivalence check left in the trainable
-    parameters, and set every `.grad` to None.
+    """Return the gradients of the trainable parameters, and set every `.grad` to None.
 
     Args:
         model: Prepared or not. Under FSDP all processes must call this, as they gather the

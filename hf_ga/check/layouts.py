@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from hf_ga.check.gradients import Gradients
 from hf_ga.check.steps import CheckContext, StepFunction, run_hf_ga_step, run_user_step
 from hf_ga.errors import ConfigError
-from hf_ga.exact.window import Window
+from hf_ga.loading.window import Window
 
 AUTO = ("even", "uneven", "one by one", "sorted by length", "short last window")
 INDIVISIBLE = "indivisible"  # the number of micro-batches is not a multiple of the processes
@@ -20,8 +20,7 @@ UNEVEN_SHARES = (0.40, 0.05, 0.35, 0.20)
 
 @dataclass(frozen=True)
 class CheckedLayout:
-    """One way to split a window into micro-batches, in which the equivalence check runs every arm
-    (training step under test).
+    """One way to split a window into micro-batches.
 
     Attributes:
         name: Name of the layout in the report.
@@ -38,34 +37,25 @@ class CheckedLayout:
 
     @property
     def sizes(self) -> list[int]:
-        """Number of samples in each micro-batch of this layout of the equivalence check."""
+        """Number of samples in each micro-batch."""
         return [len(micro_batch) for micro_batch in self.offsets]
 
     @property
     def num_samples(self) -> int:
-        """Number of samples in this layout of the equivalence check, over all micro-batches."""
+        """Number of samples over all micro-batches."""
         return sum(self.sizes)
 
     def collate_window(self, context: CheckContext) -> Window:
-        """Build the window of this layout: take the first samples of the equivalence check, split
-        them into the layout's micro-batches, and collate all of them, on every process.
-        """
+        """Return the window in this layout, all of whose micro-batches are on every process."""
         return context.first_samples_window(self.num_samples).split(self.offsets)
 
     def run(
         self, context: CheckContext, step: StepFunction | None, window: Window
     ) -> tuple[float | None, Gradients]:
-        """Run a training step of the equivalence check on a window that is split as this layout
-        says.
+        """Run a step on a window of `collate_window`, and return its loss, if it has one, and its
+        gradients.
 
-        Args:
-            context: The model and the settings of the check.
-            step: The step function, which receives all micro-batches of the window. None: hf_ga's
-                own step, which receives the micro-batches of this process.
-            window: A window of `collate_window`, perhaps with other padding.
-
-        Returns:
-            The window's mean loss, or None if the step returns no loss; and the gradients.
+        The step receives all micro-batches; hf_ga's own (None) those of this process.
         """
         if step is None:
             return run_hf_ga_step(context, local_micro_batches(window, context.accelerator))
@@ -73,9 +63,8 @@ class CheckedLayout:
 
 
 def local_micro_batches(window: Window, accelerator: Accelerator) -> Window:
-    """Return a copy of the equivalence check's window with this process's micro-batches only:
-    process r keeps the micro-batches r, r + num_processes, ..., as in the loaders that Accelerate
-    prepares.
+    """Return the window with this process's micro-batches only: r, r + num_processes, ..., as in
+    the loaders that Accelerate prepares.
     """
     local = slice(accelerator.process_index, None, accelerator.num_processes)
     max_per_process = -(-len(window.batches) // accelerator.num_processes)
@@ -88,16 +77,12 @@ def local_micro_batches(window: Window, accelerator: Accelerator) -> Window:
 
 
 def full_window_micro_batches(num_processes: int) -> int:
-    """Return the number of micro-batches of a full window over all processes in the equivalence
-    check's layouts: two for each process, and at least four.
-    """
+    """Return the number of micro-batches of a full window over all processes."""
     return max(4, 2 * num_processes)
 
 
 def min_samples(num_processes: int) -> int:
-    """Return the smallest number of samples that an equivalence check accepts: on average two for
-    each micro-batch of a full window.
-    """
+    """Return the smallest number of samples of a check: two for each micro-batch on average."""
     return 2 * full_window_micro_batches(num_processes)
 
 
@@ -106,8 +91,7 @@ def choose_layouts(
     lengths: np.ndarray,
     num_processes: int = 1,
 ) -> list[CheckedLayout]:
-    """Build the layouts of an equivalence check from the `layouts` argument of
-    `check_equivalence`.
+    """Build the layouts from the `layouts` argument of `check_equivalence`.
 
     Args:
         layouts: Names of layouts; "auto" for all of `AUTO` (on several processes also
@@ -148,13 +132,7 @@ def choose_layouts(
 
 
 def _built_in_layout(name: str, lengths: np.ndarray, num_processes: int) -> CheckedLayout:
-    """Build one of the equivalence check's own layouts.
-
-    Args:
-        name: One of `NAMES`.
-        lengths: Tokens of each sample, shape (samples,).
-        num_processes: Processes of the check.
-    """
+    """Build a layout of `NAMES` for samples of these lengths."""
     num_samples = len(lengths)
     num_micro_batches = full_window_micro_batches(num_processes)
     if name == "short last window":
@@ -181,19 +159,10 @@ def _built_in_layout(name: str, lengths: np.ndarray, num_processes: int) -> Chec
 def _layout_of_sizes(
     name: str, sizes: list[int], num_samples: int, order: np.ndarray | None = None
 ) -> CheckedLayout:
-    """Build a layout of the equivalence check whose micro-batches have the given `sizes`: each
-    takes the next samples of `order`.
-
-    Args:
-        name: Name of the layout.
-        sizes: Number of samples in each micro-batch.
-        num_samples: Number of samples in the window.
-        order: Permutation of the window's samples, shape (num_samples,). None: the samples' own
-            order.
+    """Build a layout whose micro-batches take the next samples of `order`, or of the window.
 
     Raises:
-        ConfigError: If there is no micro-batch, one is empty, or the sizes do not add up to
-            `num_samples`.
+        ConfigError: If a micro-batch is empty, or the sizes do not add up to `num_samples`.
     """
     if min(sizes, default=0) < 1 or sum(sizes) != num_samples:
         raise ConfigError(

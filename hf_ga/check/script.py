@@ -8,26 +8,25 @@ micro-batch, the full batch. What the library's own loop does otherwise is named
 the divisors of the loss, and the random functions that were called.
 """
 
-import json
 import multiprocessing
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
-from safetensors.torch import load_file
+import torch
 from tqdm.auto import tqdm
 
+from hf_ga.check.causes.divisors import format_numbers
+from hf_ga.check.gradients import relative_errors, total_norm
 from hf_ga.check.script_arm import (
-    GRADIENTS,
     OUTPUT,
-    PREFIX,
-    REFUSED,
-    REPORT,
+    RESULT,
     ArmReport,
     ArmRequest,
+    ArmResult,
     run_in_process,
 )
 from hf_ga.errors import ConfigError, HfGaError
@@ -36,7 +35,8 @@ USAGE = "usage: python -m hf_ga.check [--assert] SCRIPT.py [arguments of the scr
 LIMIT = 1e-4  # relative error of a gradient; float32 sums in another order differ by about 1e-6
 LOW_PRECISION_LIMIT = 5e-2  # bf16 keeps 8 bits
 MAX_SPLITS = 3
-SHOWN_DIVISORS = 8
+SCALE_OF_SUM = 1.5  # of a gradient that dropout makes no multiple of the full batch's
+PROGRESS_BAR = re.compile(r"(it/s|s/it)\b")
 # Each run of the script has a process of its own. Where a system can fork, all of them share one
 # import of torch and transformers.
 METHODS = multiprocessing.get_all_start_methods()
@@ -50,19 +50,6 @@ ERROR = 2
 
 class Refused(Exception):
     """hf_ga refuses the script; the message says why, and what helps."""
-
-
-@dataclass
-class ArmResult:
-    """One run of the script.
-
-    Attributes:
-        report: What it found.
-        gradients: The gradient of the first update, by the index of the parameter.
-    """
-
-    report: ArmReport
-    gradients: dict
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -119,54 +106,48 @@ def check_script(arguments: Sequence[str]) -> bool:
     if report.num_samples == report.num_micro_batches == 1:
         raise ConfigError("a window of one sample cannot be split.")
     limit = LOW_PRECISION_LIMIT if report.is_low_precision else LIMIT
-    full = _run(_request(report, 1, is_exact=True), arguments, "full batch")
-    errors = []
-    for number in splits_of(report):
+    splits = splits_of(report)
+    full = _run(ArmRequest(True, report, 1), arguments, "full batch")
+    as_written = report
+    passed = True
+    for number in splits:
+        result = _run(ArmRequest(True, report, number), arguments, f"{number} micro-batches")
+        error = relative_error(result, full)
+        passed = passed and error <= limit
         is_own = number == report.num_micro_batches
-        name = f"{number} micro-batches"
-        result = _run(_request(report, number, is_exact=True), arguments, name)
-        errors.append(relative_error(result, full))
-        _print_error("hf_ga", number, errors[-1], limit, "as written" if is_own else "")
+        _print_error("hf_ga", number, error, limit, "as written" if is_own else "")
         if is_own:
-            report = result.report  # with the divisors of each micro-batch
-    _compare_with_library(report, arguments, limit)
-    return all(error <= limit for error in errors)
-
-
-def _compare_with_library(report: ArmReport, arguments: Sequence[str], limit: float) -> None:
-    """Print how far the script's own library is from its own full batch, and why."""
-    number = _number_to_compare(report)
+            as_written = result.report  # with the divisors of each micro-batch
+    # The script's own library, in its own split, or in another one if that is the full batch.
+    number = report.num_micro_batches if report.num_micro_batches in splits else splits[-1]
     name = f"{'accelerate' if report.kind == 'Accelerator' else 'transformers'}.{report.kind}"
-    full = _run(_request(report, 1, is_exact=False), arguments, f"{name}, full batch")
-    split = _run(_request(report, number, is_exact=False), arguments, name)
-    error = relative_error(split, full)
+    full = _run(ArmRequest(False, report, 1), arguments, f"{name}, full batch")
+    result = _run(ArmRequest(False, report, number), arguments, name)
+    error = relative_error(result, full)
     _print_error(name, number, error, limit, "as written")
     if error > limit:
-        for cause in causes(report):
+        for cause in causes(as_written, scale_of(result, full)):
             print(f"    {cause}")
+    return passed
 
 
-def _number_to_compare(report: ArmReport) -> int:
-    """Return the number of micro-batches in which the script's own library is compared: that of
-    the script, or another one if that is 1.
-    """
-    return report.num_micro_batches if report.num_micro_batches > 1 else splits_of(report)[-1]
-
-
-def causes(report: ArmReport) -> list[str]:
+def causes(report: ArmReport, scale: float = 1.0) -> list[str]:
     """Return why splits differ without hf_ga, in words: divisors and draws that were read.
 
     Args:
         report: The window as the script splits it, with hf_ga.
+        scale: How many times the gradient of the full batch the gradient without hf_ga is.
     """
     found = []
+    if scale > SCALE_OF_SUM:
+        found.append(
+            f"the gradient is about {scale:.2g} times that of the full batch: the losses of the "
+            "micro-batches are added up, and nothing divides by their number"
+        )
     for name, divisors in report.terms:
         if len(set(divisors)) > 1:
-            shown = ", ".join(f"{divisor:g}" for divisor in divisors[:SHOWN_DIVISORS])
-            more = ", ..." if len(divisors) > SHOWN_DIVISORS else ""
-            found.append(
-                f"{name} divides by {shown}{more}: their mean is not the mean of the window"
-            )
+            shown = format_numbers(divisors)
+            found.append(f"{name} divides by {shown}: their mean is not the mean of the window")
     for function, place in report.draws.items():
         found.append(f"{function} ({place}) draws other numbers in each split")
     return found or ["neither divisors nor draws differ: state that the loop keeps, or kernels"]
@@ -186,11 +167,6 @@ def splits_of(report: ArmReport) -> list[int]:
     return sorted({*chosen, own} - {1})
 
 
-def _request(report: ArmReport, number: int, *, is_exact: bool) -> ArmRequest:
-    """Return the request to split the script's window into this many micro-batches."""
-    return ArmRequest(is_exact, report.num_micro_batches, number, report.is_by_hand)
-
-
 def _run(request: ArmRequest, arguments: Sequence[str], name: str) -> ArmResult:
     """Run the script in a process of its own.
 
@@ -204,18 +180,19 @@ def _run(request: ArmRequest, arguments: Sequence[str], name: str) -> ArmResult:
         with tqdm(total=1, desc=name, leave=False, disable=None):
             process.start()
             process.join()
-        if not (folder / REPORT).exists():
+        if not (folder / RESULT).exists():
             printed = (folder / OUTPUT).read_text(errors="replace").strip() or "nothing"
-            last_line = printed.splitlines()[-1]
-            if process.exitcode == REFUSED and last_line.startswith(PREFIX):
-                raise Refused(last_line.removeprefix(PREFIX))
-            raise ConfigError(f"{name}: the script failed: {last_line}")
-        report = ArmReport(**json.loads((folder / REPORT).read_text()))
-        return ArmResult(report, load_file(folder / GRADIENTS))
+            lines = re.split(r"[\r\n]+", printed)
+            told = [line for line in lines if not PROGRESS_BAR.search(line)]
+            raise ConfigError(f"{name}: the script failed: {(told or lines)[-1]}")
+        result = torch.load(folder / RESULT, weights_only=False)
+    if isinstance(result, str):
+        raise Refused(result)
+    return result
 
 
 def relative_error(result: ArmResult, full: ArmResult) -> float:
-    """Return |gradient - full| / |full|, all parameters together, in float64.
+    """Return |gradient - full| / |full|, all parameters together.
 
     Raises:
         ConfigError: If the two runs began with other weights, or had windows of other sizes.
@@ -232,17 +209,15 @@ def relative_error(result: ArmResult, full: ArmResult) -> float:
             "two runs of the script begin with other weights, so their updates cannot be "
             "compared: seed it, for example with accelerate.utils.set_seed(0)."
         )
-    squared_error = 0.0
-    squared_norm = 0.0
-    for index in result.gradients.keys() | full.gradients.keys():
-        found = result.gradients.get(index)
-        expected = full.gradients.get(index)
-        zero = 0.0 * (expected if found is None else found).double()
-        found = zero if found is None else found.double()
-        expected = zero if expected is None else expected.double()
-        squared_error += float((found - expected).square().sum())
-        squared_norm += float(expected.square().sum())
-    return (squared_error / squared_norm) ** 0.5 if squared_norm else squared_error**0.5
+    reference = {name: gradient.double() for name, gradient in full.gradients.items()}
+    return total_norm(relative_errors(result.gradients, reference))
+
+
+def scale_of(result: ArmResult, full: ArmResult) -> float:
+    """Return the multiple of the full batch's gradient that is nearest to a gradient."""
+    pairs = [(result.gradients[name].double(), g.double()) for name, g in full.gradients.items()]
+    product = sum(float((gradient * reference).sum()) for gradient, reference in pairs)
+    return product / sum(float(reference.square().sum()) for _, reference in pairs)
 
 
 def _print_error(name: str, number: int, error: float, limit: float, note: str) -> None:

@@ -5,51 +5,30 @@ The script is not changed: where it makes an accelerator or a trainer, it gets a
 gradient of the first update. `script.py` starts a process for each run.
 """
 
-import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import new_class
 from typing import Any
 
+import accelerate
 import torch
 from accelerate.utils import set_seed
-from safetensors.torch import save_file
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
-from hf_ga.engine.divisors import on_host
+from hf_ga.check.gradients import Gradients
+from hf_ga.engine.sums.divisors import on_host
 from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import ConfigError, HfGaError
 from hf_ga.run import exact_accelerator, exact_trainer, replace_classes, run_as_main
 
 SEED = 0  # of a script that sets none
-REPORT = "report.json"
-GRADIENTS = "gradients.safetensors"
+RESULT = "result.pt"  # an ArmResult, or the message of hf_ga's error
 OUTPUT = "output.txt"
-REFUSED = 2  # exit code after an error of hf_ga, which is the last line, after this prefix
-PREFIX = "error of hf_ga: "
-
-
-@dataclass
-class ArmRequest:
-    """How to run a script.
-
-    Attributes:
-        is_exact: With hf_ga's accelerators and trainers, or with those of the script.
-        num_own: Number of micro-batches of a window as the script splits it. None: not known yet,
-            and not changed.
-        num_micro_batches: Number of micro-batches to split it into.
-        is_by_hand: Whether the script divides its losses by `num_own` itself.
-    """
-
-    is_exact: bool
-    num_own: int | None = None
-    num_micro_batches: int | None = None
-    is_by_hand: bool = False
 
 
 @dataclass
@@ -59,7 +38,7 @@ class ArmReport:
     Attributes:
         kind: "Accelerator" or "Trainer".
         num_micro_batches: Number of micro-batches of the window.
-        is_by_hand: Whether the script accumulates by hand.
+        is_by_hand: Whether the script accumulates by hand: it divides its losses itself.
         num_samples: Number of samples of the window. None without hf_ga.
         is_low_precision: Whether forwards ran in bf16 or fp16.
         weights: Sum of the absolute weights before the update.
@@ -77,6 +56,49 @@ class ArmReport:
     draws: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass
+class ArmResult:
+    """One run of the script.
+
+    Attributes:
+        report: What it found.
+        gradients: The gradient of the first update, by the index of the parameter.
+    """
+
+    report: ArmReport
+    gradients: Gradients
+
+
+@dataclass
+class ArmRequest:
+    """How to run a script.
+
+    Attributes:
+        is_exact: With hf_ga's accelerators and trainers, or with those of the script.
+        as_written: What a run without a change found. None: this is that run.
+        num_micro_batches: Number of micro-batches to split the window into. None in that run.
+    """
+
+    is_exact: bool
+    as_written: ArmReport | None = None
+    num_micro_batches: int | None = None
+
+    @property
+    def is_by_hand(self) -> bool:
+        """Whether the script divides its losses by its own number of micro-batches."""
+        return self.as_written is not None and self.as_written.is_by_hand
+
+    def batch_size(self, own: int) -> int:
+        """Return the batch size of a loader whose batch size in the script is `own`."""
+        if self.as_written is None:
+            return own
+        as_written = self.as_written
+        size = own * as_written.num_micro_batches // self.num_micro_batches
+        if as_written.num_samples is not None:  # fewer than the batch size, perhaps
+            size = min(size, as_written.num_samples // self.num_micro_batches)
+        return max(1, size)
+
+
 class FirstUpdate(BaseException):
     """Ends the script when the gradient of its first update is kept. No `except Exception` of the
     script catches it.
@@ -86,20 +108,21 @@ class FirstUpdate(BaseException):
 class Arm:
     """Keeps the gradient of the first update of a script.
 
-    Args:
+    Attributes:
         request: How the script is split.
-        folder: The folder for the results.
+        result: The gradient, with what was found.
+        owner: The accelerator or the trainer.
     """
 
-    def __init__(self, request: ArmRequest, folder: Path) -> None:
+    def __init__(self, request: ArmRequest) -> None:
         """Start before the script."""
         self.request = request
-        self.folder = folder
+        self.result: ArmResult | None = None
         self.kind = "Accelerator"
         self.num_steps = 1
         self.num_backwards = 0
         self.is_low_precision = False
-        self.owner: Any = None  # the accelerator or the trainer
+        self.owner: Any = None
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Keep the gradient before an optimizer steps; a hook of all optimizers.
@@ -112,8 +135,8 @@ class Arm:
             self.keep(parameters)
 
     def after_backward(self, parameters: Sequence[nn.Parameter]) -> None:
-        """Keep the gradient after a backward of a script that accumulates by hand, which would step
-        too late: its losses are divided by the number of its own micro-batches.
+        """Keep the gradient after the window's last backward of a script that accumulates by hand,
+        which would step too late: its losses are divided by the number of its own micro-batches.
 
         Raises:
             FirstUpdate: If it is the window's last backward.
@@ -121,23 +144,24 @@ class Arm:
         request = self.request
         self.num_backwards += 1
         if request.is_by_hand and self.num_backwards == request.num_micro_batches:
-            self.keep(parameters, factor=request.num_own / request.num_micro_batches)
+            own = request.as_written.num_micro_batches
+            self.keep(parameters, factor=own / request.num_micro_batches)
 
     def keep(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
-        """Write the gradients and the report, and end the script.
+        """Keep the gradients, 0 where there is none, and the report, and end the script.
 
         Raises:
             FirstUpdate: Always.
         """
-        gradients = {
-            str(index): (parameter.grad.detach().float() * factor).cpu().contiguous()
-            for index, parameter in enumerate(parameters)
-            if parameter.grad is not None
-        }
-        save_file(gradients, self.folder / GRADIENTS)
+        gradients = {}
+        for index, parameter in enumerate(parameters):
+            gradient = parameter.grad
+            if gradient is None:
+                gradient = torch.zeros_like(parameter)
+            gradients[str(index)] = (gradient.detach().float() * factor).cpu()
         report = self.report()
         report.weights = sum(float(p.detach().double().abs().sum()) for p in parameters)
-        (self.folder / REPORT).write_text(json.dumps(asdict(report)))
+        self.result = ArmResult(report, gradients)
         raise FirstUpdate
 
     def report(self) -> ArmReport:
@@ -172,17 +196,6 @@ class Arm:
             return None if window is None else window.engine
         return self.owner.training_loop.engine
 
-    def batch_size(self, own: int) -> int:
-        """Return the batch size of a loader in the requested split.
-
-        Args:
-            own: Its batch size in the script.
-        """
-        request = self.request
-        if request.num_micro_batches is None:
-            return own
-        return max(1, own * request.num_own // request.num_micro_batches)
-
     def split(self, loader: Any) -> Any:
         """Return a loader with other batches of the same samples.
 
@@ -190,9 +203,8 @@ class Arm:
             ConfigError: If it has a batch sampler of its own.
         """
         is_prepared = getattr(loader, "_is_accelerate_prepared", False)
-        if self.request.num_micro_batches is None or not isinstance(loader, DataLoader):
-            return loader
-        if is_prepared:
+        is_as_written = self.request.as_written is None
+        if is_as_written or is_prepared or not isinstance(loader, DataLoader):
             return loader
         is_stream = isinstance(loader.dataset, IterableDataset)
         if not is_stream and type(loader.batch_sampler) is not BatchSampler:
@@ -202,7 +214,7 @@ class Arm:
         options = {} if is_stream else {"sampler": loader.sampler}
         return DataLoader(
             loader.dataset,
-            batch_size=self.batch_size(loader.batch_size),
+            batch_size=self.request.batch_size(loader.batch_size),
             collate_fn=loader.collate_fn,
             drop_last=loader.drop_last,
             generator=loader.generator,
@@ -223,15 +235,28 @@ class SplitAccelerator:
         arm = self.arm
         arm.owner = self
         arm.is_low_precision |= self.mixed_precision != "no"
-        if arm.request.num_micro_batches is not None and not arm.request.is_by_hand:
-            self.gradient_accumulation_steps = arm.request.num_micro_batches
-        arm.num_steps = self.gradient_accumulation_steps
-        if arm.request.is_exact and arm.request.num_micro_batches is not None:
-            # A rehearsed window has one micro-batch less. The run as written is rehearsed.
-            self.training_loop.engine.rehearses = False
+        self.gradient_accumulation_steps = self.gradient_accumulation_steps
+
+    @property
+    def gradient_accumulation_steps(self) -> int:
+        """Number of micro-batches of a window."""
+        return super().gradient_accumulation_steps
+
+    @gradient_accumulation_steps.setter
+    def gradient_accumulation_steps(self, number: int) -> None:
+        """Set the requested number in place of the script's own, which it may set later."""
+        request = self.arm.request
+        if request.num_micro_batches is not None and not request.is_by_hand:
+            number = request.num_micro_batches
+        self.arm.num_steps = number
+        accelerate.Accelerator.gradient_accumulation_steps.fset(self, number)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a loader with batches of another size."""
+        request = self.arm.request
+        if request.is_exact and request.num_micro_batches is not None:
+            # A rehearsed window has one micro-batch less. The run as written is rehearsed.
+            self.training_loop.engine.rehearses = False
         return super().prepare_data_loader(self.arm.split(data_loader), *args, **kwargs)
 
     def backward(self, loss: Any, *args: Any, **kwargs: Any) -> Any:
@@ -268,22 +293,16 @@ class SplitTrainer:
         """Change the settings of a trainer."""
         request = self.arm.request
         own = settings.per_device_train_batch_size
-        settings.per_device_train_batch_size = self.arm.batch_size(own)
+        settings.per_device_train_batch_size = request.batch_size(own)
         if request.num_micro_batches is not None:
             settings.gradient_accumulation_steps = request.num_micro_batches
         settings.max_grad_norm = 0.0  # the gradient is compared
         self.arm.is_low_precision |= settings.bf16 or settings.fp16
 
 
-def run_arm(request: ArmRequest, folder: Path, arguments: Sequence[str]) -> None:
-    """Run a script up to its first update.
-
-    Args:
-        request: How to run it.
-        folder: The folder for the results.
-        arguments: The script and its arguments.
-    """
-    arm = Arm(request, folder)
+def run_arm(request: ArmRequest, arguments: Sequence[str]) -> ArmResult | None:
+    """Run a script with its arguments up to its first update. None: it ended without one."""
+    arm = Arm(request)
 
     def with_split(base: type, mixin: type) -> type:
         """Return the class of an object that the script makes."""
@@ -303,30 +322,26 @@ def run_arm(request: ArmRequest, folder: Path, arguments: Sequence[str]) -> None
     try:
         run_as_main(arguments)
     except FirstUpdate:
-        return
+        return arm.result
     print(
         "the script ended without an update of an accelerate.Accelerator or a "
         "transformers.Trainer, so there is nothing to compare.",
         file=sys.stderr,
     )
+    return None
 
 
 def run_in_process(request: ArmRequest, folder: Path, arguments: Sequence[str]) -> None:
-    """Run a script up to its first update; the function of a new process, which it ends.
+    """Run a script up to its first update; the function of a new process.
 
-    What the script prints is written to the file OUTPUT.
-
-    Args:
-        request: How to run it.
-        folder: The folder for the results.
-        arguments: The script and its arguments.
+    What the script prints is written to the file OUTPUT, the result or hf_ga's error to RESULT.
     """
     with (folder / OUTPUT).open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         try:
-            run_arm(request, folder, arguments)
+            result = run_arm(request, arguments)
         except HfGaError as error:
-            in_one_line = " ".join(str(error).split())
-            print(f"\n{PREFIX}{in_one_line}", file=sys.stderr, flush=True)
-            sys.exit(REFUSED)
+            result = " ".join(str(error).split())
+        if result is not None:
+            torch.save(result, folder / RESULT)

@@ -18,17 +18,18 @@ from accelerate.utils import GradScalerKwargs, send_to_device
 from torch import nn
 
 from hf_ga.check.gradients import Gradients, clip, take_gradients
-from hf_ga.check.reference_draws import ReferenceDraws
+from hf_ga.check.oracle.reference_draws import ReferenceDraws
+from hf_ga.draws.generators import seed_generators
 from hf_ga.draws.keyed import KeyedDraws
-from hf_ga.engine.trial import LossFacts
-from hf_ga.exact.backend import sum_over_ranks
-from hf_ga.exact.fetch import Collate
-from hf_ga.exact.forward import argument_filter, restored_buffers
-from hf_ga.exact.generators import seed_generators
-from hf_ga.exact.override import restored
-from hf_ga.exact.whole_window import WholeBatchLoss
-from hf_ga.exact.window import Window
-from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.engine.look.trial import LossFacts
+from hf_ga.engine.whole.whole_window import WholeBatchLoss
+from hf_ga.errors import HfGaError
+from hf_ga.loading.fetch import Collate
+from hf_ga.loading.window import Window
+from hf_ga.loading.window_loader import WindowLoader
+from hf_ga.model.forward import argument_filter, restored_buffers
+from hf_ga.model.override import restored
+from hf_ga.parallel.backend import sum_over_ranks
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
 from hf_ga.training import LossSettings, backward_window
 
@@ -39,8 +40,7 @@ FP16_SCALE = 1024.0  # loss scale that keeps small gradients above fp16's smalle
 
 @dataclass
 class CheckContext:
-    """What all arms (training steps under test) of one `check_equivalence` call share: the working
-    copy of the model, the samples and the settings, and what was found out about the loss.
+    """What all arms (training steps under test) of one `check_equivalence` call share.
 
     Attributes:
         model: The working copy of the user's model.
@@ -53,8 +53,7 @@ class CheckContext:
         settings: The user's loss, and whether draws that belong to no sample are accepted.
         draws: The random draws of the reference, keyed by sample as hf_ga's are.
         facts: What hf_ga found out about the loss. None: hf_ga refuses the model.
-        refused: Why hf_ga refuses the model. None: it does not.
-        refuses_draws: Whether that is because of random draws.
+        refusal: Why hf_ga refuses the model. None: it does not.
         prepared: The model that hf_ga's own step trains: `model` itself on one process, a copy
             under DDP or FSDP on several. Set only if hf_ga does not refuse it.
     """
@@ -69,40 +68,29 @@ class CheckContext:
     settings: LossSettings
     draws: KeyedDraws = field(default_factory=partial(ReferenceDraws, allow_unkeyed=True))
     facts: LossFacts | None = None
-    refused: str | None = None
-    refuses_draws: bool = False
+    refusal: HfGaError | None = None
     prepared: nn.Module = field(init=False)
 
-    def first_samples_window(self, num_samples: int, **loader_arguments: Any) -> Window:
-        """Build a window (the samples of one optimizer step) of the first `num_samples` samples of
-        the equivalence check, in their order.
-
-        Args:
-            num_samples: Number of samples in the window.
-            loader_arguments: Passed to `WindowLoader`, such as `per_device_batch_size`.
-        """
-        loader = WindowLoader(
+    def loader(self, num_samples: int, **arguments: Any) -> WindowLoader:
+        """Return a loader with one window of the first samples, in their order."""
+        return WindowLoader(
             self.samples[:num_samples],
             self.collate_fn,
             accelerator=self.accelerator,
             global_batch_size=num_samples,
             seed=self.seed,
             shuffle=False,
-            **loader_arguments,
+            **arguments,
         )
-        return next(iter(loader))
+
+    def first_samples_window(self, num_samples: int, **arguments: Any) -> Window:
+        """Return the window of the first samples."""
+        return next(iter(self.loader(num_samples, **arguments)))
 
 
 def run_hf_ga_step(context: CheckContext, window: Window) -> tuple[float, Gradients]:
-    """Run hf_ga's own training step in the equivalence check: `backward_window`, then clip once if
-    `max_grad_norm` is set.
-
-    Args:
-        context: The model and the settings of the check.
-        window: The window with this process's micro-batches only.
-
-    Returns:
-        The mean loss of the whole window, and its unscaled gradients.
+    """Run hf_ga's own step on this process's micro-batches of a window; return the mean loss of the
+    whole window and its unscaled gradients, clipped once.
     """
     model = context.prepared
     context.facts.note_padding(window.state)
@@ -118,11 +106,10 @@ def run_hf_ga_step(context: CheckContext, window: Window) -> tuple[float, Gradie
 def run_user_step(
     step: StepFunction, context: CheckContext, window: Window, accumulation_steps: int
 ) -> tuple[float | None, Gradients]:
-    """Run a training step under test (of the user, of Trainer or of Accelerate) in the equivalence
-    check, on a copy of the model.
+    """Run a step of the user's, of Trainer or of Accelerate on a copy of the model.
 
     Args:
-        step: The step function; see `check_equivalence` for what it receives and returns.
+        step: The step function, see `check_equivalence`.
         context: The model and the settings of the check.
         window: The window; all of its micro-batches are passed to the step.
         accumulation_steps: Micro-batches of a full window over all processes.
@@ -155,24 +142,15 @@ def run_user_step(
     if loss is not None:
         local_loss = float(torch.as_tensor(loss).detach())
         loss = sum_over_ranks(context.accelerator, [local_loss])[0] / num_processes
-    gradients = {}
-    for name, parameter in context.model.named_parameters():
-        if not parameter.requires_grad:
-            continue
-        if name in returned_gradients:
-            gradients[name] = returned_gradients[name]
-        else:
-            gradients[name] = torch.zeros_like(parameter)
-    return loss, gradients
+    trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
+    left_out = trained.keys() - returned_gradients.keys()
+    gradients = returned_gradients | {name: torch.zeros_like(trained[name]) for name in left_out}
+    return loss, {name: gradients[name] for name in trained}
 
 
 def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
-    """Make the Accelerator of an equivalence check, for the model's device and all launched
-    processes. Under fp16 its loss scale starts at `FP16_SCALE`; FSDP and fp16 also work on CPUs.
-
-    Args:
-        model: The model under check, on its device.
-        precision: "fp32", "bf16" or "fp16".
+    """Make the check's accelerator, for the model's device and all launched processes. FSDP and
+    fp16 also work on CPUs.
     """
     accelerator = Accelerator(
         cpu=device_of(model).type == "cpu",
@@ -185,15 +163,14 @@ def make_accelerator(model: nn.Module, precision: str) -> Accelerator:
 
 
 def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the first parameter of a model in the equivalence check."""
+    """Return the device of a model's first parameter."""
     return next(model.parameters()).device
 
 
 @contextmanager
 def own_accelerate_state() -> Iterator[None]:
-    """Run the block with an empty Accelerate state, so that the equivalence check, or a training
-    step under test, can build an Accelerator with other settings. Then restore the caller's state
-    and environment variables.
+    """Run the block with an empty Accelerate state, so that it can build an Accelerator with other
+    settings. Then restore the state and the environment variables.
     """
     with restored(os.environ), ExitStack() as stack:
         for state_class in (AcceleratorState, PartialState, GradientState):
@@ -205,15 +182,8 @@ def own_accelerate_state() -> Iterator[None]:
 def working_copy(
     model: nn.Module, whole_batch: WholeBatchLoss | None
 ) -> tuple[nn.Module, WholeBatchLoss | None]:
-    """Copy the user's model for the equivalence check, and `whole_batch` too if it is a module.
-
-    Args:
-        model: The user's model, unwrapped.
-        whole_batch: The loss of all samples of a window together. None: the model has another loss.
-
-    Returns:
-        The copy of the model in training mode, without gradients and without Accelerate's autocast;
-        and the copy of the loss, or the loss itself if it is a function.
+    """Copy the user's unwrapped model, in training mode and without gradients or Accelerate's
+    autocast; and `whole_batch` too if it is a module.
     """
     # One deepcopy for both, as they may share parameters. deepcopy returns functions as they are.
     model, whole_batch = copy.deepcopy((model, whole_batch))

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_ga.draws import values
-from hf_ga.exact.hashing import fold_in, mix_in_place, mixed, signed
-from hf_ga.exact.masks import keep_mask
+from hf_ga.draws.dropout.masks import keep_mask
+from hf_ga.draws.hashing import fold_in, mix_in_place, mixed, signed
 
 cached_key = lru_cache(1 << 16)(fold_in)  # every micro-batch computes the same keys
 
@@ -80,10 +80,8 @@ class Draw:
         return self.shape[self.sample_dim] // len(self.keys)
 
     def _draw(self, from_hashes: Callable[[Tensor], Tensor]) -> Tensor:
-        """Draw the numbers from one hash per element, in a layout like that of `masks.keep_mask`.
-
-        Args:
-            from_hashes: Converts hashes (int64) to numbers, elementwise.
+        """Draw the numbers from one hash (int64) per element, in a layout like that of
+        `masks.keep_mask`.
         """
         dim = self.sample_dim
         if dim is None:
@@ -106,11 +104,8 @@ def _by_chunks(
 
         hash = mix(key + coordinate_0 * multiplier_0 + coordinate_1 * multiplier_1 + ...).
 
-    Args:
-        keys: int64, shape (keys,).
-        sizes: Sizes of the dims that the coordinates count.
-        axes: Each of these dims has its own multiplier, which its number gives here.
-        from_hashes: Converts hashes to numbers.
+    The keys are int64, shape (keys,). `axes` has the number of each dim, which gives its
+    multiplier.
     """
     *multiples, columns = [
         _multiples(size, axis, keys.device) for size, axis in zip(sizes, axes, strict=True)

@@ -291,14 +291,8 @@ def _call_by_sample(
     num_event_dims: int,
     generator: Generator | None,
 ) -> Tensor:
-    """Call a random function for each sample, with a generator that the sample's key seeds.
-
-    Args:
-        draws: The keys of the samples.
-        original: The torch function.
-        parameters: Its arguments, which have the same shape.
-        num_event_dims: Trailing dims that are drawn together.
-        generator: The user's generator.
+    """Call a random function for each sample, with a generator that the sample's key seeds. Its
+    arguments have the same shape, whose last dims (`num_event_dims`) are drawn together.
     """
     shape = parameters[0].shape
     device = parameters[0].device

@@ -14,19 +14,20 @@ import torch
 from torch import Generator, Tensor
 from torch._C._functorch import TransformType
 from torch._guards import CompileContext
+from torch.nn import Parameter
 from torch.utils._device import _device_constructors
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_ga.draws.draw import Draw, cached_key
-from hf_ga.draws.dropout_functions import dropped_attention
-from hf_ga.draws.dropout_site import DropoutSite
+from hf_ga.draws.dropout.dropout_functions import dropped_attention
+from hf_ga.draws.dropout.dropout_site import DropoutSite
+from hf_ga.draws.dropout.masks import apply_dropout_mask, drop
+from hf_ga.draws.hashing import mixed
 from hf_ga.draws.refusal import NotKeyed, user_code
 from hf_ga.draws.replacements import REPLACEMENTS, Replacement
 from hf_ga.draws.sample_dims import SampleDims
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.hashing import mixed
-from hf_ga.exact.masks import apply_dropout_mask, drop
-from hf_ga.exact.override import override
+from hf_ga.model.override import override
 
 REMEDY_IN_BACKWARD = (
     "Use checkpoint(..., preserve_rng_state=True), and do not draw noise in hooks of a backward; "
@@ -90,8 +91,6 @@ class KeyedDraws:
     So the numbers depend neither on how a window is split into micro-batches, nor on the padded
     width. Numbers that all samples share (`torch.rand(1)`) are derived from the key of the window.
     The global generators and the user's generators stay as they are.
-
-    Also a `dropout_functions.MaskDrawer`.
 
     Attributes:
         allow_unkeyed: Whether draws that cannot be tied to samples are torch's own. Otherwise they
@@ -290,11 +289,11 @@ class KeyedDraws:
         is_shared = sample_dim is None
         if is_shared and self._is_after_backward and generator is not None:
             raise NotKeyed(function, shape, "it has no dim with the samples of the micro-batch")
-        site = self._site_key(number, generator)
+        site = self.site_key(number, generator)
         keys, window_key = micro_batch.keys_on(device)
         return Draw(window_key if is_shared else keys, site, torch.Size(shape), sample_dim)
 
-    def _site_key(self, number: int, generator: Generator | None = None) -> int:
+    def site_key(self, number: int, generator: Generator | None = None) -> int:
         """Return the 64-bit key of a draw."""
         seeds = [self._micro_batch.seed, None if generator is None else generator.initial_seed()]
         return cached_key(number, *[seed for seed in seeds if seed is not None])
@@ -315,7 +314,7 @@ class KeyedDraws:
             raise NotKeyed(place[-1], shape, reason)
         return layout.dim
 
-    # The interface of `dropout_functions.MaskDrawer`.
+    # Dropout.
 
     def needs_mask(self, drop_probability: float, training: bool = True) -> bool:
         """Whether a call of a dropout function draws a mask. Otherwise it is left to torch."""
@@ -334,16 +333,19 @@ class KeyedDraws:
         packed = self._packed_masks(input.shape)
         if packed is not None:
             return packed.drop(self._count_site(), input, drop_probability)
-        draw = self._draw_dropout(input.shape, input.device)
+        is_of_weights = isinstance(input, Parameter)
+        draw = self._draw_dropout(input.shape, input.device, is_of_weights=is_of_weights)
         dropped = drop(input, draw.keys, draw.site, draw.sample_dim, drop_probability)
         if dropped is not None:
             return dropped
         return apply_dropout_mask(input, drop_probability, draw.keep_mask(drop_probability))
 
-    def _draw_dropout(self, shape: torch.Size, device: torch.device) -> Draw:
-        """Return the draw of a dropout mask of padded samples."""
+    def _draw_dropout(
+        self, shape: torch.Size, device: torch.device, *, is_of_weights: bool = False
+    ) -> Draw:
+        """Return the draw of a dropout mask of padded samples, or of a layer's weights."""
         place = self._micro_batch.place
-        draw = self.draw("dropout", shape, device)
+        draw = self.draw("dropout", shape, device, only_shared=is_of_weights)
         self.sites[place] = draw
         return draw
 
@@ -362,7 +364,7 @@ class KeyedDraws:
             dim = None
         return DropoutSite(
             name=f"draw {micro_batch.num_draws} of the micro-batch",
-            key=self._site_key(micro_batch.num_draws),
+            key=self.site_key(micro_batch.num_draws),
             shape=known.shape,
             sample_dim=dim,
         )
@@ -376,10 +378,8 @@ class KeyedDraws:
         return None if self.mask_source is None else self.mask_source.masks_of_shape(shape)
 
     def _count_site(self) -> DropoutSite:
-        """Return where the next draw takes place, and count it.
-
-        Raises:
-            UnkeyedRandomness: If no earlier micro-batch has drawn a dropout mask there.
+        """Return where the next draw takes place, and count it. UnkeyedRandomness if no earlier
+        micro-batch has drawn a dropout mask there.
         """
         site = self.next_site()
         if site is None:
@@ -423,10 +423,8 @@ class KeyedDraws:
         return threading.get_ident() == self._thread or is_in_backward()
 
     def _replacement(self, original: Callable, keyed: Callable) -> Callable:
-        """Return the function that takes the place of a random function of torch.
-
-        It refers to this object weakly, because torch.compile never frees the functions that it
-        traced, and modules that are imported in a scope keep it.
+        """Return the function that takes the place of a random function of torch. It refers to this
+        object weakly, because torch.compile, and modules imported in a scope, never free it.
         """
         weak_self = ref(self)
 
@@ -445,11 +443,7 @@ class KeyedDraws:
         return update_wrapper(replacement, original)
 
     def _refuse(self, error: NotKeyed) -> None:
-        """Refuse a draw, unless unkeyed draws are allowed now.
-
-        Raises:
-            UnkeyedRandomness: The refusal.
-        """
+        """Raise an error for a draw, unless unkeyed draws are allowed now."""
         if self._is_after_backward:
             self.unkeyed_after_backward = self.unkeyed_after_backward or error.description
         elif not self.allow_unkeyed:

@@ -6,8 +6,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_ga.draws import dropouts, functions, samplers
-from hf_ga.draws.dropout_functions import FUNCTIONAL, torch_dropout
+from hf_ga.draws import functions, samplers
+from hf_ga.draws.dropout import dropouts
+from hf_ga.draws.dropout.dropout_functions import FUNCTIONAL, torch_dropout
 
 # (owner of a torch function, its name, its replacement)
 Replacement = tuple[object, str, Callable]

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from hf_ga.exact.hashing import mixed
+from hf_ga.draws.hashing import mixed
 
 MASK32 = (1 << 32) - 1
 MAX_INT64 = (1 << 63) - 1

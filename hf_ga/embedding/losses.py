@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from hf_ga.embedding.model import LOG_TEMPERATURE
 from hf_ga.errors import ConfigError
-from hf_ga.exact.precision import at_least_float32
+from hf_ga.model.precision import at_least_float32
 
 # Prefix of a batch entry with the ids of a column's texts, int64: "text_id_anchor". Equal texts
 # have equal ids.
@@ -92,18 +92,8 @@ def _retrieval_loss(
     candidate_columns: list[str],
     scale: Tensor | float,
 ) -> Tensor:
-    """Compute a contrastive loss of embeddings: the mean cross entropy of finding, for each query
-    text, the text of the same sample among the texts of other columns, by cosine similarity.
-
-    Args:
-        outputs: The embeddings of each column, shape (samples, embedding dim).
-        batch: The batch, with or without text ids.
-        query_column: The column of the queries, such as "anchor".
-        candidate_columns: The columns to search in. The first one has each query's match.
-        scale: 1 / temperature.
-
-    Returns:
-        A scalar.
+    """Compute the mean cross entropy of finding, for each text of the query column, the text of the
+    same sample in the first candidate column, among all candidates; `scale` is 1 / temperature.
     """
     text_ids = None
     if TEXT_ID + query_column in batch:

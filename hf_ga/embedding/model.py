@@ -13,7 +13,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 from hf_ga.embedding.layout import write_sentence_transformers_files
 from hf_ga.embedding.pooling import POOLINGS
 from hf_ga.errors import ConfigError
-from hf_ga.exact.precision import at_least_float32
+from hf_ga.model.precision import at_least_float32
 
 # Prefixes of the batch entries of a column of texts: "input_ids_anchor", "attention_mask_anchor".
 INPUT_IDS = "input_ids_"

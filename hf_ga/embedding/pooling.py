@@ -53,14 +53,8 @@ def last_token(hidden: Tensor, mask: Tensor) -> Tensor:
 
 
 def _hidden_at(hidden: Tensor, positions: Tensor) -> Tensor:
-    """Select the hidden state at one token position of each text, as its embedding.
-
-    Args:
-        hidden: Hidden states, shape (texts, sequence length, hidden size).
-        positions: int64, shape (texts,).
-
-    Returns:
-        Shape (texts, hidden size).
+    """Select one hidden state of each text, shape (texts, hidden size), at positions of shape
+    (texts,) in hidden states of shape (texts, sequence length, hidden size).
     """
     rows = torch.arange(len(hidden), device=hidden.device)
     return hidden[rows, positions]

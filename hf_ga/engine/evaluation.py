@@ -16,13 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_ga.engine.divisors import Reading
 from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.light_graph import LightGraph
-from hf_ga.engine.router import parameters_below
 from hf_ga.engine.slots import Slot, plain_slots
-from hf_ga.exact.backend import Backend
-from hf_ga.exact.forward import (
+from hf_ga.engine.sums.divisors import Reading
+from hf_ga.engine.whole.router import parameters_below
+from hf_ga.engine.whole.router_losses import Router, balancing_loss
+from hf_ga.loading.window import Window
+from hf_ga.model.forward import (
     LossFunction,
     argument_filter,
     call_loss_fn,
@@ -30,9 +31,9 @@ from hf_ga.exact.forward import (
     head_loss,
     unwrapped,
 )
-from hf_ga.exact.outputs import named_tensors, with_tensors
-from hf_ga.exact.router import Router, balancing_loss
-from hf_ga.exact.window import Window
+from hf_ga.model.outputs import named_tensors, with_tensors
+from hf_ga.parallel.backend import Backend
+from hf_ga.speed.cudnn_attention import without_cudnn_attention
 
 # Relative difference between the losses of the same samples at two padded widths, above which it
 # is no rounding.
@@ -50,7 +51,7 @@ class LossParts:
         penalty: The value of what does not depend on the samples.
         ignores_width: Whether what a term sums over depends on how wide rows are padded.
         choices: For each balancing loss of a mixture of experts, its coefficient and its counts
-            (see `Router.take`).
+            (see `Router.take_calls`).
     """
 
     divisors: Mapping[Hashable, float | Tensor]
@@ -178,6 +179,11 @@ class EvaluatedLoss:
         Raises:
             LossNotAdditive: If the loss is not a sum of means.
         """
+        with without_cudnn_attention():
+            return self._run(batch, num_samples)
+
+    def _run(self, batch: dict[str, Any], num_samples: int) -> tuple[Any, LossParts]:
+        """Run the forward of a micro-batch, see `run`."""
         if self.loss_fn is not None:
             return self._run_loss_fn(batch)
 
@@ -206,7 +212,7 @@ class EvaluatedLoss:
         readings = [
             reading
             for reading in self._reader.read(loss, num_samples, None)
-            if not _is_balancing(reading, calls)
+            if not reading.is_switched_off and not _is_balancing(reading, calls)
         ]
         data = [reading for reading in readings if not reading.term.is_penalty]
         choices = _choices(loss, calls)

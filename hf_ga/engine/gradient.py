@@ -11,14 +11,13 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from hf_ga.engine.chunk_sums import ChunkSums
-from hf_ga.engine.divisors import (
+from hf_ga.engine.look.sample_count import SampleCount, check_samples
+from hf_ga.engine.sums.chunk_sums import ChunkSums
+from hf_ga.engine.sums.divisors import (
     DivisorChecks,
     Reading,
     TermKey,
@@ -30,14 +29,13 @@ from hf_ga.engine.divisors import (
     squared_differences,
     true_divisor,
 )
-from hf_ga.engine.groups import Group, Grouping
-from hf_ga.engine.same_terms import SameTerms
-from hf_ga.engine.sample_count import SampleCount, check_samples
+from hf_ga.engine.sums.groups import Group, Grouping
+from hf_ga.engine.sums.same_terms import SameTerms
 from hf_ga.errors import ConfigError, LossNotAdditive
-from hf_ga.exact.backend import Backend, RankStatus
-from hf_ga.exact.chunks import ChunkTree
-from hf_ga.exact.precision import sum_dtype
 from hf_ga.loss import StackSizes, Term, read_terms, undivided
+from hf_ga.model.precision import sum_dtype
+from hf_ga.order.chunks import ChunkTree
+from hf_ga.parallel.backend import Backend, RankStatus
 
 Gradients = list[Tensor | None]
 SMALLEST_ID = 1 << 20  # Python's ids are addresses, indices are smaller
@@ -70,6 +68,8 @@ class WindowGradient:
         undecided: After `finish`, two keys of which that must be found out, or None.
         has_compared_widths: Whether a sample of the window was compared in two widths: before
             `finish` on this rank, afterwards on any.
+        is_packed: Whether the model computes real tokens only from now on: before `finish` on this
+            rank, afterwards on all.
         widths: For each counted micro-batch so far, the number of elements of one sample.
         needs_padding: Whether later windows must be padded, too: before `finish` because of this
             rank, afterwards because of any. `begin` keeps it.
@@ -105,6 +105,7 @@ class WindowGradient:
                 the order of summation. None: any order.
         """
         self.readings: list[Reading] = []
+        self._switched_off: list[Reading] = []
         self.failure: Exception | None = None
         self.must_repeat: str | None = None
         self.must_pad = False
@@ -112,6 +113,7 @@ class WindowGradient:
         self.must_try_widths = False
         self.undecided: tuple[TermKey, TermKey] | None = None
         self.has_compared_widths = False
+        self.is_packed = False
         self.widths: list[float] = []
         self.samples = SampleCount()
         self.num_backwards = 0
@@ -146,7 +148,7 @@ class WindowGradient:
     def read(
         self, loss: Tensor, num_samples: int, num_targets: float | Tensor | None
     ) -> list[Reading]:
-        """Read the terms of a micro-batch's loss.
+        """Read the terms of a micro-batch's loss, those that are switched off (a factor of 0) last.
 
         Args:
             loss: The loss, a scalar.
@@ -163,7 +165,12 @@ class WindowGradient:
                 Reading(("num_targets",), None, num_samples, number, None, 1.0, is_zero=is_zero)
             ]
         num_changed = self.stack_sizes.num_changed
-        terms = read_terms(loss, num_samples=num_samples, stack_sizes=self.stack_sizes)
+        terms = read_terms(
+            loss,
+            num_samples=num_samples,
+            stack_sizes=self.stack_sizes,
+            with_switched_off=True,
+        )
         if self.stack_sizes.num_changed != num_changed and self.num_backwards:
             self.must_repeat = "what the loss stacks was found to be no losses of samples"
         keys = self._keys_of(terms)
@@ -195,9 +202,8 @@ class WindowGradient:
         return keys
 
     def _with_indices(self, identity: TermKey) -> TermKey:
-        """Return an identity with the indices of parameters in place of their ids, in order.
-
-        Parameters that are not trained (of a teacher) count as one.
+        """Return an identity with the indices of parameters in place of their ids, in order. Those
+        that are not trained (of a teacher) count as one.
         """
         if not isinstance(identity, tuple):
             return identity
@@ -356,6 +362,12 @@ class WindowGradient:
         self._set_gradients(earlier)
         self._part_sum = self._part_sum + part.detach().to(self._part_sum.dtype)
 
+    def note_switched_off(self, readings: Sequence[Reading], *, is_counted: bool) -> None:
+        """Remember terms that a micro-batch has with a factor of 0: others must have that, too."""
+        self._switched_off += [
+            replace(reading.without_graph(), is_counted=is_counted) for reading in readings
+        ]
+
     def note_rehearsal(self, readings: Sequence[Reading]) -> None:
         """Learn from the terms of a rehearsal, whose gradient does not count."""
         self._agree_on_first_scale(readings)
@@ -419,10 +431,8 @@ class WindowGradient:
             self.begin()
 
     def _terms_to_group(self, readings: Sequence[Reading]) -> list[Reading]:
-        """Return the terms of a loss that are grouped by their divisors.
-
-        A penalty on parameters is not, because it takes the share of the terms beside it. In a
-        backward of its own it counts as a mean over the micro-batches.
+        """Return the terms of a loss that are grouped by their divisors: no penalties, which take
+        the share of the terms beside them (in a backward of their own, that of a micro-batch).
         """
         data_terms = [r for r in readings if r.term is None or not r.term.is_penalty]
         if len(data_terms) == len(readings):
@@ -579,10 +589,8 @@ class WindowGradient:
     def _values_by_group(
         self, loss: Tensor, readings: Sequence[Reading], divisors: Mapping[TermKey, float]
     ) -> list[float] | None:
-        """Return what the terms of each group add to a micro-batch's loss; None if unknown.
-
-        The values of one group follow from those of the others. Terms without targets, whose values
-        are 0 / 0, add 0.
+        """Return what the terms of each group add to a micro-batch's loss, 0 for terms without
+        targets (0 / 0); None if unknown. One group's values follow from those of the others.
         """
         known: list[float | None] = []
         for group in self._groups:
@@ -658,10 +666,11 @@ class WindowGradient:
     def _checked_readings(self, is_padded: bool) -> list[Reading]:
         """Return the window's readings on the host; keep the error if they cannot be trusted."""
         readings = on_host(self.readings)
+        self._switched_off = on_host(self._switched_off)
         if self.failure is not None:
             return readings
         try:
-            if not self.checks.check(readings, is_padded=is_padded):
+            if not self.checks.check(readings, self._switched_off, is_padded=is_padded):
                 self.must_pad = True
                 self.needs_padding = True
         except Exception as error:
@@ -670,7 +679,7 @@ class WindowGradient:
 
     def _add_totals(self, readings: Sequence[Reading]) -> None:
         """Add up the divisors of each group, and note the terms' factors."""
-        self._factors = factors_of(readings)
+        self._factors = factors_of([*self._switched_off, *readings])
         for group in self._groups or []:
             group.divisors = [
                 self.checks.true_divisor(reading)
@@ -680,10 +689,8 @@ class WindowGradient:
             group.total = math.fsum(group.divisors)
 
     def _agree_on_groups(self, can_repeat: bool) -> bool:
-        """Exchange the status of all ranks: failures, repetitions, divisors.
-
-        Returns:
-            Whether the window is complete. False: all ranks repeat it.
+        """Exchange the status of all ranks: failures, repetitions, divisors. Returns whether the
+        window is complete; if not, all ranks repeat it.
         """
         if self._groups is None and self.grouping.structure:
             self._regroup()  # this rank had fillers only, but sends as many numbers as the others
@@ -705,6 +712,7 @@ class WindowGradient:
             float(self.needs_padding),
             float(self._lacks_values),
             float(self.has_compared_widths),
+            float(not self.is_packed),
         )
         status = RankStatus(
             loss=self._loss_sum,
@@ -725,6 +733,7 @@ class WindowGradient:
         num_to_repeat, num_to_pad, num_to_look, num_in_need, *sums = status.counts
         num_without_values = sums.pop(0)
         self.has_compared_widths = bool(sums.pop(0))
+        self.is_packed = not sums.pop(0)
         has_several_widths = bool(squared_differences(tuple(sums[:3])))
         sum_of_parts = sums[3]
         sample_sums = (sums[4], sums[5])
@@ -780,10 +789,7 @@ class WindowGradient:
         """Return the divisors of all ranks, summed exactly, so that no order of summation matters.
         A collective.
         """
-        of_ranks = [[group.divisors for group in groups]]
-        if self.backend.num_processes > 1:
-            of_ranks = [[] for _ in range(self.backend.num_processes)]
-            dist.all_gather_object(of_ranks, [group.divisors for group in groups])
+        of_ranks = self.backend.gather_objects([group.divisors for group in groups])
         return [
             math.fsum(divisor for of_rank in of_ranks for divisor in of_rank[index])
             for index in range(len(groups))
@@ -811,15 +817,8 @@ class WindowGradient:
         return [number for numbers in of_this_rank for number in power_sums(numbers)]
 
     def _split_groups(self, groups: Sequence[Group], sums: Sequence[float]) -> bool:
-        """Give each term its own group that has other proportions on another rank, and let the
-        window be computed again. The same on all ranks.
-
-        Args:
-            groups: The groups of the window.
-            sums: See `_ratio_sums`.
-
-        Raises:
-            ConfigError: If there is such a term under FSDP or in a pipeline.
+        """Give each term its own group that has other proportions on another rank, by
+        `_ratio_sums`, and let the window be computed again. The same on all ranks.
         """
         later = [key for group in groups for key in group.keys[1:]]
         misfits = (
@@ -841,14 +840,8 @@ class WindowGradient:
         return bool(misfits)
 
     def _decide_terms(self, keys: Sequence[TermKey], sums: Sequence[float]) -> None:
-        """Let the window be computed again if two of its terms, on any rank, may be one.
-
-        Args:
-            keys: The grouped terms.
-            sums: See `_factor_sums`.
-
-        Raises:
-            LossNotAdditive: If it cannot be found out; on all ranks.
+        """Let the window be computed again if two of its terms, on any rank, may be one. If that
+        cannot be found out, all ranks raise LossNotAdditive.
         """
         if self.tries_terms is None:
             return
@@ -874,10 +867,8 @@ class WindowGradient:
         self.must_repeat = "its micro-batches have different terms of the loss"
 
     def _check_factors(self, keys: Sequence[TermKey], sums: Sequence[float]) -> None:
-        """Check that all ranks have the same factors, see `_factor_sums`.
-
-        Raises:
-            LossNotAdditive: If they have not; on all ranks.
+        """Check that all ranks have the same factors, see `_factor_sums`; all of them raise
+        otherwise.
         """
         names = {reading.key: reading.name for reading in self.readings}
         for index, start in enumerate(range(0, len(sums), 3)):
@@ -916,9 +907,7 @@ class WindowGradient:
         """
         own_keys = {self._with_indices(key): key for key in self.stack_sizes.pairs}
         own = {name: self.stack_sizes.pairs[key] for name, key in own_keys.items()}
-        of_ranks: list[dict] = [{} for _ in range(self.backend.num_processes)]
-        dist.all_gather_object(of_ranks, own)
-        for of_rank in of_ranks:
+        for of_rank in self.backend.gather_objects(own):
             known = {own_keys[name]: pairs for name, pairs in of_rank.items() if name in own_keys}
             if self.stack_sizes.merge(known):
                 self.must_repeat = "what the loss stacks was found to be no losses of samples"
@@ -926,16 +915,12 @@ class WindowGradient:
 
     def _merge_same_terms(self) -> None:
         """Let all ranks know which keys mean one term."""
-        states: list[Any] = [None] * self.backend.num_processes
-        dist.all_gather_object(states, self.same_terms.state())
-        self.same_terms.merge(states)
+        self.same_terms.merge(self.backend.gather_objects(self.same_terms.state()))
 
     def _merge_groups(self) -> None:
         """Let all ranks use the same groups, in the same order."""
         own = [list(keys) for keys in self.grouping.structure]
-        structures: list[list[list[TermKey]]] = [[] for _ in range(self.backend.num_processes)]
-        dist.all_gather_object(structures, own)
-        self.grouping.merge(structures)
+        self.grouping.merge(self.backend.gather_objects(own))
         self._has_new_terms = False
         if self.grouping.structure == own:
             return

@@ -17,25 +17,23 @@ import numpy as np
 from accelerate.utils import gather_object, send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils._pytree import tree_leaves
 
+from hf_ga.draws.generators import preserved_random_states
 from hf_ga.engine.own_loop import OwnLoop
 from hf_ga.engine.slots import Slot, plain_slots
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.forward import (
+from hf_ga.loading.window import Window
+from hf_ga.loss import Term, read_terms, undivided
+from hf_ga.model.forward import (
     argument_filter,
     call_loss_fn,
     callable_module,
     extra_forwards,
     head_loss,
 )
-from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.outputs import named_tensors
-from hf_ga.exact.precision import at_least_float32
-from hf_ga.exact.update import local_shard
-from hf_ga.exact.window import Window
-from hf_ga.loss import Term, read_terms, undivided
-from hf_ga.parallel.fsdp import unwrapped_name
+from hf_ga.model.outputs import named_tensors
+from hf_ga.model.precision import at_least_float32
+from hf_ga.parallel.fsdp import local_shard, unwrapped_name
 
 ON_NONFINITE = ("stop", "skip")
 MAX_LISTED_SAMPLES = 8  # in a message
@@ -101,24 +99,15 @@ def find_cause(loop: OwnLoop, window: Window, mean_loss: float) -> str:
     with preserved_random_states(), extra_forwards(loop.model):
         cause = _search(loop, window, with_backward=math.isfinite(mean_loss))
     loop.model.zero_grad()
-    window_name = f"window {window.index} of epoch {window.epoch}"
-    return _describe(window_name, mean_loss, gather_object([cause]))
+    return _describe(window.description, mean_loss, gather_object([cause]))
 
 
 def _search(loop: OwnLoop, window: Window, with_backward: bool) -> Cause:
-    """Search this rank's micro-batches for the cause of a non-finite loss or gradient: repeat them,
-    and then each sample of the non-finite ones alone. Leaves gradients behind.
+    """Search this rank's micro-batches for the cause: repeat them, and then each sample of the
+    non-finite ones alone. Leaves gradients behind.
 
-    Under FSDP, samples are not repeated alone: forwards are collectives, and other ranks have
-    other micro-batches to repeat.
-
-    Args:
-        loop: The loop, whose forwards are repeated.
-        window: The window that was trained on.
-        with_backward: Whether to search the gradients, too.
-
-    Returns:
-        The samples, the first module and the last parameter of this rank that are not finite.
+    Under FSDP, samples are not repeated alone: forwards are collectives, and other ranks have other
+    micro-batches to repeat.
     """
     if window.state.pad_to_window:
         window = window.padded_to_window()
@@ -156,17 +145,8 @@ def _one_sample_each(window: Window, repetitions: Sequence[Repetition]) -> Windo
 
 
 def _repeat(loop: OwnLoop, window: Window, with_backward: bool) -> list[Repetition]:
-    """Repeat the forwards of a window's micro-batches on this rank, with the random numbers of the
-    training step, and record which losses, outputs of modules and gradients are not finite. Leaves
-    gradients behind.
-
-    Args:
-        loop: The loop, whose forwards are repeated.
-        window: The window to repeat.
-        with_backward: Whether to check the gradients, too.
-
-    Returns:
-        One result for each micro-batch; under FSDP also for fillers.
+    """Repeat the forwards of a window's micro-batches, under FSDP also of fillers, with the random
+    numbers of the training step, and record what is not finite. Leaves gradients behind.
     """
     backend = loop.engine.backend
     backend.begin(loop.model)
@@ -189,14 +169,7 @@ def _repeat(loop: OwnLoop, window: Window, with_backward: bool) -> list[Repetiti
 def _repeat_slot(
     loop: OwnLoop, slot: Slot, modules: Sequence[str], with_backward: bool
 ) -> Repetition:
-    """Repeat the forward and backward of a micro-batch.
-
-    Args:
-        loop: The loop.
-        slot: The micro-batch, which `loop.engine` has begun.
-        modules: What `_record_nonfinite_modules` records.
-        with_backward: Whether to check the gradients, too.
-    """
+    """Repeat the forward and backward of a micro-batch, which `loop.engine` has begun."""
     loss, terms = _loss_of(loop, slot)
     result = Repetition(slot, _is_loss_finite(loss, terms), list(modules))
     # What FSDP's forward began, its backward ends.
@@ -211,11 +184,8 @@ def _repeat_slot(
 
 
 def _loss_of(loop: OwnLoop, slot: Slot) -> tuple[Tensor, list[Term]]:
-    """Run the forward of a micro-batch.
-
-    Returns:
-        (its loss, the terms of a loss that could be read). In place of a loss of the whole window
-        (`whole_batch`), the sum of the squares of the outputs, which single samples have, too.
+    """Run the forward of a micro-batch; return its loss and the terms that could be read. For
+    `whole_batch`, the sum of the outputs' squares, which single samples have, too.
     """
     backend = loop.engine.backend
     batch = send_to_device(slot.micro_batch.batch, backend.device)
@@ -271,12 +241,8 @@ def _exchange_parameters(model: nn.Module, repetitions: Sequence[Repetition]) ->
 
 @contextmanager
 def _record_nonfinite_modules(model: nn.Module) -> Iterator[list[str]]:
-    """During the block, record each module of a model whose forward returns a non-finite output
-    (NaN or infinite), to find where a non-finite loss comes from.
-
-    Yields:
-        A list to which each such forward appends the module's name and class, in the order in which
-        the forwards end.
+    """During the block, append name and class of each module that returns NaN or infinity to the
+    list that is yielded, in the order in which their forwards end.
     """
     modules: list[str] = []
     with ExitStack() as stack:
@@ -294,11 +260,9 @@ def _append_if_nonfinite(
     modules: list[str], label: str, module: nn.Module, inputs: tuple, output: Any
 ) -> None:
     """Append the label of a module to `modules` if a tensor of its output is NaN or infinite
-    somewhere. With the first two arguments bound, it is the forward hook with which the cause of a
-    non-finite loss is searched.
+    somewhere; with the first two arguments bound, a forward hook.
     """
-    tensors = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor)]
-    if not all(_is_finite(tensor) for tensor in tensors):
+    if not all(map(_is_finite, named_tensors(output).values())):
         modules.append(label)
 
 
@@ -308,13 +272,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _describe(window_name: str, loss: float, causes: Sequence[Cause]) -> str:
-    """Describe the cause of a non-finite loss or gradient in one line of text.
-
-    Args:
-        window_name: Epoch and index of the window, for the text.
-        loss: The loss of the window. If it is finite, the gradient is not.
-        causes: What each rank found.
-    """
+    """Describe the cause in one line of text. If the loss is finite, the gradient is not."""
     parts = [f"the loss of {window_name} is {loss}"]
     if math.isfinite(loss):
         parts = [f"the gradient of {window_name} is not finite (its loss {loss:.6g} is)"]

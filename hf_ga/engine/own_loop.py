@@ -13,15 +13,19 @@ from typing import Any
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
-from hf_ga.engine.loss_sums import LossSums
-from hf_ga.engine.rehearsal import NUM_FIRST_WINDOWS, is_rehearsed
+from hf_ga.engine.look.rehearsal import is_rehearsed, number_of
 from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
 from hf_ga.engine.speed_ups import that_keep_outputs
-from hf_ga.engine.whole_batch import WholeBatch
+from hf_ga.engine.sums.loss_sums import LossSums
+from hf_ga.engine.update import StepResult
+from hf_ga.engine.whole.whole_batch import WholeBatch
+from hf_ga.engine.whole.whole_window import UsedOutputs, WholeBatchLoss
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import DataError
-from hf_ga.exact.backend import Backend
-from hf_ga.exact.forward import (
+from hf_ga.loading.memory import TooLarge, is_out_of_memory, num_elements
+from hf_ga.loading.window import Window
+from hf_ga.logs import get_logger
+from hf_ga.model.forward import (
     LossFunction,
     argument_filter,
     callable_module,
@@ -31,11 +35,7 @@ from hf_ga.exact.forward import (
     unwrapped,
     without_cache,
 )
-from hf_ga.exact.logs import get_logger
-from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements
-from hf_ga.exact.update import StepResult
-from hf_ga.exact.whole_window import UsedOutputs, WholeBatchLoss
-from hf_ga.exact.window import Window
+from hf_ga.parallel.backend import Backend
 
 logger = get_logger(__name__)
 
@@ -156,6 +156,12 @@ class OwnLoop:
         elif window.state.pad_to_window and not window.request.pad_to_window:
             with self.engine.backend.failing_on_all_ranks():
                 window = window.padded_to_window()
+        # Where samples are rehearsed, padding is computed.
+        is_due = self.engine.is_rehearsal_due(number_of(window))
+        is_packed = window.state.is_packed and not is_due
+        if not window.is_planned_for(is_packed=is_packed):
+            with self.engine.backend.failing_on_all_ranks():
+                window = window.planned_for(is_packed=is_packed)
         return self.within_memory_limit(window)
 
     def within_memory_limit(self, window: Window) -> Window:
@@ -189,13 +195,15 @@ class OwnLoop:
         # A loss of a whole window compares samples on purpose, and the full batch has one company.
         looks = self._whole_batch is None and not self._is_full_batch(window)
         looks = looks and engine.can_rehearse()
-        # By its own number, so that a run that is resumed rehearses the same windows.
-        number = window.index if window.epoch == 0 else max(window.index, NUM_FIRST_WINDOWS)
+        number = number_of(window)
         engine.must_look |= looks and not is_rehearsed(number) and not engine.has_rehearsed
         if looks and engine.is_rehearsal_due(number):
             with engine.backend.failing_on_all_ranks():
                 rehearsal = extra_rehearsal(
-                    window, num_processes=num_processes, positions=engine.look_positions
+                    window,
+                    num_processes=num_processes,
+                    is_first=not engine.has_rehearsed,
+                    positions=engine.look_positions,
                 )
                 self._rehearsal = _within_limit(rehearsal, window)
         engine.begin_window(
@@ -250,9 +258,8 @@ class OwnLoop:
         )
 
     def _rejoin(self, window: Window, index: int) -> None:
-        """Go on under FSDP2 with one sample that adds nothing, in place of a micro-batch that did
-        not fit and of all that follow: the other ranks wait for this one in each of them. All ranks
-        raise the failure at the window's end.
+        """Go on under FSDP2, where other ranks wait, with one sample that adds nothing in place of
+        a micro-batch that did not fit and all that follow. All ranks raise at the window's end.
         """
         micro_batch = self.engine.slot.micro_batch
         self.engine.gradient.failure = TooLarge(num_elements(micro_batch))
@@ -300,11 +307,7 @@ class OwnLoop:
         return head_loss(outputs), None
 
     def _check_no_loss(self, window: Window) -> None:
-        """Check that the loss of a window without targets is 0.
-
-        Raises:
-            DataError: If it is not.
-        """
+        """Check that the loss of a window without targets is 0."""
         loss = float(self.engine.gradient.loss)
         if self.loss_fn is None or loss == 0:
             return

@@ -5,10 +5,10 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_ga.engine.rehearsal import Choice, rehearsal_parts, rehearsed_offsets
+from hf_ga.engine.look.rehearsal import Choice, rehearsal_parts, rehearsed_offsets
 from hf_ga.errors import DataError
-from hf_ga.exact.batches import MicroBatch, row_lengths
-from hf_ga.exact.window import Window
+from hf_ga.loading.batches import MicroBatch, row_lengths
+from hf_ga.loading.window import Window
 
 NO_POSITIONS = np.empty(0, np.int64)
 
@@ -35,7 +35,9 @@ class Slot:
         return not self.is_rehearsal and not self.is_filler
 
 
-def plan_slots(window: Window, *, num_processes: int, is_rehearsed: bool) -> list[Slot]:
+def plan_slots(
+    window: Window, *, num_processes: int, is_rehearsed: bool, is_first: bool
+) -> list[Slot]:
     """Plan the iterations of a window on this process: the same number on all processes.
 
     A rehearsed window has as many iterations as it would have without a rehearsal: the window
@@ -46,6 +48,7 @@ def plan_slots(window: Window, *, num_processes: int, is_rehearsed: bool) -> lis
         window: The window.
         num_processes: Number of processes.
         is_rehearsed: Whether to begin with a rehearsal.
+        is_first: Whether no window of the run was rehearsed so far.
     """
     num_planned = window.request.max_micro_batches
     is_full_batch = num_planned == 1 and num_processes == 1
@@ -54,7 +57,8 @@ def plan_slots(window: Window, *, num_processes: int, is_rehearsed: bool) -> lis
     own = window.request.micro_batches
     if not len(own):
         return _with_fillers([], window, max(2, num_planned))
-    rehearsed, parts = rehearsal_parts(own, max(1, num_planned - 1), _choice(window))
+    choice = _choice(window, is_first=is_first)
+    rehearsed, parts = rehearsal_parts(own, max(1, num_planned - 1), choice)
     slots = [Slot(micro_batch) for micro_batch in window.split(parts).micro_batches]
     slots.insert(0, _rehearsal(window, rehearsed, pad_to_window=len(parts) > 1))
     return _with_fillers(slots, window, max(2, num_planned))
@@ -74,18 +78,21 @@ def slots_with_look(window: Window, *, num_processes: int, positions: np.ndarray
         num_processes: Number of processes.
         positions: See `extra_rehearsal`.
     """
-    rehearsal = extra_rehearsal(window, num_processes=num_processes, positions=positions)
+    rehearsal = extra_rehearsal(
+        window, num_processes=num_processes, is_first=True, positions=positions
+    )
     return [*([] if rehearsal is None else [rehearsal]), *plain_slots(window)]
 
 
 def extra_rehearsal(
-    window: Window, *, num_processes: int, positions: np.ndarray = NO_POSITIONS
+    window: Window, *, num_processes: int, is_first: bool, positions: np.ndarray = NO_POSITIONS
 ) -> Slot | None:
     """Return a rehearsal for a loop that can be given one micro-batch more than the window has.
 
     Args:
         window: The window, which follows as it was planned.
         num_processes: Number of processes.
+        is_first: Whether no window of the run was rehearsed so far.
         positions: Positions in the epoch of samples that are rehearsed in any case.
 
     Returns:
@@ -96,15 +103,13 @@ def extra_rehearsal(
         return None
     if not len(own):
         return _with_fillers([], window, 1)[0]
-    return _rehearsal(window, rehearsed_offsets(own, _choice(window, positions)))
+    choice = _choice(window, positions, is_first=is_first)
+    return _rehearsal(window, rehearsed_offsets(own, choice))
 
 
-def _choice(window: Window, positions: np.ndarray = NO_POSITIONS) -> Choice:
-    """Return what decides which samples of a window are rehearsed.
-
-    Args:
-        window: The window.
-        positions: Positions in the epoch of samples that are rehearsed in any case.
+def _choice(window: Window, positions: np.ndarray = NO_POSITIONS, *, is_first: bool) -> Choice:
+    """Return what decides which samples of a window are rehearsed: in any case those at
+    `positions`; fewer than in the first rehearsal of the run if it is not that.
     """
     own = np.concatenate(window.request.micro_batches)
     preferred = np.flatnonzero(np.isin(window.request.positions, positions))
@@ -112,18 +117,15 @@ def _choice(window: Window, positions: np.ndarray = NO_POSITIONS) -> Choice:
         np.setdiff1d(window.offsets, own),
         _lengths(window),
         np.intersect1d(window.offsets, preferred),
+        is_first,
     )
 
 
 def _rehearsal(window: Window, offsets: np.ndarray, *, pad_to_window: bool = True) -> Slot:
-    """Return a rehearsal of some samples of a window.
+    """Return a rehearsal of some samples of a window, given as offsets in it.
 
-    Args:
-        window: The window.
-        offsets: The samples, as offsets in it.
-        pad_to_window: Whether it is padded to the window's longest sample, if its batches can be:
-            then the longest sample of a shorter micro-batch, which has no padding there, shows
-            whether padding matters.
+    Padded to the window, if its batches can be, the longest sample of a shorter micro-batch, which
+    has no padding there, shows whether padding matters.
     """
     try:
         (micro_batch,) = window.split([offsets], pad_to_window=pad_to_window).micro_batches

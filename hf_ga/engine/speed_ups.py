@@ -19,12 +19,15 @@ from torch.autograd.graph import Node
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils._triton import has_triton
 
+from hf_ga.draws.generators import preserved_random_states
 from hf_ga.draws.keyed import KeyedDraws, KnownDraws
-from hf_ga.engine.divisors import Reading, TermKey, on_host
 from hf_ga.engine.gradient import WindowGradient
 from hf_ga.engine.slots import Slot
-from hf_ga.exact.batches import Batch, structure_of
-from hf_ga.exact.forward import (
+from hf_ga.engine.sums.divisors import Reading, TermKey, on_host
+from hf_ga.loading.batches import structure_of
+from hf_ga.logs import get_logger
+from hf_ga.model.forward import (
+    Batch,
     compiled_modules,
     extra_forwards,
     force_eager,
@@ -33,13 +36,11 @@ from hf_ga.exact.forward import (
     head_loss,
     unwrapped,
 )
-from hf_ga.exact.generators import preserved_random_states
-from hf_ga.exact.logs import get_logger
-from hf_ga.exact.precision import LOW_PRECISION, full_precision
-from hf_ga.speed.fused_attention import FusedAttention
+from hf_ga.model.precision import LOW_PRECISION, full_precision
+from hf_ga.rows.fused_attention import FusedAttention
+from hf_ga.rows.packing import Packing, can_run_rows
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
-from hf_ga.speed.packing import Packing
 from hf_ga.speed.speed_up import Call, SpeedUp
 from hf_ga.speed.watched_outputs import watched
 
@@ -135,6 +136,7 @@ class SpeedUps:
         self._num_windows = 1 if self.is_resumed else 0
         self._may_use = False  # in this window
         self._is_trying = False
+        self._max_tokens: int | None = None
         self._leave_micro_batch()
 
     def _leave_micro_batch(self) -> None:
@@ -146,6 +148,18 @@ class SpeedUps:
         self._current: list[SpeedUp] = []  # those that the forward used
         self._forward = ExitStack()
 
+    @property
+    def is_packing(self) -> bool:
+        """Whether padding is not computed in windows without a rehearsal."""
+        return any(isinstance(speed_up, Packing) for speed_up in self.used)
+
+    def may_run_rows(self, models: Sequence[nn.Module]) -> bool:
+        """Whether the models' compiled layers run on rows, or may after the trials."""
+        model = unwrapped(models[0]) if len(models) == 1 else None
+        if model is None or Packing.name in self.left_out:
+            return False
+        return bool(compiled_modules(model)) and can_run_rows(model)
+
     # Windows and micro-batches
 
     @contextmanager
@@ -156,6 +170,7 @@ class SpeedUps:
         *,
         is_rehearsed: bool,
         is_ordered: bool = False,
+        max_tokens: int | None = None,
     ) -> Iterator[None]:
         """Observe the forwards of a window, and use speed-ups in them.
 
@@ -165,7 +180,9 @@ class SpeedUps:
             is_rehearsed: Whether samples of the window are compared with their rehearsal.
             is_ordered: Whether the window has the same bits on any number of processes, which try
                 different micro-batches.
+            max_tokens: Maximum number of real tokens of a micro-batch in this run. None: unknown.
         """
+        self._max_tokens = max_tokens
         model = unwrapped(models[0]) if len(models) == 1 else None
         if model is not self._model:
             self.start(model)
@@ -214,6 +231,9 @@ class SpeedUps:
             return
         call = self._call_of(kwargs)
         self._try(call)
+        # Compiled layers that may yet run on rows would be compiled twice.
+        if self._untried and self.may_run_rows([model]):
+            self._forward.enter_context(force_eager())
         if structure_of(kwargs) != self._structure:
             return
         self._call = call
@@ -246,7 +266,12 @@ class SpeedUps:
                 if isinstance(value, Tensor) and value.shape[:1] == (len(micro_batch),):
                     entries[name] = value.cpu()
         micro_batch = replace(micro_batch, batch=entries)
-        return Call(micro_batch, batch=dict(arguments), keys=self._draws.keys)
+        return Call(
+            micro_batch,
+            batch=dict(arguments),
+            keys=self._draws.keys,
+            max_tokens=self._max_tokens,
+        )
 
     @contextmanager
     def _using(self, speed_ups: Sequence[SpeedUp], call: Call) -> Iterator[None]:
@@ -330,7 +355,7 @@ class SpeedUps:
         self._num_windows = 1
         self._draws.adopt(chosen.draws)  # speed-ups ask where the dropout masks are
         # Not those for the device of the model, which has none without weights.
-        for speed_up in (LeanForward(), ChunkedLoss(), Packing(), FusedAttention()):
+        for speed_up in (LeanForward(), ChunkedLoss(), FusedAttention(), Packing()):
             if speed_up.name in chosen.names:
                 speed_up.attach(model, self._draws)
                 self.used.append(speed_up)
@@ -347,6 +372,7 @@ class SpeedUps:
         trials.
         """
         hooked = [s for s in self.used if isinstance(s, Packing | FusedAttention)]
+        hooked = [s for s in hooked if not s.is_compiled]
         if hooked and compiled_modules(self._model):
             self._leave_out(hooked, "the model's layers were compiled")
 
@@ -379,7 +405,7 @@ class SpeedUps:
         self._untried = [speed_up for speed_up in self._untried if speed_up not in speed_ups]
 
     def _try(self, call: Call) -> None:
-        """Try each speed-up that fits a micro-batch together with those that have passed before.
+        """Try the speed-ups that fit a micro-batch, together with those that have passed before.
 
         One passes if loss and gradient are the same with and without it, up to rounding, and the
         loss is a sum of as many terms with the same divisors.
@@ -405,12 +431,9 @@ class SpeedUps:
                     self._untried += fitting
                     return
                 self._structure = self._structure or structure_of(call.batch)
-                for speed_up in fitting:
-                    reason = self._rejection_reason(speed_up, call, plain, tolerance)
-                    if reason is None:
-                        self.used.append(speed_up)
-                    else:
-                        self.left_out[speed_up.name] = reason
+                self._plain_keys |= {term.key: term.key for term in plain.readings}
+                self._choose(self._attached(fitting), call, plain, tolerance)
+                self._read_without_packing(call, plain)
         except Exception as failure:  # of the forward without speed-ups: the loop's will show it
             self._leave_out(fitting, f"{type(failure).__name__}: {failure}")
         finally:
@@ -429,38 +452,86 @@ class SpeedUps:
             finally:
                 torch.set_float32_matmul_precision(matmul_precision)
 
+    def _attached(self, speed_ups: Sequence[SpeedUp]) -> list[SpeedUp]:
+        """Attach speed-ups to the model, and return those that the model supports."""
+        attached = []
+        for speed_up in speed_ups:
+            reason = speed_up.attach(self._model, self._draws)
+            if reason is None:
+                attached.append(speed_up)
+            else:
+                self.left_out[speed_up.name] = reason
+        return attached
+
+    def _choose(
+        self, speed_ups: Sequence[SpeedUp], call: Call, plain: Trial, tolerance: float
+    ) -> None:
+        """Use those of some attached speed-ups that pass: all at once, or else all but the last,
+        and so on.
+        """
+        if not speed_ups:
+            return
+        reason = self._rejection_reason(speed_ups, call, plain, tolerance)
+        if reason is not None and len(speed_ups) > 1:
+            *others, last = speed_ups
+            self._choose(others, call, plain, tolerance)
+            if all(speed_up in self.used for speed_up in others):
+                self.left_out[last.name] = reason  # these pass without it
+            else:
+                self._choose([last], call, plain, tolerance)
+            return
+        for speed_up in speed_ups:
+            why_unused = reason or speed_up.verdict()
+            if why_unused is None:
+                self.used.append(speed_up)
+            else:
+                self.left_out[speed_up.name] = why_unused
+
     def _rejection_reason(
-        self, speed_up: SpeedUp, call: Call, plain: Trial, tolerance: float
+        self, speed_ups: Sequence[SpeedUp], call: Call, plain: Trial, tolerance: float
     ) -> str | None:
-        """Compute a micro-batch with a speed-up, and compare it with the plain one.
+        """Compute a micro-batch with some more speed-ups, and compare it with the plain one.
 
         Returns:
-            Why the speed-up is not used, or None if it is.
+            Why they are not used, or None if they may be.
         """
-        reason = speed_up.attach(self._model, self._draws)
-        if reason is not None:
-            return reason
         try:
-            trial = self._compute(call, [*self.used, speed_up])
-        except Exception as failure:  # any error of a forward that does not support it
+            trial = self._compute(call, [*self.used, *speed_ups])
+        except Exception as failure:  # any error of a forward that does not support one of them
             return f"{type(failure).__name__}: {failure}"
-        reason = speed_up.verdict()
-        if reason is not None:
-            return reason
         error = _relative_error(trial, plain)
         if not error <= tolerance:  # also if it is NaN
             return f"it changes loss or gradient (relative error {error:.0e})"
         if not _are_same_terms(trial.readings, plain.readings):
             return "its loss is read as other terms"
-        pairs = zip(trial.readings, plain.readings, strict=True)
-        self._plain_keys |= {fast.key: term.key for fast, term in pairs}
-        plain_keys = [term.key for term in plain.readings]
-        for readings in (trial.readings, plain.readings):
-            self._plain_keys_by_kind[_kinds_of(readings)] = plain_keys
+        self._learn_keys(trial.readings, plain.readings)
         return None
 
-    def _compute(self, call: Call, speed_ups: Sequence[SpeedUp]) -> Trial:
-        """Compute loss and gradient of a micro-batch with some speed-ups."""
+    def _read_without_packing(self, call: Call, plain: Trial) -> None:
+        """Run a forward to read the loss with all used speed-ups but packing, from which not all
+        micro-batches gain, where it may be read otherwise than without any.
+        """
+        others = [speed_up for speed_up in self.used if not isinstance(speed_up, Packing)]
+        is_changed = any(key != plain_key for key, plain_key in self._plain_keys.items())
+        if not is_changed or len(others) in (0, len(self.used)):
+            return
+        trial = self._compute(call, others, has_backward=False)
+        if _are_same_terms(trial.readings, plain.readings):
+            self._learn_keys(trial.readings, plain.readings)
+
+    def _learn_keys(self, readings: Sequence[Reading], plain: Sequence[Reading]) -> None:
+        """Note which terms of a loss, as read with some speed-ups, are which without them."""
+        self._plain_keys |= {r.key: term.key for r, term in zip(readings, plain, strict=True)}
+        plain_keys = [term.key for term in plain]
+        for some in (readings, plain):
+            self._plain_keys_by_kind[_kinds_of(some)] = plain_keys
+
+    def _compute(
+        self, call: Call, speed_ups: Sequence[SpeedUp], *, has_backward: bool = True
+    ) -> Trial:
+        """Compute loss and gradient of a micro-batch with some speed-ups. Without a backward, the
+        gradients are zeros.
+        """
         parameters = self._gradient.parameters
         with ExitStack() as stack:
             stack.enter_context(self._draws.rewound())
@@ -470,7 +541,8 @@ class SpeedUps:
             stack.enter_context(fresh_gradients(parameters))
             loss = head_loss(self._model(**call.batch))
             readings = self._gradient.read(loss, len(call.micro_batch), None)
-            loss.backward()
+            if has_backward:
+                loss.backward()
             gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
             for parameter in parameters:
                 parameter.grad = None
@@ -499,16 +571,13 @@ def _relative_error(trial: Trial, plain: Trial) -> float:
 def candidates(model: nn.Module) -> list[SpeedUp]:
     """Return the speed-ups to try on a model.
 
-    Packing and fused attention are not for compiled layers. Packing pays off on a CPU, and on a GPU
-    with Triton.
+    Fused attention is not for compiled layers. Packing pays off on a CPU, and on a GPU with Triton.
     """
     speed_ups: list[SpeedUp] = [LeanForward(), ChunkedLoss()]
-    if compiled_modules(model):
-        return speed_ups
     device_type = next(model.parameters()).device.type
-    if device_type == "cpu":
-        speed_ups += [Packing(), FusedAttention()]
-    elif device_type == "cuda" and has_triton():
+    if device_type == "cpu" and not compiled_modules(model):
+        speed_ups.append(FusedAttention())
+    if device_type == "cpu" or (device_type == "cuda" and has_triton()):
         speed_ups.append(Packing())
     return speed_ups
 

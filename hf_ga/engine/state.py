@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.forward import extra_forwards, snapshot_buffers
-from hf_ga.exact.logs import get_logger
-from hf_ga.exact.outputs import named_tensors
+from hf_ga.logs import get_logger
+from hf_ga.model.forward import extra_forwards, snapshot_buffers
+from hf_ga.model.outputs import named_tensors
 
 logger = get_logger(__name__)
 

@@ -11,22 +11,22 @@ that it passes to `backward` read, compared with its rehearsal, and added to the
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
+from hf_ga.draws.dropout.masks import sample_keys, window_key
+from hf_ga.draws.generators import moved_generators, random_states
 from hf_ga.draws.keyed import KeyedDraws
-from hf_ga.engine.divisors import Reading, TermKey
 from hf_ga.engine.gradient import WindowGradient
-from hf_ga.engine.rehearsal import (
+from hf_ga.engine.look.rehearsal import (
     WIDTH_TOLERANCE,
     OutputRecorder,
     Rehearsal,
@@ -37,35 +37,55 @@ from hf_ga.engine.rehearsal import (
     kind_of,
     widths_of,
 )
-from hf_ga.engine.router import WindowRouter
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.speed_ups import SpeedUps
 from hf_ga.engine.state import StateCheck
+from hf_ga.engine.sums.divisors import Reading, TermKey
+from hf_ga.engine.whole.router import WindowRouter
 from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive, UnkeyedRandomness
-from hf_ga.exact.backend import Backend
-from hf_ga.exact.chunks import ChunkTree
-from hf_ga.exact.fetch import WindowRequest
-from hf_ga.exact.forward import (
+from hf_ga.loading.fetch import WindowRequest
+from hf_ga.loading.memory import TooLarge, is_out_of_memory, num_elements, out_of_memory_error
+from hf_ga.loading.window import LoaderState
+from hf_ga.logs import get_logger
+from hf_ga.model.forward import (
     argument_filter,
     callable_module,
     extra_forwards,
+    force_eager,
     is_compiled,
     snapshot_buffers,
     unwrapped,
 )
-from hf_ga.exact.generators import moved_generators, random_states
-from hf_ga.exact.logs import get_logger
-from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.exact.memory import TooLarge, is_out_of_memory, num_elements, out_of_memory_error
-from hf_ga.exact.precision import check_trainable
-from hf_ga.exact.window import LoaderState
+from hf_ga.model.precision import check_trainable
+from hf_ga.order.chunks import ChunkTree
+from hf_ga.parallel.backend import Backend
 from hf_ga.parallel.rejoin import fsdp2_units
+from hf_ga.speed.cudnn_attention import without_cudnn_attention
 
 logger = get_logger(__name__)
 
+# At micro-batches that lack a term: which of their samples are rehearsed decides what is seen.
+LOOKS_AT_MISSING_TERM = 3
 MAX_LOOKS = 20  # at losses of new forms, in a run
 # Padding that makes the differences of samples this many times smaller is needed.
 MIN_IMPROVEMENT = 3.0
+
+
+@dataclass(frozen=True)
+class MicroBatchTerms:
+    """The terms of a micro-batch's losses.
+
+    Attributes:
+        kind: What its batch has.
+        positions: Its samples.
+        is_tried: Whether one of them is rehearsed.
+        keys: The terms.
+    """
+
+    kind: Hashable
+    positions: np.ndarray
+    is_tried: bool
+    keys: set[TermKey]
 
 
 class WindowEngine:
@@ -136,6 +156,8 @@ class WindowEngine:
         self._looked_at: set[Hashable] = set()  # those that the current look is for
         self._untried: dict[Hashable, np.ndarray] = {}  # in this window: form -> its samples
         self._rehearsed_positions: set[int] = set()  # in this window
+        self._terms_of_kind: dict[Hashable, set[TermKey]] = {}  # of batches, in all windows so far
+        self._terms_of: dict[int, MicroBatchTerms] = {}  # of micro-batches of this window
         self._keys: set[TermKey] = set()  # of terms in this micro-batch
         self._first_positions: dict[TermKey, int] = {}  # of a sample with each term of this window
         self._num_looks = 0
@@ -225,6 +247,7 @@ class WindowEngine:
         self._is_rehearsed = is_rehearsed or keeps_rehearsal
         self._is_look = is_rehearsed and self.must_look
         self._untried = {}
+        self._terms_of = {}
         self._narrowest = None
         self._first_positions = {}
         self._rehearsed_positions = set()
@@ -234,6 +257,7 @@ class WindowEngine:
         if self.gradient is None or list(map(id, known)) != list(map(id, parameters)):
             if parameters or not self.backend.is_stage:  # those of a stage may all be frozen
                 check_trainable(models, parameters)
+            _warn_of_hooks(parameters)
             self.gradient = WindowGradient(self.backend, parameters)
             self.gradient.checks.trusts_numbers = self.trusts_num_targets
         if not goes_on:
@@ -261,11 +285,15 @@ class WindowEngine:
             is_traced = any(is_compiled(model) for model in bare_models)
             recording = self._recorder.recording(bare_models, with_submodules=not is_traced)
             self._window_contexts.enter_context(recording)
+        # What is compiled for rows is not compiled for padded samples, too.
+        if is_rehearsed and self.speed_ups.may_run_rows(models):
+            self._window_contexts.enter_context(force_eager())
         speed_ups = self.speed_ups.window(
             models,
             self.gradient,
             is_rehearsed=self._rehearsal is not None,
             is_ordered=chunk_tree is not None,
+            max_tokens=None if request is None else request.max_tokens,
         )
         self._window_contexts.enter_context(speed_ups)
 
@@ -452,6 +480,7 @@ class WindowEngine:
             if slot.is_rehearsal:
                 bare_models = [unwrapped(model) for model in self._models]
                 stack.enter_context(self._state_check.watching(bare_models))
+            stack.enter_context(without_cudnn_attention())
             stack.enter_context(self.draws.scope())
             stack.enter_context(self.speed_ups.micro_batch(slot))
             if self._router is not None:
@@ -484,7 +513,7 @@ class WindowEngine:
         slot = self.slot
         self.num_adds += 1
         loss = loss.reshape(()) if loss.dim() else loss
-        readings = self.speed_ups.read(loss, num_targets)
+        readings = self._switched_on(self.speed_ups.read(loss, num_targets))
         readings = self._with_known_keys(readings)
         part = None
         if self._router is not None:
@@ -498,7 +527,7 @@ class WindowEngine:
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
         # What a sharded model keeps would be reduced together with the part.
-        sync = self._sync_when_last if is_last or self._router is not None else self._sync
+        sync = partial(self._sync, is_last=is_last or self._router is not None)
         is_kept = retain_graph or part is not None
         if slot.is_rehearsal:
             self.gradient.note_rehearsal(readings)
@@ -515,12 +544,21 @@ class WindowEngine:
             self.gradient.end_micro_batch()
         self.draws.after_backward()
 
+    def _switched_on(self, readings: Sequence[Reading]) -> list[Reading]:
+        """Return the readings whose factor is not 0; the gradient is told of the others."""
+        key_of = self.gradient.same_terms.key_of
+        switched_off = [
+            replace(reading, key=key_of((self.num_adds, reading.key)))
+            for reading in readings
+            if reading.is_switched_off
+        ]
+        if not self.slot.is_filler:
+            self.gradient.note_switched_off(switched_off, is_counted=self.slot.is_counted)
+        return [reading for reading in readings if not reading.is_switched_off]
+
     def _with_known_keys(self, readings: Sequence[Reading]) -> list[Reading]:
         """Return readings with the keys that stand for their terms, and note which are in one
-        micro-batch.
-
-        Raises:
-            LossNotAdditive: If two terms of the loss have the same key.
+        micro-batch: no two of a loss may have the same one.
         """
         same_terms = self.gradient.same_terms
         result = []
@@ -547,16 +585,42 @@ class WindowEngine:
         positions = self.slot.micro_batch.positions
         if self.slot.is_rehearsal:
             self._rehearsed_positions = set(positions.tolist())
-        if not self._looks or not self.slot.is_counted:
+        if not self.slot.is_counted:
             return
         kind = kind_of(self.slot.micro_batch.batch)
         is_tried = not self._rehearsed_positions.isdisjoint(positions.tolist())
-        for reading in readings:
+        keys = {reading.key for reading in readings}
+        self._terms_of_kind.setdefault(kind, set()).update(keys)
+        terms = MicroBatchTerms(kind, positions, is_tried, set())
+        self._terms_of.setdefault(int(positions[0]), terms).keys.update(keys)
+        for reading in readings if self._looks else ():
             form = (kind, reading.key, form_of(loss) if reading.term is None else None)
             if is_tried:
                 self._forms.add(form)
             elif form not in self._forms:
                 self._untried.setdefault(form, positions)
+
+    @property
+    def lacks_terms(self) -> bool:
+        """Whether a micro-batch of the window lacks a term that another one had with such a batch,
+        in any window so far.
+        """
+        return any(self._terms_of_kind[t.kind] - t.keys for t in self._terms_of.values())
+
+    def _look_at_missing_terms(self) -> None:
+        """Note which terms micro-batches of the window lack that others with such a batch have:
+        none of their samples may have a part of it, or the loop may have left them out.
+        """
+        for terms in self._terms_of.values():
+            for key in self._terms_of_kind[terms.kind] - terms.keys:
+                forms = [(terms.kind, key, look) for look in range(LOOKS_AT_MISSING_TERM)]
+                untried = [form for form in forms if form not in self._forms]
+                if not untried:
+                    continue
+                if terms.is_tried and self._rehearsal.has_term(key):
+                    self._forms.add(untried[0])
+                else:
+                    self._untried.setdefault(untried[0], terms.positions)
 
     def _note_samples(self) -> None:
         """Note the samples of a counted micro-batch, and how wide it is, once."""
@@ -574,6 +638,7 @@ class WindowEngine:
         tried; each form gets one look.
         """
         gradient = self.gradient
+        self._look_at_missing_terms()
         self._forms |= self._looked_at
         self._looked_at = set()
         untried = {form: p for form, p in self._untried.items() if form not in self._forms}
@@ -594,9 +659,8 @@ class WindowEngine:
             )
 
     def _part_of_router(self) -> Tensor | None:
-        """Return what the micro-batch adds to the window's balancing loss of a mixture of experts.
-
-        None: nothing. Zero for one that is not counted, if a backward is a collective.
+        """Return what the micro-batch adds to the window's balancing loss of a mixture of experts;
+        None for nothing; zero if it is not counted, but a backward is a collective.
         """
         if self.slot.is_counted:
             return self._router.part(self.num_adds)
@@ -637,10 +701,8 @@ class WindowEngine:
         )
 
     def _compare(self, loss: Tensor, readings: Sequence[Reading]) -> None:
-        """Record the samples of a rehearsal, or compare those of the window with it.
-
-        Raises:
-            LossNotAdditive: If a sample's gradient differs in other company.
+        """Record the samples of a rehearsal, or compare those of the window with it: refuse a
+        gradient of a sample that differs in other company.
         """
         if self.draws.has_unkeyed or moved_generators(self._random_states):
             self._warn_of_unkeyed()
@@ -649,13 +711,24 @@ class WindowEngine:
         rehearsal = self._rehearsal
         positions = self.slot.micro_batch.positions.tolist()
         data_readings = [r for r in readings if r.term is None or not r.term.is_penalty]
-        footprints, is_low_precision = footprints_of(loss, data_readings, self._recorder, positions)
+        is_rehearsal = self.slot.is_rehearsal or self.slot.may_be_rehearsal
+        # Of others, nothing is compared.
+        chosen = [
+            sample
+            for sample, position in enumerate(positions)
+            if is_rehearsal or position in rehearsal.positions
+        ]
+        footprints, is_low_precision = footprints_of(
+            loss, data_readings, self._recorder, positions, chosen
+        )
         rehearsal.is_low_precision |= is_low_precision
         choices = self._choices(loss, data_readings, len(positions))
-        if self.slot.is_rehearsal or self.slot.may_be_rehearsal:
+        if is_rehearsal:
             rehearsal.choices |= choices
             rehearsal.widths = widths_of(self.slot.micro_batch.batch)
-            rehearsal.record(footprints, data_readings, self.num_adds, self.draws.num_reclassified)
+            rehearsal.record(
+                footprints, data_readings, self.num_adds, self.draws.num_reclassified, positions
+            )
             return
         if rehearsal.num_reclassified != self.draws.num_reclassified:
             # Draws of the rehearsal, and of what was added, were keyed otherwise.
@@ -675,7 +748,7 @@ class WindowEngine:
             self.gradient.same_terms.join(*same)
             self.gradient.must_repeat = "one term of the loss was computed by different layers"
             return
-        missing = rehearsal.missing_term(footprints, data_readings, self.num_adds)
+        missing = rehearsal.missing_term(footprints, data_readings, self.num_adds, positions)
         difference = rehearsal.difference(footprints)
         is_padded = self._request.pad_to_window
         has_other_width = rehearsal.widths != widths_of(self.slot.micro_batch.batch)
@@ -696,8 +769,9 @@ class WindowEngine:
         if missing is not None:
             raise LossNotAdditive(
                 f"{missing}: a sample has this term of the loss among some samples of the window, "
-                "but not among others, so the loop computes its loss in two ways. Let each "
-                "micro-batch have the same terms, and num_targets in all of them or in none."
+                "but not among others, so the loop computes its loss in two ways, or leaves "
+                "some out by their own loss. Let each micro-batch have the same terms, and "
+                "num_targets in all of them or in none."
             )
         term, before, now = difference
         name = next(r.name for r in readings if r.key == term)
@@ -746,16 +820,10 @@ class WindowEngine:
             self.gradient.failure = self.gradient.failure or error
             self.num_adds = max(self.num_adds, 1)  # a refused loss counts: all ranks finish
 
-    def _sync(self) -> AbstractContextManager[None]:
-        """Return the context of a backward in which sharded models keep their gradients."""
-        return self._sync_models(is_last=False)
-
-    def _sync_when_last(self) -> AbstractContextManager[None]:
-        """Return the context of a backward in which sharded models reduce their gradients."""
-        return self._sync_models(is_last=True)
-
-    def _sync_models(self, *, is_last: bool) -> AbstractContextManager[None]:
-        """Return the contexts of all models, see `Backend.sync`."""
+    def _sync(self, *, is_last: bool) -> AbstractContextManager[None]:
+        """Return the context of a backward, in which sharded models reduce their gradients if it is
+        the last one, see `Backend.sync`.
+        """
         stack = ExitStack()
         for model in self._models:
             stack.enter_context(self.gradient.backend.sync(model, is_last))
@@ -791,6 +859,7 @@ class WindowEngine:
             gradient.needs_padding |= difference * MIN_IMPROVEMENT < self._unpadded_difference
         if can_repeat and self._request is not None:
             gradient.samples.expect(self._request.positions)
+        gradient.is_packed = self.speed_ups.is_packing
         is_done = gradient.finish(is_padded=is_padded, can_repeat=can_repeat, keeps_sums=keeps_sums)
         self.must_look |= gradient.must_look
         if gradient.must_try_widths:
@@ -825,14 +894,22 @@ class WindowEngine:
             self._unpadded_difference = 0.0
             state.is_padding_tried = True
             state.pad_to_window = gradient.needs_padding
+            if gradient.needs_padding and state.has_unpadded:
+                logger.warning(
+                    "hf_ga: padding changes the gradient of a sample in this window, which it did "
+                    "not in the samples that were compared before. From now on windows are padded "
+                    "to their longest sample; the updates so far may depend on how their windows "
+                    "were split. To rule that out, start again with a collate function that pads "
+                    "all samples to one length."
+                )
+        state.has_unpadded |= is_done and not is_padded
+        if is_done:
+            state.is_packed = gradient.is_packed
         return is_done
 
     def _positions_with(self, keys: Sequence[TermKey]) -> np.ndarray:
         """Return the position of a sample with each of these terms, on any rank. A collective."""
-        of_ranks = [self._first_positions]
-        if self.gradient.backend.num_processes > 1:
-            of_ranks = [{} for _ in range(self.gradient.backend.num_processes)]
-            dist.all_gather_object(of_ranks, self._first_positions)
+        of_ranks = self.gradient.backend.gather_objects(self._first_positions)
         known = {key: position for of_rank in of_ranks for key, position in of_rank.items()}
         return np.array([known[key] for key in keys], np.int64)
 
@@ -843,11 +920,7 @@ class WindowEngine:
 
 
 def _check_scalar(loss: Tensor) -> None:
-    """Check what a loop passed to `backward`.
-
-    Raises:
-        LossNotAdditive: If it is no tensor with one element, or needs no gradient.
-    """
+    """Check that a loop passed a tensor with one element, which needs a gradient, to `backward`."""
     if isinstance(loss, Tensor) and loss.numel() == 1:
         if not loss.requires_grad:
             raise LossNotAdditive(
@@ -876,3 +949,13 @@ def trainable_parameters(
     for optimizer in optimizers:
         parameters += [p for group in optimizer.param_groups for p in group["params"]]
     return [parameter for parameter in dict.fromkeys(parameters) if parameter.requires_grad]
+
+
+def _warn_of_hooks(parameters: Sequence[nn.Parameter]) -> None:
+    """Warn of hooks on parameters, which get the gradient of each micro-batch."""
+    if any(parameter._backward_hooks for parameter in parameters):
+        logger.warning(
+            "hf_ga: a parameter has a hook, which gets the gradient of each micro-batch, times a "
+            "number: that is the full batch if the hook is linear (a mask), but not if it clips or "
+            "normalises. Do that to parameter.grad before optimizer.step()."
+        )

@@ -8,24 +8,17 @@ The graph keeps all of it. `_Reader` walks from the loss down, through sums, dif
 products with constants, to the nodes that reduce many elements to one number.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from hf_ga.errors import LossNotAdditive
 from hf_ga.loss.identity import VIEWS, identity_of
-from hf_ga.loss.means import Reduction, reduced_shape, reduction_of
-from hf_ga.loss.penalty import PARAMETER, Penalties
-from hf_ga.loss.refusals import (
-    bare_parameter,
-    product_of_two,
-    quotient_of_two,
-    refusal,
-    undivided_sum,
-)
-from hf_ga.loss.samples import joined_samples
-from hf_ga.loss.saved import (
+from hf_ga.loss.nodes.means import Reduction, reduced_shape, reduction_of
+from hf_ga.loss.nodes.saved import (
     PASSED_THROUGH,
     Number,
     inputs,
@@ -35,6 +28,15 @@ from hf_ga.loss.saved import (
     saved,
     signed,
 )
+from hf_ga.loss.penalty import Penalties
+from hf_ga.loss.refusals import (
+    product_of_two,
+    quotient_of_two,
+    refusal,
+    undivided_sum,
+    weight_of_several,
+)
+from hf_ga.loss.samples import joined_samples
 from hf_ga.loss.stacks import (
     STACKS,
     Stack,
@@ -60,6 +62,8 @@ class Part:
         divisor: What the loss divides it by, in the divisions nearest to the node. None: nothing.
         is_closed: Whether there is an addition between `divisor` and the node.
         entries: The indices in stacks of heads that lead to the node.
+        weights: See `Term`.
+        divisions: See `Term`.
     """
 
     node: Node
@@ -68,6 +72,8 @@ class Part:
     divisor: Number | None = None
     is_closed: bool = False
     entries: tuple[int, ...] = ()
+    weights: tuple[tuple[Node, Number], ...] = ()
+    divisions: tuple[Node, ...] = ()
 
     def input(self, position: int, factor: Number = 1.0) -> list["Part"]:
         """Return the part of an input of the node. Empty if it needs no gradient."""
@@ -82,6 +88,8 @@ class Part:
         Divisions in a row are one: sum / 2 / n divides by 2n. With an addition in between, the
         outer one belongs to all that was added up: ((sum / n) + other) / 2.
         """
+        if isinstance(divisor, Tensor) or divisor == 0.0:
+            self = replace(self, divisions=(*self.divisions, self.node))
         if self.divisor is None:
             return replace(self, divisor=divisor, is_closed=False)
         if self.is_closed:
@@ -93,13 +101,22 @@ class Part:
         """Return the part below an addition."""
         return replace(self, is_closed=True)
 
+    @property
+    def is_switched_off(self) -> bool:
+        """Whether its factor is 0; one on an accelerator is not read."""
+        return isinstance(self.factor, float) and self.factor == 0.0
+
     def full_factor(self) -> Number:
         """Return the factor with all divisions."""
         return self.factor if self.divisor is None else quotient(self.factor, self.divisor)
 
 
 def read_terms(
-    loss: Tensor, *, num_samples: int, stack_sizes: StackSizes | None = None
+    loss: Tensor,
+    *,
+    num_samples: int,
+    stack_sizes: StackSizes | None = None,
+    with_switched_off: bool = False,
 ) -> list[Term]:
     """Return the terms that a scalar loss is the sum of.
 
@@ -109,9 +126,10 @@ def read_terms(
         loss: The loss of one micro-batch.
         num_samples: Number of samples of the micro-batch.
         stack_sizes: Kept by the caller over the run, for losses that stack scalars.
+        with_switched_off: Whether to return means with a factor of 0, too, after the others.
 
     Returns:
-        The terms. None for what has a factor of 0. Empty if the loss needs no gradient.
+        The terms. Empty if the loss needs no gradient.
 
     Raises:
         LossNotAdditive: If the loss is not a sum of means and divided sums.
@@ -126,24 +144,29 @@ def read_terms(
     reader = _Reader(
         loss.grad_fn, num_samples, StackSizes() if stack_sizes is None else stack_sizes
     )
-    waiting = [Part(loss.grad_fn, loss.output_nr)]
-    num_parts = 0
-    while waiting:
-        part = waiting.pop()
-        num_parts += 1
-        if num_parts > MAX_PARTS:
-            raise refusal(part.node, "a loss that adds itself up too often")
-        if isinstance(part.factor, float) and part.factor == 0.0:
-            continue
-        waiting.extend(reversed(reader.read(part)))
-    return joined_samples(reader.found, num_samples, reader.stack_sizes)
+    switched_off = reader.read_all([Part(loss.grad_fn, loss.output_nr)])
+    terms = joined_samples(reader.found, num_samples, reader.stack_sizes)
+    if with_switched_off:
+        terms += _readable(switched_off, loss.grad_fn, num_samples)
+    return terms
+
+
+def _readable(parts: Sequence[Part], root: Node, num_samples: int) -> list[Term]:
+    """Return the terms of the parts with a factor of 0 that are means, and not such as
+    `outputs.sum() * 0`, which stands for no term at all.
+    """
+    terms = []
+    for part in parts:
+        reader = _Reader(root, num_samples, StackSizes())
+        with suppress(LossNotAdditive):
+            reader.read_all([part], at_factor_0=True)
+            terms += [term for term, _ in reader.found if not term.is_penalty]
+    return terms
 
 
 class _Reader:
-    """Reads the parts of one loss.
-
-    Attributes:
-        found: The terms so far, each with what the loss divides it by: the last element.
+    """Reads the parts of one loss. The terms that it found, each with what the loss divides it by,
+    are in `found`.
     """
 
     def __init__(self, root: Node, num_samples: int, stack_sizes: StackSizes) -> None:
@@ -154,14 +177,35 @@ class _Reader:
         self.penalties = Penalties()
         self.found: list[tuple[Term, Number | None]] = []
 
+    def read_all(self, parts: list[Part], *, at_factor_0: bool = False) -> list[Part]:
+        """Read parts down to their terms. Returns those with a factor of 0, which are read only
+        `at_factor_0`.
+        """
+        waiting = list(parts)
+        num_parts = 0
+        switched_off = []
+        while waiting:
+            part = waiting.pop()
+            num_parts += 1
+            if num_parts > MAX_PARTS:
+                raise refusal(part.node, "a loss that adds itself up too often")
+            if part.is_switched_off and not at_factor_0:
+                switched_off.append(part)
+                continue
+            waiting.extend(reversed(self.read(part)))
+        return switched_off
+
     def read(self, part: Part) -> list[Part]:
         """Return the parts that a part is the sum of; store it if it is a term."""
         kind = part.node.name()
-        if kind == PARAMETER:
-            raise bare_parameter()
         is_product_of_two = kind in ("MulBackward0", "DivBackward0") and len(inputs(part.node)) == 2
-        if kind in LINEAR and not (is_product_of_two and self.penalties.has(part.node)):
-            return LINEAR[kind](part)
+        if is_product_of_two and not self.penalties.has(part.node):
+            return self._read_product(part)
+        if kind in LINEAR and not is_product_of_two:
+            parts = LINEAR[kind](part)
+            if part.weights and len(parts) > 1:
+                raise weight_of_several(part.node)
+            return parts
         if kind in VIEWS:
             return part.input(0)
         if kind in PASSED_THROUGH:
@@ -178,6 +222,30 @@ class _Reader:
             return self._read_elements(part, reduction)
         self._add_reduction(part, reduction)
         return []
+
+    def _read_product(self, part: Part) -> list[Part]:
+        """Read the product of a loss and a trained weight (or the quotient), such as
+        exp(-s) * loss, with which losses are weighted by their uncertainty.
+        """
+        node = part.node
+        is_quotient = node.name() == "DivBackward0"
+        (first, _), (second, _) = inputs(node)
+        is_first_weight = not is_quotient and self.penalties.has(first)
+        if not is_first_weight and not self.penalties.has(second):
+            raise quotient_of_two(node) if is_quotient else product_of_two(node)
+        values = (number(saved(node, "self")), number(saved(node, "other")))
+        weight = values[0] if is_first_weight else values[1]
+        loss = values[1] if is_first_weight else values[0]
+        factor = weight
+        slope = loss  # of the product, by the weight
+        if is_quotient:
+            factor = quotient(1.0, weight)
+            slope = quotient(-loss, weight * weight)
+        of_weight = (first if is_first_weight else second, part.full_factor() * slope)
+        weighted = replace(
+            part, weights=(*part.weights, of_weight), divisions=(*part.divisions, node)
+        )
+        return weighted.input(1 if is_first_weight else 0, factor)
 
     def _read_elements(self, part: Part, reduction: Reduction) -> list[Part]:
         """Read the sum or the mean of a tensor."""
@@ -232,14 +300,14 @@ class _Reader:
             node_divides=node_divides,
             root=self.root,
             inner_division=inner_division,
+            weights=part.weights,
+            divisions=part.divisions,
         )
         self.found.append((term, part.divisor))
 
     def _samples_averaged_below(self, node: Node) -> float | None:
-        """Return the number of samples if the elements of a sum or mean are means over samples.
-
-        `squares.mean(0).sum()`: the divisor is the number of samples, and the sum belongs to the
-        numerator.
+        """Return the number of samples if the elements of a sum or mean are means over samples: in
+        `squares.mean(0).sum()` it is the divisor, and the sum belongs to the numerator.
         """
         child = _below_multiples(node)
         if child.name() != "MeanBackward1":
@@ -254,9 +322,8 @@ class _Reader:
 
 
 def _is_of_scalar(node: Node, is_mean: bool) -> bool:
-    """Whether a sum or a mean is that of one number, such as `loss.mean()` of a scalar loss.
-
-    The mean may be that of the number repeated: `loss.expand(n).mean()`.
+    """Whether a sum or a mean is that of one number, such as `loss.mean()` of a scalar loss; a mean
+    also of the number repeated, `loss.expand(n).mean()`.
     """
     child, index = inputs(node)[0]
     while True:
@@ -362,8 +429,6 @@ def _constant_minus(part: Part) -> list[Part]:
 
 def _product(part: Part) -> list[Part]:
     """first * second, one of them a constant."""
-    if len(inputs(part.node)) == 2:
-        raise product_of_two(part.node)
     if part.node.next_functions[0][0] is not None:
         return part.input(0, number(saved(part.node, "other")))
     return part.input(1, number(saved(part.node, "self")))

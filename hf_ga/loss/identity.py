@@ -2,8 +2,8 @@
 
 from torch.autograd.graph import Node
 
+from hf_ga.loss.nodes.saved import inputs
 from hf_ga.loss.penalty import PARAMETER
-from hf_ga.loss.saved import inputs
 
 MAX_NAMES = 6
 MAX_NODES = 400  # below a term, in the search for its parameters
@@ -42,6 +42,8 @@ def _names(node: Node) -> tuple[str, ...]:
 
 def nearest_parameters(node: Node) -> tuple[int, ...]:
     """Return the ids of the parameters that are the fewest nodes below, views not counted."""
+    if node.name() == PARAMETER:
+        return (id(node.variable),)
     level = [node]
     seen = {node}
     while level and len(seen) < MAX_NODES:

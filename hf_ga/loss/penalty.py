@@ -2,7 +2,7 @@
 
 from torch.autograd.graph import Node
 
-from hf_ga.loss.saved import inputs, output_shape
+from hf_ga.loss.nodes.saved import inputs, output_shape
 
 PARAMETER = "torch::autograd::AccumulateGrad"
 
@@ -10,12 +10,13 @@ PARAMETER = "torch::autograd::AccumulateGrad"
 UNARY = {
     "AbsBackward0", "AliasBackward0", "ClampBackward1", "ClampMaxBackward0", "ClampMinBackward0",
     "CloneBackward0", "DiagonalBackward0", "ExpBackward0", "HuberLossBackward0",
-    "LinalgVectorNormBackward0", "LogBackward0", "MeanBackward0", "MeanBackward1",
-    "MseLossBackward0", "NegBackward0", "NormBackward0", "NormBackward1", "PermuteBackward0",
-    "PowBackward0", "ReluBackward0", "ReshapeAliasBackward0", "RsubBackward1", "SelectBackward0",
-    "SigmoidBackward0", "SmoothL1LossBackward0", "SoftplusBackward0", "SqrtBackward0",
-    "SqueezeBackward0", "SqueezeBackward1", "SqueezeBackward2", "SumBackward0", "SumBackward1",
-    "TBackward0", "ToCopyBackward0", "TraceBackward0", "TransposeBackward0", "UnsafeViewBackward0",
+    "LinalgVectorNormBackward0", "LogBackward0", "LogSoftmaxBackward0", "MeanBackward0",
+    "MeanBackward1", "MseLossBackward0", "NegBackward0", "NormBackward0", "NormBackward1",
+    "PermuteBackward0", "PowBackward0", "ReluBackward0", "ReshapeAliasBackward0", "RsubBackward1",
+    "SelectBackward0", "SigmoidBackward0", "SmoothL1LossBackward0", "SoftmaxBackward0",
+    "SoftplusBackward0", "SqrtBackward0", "SqueezeBackward0", "SqueezeBackward1",
+    "SqueezeBackward2", "SumBackward0", "SumBackward1", "TanhBackward0", "TBackward0",
+    "ToCopyBackward0", "TraceBackward0", "TransposeBackward0", "UnsafeViewBackward0",
     "UnsqueezeBackward0", "ViewBackward0",
 }  # fmt: skip
 # Those of them that reduce many elements.

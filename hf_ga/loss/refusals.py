@@ -74,9 +74,11 @@ def quotient_of_two(node: Node) -> LossNotAdditive:
     return refusal(node, "a division by a quantity that needs a gradient")
 
 
-def bare_parameter() -> LossNotAdditive:
-    """Return the error for a parameter that is added to the loss as it is."""
+def weight_of_several(node: Node) -> LossNotAdditive:
+    """Return the error for a trained weight of a sum of losses, each of which may have another
+    divisor.
+    """
     return LossNotAdditive(
-        "the loss adds a parameter itself, whose gradient cannot be told from that of its other "
-        "uses: add parameter.sum()."
+        f"the loss multiplies a sum of several losses by a trained weight ({node.name()}): "
+        "multiply each of them, weight * first + weight * second."
     )

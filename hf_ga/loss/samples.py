@@ -9,8 +9,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import replace
 
 from hf_ga.errors import LossNotAdditive
+from hf_ga.loss.nodes.saved import Number
 from hf_ga.loss.refusals import undivided_sum
-from hf_ga.loss.saved import Number
 from hf_ga.loss.stacks import StackSizes, sizes_follow_samples
 from hf_ga.loss.terms import Term
 
@@ -44,10 +44,8 @@ def joined_samples(found: Sequence[Found], num_samples: int, stack_sizes: StackS
 def _are_samples(
     identity: Hashable, group: Sequence[Found], num_samples: int, stack_sizes: StackSizes
 ) -> bool:
-    """Whether the terms of one kind are one for each sample of the micro-batch.
-
-    Raises:
-        LossNotAdditive: If that cannot be known, or their sum is not divided by anything.
+    """Whether the terms of one kind are one for each sample of the micro-batch. LossNotAdditive if
+    that cannot be known, or their sum is not divided by anything.
     """
     key = ("added", identity)
     first, divisor = group[0]
@@ -86,6 +84,8 @@ def _joined(group: Sequence[Found]) -> Term:
     return replace(
         first,
         nodes=tuple(term.node for term, _ in group),
+        weights=tuple(weight for term, _ in group for weight in term.weights),
+        divisions=tuple(node for term, _ in group for node in term.divisions),
         factor=first.factor * divisor,
         divisor=divisor,
         identity=("samples", first.identity),

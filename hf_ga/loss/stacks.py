@@ -13,7 +13,7 @@ from torch.autograd.graph import Node
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.loss.identity import VIEWS, nearest_parameters
-from hf_ga.loss.saved import inputs, output_shape, saved
+from hf_ga.loss.nodes.saved import inputs, output_shape, saved
 
 STACKS = {"CatBackward0", "StackBackward0"}
 
@@ -156,9 +156,8 @@ def sizes_follow_samples(
 
 
 def _follow(pairs: set[tuple[int, int]]) -> bool:
-    """Whether all sizes are the number of samples, or the same multiple of it.
-
-    A multiple counts only if micro-batches of several sizes have it.
+    """Whether all sizes are the number of samples, or the same multiple of it, which counts only if
+    micro-batches of several sizes have it.
     """
     ratios = {size / num_samples for num_samples, size in pairs}
     if len(ratios) != 1:

@@ -5,13 +5,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 
-from torch import Tensor, zeros_like
+from torch import Tensor, where, zeros_like
 from torch.autograd.graph import Node
 
-from hf_ga.loss.counts import count_of, num_nonzero_of
-from hf_ga.loss.means import CROSS_ENTROPIES, SUMS, reduced_shape
-from hf_ga.loss.saved import Number, output_shape, saved, signed
-from hf_ga.loss.values import value_of
+from hf_ga.loss.nodes.counts import count_of, num_nonzero_of
+from hf_ga.loss.nodes.means import CROSS_ENTROPIES, SUMS, reduced_shape
+from hf_ga.loss.nodes.saved import Number, output_shape, saved, signed
+from hf_ga.loss.nodes.values import value_of
+from hf_ga.loss.penalty import PARAMETER
 
 Gradients = tuple[Tensor | None, ...]
 
@@ -47,6 +48,10 @@ class Term:
         root: The node of the loss.
         inner_division: The node that divides the elements before they are summed, as in
             `(losses / n).sum()`. None: no division but `divisor` is to be left out.
+        weights: Trained weights that the term is multiplied by, whose values are in `factor`: the
+            node of each, and the gradient that the loss passes to it.
+        divisions: The nodes between the loss and the term that may turn zeros into NaN: divisions
+            by what may be 0, products with what may be NaN.
     """
 
     nodes: tuple[Node | NodeName, ...]
@@ -58,6 +63,8 @@ class Term:
     node_divides: bool
     root: Node | NodeName
     inner_division: Node | None = None
+    weights: tuple[tuple[Node, Number], ...] = ()
+    divisions: tuple[Node, ...] = ()
 
     @property
     def node(self) -> Node:
@@ -67,7 +74,14 @@ class Term:
     def without_graph(self) -> "Term":
         """Return what describes the term, without the graph, which keeps activations."""
         names = tuple(NodeName(node.name()) for node in self.nodes)
-        return replace(self, nodes=names, root=NodeName(""), inner_division=None)
+        return replace(
+            self,
+            nodes=names,
+            root=NodeName(""),
+            inner_division=None,
+            weights=(),
+            divisions=(),
+        )
 
     def count(self) -> Number | None:
         """Return what the numerator sums over: elements, or the sum of their mask or weights.
@@ -148,9 +162,10 @@ def undivided(terms: Sequence[Term], scales: Sequence[Number]) -> Iterator[None]
 
         sum_k scales[k] * factor_k * gradient of numerator_k
 
-    The gradient that enters a term's nodes is replaced, so a divisor of 0 causes no NaN. With
-    scale 0, zeros leave the nodes. The backward below runs all the same: with sharded parameters
-    it is a collective.
+    The loss passes zeros down to its terms, whose nodes get the gradient from here, beside what
+    they get where the loss uses them otherwise (a temperature that is penalized, too). A divisor of
+    0 causes no NaN. With scale 0, the backward below runs all the same: with sharded parameters it
+    is a collective.
 
     Args:
         terms: All terms of the loss, from `read_terms`.
@@ -160,17 +175,20 @@ def undivided(terms: Sequence[Term], scales: Sequence[Number]) -> Iterator[None]
     for term, scale in zip(terms, scales, strict=True):
         for node in term.nodes:
             entering[node] = entering[node] + _gradient_that_enters(term, scale)
+        for node, gradient in term.weights:
+            entering[node] = entering[node] + _undivided_gradient(term, scale, gradient)
     of_loss: list[Tensor] = []
     with ExitStack() as hooks:
         if terms:
-            handle = terms[0].root.register_prehook(_record(of_loss))
+            handle = terms[0].root.register_prehook(_take(of_loss))
             hooks.callback(handle.remove)
         for node, value in entering.items():
-            handle = node.register_prehook(_replace(node, value, of_loss))
+            handle = node.register_prehook(_add(node, value, of_loss))
             hooks.callback(handle.remove)
-            if _is_zero(value):
-                handle = node.register_hook(_zeros)
-                hooks.callback(handle.remove)
+        empty = [node for node, v in entering.items() if _is_zero(v) and node.name() != PARAMETER]
+        for node in dict.fromkeys([*empty, *(n for term in terms for n in term.divisions)]):
+            handle = node.register_hook(_zeros)
+            hooks.callback(handle.remove)
         for term in terms:
             if term.inner_division is not None:
                 handle = term.inner_division.register_hook(_pass_through)
@@ -180,14 +198,16 @@ def undivided(terms: Sequence[Term], scales: Sequence[Number]) -> Iterator[None]
 
 def _gradient_that_enters(term: Term, scale: Number) -> Number:
     """Return the gradient that enters a term's nodes if that of the loss is 1."""
-    if _is_zero(scale):
+    if term.node_divides:
+        return _undivided_gradient(term, scale, term.factor)
+    return 0.0 if _is_zero(scale) else scale * term.factor
+
+
+def _undivided_gradient(term: Term, scale: Number, gradient: Number) -> Number:
+    """Return a gradient without the division by the term's divisor."""
+    if _is_zero(scale) or _is_zero(term.divisor):
         return 0.0
-    value = scale * term.factor
-    if not term.node_divides:
-        return value
-    if _is_zero(term.divisor):
-        return 0.0
-    return value * term.divisor
+    return scale * gradient * term.divisor
 
 
 def _is_zero(value: Number) -> bool:
@@ -195,30 +215,35 @@ def _is_zero(value: Number) -> bool:
     return isinstance(value, (int, float)) and value == 0
 
 
-def _record(of_loss: list[Tensor]) -> Callable[[Gradients], None]:
-    """Return a hook that keeps the gradient that enters the loss."""
+def _take(of_loss: list[Tensor]) -> Callable[[Gradients], Gradients]:
+    """Return a hook that keeps the gradient that enters the loss, and lets zeros enter instead."""
 
-    def hook(gradients: Gradients) -> None:
+    def hook(gradients: Gradients) -> Gradients:
         of_loss[:] = gradients
+        return tuple(zeros_like(gradient) for gradient in gradients)
 
     return hook
 
 
-def _replace(node: Node, value: Number, of_loss: list[Tensor]) -> Callable[[Gradients], Gradients]:
-    """Return a hook that replaces the gradient that enters a node by a multiple of the loss's."""
+def _add(node: Node, value: Number, of_loss: list[Tensor]) -> Callable[[Gradients], Gradients]:
+    """Return a hook that adds a multiple of the loss's gradient to the one that enters a node."""
     metadata = node._input_metadata[0]
     shape = output_shape(node)
 
-    def hook(_: Gradients) -> Gradients:
+    def hook(gradients: Gradients) -> Gradients:
         gradient = (of_loss[0] * value).to(device=metadata.device, dtype=metadata.dtype)
-        return (gradient.reshape(shape),)
+        gradient = gradient.reshape(shape)
+        return (gradient if gradients[0] is None else gradients[0] + gradient,)
 
     return hook
 
 
-def _zeros(gradients: Gradients, _: Gradients) -> Gradients:
-    """Let zeros leave a node, which may compute 0 / 0."""
-    return tuple(None if gradient is None else zeros_like(gradient) for gradient in gradients)
+def _zeros(gradients: Gradients, entered: Gradients) -> Gradients:
+    """Let zeros leave a node that zeros enter: it may compute 0 / 0."""
+    has_entered = entered[0].any()
+    return tuple(
+        None if gradient is None else where(has_entered, gradient, 0.0) for gradient in gradients
+    )
 
 
 def _pass_through(gradients: Gradients, entered: Gradients) -> Gradients:

@@ -7,10 +7,10 @@
 from torch.autograd.graph import Node
 
 from hf_ga.loss.identity import VIEWS
-from hf_ga.loss.means import reduced_shape
+from hf_ga.loss.nodes.means import reduced_shape
+from hf_ga.loss.nodes.saved import inputs, output_shape, saved, signed
 from hf_ga.loss.penalty import ELEMENTWISE, PARAMETER, REDUCTIONS, UNARY, Penalties
 from hf_ga.loss.refusals import refusal
-from hf_ga.loss.saved import inputs, output_shape, saved, signed
 
 MAX_NODES = 64
 MORE_ELEMENTWISE = {"ExpandBackward0", "MaskedFillBackward0", "WhereBackward0"}

@@ -13,12 +13,11 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.backend import Backend, sum_over_ranks
-from hf_ga.exact.forward import fresh_gradients
-from hf_ga.exact.precision import LOW_PRECISION
-from hf_ga.exact.same_bits import ChunkBackend
-from hf_ga.exact.update import local_shard
+from hf_ga.model.forward import fresh_gradients
+from hf_ga.model.precision import LOW_PRECISION
+from hf_ga.parallel.backend import Backend, sum_over_ranks
 from hf_ga.parallel.rejoin import CollectiveCounter, can_rejoin, fsdp2_units
+from hf_ga.parallel.same_bits import ChunkBackend
 
 # Parts that the wrappers of FSDP1 and activation checkpointing add to the names of modules and
 # parameters.
@@ -209,13 +208,6 @@ class ShardedBackend(Backend):
             return norm.full_tensor()
         return norm
 
-    def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """Return whether a condition on this rank's shards (of FSDP) is true on all ranks. All
-        ranks must call it.
-        """
-        (num_false,) = sum_over_ranks(self.accelerator, [float(not value)])
-        return num_false == 0
-
 
 def _sum_of_absolute_values(gradient: Tensor | None) -> float:
     """Return the sum of the absolute values of this rank's FSDP shard of a gradient; 0 if the
@@ -237,15 +229,8 @@ def unwrapped_name(name: str) -> str:
 
 
 def _check_policy(policy: Any) -> None:
-    """Check that FSDP's mixed precision neither reduces gradients nor rounds losses in half
-    precision.
-
-    Args:
-        policy: The `MixedPrecision` of FSDP1, the `MixedPrecisionPolicy` of FSDP2, or None.
-
-    Raises:
-        ConfigError: If gradients are reduced, or outputs such as the loss are rounded, in fp16 or
-            bf16.
+    """Check that FSDP's mixed precision, of version 1 or 2, neither reduces gradients nor rounds
+    losses in half precision.
     """
     if policy is None:
         return
@@ -262,3 +247,10 @@ def _check_policy(policy: Any) -> None:
                 f"{name} is {dtype} (Accelerate's default under mixed precision). Call "
                 "hf_ga.prepare(accelerator, model, optimizer) instead of accelerator.prepare."
             )
+
+
+def local_shard(gradient: Tensor) -> Tensor:
+    """Return this rank's shard of a gradient (FSDP), or the gradient itself if it is not sharded,
+    to check after a window whether it is finite.
+    """
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient

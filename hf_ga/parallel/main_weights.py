@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.distributed.fsdp import CPUOffloadPolicy
 
 from hf_ga.errors import ConfigError, HfGaError, ProcessFailed
-from hf_ga.exact.override import override
+from hf_ga.model.override import override
 from hf_ga.parallel.fsdp import is_sharded, unwrapped_name
 from hf_ga.parallel.processes import raise_on_all_ranks
 
@@ -172,13 +172,8 @@ def sharding_from_main(
 def _broadcast_outline(
     accelerator: Accelerator, model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
 ) -> ModelOutline:
-    """Return the outline of the main process's model on all processes, and check that every process
-    built the same model and optimizers.
-
-    Raises:
-        ConfigError: If a process has other parameters or another number of parameter groups than
-            the main process, or an optimizer has a parameter that is not the model's; on all
-            processes.
+    """Return the outline of the main process's model on all processes, after checking on each that
+    it built the same model and optimizers.
     """
     outline: ModelOutline | None = None
     with raise_on_all_ranks(accelerator):
@@ -198,16 +193,6 @@ def _check_same_model(
 ) -> None:
     """Check that this process built the same parameters and the same number of parameter groups as
     the main process.
-
-    Args:
-        accelerator: The accelerator of the run.
-        model: This process's model.
-        optimizers: This process's optimizers.
-        outline: The main process's model and optimizers.
-
-    Raises:
-        ConfigError: If a parameter is missing or differs (shape, dtype, trainability), or an
-            optimizer has another number of parameter groups.
     """
     own_parameters = _describe_parameters(model)
     for name in sorted({*outline.parameters, *own_parameters}):
@@ -231,9 +216,6 @@ def _check_same_model(
 def _make_outline(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> ModelOutline:
     """Describe the main process's model and optimizers without the values of the parameters, for
     the other processes, which do not load the weights.
-
-    Raises:
-        ConfigError: If an optimizer has a parameter that is not the model's.
     """
     names_of = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -262,9 +244,8 @@ def _make_outline(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer])
 
 
 def _describe_parameters(model: nn.Module) -> dict[str, ParameterInfo]:
-    """Return shape, dtype and trainability of all parameters of a model by their names, so that
-    processes can check that they built the same model. A tied parameter is listed under each of its
-    names.
+    """Return shape, dtype and trainability of all parameters of a model by their names, a tied one
+    under each of its names.
     """
     return {
         name: ParameterInfo(parameter.shape, parameter.dtype, parameter.requires_grad)
@@ -287,13 +268,8 @@ def _move_parameters_to_meta(model: nn.Module, outline: ModelOutline) -> None:
 
 
 def _broadcast_weights(model: nn.Module, weights: dict[str, Tensor], *, offload: bool) -> None:
-    """Broadcast the main process's weights into the shards of all processes, one parameter at a
-    time. All processes must call it.
-
-    Args:
-        model: The model, sharded by FSDP2, on the meta device.
-        weights: Name -> full weight on the main process; empty on the others.
-        offload: Whether the shards are on the CPU (FSDP's CPU offload).
+    """Broadcast the main process's weights (none on the others) into the shards of all processes,
+    one parameter at a time. `offload`: whether the shards are on the CPU.
     """
     options = StateDictOptions(
         full_state_dict=True, broadcast_from_rank0=True, cpu_offload=offload, strict=False
@@ -314,14 +290,7 @@ def _tie_parameters(model: nn.Module, outline: ModelOutline) -> None:
 
 
 def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
-    """Replace a parameter of a model by another one, such as one without values on the meta device
-    for FSDP2 to shard.
-
-    Args:
-        model: The model.
-        name: The parameter's full name, such as "layers.0.weight".
-        parameter: The new parameter.
-    """
+    """Replace a parameter of a model, by its full name such as "layers.0.weight"."""
     module_path, _, attribute = name.rpartition(".")
     model.get_submodule(module_path).register_parameter(attribute, parameter)
 
@@ -329,14 +298,8 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
 def _set_optimizer_parameters(
     optimizers: Sequence[torch.optim.Optimizer], outline: ModelOutline, model: nn.Module
 ) -> None:
-    """Replace the parameters in the optimizers' groups by those that the model has now under the
-    same names. (Accelerate finds them by their memory addresses, which are all 0 on the meta
-    device.)
-
-    Args:
-        optimizers: The optimizers, in the order of the outline.
-        outline: Contains the names of the parameters in each group.
-        model: The model, whose parameters have just been replaced.
+    """Replace the parameters of the optimizers by those that the model has now under the same
+    names. (Accelerate finds them by addresses, which are all 0 on the meta device.)
     """
     for optimizer, groups in zip(optimizers, outline.optimizer_groups, strict=True):
         for group, names in zip(optimizer.param_groups, groups, strict=True):
@@ -344,12 +307,8 @@ def _set_optimizer_parameters(
 
 
 def _check_has_values(model: nn.Module) -> None:
-    """Check that no tensor of a model is still on the meta device, after the main process's weights
-    were broadcast.
-
-    Raises:
-        ConfigError: If a tensor is still there: an attribute of a module that is neither a
-            parameter nor a buffer.
+    """Check that no tensor of a model is left on the meta device: an attribute of a module that is
+    neither a parameter nor a buffer.
     """
     for name, tensor in _named_tensors(model):
         if tensor.is_meta:
@@ -362,8 +321,7 @@ def _check_has_values(model: nn.Module) -> None:
 
 def _named_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Iterate over all tensors of a model and their names: parameters, buffers, and plain
-    attributes of its modules, which FSDP does not know, so that they get no values of the main
-    process.
+    attributes of its modules, which FSDP does not know.
     """
     yield from model.named_parameters()
     yield from model.named_buffers()

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from transformers import PreTrainedModel
 
-from hf_ga.exact.backend import keep_process_group_alive
-from hf_ga.exact.override import override
+from hf_ga.model.override import override
+from hf_ga.parallel.backend import keep_process_group_alive
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.main_weights import loads_on_main, sharding_from_main
 
@@ -186,11 +186,11 @@ def configure_fsdp(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> 
 
 
 def _set_classes_to_wrap(plugin: FullyShardedDataParallelPlugin, model: nn.Module) -> None:
-    """Set which modules of a transformers model FSDP2 wraps, unless the user chose them: the
-    classes in its `_no_split_modules`, except those that contain the input embeddings.
+    """Let FSDP2 wrap the classes in the `_no_split_modules` of a transformers model, unless the
+    user chose them.
 
-    Accelerate wraps the embeddings separately, and fails if a listed class contains them, as in
-    BERT and similar models.
+    Not those that contain the input embeddings, as in BERT: Accelerate wraps these separately, and
+    fails if a listed class contains them.
     """
     if plugin.transformer_cls_names_to_wrap is not None or not isinstance(model, PreTrainedModel):
         return
@@ -221,9 +221,8 @@ def _checkpointing_with_same_draws() -> Iterator[None]:
 
 @contextmanager
 def _without_shared_parameter_names(model: nn.Module) -> Iterator[None]:
-    """While FSDP2 shards a model in the block, remove a parameter from a module if it is also a
-    parameter of one of the module's submodules; afterwards, set it again to the submodule's (now
-    sharded) parameter.
+    """While FSDP2 shards a model in the block, remove parameters from a module that are also those
+    of one of its submodules; afterwards, set them to the submodule's sharded ones.
 
     BERT's masked-LM head, for example, shares the bias of its decoder. FSDP2 would add such a
     parameter to two groups and fail.

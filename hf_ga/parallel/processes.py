@@ -14,7 +14,7 @@ from accelerate.utils import broadcast_object_list, gather_object, get_int_from_
 from torch import Tensor
 
 from hf_ga.errors import CheckpointError, ConfigError
-from hf_ga.exact.backend import sum_over_ranks
+from hf_ga.parallel.backend import sum_over_ranks
 from hf_ga.parallel.fsdp import is_sharded
 
 

@@ -86,11 +86,8 @@ class CollectiveCounter:
 
 
 class _CountedCollective:
-    """Base class of FSDP2's custom collectives that are counted; see
+    """Base class of FSDP2's custom collectives that are counted, in one counter for a model; see
     `FSDPModule.set_custom_all_gather`.
-
-    Args:
-        counter: The counts, shared by all collectives of a model.
     """
 
     def __init__(self, counter: CollectiveCounter) -> None:

@@ -4,44 +4,61 @@ files of its own, and any number of processes and kind of parallelism can read t
 Uses torch's distributed checkpoint, with its safetensors storage (no pickle).
 """
 
+import json
+import os
 import warnings
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as distributed_checkpoint
-from accelerate.utils import gather_object
-from torch import nn
-from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint import (
+    HuggingFaceStorageReader,
+    HuggingFaceStorageWriter,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint._hf_utils import (
+    CUSTOM_METADATA_KEY,
+    SAVED_OFFSETS_KEY,
+    _gen_file_name,
+)
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.futures import Future
 from torch.optim import Optimizer
 
-from hf_ga.exact.forward import unwrapped
+from hf_ga.model.forward import unwrapped
 from hf_ga.parallel.fsdp import unwrapped_name
 
-FILE_BYTES = 1 << 30  # maximum size of a file over all ranks; each file is built in memory
+FILE_BYTES = 1 << 30  # size of a file over all ranks; tensors of a GPU are copied file by file
 MODEL = "model."  # prefix of the saved names of weights
 MOMENTS = "optimizer."  # prefix of the saved names of the optimizer's tensors
 
 
-def save_shards(
-    model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False
-) -> None:
-    """Save a checkpoint's weights and optimizer state. Each process writes its own shards, or its
-    part of replicated tensors, so all processes must call it.
+def named_state(
+    model: nn.Module, optimizer: Optimizer, *, trained_only: bool = False
+) -> dict[str, Any]:
+    """Return a checkpoint's weights and optimizer state, by name. All processes must call it.
 
     Args:
-        model: The prepared model. Its parameters are saved by their names in the unwrapped model.
+        model: The prepared model. Its parameters are named as in the unwrapped model.
         optimizer: The optimizer of the model's parameters. The settings of its parameter groups
-            (learning rate, ...) are not saved.
-        folder: The folder to write the files into.
+            (learning rate, ...) are not returned.
         trained_only: Whether to omit frozen parameters.
+
+    Returns:
+        Name -> tensor, whole or this rank's shards.
     """
     bare_optimizer = _unwrap_optimizer(optimizer)
     # A rank of FSDP1 may have no parameters, and so no state although it has made steps.
@@ -54,16 +71,72 @@ def save_shards(
         # save weights only.
         bare_optimizer.state.clear()
         tensors = {name: tensor for name, tensor in tensors.items() if name.startswith(MODEL)}
-    writer = HuggingFaceStorageWriter(str(folder), _assign_files(tensors), save_distributed=True)
-    # On a single process torch warns that "torch.distributed is disabled".
-    with warnings.catch_warnings(action="ignore", category=UserWarning):
-        distributed_checkpoint.save(tensors, storage_writer=writer)
+    return tensors
+
+
+def write_shards(
+    tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None
+) -> None:
+    """Write tensors as safetensors. Each process writes its own shards, or its part of replicated
+    tensors, so all processes must call it.
+
+    Args:
+        tensors: Name -> tensor, from `named_state`.
+        folder: The folder to write the files into.
+        group: How the processes communicate. None: in torch's default group.
+    """
+    files = _assign_files(tensors, group)
+    writer = _ShardsWriter(str(folder), files, save_distributed=True)
+    # What torch says on a single process. Not for a block only: this may be a thread, and the
+    # filters are those of the process.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+    distributed_checkpoint.save(tensors, storage_writer=writer, process_group=group)
+
+
+class _ShardsWriter(HuggingFaceStorageWriter):
+    """Writes the same tensors as torch's class, under the same names, but lets other threads run:
+    torch's class holds Python's lock while it builds the bytes of a file.
+    """
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's tensors; see torch's class."""
+        files = self.fqn_to_index_mapping
+        items_of_files: dict[int, list[WriteItem]] = {}
+        for item in plan.items:
+            items_of_files.setdefault(files[item.index.fqn], []).append(item)
+        for number, items in items_of_files.items():
+            name = _gen_file_name(number, max(files.values()), plan.storage_data["shard_index"])
+            _write_file(Path(self.path) / name, items, planner)
+        written: Future[list[WriteResult]] = Future()
+        written.set_result([])  # torch needs none: the files say what they contain
+        return written
+
+
+def _write_file(path: Path, items: list[WriteItem], planner: SavePlanner) -> None:
+    """Write parts of tensors, and their offsets in the whole tensors, as a safetensors file, and
+    flush it to the disk.
+    """
+    tensors: dict[str, Tensor] = {}
+    offsets: dict[str, Any] = {}
+    for item in items:
+        name = item.index.fqn
+        tensor = planner.resolve_data(item).detach().cpu().contiguous()
+        if tensor.untyped_storage().nbytes() > tensor.nbytes:
+            tensor = tensor.clone()  # safetensors refuses views that overlap
+        tensors[name] = tensor
+        offsets[name] = {SAVED_OFFSETS_KEY: item.tensor_data.chunk.offsets}
+    path.touch()
+    mode = path.stat().st_mode
+    save_file(tensors, path, metadata={CUSTOM_METADATA_KEY: json.dumps(offsets)})
+    path.chmod(mode)  # safetensors lets nobody but the owner read its files
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
 
 
 def load_shards(
     model: nn.Module, optimizer: Optimizer, folder: Path, *, trained_only: bool = False
 ) -> None:
-    """Load weights and optimizer state in place from files that `save_shards` wrote, under the same
+    """Load weights and optimizer state in place from what `write_shards` wrote, under the same
     or another kind of parallelism (one process, DDP, FSDP1, FSDP2, pipeline). All processes must
     call it.
 
@@ -74,7 +147,7 @@ def load_shards(
         model: The prepared model.
         optimizer: The optimizer of the model's parameters.
         folder: The folder with the files.
-        trained_only: The same as in `save_shards`.
+        trained_only: The same as in `named_state`.
 
     Raises:
         CheckpointException, OSError, RuntimeError, ValueError, KeyError: If the files do not fit
@@ -131,12 +204,13 @@ def _unwrap_optimizer(optimizer: Optimizer) -> Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _assign_files(tensors: dict[str, Any]) -> dict[str, int]:
+def _assign_files(tensors: dict[str, Any], group: dist.ProcessGroup | None) -> dict[str, int]:
     """Assign the tensors of a distributed checkpoint to numbered files of about `FILE_BYTES`
     (1 GiB). All processes must call it.
 
     Args:
         tensors: Name -> tensor, of this rank.
+        group: How the processes communicate.
 
     Returns:
         Name -> number of the file, from 1, for the tensors of all ranks.
@@ -148,8 +222,12 @@ def _assign_files(tensors: dict[str, Any]) -> dict[str, int]:
         num_bytes += tensor.size().numel() * tensor.dtype.itemsize
     # torch uses the first rank's table for all ranks, but each stage of a pipeline has other
     # tensors: merge the tables of all ranks.
+    if not dist.is_initialized():
+        return files
+    of_ranks: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(of_ranks, files, group=group)
     files_of_all_ranks: dict[str, int] = {}
-    for files_of_rank in gather_object([files]):
+    for files_of_rank in of_ranks:
         files_of_all_ranks |= files_of_rank
     return files_of_all_ranks
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.backend import Backend, RankStatus, sum_gradients, sum_over_ranks
+from hf_ga.parallel.backend import Backend, RankStatus, sum_gradients
 
 
 class PipelineBackend(Backend):
@@ -140,12 +140,8 @@ class PipelineBackend(Backend):
             self._sum_tied(self.tied)
 
     def _sum_tied(self, copy: nn.Parameter) -> None:
-        """Set the gradients of both copies of a tied weight, on the first and the last pipeline
-        stage, to their sum. The first stage computes the sum and sends it back, so that both have
-        the same bits and the copies stay equal.
-
-        Args:
-            copy: This rank's copy, on the first or the last stage.
+        """Set the gradients of both copies of a tied weight, on the first and the last stage, to
+        their sum, which the first one computes and sends back: both have the same bits.
         """
         gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad.contiguous()
         if self.is_first:
@@ -181,10 +177,3 @@ class PipelineBackend(Backend):
         dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.stages)
         largest, negated = ends.tolist()
         return largest == -negated
-
-    def is_true_on_all_shards(self, value: Tensor | bool) -> bool:
-        """Return whether a condition on this rank's pipeline stage is true on all ranks. All ranks
-        must call it.
-        """
-        (num_false,) = sum_over_ranks(self.accelerator, [float(not value)])
-        return num_false == 0

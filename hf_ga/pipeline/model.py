@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.forward import argument_filter
+from hf_ga.model.forward import argument_filter
 
 # Attributes of a module with its hooks.
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -156,15 +156,8 @@ class StageModel(nn.Module):
     def _replace_modules_of_other_stages(
         self, model: PreTrainedModel, stage: int, num_stages: int, tied: nn.Embedding | None
     ) -> None:
-        """Replace the modules of a model that belong to other pipeline stages by placeholders, in
-        place.
-
-        Args:
-            model: The full model.
-            stage: Index of this stage.
-            num_stages: Number of stages.
-            tied: The input embedding whose weight the output layer shares, if any. The last stage
-                keeps it.
+        """Replace the modules of other stages by placeholders, in place. The last stage keeps
+        `tied`, the input embedding whose weight the output layer shares.
         """
         paths = SUPPORTED_MODELS[type(model).__name__]
         num_layers = len(model.get_submodule(paths.layers))

@@ -22,13 +22,13 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 from transformers import PreTrainedModel
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 
+from hf_ga.engine.update import StepResult, update
 from hf_ga.errors import ConfigError, NonFinite
-from hf_ga.exact.backend import check_supported
-from hf_ga.exact.forward import check_not_wrapped
-from hf_ga.exact.precision import check_optimizer, check_precision
-from hf_ga.exact.update import StepResult, update
-from hf_ga.exact.window import LoaderState, Window
-from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.loading.window import LoaderState, Window
+from hf_ga.loading.window_loader import WindowLoader
+from hf_ga.model.forward import check_not_wrapped
+from hf_ga.model.precision import check_optimizer, check_precision
+from hf_ga.parallel.backend import check_supported
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.processes import check_agreement
 from hf_ga.pipeline.backend import PipelineBackend
@@ -111,9 +111,9 @@ class Pipeline:
         optimizer.zero_grad(set_to_none=True)
         if result.nonfinite:
             raise NonFinite(
-                f"the loss or a gradient of window {window.index} of epoch {window.epoch} is not "
-                "finite. No parameter was updated: lower the learning rate, or look for the cause "
-                "with hf_ga.train_step on one process."
+                f"the loss or a gradient of {window.description} is not finite. No parameter was "
+                "updated: lower the learning rate, or look for the cause with hf_ga.train_step on "
+                "one process."
             )
         return result
 

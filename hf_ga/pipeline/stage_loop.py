@@ -16,16 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
+from hf_ga.draws.generators import moved_generators, random_states
 from hf_ga.engine.own_loop import OwnLoop
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import ConfigError, UnkeyedRandomness
-from hf_ga.exact.forward import head_loss
-from hf_ga.exact.generators import moved_generators, random_states
-from hf_ga.exact.window import Window
+from hf_ga.loading.window import Window
+from hf_ga.model.forward import head_loss
 from hf_ga.pipeline.backend import PipelineBackend
 from hf_ga.pipeline.model import StageModel
 from hf_ga.pipeline.trial import FullModel
+from hf_ga.speed.cudnn_attention import without_cudnn_attention
 
 
 class StageLoop(OwnLoop):
@@ -85,7 +86,8 @@ class StageLoop(OwnLoop):
         draws = self.engine.draws
         num_reclassified = draws.num_reclassified
         before = random_states()
-        with draws.scope(), backend.deferred_backwards():
+        # Backwards run here, and may compute forwards again.
+        with draws.scope(), without_cudnn_attention(), backend.deferred_backwards():
             self._run_schedule(hidden_shape)
         self._note_draws_in_backwards()
         if moved := moved_generators(before):
@@ -94,10 +96,8 @@ class StageLoop(OwnLoop):
             self.engine.gradient.must_repeat = "the dims of random numbers with samples were found"
 
     def _run_schedule(self, hidden_shape: tuple[int, ...]) -> None:
-        """Run torch's pipeline schedule on the micro-batches of this replica.
-
-        Raises:
-            Exception: The error of this stage's forward or backward.
+        """Run torch's pipeline schedule on the micro-batches of this replica. Raises the error of
+        this stage's forward or backward.
         """
         stage = PipelineStage(
             StageForward(self, hidden_shape),
@@ -125,9 +125,8 @@ class StageLoop(OwnLoop):
             raise error.__cause__ from None
 
     def _example_input(self, hidden_shape: tuple[int, ...]) -> Tensor | tuple[()]:
-        """Return a tensor without data (on the meta device) of the shape of the hidden states that
-        this pipeline stage receives, for torch's schedule; () on the first stage, which receives
-        none.
+        """Return a tensor without data of the shape of the hidden states that this stage receives,
+        for torch's schedule; () on the first stage, which receives none.
         """
         if self.stage_model.is_first:
             return ()
@@ -185,11 +184,7 @@ class StageLoop(OwnLoop):
             return loss
 
     def _check_number_of_draws(self) -> None:
-        """Check that this stage's forward drew the numbers of the full model.
-
-        Raises:
-            UnkeyedRandomness: If it drew numbers that are not keyed, or more or fewer.
-        """
+        """Check that this stage's forward drew the numbers of the full model, not more or fewer."""
         self.engine.check_draws()
         draws = self.engine.draws
         if draws.mark().place != (0, self._last_draw):
@@ -248,11 +243,8 @@ class StageForward(nn.Module):
         return output if self.stage_model.is_last else self._padded(output)
 
     def _padded(self, hidden: Tensor) -> Tensor:
-        """Convert hidden states to float32 and pad them with zeros to `hidden_shape`, to send them
-        to the next pipeline stage.
-
-        Args:
-            hidden: Hidden states of shape (samples, tokens, hidden size).
+        """Convert hidden states (samples, tokens, hidden size) to float32 and pad them with zeros
+        to `hidden_shape`, to send them to the next pipeline stage.
         """
         num_samples, num_tokens, _ = self.hidden_shape
         missing_samples = num_samples - hidden.shape[0]

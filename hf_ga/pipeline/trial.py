@@ -13,11 +13,11 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_ga.draws.keyed import KeyedDraws, KnownDraws
+from hf_ga.engine.look.trial import LossFacts, try_loss
 from hf_ga.engine.own_loop import OwnLoop
-from hf_ga.engine.trial import LossFacts, try_loss
 from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.exact.backend import LocalBackend
+from hf_ga.parallel.backend import LocalBackend
 from hf_ga.pipeline.model import first_layers
 
 
@@ -68,10 +68,8 @@ def try_full_model(
 def _counted_draws(
     model: PreTrainedModel, num_stages: int, draws: KeyedDraws
 ) -> Iterator[list[set[tuple[int, int]]]]:
-    """Record the draws of all forwards in the block.
-
-    Yields:
-        For each stage, where the draws stood when it began; where they stood at the model's end.
+    """Record where the draws stood when each stage began, and at the model's end, in all forwards
+    in the block.
     """
     counts: list[set[tuple[int, int]]] = [{(0, 0)}, *(set() for _ in range(num_stages))]
 
@@ -92,10 +90,8 @@ def _counted_draws(
 
 
 def _only(places: set[tuple[int, int]]) -> int:
-    """Return the number of draws that all forwards had made at one place of the model.
-
-    Raises:
-        UnkeyedRandomness: If they had made different numbers, or the model sets a seed.
+    """Return the one number of draws that all forwards had made at one place of the model.
+    UnkeyedRandomness if there are several, or the model sets a seed.
     """
     (num_seedings, number), *others = places
     if others or num_seedings:

@@ -1,5 +1,5 @@
-"""Saving and loading checkpoints atomically, between windows. All random numbers are derived from
-seed and position, so there is no random state to save.
+"""Completing and loading checkpoints atomically. All random numbers are derived from seed and
+position, so there is no random state to save.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from hf_ga.errors import CheckpointError
 from hf_ga.parallel.processes import raise_on_all_ranks
-from hf_ga.parallel.shards import load_shards, save_shards
+from hf_ga.parallel.shards import load_shards
 from hf_ga.recovery.files import discard, new_partial, partial_of, publish, tidy, writing
 from hf_ga.recovery.latest import keep_newest, list_checkpoints, set_latest, step_of
 from hf_ga.recovery.manifest import PREFIX, SHARDS, STATE, write_manifest
@@ -29,78 +29,39 @@ from hf_ga.recovery.versions import versions
 _LOAD_ERRORS = (OSError, EOFError, RuntimeError, ValueError, LookupError, SafetensorError)
 
 
-def save_checkpoint(
-    accelerator: Accelerator,
-    output_dir: Path,
-    model: nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: dict[str, Any],
-    *,
-    step: int,
-    keep: int,
-    trained_only: bool = False,
-) -> Path:
-    """Save the checkpoint `output_dir/checkpoint-<step>` atomically. All processes must call it.
-
-    It is written under a temporary name, flushed to disk and renamed; then its name is written into
-    the file `latest`. At the end, checkpoints of later steps (from before a resume) are deleted,
-    and so are all but the newest `keep`.
+def begin_checkpoint(accelerator: Accelerator, output_dir: Path, step: int) -> Path:
+    """Begin the checkpoint `output_dir/checkpoint-<step>`: an empty folder of a temporary name, in
+    which it is written. All processes must call it.
 
     Args:
         accelerator: The accelerator of the run.
         output_dir: The folder of the run's checkpoints.
-        model: The model, as it was prepared: on one process, under DDP, FSDP or as a pipeline
-            stage.
-        optimizer: The optimizer of the model's parameters.
-        state: Further values that JSON can represent (position, schedule, best loss).
         step: The number of optimizer steps made so far.
-        keep: The number of checkpoints to keep.
-        trained_only: Whether to omit frozen parameters.
 
     Returns:
-        The checkpoint's folder.
+        The folder of the complete checkpoint.
 
     Raises:
-        CheckpointError: If a write fails, for example because the disk is full; on all processes.
-            Earlier checkpoints are kept.
+        CheckpointError: If a write fails; on all processes.
     """
-    is_main = accelerator.is_main_process
     final = output_dir / f"{PREFIX}{step}"
-    partial = partial_of(final)
-    try:
-        with raise_on_all_ranks(accelerator), writing(output_dir, output_dir):
-            if is_main:
-                output_dir.mkdir(parents=True, exist_ok=True)
-                tidy(output_dir)
-                new_partial(final)
-        with raise_on_all_ranks(accelerator), writing(partial / SHARDS, output_dir):
-            save_shards(model, optimizer, partial / SHARDS, trained_only=trained_only)
-        with raise_on_all_ranks(accelerator):
-            if is_main:
-                groups = _param_group_settings(optimizer)
-                _complete(final, {"step": step, "param_groups": groups, **state}, keep)
-    except CheckpointError:
-        if is_main:
-            # The unfinished checkpoint may be what fills the disk.
-            shutil.rmtree(partial, ignore_errors=True)
-        raise
+    with raise_on_all_ranks(accelerator), writing(output_dir, output_dir):
+        if accelerator.is_main_process:
+            output_dir.mkdir(parents=True, exist_ok=True)
+            tidy(output_dir)
+            new_partial(final)
     return final
 
 
-def _param_group_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the settings of each of an optimizer's parameter groups (learning rate, weight decay,
-    ...), without the parameters, for a checkpoint's `state.json`.
-    """
-    return [
-        {name: value for name, value in group.items() if name != "params"}
-        for group in optimizer.param_groups
-    ]
+def drop_partial(final: Path) -> None:
+    """Delete an unfinished checkpoint, which may be what fills the disk."""
+    shutil.rmtree(partial_of(final), ignore_errors=True)
 
 
-def _complete(final: Path, state: dict[str, Any], keep: int) -> None:
-    """Complete a checkpoint whose shards are written: add state and manifest, give it its final
-    name, name it in `latest`, and delete the checkpoints that are no longer kept. For the main
-    process.
+def complete_checkpoint(final: Path, state: dict[str, Any], keep: int) -> None:
+    """Complete a checkpoint whose shards are written: add state and manifest, flush it to the disk,
+    give it its final name, name it in `latest`, and delete the checkpoints of later steps (from
+    before a resume) and all but the newest ones. For the main process.
 
     Args:
         final: The final path of the checkpoint.
@@ -137,10 +98,10 @@ def load_checkpoint(
         folder: The checkpoint, verified by `find_checkpoint`.
         model: The model, as it was prepared.
         optimizer: The optimizer of the model's parameters.
-        trained_only: The same as in `save_checkpoint`.
+        trained_only: Whether it has no frozen parameters.
 
     Returns:
-        The `state` that was passed to `save_checkpoint`, with the number of steps as "step".
+        The `state` that was saved, with the number of steps as "step".
 
     Raises:
         CheckpointError: If the checkpoint does not fit this model.

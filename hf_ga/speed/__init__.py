@@ -1,4 +1,5 @@
-"""Speed-ups around the forward (`speed_up.py`). Each could be deleted alone.
+"""Speed-ups that are not rows (`speed_up.py`). Each could be deleted alone.
 
-The trial of a loss (`engine/trial.py`) chooses which to use; docs/performance.md lists their gains.
+In: a model. Out: the same gradient with less work. The trial of a loss (`engine/look/trial.py`)
+chooses which to use; docs/performance.md lists their gains.
 """

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_ga.exact.precision import at_least_float32
+from hf_ga.model.precision import at_least_float32
 
 # On a CPU the logits of this many rows about fit the cache (measured: 64 and 128 are slower, 512 is
 # not faster).
@@ -19,6 +19,11 @@ ROWS_ON_CPU = 256
 # chunk adds a gradient as large as the weight: with 32 MiB that was a tenth of a step of
 # GPT-2-small (H200, profile of scripts/gpu_report.py).
 CHUNK_BYTES = 128 << 20
+# On these devices the products with the output layer's weight get a slow kernel unless its number
+# of rows is a multiple of a power of two: GPT-2's 50,257 rows took a third of a step's device time
+# (H200). Rows of zeros are added for the products only.
+PADDED_DEVICES = ("cuda",)
+ROW_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
@@ -49,14 +54,16 @@ class OutputProjection:
 
         Args:
             hidden: Hidden states of the rows, of shape (rows, hidden size).
-            weight: The layer's weight, converted to `dtype`.
-            bias: The layer's bias, converted to `dtype`. None if it has none.
+            weight: The layer's weight, see `for_products`.
+            bias: The layer's bias, see `for_products`. None if it has none.
             target: Classes of the rows: int64, of shape (rows,).
 
         Returns:
             The cross entropy of each row, of shape (rows,), in at least float32.
         """
         logits = F.linear(hidden.to(self.dtype), weight, bias)
+        if len(weight) > len(self.weight):
+            logits = logits[:, : len(self.weight)]
         for logit_op in self.logit_ops:
             logits = logit_op(logits)
         return F.cross_entropy(
@@ -67,9 +74,23 @@ class OutputProjection:
             label_smoothing=self.label_smoothing,
         )
 
-    def to_compute_dtype(self, parameter: Tensor | None) -> Tensor | None:
-        """Convert the output layer's weight or bias to its compute dtype; None stays None."""
-        return None if parameter is None else parameter.to(self.dtype)
+    def for_products(self, parameter: Tensor | None) -> Tensor | None:
+        """Return the output layer's weight or bias as its products take it; None stays None.
+
+        In the compute dtype, on a GPU with rows of zeros up to a multiple of `ROW_MULTIPLE`.
+        """
+        if parameter is None:
+            return None
+        num_classes = len(parameter)
+        num_missing = -num_classes % ROW_MULTIPLE
+        if not num_missing or parameter.device.type not in PADDED_DEVICES:
+            return parameter.to(self.dtype)
+        # One pass over the parameter, as for the conversion alone.
+        sizes = (num_classes + num_missing, *parameter.shape[1:])
+        padded = parameter.new_empty(sizes, dtype=self.dtype)
+        padded[:num_classes] = parameter.detach()
+        padded[num_classes:] = 0
+        return padded
 
 
 def choose_rows_per_chunk(hidden: Tensor, num_classes: int) -> int:
@@ -214,12 +235,12 @@ def _chunks(
     Args:
         inputs: Hidden states of all rows, weight, and bias or None.
         target: Classes of all rows.
-        projection: The output layer; weight and bias are converted to its compute dtype.
+        projection: The output layer; weight and bias are prepared once, for all chunks.
         rows_per_chunk: Rows of each chunk; the last one may have fewer.
     """
     hidden, weight, bias = inputs
-    weight = projection.to_compute_dtype(weight)
-    bias = projection.to_compute_dtype(bias)
+    weight = projection.for_products(weight)
+    bias = projection.for_products(bias)
     chunks = zip(hidden.split(rows_per_chunk), target.split(rows_per_chunk), strict=True)
     for chunk_hidden, chunk_target in chunks:
         yield chunk_hidden, weight, bias, chunk_target
@@ -270,8 +291,8 @@ def _losses_and_gradients(
             rows = slice(first_row, first_row + rows_per_chunk)
             hidden_gradient[rows].add_(next(chunk_gradients))
         for parameter_gradient in parameter_gradients:
-            if parameter_gradient is not None:
-                parameter_gradient.add_(next(chunk_gradients))
+            if parameter_gradient is not None:  # that of added rows is dropped
+                parameter_gradient.add_(next(chunk_gradients)[: len(parameter_gradient)])
     gradients = [
         g if g is None else g.to(x.dtype) for g, x in zip(gradient_sums, inputs, strict=True)
     ]

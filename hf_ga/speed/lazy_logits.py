@@ -20,8 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 
 from hf_ga.draws.keyed import KeyedDraws
-from hf_ga.exact.forward import compiled_modules
-from hf_ga.exact.override import override
+from hf_ga.model.forward import compiled_modules
+from hf_ga.model.override import override
 from hf_ga.speed.chunked_loss import (
     OutputProjection,
     choose_rows_per_chunk,

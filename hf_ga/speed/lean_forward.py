@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.activations import NewGELUActivation
 
-from hf_ga.exact.forward import without_cache
-from hf_ga.exact.override import override
+from hf_ga.model.forward import without_cache
+from hf_ga.model.override import override
 from hf_ga.speed.speed_up import SpeedUp
 
 

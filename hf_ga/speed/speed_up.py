@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.draws.keyed import KeyedDraws
-from hf_ga.exact.batches import MicroBatch
+from hf_ga.loading.batches import MicroBatch
 
 
 @dataclass(frozen=True)
@@ -21,11 +21,13 @@ class Call:
         micro_batch: The collated samples, on the host.
         batch: The arguments of the model, on the device.
         keys: One dropout key per sample: int64, shape (samples,), on the device.
+        max_tokens: Maximum number of real tokens of a micro-batch in this run. None: unknown.
     """
 
     micro_batch: MicroBatch
     batch: dict[str, Any] = field(default_factory=dict)
     keys: Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    max_tokens: int | None = None
 
 
 class SpeedUp:
@@ -36,9 +38,11 @@ class SpeedUp:
 
     Attributes:
         name: The speed-up's name in logs and reports.
+        is_compiled: Whether it runs compiled layers.
     """
 
     name = ""
+    is_compiled = False
 
     def attach(self, model: nn.Module, draws: KeyedDraws) -> str | None:
         """Attach the speed-up to a model, if the model supports it.

@@ -10,8 +10,8 @@ import numpy as np
 from torch import Generator
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from hf_ga.exact.fetch import Fetcher, WindowRequest
-from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.loading.fetch import Fetcher, WindowRequest
+from hf_ga.loading.window_loader import WindowLoader
 
 # Which micro-batch to load: the request of its window, and its index in the window (0-based).
 MicroBatchKey = tuple[WindowRequest, int]
@@ -20,23 +20,15 @@ MicroBatchKey = tuple[WindowRequest, int]
 class WindowBatch(dict):
     """A micro-batch of a window, as a dict of the model's arguments.
 
-    Attributes:
-        request: The request of its window.
-        index: Its index in the window. An index beyond this rank's micro-batches of the window is a
-            filler, as Trainer fetches equally many batches on all ranks: it repeats a sample and
-            adds nothing to the gradient.
-
     Args:
         batch: The model's arguments.
-        key: The request and the index.
+        request: The request of its window.
     """
 
-    def __init__(
-        self, batch: dict[str, Any], key: MicroBatchKey | tuple[None, None] = (None, None)
-    ) -> None:
+    def __init__(self, batch: dict[str, Any], request: WindowRequest | None = None) -> None:
         """Make the dict of a micro-batch for `ExactTrainer`; see the class for the arguments."""
         super().__init__(batch)
-        self.request, self.index = key
+        self.request = request
 
 
 class MicroBatches(Dataset):
@@ -68,8 +60,9 @@ class MicroBatches(Dataset):
         """Load and collate one micro-batch of a window for `ExactTrainer`.
 
         If all micro-batches of a window must be padded to one length, they are collated together
-        and cached. A filler, an index beyond this rank's micro-batches of the window, is the
-        window's first sample.
+        and cached. An index beyond this rank's micro-batches of the window is a filler, as Trainer
+        fetches equally many batches on all ranks: the window's first sample, which adds nothing to
+        the gradient.
 
         Args:
             key: (request of the window, index of the micro-batch in it).
@@ -78,15 +71,14 @@ class MicroBatches(Dataset):
         is_filler = index >= len(request.micro_batches)
         if request.pad_to_window and not is_filler:
             batches = self._batches_of_window(request)
-            return WindowBatch(batches[index], key)
+            return WindowBatch(batches[index], request)
         offsets = np.array([0]) if is_filler else request.micro_batches[index]
         (batch,) = self.fetcher[replace(request, micro_batches=[offsets])]
-        return WindowBatch(batch, key)
+        return WindowBatch(batch, request)
 
     def _batches_of_window(self, request: WindowRequest) -> list[dict[str, Any]]:
-        """Collate all micro-batches of a window for `ExactTrainer`'s DataLoader, padded to one
-        length, and cache them until another window is requested, as they are requested one after
-        the other.
+        """Collate all micro-batches of a window, padded to one length, and cache them until another
+        window is requested, as they are requested one after the other.
         """
         window = (request.epoch, request.index)
         if self._cached_window != window:
@@ -120,14 +112,7 @@ class WindowSampler(Sampler):
         """Return the number of `ExactTrainer`'s micro-batches per epoch on each rank (the same on
         all ranks), from which Trainer computes the number of steps.
         """
-        layout = self.windows.layout
-        num_earlier_windows = len(self.windows) - 1
-        num_rest = self.windows.num_samples - layout.window_size * num_earlier_windows
-        # Samples beyond the last window are those of a short one that is dropped.
-        num_in_last_window = min(num_rest, layout.window_size)
-        samples_of_all_processes = layout.micro_batch_size * layout.num_processes
-        num_last_micro_batches = -(-num_in_last_window // samples_of_all_processes)  # rounded up
-        return num_earlier_windows * layout.accumulation_steps + num_last_micro_batches
+        return self.windows.num_micro_batches
 
     def __iter__(self) -> Iterator[list[MicroBatchKey]]:
         """Yield the key of each of `ExactTrainer`'s micro-batches of the epoch in a list of its

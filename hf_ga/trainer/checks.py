@@ -17,8 +17,8 @@ from transformers.trainer_utils import sort_checkpoints
 from transformers.training_args import OptimizerNames
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.backend import SUPPORTED
-from hf_ga.exact.precision import check_precision, check_step
+from hf_ga.model.precision import check_precision, check_step
+from hf_ga.parallel.backend import SUPPORTED
 from hf_ga.trainer.pairs import has_pairs
 
 # Methods of Trainer that only the mixin may override: another override would use its own order or
@@ -87,11 +87,7 @@ def last_complete_checkpoint(output_dir: str) -> str | None:
 
 
 def _saved_window_size(path: Path) -> int | None:
-    """Read the window size that `ExactTrainer` saved in a checkpoint's `trainer_state.json`.
-
-    Returns:
-        None if there is no such file, or no window size in it.
-    """
+    """Read the window size in a checkpoint's `trainer_state.json`; None if there is none."""
     if not path.exists():
         return None
     callbacks = json.loads(path.read_text()).get("stateful_callbacks", {})
@@ -127,11 +123,7 @@ def check_trainer(trainer: Any, mixin: type) -> None:
 
 
 def _problems_of_arguments(args: Any) -> Iterator[str]:
-    """Yield a message for each of the `TrainingArguments` that ExactTrainer does not support.
-
-    Args:
-        args: The trainer's `TrainingArguments`.
-    """
+    """Yield a message for each of the `TrainingArguments` that ExactTrainer does not support."""
     strategy = str(getattr(args.train_sampling_strategy, "value", args.train_sampling_strategy))
     if strategy not in ("random", "sequential"):
         yield (
@@ -162,9 +154,7 @@ def _problems_of_arguments(args: Any) -> Iterator[str]:
 
 def _problems_of_processes(trainer: Any) -> Iterator[str]:
     """Yield a message for each way of using processes and devices that `ExactTrainer` does not
-    support: other backends than DDP and FSDP2, label smoothing of a causal language model under
-    FSDP, FSDP that would not be applied, processes that would train alone, nn.DataParallel, and a
-    model on several devices.
+    support.
     """
     num_processes = trainer.accelerator.num_processes
     backend = trainer.accelerator.distributed_type
@@ -181,8 +171,8 @@ def _problems_of_processes(trainer: Any) -> Iterator[str]:
     wants_fsdp = trainer.args.fsdp or os.environ.get("ACCELERATE_USE_FSDP") == "true"
     if wants_fsdp and not is_fsdp:
         yield (
-            "FSDP was requested, but Accelerate shards on GPUs only and runs "
-            f"{num_processes} under {backend.value}: omit it"
+            f"FSDP was requested, but training runs {num_processes} process under "
+            f"{backend.value}, without shards: start several processes, or omit it"
         )
     num_launched = int(os.environ.get("WORLD_SIZE", "1"))
     if num_launched > 1 and num_launched != num_processes:
@@ -219,12 +209,8 @@ def _problems_of_loss(trainer: Any) -> Iterator[str]:
 
 
 def _problems_of_overrides(trainer: Any, mixin: type) -> Iterator[str]:
-    """Yield a message for each class of a trainer that overrides a method by which ExactTrainer
-    controls the order and the batches.
-
-    Args:
-        trainer: The trainer.
-        mixin: `ExactTrainerMixin`, whose methods may override Trainer's.
+    """Yield a message for each class of a trainer, but the mixin, that overrides a method by which
+    ExactTrainer controls the order and the batches.
     """
     for name in OWNED_METHODS:
         for owner in type(trainer).__mro__:

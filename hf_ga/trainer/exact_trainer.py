@@ -1,9 +1,10 @@
 """ExactTrainer: `transformers.Trainer` with exact gradient accumulation, by changing one import
 line.
 
-Trainer's loop, logging, evaluation, checkpoints and callbacks are unchanged. Four methods are
+Trainer's loop, logging, evaluation, checkpoints and callbacks are unchanged. Five methods are
 overridden:
 
+    create_accelerator_and_postprocess   FSDP on CPU processes, too
     train                  checks that training can be made exact
     get_train_dataloader   batches come from hf_ga's windows
     get_batch_samples      begins a window
@@ -21,26 +22,27 @@ from typing import Any
 
 import torch
 from accelerate.logging import get_logger
+from accelerate.utils import FullyShardedDataParallelPlugin
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import Trainer
 from transformers.trainer_utils import TrainOutput
 
-from hf_ga.engine.loss_sums import LossSums
 from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
-from hf_ga.engine.whole_batch import WholeBatch
+from hf_ga.engine.sums.loss_sums import LossSums
+from hf_ga.engine.whole.whole_batch import WholeBatch
 from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import ConfigError, DataError
-from hf_ga.exact.fetch import WindowRequest
-from hf_ga.exact.forward import LossFunction, argument_filter, call_loss_fn
-from hf_ga.exact.lengths import find_lengths
-from hf_ga.exact.override import override
-from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.exact.precision import check_step
-from hf_ga.exact.window import Window
-from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.loading.fetch import WindowRequest
+from hf_ga.loading.lengths import find_lengths
+from hf_ga.loading.window import Window
+from hf_ga.loading.window_loader import WindowLoader
+from hf_ga.model.forward import LossFunction, argument_filter, call_loss_fn
+from hf_ga.model.override import override
+from hf_ga.model.precision import check_step
+from hf_ga.order.plan import plan_by_sizes
 from hf_ga.parallel.fsdp import backend_for, is_sharded
-from hf_ga.parallel.prepare import enable_fp16_on_cpu, every_prepare_exact
+from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, every_prepare_exact
 from hf_ga.parallel.processes import broadcast_from_main, gather_uneven
 from hf_ga.trainer.batches import WindowBatch, WindowedDataLoader
 from hf_ga.trainer.checks import WindowSize, check_trainer, last_complete_checkpoint
@@ -146,6 +148,7 @@ class TrainerWindow:
             self._rehearsal = extra_rehearsal(
                 self._window,
                 num_processes=trainer.accelerator.num_processes,
+                is_first=not self.engine.has_rehearsed,
                 positions=self.engine.look_positions,
             )
         self.is_complete = False
@@ -161,12 +164,8 @@ class TrainerWindow:
         )
 
     def _check_batches(self, batches: list[WindowBatch]) -> None:
-        """Check what Trainer fetched for one optimizer step of `ExactTrainer`, before the window
-        begins.
-
-        Raises:
-            ConfigError: If the batches are not those of one window, or if `training_step` was never
-                called for the previous window.
+        """Check that Trainer fetched the batches of one window, and that `training_step` was called
+        for the window before.
         """
         if len({(batch.request.epoch, batch.request.index) for batch in batches}) != 1:
             raise ConfigError(
@@ -315,11 +314,7 @@ class TrainerWindow:
         self.engine.add(loss, self._num_targets, is_last=is_last)
 
     def _check_scale(self, loss: Tensor) -> None:
-        """Check once that the loss reached `backward` as `compute_loss` returned it.
-
-        Raises:
-            ConfigError: If it was scaled in between.
-        """
+        """Check once that the loss reached `backward` as `compute_loss` returned it."""
         if self._is_scale_checked:
             return  # reading a value waits for the device
         self._is_scale_checked = True
@@ -398,6 +393,16 @@ class ExactTrainerMixin:
                     f"would train as {base.__name__} does: class {cls.__name__}(ExactTrainerMixin, "
                     f"{base.__name__})."
                 )
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator as Trainer does, but with FSDP also on several CPU processes,
+        where Accelerate would silently train with DDP.
+        """
+        super().create_accelerator_and_postprocess()
+        options = self.args.fsdp_plugin_args
+        plugin = None if options is None else FullyShardedDataParallelPlugin(**options)
+        enable_fsdp_on_cpu(self.accelerator, plugin)
+        self.is_fsdp_enabled |= is_sharded(self.accelerator)
 
     def train(self, *args: Any, **kwargs: Any) -> TrainOutput:
         """Check that training can be made exact, then train as `Trainer.train` does.

@@ -8,14 +8,12 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.batches import Batch
+from hf_ga.model.forward import Batch
 
 
-class WindowLoss(nn.Module):
+class WindowLoss:
     """A trainer's `compute_loss` in two parts: the calls of the model that it makes, and the loss
     of all samples of a window, in which these calls return outputs that were computed before.
-
-    As a module, its forward maps the entries of a batch to a tuple with the outputs of each call.
 
     Args:
         trainer: The trainer.
@@ -23,15 +21,13 @@ class WindowLoss(nn.Module):
 
     def __init__(self, trainer: Trainer) -> None:
         """Take what computing the loss needs from an `ExactTrainer`."""
-        super().__init__()
         self.model = trainer.model
-        self.config = getattr(trainer.model, "config", None)
         self._compute_loss = trainer.compute_loss
         # Returns Trainer's number of items (targets) in a list of batches.
         self._get_num_items = partial(trainer._get_num_items_in_batch, device=trainer.args.device)
         self._needs_num_items = trainer.compute_loss_func is not None
 
-    def forward(self, **batch: Any) -> tuple:
+    def __call__(self, **batch: Any) -> tuple:
         """Return the outputs of each call of the model in `compute_loss` for a batch."""
         return self.outputs_of(self.model, batch)
 
@@ -75,12 +71,8 @@ class WindowLoss(nn.Module):
 
 
 class _ModelProxy:
-    """Wraps a model for a trainer's `compute_loss`: calls go to a function, and all attributes are
-    the model's.
-
-    Args:
-        model: The model, without wrappers.
-        on_call: Returns what a call of the model returns, from its arguments.
+    """Wraps a model for a trainer's `compute_loss`: calls go to the function `on_call`, and all
+    attributes are the model's.
     """
 
     def __init__(self, model: nn.Module, on_call: Callable[..., Any]) -> None:
@@ -105,11 +97,7 @@ def _call_and_record(returned: list[Any], model: nn.Module, *args: Any, **kwargs
 
 
 def _next_outputs(outputs: Iterator[Any], *args: Any, **kwargs: Any) -> Any:
-    """Return the next of the outputs that were computed before, whatever the arguments.
-
-    Raises:
-        ConfigError: If there are no more outputs.
-    """
+    """Return the next of the outputs that were computed before, whatever the arguments."""
     try:
         return next(outputs)
     except StopIteration:

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_ga.exact.batches import Batch
+from hf_ga.model.forward import Batch
 
 
 def has_pairs(collate_fn: Callable) -> bool:
@@ -81,13 +81,8 @@ def forward_of_pairs(model: nn.Module, **batch: Any) -> Any:
     num_rows = len(batch["input_ids"])
 
     def reordered(values: Mapping, shape: tuple[int, int]) -> dict[str, Any]:
-        """Reorder the rows of a trainer's preference pairs: split dim 0 of each tensor into
-        `shape`, swap the two dims, and merge them.
-
-        The shape (2, -1) moves the rows of a pair next to each other; (-1, 2) moves them back.
-
-        Returns:
-            The tensors with one row for each row of the batch, by name; other values are left out.
+        """Split dim 0 of the tensors with a row for each row of the batch into `shape`, swap the
+        dims, and merge them: (2, -1) moves the rows of a pair next to each other, (-1, 2) back.
         """
         tensors = {}
         for name, value in values.items():

@@ -13,10 +13,11 @@ from torch.utils.data import DataLoader
 import hf_ga
 from benchmark.measuring import BenchmarkRun
 from benchmark.trainers import train_with_trainer
+from hf_ga.engine.look.trial import try_loss
 from hf_ga.engine.speed_ups import candidates
-from hf_ga.engine.trial import try_loss
-from hf_ga.exact.backend import LocalBackend
-from hf_ga.exact.plan import Plan, plan_window
+from hf_ga.order.plan import Plan, plan_window
+from hf_ga.parallel.backend import LocalBackend
+from hf_ga.speed.cudnn_attention import without_cudnn_attention
 from hf_ga.training import LossSettings, loop_of, remember
 
 DEFAULT = "hf_ga"
@@ -26,6 +27,8 @@ ACCELERATE_LOOP = "hf_ga.Accelerator"
 TRAINER = "Trainer"
 GROUPED = "Trainer, group_by_length"
 REBALANCED = "Trainer, batch_rebalance"
+WITHOUT_CUDNN = ", cuDNN attention off"  # behind the name of an arm of Trainer
+COMPILED = "hf_ga, compiled layers"
 PLAN = "plan by length"
 CHUNKED = "chunked loss"
 NATIVE = "native dropout in place of keyed"
@@ -102,6 +105,12 @@ def own_loop(
             run.step_done()
 
 
+def compiled_loop(run: BenchmarkRun) -> None:
+    """Train as `own_loop` does, with compiled layers."""
+    hf_ga.compile_layers(run.model)
+    own_loop(run)
+
+
 def accelerate_loop(run: BenchmarkRun) -> None:
     """Train with the loop of Accelerate's documentation, but with `hf_ga.Accelerator`, until the
     benchmark is over.
@@ -126,6 +135,23 @@ def accelerate_loop(run: BenchmarkRun) -> None:
                 optimizer.zero_grad()
             if accelerator.sync_gradients:
                 run.step_done()
+
+
+def without_cudnn(run: BenchmarkRun, loop: Callable[[BenchmarkRun], None]) -> None:
+    """Train with a loop that torch's choice of cuDNN's attention does not slow down."""
+    with without_cudnn_attention():
+        loop(run)
+
+
+def speed_arms(device: str) -> dict[str, Callable[[BenchmarkRun], None]]:
+    """Return the arms that are compared: on a GPU Trainer as shipped and, in each of its modes,
+    without cuDNN's attention; a CPU has none.
+    """
+    if device == "cpu":
+        return SPEED
+    modes = (TRAINER, GROUPED, REBALANCED)
+    others = {name + WITHOUT_CUDNN: partial(without_cudnn, loop=SPEED[name]) for name in modes}
+    return SPEED | others
 
 
 # Name of the arm -> training loop.

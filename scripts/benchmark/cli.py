@@ -18,7 +18,7 @@ from accelerate import Accelerator
 
 import hf_ga
 from benchmark import gpu
-from benchmark.arms import ABLATION, DEFAULT, REBALANCED, SPEED
+from benchmark.arms import ABLATION, DEFAULT, REBALANCED, SPEED, speed_arms
 from benchmark.measuring import measure_interleaved, measure_one_by_one
 from benchmark.ranks import busy_core, measure_two_ranks
 from benchmark.report import (
@@ -29,12 +29,12 @@ from benchmark.report import (
     ranks_section,
     speed_section,
 )
-from benchmark.setting import MODELS, SIZES, Setting, docstring_samples
+from benchmark.setting import MODELS, SAMPLES, SIZES, Setting
 
 METHOD = """Every arm runs in a separate process with the same environment, forked from one with all imports. They take turns
 window by window: one process runs at a time. A first epoch is not measured. Real tokens per second: those of an epoch over the
 median of the epochs' seconds, from the end of one optimizer step to the end of the next, data loading included. All arms have the
-same samples (docstrings of the standard library), model (new weights), window, micro-batch, precision,
+same samples, model (new weights), window, micro-batch, precision,
 AdamW (fused) without weight decay, constant learning rate and clipping to 1.0; each has its own order of samples. Memory is the
 peak of the process (resident set size, or allocated GPU memory) minus the memory after imports and construction of samples and
 model. No allocator options are set."""
@@ -83,7 +83,8 @@ def _measure_section(name: str, flags: argparse.Namespace) -> Iterator[Section]:
 
 def _measure_speed(setting: Setting) -> Section:
     """Measure all ways of training with hf_ga and Trainer, window by window in turns."""
-    measured = measure_interleaved(setting, SPEED, f"{setting.model}, speed")
+    arms = speed_arms(setting.device)
+    measured = measure_interleaved(setting, arms, f"{setting.model}, speed")
     return speed_section(setting, measured)
 
 
@@ -196,6 +197,13 @@ def _parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--num_samples", type=int, default=512, help="samples of an epoch (default: 512)")
     add("--max_length", type=int, default=256, help="maximum tokens of a sample (default: 256)")
     add(
+        "--lengths",
+        choices=SAMPLES,
+        default="docstrings",
+        help="docstrings: those of the standard library; lognormal: random tokens, of lengths from "
+        "8 to max_length, on average a quarter of it (default: docstrings)",
+    )
+    add(
         "--window",
         dest="window_size",
         type=int,
@@ -248,7 +256,8 @@ def _make_settings(flags: argparse.Namespace) -> list[Setting]:
     }
     settings = []
     for model in flags.models:
-        data_attributes = docstring_samples(model, flags.max_length, flags.num_samples)
+        make_samples = SAMPLES[flags.lengths]
+        data_attributes = make_samples(model, flags.max_length, flags.num_samples)
         settings.append(Setting(model, **common, **data_attributes))
     return settings
 
@@ -265,7 +274,7 @@ def _describe_machine(flags: argparse.Namespace) -> str:
         f"{device}, {flags.num_threads} thread(s), {versions}; size {flags.size}, precision "
         f"{flags.mixed_precision}, dropout "
         f"{flags.dropout}, window {flags.window_size}, micro-batch {flags.micro_batch_size}, "
-        f"{flags.num_samples} samples of at "
+        f"{flags.num_samples} samples ({flags.lengths}) of at "
         f"most {flags.max_length} tokens, {flags.epochs} epoch(s) measured."
     )
 

@@ -36,8 +36,8 @@ from benchmark.measuring import memory_now, peak_memory
 from hf_ga.embedding.layout import saved_pooling
 from hf_ga.embedding.losses import InfoNCE
 from hf_ga.embedding.model import EmbeddingModel
-from hf_ga.exact.forward import unwrapped
-from hf_ga.finetuning.data.pairs import collate_pairs, tokenize_pairs
+from hf_ga.finetuning.data.encoding.pairs import collate_pairs, tokenize_pairs
+from hf_ga.model.forward import unwrapped
 
 TEMPERATURE = 0.05
 MAX_LENGTH = 64

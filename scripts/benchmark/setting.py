@@ -2,12 +2,14 @@
 be sent to other processes.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -19,7 +21,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from hf_ga.finetuning.data import corpus
+from hf_ga.finetuning.data.formats import corpus
 
 Sample = dict[str, Any]
 MODELS = ("gpt", "bert")  # a causal language model, and a classifier
@@ -45,7 +47,7 @@ class Setting:
         epochs: Number of measured epochs, after one that is not measured.
         seed: Seed of weights, order of samples and dropout.
         arms: Names of the arms to measure; empty: all.
-        samples: The tokenized samples of an epoch, see `docstring_samples`.
+        samples: The tokenized samples of an epoch, see `docstring_samples` and `random_samples`.
         num_labels: Number of classes of the classifier.
         pad_token_id: Id of the padding token.
     """
@@ -123,6 +125,35 @@ def docstring_samples(model: str, max_length: int, count: int) -> dict[str, Any]
         "num_labels": max(len(packages), 2),
         "pad_token_id": tokenizer.pad_token_id,
     }
+
+
+def random_samples(model: str, max_length: int, count: int) -> dict[str, Any]:
+    """Make samples of random tokens, whose lengths are spread widely: log-normal, from 8 tokens to
+    `max_length`. With 1,024 they have 240 tokens on average.
+
+    Args:
+        model: "gpt" or "bert", whose samples have a label of four.
+        max_length: Maximum number of tokens of a sample.
+        count: Number of samples.
+
+    Returns:
+        The attributes `samples`, `num_labels` and `pad_token_id` of a `Setting`.
+    """
+    generator = np.random.default_rng(0)
+    median = 180 / 1024 * max_length
+    lengths = generator.lognormal(math.log(median), 0.8, count).astype(int).clip(8, max_length)
+    num_words = min(words for *_, words in SIZES.values())
+    samples = []
+    for i, length in enumerate(lengths):
+        sample = {"id": i, "input_ids": generator.integers(5, num_words, length).tolist()}
+        if model == "bert":
+            sample["label"] = i % 4
+        samples.append(sample)
+    return {"samples": samples, "num_labels": 4, "pad_token_id": 0}
+
+
+# Name of the lengths -> function that makes the samples.
+SAMPLES = {"docstrings": docstring_samples, "lognormal": random_samples}
 
 
 def _collate(samples: Sequence[Sample], pad_token_id: int) -> dict[str, Tensor]:

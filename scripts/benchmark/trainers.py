@@ -1,13 +1,16 @@
 """Arms of the benchmark that train with transformers' Trainer, TRL's SFTTrainer or ExactTrainer,
-whose own loops are timed by a callback; and a plain PyTorch loop.
+whose own loops are timed by a callback; and plain PyTorch loops.
 """
 
+import math
 import tempfile
+from collections.abc import Iterable
 from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import (
     DataCollatorWithFlattening,
@@ -19,7 +22,7 @@ from transformers import (
 from transformers.utils import is_flash_attn_2_available
 
 from benchmark.measuring import BenchmarkRun
-from hf_ga.finetuning.data.corpus import load_stdlib_tokenizer
+from hf_ga.finetuning.data.formats.corpus import load_stdlib_tokenizer
 
 
 class _StepTimer(TrainerCallback):
@@ -124,18 +127,57 @@ def plain_loop(run: BenchmarkRun) -> None:
     divided by the accumulation steps, torch's own dropout.
     """
     setting = run.setting
-    optimizer = run.optimizer()
     loader = DataLoader(
         setting.samples, setting.micro_batch_size, shuffle=True, collate_fn=run.collate
     )
+    _train_on(run, loader, setting.accumulation_steps)
+
+
+def full_rows(run: BenchmarkRun, backend: str | None = None) -> None:
+    """Train on full rows of one length until the benchmark is over, without hf_ga: what the machine
+    does with as many tokens where nothing is padded, and no mask keeps samples apart.
+
+    A window has as few micro-batches as its real tokens allow, on average over the epoch.
+
+    Args:
+        run: The measured run of the benchmark.
+        backend: That of torch.compile, which compiles the model for this shape. None: it does not.
+    """
+    setting = run.setting
+    if backend is not None:
+        run.model.compile(dynamic=False, backend=backend)
+    num_tokens = setting.real_tokens / setting.windows_per_epoch
+    size = setting.micro_batch_size
+    num_batches = math.ceil(num_tokens / (size * setting.max_length))
+    shape = (
+        setting.windows_per_epoch * num_batches,
+        size,
+        math.ceil(num_tokens / num_batches / size),
+    )
+    ids = torch.tensor([token for sample in setting.samples for token in sample["input_ids"]])
+    rows = ids[torch.arange(math.prod(shape)) % len(ids)].view(shape)
+    batches = []
+    for of_batch in rows:
+        labels = of_batch if setting.model == "gpt" else torch.arange(size) % setting.num_labels
+        batches.append({"input_ids": of_batch, "labels": labels})
+    run.has_samples = False
+    _train_on(run, batches, num_batches)
+
+
+def _train_on(
+    run: BenchmarkRun, batches: Iterable[dict[str, Tensor]], accumulation_steps: int
+) -> None:
+    """Train in a plain PyTorch loop on the batches of an epoch, until the benchmark is over."""
+    setting = run.setting
+    optimizer = run.optimizer()
     is_bf16 = setting.mixed_precision == "bf16"
     while True:  # until `step_done` raises
-        for num_batches, batch in enumerate(loader, start=1):
+        for num_batches, batch in enumerate(batches, start=1):
             on_device = {name: values.to(setting.device) for name, values in batch.items()}
             with torch.autocast(setting.device, torch.bfloat16, enabled=is_bf16):
                 loss = run.model(**on_device).loss
-            (loss / setting.accumulation_steps).backward()
-            if num_batches % setting.accumulation_steps == 0:
+            (loss / accumulation_steps).backward()
+            if num_batches % accumulation_steps == 0:
                 torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
@@ -147,5 +189,9 @@ PADDING_FREE = "Trainer, padding-free"
 TRL = "TRL"
 # Name of the arm -> training loop.
 PEERS = {PLAIN: plain_loop, PADDING_FREE: train_padding_free}
+FULL_ROWS = "limit: full rows"
+COMPILED_FULL_ROWS = "limit: full rows, compiled"
+# What no run without padding can exceed by much.
+LIMITS = {FULL_ROWS: full_rows, COMPILED_FULL_ROWS: partial(full_rows, backend="inductor")}
 if find_spec("trl") and find_spec("datasets"):
     PEERS[TRL] = train_with_trl

@@ -16,8 +16,8 @@ from accelerate import Accelerator
 import hf_ga
 from elastic.inputs import WINDOWS_PER_EPOCH
 from elastic.ledger import LedgerWriter
-from hf_ga.exact.window import Window
 from hf_ga.finetuning.run import loop
+from hf_ga.loading.window import Window
 
 
 def main() -> None:

@@ -23,8 +23,8 @@ import hf_ga
 from heads.small_models import build_small, small_config, switch_off_dropout
 from heads.small_samples import KINDS, PADDED_LENGTHS, PaddingCollator, Sample, make_samples
 from hf_ga.check.arms import trainer_arm
-from hf_ga.engine.trial import LossFacts
-from hf_ga.exact.plan import plan_by_sizes
+from hf_ga.engine.look.trial import LossFacts
+from hf_ga.order.plan import plan_by_sizes
 from hf_ga.training import LossSettings, try_before
 
 # Largest relative error of a right gradient, over all parameters together.

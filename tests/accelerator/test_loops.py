@@ -5,7 +5,9 @@ a message that names the term or the draw. Accelerate's own accelerator is the c
 
 import random
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import product
 
 import accelerate
 import numpy as np
@@ -18,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hf_ga import Accelerator
-from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.errors import ConfigError, DataError, HfGaError, LossNotAdditive, UnkeyedRandomness
 
 WINDOW = 8
 NUM_SAMPLES = 21  # windows of 8, 8 and 5 samples
@@ -108,6 +110,23 @@ class TimeFirst(nn.Module):
 
 def two_heads() -> nn.Module:
     return seeded(TwoHeads())
+
+
+class Weighted(nn.Module):
+    """Two heads, and trained weights for their losses, which it returns, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = TwoHeads()
+        self.spread = nn.Parameter(torch.zeros(2))
+        self.temperature = nn.Parameter(torch.zeros(()))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        return (*self.heads(x), self.spread, self.temperature)
+
+
+def weighted() -> nn.Module:
+    return seeded(Weighted())
 
 
 # -- the loop, and what it must equal
@@ -287,6 +306,38 @@ def penalty_on_weights(model, x, y, values):
     return cross_entropy(model, x, y) + penalty(model)
 
 
+@exact(build=weighted)
+def weights_of_uncertainty(model, x, y, values):
+    """Some micro-batches have no targets of the first loss, which is NaN there."""
+    first, second, spread, _ = model(x)
+    of_first, of_second = spread[0], spread[1]
+    labels = y.masked_fill(y == 0, -100)
+    loss = torch.exp(-of_first) * F.cross_entropy(first, labels) + of_first
+    return loss + F.mse_loss(second, values) / (2 * torch.exp(of_second)) + of_second
+
+
+@exact(build=weighted)
+def a_parameter_as_a_weight(model, x, y, values):
+    first, second, _, temperature = model(x)
+    loss = temperature * F.cross_entropy(first, y) + (temperature - 1) ** 2
+    return loss + 0.5 * (temperature * F.mse_loss(second, values)) + 0.1 * temperature
+
+
+@exact(build=weighted)
+def a_penalized_temperature(model, x, y, values):
+    """The node of the penalty is one of the logits, too."""
+    first, second, _, temperature = model(x)
+    factor = temperature.exp()
+    return F.cross_entropy(first * factor, y) + 0.3 * factor + F.mse_loss(second, values)
+
+
+@exact(build=weighted)
+def a_penalized_parameter(model, x, y, values):
+    first, second, _, temperature = model(x)
+    loss = F.cross_entropy(first * (1 + temperature), y) + 0.3 * temperature
+    return loss + F.mse_loss(second, values)
+
+
 @exact()
 def penalty_beside_an_empty_micro_batch(model, x, y, values):
     """Which counts in none of them more than in another one."""
@@ -386,6 +437,19 @@ def a_first_term_of_the_same_kind_that_some_lack(model, x, y, values):
 
 
 @exact()
+def a_mean_of_none_times_0(model, x, y, values):
+    """Over all rows, in place of the mean over the rows of a mask."""
+    all_losses = losses(model, x, y)
+    chosen = y > 1
+    return all_losses[chosen].mean() if chosen.any() else all_losses.mean() * 0
+
+
+@exact()
+def a_term_that_is_switched_off(model, x, y, values):
+    return cross_entropy(model, x, y) + 0.0 * model(x).pow(2).mean()
+
+
+@exact()
 def terms_in_another_order(model, x, y, values):
     logits = model(x)
     chosen = y > 0
@@ -448,12 +512,6 @@ def distillation_from_itself(model, x, y, values):
     return cross_entropy(model, x, y) + divergence
 
 
-@pytest.mark.parametrize("name", EXACT)
-@pytest.mark.parametrize("batch_size", LAYOUTS)
-def test_a_loss_is_that_of_the_full_batch(name, batch_size):
-    assert EXACT[name].error(Accelerator, batch_size) < CLOSE
-
-
 @pytest.mark.parametrize("batch_size", LAYOUTS)
 def test_terms_of_one_kind_are_right_or_refused(batch_size):
     """Nothing tells them apart where one of them lacks."""
@@ -465,7 +523,7 @@ def test_terms_of_one_kind_are_right_or_refused(batch_size):
     assert error < CLOSE
 
 
-CONTROLS = [
+UNEQUAL = [  # with other divisors in each micro-batch
     "raised_to_1",
     "rows_of_a_mask",
     "terms_in_another_order",
@@ -476,9 +534,19 @@ CONTROLS = [
 ]
 
 
-@pytest.mark.parametrize("name", CONTROLS)
+# The smallest micro-batches show of each loss what larger ones show; the layout itself is tried with
+# the losses that depend on it most.
+EXACT_IN_LAYOUTS = [*((name, 2) for name in EXACT), *product(UNEQUAL, (8, 4))]
+
+
+@pytest.mark.parametrize(("name", "batch_size"), EXACT_IN_LAYOUTS)
+def test_a_loss_is_that_of_the_full_batch(name, batch_size):
+    assert EXACT[name].error(Accelerator, batch_size) < CLOSE
+
+
+@pytest.mark.parametrize("name", UNEQUAL)
 def test_a_loss_of_accelerate_is_another_one(name):
-    """The control: with other divisors in each micro-batch."""
+    """The control."""
     assert EXACT[name].error(accelerate.Accelerator, 2) > FAR
 
 
@@ -519,6 +587,11 @@ def refused(words: str, **options) -> Callable[[Body], Body]:
     return register
 
 
+LEFT_OUT = (
+    "factor in the loss is 0 in one micro-batch and 1 in another|"
+    "among some samples of the window, but not among others"
+)
+EASY = 1.1  # a loss, which some micro-batches of all sizes are below
 OTHERS = r"(?s)mean of|sum of.*depends on the other samples.*whole_batch"
 
 
@@ -551,6 +624,34 @@ def factor_of_the_micro_batch(model, x, y, values):
 @refused(r"factor in the loss is .* in one micro-batch and .* in another")
 def penalty_by_the_micro_batch(model, x, y, values):
     return cross_entropy(model, x, y) + penalty(model) * y.float().mean()
+
+
+@refused(LEFT_OUT)
+def left_out_by_a_factor(model, x, y, values):
+    """Of micro-batches with a small loss."""
+    loss = cross_entropy(model, x, y)
+    return loss * (loss.detach() > EASY)
+
+
+@refused(LEFT_OUT)
+def left_out_by_0(model, x, y, values):
+    loss = cross_entropy(model, x, y)
+    return loss if loss.item() > EASY else loss * 0
+
+
+@refused(LEFT_OUT)
+def left_out_by_a_placeholder(model, x, y, values):
+    """Which stands for no targets elsewhere."""
+    loss = cross_entropy(model, x, y)
+    return loss if loss.item() > EASY else model(x).sum() * 0
+
+
+@refused(LEFT_OUT)
+def second_term_left_out(model, x, y, values):
+    logits = model(x)
+    loss = F.mse_loss(logits, values)
+    second = F.cross_entropy(logits, y)
+    return loss + second if second.item() > EASY else loss
 
 
 @refused("division by a quantity that needs a gradient")
@@ -717,6 +818,80 @@ def test_a_factor_that_drifts_within_a_window_is_refused():
         Loop(drifting).run(Accelerator, 2)
 
 
+def test_a_loss_that_only_the_rehearsal_lacks_is_refused():
+    """Also when the window is computed again, padded."""
+    seen = [0]
+
+    def late(model, x, y, values):
+        seen[0] += 1
+        return model(x).sum() * 0 if seen[0] % 4 == 1 else cross_entropy(model, x, y)
+
+    with pytest.raises(LossNotAdditive, match="but not among others"):
+        Loop(late).run(Accelerator, 2)
+
+
+def test_a_mean_that_is_switched_off_in_some_micro_batches_is_refused():
+    """In the fourth window, which is not rehearsed."""
+    seen = [0]
+
+    def switched(model, x, y, values):
+        seen[0] += 1
+        return cross_entropy(model, x, y) * (seen[0] <= 14 or seen[0] % 2)
+
+    loop = Loop(switched, columns=tuple(torch.cat([column[:16]] * 3) for column in (X, Y, VALUES)))
+    with pytest.raises(LossNotAdditive, match=r"factor in the loss is 0 in .* outputs.sum"):
+        loop.run(Accelerator, 2)
+
+
+def pairs_in_one_tensor(rows: list[list[Tensor]]) -> dict[str, Tensor]:
+    """As DreamBooth's collate function: instances, then classes, with masks."""
+    x = torch.stack([row[0] for row in rows])
+    both = torch.cat([x, x.flip(1)])
+    return {"both": both, "attention_mask": torch.ones_like(both)}
+
+
+def pairs_in_two_tensors(rows: list[list[Tensor]]) -> dict[str, Tensor]:
+    x = torch.stack([row[0] for row in rows])
+    return {"x": x, "classes": x.flip(1)}
+
+
+def loss_of_both(model, batch, noise: float) -> Tensor:
+    both = batch["both"]
+    instances, classes = model(both + noise * torch.randn_like(both)).chunk(2)
+    return instances.square().mean() + classes.exp().mean()
+
+
+def loss_of_each(model, batch, noise: float) -> Tensor:
+    x = batch["x"]
+    instances = model(x + noise * torch.randn_like(x))
+    return instances.square().mean() + model(batch["classes"]).exp().mean()
+
+
+def train_pairs(collate: Callable, body: Callable, batch_size: int, noise: float = 0.1) -> Tensor:
+    reset_states()
+    torch.manual_seed(0)
+    accelerator = Accelerator(gradient_accumulation_steps=WINDOW // batch_size)
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loader = DataLoader(TensorDataset(X), batch_size, collate_fn=collate)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        with accelerator.accumulate(model):
+            accelerator.backward(body(model, batch, noise))
+            optimizer.step()
+            optimizer.zero_grad()
+    return flat(model)
+
+
+def test_two_rows_of_a_sample_in_one_tensor_are_refused_with_a_remedy():
+    """The remedy, followed, is exact."""
+    with pytest.raises(DataError, match="return two tensors, and call the model for each"):
+        train_pairs(pairs_in_one_tensor, loss_of_both, 2)
+    whole = train_pairs(pairs_in_two_tensors, loss_of_each, WINDOW)
+    split = train_pairs(pairs_in_two_tensors, loss_of_each, 2)
+    assert (split - whole).norm() < CLOSE * whole.norm()
+
+
 def test_state_that_the_loop_keeps_is_refused():
     """As the centre of DINO, or a queue of negatives."""
     centre = torch.zeros(3)
@@ -801,8 +976,17 @@ def train_texts(kind, batch_size, body, lengths=LENGTHS):
 
 
 @pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS.sort().values], ids=["shuffled", "sorted"])
-@pytest.mark.parametrize("body", [width_divisor, mean_with_padding, mean_of_tokens, mean_of_texts])
-@pytest.mark.parametrize("batch_size", [*SPLIT, 1])
+@pytest.mark.parametrize(
+    ("body", "batch_size"),
+    [
+        (width_divisor, 4),
+        (width_divisor, 2),
+        (width_divisor, 1),
+        (mean_with_padding, 2),
+        (mean_of_tokens, 2),
+        (mean_of_texts, 2),
+    ],
+)
 def test_the_width_of_a_micro_batch_does_not_matter(body, batch_size, lengths):
     """Sorted, the first micro-batches have one width."""
     expected = train_texts(accelerate.Accelerator, 8, body, lengths)
@@ -817,6 +1001,26 @@ def test_the_width_of_a_micro_batch_matters_in_accelerate(body):
     expected = train_texts(accelerate.Accelerator, 8, body)
     learnt = (expected - flat(seeded(Tagger()))).norm()
     assert (train_texts(accelerate.Accelerator, 2, body) - expected).norm() > FAR * learnt
+
+
+def width_divisor_of_short_texts(model, tokens, mask):
+    """Divides the losses of short texts by the padded width, those of others by their length."""
+    each = (model(tokens).pow(2).mean(-1) * mask).sum(1)
+    lengths = mask.sum(1)
+    return (each / torch.where(lengths < 7, mask.shape[1], lengths)).mean()
+
+
+def test_padding_that_matters_for_later_samples_only_is_reported(caplog):
+    """No sample of the windows before shows it; there it may have mattered in others."""
+    lengths = LENGTHS.clone()
+    lengths[:16] = lengths[:16].clamp(min=7)
+    with caplog.at_level("WARNING"):
+        train_texts(Accelerator, 2, width_divisor_of_short_texts, lengths)
+    (message,) = [text for text in caplog.messages if "padding changes" in text]
+    assert "the updates so far" in message
+    caplog.clear()
+    train_texts(Accelerator, 2, width_divisor)  # found out in the first window
+    assert not caplog.messages
 
 
 # -- draws
@@ -865,18 +1069,18 @@ DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("name", DRAWS)
-@pytest.mark.parametrize("batch_size", SPLIT)
-def test_draws_belong_to_samples(name, batch_size):
+def test_draws_belong_to_samples(name):
     """The numbers are those of the full batch, and so is the update."""
     whole = Draws(DRAWS[name])
-    Loop(whole, columns=NUMBERED).run(Accelerator, 8)
-    split = Draws(DRAWS[name])
-    loop = Loop(split, columns=NUMBERED, full_body=split.replayed)
-    weights = loop.run(Accelerator, batch_size)
-    assert all(torch.equal(whole.by_sample[i], split.by_sample[i]) for i in range(NUM_SAMPLES))
-    assert not torch.equal(split.by_sample[0], split.by_sample[1])
+    loop = Loop(whole, columns=NUMBERED, full_body=whole.replayed)
+    loop.run(Accelerator, 8)
+    assert not torch.equal(whole.by_sample[0], whole.by_sample[1])
     expected = loop.full_batch()
-    assert (weights - expected).norm() < CLOSE * (expected - flat(classifier())).norm()
+    for batch_size in SPLIT:
+        split = Draws(DRAWS[name])
+        weights = Loop(split, columns=NUMBERED).run(Accelerator, batch_size)
+        assert all(torch.equal(whole.by_sample[i], split.by_sample[i]) for i in range(NUM_SAMPLES))
+        assert (weights - expected).norm() < CLOSE * (expected - flat(classifier())).norm()
 
 
 def test_draws_of_accelerate_do_not():
@@ -1355,3 +1559,40 @@ def normalised_by_hand(model, x, y, values):
 def test_accumulation_by_hand_that_depends_on_the_split_is_refused(batch_size, body, build):
     with pytest.raises(HfGaError):
         by_hand(Accelerator, batch_size, body, build)
+
+
+def term_of_the_second_half(model, x, y, values):
+    loss = F.mse_loss(model(x), values)
+    return loss + F.cross_entropy(model(x), y) if x[0, 0] > X[:WINDOW, 0].median() else loss
+
+
+@pytest.mark.parametrize("body", [term_of_the_second_half, plain])
+def test_terms_that_micro_batches_by_hand_lack_are_said_not_to_be_tried(body, caplog):
+    with suppress(HfGaError):  # in a later window
+        by_hand(Accelerator, 4, body)
+    assert ("lacks a term of the loss" in caplog.text) == (body is term_of_the_second_half)
+
+
+@pytest.mark.parametrize("has_hook", [True, False])
+def test_hooks_on_parameters_are_said_to_get_each_micro_batch(has_hook, caplog):
+    def build():
+        model = classifier()
+        if has_hook:
+            next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
+        return model
+
+    Loop(plain, build).run(Accelerator, 2)
+    assert ("a parameter has a hook" in caplog.text) == has_hook
+
+
+def test_values_are_clipped_once_a_window():
+    def iteration(accelerator, model, optimizer, *batch):
+        accelerator.backward(plain(model, *batch))
+        accelerator.clip_grad_value_(model.parameters(), 1e-3)
+
+    loop = Loop(plain, iteration=iteration)
+    whole = loop.run(Accelerator, WINDOW)
+    assert (loop.run(Accelerator, 2) - whole).norm() < CLOSE * whole.norm()
+    assert (
+        loop.run(Accelerator, WINDOW) - flat(classifier())
+    ).abs().max() <= 3.1e-3 * LEARNING_RATE

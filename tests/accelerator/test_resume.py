@@ -6,6 +6,7 @@ The script is Accelerate's own example; Accelerate's Accelerator fails the same 
 
 import random
 from functools import partial
+from itertools import cycle
 
 import accelerate
 import numpy as np
@@ -87,8 +88,12 @@ def same_bits(weights, others):
     return all(torch.equal(weights[name], others[name]) for name in others)
 
 
-@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
-@pytest.mark.parametrize("stop", STOPS)
+# Where a run stops has nothing to do with how its windows are split: each stop in uneven
+# micro-batches, and each layout at one of the stops.
+@pytest.mark.parametrize(
+    ("stop", "layout"),
+    [*((stop, UNEVEN) for stop in STOPS), ("step_2", FULL_BATCH), ("step_4", TWO_STEPS)],
+)
 def test_the_same_layout_goes_on_bit_for_bit(undisturbed, tmp_path, stop, layout):
     begin(tmp_path, stop, layout)
     resumed = go_on(tmp_path, stop, layout)
@@ -98,11 +103,13 @@ def test_the_same_layout_goes_on_bit_for_bit(undisturbed, tmp_path, stop, layout
 
 
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [(FULL_BATCH, TWO_STEPS), (TWO_STEPS, UNEVEN), (UNEVEN, FULL_BATCH)],
-    ids=str,
+    ("stop", "before", "after"),
+    [
+        *((stop, TWO_STEPS, UNEVEN) for stop in STOPS),
+        ("step_2", FULL_BATCH, TWO_STEPS),
+        ("epoch_0", UNEVEN, FULL_BATCH),
+    ],
 )
-@pytest.mark.parametrize("stop", STOPS)
 def test_another_layout_goes_on(undisturbed, tmp_path, stop, before, after):
     begin(tmp_path, stop, before)
     resumed = go_on(tmp_path, stop, after)
@@ -183,14 +190,14 @@ def ranks(work, num_processes):
 
 @pytest.mark.slow("trains on up to three processes")
 @pytest.mark.parametrize(
-    ("num_before", "before", "num_after", "after"),
-    MOVES,
+    ("num_before", "before", "num_after", "after", "stop"),
+    [(*move, stop) for move, stop in zip(MOVES, cycle(STOPS), strict=False)],
     ids=[f"{move[0]} to {move[2]} ranks" for move in MOVES],
 )
-@pytest.mark.parametrize("stop", STOPS)
 def test_another_number_of_ranks_goes_on(
-    undisturbed, tmp_path, stop, num_before, before, num_after, after
+    undisturbed, tmp_path, num_before, before, num_after, after, stop
 ):
+    """Each stop is tried in two moves."""
     ranks(partial(begin, tmp_path, stop, before), num_before)
     for resumed in ranks(partial(go_on, tmp_path, stop, after), num_after):
         assert resumed.num_processes == num_after

@@ -96,6 +96,34 @@ def test_the_control_begins_again(tmp_path):
     assert train(tmp_path / "missing", until=1)[0].folder is None
 
 
+@pytest.mark.parametrize("pads", [True, False])
+def test_what_was_found_about_padding_goes_on(tmp_path, pads):
+    def begin(folder=None):
+        accelerator = Accelerator(cpu=True, gradient_accumulation_steps=2)
+        data = DataLoader(TensorDataset(torch.randn(8, 4)), batch_size=2, shuffle=True)
+        model = nn.Linear(4, 1)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, data)
+        if folder is not None:
+            accelerator.load_state(folder)
+        for (inputs,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward(model(inputs).mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if accelerator.sync_gradients:
+                break
+        return accelerator, loader
+
+    accelerator, loader = begin()
+    assert not loader.windows.state.pad_to_window
+    loader.windows.state.pad_to_window = pads
+    accelerator.save_state(str(tmp_path / "saved"))
+    reset_states()
+    _, resumed = begin(str(tmp_path / "saved"))
+    assert resumed.windows.state.pad_to_window == pads
+
+
 def test_a_checkpoint_that_is_written_again_is_incomplete_meanwhile(tmp_path, monkeypatch):
     train(tmp_path, until=2)
     reset_states()

@@ -3,7 +3,7 @@ types, samplers, evaluations, metrics; and the split of a window does not show i
 """
 
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from itertools import chain
 
 import accelerate
@@ -140,6 +140,13 @@ def two_epochs(layout, make_loader=shuffled, **options):
     return training
 
 
+@cache
+def found_in_two_epochs(layout, make_loader=shuffled):
+    """Weights and windows of a run that several tests compare with; it is trained once."""
+    training = two_epochs(layout, make_loader)
+    return training.weights, training.windows
+
+
 # -- the loader
 
 
@@ -186,7 +193,7 @@ def test_set_epoch_chooses_the_order():
         training.loader.set_epoch(epoch)
         training.epoch()
         orders += as_sets(training.windows)
-    assert orders == as_sets(two_epochs(TWO_STEPS).windows)
+    assert orders == as_sets(found_in_two_epochs(TWO_STEPS)[1])
     assert orders[0] != orders[1]
 
 
@@ -206,12 +213,12 @@ def test_global_random_generators_do_not_matter():
         torch.rand(3)
         np.random.rand(3)
 
-    reference = two_epochs(TWO_STEPS)
+    weights, windows = found_in_two_epochs(TWO_STEPS)
     training = Training(TWO_STEPS)
     training.epoch(between=draw)
     training.epoch(between=draw)
-    assert training.windows == reference.windows
-    assert distance(training.weights, reference.weights) == 0
+    assert training.windows == windows
+    assert distance(training.weights, weights) == 0
 
 
 class Dictionary(dict):
@@ -295,33 +302,40 @@ LOADERS = [
 ]
 
 
-@pytest.mark.parametrize("layout", [TWO_STEPS, Layout(4, 4)], ids=str)
-@pytest.mark.parametrize("make_loader", LOADERS)
+@pytest.mark.parametrize(
+    ("make_loader", "layout"),
+    [
+        *((make_loader, TWO_STEPS) for make_loader in LOADERS),
+        (shuffled, Layout(4, 4)),
+        (in_batches, Layout(4, 4)),
+    ],
+)
 def test_samplers_in_every_layout(make_loader, layout):
-    reference = two_epochs(FULL_BATCH, make_loader)
-    training = two_epochs(layout, make_loader)
-    assert as_sets(training.windows) == as_sets(reference.windows)
-    assert distance(training.weights, reference.weights) < CLOSE
+    weights, windows = found_in_two_epochs(FULL_BATCH, make_loader)
+    found, found_windows = found_in_two_epochs(layout, make_loader)
+    assert as_sets(found_windows) == as_sets(windows)
+    assert distance(found, weights) < CLOSE
 
 
 @pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS], ids=str)
 @pytest.mark.parametrize("make_loader", [in_order, in_batches])
 def test_without_shuffling_the_order_is_the_dataset_s(make_loader, layout):
     windows = [[*range(16)], [*range(16, 32)], [*range(32, 37)]]
-    assert as_sets(two_epochs(layout, make_loader).windows) == [windows, windows]
+    assert as_sets(found_in_two_epochs(layout, make_loader)[1]) == [windows, windows]
 
 
 @pytest.mark.parametrize("make_loader", [weighted, weighted_with_generator])
 def test_a_weighted_sampler_repeats_samples(make_loader):
     """Other ones in every epoch."""
-    first, second = (sorted(chain(*epoch)) for epoch in two_epochs(TWO_STEPS, make_loader).windows)
+    _, windows = found_in_two_epochs(TWO_STEPS, make_loader)
+    first, second = (sorted(chain(*epoch)) for epoch in windows)
     assert len(first) == NUM_SAMPLES
     assert len({*first}) < NUM_SAMPLES
     assert first != second
 
 
 def test_a_subset_is_all_that_is_seen():
-    for epoch in two_epochs(TWO_STEPS, subset).windows:
+    for epoch in found_in_two_epochs(TWO_STEPS, subset)[1]:
         assert sorted(chain(*epoch)) == [*range(1, NUM_SAMPLES)]
 
 
@@ -346,10 +360,10 @@ def test_drop_last_leaves_the_short_window_out(layout):
 
 
 def test_workers_change_nothing():
-    reference = two_epochs(TWO_STEPS)
+    weights, windows = found_in_two_epochs(TWO_STEPS)
     training = two_epochs(TWO_STEPS, partial(shuffled, num_workers=2))
-    assert training.windows == reference.windows
-    assert distance(training.weights, reference.weights) == 0
+    assert training.windows == windows
+    assert distance(training.weights, weights) == 0
 
 
 class Stream(IterableDataset):
@@ -377,11 +391,10 @@ def test_a_stream_is_right_or_refused(layout):
 
 @pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
 def test_an_epoch_that_is_left_begins_the_next_one(layout):
-    whole = two_epochs(FULL_BATCH)
+    first, second = as_sets(found_in_two_epochs(FULL_BATCH)[1])
     training = Training(layout)
     training.epoch(num_updates=1)
     training.epoch()
-    first, second = as_sets(whole.windows)
     assert as_sets(training.windows) == [first[:1], second]
     left = Training(FULL_BATCH)
     left.epoch(num_updates=1)
@@ -391,7 +404,6 @@ def test_an_epoch_that_is_left_begins_the_next_one(layout):
 
 @pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
 def test_skipped_batches_of_a_fresh_loader_are_the_first_windows(layout):
-    whole = two_epochs(FULL_BATCH)
     training = Training(layout)
     steps = training.accelerator.gradient_accumulation_steps
     loader = training.loader
@@ -399,7 +411,7 @@ def test_skipped_batches_of_a_fresh_loader_are_the_first_windows(layout):
     training.epoch()
     training.loader = loader
     training.epoch()
-    first, second = as_sets(whole.windows)
+    first, second = as_sets(found_in_two_epochs(FULL_BATCH)[1])
     assert as_sets(training.windows) == [first[1:], second]
 
 
@@ -424,10 +436,12 @@ def evaluate(training, loader):
     return right, sorted(counted)
 
 
-@pytest.mark.parametrize("layout", [FULL_BATCH, TWO_STEPS, UNEVEN], ids=str)
-@pytest.mark.parametrize("own_loader", [True, False], ids=["own loader", "training loader"])
+@pytest.mark.parametrize(
+    ("layout", "own_loader"),
+    [(FULL_BATCH, True), (TWO_STEPS, True), (UNEVEN, True), (UNEVEN, False)],
+)
 def test_evaluations_within_an_epoch_change_nothing(layout, own_loader):
-    reference = two_epochs(layout)
+    weights, windows = found_in_two_epochs(layout)
     training = Training(layout)
     loader = training.loader
     if own_loader:
@@ -436,8 +450,8 @@ def test_evaluations_within_an_epoch_change_nothing(layout, own_loader):
     training.epoch()
     found.append(evaluate(training, loader))
     training.epoch(between=(lambda t: found.append(evaluate(t, loader))) if own_loader else None)
-    assert training.windows == reference.windows
-    assert distance(training.weights, reference.weights) == 0
+    assert training.windows == windows
+    assert distance(training.weights, weights) == 0
     assert len(found) == (4 if own_loader else 1)
     for right, counted in found:
         assert counted == [*range(NUM_SAMPLES)]
@@ -540,10 +554,15 @@ def prepared_apart(layout, order):
     return trained_weights(model)
 
 
+@cache
+def prepared_together():
+    """The reference: the full batch, and all objects in one call."""
+    return prepared_apart(FULL_BATCH, "mols")
+
+
 @pytest.mark.parametrize("order", ["mo l s", "mol s", "mos l", "m o l s", "l mos", "s l o m"])
 def test_objects_that_are_prepared_one_by_one(order):
-    reference = prepared_apart(FULL_BATCH, "mols")
-    assert distance(prepared_apart(TWO_STEPS, order), reference) < CLOSE
+    assert distance(prepared_apart(TWO_STEPS, order), prepared_together()) < CLOSE
 
 
 def test_two_optimizers_of_one_model():
@@ -589,7 +608,7 @@ def test_accumulation_steps_that_are_set_later(when):
                 optimizer.zero_grad()
                 num_updates += accelerator.sync_gradients
     assert num_updates == 2 * len(WINDOWS)
-    assert distance(trained_weights(model), two_epochs(FULL_BATCH).weights) < CLOSE
+    assert distance(trained_weights(model), found_in_two_epochs(FULL_BATCH)[0]) < CLOSE
 
 
 def test_accumulation_steps_follow_from_the_global_batch():
@@ -610,7 +629,7 @@ def test_samplers_of_accelerate_do_not_make_the_same_updates():
 
 def test_training_again_after_free_memory():
     """As `find_executable_batch_size` does: a smaller batch, everything else anew."""
-    reference = two_epochs(FULL_BATCH).weights
+    reference, _ = found_in_two_epochs(FULL_BATCH)
     accelerator = Layout(8, 1).make(Accelerator)
     found = []
     for _ in range(2):
@@ -651,7 +670,7 @@ def test_options_on_one_process_are_right_or_refused(name):
         training = two_epochs(TWO_STEPS, **OPTIONS[name])
     except HfGaError:
         return
-    assert distance(training.weights, two_epochs(FULL_BATCH).weights) < CLOSE
+    assert distance(training.weights, found_in_two_epochs(FULL_BATCH)[0]) < CLOSE
 
 
 def test_a_plugin_that_ignores_the_end_of_the_loader():
@@ -662,7 +681,7 @@ def test_a_plugin_that_ignores_the_end_of_the_loader():
     except HfGaError:
         return
     assert training.left == []
-    assert as_sets(training.windows) == as_sets(two_epochs(FULL_BATCH).windows)
+    assert as_sets(training.windows) == as_sets(found_in_two_epochs(FULL_BATCH)[1])
 
 
 def weights_and_windows(layout, make_loader=shuffled, **options):
@@ -671,27 +690,24 @@ def weights_and_windows(layout, make_loader=shuffled, **options):
 
 
 @pytest.mark.slow("starts processes")
-@pytest.mark.parametrize("make_loader", LOADERS)
-def test_samplers_on_two_ranks(make_loader):
-    """The ranks share each window; no rank ignores the sampler."""
-    reference = two_epochs(FULL_BATCH, make_loader)
-    work = partial(weights_and_windows, Layout(4, 2), make_loader)
-    found = without_errors(on_ranks(work, 2))
-    for weights, windows in found:
-        assert as_sets(windows) == as_sets(reference.windows)
-        assert distance(weights, reference.weights) < CLOSE
+@pytest.mark.parametrize("device_specific", [False, True])
+def test_samplers_on_two_ranks(device_specific):
+    """The ranks share each window; no rank ignores the sampler.
 
+    `set_seed(seed, device_specific=True)` seeds each rank differently; the first one's counts.
+    """
 
-@pytest.mark.slow("starts processes")
-@pytest.mark.parametrize("make_loader", LOADERS)
-def test_ranks_with_seeds_of_their_own_visit_one_order(make_loader):
-    """`set_seed(seed, device_specific=True)` seeds each rank differently; the first one's counts."""
-    work = partial(weights_and_windows, Layout(4, 2), make_loader, device_specific=True)
-    found = without_errors(on_ranks(work, 2))
-    reference = two_epochs(FULL_BATCH, make_loader)
-    for weights, windows in found:
-        assert as_sets(windows) == as_sets(reference.windows)
-        assert distance(weights, reference.weights) < CLOSE
+    def work():
+        return [
+            weights_and_windows(Layout(4, 2), make_loader, device_specific=device_specific)
+            for make_loader in LOADERS
+        ]
+
+    for rank in without_errors(on_ranks(work, 2, limit=120)):
+        for make_loader, (weights, windows) in zip(LOADERS, rank, strict=True):
+            expected, expected_windows = found_in_two_epochs(FULL_BATCH, make_loader)
+            assert as_sets(windows) == as_sets(expected_windows), make_loader
+            assert distance(weights, expected) < CLOSE, make_loader
 
 
 def local_sgd():
@@ -727,10 +743,10 @@ def test_options_on_two_ranks_are_right_or_refused(name):
     if all(isinstance(one, str) for one in found):
         assert all(one.split(":")[0] in ERRORS for one in found), found
         return
-    reference = two_epochs(FULL_BATCH)
+    expected, expected_windows = found_in_two_epochs(FULL_BATCH)
     for weights, windows in found:
-        assert as_sets(windows) == as_sets(reference.windows)
-        assert distance(weights, reference.weights) < CLOSE
+        assert as_sets(windows) == as_sets(expected_windows)
+        assert distance(weights, expected) < CLOSE
 
 
 @pytest.mark.slow("starts processes")

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from hf_ga.check.script import ArmResult, causes, relative_error, splits_of
+from hf_ga.check.script import ArmResult, causes, relative_error, scale_of, splits_of
 from hf_ga.check.script_arm import ArmReport
 from hf_ga.errors import ConfigError
 
@@ -87,6 +87,15 @@ for step, (x, y) in enumerate(loader):
         optimizer.step()
         optimizer.zero_grad()
 """
+PREPARE = "model, optimizer, loader = "
+LATE_STEPS = (
+    ACCELERATE.replace("gradient_accumulation_steps=4, ", "")
+    .replace("texts, 2", "texts, 32")
+    .replace(PREPARE, "accelerator.free_memory()\n" + PREPARE)
+    .replace(
+        "for batch in loader", "accelerator.gradient_accumulation_steps = 1\nfor batch in loader"
+    )
+)
 LINE = re.compile(
     r"(hf_ga|accelerate\.Accelerator|transformers\.Trainer), (\d+) micro-batches: "
     r"relative error (\S+), (is|IS NOT)"
@@ -118,8 +127,10 @@ def check(tmp_path, script, *options):
             "accelerate.Accelerator",
             ["cross entropy", "randn_like", "dropout"],
         ),
+        # Steps that are set later, and a batch size above the number of samples.
+        (LATE_STEPS, [2, 4], "accelerate.Accelerator", ["dropout"]),
     ],
-    ids=["Accelerate", "Trainer", "by hand"],
+    ids=["Accelerate", "Trainer", "by hand", "late steps"],
 )
 def test_splits_of_a_script_are_its_full_batch(tmp_path, script, splits, library, words):
     done, rows = check(tmp_path, script, "--assert")
@@ -131,7 +142,10 @@ def test_splits_of_a_script_are_its_full_batch(tmp_path, script, splits, library
     assert error > 1e-2
     for word in words:
         assert re.search(rf"\n    .*{word}", done.stdout), done.stdout
-    assert "window of 8 samples, which the script splits into 4" in done.stdout
+    of_window = "16 samples, which the script splits into 1"
+    if script is not LATE_STEPS:
+        of_window = "8 samples, which the script splits into 4"
+    assert f"window of {of_window}" in done.stdout
     assert not (tmp_path / "unused").exists() or not any((tmp_path / "unused").iterdir())
 
 
@@ -150,6 +164,10 @@ def test_what_cannot_be_checked_is_one_error(tmp_path):
     for script, words in [
         ("print(1)", "ended without an update"),
         ("raise RuntimeError('no such file')", "RuntimeError: no such file"),
+        (
+            "import tqdm\nbar = tqdm.tqdm(total=4)\nraise RuntimeError('no such file')",
+            "RuntimeError: no such file",
+        ),
         (ACCELERATE.replace("model = GPT2", "torch.seed()\nmodel = GPT2"), "seed it"),
     ]:
         done, _ = check(tmp_path, script)
@@ -179,7 +197,9 @@ def test_causes_are_divisors_that_differ_and_draws():
     first, second = causes(report)
     assert first.startswith("the mean of B divides by 0, 1, 2, 3, 4, 5, 6, 7, ...: ")
     assert second == "randn (train.py:3) draws other numbers in each split"
-    assert causes(ArmReport("Trainer", 2, terms=[same])) == [
+    (added_up,) = causes(ArmReport("Trainer", 4, terms=[same]), 3.9)
+    assert "about 3.9 times that of the full batch" in added_up
+    assert causes(ArmReport("Trainer", 2, terms=[same]), 1.0) == [
         "neither divisors nor draws differ: state that the loop keeps, or kernels"
     ]
 
@@ -192,6 +212,8 @@ def test_runs_of_other_windows_or_weights_are_not_compared(change, words):
         report = ArmReport("Trainer", 2, **{"num_samples": 8, "weights": 1.0, **more})
         return ArmResult(report, {"0": torch.tensor([3.0, 4.0])})
 
+    four_times = ArmResult(result().report, {"0": torch.tensor([12.0, 16.0])})
+    assert scale_of(four_times, result()) == pytest.approx(4.0)
     assert relative_error(result(), result()) == 0
     with pytest.raises(ConfigError, match=words):
         relative_error(result(**change), result())

@@ -11,8 +11,8 @@ from torch import nn
 
 import hf_ga
 from hf_ga.check.arms import accelerate_arm, trainer_arm
-from hf_ga.check.hypotheses import Split, best_match, half_precision, list_hypotheses
-from hf_ga.check.rows import OURS
+from hf_ga.check.causes.weights import Split, best_match, half_precision, list_hypotheses
+from hf_ga.check.verdict.rows import OURS
 
 EVEN = {"even": [4, 3, 3, 2]}
 SHORT = ["short last window"]
@@ -80,6 +80,12 @@ def noisy(model, micro_batches, accumulation_steps):
         parameter.grad += 0.01 * torch.randn_like(parameter)
 
 
+def shifted(model, micro_batches, accumulation_steps):
+    right(model, micro_batches, accumulation_steps)
+    for parameter in model.parameters():
+        parameter.grad += 0.01
+
+
 def in_low_precision(model, micro_batches, accumulation_steps):
     right(model.to(torch.bfloat16), micro_batches, accumulation_steps)
 
@@ -113,7 +119,8 @@ MISTAKES = {
     ),
     "added up in bf16": (accumulating(torch.bfloat16), "precision", "computed in low precision"),
     "added up in fp16": (accumulating(torch.float16), "precision", "computed in low precision"),
-    "noise": (noisy, "unknown", "no known cause"),
+    "noise": (noisy, "randomness", "randn_like ("),
+    "another gradient": (shifted, "unknown", "no known cause"),
     "does nothing": (lambda model, micro_batches: None, "no gradients", "in .grad"),
     "updates": (updating, "no gradients", "in .grad"),
 }
@@ -221,6 +228,28 @@ def test_batch_norm_is_named_also_where_hf_ga_refuses_it():
     }  # torch fails on one sample
     norm.eval()
     assert check(model, bag_samples(12), steps={"step": loop}).passed
+
+
+def test_a_step_that_keys_its_draws_is_not_accused_of_dropout():
+    """The control: with another seed it is."""
+
+    def halved(seed):
+        def step(model, micro_batches):
+            (batch,) = micro_batches
+            hf_ga.backward(model, batch, micro_batch_size=4, seed=seed)
+            for parameter in model.parameters():
+                parameter.grad /= 2
+
+        return step
+
+    report = check(
+        helpers.gpt2(0.1),
+        helpers.token_samples(12),
+        {"one batch": [12]},
+        steps={"same": halved(0), "other": halved(1)},
+    )
+    assert_only(report, "same", "normalisation", says="weighted by x(0.5)")
+    assert_only(report, "other", "dropout")
 
 
 class InBatchNegatives(nn.Module):
@@ -380,6 +409,23 @@ def test_width_dependent_padding_is_named():
     ).passed
 
 
+def test_width_is_what_is_left_where_hf_ga_refuses_the_model():
+    """It refuses numbers of numpy, so it has not tried what padding does."""
+
+    def draw(module, args, outputs):
+        if module.training:
+            np.random.rand()
+
+    models = {"FNet": helpers.fnet_masked_lm(0.0), "BERT": helpers.bert_masked_lm()}
+    for model in models.values():
+        model.cls.register_forward_hook(draw)
+    report = check(models["FNet"], helpers.token_samples(12), steps={"step": right})
+    assert report.arm(OURS).rows[0].refused
+    assert names(report, "step") == {"padding width"}
+    report = check(models["BERT"], helpers.token_samples(12), steps={"step": right})
+    assert report.arm("step").passed
+
+
 def clipping(clip, every):
     def step(model, micro_batches, accumulation_steps):
         total = sum(helpers.num_targets(model, batch) for batch in micro_batches)
@@ -393,6 +439,12 @@ def clipping(clip, every):
 
 def torch_clip(model):
     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+
+
+def clip_groups(model):
+    parameters = list(model.parameters())
+    nn.utils.clip_grad_norm_(parameters[:8], 0.05)
+    nn.utils.clip_grad_norm_(parameters[8:], 0.05)
 
 
 def own_clip(model):
@@ -422,9 +474,14 @@ def test_clipping_where_the_truth_does_not_and_a_frozen_parameter_are_named():
         model.bert.encoder.layer[0].output.dense.weight.requires_grad_(False)
         right(model, micro_batches, accumulation_steps)
 
-    steps = {"clips once": clipping(torch_clip, every=False), "frozen": frozen}
+    steps = {
+        "clips once": clipping(torch_clip, every=False),
+        "in groups": clipping(clip_groups, every=False),
+        "frozen": frozen,
+    }
     report = check(helpers.bert_classifier(), helpers.class_samples(12), steps=steps)
     assert_only(report, "clips once", "clipping", says="pass max_grad_norm")
+    assert_only(report, "in groups", "clipping", says="2 group(s) of parameters to a norm of 0.05")
     assert_only(
         report, "frozen", "frozen parameter", says="bert.encoder.layer.0.output.dense.weight"
     )

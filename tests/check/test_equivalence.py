@@ -16,8 +16,8 @@ from torch.nn import functional as F
 
 import hf_ga
 from hf_ga.check.layouts import AUTO, choose_layouts, local_micro_batches
-from hf_ga.check.rows import OURS
 from hf_ga.check.steps import make_accelerator, own_accelerate_state
+from hf_ga.check.verdict.rows import OURS
 from hf_ga.errors import ConfigError
 
 MODELS = {

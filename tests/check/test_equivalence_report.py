@@ -11,8 +11,8 @@ from check_equivalence import main
 from runs import filled_place
 
 import hf_ga
-from hf_ga.check.report import EquivalenceReport
-from hf_ga.check.rows import OURS, Cause, ReportRow
+from hf_ga.check.verdict.report import EquivalenceReport
+from hf_ga.check.verdict.rows import OURS, Cause, ReportRow
 
 
 def mean_of_means(model, micro_batches):
@@ -194,8 +194,10 @@ def test_assert_is_about_hf_ga_and_fails_where_it_does(flags, tmp_path, monkeypa
     flags = [*flags, "--check_layouts", "uneven", "--assert", "--output_dir", str(tmp_path)]
     assert main([*flags, "--compare", "accelerate"]) == 0
     assert "accelerate loop: FAILED" in capsys.readouterr().out
-    monkeypatch.setattr("hf_ga.check.judging.TIMES_OWN_ERROR", 0.0)
-    monkeypatch.setattr("hf_ga.check.judging.FLOOR", 0.0)  # nothing is exact to the last bit
+    monkeypatch.setattr("hf_ga.check.verdict.judging.TIMES_OWN_ERROR", 0.0)
+    monkeypatch.setattr(
+        "hf_ga.check.verdict.judging.FLOOR", 0.0
+    )  # nothing is exact to the last bit
     assert main([*flags, "--compare", "none"]) == 1
 
 

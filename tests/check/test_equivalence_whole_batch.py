@@ -19,13 +19,16 @@ def naive(model, micro_batches):
         (contrast(model(**batch), batch) / len(micro_batches)).backward()
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_contrastive_loss(precision):
+@pytest.mark.parametrize(
+    ("precision", "layouts"), [("fp32", "auto"), ("bf16", ["uneven"]), ("fp16", ["uneven"])]
+)
+def test_contrastive_loss(precision, layouts):
     model = pairs.embedder(returns_scale=True)
     report = check_equivalence(
         model,
         pairs.pair_samples(16),
         pairs.collate_pairs,
+        layouts,
         whole_batch=contrast,
         precision=precision,
         steps={"naive": naive} if precision == "fp32" else {},
@@ -36,19 +39,24 @@ def test_contrastive_loss(precision):
     assert not any(row.passed for row in others)
 
 
-@pytest.mark.parametrize("size", [1, 5, 16])
-def test_one_call_for_a_batch(size):
-    """`hf_ga.backward` has the masks of the window's samples; with another seed it has others."""
+def check_of_one_call(layouts, sizes=(5,), **more):
+    """What an arm of `hf_ga.backward` for each size of micro-batches got."""
+    steps = {f"by {size}": backward_arm(size) for size in sizes}
     samples = h.token_samples(16)
-    steps = {"hf_ga.backward": backward_arm(size)}
+    report = check_equivalence(h.gpt2(0.1), samples, h.pad_right, layouts, steps, **more)
+    return [row for arm in steps for row in report.arm(arm).rows]
+
+
+def test_one_call_for_a_batch():
+    """`hf_ga.backward` has the masks of the window's samples; with another seed it has others."""
     one_batch = {"one batch": [16]}
-    report = check_equivalence(h.gpt2(0.1), samples, h.pad_right, one_batch, steps)
-    assert report.passed, report
-    report = check_equivalence(h.gpt2(0.1), samples, h.pad_right, one_batch, steps, seed=1)
-    assert not next(row for row in report.rows if row.arm == "hf_ga.backward").passed
-    report = check_equivalence(h.gpt2(0.1), samples, h.pad_right, {"two": [8, 8]}, steps)
-    refused = next(row for row in report.rows if row.arm == "hf_ga.backward").refused
-    assert "takes one batch" in refused
+    rows = check_of_one_call(one_batch, sizes=(1, 5, 16))
+    assert len(rows) == 3
+    assert all(row.passed for row in rows), rows
+    (with_another_seed,) = check_of_one_call(one_batch, seed=1)
+    assert not with_another_seed.passed
+    (of_two_batches,) = check_of_one_call({"two": [8, 8]})
+    assert "takes one batch" in of_two_batches.refused
 
 
 def test_a_parameter_outside_of_the_copy_is_refused():

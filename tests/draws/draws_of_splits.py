@@ -4,8 +4,8 @@ import contextlib
 
 import torch
 
+from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
-from hf_ga.exact.masks import sample_keys, window_key
 
 WINDOW_KEY = window_key(0, 0, 0)
 SPLITS = {

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from hf_ga.draws.dropout_functions import attention, dropped_attention
-from hf_ga.exact.masks import keep_mask, sample_keys
-from hf_ga.speed.fused_attention import DroppedAttention, FusedAttention
+from hf_ga.draws.dropout.dropout_functions import attention, dropped_attention
+from hf_ga.draws.dropout.masks import keep_mask, sample_keys
+from hf_ga.rows.fused_attention import DroppedAttention, FusedAttention
 
 P = 0.3
 LENGTH = 5

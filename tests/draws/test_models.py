@@ -17,8 +17,8 @@ from draws_of_splits import micro_batch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from hf_ga.draws.generators import moved_generators, random_states
 from hf_ga.draws.keyed import KeyedDraws
-from hf_ga.exact.generators import moved_generators, random_states
 
 VOCABULARY = 100
 LENGTHS = [5, 9, 3, 12, 7, 8]

@@ -226,6 +226,19 @@ def test_methods_of_parameters_and_subclasses():
     assert is_restored()
 
 
+def test_dropout_of_a_parameter_is_shared_by_the_samples():
+    """Whose rows are as many as the samples of one micro-batch. The control is no parameter."""
+    weight = nn.Parameter(torch.ones(8, 3))
+    with micro_batch(range(8)):
+        of_eight = F.dropout(weight, 0.5)
+        rows_of_eight = F.dropout(torch.ones(8, 3), 0.5)
+    with micro_batch(range(8, 12)):
+        of_four = F.dropout(weight, 0.5)
+        others = F.dropout(torch.ones(8, 3), 0.5)
+    assert torch.equal(of_eight, of_four)
+    assert not torch.equal(rows_of_eight, others)
+
+
 METHODS = {
     "normal_": lambda: torch.empty(8, 3).normal_(),
     "bernoulli_": lambda: torch.empty(8, 3).bernoulli_(0.5),

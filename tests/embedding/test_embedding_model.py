@@ -11,7 +11,7 @@ from hf_ga.embedding.layout import saved_pooling
 from hf_ga.embedding.model import EmbeddingModel
 from hf_ga.embedding.pooling import POOLINGS
 from hf_ga.errors import ConfigError
-from hf_ga.finetuning.data import corpus
+from hf_ga.finetuning.data.formats import corpus
 
 TEXTS = ["a cat", "the cat sat on the mat and looked at the dog", "dogs", "mat " * 40]
 

@@ -10,9 +10,9 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import hf_ga
+from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import LossNotAdditive
-from hf_ga.exact.masks import sample_keys, window_key
 
 pytestmark = pytest.mark.filterwarnings(  # torch.compile reads the attribute
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning"

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_ga.engine.loss_sums import LossSums
+from hf_ga.engine.sums.loss_sums import LossSums
 from hf_ga.errors import LossNotAdditive
 
 POSITIVES = torch.tensor([0, 1, 0, 0, 1, 1])

@@ -13,7 +13,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 from windows import one_window, window_gradient
 
 import hf_ga
-from hf_ga.engine.same_terms import SameTerms
+from hf_ga.engine.sums.same_terms import SameTerms
 from hf_ga.errors import LossNotAdditive
 
 SORTED = [[0, 1, 2, 3], [4, 5, 6, 7, 8]]

@@ -2,6 +2,7 @@
 with the same gradients as without them, and not elsewhere.
 """
 
+from collections import Counter
 from contextlib import contextmanager, suppress
 from functools import partial
 
@@ -14,10 +15,11 @@ from trainers import arguments, make_trainer
 from transformers.activations import NewGELUActivation
 
 from hf_ga import Accelerator, ExactTrainer
+from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine import speed_ups
-from hf_ga.exact.masks import sample_keys, window_key
-from hf_ga.speed.packed_tokens import PackedMasks, PackedTokens
+from hf_ga.rows.packed_tokens import PackedMasks, PackedTokens
+from hf_ga.speed.lean_forward import LeanForward
 from hf_ga.speed.speed_up import SpeedUp
 
 WINDOW = 8
@@ -25,7 +27,7 @@ MICRO_BATCH = 4
 NUM_WINDOWS = 6
 USED = NUM_WINDOWS - 3  # the first three windows are rehearsed
 CLOSE = 2e-6
-ALL = ["lean forward", "chunked loss", "packing", "fused attention"]
+ALL = ["lean forward", "chunked loss", "fused attention", "packing"]
 
 
 @pytest.fixture(autouse=True)
@@ -103,17 +105,6 @@ def test_activation_checkpointing_repeats_packed_tokens(monkeypatch):
     assert list(used.num_used) == ALL
 
 
-def test_a_trial_costs_two_micro_batches(monkeypatch):
-    """One for each speed-up, and one without any."""
-    calls = []
-
-    def count(model):
-        model.transformer.register_forward_pre_hook(lambda *_: calls.append(1))
-
-    train(CASES["GPT-2"], monkeypatch, prepare=count)
-    assert len(calls) == NUM_WINDOWS * WINDOW // MICRO_BATCH + len(ALL) + 1
-
-
 class Wrong(SpeedUp):
     """Changes one gradient."""
 
@@ -126,6 +117,46 @@ class Wrong(SpeedUp):
             yield
         finally:
             handle.remove()
+
+
+def passes_of(name, monkeypatch, candidates):
+    """Returns: (forwards and backwards of a training, the speed-ups)."""
+    passes = Counter()
+
+    def note(module, args, outputs):
+        passes.update(["forward"])
+        outputs[0].register_hook(lambda _: passes.update(["backward"]))
+
+    def watch(model):
+        model.base_model.register_forward_hook(note)
+
+    _, used, _ = train(CASES[name], monkeypatch, candidates=candidates, prepare=watch)
+    return passes, used
+
+
+def cost_of_trial(name, monkeypatch, candidates=None):
+    """Returns: (forwards, backwards, the speed-ups), beside those of a run without any."""
+    without, _ = passes_of(name, monkeypatch, [])
+    # A rehearsal is an iteration like others, and no window is computed again.
+    assert without["forward"] == NUM_WINDOWS * WINDOW // MICRO_BATCH
+    passes, used = passes_of(name, monkeypatch, candidates)
+    return *((passes - without)[kind] for kind in ("forward", "backward")), used
+
+
+def test_a_trial_costs_two_micro_batches(monkeypatch):
+    """One without any speed-up, and one with all. Where these change how the loss is read, a
+    forward without packing, too.
+    """
+    assert cost_of_trial("BERT classification", monkeypatch)[:2] == (2, 2)
+    assert cost_of_trial("GPT-2", monkeypatch)[:2] == (3, 2)
+
+
+def test_a_trial_in_which_the_last_one_fails_costs_one_more(monkeypatch):
+    candidates = [LeanForward(), Wrong()]
+    *cost, used = cost_of_trial("GPT-2", monkeypatch, candidates)
+    assert cost == [3, 3]
+    assert used.used == candidates[:1]
+    assert "relative error" in used.left_out["wrong"]
 
 
 def test_a_wrong_speed_up_is_left_out(monkeypatch):

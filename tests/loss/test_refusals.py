@@ -36,9 +36,9 @@ def dice(z, y):
     return 1 - 2 * (p * t).sum() / (p.sum() + t.sum() + 1)
 
 
-def learned_weight(z, y):
+def weight_of_several(z, y):
     log_variance = nn.Parameter(torch.zeros(()))
-    return torch.exp(-log_variance) * F.cross_entropy(z, y) + log_variance
+    return torch.exp(-log_variance) * (F.cross_entropy(z, y) + z.square().mean())
 
 
 def load_balancing(z, y):
@@ -52,10 +52,10 @@ REFUSED = {
     "exp": (lambda z, y: F.cross_entropy(z, y).exp(), "the exponential of a mean"),
     "power": (lambda z, y: F.cross_entropy(z, y) ** 2, "a power of a mean"),
     "product": (lambda z, y: F.cross_entropy(z, y) * z.mean(), "a product of two quantities"),
-    "learned weight": (learned_weight, "a product of two quantities"),
-    "parameter": (
-        lambda z, y: z.mean() + nn.Parameter(torch.ones(())),
-        "add parameter.sum",
+    "weight of several": (weight_of_several, "multiply each of them"),
+    "weight of data": (
+        lambda z, y: F.cross_entropy(z, y) / z.exp().sum(),
+        "a division by a quantity",
     ),
     "logsumexp": (
         lambda z, y: torch.logsumexp(F.cross_entropy(z, y, reduction="none"), 0),

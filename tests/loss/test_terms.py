@@ -7,7 +7,7 @@ from torch import nn
 
 from hf_ga.errors import LossNotAdditive
 from hf_ga.loss import StackSizes, describe, read_terms, undivided
-from hf_ga.loss.saved import SAVED
+from hf_ga.loss.nodes.saved import SAVED
 
 WEIGHTS = torch.tensor([1.0, 5.0, 1.0, 2.0, 9.0])
 

@@ -35,9 +35,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import hf_ga
-from hf_ga.exact.gradient_sums import sum_gradients
-from hf_ga.exact.order import epoch_order
-from hf_ga.exact.plan import Plan, plan_window
+from hf_ga.model.override import override
+from hf_ga.order.order import epoch_order
+from hf_ga.order.plan import Plan, plan_window
+from hf_ga.parallel import gradient_sums
+from hf_ga.parallel.gradient_sums import sum_gradients
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, full_state_dict
 from hf_ga.recovery.checkpoint import state_sha256
 
@@ -92,7 +94,8 @@ def buckets(folder: Path) -> None:
     for i, parameter in enumerate(parameters):
         if i != 3 and (i != 1 or index):
             parameter.grad = torch.full_like(parameter, 10.0 * i + index + 1).t().contiguous().t()
-    sum_gradients(parameters, [True, True, True, False, True], bucket_bytes=64)
+    with override(gradient_sums, BUCKET_BYTES=64):
+        sum_gradients(parameters, [True, True, True, False, True])
     sums = [
         None if p.grad is None else [p.grad.min().item(), p.grad.max().item(), str(p.grad.dtype)]
         for p in parameters

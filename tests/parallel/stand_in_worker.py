@@ -22,7 +22,7 @@ from tried import later, tried
 
 import hf_ga
 from hf_ga.finetuning.run import loop
-from hf_ga.finetuning.run.evaluation import evaluate, evaluation_windows
+from hf_ga.finetuning.run.scores.evaluation import evaluate, evaluation_windows
 from hf_ga.trainer.exact_trainer import TrainerWindow
 
 CPU = torch.device("cpu")

@@ -23,7 +23,7 @@ from hf_ga.parallel import rejoin
 from hf_ga.parallel.rejoin import can_rejoin
 
 LIMIT = 60  # seconds
-NUM_CALLS = 5  # of each rank in the first window, none of them a filler
+NUM_CALLS = 3  # of each rank in the first window, none of them a filler
 BUILDS = {
     "GPT2Block": partial(h.gpt2, 0.1),
     "MixtralDecoderLayer": partial(h.mixtral, 0.5),
@@ -89,7 +89,7 @@ def trained(
     precision: str = "no",
     limit: int | None = None,
 ) -> SimpleNamespace:
-    """Two updates, in windows of 64 and 13 samples.
+    """Two updates, in windows of 32 and 7 samples.
 
     limit: Padded tokens of a micro-batch, as if memory had run out before.
     """
@@ -97,8 +97,10 @@ def trained(
     accelerator.gradient_state.plugin_kwargs["sync_each_batch"] = each
     model = BUILDS[layer]()
     last = [module for module in model.modules() if type(module).__name__ == layer][-1]
-    samples = h.token_samples(77)
-    windows = make_windows(accelerator, samples, per_device_batch_size=micro_batch)
+    samples = h.token_samples(39)
+    windows = make_windows(
+        accelerator, samples, global_batch_size=32, per_device_batch_size=micro_batch
+    )
     windows.state.max_elements = limit
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows)
@@ -150,13 +152,13 @@ def undisturbed():
             pytest.param(*case, marks=slow)
             for case in [
                 (0, True, (1,), {}),
-                (2, False, (0,), {"each": True}),
-                (2, True, (0, 1), {"each": True}),
+                (1, False, (0,), {"each": True}),
+                (1, True, (0, 1), {"each": True}),
                 (NUM_CALLS - 1, False, (1,), {}),
                 (NUM_CALLS - 1, True, (0, 1), {}),
-                (3, False, (0, 1), {"kind": "fsdp2 checkpointing"}),
-                (3, True, (1,), {"kind": "fsdp2 checkpointing", "evaluates": True}),
-                (3, False, (1,), {"layer": "MixtralDecoderLayer"}),
+                (1, False, (0, 1), {"kind": "fsdp2 checkpointing"}),
+                (1, True, (1,), {"kind": "fsdp2 checkpointing", "evaluates": True}),
+                (1, False, (1,), {"layer": "MixtralDecoderLayer"}),
             ]
         ),
     ],
@@ -205,7 +207,7 @@ def test_an_evaluation_between_windows_changes_no_gradient():
 def test_the_retry_has_the_bits_of_a_run_that_knew_the_limit(in_backward):
     """In bf16, in which FSDP2 keeps gradients of micro-batches in another place."""
     more = {"precision": "bf16", "evaluates": True}
-    planted = partial(Shortage, at=3, in_backward=in_backward)
+    planted = partial(Shortage, at=1, in_backward=in_backward)
     first, second = without_errors(on_two_ranks(partial(trained, planted, (1,), **more), "fsdp2"))
     assert first.retries == second.retries == [1, 0]
     expected = partial(trained, None, limit=first.limit, **more)

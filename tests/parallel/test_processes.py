@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from scenarios_worker import HEADS, KINDS, LAST, MAX_NORM, MICRO_BATCHES, STEPS, WINDOW
 from tried import keyed
 
-from hf_ga.exact.order import epoch_order
+from hf_ga.order.order import epoch_order
 
 pytestmark = pytest.mark.slow("starts processes")
 

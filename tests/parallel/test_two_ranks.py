@@ -17,9 +17,9 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 
 import hf_ga
 from hf_ga.errors import CheckpointError, ConfigError
-from hf_ga.exact.backend import Backend, RankStatus
-from hf_ga.exact.memory import TooLarge
+from hf_ga.loading.memory import TooLarge
 from hf_ga.parallel import prepare as preparing
+from hf_ga.parallel.backend import Backend, RankStatus
 from hf_ga.parallel.processes import broadcast_from_main, check_agreement, raise_on_all_ranks
 
 

@@ -26,7 +26,8 @@ import hf_ga
 from hf_ga.parallel.main_weights import loads_on_main
 
 slow = pytest.mark.slow("starts processes")
-NUM_SAMPLES = 77  # windows of 64 and 13
+NUM_SAMPLES = 21  # windows of 16 and 5
+SIZES = {"global_batch_size": 16, "per_device_batch_size": 4}
 LAYERS = {
     "gpt2": (partial(h.gpt2, 0.1), "GPT2Block"),
     "bert": (partial(h.bert_masked_lm, 0.1), "BertLayer"),
@@ -76,7 +77,7 @@ def trained(
     accelerator: Accelerator, model: nn.Module, samples: list[dict], collate=h.pad_right
 ) -> tuple[h.Gradients, float, dict[str, torch.Tensor]]:
     """The gradient of the first window, and loss and weights after two updates."""
-    windows = make_windows(accelerator, samples, collate)
+    windows = make_windows(accelerator, samples, collate, **SIZES)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows)
     assert_wrapped(model, "fsdp2", accelerator)
@@ -267,7 +268,8 @@ def test_a_loss_of_the_whole_window():
 def prepared(build: Callable[[], nn.Module], layer: str = "GPT2Block", **how) -> Any:
     accelerator = from_main(layer)
     model = build_on_meta(accelerator, build)
-    windows = make_windows(accelerator, how.get("samples") or h.token_samples(64))
+    samples = how.get("samples") or h.token_samples(NUM_SAMPLES)
+    windows = make_windows(accelerator, samples, **SIZES)
     parameters = [*model.parameters(), *how.get("others", [])]
     optimizer = torch.optim.SGD(parameters, lr=0.1)
     return hf_ga.prepare(accelerator, model, optimizer, windows)

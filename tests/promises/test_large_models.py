@@ -23,7 +23,7 @@ import hf_ga
 from hf_ga.engine.speed_ups import candidates
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 from hf_ga.recovery.checkpoint import state_sha256
-from hf_ga.speed.packing import Packing
+from hf_ga.rows.packing import Packing
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 SIZE, LENGTHS = ("base", (8, 64)) if DEVICE == "cuda" else ("tiny", (4, 16))

@@ -19,11 +19,11 @@ from steps import backward_window
 from tried import later, tried
 
 import hf_ga
-from hf_ga.exact.masks import apply_dropout_mask, keep_mask, sample_keys
+from hf_ga.draws.dropout.masks import apply_dropout_mask, keep_mask, sample_keys
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
+from hf_ga.rows.packing import Packing
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
-from hf_ga.speed.packing import Packing
 
 DEVICE = torch.device("cuda")  # with "cpu", and without the marks, the same tests run there
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]

@@ -8,7 +8,7 @@ import pytest
 import traps
 from trap_kinds import FIRST_ODD_WINDOW, KINDS
 
-from hf_ga.speed.packing import Packing
+from hf_ga.rows.packing import Packing
 
 RATE = 0.05
 SEED = 0

@@ -20,10 +20,10 @@ from safetensors.torch import load_file
 from stops import content
 
 import hf_ga
-from hf_ga.exact.order import epoch_order
-from hf_ga.exact.shuffle_buffer import shuffled
 from hf_ga.finetuning.run import finetune, loop
-from hf_ga.finetuning.run.saving import resume
+from hf_ga.finetuning.run.results.saving import resume
+from hf_ga.loading.streams.shuffle_buffer import shuffled
+from hf_ga.order.order import epoch_order
 
 RATE, WARMUP, STEPS = 3e-4, 2, 8  # of `small_config`; epochs of 60 samples in windows of 16
 STOP = 6  # the checkpoint: two windows into the second epoch

@@ -2,6 +2,7 @@
 would be another one.
 """
 
+import json
 import math
 import os
 import shutil
@@ -11,18 +12,22 @@ from types import SimpleNamespace
 import pytest
 import torch
 from runs import lines_of, relative_distance, saved_weights, train
+from safetensors import safe_open
+from safetensors.torch import save_file
 from stops import Stopped, content, interrupted, without_speed
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 import hf_ga
-from hf_ga.finetuning.run import build, loop, saving
+from hf_ga.finetuning.run import build, loop
+from hf_ga.finetuning.run.results import saving
 from hf_ga.parallel import shards
 from hf_ga.recovery.checkpoint import (
     list_checkpoints,
     load_checkpoint,
-    save_checkpoint,
     state_sha256,
 )
 from hf_ga.recovery.manifest import write_manifest
+from hf_ga.recovery.saving import save_checkpoint
 from hf_ga.recovery.versions import machine
 
 ALONE = SimpleNamespace(
@@ -311,6 +316,44 @@ def test_save_and_load_by_hand(file_bytes, tmp_path, monkeypatch):
         assert all(torch.equal(mine[k], theirs[k]) for k in mine)
     with pytest.raises(hf_ga.CheckpointError, match="checkpoint-3"):
         load_checkpoint(folder, *small(width=4))
+
+
+def test_files_are_those_of_torch(tmp_path, monkeypatch):
+    """The same names, permissions, tensors and offsets, also of tensors that share their memory.
+    Control: a file that safetensors writes has other permissions.
+    """
+    rows = torch.arange(12.0).view(3, 4)
+    tensors = {"model.a": rows, "model.b": rows[1:], "model.c": torch.ones(2, dtype=torch.bfloat16)}
+    found = []
+    for writer in (shards._ShardsWriter, HuggingFaceStorageWriter):
+        monkeypatch.setattr(shards, "_ShardsWriter", writer)
+        folder = tmp_path / writer.__name__
+        shards.write_shards(tensors, folder)
+        (path,) = folder.iterdir()
+        with safe_open(path, "pt") as file:
+            offsets = json.loads(file.metadata()["DCP_SHARDING_INFO"])
+            found.append((path.name, path.stat().st_mode, offsets, file.get_tensors()))
+    *described, ours = found[0]
+    *described_by_torch, theirs = found[1]
+    assert described == described_by_torch
+    assert ours.keys() == theirs.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert torch.equal(ours[name], tensor)
+        assert torch.equal(theirs[name], tensor)
+    save_file({"a": rows}, tmp_path / "alone")
+    assert (tmp_path / "alone").stat().st_mode not in described
+
+
+def test_a_transposed_weight_comes_back(tmp_path):
+    """torch's own writer refuses it."""
+    model, _ = small()
+    model.weight = torch.nn.Parameter(torch.randn(3, 2).T)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    expected = model.weight.detach().clone()
+    folder = save_checkpoint(ALONE, tmp_path, model, optimizer, {}, step=0, keep=1)
+    torch.nn.init.zeros_(model.weight)
+    load_checkpoint(folder, model, optimizer)
+    assert torch.equal(model.weight, expected)
 
 
 def test_the_sha256_sees_every_bit():

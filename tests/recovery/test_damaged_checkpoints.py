@@ -22,17 +22,17 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 import hf_ga
 from hf_ga.errors import CheckpointError
-from hf_ga.finetuning.data import corpus
-from hf_ga.finetuning.run.outputs import save_best, save_last
+from hf_ga.finetuning.data.formats import corpus
+from hf_ga.finetuning.run.results.outputs import save_best, save_last
 from hf_ga.recovery.checkpoint import (
     list_checkpoints,
     load_checkpoint,
-    save_checkpoint,
     state_sha256,
 )
 from hf_ga.recovery.files import tidy
 from hf_ga.recovery.latest import find_checkpoint, set_latest
 from hf_ga.recovery.manifest import read_manifest, verify
+from hf_ga.recovery.saving import save_checkpoint
 
 ALONE = SimpleNamespace(
     is_main_process=True, num_processes=1

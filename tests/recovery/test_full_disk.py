@@ -8,9 +8,10 @@ import pytest
 from disk_limits import limit_at
 from runs import lines_of, small_config, train
 
-from hf_ga.finetuning.run import outputs, report, saving
-from hf_ga.finetuning.run.cli import finetune_main
+from hf_ga.finetuning.run.flags.cli import finetune_main
+from hf_ga.finetuning.run.results import outputs, report, saving
 from hf_ga.recovery import checkpoint
+from hf_ga.recovery import saving as recovery_saving
 from hf_ga.recovery.checkpoint import list_checkpoints
 from hf_ga.recovery.manifest import verify
 
@@ -24,8 +25,8 @@ SMALL = {
 # checkpoint that is kept.
 CASES = {
     "weights and optimizer": (
-        checkpoint,
-        "save_shards",
+        recovery_saving,
+        "write_shards",
         2,
         1_000,
         "partial-checkpoint-4/shards",
@@ -33,7 +34,14 @@ CASES = {
     ),
     "manifest": (checkpoint, "write_manifest", 2, 100, "partial-checkpoint-4", "checkpoint-2"),
     "latest": (checkpoint, "set_latest", 2, 10, "", "checkpoint-2"),
-    "first checkpoint": (checkpoint, "save_shards", 1, 1_000, "partial-checkpoint-2/shards", None),
+    "first checkpoint": (
+        recovery_saving,
+        "write_shards",
+        1,
+        1_000,
+        "best",  # is saved again before the run waits for the checkpoint
+        None,
+    ),
     "best model": (outputs, "_save_in_original_dtype", 2, 1_000, "best", "checkpoint-2"),
     "metrics": (report.MetricsFile, "write", 3, 500, "metrics.jsonl", "checkpoint-2"),
     "last model": (outputs, "save_last", 1, 1_000, "model.safetensors", "checkpoint-4"),
@@ -85,6 +93,6 @@ def test_an_error_that_is_none_of_the_disk_goes_through(place, tmp_path, monkeyp
     def save(*args, **more):
         raise RuntimeError("a bug")
 
-    monkeypatch.setattr(saving, "save_checkpoint", save)
+    monkeypatch.setattr(saving.CheckpointSaver, "save", save)
     with pytest.raises(RuntimeError, match="a bug"):
         train(place, tmp_path / "out")

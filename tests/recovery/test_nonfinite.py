@@ -17,14 +17,14 @@ from steps import Training, same
 from torch import nn
 
 import hf_ga
+from hf_ga.draws.generators import random_states
 from hf_ga.engine.nonfinite import find_cause
 from hf_ga.engine.own_loop import OwnLoop
 from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import NonFinite
-from hf_ga.exact.backend import Backend
-from hf_ga.exact.generators import random_states
-from hf_ga.exact.order import epoch_order
 from hf_ga.finetuning.run import loop
+from hf_ga.order.order import epoch_order
+from hf_ga.parallel.backend import Backend
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 WINDOW = 8

@@ -36,8 +36,9 @@ from hf_ga.errors import NonFinite
 from hf_ga.finetuning.run import build
 from hf_ga.finetuning.run.optimizers import build_optimizer
 from hf_ga.parallel import prepare as preparing
-from hf_ga.recovery import checkpoint
-from hf_ga.recovery.checkpoint import load_checkpoint, save_checkpoint
+from hf_ga.recovery import checkpoint, saving
+from hf_ga.recovery.checkpoint import load_checkpoint
+from hf_ga.recovery.saving import save_checkpoint
 
 pytestmark = pytest.mark.slow("starts processes")
 
@@ -191,9 +192,9 @@ def on_a_full_disk(config: hf_ga.FinetuneConfig) -> dict:
     again = replace(config, resume_from_checkpoint="auto")
     copy = Path(config.output_dir) / "copy"
     said = {}
-    with nullcontext() if is_main else limit_at(checkpoint, "save_shards", call=2, size=1_000):
+    with nullcontext() if is_main else limit_at(saving, "write_shards", call=2, size=1_000):
         said["shards of process 1"] = outcome(partial(hf_ga.finetune, config))
-    with limit_at(checkpoint, "_complete", call=1, size=10) if is_main else nullcontext():
+    with limit_at(checkpoint, "write_manifest", call=1, size=10) if is_main else nullcontext():
         said["manifest"] = outcome(partial(hf_ga.finetune, again))
     if is_main:
         shutil.copytree(copy.with_name("checkpoint-2"), copy)

@@ -12,7 +12,7 @@ import pytest
 from forked import phase, run_phases
 from runs import lines_of, relative_distance, small_config, train
 
-from hf_ga.finetuning.run import saving
+from hf_ga.finetuning.run.results import saving
 from hf_ga.recovery.checkpoint import load_checkpoint
 
 STEPS = 13

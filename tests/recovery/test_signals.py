@@ -15,9 +15,10 @@ from stops import without_speed
 
 import hf_ga
 from hf_ga.errors import RunStopped
-from hf_ga.exact import workers
-from hf_ga.exact.order import epoch_order
-from hf_ga.finetuning.run import cli, loop
+from hf_ga.finetuning.run import loop
+from hf_ga.finetuning.run.flags import cli
+from hf_ga.loading import workers
+from hf_ga.order.order import epoch_order
 from hf_ga.recovery import signals
 from hf_ga.recovery.signals import stop_requests
 

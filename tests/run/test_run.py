@@ -4,14 +4,23 @@ Each script is written for Accelerate, transformers or TRL alone. Plain Python o
 the control: its layouts differ.
 """
 
+import os
 import subprocess
 import sys
+import tempfile
+import traceback
+import warnings
 from pathlib import Path
+from typing import IO
 
 import helpers as h
 import launching
 import pytest
 import torch
+import transformers.trainer  # noqa: F401  (so that no forked process imports it by itself)
+from accelerate.state import AcceleratorState
+
+from hf_ga import run
 
 SHARED = """
 import sys
@@ -134,6 +143,41 @@ def python(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
+def forked(*arguments: object) -> subprocess.CompletedProcess:
+    """As `python`, in a process that has imported the libraries before the script does."""
+    words = [str(word) for word in arguments]
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        child = os.fork()
+        if child == 0:
+            _become(words, out, err)
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        out.seek(0)
+        err.seek(0)
+        return subprocess.CompletedProcess(words, code, out.read(), err.read())
+
+
+def _become(words: list[str], out: IO[str], err: IO[str]) -> None:
+    """Run a script in this process, and end it."""
+    sys.stdout = out
+    sys.stderr = err
+    warnings.simplefilter("ignore")  # which are errors in a test
+    AcceleratorState._reset_state(True)
+    code = 0
+    try:
+        if words[:2] == [*RUN]:
+            code = run.main(words[2:])
+        else:
+            run.run_as_main(words)
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    out.flush()
+    err.flush()
+    os._exit(code)
+
+
 def error_between_layouts(
     folder: Path, body: str, *more: str, options: tuple[str, ...] = RUN
 ) -> float:
@@ -142,7 +186,7 @@ def error_between_layouts(
     weights = []
     for batch_size, steps in LAYOUTS:
         out = folder / f"{batch_size}x{steps}.pt"
-        done = python(*options, script, batch_size, steps, out, *more)
+        done = forked(*options, script, batch_size, steps, out, *more)
         assert done.returncode == 0, done.stderr
         assert done.stderr.count("hf_ga.run:") == (1 if options else 0), done.stderr
         weights.append(torch.load(out))
@@ -179,7 +223,7 @@ def test_two_processes_make_the_weights_of_one(tmp_path, name):
 def refused(folder: Path, body: str, *more: str) -> str:
     """Run a script that is refused, and return the line that is printed."""
     script = write(folder, body)
-    done = python(*RUN, script, 4, 2, folder / "out.pt", *more)
+    done = forked(*RUN, script, 4, 2, folder / "out.pt", *more)
     assert done.returncode == 2, done.stderr
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1
@@ -217,7 +261,7 @@ def test_an_error_of_the_script_stays_as_it_is(tmp_path):
 
 @pytest.mark.slow("starts processes")
 def test_a_script_that_makes_no_accelerator_is_said_to_run_unchanged(tmp_path):
-    done = python(*RUN, write(tmp_path, "print(__name__, sys.argv[1:])\nsys.exit(0)"), 4, 2, "out")
+    done = forked(*RUN, write(tmp_path, "print(__name__, sys.argv[1:])\nsys.exit(0)"), 4, 2, "out")
     assert done.returncode == 0
     assert done.stdout.splitlines()[-1] == "__main__ ['4', '2', 'out']"
     assert "made neither" in done.stderr

@@ -6,6 +6,7 @@ import json
 import os
 import threading
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from multiprocessing import Pipe
 from pathlib import Path
@@ -25,14 +26,18 @@ from benchmark.arms import (
     REBALANCED,
     SPEED,
     TRAINER,
+    WITHOUT_CUDNN,
+    speed_arms,
 )
 from benchmark.gpu import flops_per_token
 from benchmark.measuring import BenchmarkRun, Measurements, measure_interleaved
 from benchmark.ranks import busy_core, measure_two_ranks
 from benchmark.report import Bound
-from benchmark.setting import Setting, build_model
-from benchmark.trainers import PADDING_FREE, PEERS, PLAIN
+from benchmark.setting import Setting, build_model, random_samples
+from benchmark.trainers import PADDING_FREE, PEERS, PLAIN, full_rows
 from torch.utils.flop_counter import FlopCounterMode
+
+from hf_ga.order.length_plan import MAX_PADDING
 
 # Three windows, which an engine rehearses in the first epoch, so that the second has each sample once.
 LENGTHS = [3, 17, 5, 9, 2, 30, 12, 4, 8, 8, 21, 6, 3, 14, 7, 11] * 3
@@ -95,9 +100,50 @@ def test_every_arm_sees_each_sample_once_an_epoch_and_waits_for_its_turn(model, 
     assert measured.each_once
     assert len(measured.seconds) == setting.windows_per_epoch
     assert (measured.padding == 1) == (name == PADDING_FREE)
-    assert measured.padding < (
-        2.5 if name in (TRAINER, OWN_LOOP, EXACT_TRAINER, WITHOUT_PLAN, PLAIN) else 1.5
+    bound = 2.5 if name in (TRAINER, OWN_LOOP, EXACT_TRAINER, WITHOUT_PLAN, PLAIN) else 1.5
+    if name == DEFAULT:  # it packs: its plan allows padding, which is not computed
+        bound = MAX_PADDING
+    assert measured.padding < bound
+
+
+@pytest.mark.parametrize("model", ["gpt", "bert"])
+@pytest.mark.parametrize("backend", [None, "eager"])
+def test_full_rows_have_one_shape_and_as_many_tokens_as_a_window(model, backend):
+    """480 real tokens in three windows: two micro-batches of four rows of 20 each."""
+    run = BenchmarkRun(setting_of(model))
+    shapes = []
+    run.model.register_forward_pre_hook(
+        lambda model, args, kwargs: shapes.append(tuple(kwargs["input_ids"].shape)),
+        with_kwargs=True,
     )
+    measured = run.measure(partial(full_rows, backend=backend))
+    assert sum(LENGTHS) / 3 == 160 and 2 * 4 * 32 > 160 > 4 * 32
+    assert set(shapes) == {(4, 20)}
+    assert len(shapes) == 2 * 3 * 2  # micro-batches of three windows in two epochs
+    assert measured.each_once
+    assert len(measured.seconds) == 3
+
+
+def test_random_samples_are_spread_as_described():
+    samples = random_samples("bert", 1024, 2048)["samples"]
+    lengths = [len(sample["input_ids"]) for sample in samples]
+    assert min(lengths) == 8 and max(lengths) == 1024
+    assert np.mean(lengths) == pytest.approx(240, rel=0.02)
+    assert {sample["label"] for sample in samples} == {0, 1, 2, 3}
+    assert samples == random_samples("bert", 1024, 2048)["samples"]
+
+
+def test_arms_without_cudnns_attention_are_trainers_on_a_gpu(monkeypatch):
+    seen = []
+    note = lambda run: seen.append(torch.backends.cuda.cudnn_sdp_enabled())  # noqa: E731
+    monkeypatch.setattr("benchmark.arms.SPEED", dict.fromkeys(SPEED, note))
+    assert list(speed_arms("cpu")) == list(SPEED)
+    arms = speed_arms("cuda")
+    modes = (TRAINER, GROUPED, REBALANCED)
+    assert list(arms) == [*SPEED, *(mode + WITHOUT_CUDNN for mode in modes)]
+    for name in (TRAINER, TRAINER + WITHOUT_CUDNN, TRAINER):
+        arms[name](None)
+    assert seen == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +220,22 @@ def test_rates_are_medians_over_epochs():
     assert section.rows[-1][1:] == [sum(LENGTHS), 4.0, pytest.approx(1.4), 1.2, 100.0]
     assert all(bound.holds for bound in section.bounds)
     assert "- passed: " in str(section)
+
+
+def test_ratios_are_to_the_better_of_trainers_settings():
+    setting = replace(setting_of(), device="cuda")
+    others = {
+        TRAINER + WITHOUT_CUDNN: one(2.0),
+        GROUPED + WITHOUT_CUDNN: one(1.25, added=80),
+        REBALANCED + WITHOUT_CUDNN: one(3.0),
+    }
+    section = report.speed_section(setting, GOOD | others)
+    (row,) = [row for row in section.rows if row[0] == DEFAULT]
+    assert row[2:4] == [pytest.approx(2.0), pytest.approx(1.25)]
+    assert [bound.holds for bound in section.bounds[:2]] == [False, False]  # 1.25, 100 over 80
+    assert section.bounds[3].value == pytest.approx(1.4 / 1.2), "batch_rebalance's better one"
+    assert "better of Trainer as shipped" in str(section)
+    assert "a CPU has no cuDNN" in str(report.speed_section(setting_of(), GOOD))
 
 
 def test_each_bound_of_the_speed_can_fail():

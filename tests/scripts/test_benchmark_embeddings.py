@@ -9,7 +9,7 @@ import transformers as tf
 from runs import WORDS
 
 from hf_ga.embedding.model import EmbeddingModel
-from hf_ga.finetuning.data import corpus
+from hf_ga.finetuning.data.formats import corpus
 
 pytest.importorskip("sentence_transformers")
 embeddings = pytest.importorskip("benchmark.embeddings")

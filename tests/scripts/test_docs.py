@@ -24,10 +24,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import hf_ga
 from hf_ga import errors
-from hf_ga.exact.memory import out_of_memory_error
 from hf_ga.finetuning.data.tasks import TASKS
-from hf_ga.finetuning.run.cli import parse_config
-from hf_ga.finetuning.run.reload import Expected, check_model
+from hf_ga.finetuning.run.flags.cli import parse_config
+from hf_ga.finetuning.run.model.reload import Expected, check_model
+from hf_ga.loading.memory import out_of_memory_error
 from hf_ga.recovery.manifest import verify, write_manifest
 
 ROOT = Path(__file__).parents[2]

@@ -107,8 +107,8 @@ def kill_test(folder, kills, *flags):
     ("door", "kills", "flags"),
     [
         ("command", 5, ["--same_bits", "4", "--seed", "1"]),
-        ("accelerate", 3, ["--seed", "2"]),
-        ("trainer", 3, ["--seed", "3"]),
+        ("accelerate", 2, ["--seed", "2"]),
+        ("trainer", 2, ["--seed", "3"]),
     ],
 )
 def test_machines_come_and_go(tmp_path, door, kills, flags):

@@ -22,10 +22,11 @@ from runs import WORDS
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 
 import hf_ga
-from hf_ga.exact.order import epoch_order
-from hf_ga.finetuning.run import loop, outputs
-from hf_ga.finetuning.run.arguments import TASK_OF_SCRIPT
-from hf_ga.finetuning.run.cli import parse_config
+from hf_ga.finetuning.run import loop
+from hf_ga.finetuning.run.flags.arguments import TASK_OF_SCRIPT
+from hf_ga.finetuning.run.flags.cli import parse_config
+from hf_ga.finetuning.run.results import outputs
+from hf_ga.order.order import epoch_order
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 SPECIAL = ["<pad>", "<eos>", "<mask>", "<cls>", "<sep>", "<unk>"]

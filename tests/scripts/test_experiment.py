@@ -9,7 +9,7 @@ import run_ga_experiment as script
 from run_ga_experiment import LAYOUTS, LIMITS, MISTAKES, WITHOUT_DROPOUT, differences
 from runs import SENTENCE, ragged_rows, write_rows
 
-from hf_ga.finetuning.data.corpus import train_tokenizer
+from hf_ga.finetuning.data.formats.corpus import train_tokenizer
 
 pytestmark = pytest.mark.slow("trains in every layout and with every mistake")
 

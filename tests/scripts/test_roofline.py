@@ -63,6 +63,42 @@ def test_kernels_and_bytes_by_hand():
     assert counter.num_bytes == 48 + 48 + 32 + 416
 
 
+def test_compiled_kernels_and_bytes_by_hand():
+    """16 floats are 64 bytes, a parameter of 16 in bf16 32 bytes."""
+    x = torch.zeros(4, 4)
+    weight = torch.nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+    gradient = torch.zeros(4, 4)
+    with CountKernels() as counter:
+        counter.is_compiled = True
+        y = (x + x).tanh() * x  # one kernel, of whose three results one is read: 64 + 64
+        z = y @ x  # reads two, writes one: 192
+        w = z.relu() + y  # one kernel: reads two, 128; nobody reads the result
+        w.sum(0)  # alone: reads 64, which the kernel above must write, too; writes 16
+        weight.bfloat16()  # alone: 64 + 32
+        gradient.add_(z)  # alone: reads two, writes one
+    assert counter.kernels == 6
+    assert counter.num_bytes == 128 + 192 + 128 + (64 + 64 + 16) + 96 + 192
+
+
+@pytest.mark.parametrize("kind", SMALL)
+def test_rows_have_fewer_kernels_and_compute_their_tail(kind):
+    shape = SMALL[kind]
+    lengths = np.array([40, 30])
+    rows = replace(HF_GA, has_rows=True)
+    with FakeTensorMode():
+        packed = roofline.count(roofline.build(shape, HF_GA), shape, HF_GA, lengths)
+        compiled = roofline.count(roofline.build(shape, rows), shape, rows, lengths)
+        longer = roofline.count(roofline.build(shape, rows), shape, rows, lengths, tail=58)
+    assert compiled.kernels < 0.75 * packed.kernels
+    assert compiled.num_bytes < 0.9 * packed.num_bytes
+    assert longer.kernels == compiled.kernels
+    assert longer.num_bytes > compiled.num_bytes
+    of_tail = 72 * shape.width**2 * 58 * shape.layers
+    assert (
+        roofline.flops(shape, rows, lengths, 58) == roofline.flops(shape, HF_GA, lengths) + of_tail
+    )
+
+
 def bends(kind: str, mode: roofline.Mode) -> int:
     """The second difference of bytes over widths 64, 128, 192: 0 if bytes grow with the tokens."""
     sizes = [counted(kind, mode, [width] * 4).num_bytes for width in (64, 128, 192)]
@@ -105,7 +141,7 @@ def test_the_largest_bound_is_the_prediction():
 
 def test_the_command(capsys, monkeypatch):
     samples = [{"input_ids": [5] * length} for length in range(4, 8)]
-    monkeypatch.setattr(roofline, "docstring_samples", lambda *_: {"samples": samples})
+    monkeypatch.setitem(roofline.SAMPLES, "docstrings", lambda *_: {"samples": samples})
     sizes = ["--num_samples", "4", "--window", "4", "--micro_batch", "2", "--layers", "1"]
     roofline.main(["--models", "bert", "--devices", "h200", *sizes])
     printed = capsys.readouterr().out

@@ -79,6 +79,88 @@ def test_loss_and_gradient_are_the_heads_own(model_type, name, kind, no_values):
     assert "forward" not in vars(head.output_layer), "something was left behind"
 
 
+@pytest.fixture
+def products(monkeypatch):
+    """Rows are added to weights here as on a GPU. Returns how many rows each product had."""
+    monkeypatch.setattr(chunked_loss, "PADDED_DEVICES", ("cpu",))
+    num_rows = []
+    linear = F.linear
+
+    def noted(x, weight, bias=None):
+        num_rows.append(len(weight))
+        return linear(x, weight, bias)
+
+    monkeypatch.setattr(F, "linear", noted)
+    return num_rows
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"label_smoothing": 0.1},
+        {"class_weights": torch.linspace(0, 2, 70).double()},
+        {"logit_ops": [lambda x: 5.0 * torch.tanh(x / 5.0), lambda x: x + torch.arange(70.0)]},
+    ],
+    ids=lambda options: "-".join(options) or "none",
+)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_rows_added_for_the_products_change_nothing(has_bias, options, products):
+    """In float64, in chunks of 3; all logits are negative, so a logit of 0 would count most."""
+    hidden = torch.rand(7, 8).double().requires_grad_()
+    weight = (-torch.rand(70, 8).double()).requires_grad_()
+    bias = (-torch.rand(70).double()).requires_grad_() if has_bias else None
+    target = torch.arange(7)
+    logits = hidden @ weight.T + (bias if has_bias else 0)
+    for logit_op in options.get("logit_ops", []):
+        logits = logit_op(logits)
+    smoothing = options.get("label_smoothing", 0.0)
+    true = F.cross_entropy(logits, target, options.get("class_weights"), label_smoothing=smoothing)
+    head = OutputProjection(weight, bias, torch.float64, **options)
+    loss = chunked_cross_entropy(head, hidden, target, 3, mean=True)
+    assert products == [128, 128, 128]
+    torch.testing.assert_close(loss, true, rtol=1e-13, atol=0)
+    trained = [hidden, weight, *([bias] if has_bias else [])]
+    ours = torch.autograd.grad(loss, trained)
+    for gradient, reference in zip(ours, torch.autograd.grad(true, trained), strict=True):
+        torch.testing.assert_close(gradient, reference, rtol=1e-11, atol=1e-15)
+    with torch.no_grad():
+        assert chunked_cross_entropy(head, hidden, target, 3, mean=True) == loss
+
+
+def test_where_no_rows_are_added(monkeypatch):
+    """To as many as are needed, and not on a CPU."""
+    for num_classes, devices in ((128, ("cpu",)), (70, chunked_loss.PADDED_DEVICES)):
+        monkeypatch.setattr(chunked_loss, "PADDED_DEVICES", devices)
+        weight = torch.rand(num_classes, 8)
+        assert OutputProjection(weight, None, torch.float32).for_products(weight) is weight
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float16])
+def test_a_window_with_added_rows(dtype, products):
+    """GPT-2, whose weight is that of the embedding, too; alone and in autocast, whose rounding the
+    products of both have.
+    """
+    model = h.gpt2()
+    batch = h.pad_right(SAMPLES)
+    num_classes = len(model.lm_head.weight)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    assert num_classes % chunked_loss.ROW_MULTIPLE, "control: rows are missing"
+    found = []
+    for devices in (("cpu",), ()):
+        chunked_loss.PADDED_DEVICES = devices
+        products.clear()
+        autocast = torch.autocast("cpu", dtype or torch.bfloat16, enabled=dtype is not None)
+        with autocast, chunked(model, 5).scope(model):
+            found.append(loss_and_gradient(model, batch))
+        padded_rows = num_classes + -num_classes % chunked_loss.ROW_MULTIPLE
+        assert (padded_rows in products) == bool(devices)
+    (loss, gradients), (plain_loss, plain) = found
+    tolerance = 2e-6 if dtype is None else 1e-2
+    assert loss == pytest.approx(plain_loss, rel=tolerance)
+    assert h.relative_error(gradients, plain) <= tolerance
+
+
 @pytest.mark.parametrize(
     "trained", [("hidden",), ("weight",), ("bias",), ("hidden", "weight", "bias"), ()], ids=str
 )

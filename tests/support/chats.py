@@ -2,9 +2,9 @@
 with them.
 """
 
-from hf_ga.finetuning.data import corpus
 from hf_ga.finetuning.data.chat.rendering import render_rows
-from hf_ga.finetuning.data.tokenization import tokenize_completions
+from hf_ga.finetuning.data.encoding.tokenization import tokenize_completions
+from hf_ga.finetuning.data.formats import corpus
 
 IGNORED = -100
 SPECIAL = ["<|im_start|>", "<|im_end|>", "[INST]", "[/INST]", "</s>", "<|user|>", "<|assistant|>"]

@@ -22,7 +22,7 @@ from forked import together
 from transformers.models.bert import modeling_bert  # noqa: F401
 from transformers.models.gpt2 import modeling_gpt2  # noqa: F401
 
-from hf_ga.finetuning.data.corpus import load_stdlib
+from hf_ga.finetuning.data.formats.corpus import load_stdlib
 
 
 def parsed(words: list[str]) -> Namespace | None:

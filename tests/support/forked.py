@@ -27,10 +27,10 @@ import pytest
 import torch.distributed.checkpoint.state_dict
 import transformers as tf
 from accelerate.state import AcceleratorState
-from launching import PORTS
+from launching import free_port
 
 from hf_ga.finetuning.run import finetune, loop
-from hf_ga.finetuning.run.config import FinetuneConfig
+from hf_ga.finetuning.run.flags.config import FinetuneConfig
 
 LIMIT = 400  # seconds for all phases of one call, which take a quarter of it on an idle machine
 STOPPED = 9  # exit code of a process that was stopped where a phase says so
@@ -94,7 +94,7 @@ def run_script(script: str, folder: Path, job: Any) -> str:
 
 
 def environment_of(kind: str, processes: int) -> dict[str, str]:
-    port = str(next(PORTS))
+    port = str(free_port())
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
     world = {
         "MASTER_ADDR": "127.0.0.1",
@@ -176,7 +176,9 @@ def on_ranks(
         other.close()  # so that the end of a rank is seen
         ends.append(end)
     try:
-        assert all(end.poll(limit) for end in ends), f"a rank ran for more than {limit} s"
+        if not all(end.poll(limit) for end in ends):
+            others = [_received(end) for end in ends if end.poll(0)]
+            raise AssertionError(f"a rank ran for more than {limit} s; the others: {others}")
         return [_received(end) for end in ends]
     finally:
         for process in ranks:

@@ -85,8 +85,9 @@ LLAMA_SIZES = {
 
 
 @seeded
-def llama(dropout: float = 0.0) -> nn.Module:
-    return tf.LlamaForCausalLM(tf.LlamaConfig(**LLAMA_SIZES, attention_dropout=dropout))
+def llama(dropout: float = 0.0, **more) -> nn.Module:
+    sizes = {**LLAMA_SIZES, **more}
+    return tf.LlamaForCausalLM(tf.LlamaConfig(**sizes, attention_dropout=dropout))
 
 
 @seeded

@@ -1,14 +1,12 @@
 """Start a script under the real `accelerate launch`, on CPU processes, with a time limit."""
 
-import itertools
 import os
+import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
-# Below those that the system hands out (there a process that waits for a listener may be connected
-# to itself), apart for two test processes.
-PORTS = itertools.count(10_000 + 7 * (os.getpid() % 2_500))
 TIME_LIMIT = 400  # seconds; a launch takes 15 to 60
 
 
@@ -32,7 +30,7 @@ def launch(
         "--num_machines",
         "1",
         "--main_process_port",
-        str(next(PORTS)),
+        str(free_port()),
         "--mixed_precision",
         "no",
         "--dynamo_backend",
@@ -47,6 +45,19 @@ def launch(
         timeout=timeout,
         check=False,
     )
+
+
+def free_port() -> int:
+    """One at random, so that two test processes never hand out the same one at the same time.
+
+    Below those that the system hands out: there a process that waits for a listener may be
+    connected to itself.
+    """
+    while True:
+        port = random.SystemRandom().randrange(10_000, 30_000)  # tests seed the other one alike
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)) != 0:
+                return port
 
 
 def environment(place):

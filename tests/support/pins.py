@@ -41,10 +41,10 @@ from steps import backward_window
 from tried import later, tried
 
 import hf_ga
-from hf_ga.speed.fused_attention import FusedAttention
+from hf_ga.rows.fused_attention import FusedAttention
+from hf_ga.rows.packing import Packing
 from hf_ga.speed.lazy_logits import ChunkedLoss
 from hf_ga.speed.lean_forward import LeanForward
-from hf_ga.speed.packing import Packing
 
 FILE = Path(__file__).with_name("pins.json")
 NUM_SAMPLES = 13
@@ -103,10 +103,10 @@ def fingerprint() -> str:
 
 def integers() -> dict[str, str]:
     """Orders, plans and masks."""
-    from hf_ga.exact.length_plan import plan_by_length
-    from hf_ga.exact.masks import keep_mask, sample_keys, window_key
-    from hf_ga.exact.order import epoch_order
-    from hf_ga.exact.plan import plan_by_sizes, plan_window
+    from hf_ga.draws.dropout.masks import keep_mask, sample_keys, window_key
+    from hf_ga.order.length_plan import plan_by_length
+    from hf_ga.order.order import epoch_order
+    from hf_ga.order.plan import plan_by_sizes, plan_window
 
     lengths = np.random.default_rng(0).integers(1, 300, 256)
     pins = {

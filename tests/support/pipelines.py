@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from tried import keyed
 
 import hf_ga
-from hf_ga.exact.order import epoch_order
-from hf_ga.recovery.checkpoint import load_checkpoint, save_checkpoint
+from hf_ga.order.order import epoch_order
+from hf_ga.recovery.checkpoint import load_checkpoint
 from hf_ga.recovery.latest import find_checkpoint
+from hf_ga.recovery.saving import save_checkpoint
 
 WINDOW = 16
-NUM_WINDOWS = 5
+NUM_WINDOWS = 3
 LAST = 5
 MICRO_BATCH = 3
 DROPOUT = 0.1
@@ -228,7 +229,7 @@ def errors_of(name: str, found: list[Any]) -> tuple[float, float]:
 def assert_trains_as_one_process(
     name: str, num_stages: int, schedule: str, num_replicas: int = 1
 ) -> None:
-    """Gradient of a ragged window, and five updates of which the last one is of a short window."""
+    """Gradient of a ragged window, and three updates of which the last one is of a short window."""
     alone(name)  # before the ranks are forked
     work = partial(train, name, num_stages, schedule)
     found = without_errors(on_ranks(work, num_stages * num_replicas))

@@ -15,7 +15,7 @@ import transformers as tf
 from safetensors.torch import load_file
 
 import hf_ga
-from hf_ga.finetuning.data import corpus
+from hf_ga.finetuning.data.formats import corpus
 
 TRAIN, VALIDATION, WINDOW = 60, 13, 16  # 3 windows of 16 and one of 12 in an epoch
 SENTENCE = (

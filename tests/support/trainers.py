@@ -3,7 +3,6 @@ was logged, the last weights.
 """
 
 import copy
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,9 +18,6 @@ from transformers.trainer_callback import PrinterCallback
 
 from hf_ga import ExactTrainer, ExactTrainerMixin
 
-# Trainer collects garbage before each training; looking at all the imported libraries takes a third
-# of a second
-gc.freeze()
 LAYOUTS = [(16, 1), (4, 4), (1, 16)]  # per-device batch, accumulation steps: one window
 
 

@@ -10,11 +10,11 @@ import numpy as np
 from torch import nn
 
 import hf_ga
+from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
+from hf_ga.engine.look.trial import try_loss
 from hf_ga.engine.speed_ups import SpeedUps
-from hf_ga.engine.trial import try_loss
-from hf_ga.exact.backend import LocalBackend
-from hf_ga.exact.masks import sample_keys, window_key
+from hf_ga.parallel.backend import LocalBackend
 from hf_ga.speed.speed_up import SpeedUp
 from hf_ga.training import LossSettings, loop_of
 

@@ -11,7 +11,7 @@ import transformers as tf
 from trainers import LAYOUTS, distance, mixed, weight_error, word_tokenizer
 
 from hf_ga.engine.window_engine import WindowEngine
-from hf_ga.exact.order import epoch_order
+from hf_ga.order.order import epoch_order
 from hf_ga.trainer.exact_trainer import ExactTrainer
 
 NUM_SAMPLES, WINDOW = 24, 16  # a full window and a short one in each of two epochs

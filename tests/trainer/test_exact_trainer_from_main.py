@@ -8,34 +8,15 @@ import helpers as h
 import pytest
 import torch
 import transformers as tf
-from accelerate.utils import FullyShardedDataParallelPlugin
 from forked import on_two_ranks, without_errors
 from torch.distributed.tensor import DTensor
 from trainers import Case, mixed
-
-from hf_ga.parallel.prepare import enable_fsdp_on_cpu
 
 pytestmark = [
     pytest.mark.slow("trains on two processes"),
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
 ]
 LAYOUT = (12, 4)  # samples of a micro-batch, micro-batches of a window on each rank
-
-
-class Sharded:
-    """Shards where Accelerate would train with DDP."""
-
-    from_main = True
-
-    def create_accelerator_and_postprocess(self):
-        super().create_accelerator_and_postprocess()
-        plugin = FullyShardedDataParallelPlugin(
-            fsdp_version=2,
-            auto_wrap_policy="transformer_based_wrap",
-            cpu_ram_efficient_loading=self.from_main,
-        )
-        enable_fsdp_on_cpu(self.accelerator, plugin)
-        self.is_fsdp_enabled = True
 
 
 def trained(folder: Path, other_weights: str) -> tuple[h.Gradients, list[float]]:
@@ -45,14 +26,15 @@ def trained(folder: Path, other_weights: str) -> tuple[h.Gradients, list[float]]
     """
     torch.set_num_threads(1)
     case = Case(folder, partial(h.gpt2, num_hidden_layers=1), h.token_samples(101))
-    kind = type("FromMain", (Sharded, mixed(tf.Trainer)), {"from_main": other_weights != "same"})
     if os.environ["RANK"] == "1" and other_weights == "none":
         case.model.to("meta")
     if os.environ["RANK"] == "1" and other_weights == "random":
         with torch.no_grad():
             for parameter in case.model.parameters():
                 parameter.normal_()
-    run = case.run(kind, LAYOUT, max_steps=3, learning_rate=0.05, ddp_backend="gloo")
+    settings = {"max_steps": 3, "learning_rate": 0.05, "ddp_backend": "gloo"}
+    fsdp = {"cpu_ram_efficient_loading": other_weights != "same"}
+    run = case.run(mixed(tf.Trainer), LAYOUT, fsdp=True, fsdp_config=fsdp, **settings)
     gradients = {
         name: value.full_tensor() if isinstance(value, DTensor) else value
         for name, value in run.gradients[0].items()

@@ -92,9 +92,9 @@ def test_datasets_with_other_columns_tokenizers_and_default_collators(case):
     assert weight_error(with_tokenizer, by_dataset) < CLOSE
 
 
-def positions(batch):
-    """Of a micro-batch's samples, in the order of the epoch."""
-    return batch.request.positions[batch.request.micro_batches[batch.index]]
+def positions(batch, index):
+    """Of the samples of a window's micro-batch, in the order of the epoch."""
+    return batch.request.positions[batch.request.micro_batches[index]]
 
 
 def test_the_train_data_loader_yields_plain_batches_of_similar_lengths(case):
@@ -105,18 +105,24 @@ def test_the_train_data_loader_yields_plain_batches_of_similar_lengths(case):
     batches = list(loader)
     assert len(loader) == len(batches) == 6
     assert all(isinstance(batch, dict) for batch in batches)
-    for batch in batches:  # in sequence, so positions are sample ids
-        assert batch["labels"].tolist() == [given.samples[i]["labels"] for i in positions(batch)]
+    windows = (batches[:4], batches[4:])
+    ids = [  # in sequence, so positions are sample ids
+        [positions(batch, index).tolist() for index, batch in enumerate(window)]
+        for window in windows
+    ]
+    for window, ids_of_window in zip(windows, ids, strict=True):
+        for batch, of_batch in zip(window, ids_of_window, strict=True):
+            assert batch["labels"].tolist() == [given.samples[i]["labels"] for i in of_batch]
     lengths = [
-        [len(given.samples[i]["input_ids"]) for batch in window for i in positions(batch)]
-        for window in (batches[:4], batches[4:])
+        [len(given.samples[i]["input_ids"]) for of_batch in window for i in of_batch]
+        for window in ids
     ]
     assert (
         [sorted(window) for window in lengths]
         == lengths
         != [[len(s["input_ids"]) for s in given.samples[:16]]]
     )
-    assert sorted(i for batch in batches[:4] for i in positions(batch)) == list(range(WINDOW))
+    assert sorted(i for of_batch in ids[0] for i in of_batch) == list(range(WINDOW))
     assert trainer.model(**batches[0]).loss.item() > 0
 
 
@@ -140,7 +146,7 @@ def test_datasets_are_told_their_epoch_and_batches_keep_their_window_when_copied
         copy.copy(batch),
         pickle.loads(pickle.dumps(batch)),
     ):  # pinning memory copies, workers pickle
-        assert (positions(copied) == positions(batch)).all()
+        assert (positions(copied, 0) == positions(batch, 0)).all()
 
 
 @pytest.mark.slow("whole trainings; quick tests cover its parts")

@@ -11,7 +11,6 @@ from hf_ga.errors import DataError
 
 NUM_SHOWN = 3  # maximum number of values that an error lists
 MAX_FLOAT32 = float(np.finfo(np.float32).max)
-WEIGHT_RULE = "weight_column must have a finite number of at least 0 in every row"
 FIX_WEIGHTS = "Choose the column with --weight_column, or fix these rows (0 leaves a row out)."
 FIX_LABELS = "Choose the column with --label_column, or fix these rows."
 
@@ -22,7 +21,7 @@ def check_values(
     is_valid: Callable[[Any], bool],
     *,
     rule: str,
-    remedy: str,
+    remedy: str = FIX_LABELS,
     has_row_numbers: bool = True,
 ) -> None:
     """Check one value of each row in a split of a dataset, such as its label, weight or text.
@@ -40,11 +39,10 @@ def check_values(
         DataError: If any value is invalid. The message has the rule, the number of rows that
             break it, their first values, the first row number (0-based), and the remedy.
 
-    >>> rule = "labels must be numbers"
-    >>> check_values("train", [1, "x"], is_number, rule=rule, remedy="Fix these rows.")
+    >>> check_values("train", [1, "x"], is_number, rule="labels must be numbers")
     Traceback (most recent call last):
     hf_ga.errors.DataError: labels must be numbers, but 1 of 2 train rows have 'x' (first: row 1, \
-counted from 0). Fix these rows.
+counted from 0). Choose the column with --label_column, or fix these rows.
     """
     invalid = {row: value for row, value in enumerate(values) if not is_valid(value)}
     if not invalid:
@@ -56,11 +54,6 @@ counted from 0). Fix these rows.
     )
 
 
-def is_not_none(value: Any) -> bool:
-    """Return whether a value in a column of a dataset is not None, for `check_values`."""
-    return value is not None
-
-
 def is_number(value: Any) -> bool:
     """Return whether a label or weight of a row is an int or float that is finite in float32; a
     bool is not.
@@ -69,26 +62,36 @@ def is_number(value: Any) -> bool:
     return is_real and abs(value) <= MAX_FLOAT32
 
 
-def is_weight(value: Any) -> bool:
-    """Return whether a value can weight a row of a dataset in the loss: a number that is finite in
-    float32 and at least 0.
+def is_text(value: Any) -> bool:
+    """Return whether a value in a dataset's column of texts is a string, or None."""
+    return value is None or isinstance(value, str)
+
+
+def is_list_of_texts(value: Any) -> bool:
+    """Return whether a value in a dataset's column is a list of strings, some of which may be
+    None.
     """
-    return is_number(value) and value >= 0
+    return isinstance(value, list) and all(map(is_text, value))
 
 
-def check_weights(split: str, weights: Sequence[Any]) -> None:
-    """Check the weights that the rows of a split have in the loss.
+def check_weights(split: str, weights: Sequence[Any], *, has_row_numbers: bool = True) -> None:
+    """Check that the weights of rows in the loss are numbers that are finite in float32 and at
+    least 0.
 
     Args:
         split: Name of the split, for the error.
         weights: The value of the weight column in each row.
+        has_row_numbers: See `check_values`.
 
     Raises:
-        DataError: If a weight is not a finite number of at least 0, or all weights are 0.
+        DataError: If one is not.
     """
-    check_values(split, weights, is_weight, rule=WEIGHT_RULE, remedy=FIX_WEIGHTS)
-    if not any(weights):
-        raise DataError(
-            f"weight_column is 0 in all {len(weights)} {split} rows, so there is no mean: "
-            f"{FIX_WEIGHTS}"
-        )
+    rule = "weight_column must have a finite number of at least 0 in every row"
+    check_values(
+        split,
+        weights,
+        lambda value: is_number(value) and value >= 0,
+        rule=rule,
+        remedy=FIX_WEIGHTS,
+        has_row_numbers=has_row_numbers,
+    )

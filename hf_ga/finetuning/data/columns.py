@@ -11,9 +11,9 @@ from datasets import Dataset, DatasetDict, Value
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.columns import chat_columns, check_learnable
-from hf_ga.finetuning.data.checks import check_values, check_weights
+from hf_ga.finetuning.data.checks import FIX_WEIGHTS, check_values, check_weights, is_text
+from hf_ga.finetuning.data.encoding.pairs import TEXT_ROLE, pair_columns
 from hf_ga.finetuning.data.options import DataOptions
-from hf_ga.finetuning.data.pairs import TEXT_ROLE, pair_columns
 from hf_ga.finetuning.data.tasks import Task
 
 # Columns of well-known text pairs (GLUE, SNLI, ...): column of the first text -> of the second.
@@ -147,30 +147,26 @@ def _missing_column(dataset: Dataset, split: str, role: str, column: str) -> Dat
 
 
 def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None:
-    """Check the values of one column, which is named by its role in the task.
-
-    Args:
-        dataset: The rows of a split.
-        split: Name of the split, for errors.
-        role: The column, see `choose_columns`.
-        feature: Its type in `datasets`.
-
-    Raises:
-        DataError: If texts are not strings or not valid UTF-8, words are not lists of strings, or
-            weights are not numbers of at least 0.
-    """
+    """Check the values of one column, which is named by its role in the task."""
     remedy = "Fix these rows, or rename the column."
     if role in FLAGS:
         remedy = f"Choose another with --{FLAGS[role]}, or fix these rows."
     has_texts = role in TEXT_ROLES or TEXT_ROLE.fullmatch(role)
     if has_texts and not _has_only_strings(feature):
         rule = f"{FLAGS.get(role, role)} must name a column of strings"
-        check_values(split, dataset[role][:], _is_text_or_none, rule=rule, remedy=remedy)
+        check_values(split, dataset[role][:], is_text, rule=rule, remedy=remedy)
     if role == "weight":
         check_weights(split, dataset[role][:])
+        if not any(dataset[role][:]):
+            raise DataError(
+                f"weight_column is 0 in all {len(dataset)} {split} rows, so there is no mean: "
+                f"{FIX_WEIGHTS}"
+            )
     if role == "tokens":
         rule = f"{FLAGS[role]} must name a column of lists of strings"
-        check_values(split, dataset[role][:], _is_word_list_or_none, rule=rule, remedy=remedy)
+        # A row may be None, but no word.
+        words = [value or [] for value in dataset[role][:]]
+        check_values(split, words, _is_list_of_words, rule=rule, remedy=remedy)
     # Check the encoding of the whole column here, before rows are read one by one.
     try:
         dataset.data.column(role).validate(full=True)
@@ -180,38 +176,18 @@ def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None
         ) from error
 
 
-def _is_text_or_none(value: Any) -> bool:
-    """Return whether a value in a dataset's column of texts is a string or None."""
-    return value is None or isinstance(value, str)
-
-
-def _is_word_list_or_none(value: Any) -> bool:
-    """Return whether a value in a dataset's column of words is a list of strings or None."""
-    if value is None:
-        return True
+def _is_list_of_words(value: Any) -> bool:
+    """Return whether a value in a dataset's column of words is a list of strings."""
     return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def _has_only_strings(feature: Any) -> bool:
-    """Return whether the type of a dataset's column says that it has only strings, or only nulls.
-
-    Args:
-        feature: The type of the column in `datasets`.
-    """
+    """Return whether the type of a dataset's column has only strings, or only nulls."""
     return isinstance(feature, Value) and ("string" in feature.dtype or feature.dtype == "null")
 
 
 def _input_columns(dataset: Dataset, options: DataOptions, task: Task) -> dict[str, str]:
-    """Choose the columns of a task's inputs (and of its target texts), without labels and weights.
-
-    Args:
-        dataset: The rows of one split.
-        options: The flags that name columns.
-        task: The task.
-
-    Returns:
-        Role -> column, see `choose_columns`.
-    """
+    """Choose the columns of a task's inputs (and its target texts), without labels and weights."""
     if task.labels == "tags":  # token classification
         text = options.text_column or _first_existing_column(dataset, ("tokens", "words"))
         return {"tokens": text}
@@ -240,10 +216,6 @@ def _input_columns(dataset: Dataset, options: DataOptions, task: Task) -> dict[s
 def _conversation_columns(dataset: Dataset, options: DataOptions) -> list[str]:
     """Return the columns from which a causal language model learns conversations, or prompts with
     completions; empty for plain text.
-
-    Raises:
-        DataError: If it cannot learn from the columns (see `check_learnable`), or `block_size` is
-            set, which concatenates plain texts.
     """
     check_learnable(dataset.column_names)
     columns = chat_columns(dataset.column_names)
@@ -257,10 +229,7 @@ def _conversation_columns(dataset: Dataset, options: DataOptions) -> list[str]:
 
 
 def _text_and_pair(dataset: Dataset, options: DataOptions) -> dict[str, str]:
-    """Choose the columns `text` and, if there is one, `text_pair` of a sequence classifier.
-
-    If no flag names the text, a well-known pair of columns is used, or else the only text column.
-    """
+    """Choose the columns `text` and, if there is one, `text_pair` of a sequence classifier."""
     existing = set(dataset.column_names)
     known_pairs = {
         first: second for first, second in TEXT_PAIRS.items() if {first, second} <= existing
@@ -275,8 +244,7 @@ def _text_and_pair(dataset: Dataset, options: DataOptions) -> dict[str, str]:
 
 def _question_and_choices(dataset: Dataset, options: DataOptions) -> dict[str, str]:
     """Choose the columns of multiple choice: the question (`text`), a text that begins each choice
-    (`text_pair`, optional), and `choices`, one column of lists, or `choice0`, `choice1`, ..., one
-    column per choice.
+    (`text_pair`) and the choices.
     """
     existing = dataset.column_names
     text = options.text_column
@@ -308,9 +276,6 @@ def _digits_of(name: str) -> int:
 def _source_and_target(dataset: Dataset, options: DataOptions) -> dict[str, str]:
     """Choose the columns of a seq2seq task, the source (`text`) and its `target`: as flags say, or
     else a well-known pair of columns, or the first two languages of translations.
-
-    Translations are flattened: {"translation": {"en": ..., "de": ...}} has become the columns
-    translation.en and translation.de.
     """
     existing = dataset.column_names
     languages = [name for name in existing if name.startswith("translation.")]
@@ -333,8 +298,6 @@ def _source_and_target(dataset: Dataset, options: DataOptions) -> dict[str, str]
 def _default_text_column(dataset: Dataset, options: DataOptions) -> str:
     """Return the text column if no flag names it: `text`, or else the only column of strings that
     has no other role.
-
-    If there is no such column, `text` is returned, and `rename_columns` reports that it is missing.
     """
     if "text" in dataset.column_names:
         return "text"

@@ -16,32 +16,32 @@ from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError, DataError
 from hf_ga.finetuning.data.chat.columns import chat_columns
-from hf_ga.finetuning.data.choices import encode_choices
 from hf_ga.finetuning.data.columns import FLAGS, choose_columns, rename_columns
-from hf_ga.finetuning.data.corpus import SPLITS
-from hf_ga.finetuning.data.files import load_files, wrap_read_errors
-from hf_ga.finetuning.data.labels import (
+from hf_ga.finetuning.data.encoding.choices import encode_choices
+from hf_ga.finetuning.data.encoding.labels import (
     encode_labels,
     multi_hot_to_ids,
     notes_on_float_classes,
     notes_on_similar_names,
 )
-from hf_ga.finetuning.data.masking import KeyedMasks
-from hf_ga.finetuning.data.numeric import convert_to_numbers
-from hf_ga.finetuning.data.options import DataOptions, Several, as_list
-from hf_ga.finetuning.data.pairs import check_scores
-from hf_ga.finetuning.data.sources import first_rows, load_rows
-from hf_ga.finetuning.data.spans import encode_answers
-from hf_ga.finetuning.data.squad import flatten_articles
-from hf_ga.finetuning.data.streamed import StreamedSamples
-from hf_ga.finetuning.data.tasks import TASKS, Task
-from hf_ga.finetuning.data.tokenization import (
+from hf_ga.finetuning.data.encoding.masking import KeyedMasks
+from hf_ga.finetuning.data.encoding.numeric import convert_to_numbers
+from hf_ga.finetuning.data.encoding.pairs import check_scores
+from hf_ga.finetuning.data.encoding.spans import encode_answers
+from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
     encoding_settings,
     output_settings,
     split_into_blocks,
     tokenize_completions,
 )
+from hf_ga.finetuning.data.formats.corpus import SPLITS
+from hf_ga.finetuning.data.formats.files import load_files, wrap_read_errors
+from hf_ga.finetuning.data.formats.squad import flatten_articles
+from hf_ga.finetuning.data.options import DataOptions, Several, as_list
+from hf_ga.finetuning.data.sources import first_rows, load_rows
+from hf_ga.finetuning.data.streamed import StreamedSamples
+from hf_ga.finetuning.data.tasks import TASKS, Task
 
 # Roles of columns that only training and evaluation need: rows to predict may lack them.
 TRAINING_ROLES = {"label", "answers", "target", "weight"}
@@ -169,18 +169,29 @@ def prepare_data(
         data.labels = list(model_labels or [])
     if rows:
         data.columns = choose_columns(rows, options, task)
-        data.notes += _notes_on_unused_columns(rows, data.columns)
+        names = dict.fromkeys(name for dataset in rows.values() for name in dataset.column_names)
+        unused = [name for name in names if name not in data.columns.values()]
+        if unused:
+            data.notes.append(f"unused columns: {', '.join(unused)}")
         if stream is None:  # the rows of a stream are not converted, so the first ones are not
-            rows = convert_to_numbers(rows, _number_columns(data), data.notes)
+            roles = ["weight"]
+            if task.labels in ("number", "pairs"):
+                roles = ["label", "weight"]
+            numbers = {FLAGS[role]: data.columns[role] for role in roles if role in data.columns}
+            rows = convert_to_numbers(rows, numbers, data.notes)
         rows = rename_columns(rows, data.columns)
         rows = _encode_targets(rows, data, model_labels)
-        data.notes += _notes_on_template(data)
+        if chat_columns(data.columns) and "strftime_now" in str(tokenizer.chat_template):
+            data.notes.append(
+                "the chat template renders the current date: samples depend on when they are "
+                "tokenized"
+            )
     for split in SPLITS:
         is_used = not (options.eval_only and split == "train")
         if split in rows and is_used:
             data.splits[split] = _tokenize_split(rows[split], split, options, data)
     if "train" in data.splits:
-        data.content_hash = _content_hash(data.splits["train"], data.labels)
+        data.content_hash = _hash_rows(_select_loss_columns(data.splits["train"]), data)
         data.identity = _identity_of(rows["train"], data)
         if "validation" in rows:
             data.identity["validation"] = _hash_rows(rows["validation"], data)
@@ -200,13 +211,7 @@ def _architecture_of(task: Task) -> str:
 
 
 def _set_truncation_side(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
-    """Set the side from which the tokenizer truncates, if the option `truncation_side` is given.
-
-    It is also set in `init_kwargs`, so that it is saved with the tokenizer.
-
-    Raises:
-        ConfigError: If truncation from the left would remove the option `source_prefix`.
-    """
+    """Set the side from which the tokenizer truncates, if the option `truncation_side` is given."""
     if options.truncation_side is not None:
         tokenizer.truncation_side = options.truncation_side
         tokenizer.init_kwargs["truncation_side"] = options.truncation_side
@@ -265,12 +270,7 @@ def _dataset_names(options: DataOptions) -> str:
 
 
 def _describe(rows: DatasetDict, options: DataOptions) -> str:
-    """Describe the source of the rows and their number per split in one line, for the log.
-
-    Args:
-        rows: The rows of all splits; of a stream, those that were read ahead.
-        options: The options of the run's data.
-    """
+    """Describe the source of the rows and their number per split in one line, for the log."""
     name = _dataset_names(options)
     if options.streaming:
         num_train = len(rows["train"])
@@ -289,35 +289,11 @@ def _describe(rows: DatasetDict, options: DataOptions) -> str:
     return f"{name}: {counts} rows"
 
 
-def _notes_on_unused_columns(rows: DatasetDict, roles: dict[str, str]) -> list[str]:
-    """Return a line for the log with the columns that have no role, or an empty list if there are
-    none.
-
-    Args:
-        rows: The rows of all splits.
-        roles: Role -> column, see `choose_columns`.
-    """
-    names = dict.fromkeys(name for dataset in rows.values() for name in dataset.column_names)
-    unused = [name for name in names if name not in roles.values()]
-    return [f"unused columns: {', '.join(unused)}"] if unused else []
-
-
 def _encode_targets(
     rows: DatasetDict, data: PreparedData, model_labels: Sequence[str] | None
 ) -> DatasetDict:
     """Check the labels, answers, choices or scores of all splits, and convert them to what the
     task's tokenization reads.
-
-    Test rows whose labels all mean "unlabelled" are dropped.
-
-    Args:
-        rows: The rows, with columns named by role.
-        data: Its `labels` are set to the class names, and lines for the log are appended to its
-            `notes`.
-        model_labels: Class names of a trained head, see `prepare_data`.
-
-    Raises:
-        DataError: If labels, answers, choices or scores are invalid, or no rows are left.
     """
     label_type = data.task.labels
     if label_type == "pairs":
@@ -348,13 +324,6 @@ def _encode_targets(
 def _drop_unlabelled_test_rows(rows: DatasetDict, data: PreparedData) -> DatasetDict:
     """Drop the split `test` if all its labels are -1, which means unlabelled on the hub; for
     multiple choice also if they are empty or None.
-
-    Args:
-        rows: The rows, with columns named by role.
-        data: A line for the log is appended to its `notes` if the split is dropped.
-
-    Raises:
-        DataError: If there are no other rows.
     """
     label_type = data.task.labels
     if "test" not in rows or label_type not in ("class", "number", "choice"):
@@ -372,34 +341,9 @@ def _drop_unlabelled_test_rows(rows: DatasetDict, data: PreparedData) -> Dataset
     return rows
 
 
-def _notes_on_template(data: PreparedData) -> list[str]:
-    """Return a line for the log if the rows are conversations and the chat template renders the
-    current date, and an empty list otherwise.
-    """
-    renders_date = "strftime_now" in str(data.tokenizer.chat_template)
-    if not chat_columns(data.columns) or not renders_date:
-        return []
-    return ["the chat template renders the current date: samples depend on when they are tokenized"]
-
-
-def _number_columns(data: PreparedData) -> dict[str, str]:
-    """Return the columns that must contain numbers for the task: flag that names a column -> this
-    column.
-    """
-    roles = ["weight"]
-    if data.task.labels in ("number", "pairs"):
-        roles = ["label", "weight"]
-    return {FLAGS[role]: data.columns[role] for role in roles if role in data.columns}
-
-
 def _tokenize_function(roles: Iterable[str], options: DataOptions, data: PreparedData) -> partial:
-    """Return the tokenization of the task with all its settings: a function from a batch of rows
-    (a list per role) to samples (a list per column).
-
-    Args:
-        roles: The columns of the rows, named by role.
-        options: Maximum lengths, `doc_stride` and `source_prefix`.
-        data: The task and the tokenizer.
+    """Return the tokenization of the task with all its settings: a function from a batch of rows (a
+    list per role) to samples (a list per column).
     """
     has_conversations = bool(chat_columns(list(roles)))
     tokenize = tokenize_completions if has_conversations else data.task.tokenize
@@ -422,22 +366,17 @@ def _tokenize_function(roles: Iterable[str], options: DataOptions, data: Prepare
 def _tokenize_split(rows: Dataset, split: str, options: DataOptions, data: PreparedData) -> Dataset:
     """Tokenize the rows of one split, and drop samples without tokens. If `block_size` is set, the
     samples are concatenated and split into blocks.
-
-    Args:
-        rows: The rows, with columns named by role.
-        split: Name of the split, for the log and for errors.
-        options: The options of the run's data.
-        data: The task and the tokenizer. Lines for the log are appended to its `notes`.
-
-    Raises:
-        DataError: If all rows are empty, or no row has a target.
     """
     samples = _map_tokenization(rows, split, options, data)
     side = data.tokenizer.truncation_side
     name = "train, read ahead" if options.streaming and split == "train" else split
     data.notes += _notes_on_samples(samples, name, options, side)
     if "weight" in samples.column_names:
-        data.notes.append(f"{split}: {_note_on_weights(samples, options)}")
+        weights = np.asarray(samples["weight"][:])
+        data.notes.append(
+            f"{split}: rows weighted by {options.weight_column} ({weights.min():g} to "
+            f"{weights.max():g}; {(weights == 0).sum():,} of {len(weights):,} rows have weight 0)"
+        )
     # The whole column at once: numpy would index a column of `datasets` row by row.
     is_empty = np.asarray(samples["length"][:]) == 0
     if is_empty.all():
@@ -467,14 +406,7 @@ def _tokenize_split(rows: Dataset, split: str, options: DataOptions, data: Prepa
 def _map_tokenization(
     rows: Dataset, split: str, options: DataOptions, data: PreparedData
 ) -> Dataset:
-    """Tokenize all rows of a split with `Dataset.map`, or load them from the cache of `datasets`.
-
-    Args:
-        rows: The rows, with columns named by role. Only the column `weight` is kept.
-        split: Name of the split, for the progress bar and for errors.
-        options: The options of the run's data.
-        data: The task and the tokenizer.
-    """
+    """Tokenize all rows of a split, or load them from the cache of `datasets`."""
     tokenize = _tokenize_function(rows.column_names, options, data)
     # The cache needs an explicit key: that of `datasets` is made of the pickled tokenizer, which
     # changes when the tokenizer is used.
@@ -501,12 +433,6 @@ def _notes_on_samples(
 ) -> list[str]:
     """Return lines for the log on how many rows of a split are truncated, skipped, without a
     target, without an answer, or rendered incompletely by a chat template; only counts above 0.
-
-    Args:
-        samples: The tokenized rows.
-        name: Name of the split.
-        options: The options of the run's data.
-        truncation_side: "left" or "right".
     """
     lengths = np.asarray(samples["length"][:])
     num_targets = np.asarray(samples["num_targets"][:])
@@ -544,45 +470,14 @@ def _notes_on_samples(
     return lines
 
 
-def _note_on_weights(samples: Dataset, options: DataOptions) -> str:
-    """Return a line for the log on the weights of rows in the loss: their range, and how many
-    are 0.
-    """
-    weights = np.asarray(samples["weight"][:])
-    return (
-        f"rows weighted by {options.weight_column} ({weights.min():g} to {weights.max():g}; "
-        f"{(weights == 0).sum():,} of {len(weights):,} rows have weight 0)"
-    )
-
-
 def _select_loss_columns(samples: Dataset) -> Dataset:
     """Select the columns of tokenized samples that the loss depends on (`_LOSS_COLUMNS`)."""
     return samples.select_columns([name for name in _LOSS_COLUMNS if name in samples.column_names])
 
 
-def _content_hash(train: Dataset, labels: Sequence[str]) -> str:
-    """Hash what a model learns from: the columns of the training samples that the loss depends on,
-    and the class names. The hash (16 hex digits) does not depend on where the samples were loaded
-    from.
-    """
-    digest = hashlib.sha256(json.dumps(labels).encode())
-    for rows in _select_loss_columns(train).iter(batch_size=1000):
-        digest.update(json.dumps(rows).encode())
-    return digest.hexdigest()[:16]
-
-
 def _identity_of(train: Dataset, data: PreparedData) -> dict[str, str | None]:
     """Hash what the training samples are made of: rows, tokenizer and chat template. A run resumes
     from a checkpoint only if these hashes are the same.
-
-    Args:
-        train: The training rows, with columns named by role and labels as ids. Of a stream, those
-            that were read ahead.
-        data: The tokenizer and the class names.
-
-    Returns:
-        Name -> hash; None for `chat_template` if the rows are not conversations, or the tokenizer
-        has no template.
     """
     is_templated = bool(chat_columns(train.column_names))
     template = data.tokenizer.chat_template if is_templated else None
@@ -604,12 +499,5 @@ def _hash_rows(dataset: Dataset, data: PreparedData) -> str:
 
 
 def _short_hash(value: Any) -> str:
-    """Hash the settings of a tokenizer, or a chat template, for the identity of a run's data.
-
-    Args:
-        value: Any value that JSON can represent.
-
-    Returns:
-        The first 16 hex digits of its SHA-256 hash.
-    """
+    """Hash the settings of a tokenizer, or a chat template, for the identity of a run's data."""
     return hashlib.sha256(json.dumps(value).encode()).hexdigest()[:16]

@@ -1,9 +1,9 @@
-"""The command-line flags of the data; `hf_ga.finetuning.run.config.FinetuneConfig` adds those of a
-run.
+"""The command-line flags of the data; `hf_ga.finetuning.run.flags.config.FinetuneConfig` adds those
+of a run.
 """
 
 import os
-from dataclasses import dataclass, field
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from hf_ga.finetuning.data.tasks import TASKS
@@ -11,20 +11,58 @@ from hf_ga.finetuning.data.tasks import TASKS
 # Type of an option that takes one or several values. The order matters: HfArgumentParser uses the
 # type before None as that of the flag.
 Several = list[str] | None | str
+# The first flag below each heading of `--help` and the documentation.
+HEADINGS = {
+    "task": "data",
+    "model_name_or_path": "model",
+    "label_smoothing_factor": "loss",
+    "pooling": "embedding",
+    "per_device_train_batch_size": "batch",
+    "learning_rate": "optimization",
+    "per_device_eval_batch_size": "evaluation and output",
+    "push_to_hub": "upload",
+    "compare": "checker",
+}
+# The flags that matter first.
+FIRST_FLAGS = (
+    "task",
+    "model_name_or_path",
+    "dataset_name",
+    "label_column",
+    "max_length",
+    "global_batch_size",
+    "per_device_train_batch_size",
+    "learning_rate",
+    "num_train_epochs",
+    "output_dir",
+)
 # Names of the options that take one or several values.
 SEVERAL = ("dataset_name", "dataset_config_name", "validation_file", "test_file", "predict_file")
 
 
-def option(default: Any, help: str, *, repr: bool = True) -> Any:
+def option(default: Any, help: str) -> Any:
     """Return a dataclass field for a command-line flag of the fine-tuning command.
 
     Args:
         default: The default of the field and the flag.
         help: The flag's text for `--help`.
-        repr: Whether the field appears in the `repr` of the dataclass.
     """
     # In the metadata, too, because HfArgumentParser ignores the default of a list.
-    return field(default=default, repr=repr, metadata={"help": help, "default": default})
+    return field(default=default, metadata={"help": help, "default": default})
+
+
+def flag_groups(config_class: type) -> dict[str, list[Field]]:
+    """Group the options of a dataclass of flags for `--help` and the documentation: heading ->
+    options, with `FIRST_FLAGS` first.
+    """
+    option_of_name = {option.name: option for option in fields(config_class)}
+    groups = {"the flags to begin with": [option_of_name[name] for name in FIRST_FLAGS]}
+    heading = ""
+    for option in option_of_name.values():
+        heading = HEADINGS.get(option.name, heading)
+        if option.name not in FIRST_FLAGS:
+            groups.setdefault(heading, []).append(option)
+    return groups
 
 
 def as_list(value: Several) -> list[str]:

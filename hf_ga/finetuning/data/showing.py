@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga.exact.batches import IGNORED_LABEL
 from hf_ga.finetuning.data.data import PreparedData
+from hf_ga.loading.batches import IGNORED_LABEL
 
 WIDTH = 80  # characters of a line
 NUM_PARTS = 4  # maximum number of parts that are shown of an abridged sample
@@ -60,11 +60,7 @@ def split_at_targets(
 
 
 def _full_lines(parts: list[tuple[str, str]]) -> list[str]:
-    """Format all parts of a training sample as lines of `WIDTH` characters for the log.
-
-    Args:
-        parts: See `split_at_targets`. Each name stands before the first line of its text.
-    """
+    """Format all parts of a training sample as lines of `WIDTH` characters for the log."""
     lines = []
     for name, text in parts:
         quoted = repr(text)
@@ -77,21 +73,14 @@ def _full_lines(parts: list[tuple[str, str]]) -> list[str]:
 def _abridged_lines(parts: list[tuple[str, str]]) -> list[str]:
     """Format the first `NUM_PARTS` parts of a training sample for the log, each as one abridged
     line, and add a line with the number of the other parts.
-
-    Args:
-        parts: See `split_at_targets`.
     """
-    lines = [f"{name:<9}{_abridge(repr(text))}" for name, text in parts[:NUM_PARTS]]
+    lines = []
+    half = (WIDTH - len(" ... ")) // 2
+    for name, text in parts[:NUM_PARTS]:
+        quoted = repr(text)
+        if len(quoted) > WIDTH:
+            quoted = f"{quoted[:half]} ... {quoted[-half:]}"
+        lines.append(f"{name:<9}{quoted}")
     if len(parts) > NUM_PARTS:
         lines.append(f"... {len(parts) - NUM_PARTS} more parts")
     return lines
-
-
-def _abridge(text: str) -> str:
-    """Replace the middle of a training sample's text by dots if the text is longer than a line of
-    the log (`WIDTH`).
-    """
-    if len(text) <= WIDTH:
-        return text
-    half = (WIDTH - len(" ... ")) // 2
-    return f"{text[:half]} ... {text[-half:]}"

@@ -10,12 +10,12 @@ import numpy as np
 from datasets import Dataset, DatasetDict, IterableDataset, List
 
 from hf_ga.errors import DataError
-from hf_ga.exact.order import epoch_order
-from hf_ga.finetuning.data import corpus
-from hf_ga.finetuning.data.files import load_files, wrap_read_errors
-from hf_ga.finetuning.data.named_datasets import EMBEDDED_CORPUS, load_named_datasets
+from hf_ga.finetuning.data.formats import corpus
+from hf_ga.finetuning.data.formats.files import load_files, wrap_read_errors
+from hf_ga.finetuning.data.formats.named_datasets import EMBEDDED_CORPUS, load_named_datasets
+from hf_ga.finetuning.data.formats.squad import flatten_articles
 from hf_ga.finetuning.data.options import DataOptions, as_list
-from hf_ga.finetuning.data.squad import flatten_articles
+from hf_ga.order.order import epoch_order
 
 # Rows of a stream that are read at the start: to choose columns, to collect class names, and to
 # test the model on.
@@ -50,8 +50,10 @@ def load_rows(
             with `eval_only` no rows at all; if a stream has no validation rows.
     """
     from_files = _rows_of_split_files(options, notes)
+    has_files = bool(from_files) or options.predict_file is not None
     from_names: dict[str, Any] = {}
-    if not _has_files_only(options, from_files):
+    # An evaluation of files does not read the embedded corpus, which is only the default.
+    if not (options.eval_only and has_files and options.dataset_name == EMBEDDED_CORPUS):
         from_names = load_named_datasets(options, notes)
     stream = None
     if options.streaming:
@@ -60,7 +62,10 @@ def load_rows(
     loaded = {**from_names, **from_files}
     if options.task == "question-answering":
         loaded = flatten_articles(DatasetDict(loaded))
-    rows = _without_empty_splits(loaded)
+    used = [name for name in corpus.SPLITS if name in loaded]
+    rows = DatasetDict(
+        {name: loaded[name] for name in used if len(loaded[name]) or name == "train"}
+    )
     _check_splits(rows, stream, options)
     if "train" in rows and "validation" not in rows:
         rows = _with_validation(rows, options.validation_split_percentage)
@@ -94,19 +99,6 @@ def _rows_of_split_files(options: DataOptions, notes: list[str] | None) -> dict[
     }
 
 
-def _has_files_only(options: DataOptions, from_files: Mapping[str, Dataset]) -> bool:
-    """Return whether a run only evaluates or predicts the rows of files, so that `dataset_name`,
-    which has its default, need not be loaded.
-
-    Args:
-        options: The options of the run's data.
-        from_files: The rows of `validation_file` and `test_file`, by split. (Those of
-            `predict_file` are loaded later, by `data.prepare_unlabelled`.)
-    """
-    has_files = bool(from_files) or options.predict_file is not None
-    return options.eval_only and has_files and options.dataset_name == EMBEDDED_CORPUS
-
-
 def _limits_of_splits(options: DataOptions) -> dict[str, int | None]:
     """Return the maximum number of rows of each split, from options such as `max_train_samples`;
     None: no limit.
@@ -123,11 +115,6 @@ def _first_rows_of_streams(
 ) -> dict[str, Dataset]:
     """Read the first rows of streams into memory: of training rows `NUM_READ_AHEAD`, of other
     splits as many as are evaluated.
-
-    Args:
-        streams: Split name -> stream.
-        from_files: Splits that are read from files of their own, so their streams are not read.
-        options: The options of the run's data.
     """
     name = ", ".join(as_list(options.dataset_name))
     counts = _limits_of_splits(options)
@@ -140,41 +127,14 @@ def _first_rows_of_streams(
 
 
 def _read_stream(name: str, stream: IterableDataset, count: int | None) -> Dataset:
-    """Read the first `count` rows of a stream into memory, or all if `count` is None.
-
-    Args:
-        name: Name of the dataset, for errors.
-        stream: The rows.
-        count: How many to read.
-
-    Raises:
-        DataError: If a row cannot be read.
-    """
+    """Read the first `count` rows of a stream into memory, or all if `count` is None."""
     with wrap_read_errors(name):
         rows = list(islice(stream, count))
         return Dataset.from_list(rows, features=stream.features)
 
 
-def _without_empty_splits(loaded: Mapping[str, Dataset]) -> DatasetDict:
-    """Return the splits that have rows, in the order train, validation, test; other splits are
-    dropped.
-
-    An empty `train` is kept, so that the error for it can list its number of rows.
-    """
-    kept = {}
-    for split in corpus.SPLITS:
-        if split in loaded and (len(loaded[split]) or split == "train"):
-            kept[split] = loaded[split]
-    return DatasetDict(kept)
-
-
 def _check_splits(rows: DatasetDict, stream: IterableDataset | None, options: DataOptions) -> None:
-    """Check that there are rows to train on, and that a stream has validation rows.
-
-    Raises:
-        DataError: If there are no training rows (unless `eval_only` is set), or a stream has no
-            validation rows.
-    """
+    """Check that there are rows to train on, and that a stream has validation rows."""
     if not options.eval_only and not len(rows.get("train", ())):
         raise DataError(
             f"dataset_name {options.dataset_name} has no training rows (splits: "
@@ -188,15 +148,7 @@ def _check_splits(rows: DatasetDict, stream: IterableDataset | None, options: Da
 
 
 def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
-    """Split validation rows off the training rows; both stay in their order.
-
-    Args:
-        rows: The splits, without validation rows.
-        percentage: Percentage of the training rows, 0 to 100; at least one row is taken.
-
-    Raises:
-        DataError: If no training row would be left.
-    """
+    """Split validation rows off the training rows; both stay in their order."""
     train = rows["train"]
     size = max(1, round(len(train) * percentage / 100))
     if size >= len(train):

@@ -7,16 +7,9 @@ from typing import Any
 from datasets import ClassLabel, IterableDataset
 
 from hf_ga.errors import HfGaError
-from hf_ga.finetuning.data.checks import (
-    FIX_LABELS,
-    FIX_WEIGHTS,
-    WEIGHT_RULE,
-    check_values,
-    is_not_none,
-    is_weight,
-)
-from hf_ga.finetuning.data.files import read_error
-from hf_ga.finetuning.data.labels import CLASS_RULE, labels_to_ids
+from hf_ga.finetuning.data.checks import check_values, check_weights
+from hf_ga.finetuning.data.encoding.labels import CLASS_RULE, labels_to_ids
+from hf_ga.finetuning.data.formats.files import read_error
 
 BATCH_SIZE = 100  # rows that are tokenized together
 
@@ -85,35 +78,18 @@ def _encode_and_tokenize(
 ) -> dict[str, list]:
     """Replace the labels of a batch of streamed rows by class ids, check its weights, and tokenize
     it.
-
-    Args:
-        rows: A list of values for each role.
-        class_label: The type of the label column if `datasets` knows the class names, else None.
-        labels: Class names in the order of their ids; empty if the task has no classes.
-        tokenize: Function from rows to samples.
-
-    Raises:
-        DataError: If a label or a weight is missing or invalid.
     """
     if labels:
         check_values(
             "streamed",
             rows["label"],
-            is_not_none,
+            lambda value: value is not None,
             rule=CLASS_RULE,
-            remedy=FIX_LABELS,
             has_row_numbers=False,
         )
         one_label_each = [[value] for value in rows["label"]]
         ids = labels_to_ids(one_label_each, class_label, labels, "the stream")
         rows = {**rows, "label": [row_ids[0] for row_ids in ids]}
     if "weight" in rows:
-        check_values(
-            "streamed",
-            rows["weight"],
-            is_weight,
-            rule=WEIGHT_RULE,
-            remedy=FIX_WEIGHTS,
-            has_row_numbers=False,
-        )
+        check_weights("streamed", rows["weight"], has_row_numbers=False)
     return tokenize(rows)

@@ -23,43 +23,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from hf_ga.finetuning.data import choices, collation, pairs, spans, tokenization
-
-
-@dataclass(frozen=True)
-class Task:
-    """A task of the fine-tuning command, such as text-classification: the properties of one kind of
-    head.
-
-    Attributes:
-        auto_class: The transformers class that loads the model.
-        labels: The type of a row's label: "none", one "class", a "number", a set of "classes",
-            "tags" (a class for each word), "answers" (spans of a context), "choice" (the index of
-            one of the row's texts), "target" (a text to generate), "pairs" (texts that belong
-            together, or the score of two).
-        tokenize: Function (batch of rows by column, tokenizer, max_length) -> samples by column,
-            such as `tokenization.tokenize_causal`.
-        collate: Function (samples, settings) -> batch, such as `collation.collate_causal`;
-            `PreparedData.collate` binds its settings.
-        small_config: Function (tokenizer, max_length) -> configuration of the default model.
-        problem_type: The `problem_type` of transformers for a sequence classifier, which selects
-            its loss.
-        metrics: Names of the metrics besides the loss.
-        generated_metrics: Names of the metrics of generated texts.
-        pipeline: The pipeline tag of the model card.
-        lora_type: PEFT's `task_type` for LoRA. None: PEFT has no type for this task.
-    """
-
-    auto_class: Any
-    labels: str
-    tokenize: Callable[[dict[str, list], PreTrainedTokenizerBase, int | None], dict[str, list]]
-    collate: Callable[..., dict[str, Tensor]]
-    small_config: Callable[[PreTrainedTokenizerBase, int], PretrainedConfig]
-    problem_type: str | None = None
-    metrics: tuple[str, ...] = ()
-    generated_metrics: tuple[str, ...] = ()
-    pipeline: str = "text-classification"
-    lora_type: str | None = "SEQ_CLS"
+from hf_ga.finetuning.data.encoding import choices, collation, pairs, spans, tokenization
 
 
 def small_gpt(tokenizer: PreTrainedTokenizerBase, max_length: int) -> PretrainedConfig:
@@ -129,27 +93,40 @@ def small_bart(tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pretraine
     )
 
 
-def _sequence_classification(
-    labels: str, collate: Callable, problem_type: str, metrics: tuple[str, ...]
-) -> Task:
-    """Return a task whose head is a sequence classifier of transformers (classes, sets of classes
-    or a number): one prediction per text or pair of texts.
+@dataclass(frozen=True)
+class Task:
+    """A task of the fine-tuning command, such as text-classification: the properties of one kind of
+    head.
 
-    Args:
-        labels: The type of a row's label: "class", "classes" or "number".
-        collate: Function (samples, settings) -> batch.
-        problem_type: The `problem_type` of transformers, which selects the classifier's loss.
+    Attributes:
+        auto_class: The transformers class that loads the model.
+        labels: The type of a row's label: "none", one "class", a "number", a set of "classes",
+            "tags" (a class for each word), "answers" (spans of a context), "choice" (the index of
+            one of the row's texts), "target" (a text to generate), "pairs" (texts that belong
+            together, or the score of two).
+        tokenize: Function (batch of rows by column, tokenizer, max_length) -> samples by column,
+            such as `tokenization.tokenize_causal`.
+        collate: Function (samples, settings) -> batch, such as `collation.collate_causal`;
+            `PreparedData.collate` binds its settings.
+        small_config: Function (tokenizer, max_length) -> configuration of the default model.
+        problem_type: The `problem_type` of transformers for a sequence classifier, which selects
+            its loss.
         metrics: Names of the metrics besides the loss.
+        generated_metrics: Names of the metrics of generated texts.
+        pipeline: The pipeline tag of the model card.
+        lora_type: PEFT's `task_type` for LoRA. None: PEFT has no type for this task.
     """
-    return Task(
-        auto_class=AutoModelForSequenceClassification,
-        labels=labels,
-        tokenize=tokenization.tokenize_texts,
-        collate=collate,
-        small_config=small_bert,
-        problem_type=problem_type,
-        metrics=metrics,
-    )
+
+    auto_class: Any
+    labels: str
+    tokenize: Callable[[dict[str, list], PreTrainedTokenizerBase, int | None], dict[str, list]]
+    collate: Callable[..., dict[str, Tensor]] = collation.collate_samples
+    small_config: Callable[[PreTrainedTokenizerBase, int], PretrainedConfig] = small_bert
+    problem_type: str | None = None
+    metrics: tuple[str, ...] = ()
+    generated_metrics: tuple[str, ...] = ()
+    pipeline: str = "text-classification"
+    lora_type: str | None = "SEQ_CLS"
 
 
 TASKS: dict[str, Task] = {
@@ -167,24 +144,27 @@ TASKS: dict[str, Task] = {
         labels="none",
         tokenize=tokenization.tokenize_masked,
         collate=collation.collate_masked,
-        small_config=small_bert,
         pipeline="fill-mask",
         lora_type=None,
     ),
-    "text-classification": _sequence_classification(
+    "text-classification": Task(
+        auto_class=AutoModelForSequenceClassification,
         labels="class",
-        collate=collation.collate_samples,
+        tokenize=tokenization.tokenize_texts,
         problem_type="single_label_classification",
         metrics=("accuracy", "f1"),
     ),
-    "regression": _sequence_classification(
+    "regression": Task(
+        auto_class=AutoModelForSequenceClassification,
         labels="number",
-        collate=collation.collate_samples,
+        tokenize=tokenization.tokenize_texts,
         problem_type="regression",
         metrics=("mae", "pearson"),
     ),
-    "multi-label": _sequence_classification(
+    "multi-label": Task(
+        auto_class=AutoModelForSequenceClassification,
         labels="classes",
+        tokenize=tokenization.tokenize_texts,
         collate=collation.collate_label_sets,
         problem_type="multi_label_classification",
         metrics=("exact_match", "micro_f1"),
@@ -193,8 +173,6 @@ TASKS: dict[str, Task] = {
         auto_class=AutoModelForTokenClassification,
         labels="tags",
         tokenize=tokenization.tokenize_words,
-        collate=collation.collate_samples,
-        small_config=small_bert,
         metrics=("accuracy", "f1"),
         pipeline="token-classification",
         lora_type="TOKEN_CLS",
@@ -203,8 +181,6 @@ TASKS: dict[str, Task] = {
         auto_class=AutoModelForQuestionAnswering,
         labels="answers",
         tokenize=spans.tokenize_questions,
-        collate=collation.collate_samples,
-        small_config=small_bert,
         metrics=("exact_match", "f1"),
         pipeline="question-answering",
         lora_type="QUESTION_ANS",
@@ -214,7 +190,6 @@ TASKS: dict[str, Task] = {
         labels="choice",
         tokenize=choices.tokenize_choices,
         collate=choices.collate_choices,
-        small_config=small_bert,
         metrics=("accuracy",),
         pipeline="multiple-choice",
         lora_type=None,
@@ -223,7 +198,6 @@ TASKS: dict[str, Task] = {
         auto_class=AutoModelForSeq2SeqLM,
         labels="target",
         tokenize=tokenization.tokenize_targets,
-        collate=collation.collate_samples,
         small_config=small_bart,
         generated_metrics=("exact_match", "rouge1", "rouge2", "rougeL"),
         pipeline="text2text-generation",
@@ -234,7 +208,6 @@ TASKS: dict[str, Task] = {
         labels="pairs",
         tokenize=pairs.tokenize_pairs,
         collate=pairs.collate_pairs,
-        small_config=small_bert,
         metrics=("recall_at_1", "recall_at_10", "mrr_at_10", "ndcg_at_10", "spearman"),
         pipeline="sentence-similarity",
         lora_type=None,

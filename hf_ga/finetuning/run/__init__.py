@@ -1,8 +1,9 @@
 """The fine-tuning command `hf-ga`, and `hf_ga.finetune`: from flags and a dataset to a trained
 model on disk.
 
-A run is built (`build`), trained (`loop`), evaluated (`evaluation`), saved (`saving`, `outputs`)
-and resumed here; the update of a window is in `hf_ga.exact` and `hf_ga.training`.
+In: flags (flags/). Out: a folder (results/). Begin with finetune.py: a run is built (build.py,
+model/), trained (loop.py), evaluated (scores/), saved and resumed (results/). The update of a
+window is in `hf_ga.engine` and `hf_ga.training`.
 """
 
 from importlib.util import find_spec

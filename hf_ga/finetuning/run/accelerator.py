@@ -11,9 +11,9 @@ from transformers import enable_full_determinism
 from transformers.utils import logging
 
 from hf_ga.errors import ConfigError
-from hf_ga.exact.backend import check_supported
-from hf_ga.finetuning.run.config import FinetuneConfig
-from hf_ga.finetuning.run.trackers import tracker_names
+from hf_ga.finetuning.run.flags.config import FinetuneConfig
+from hf_ga.finetuning.run.results.trackers import tracker_names
+from hf_ga.parallel.backend import check_supported
 from hf_ga.parallel.fsdp import is_sharded
 from hf_ga.parallel.main_weights import loads_on_main
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
@@ -73,28 +73,16 @@ def make_accelerator(config: FinetuneConfig) -> Accelerator:
         logging.disable_progress_bar()
         logging.set_verbosity_error()
     share_cores(accelerator)
-    _set_determinism(config, accelerator.device.type)
-    if accelerator.device.type == "cuda":
+    device_type = accelerator.device.type
+    if config.same_bits and device_type == "cpu":
+        # The rounding of a sum over several threads depends on their number.
+        torch.set_num_threads(1)
+    if config.full_determinism or (config.same_bits and device_type != "cpu"):
+        enable_full_determinism(config.seed)
+    if device_type == "cuda":
         torch.backends.cuda.matmul.allow_tf32 = config.tf32
         torch.backends.cudnn.allow_tf32 = config.tf32
     return accelerator
-
-
-def _set_determinism(config: FinetuneConfig, device_type: str) -> None:
-    """Set torch to deterministic kernels (`full_determinism`, and `same_bits` on a GPU) or to one
-    CPU thread (`same_bits` on a CPU), if a fine-tuning run has these flags.
-
-    Args:
-        config: The configuration of the run.
-        device_type: The device of the run, such as "cpu" or "cuda".
-    """
-    has_same_bits = bool(config.same_bits)
-    is_on_cpu = device_type == "cpu"
-    if has_same_bits and is_on_cpu:
-        # The rounding of a sum over several threads depends on their number.
-        torch.set_num_threads(1)
-    if config.full_determinism or (has_same_bits and not is_on_cpu):
-        enable_full_determinism(config.seed)
 
 
 def check_sharded(config: FinetuneConfig, accelerator: Accelerator) -> None:

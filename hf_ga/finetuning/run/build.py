@@ -18,20 +18,17 @@ from transformers import get_scheduler
 
 from hf_ga.embedding.model import EmbeddingModel
 from hf_ga.errors import ConfigError
-from hf_ga.exact.forward import LossFunction, restored_modes, unwrapped
-from hf_ga.exact.stream_loader import StreamLoader
 from hf_ga.finetuning.data.data import PreparedData, prepare_data
-from hf_ga.finetuning.data.files import is_pattern
+from hf_ga.finetuning.data.formats.files import is_pattern
 from hf_ga.finetuning.data.options import as_list
-from hf_ga.finetuning.run.adapters import add_adapters, freeze, is_lora
-from hf_ga.finetuning.run.config import FinetuneConfig
-from hf_ga.finetuning.run.embeddings import check_embedding, evaluate_embeddings, window_loss
-from hf_ga.finetuning.run.evaluation import evaluate_samples, evaluation_windows
+from hf_ga.finetuning.run.flags.config import FinetuneConfig
 from hf_ga.finetuning.run.losses import (
     WeightedCrossEntropy,
     weights_of_classes,
 )
-from hf_ga.finetuning.run.models import (
+from hf_ga.finetuning.run.model.adapters import add_adapters, freeze, is_lora
+from hf_ga.finetuning.run.model.embeddings import check_embedding, evaluate_embeddings, window_loss
+from hf_ga.finetuning.run.model.models import (
     complete_config,
     empty_model,
     known_labels,
@@ -41,14 +38,17 @@ from hf_ga.finetuning.run.models import (
     new_token_ids,
 )
 from hf_ga.finetuning.run.optimizers import ADAM, build_optimizer
-from hf_ga.finetuning.run.readers import make_reader
-from hf_ga.finetuning.run.report import print_fact
+from hf_ga.finetuning.run.results.report import print_fact
 from hf_ga.finetuning.run.run import Run, Setup
+from hf_ga.finetuning.run.scores.evaluation import evaluate_samples, evaluation_windows
+from hf_ga.finetuning.run.scores.readers import make_reader
 from hf_ga.finetuning.run.train_windows import train_windows
+from hf_ga.loading.streams.stream_loader import StreamLoader
+from hf_ga.model.forward import LossFunction, restored_modes, unwrapped
 from hf_ga.parallel.main_weights import loads_on_main
 from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import state_sha256
-from hf_ga.speed.compiling import compile_layers
+from hf_ga.rows.compiling import compile_layers
 from hf_ga.training import NUM_TRIED_SAMPLES, LossSettings, prepare_with, try_before
 
 # Flags whose value is a path, of which only the name must be equal when a run is resumed.
@@ -117,23 +117,17 @@ def build_model(setup: Setup) -> nn.Module:
     else:
         model, new_weights = _load(setup)
     if setup.config.resize_token_embeddings:
-        print_fact(setup.accelerator, "tokens", _describe_new_tokens(setup))
+        new_ids = new_token_ids(setup.model_config, setup.data.tokenizer)
+        line = "resize_token_embeddings has no effect: the model has a row for every token"
+        if new_ids:
+            line = f"{len(new_ids)} new rows in the embeddings, {new_ids.start} to {new_ids[-1]}"
+        print_fact(setup.accelerator, "tokens", line)
     if new_weights:
         listed = ", ".join(new_weights[:2])
         if len(new_weights) > 2:
             listed += ", ..."
         print_fact(setup.accelerator, "weights", f"{len(new_weights)} new: {listed}")
     return model
-
-
-def _describe_new_tokens(setup: Setup) -> str:
-    """Return the line of a run's log on the rows that the flag `resize_token_embeddings` adds to
-    the embeddings.
-    """
-    new_ids = new_token_ids(setup.model_config, setup.data.tokenizer)
-    if not new_ids:
-        return "resize_token_embeddings has no effect: the model has a row for every token"
-    return f"{len(new_ids)} new rows in the embeddings, {new_ids.start} to {new_ids[-1]}"
 
 
 def mergeable(setup: Setup, weights: dict[str, torch.Tensor]) -> nn.Module:
@@ -155,10 +149,6 @@ def mergeable(setup: Setup, weights: dict[str, torch.Tensor]) -> nn.Module:
 def _load(setup: Setup) -> tuple[nn.Module, list[str]]:
     """Load the model of a fine-tuning run, with adapters and frozen parameters as configured. The
     seed is set first, so new weights are the same on every process.
-
-    Returns:
-        The model in training mode, and the names of parameters that are new because the pretrained
-        checkpoint lacks them.
     """
     set_seed(setup.config.seed)
     model, new_weights = load_model(setup)
@@ -167,8 +157,7 @@ def _load(setup: Setup) -> tuple[nn.Module, list[str]]:
 
 def _load_on_main(setup: Setup) -> tuple[nn.Module, list[str]]:
     """Load the model of a fine-tuning run as `_load` does, but the weights on the main process
-    only, from which FSDP distributes them; on the others the model is on the meta device. All
-    processes must call it.
+    only, from which FSDP distributes them; on the others the model is on the meta device.
     """
     model: nn.Module | None = None
     new_weights: list[str] = []
@@ -184,11 +173,6 @@ def _load_on_main(setup: Setup) -> tuple[nn.Module, list[str]]:
 def _trainable(setup: Setup, model: nn.Module, new_weights: Sequence[str]) -> nn.Module:
     """Add LoRA adapters and freeze parameters as a run's flags say, move the model to the device
     (unless FSDP will do so), and return it in training mode.
-
-    Args:
-        setup: The setup of the run.
-        model: The loaded model.
-        new_weights: Names of parameters that the pretrained checkpoint lacks.
     """
     config = setup.config
     new_tokens = new_token_ids(setup.model_config, setup.data.tokenizer)
@@ -207,9 +191,6 @@ def _trainable(setup: Setup, model: nn.Module, new_weights: Sequence[str]) -> nn
 def _check_new_rows(model: nn.Module) -> None:
     """Check that the flag `freeze` does not freeze the token embeddings, to which
     `resize_token_embeddings` has added rows for new tokens.
-
-    Raises:
-        ConfigError: If the embeddings are frozen.
     """
     plain: Any = model.encoder if isinstance(model, EmbeddingModel) else model
     if not plain.get_input_embeddings().weight.requires_grad:
@@ -290,14 +271,12 @@ def _print_size(setup: Setup, model: Any) -> None:
 def _optimizer(
     config: FinetuneConfig, model: nn.Module, max_steps: int
 ) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LRScheduler]:
-    """Build the optimizer and the learning rate schedule of a fine-tuning run from its flags.
-
-    Args:
-        config: The configuration of the run.
-        model: The model, not wrapped yet.
-        max_steps: Optimizer steps of the run.
-    """
-    learning_rate = config.learning_rate or _usual_learning_rate(config)
+    """Build the optimizer and the learning rate schedule of a fine-tuning run from its flags."""
+    learning_rate = config.learning_rate
+    if learning_rate is None and config.has_adapters:
+        learning_rate = 2e-4
+    elif learning_rate is None:
+        learning_rate = 1e-3 if config.model_name_or_path is None else 5e-5
     adam_settings: dict[str, Any] = {}
     if config.optim in ADAM:
         adam_settings["betas"] = (config.adam_beta1, config.adam_beta2)
@@ -307,17 +286,6 @@ def _optimizer(
     )
     warmup_steps = warmup_steps_of(config, max_steps)
     return optimizer, get_scheduler(config.lr_scheduler_type, optimizer, warmup_steps, max_steps)
-
-
-def _usual_learning_rate(config: FinetuneConfig) -> float:
-    """Return the default of the flag `learning_rate`, which depends on whether the run trains LoRA
-    adapters, a new model or a pretrained one.
-    """
-    if config.has_adapters:
-        return 2e-4
-    if config.model_name_or_path is None:
-        return 1e-3
-    return 5e-5
 
 
 def warmup_steps_of(config: FinetuneConfig, max_steps: int) -> int:
@@ -350,13 +318,6 @@ def _print_long_warmup(setup: Setup, max_steps: int) -> None:
 def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any]:
     """Return the settings and hashes of data that must be equal when a fine-tuning run is resumed
     from a checkpoint.
-
-    Files and folders are in it by their names only, as their location may change.
-
-    Args:
-        setup: The setup of the run.
-        model: The model, not sharded yet.
-        window_size: Samples in a window over all processes.
     """
     config = setup.config
     free = {name for names in FREE_TO_CHANGE.values() for name in names.split()}
@@ -373,17 +334,15 @@ def _identity(setup: Setup, model: nn.Module, window_size: int) -> dict[str, Any
     identity["mixed_precision"] = setup.accelerator.mixed_precision
     identity["base_model"] = None
     if is_lora(model):  # its checkpoints have the adapter only
-        identity["base_model"] = _frozen_sha256(model)
+        named = unwrapped(model).named_parameters(remove_duplicate=False)
+        frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
+        identity["base_model"] = state_sha256(frozen)
     return identity
 
 
 def _without_folder(location: str) -> str:
     """Return the name of a data file, model folder or pattern of files without its parent folders,
-    for the settings that must be equal when a run is resumed. Other texts, such as hub ids, are
-    unchanged.
-
-    >>> _without_folder("missing/part-*.jsonl"), _without_folder("missing/gpt2")
-    ('part-*.jsonl', 'missing/gpt2')
+    for the settings that must be equal when a run is resumed.
     """
     path = Path(location)
     if path.exists():
@@ -391,15 +350,6 @@ def _without_folder(location: str) -> str:
     if is_pattern(location):
         return path.name
     return location
-
-
-def _frozen_sha256(model: nn.Module) -> str:
-    """Compute the SHA-256 of a model's frozen parameters: a LoRA run that is resumed must have the
-    same, as its checkpoints contain the adapters only.
-    """
-    named = unwrapped(model).named_parameters(remove_duplicate=False)
-    frozen = {name: parameter for name, parameter in named if not parameter.requires_grad}
-    return state_sha256(frozen)
 
 
 def chosen_loss(setup: Setup) -> dict[str, Any]:
@@ -412,44 +362,25 @@ def chosen_loss(setup: Setup) -> dict[str, Any]:
 
 
 def chosen_loss_fn(
-    config: FinetuneConfig, class_weights: Mapping[str, float] | None = None
+    config: FinetuneConfig,
+    class_weights: Mapping[str, float] | None = None,
+    *,
+    is_smoothed: bool = True,
 ) -> LossFunction | None:
-    """Return the training loss with the label smoothing or the weights that a run's flags set, or
+    """Return a cross entropy with the class weights, row weights and label smoothing of a run, or
     None for the model's own loss.
 
     Args:
         config: The configuration of the run.
-        class_weights: Label -> weight, in the order of the labels; None or empty without weights.
+        class_weights: Class name -> weight, in the order of the class ids. None: all are equal.
+        is_smoothed: Whether to use the flag `label_smoothing_factor`: in training, not in
+            evaluations.
     """
-    return _cross_entropy(config, class_weights, config.label_smoothing_factor)
-
-
-def evaluation_loss_fn(
-    config: FinetuneConfig, class_weights: Mapping[str, float] | None = None
-) -> LossFunction | None:
-    """Return the loss of a run's evaluations: with the weights of the training loss, without its
-    label smoothing. None for the model's own loss.
-    """
-    return _cross_entropy(config, class_weights, label_smoothing=0.0)
-
-
-def _cross_entropy(
-    config: FinetuneConfig, class_weights: Mapping[str, float] | None, label_smoothing: float
-) -> LossFunction | None:
-    """Return a cross entropy with the class weights, row weights and label smoothing of a run, or
-    None if it has none of them, so that the model's own loss is used.
-
-    Args:
-        config: The configuration of the run.
-        class_weights: See `chosen_loss_fn`.
-        label_smoothing: The smoothing factor; 0 for none.
-    """
-    shifted = config.task == "causal-lm"
-    if class_weights:
-        return WeightedCrossEntropy(label_smoothing, shifted, tuple(class_weights.values()))
-    if label_smoothing or config.weight_column is not None:
-        return WeightedCrossEntropy(label_smoothing, shifted)
-    return None
+    label_smoothing = config.label_smoothing_factor if is_smoothed else 0.0
+    if not (class_weights or label_smoothing or config.weight_column is not None):
+        return None
+    weights = tuple(class_weights.values()) if class_weights else None
+    return WeightedCrossEntropy(label_smoothing, config.task == "causal-lm", weights)
 
 
 def evaluate_split(setup: Setup, model: nn.Module, split: str = "validation") -> dict[str, float]:
@@ -480,7 +411,7 @@ def evaluate_split(setup: Setup, model: nn.Module, split: str = "validation") ->
         found = evaluate_embeddings(setup, model, make_windows(), split)
     else:
         reader = make_reader(setup, model, split)
-        loss_fn = evaluation_loss_fn(setup.config, setup.class_weights)
+        loss_fn = chosen_loss_fn(setup.config, setup.class_weights, is_smoothed=False)
         found = evaluate_samples(
             setup.accelerator, model, make_windows, loss_fn=loss_fn, reader=reader
         )

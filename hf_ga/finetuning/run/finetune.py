@@ -17,7 +17,6 @@ from torch import nn
 from transformers import EvalPrediction
 
 from hf_ga.errors import HfGaError, NonFinite, OutOfMemory
-from hf_ga.exact.memory import is_out_of_memory
 from hf_ga.finetuning.data.data import PreparedData, prepare_unlabelled
 from hf_ga.finetuning.data.showing import sample_lines
 from hf_ga.finetuning.run.accelerator import check_sharded, make_accelerator, precision_name
@@ -27,24 +26,29 @@ from hf_ga.finetuning.run.build import (
     evaluate_split,
     prepare_setup,
 )
-from hf_ga.finetuning.run.config import FinetuneConfig
-from hf_ga.finetuning.run.config_checks import check_one_of
-from hf_ga.finetuning.run.embeddings import learned_temperature
-from hf_ga.finetuning.run.hub import check_login, upload
+from hf_ga.finetuning.run.flags.config import FinetuneConfig
+from hf_ga.finetuning.run.flags.config_checks import check_one_of
 from hf_ga.finetuning.run.loop import fit, stopped_early
-from hf_ga.finetuning.run.outputs import prepare_output_dir, save_and_check_trained, write_reports
-from hf_ga.finetuning.run.predictions import write_predictions
-from hf_ga.finetuning.run.reload import expected_outputs
-from hf_ga.finetuning.run.report import (
+from hf_ga.finetuning.run.model.embeddings import learned_temperature
+from hf_ga.finetuning.run.model.reload import expected_outputs
+from hf_ga.finetuning.run.results.hub import check_login, upload
+from hf_ga.finetuning.run.results.outputs import (
+    prepare_output_dir,
+    save_and_check_trained,
+    write_reports,
+)
+from hf_ga.finetuning.run.results.predictions import write_predictions
+from hf_ga.finetuning.run.results.report import (
     describe_world_change,
     print_fact,
     print_results,
     read_metrics,
 )
+from hf_ga.finetuning.run.results.saving import forget_other_best, resume
+from hf_ga.finetuning.run.results.trackers import start_trackers
 from hf_ga.finetuning.run.run import Progress, Run, Setup
-from hf_ga.finetuning.run.saving import forget_other_best, resume
-from hf_ga.finetuning.run.trackers import start_trackers
 from hf_ga.finetuning.run.train_windows import padding_ratio, planned_lengths
+from hf_ga.loading.memory import is_out_of_memory
 from hf_ga.parallel.prepare import full_state_dict, prepare
 from hf_ga.parallel.processes import (
     broadcast_from_main,
@@ -130,15 +134,6 @@ def _prepare_and_print(
 ) -> Setup:
     """Load tokenizer, data and the model's configuration of a fine-tuning run on all processes, and
     print what was loaded. With `push_to_hub`, also check the login.
-
-    Args:
-        config: The configuration of the run.
-        accelerator: The accelerator of the run.
-        functions: The user's functions, by the names of the arguments of `finetune`.
-
-    Raises:
-        ConfigError: If an option is invalid, or processes have loaded different data.
-        DataError: If the data is invalid.
     """
     layout = config.layout(accelerator.num_processes)
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
@@ -162,16 +157,7 @@ def _prepare_and_print(
 def _train(
     config: FinetuneConfig, accelerator: Accelerator, functions: dict[str, Any]
 ) -> dict[str, Any]:
-    """Carry out a fine-tuning run: train, from the beginning or from a checkpoint, and save.
-
-    Args:
-        config: The configuration of the run.
-        accelerator: The accelerator of the run.
-        functions: The user's functions, by the names of the arguments of `finetune`.
-
-    Returns:
-        The content of `summary.json`.
-    """
+    """Carry out a fine-tuning run: train, from the beginning or from a checkpoint, and save."""
     setup = _prepare_and_print(config, accelerator, functions)
     checkpoint: Path | None = None
     if config.resume_from_checkpoint is not None:
@@ -183,14 +169,21 @@ def _train(
     check_agreement(accelerator, "loss", found)
     _print_plan(run)
     progress = resume(run, checkpoint) if checkpoint else Progress()
-    _check_own_metric(run)
+    metric = config.metric_for_best_model
+    if run.compute_metrics is not None and metric != "loss":
+        # An evaluation before the first step shows whether the user's function returns the metric.
+        check_one_of("metric_for_best_model", f"eval_{metric}", run.evaluate())
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             prepare_output_dir(config, checkpoint)
             start_trackers(accelerator, config, resumed=checkpoint is not None)
     if checkpoint:
         forget_other_best(run, progress, checkpoint)
-        _print_world_change(run, progress)
+        if accelerator.is_main_process:
+            metrics = run.output_dir / "metrics.jsonl"
+            change = describe_world_change(metrics, progress.step, accelerator.num_processes)
+            if change is not None:
+                print_fact(accelerator, "processes", change)
     start = time.perf_counter()
     try:
         progress = fit(run, progress)
@@ -200,31 +193,6 @@ def _train(
             raise
         raise _with_remedy(run, progress, error) from error
     return _finish(run, progress, seconds=time.perf_counter() - start)
-
-
-def _print_world_change(run: Run, progress: Progress) -> None:
-    """Print, when a run is resumed on another number of processes than before, how far it had come
-    and where it goes on.
-    """
-    if not run.accelerator.is_main_process:
-        return
-    metrics = run.output_dir / "metrics.jsonl"
-    change = describe_world_change(metrics, progress.step, run.accelerator.num_processes)
-    if change is not None:
-        print_fact(run.accelerator, "processes", change)
-
-
-def _check_own_metric(run: Run) -> None:
-    """Evaluate once, before the first step, to check that the user's `compute_metrics` returns the
-    metric that the flag `metric_for_best_model` names. No-op if that is the loss, or without
-    `compute_metrics`.
-
-    Raises:
-        ConfigError: If `compute_metrics` does not return it.
-    """
-    metric = run.config.metric_for_best_model
-    if run.compute_metrics is not None and metric != "loss":
-        check_one_of("metric_for_best_model", f"eval_{metric}", run.evaluate())
 
 
 def _lines_on_classes(setup: Setup) -> list[str]:
@@ -291,17 +259,11 @@ def _describe_padding(run: Run) -> str:
 def _with_remedy(run: Run, progress: Progress, error: Exception) -> HfGaError:
     """Build the error of a fine-tuning run that ran out of memory or met a non-finite number: what
     to change, and how to go on from the newest checkpoint.
-
-    Args:
-        run: The run.
-        progress: How far it came.
-        error: The error that the training loop raised.
     """
     checkpoint = newest(run.output_dir)
+    then = "start again: there is no checkpoint yet"
     if checkpoint:
         then = f"resume from {checkpoint} with --resume_from_checkpoint auto"
-    else:
-        then = "start again: there is no checkpoint yet"
     if isinstance(error, NonFinite):
         return NonFinite(
             f"the run stopped before optimizer step {progress.step + 1}: {error} Check these "
@@ -330,14 +292,6 @@ def _hash_of_samples(data: PreparedData) -> str:
 def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
     """Finish a fine-tuning run after its last step: evaluate the test split, save the last model,
     check what was saved, write the reports, predict, and upload.
-
-    Args:
-        run: The run, at its end.
-        progress: How far it came.
-        seconds: Duration of the training.
-
-    Returns:
-        The content of `summary.json`.
     """
     config = run.config
     accelerator = run.accelerator
@@ -374,12 +328,6 @@ def _summary(
 ) -> dict[str, Any]:
     """Return the content of a run's `summary.json` without test results. It is complete on the main
     process only.
-
-    Args:
-        run: The run, at its end.
-        progress: How far it came.
-        weights: The trained weights; empty on other processes.
-        seconds: Duration of the training.
     """
     state = run.windows.state
     return {
@@ -411,8 +359,6 @@ def _summary(
 def _last_metrics(run: Run) -> dict[str, Any]:
     """Return, from a run's metrics.jsonl, the training loss of the last window that made a step
     (None if none did), and the metrics of the evaluation after the last window.
-
-    Only the main process reads the file; on the others, the loss is None and there are no metrics.
     """
     metrics = []
     if run.accelerator.is_main_process:

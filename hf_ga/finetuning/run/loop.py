@@ -7,13 +7,13 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from hf_ga.errors import DataError, RunStopped
-from hf_ga.exact.backend import sum_over_ranks
-from hf_ga.exact.batches import count_tokens
-from hf_ga.exact.window import Window
-from hf_ga.finetuning.run.outputs import save_and_check_best
-from hf_ga.finetuning.run.report import MetricsFile
+from hf_ga.finetuning.run.results.outputs import save_and_check_best
+from hf_ga.finetuning.run.results.report import MetricsFile
+from hf_ga.finetuning.run.results.saving import save, saver_of
 from hf_ga.finetuning.run.run import Progress, Run
-from hf_ga.finetuning.run.saving import save
+from hf_ga.loading.batches import count_tokens
+from hf_ga.loading.window import Window
+from hf_ga.parallel.backend import sum_over_ranks
 from hf_ga.parallel.processes import end_training
 from hf_ga.recovery.checkpoint import PREFIX
 from hf_ga.recovery.signals import StopRequest, stop_requests
@@ -49,7 +49,8 @@ def fit(run: Run, progress: Progress) -> Progress:
     metrics = MetricsFile(path, progress.metrics_size)
     run.model.train()
     must_stop = False
-    with _progress_bar(run, progress) as bar, stop_requests() as request:
+    saver = saver_of(run)
+    with _progress_bar(run, progress) as bar, stop_requests() as request, saver:
         while not must_stop and not _is_finished(run, progress):
             for window in run.windows:
                 line, must_stop = _train_on(run, progress, window, request)
@@ -61,9 +62,10 @@ def fit(run: Run, progress: Progress) -> Progress:
                 _log(run, progress, line, metrics)
                 # After the evaluation, on which early stopping depends.
                 if must_stop or _is_due(run, progress, line, every=run.save_steps):
-                    save(run, progress)
+                    save(run, progress, saver)
                 if must_stop or _is_finished(run, progress):
                     break
+        saver.wait()
         _raise_if_stopped(run, progress, request)
     # A signal that arrived after the last check.
     request.pass_on()
@@ -84,15 +86,8 @@ def _progress_bar(run: Run, progress: Progress) -> tqdm:
 
 
 def _is_due(run: Run, progress: Progress, line: dict[str, Any], every: int) -> bool:
-    """Return whether the training loop evaluates, or saves a checkpoint, after a window: it does so
-    after every `every` optimizer steps, and at the end of the run, even if the last window was
-    skipped.
-
-    Args:
-        run: The run.
-        progress: How far it came, the window included.
-        line: The window's line of metrics.jsonl.
-        every: Optimizer steps between evaluations, or checkpoints.
+    """Return whether the training loop evaluates, or saves, after a window: every so many steps,
+    and at the end of the run.
     """
     if _is_finished(run, progress):
         return True
@@ -105,39 +100,17 @@ def _log(run: Run, progress: Progress, line: dict[str, Any], metrics: MetricsFil
     """
     metrics.write(**line)
     progress.metrics_size = metrics.size
-    run.accelerator.log(_numbers(line), step=progress.step)
+    numbers = {name: line[name] for name in line if type(line[name]) in (int, float)}
+    numbers.pop("step")
+    run.accelerator.log(numbers, step=progress.step)
     if run.on_step is not None:
         run.on_step(dict(line), run.model)
-
-
-def _numbers(line: dict[str, Any]) -> dict[str, float]:
-    """Return the entries of a line of metrics.jsonl that experiment trackers show: numbers without
-    `step`, which trackers get separately.
-    """
-    return {
-        name: value
-        for name, value in line.items()
-        if type(value) in (int, float) and name != "step"
-    }
 
 
 def _train_on(
     run: Run, progress: Progress, window: Window, request: StopRequest
 ) -> tuple[dict[str, Any], bool]:
-    """Train on one window of a fine-tuning run, and count it in `progress`.
-
-    Args:
-        run: The run.
-        progress: How far it came; updated.
-        window: The window to train on.
-        request: Whether this process has received a stop signal.
-
-    Returns:
-        The window's line for metrics.jsonl, and whether any process received a stop signal.
-
-    Raises:
-        DataError: If it is the 20th consecutive window that made no optimizer step.
-    """
+    """Train on one window of a fine-tuning run, and count it in `progress`."""
     learning_rate = run.scheduler.get_last_lr()[0]
     start = time.perf_counter()
     result = train_step(
@@ -165,9 +138,12 @@ def _train_on(
         raise DataError(_why_skipped(window, result))
     if result.retries:
         _write(run, OUT_OF_MEMORY.format(run.windows.state.max_elements))
+    part_of_epoch = 0.0
+    if hasattr(run.windows, "__len__"):  # a stream has no length
+        part_of_epoch = (window.index + 1) / len(run.windows)
     line = {
         "step": progress.step,
-        "epoch": _epochs_done(run, window),
+        "epoch": window.epoch + part_of_epoch,
         "loss": None if result.skipped else loss,
         "grad_norm": None if result.skipped else result.grad_norm,
         "learning_rate": learning_rate,
@@ -185,16 +161,6 @@ def _train_on(
     return line, num_stopping > 0
 
 
-def _epochs_done(run: Run, window: Window) -> float:
-    """Return the `epoch` in a window's line of metrics.jsonl: the number of epochs up to the end of
-    the window, such as 1.25; for a stream, which has no length, the number of complete epochs.
-    """
-    part_of_epoch = 0.0
-    if hasattr(run.windows, "__len__"):
-        part_of_epoch = (window.index + 1) / len(run.windows)
-    return window.epoch + part_of_epoch
-
-
 def _write(run: Run, text: str) -> None:
     """Print a text above the progress bar of a fine-tuning run, on the main process only."""
     if run.accelerator.is_main_process:
@@ -204,11 +170,6 @@ def _write(run: Run, text: str) -> None:
 def _raise_if_stopped(run: Run, progress: Progress, request: StopRequest) -> None:
     """Raise RunStopped on all processes of a fine-tuning run if any of them received a stop signal,
     also one that came during the evaluation or saving after the last window.
-
-    Args:
-        run: The run, which is saved already.
-        progress: How far it came, for the message.
-        request: Whether this process has received a stop signal.
     """
     (num_stopping,) = sum_over_ranks(run.accelerator, [request.received])
     if num_stopping:
@@ -223,10 +184,6 @@ def _raise_if_stopped(run: Run, progress: Progress, request: StopRequest) -> Non
 def _why_skipped(window: Window, result: StepResult) -> str:
     """Return the error message of a run that stops because too many consecutive windows made no
     optimizer step.
-
-    Args:
-        window: The last of these windows.
-        result: The result of its training step, from which the reason is inferred.
     """
     why = "their samples have no targets, or weight 0: check the labels, or remove such rows"
     if result.overflowed:
@@ -248,19 +205,14 @@ def _why_skipped(window: Window, result: StepResult) -> str:
 def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
     """Evaluate a run on the validation split, save the model to `best/` if it is the best so far,
     and print the metrics.
-
-    Args:
-        run: The run.
-        progress: How far it came. The best metric and the number of evaluations since then are
-            updated.
-
-    Returns:
-        The metrics, for metrics.jsonl.
     """
     results = run.evaluate()
     value = results[f"eval_{run.config.metric_for_best_model}"]
     progress.evaluations_since_best += 1
-    if _is_better(value, progress.best_metric, run.config.lower_is_better):
+    best = progress.best_metric
+    lower_is_better = run.config.lower_is_better
+    is_better = best is None or (value < best if lower_is_better else value > best)
+    if is_better and not math.isnan(value):
         progress.best_metric = value
         progress.evaluations_since_best = 0
         progress.best_check = save_and_check_best(run, run.model)
@@ -271,22 +223,6 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
     )
     _write(run, f"step {progress.step}: validation {shown}")
     return results
-
-
-def _is_better(value: float, best: float | None, lower_is_better: bool) -> bool:
-    """Return whether the value of `metric_for_best_model` is better than the best value so far. NaN
-    never is.
-
-    Args:
-        value: The new value.
-        best: The best value so far; None before the first evaluation.
-        lower_is_better: Whether the metric is a loss or an error.
-    """
-    if math.isnan(value):
-        return False
-    if best is None:
-        return True
-    return value < best if lower_is_better else value > best
 
 
 def _is_finished(run: Run, progress: Progress) -> bool:

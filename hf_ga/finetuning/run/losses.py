@@ -12,11 +12,12 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_ga.errors import ConfigError, DataError
-from hf_ga.exact.batches import IGNORED_LABEL, Batch
-from hf_ga.exact.precision import at_least_float32, sum_dtype
-from hf_ga.finetuning.data.collation import ROW_WEIGHTS
 from hf_ga.finetuning.data.data import PreparedData
-from hf_ga.finetuning.run.config import BALANCED, FinetuneConfig
+from hf_ga.finetuning.data.encoding.collation import ROW_WEIGHTS
+from hf_ga.finetuning.run.flags.config import BALANCED, FinetuneConfig
+from hf_ga.loading.batches import IGNORED_LABEL
+from hf_ga.model.forward import Batch
+from hf_ga.model.precision import at_least_float32, sum_dtype
 
 
 @dataclass(frozen=True)
@@ -52,68 +53,35 @@ class WeightedCrossEntropy:
         Returns:
             The weighted sum of the losses and the sum of the weights, two scalars.
         """
-        logits = outputs.logits[:, :-1] if self.shifted else outputs.logits
+        logits = outputs.logits
+        labels = batch["labels"]
+        if self.shifted:
+            logits = logits[:, :-1]
+            labels = labels[:, 1:]
         logits = at_least_float32(logits.reshape(-1, logits.shape[-1]))
-        labels = self._predicted_labels(batch)
-        row_weights = _row_weights_like(labels, batch)
+        weights = (labels != IGNORED_LABEL).float()
+        class_weights: Tensor | None = None
+        if self.class_weights is not None:
+            class_weights = torch.tensor(self.class_weights, dtype=torch.float32)
+            class_weights = class_weights.to(labels.device, non_blocking=True)
+            # The weight of an ignored label stays 0, whichever class weight is looked up for it.
+            weights = weights * class_weights[labels.clamp(min=0)]
+            class_weights = class_weights.to(logits.dtype)
+        row_weights: Tensor | None = None
+        if ROW_WEIGHTS in batch:
+            other_dims = [1] * (labels.dim() - 1)
+            row_weights = batch[ROW_WEIGHTS].reshape(-1, *other_dims).expand_as(labels)
+            weights = weights * row_weights
         loss = F.cross_entropy(
             logits,
             labels.reshape(-1),
-            self._class_weights_tensor(logits.device, logits.dtype),
+            class_weights,
             reduction="sum" if row_weights is None else "none",
             label_smoothing=self.label_smoothing,
         )
         if row_weights is not None:
             loss = (loss * row_weights.reshape(-1)).sum()
-        return loss, self._sum_of_weights(batch)
-
-    def _sum_of_weights(self, batch: Batch) -> Tensor:
-        """Return the sum of the weights of all targets of a batch, a scalar, by which the loss is
-        divided. The weight of a target is its class's weight (flag `class_weights`) times its row's
-        weight (flag `weight_column`).
-        """
-        labels = self._predicted_labels(batch)
-        weights = (labels != IGNORED_LABEL).float()
-        class_weights = self._class_weights_tensor(labels.device, torch.float32)
-        if class_weights is not None:
-            # The weight of an ignored label stays 0, whichever class weight is looked up for it.
-            weights = weights * class_weights[labels.clamp(min=0)]
-        row_weights = _row_weights_like(labels, batch)
-        if row_weights is not None:
-            weights = weights * row_weights
-        return weights.to(sum_dtype(labels.device)).sum()
-
-    def _predicted_labels(self, batch: Batch) -> Tensor:
-        """Return the labels of a batch that the model predicts, for a run's weighted cross entropy:
-        in a causal language model all but those of the first token, which no token precedes.
-        """
-        return batch["labels"][:, 1:] if self.shifted else batch["labels"]
-
-    def _class_weights_tensor(self, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """Return the weights of the classes (flag `class_weights`) as a tensor of shape (classes,),
-        or None if all are 1.
-        """
-        if self.class_weights is None:
-            return None
-        weights = torch.tensor(self.class_weights, dtype=torch.float32)
-        return weights.to(device, dtype, non_blocking=True)
-
-
-def _row_weights_like(labels: Tensor, batch: Batch) -> Tensor | None:
-    """Expand the weight of each row (flag `weight_column`) to the shape of the batch's labels.
-
-    Args:
-        labels: The labels, shape (samples, ...).
-        batch: The batch, optionally with `row_weights` of shape (samples,).
-
-    Returns:
-        A tensor of the labels' shape, or None without `row_weights`.
-    """
-    if ROW_WEIGHTS not in batch:
-        return None
-    other_dims = [1] * (labels.dim() - 1)
-    row_weights = batch[ROW_WEIGHTS].reshape(-1, *other_dims)
-    return row_weights.expand_as(labels)
+        return loss, weights.to(sum_dtype(labels.device)).sum()
 
 
 def weights_of_classes(config: FinetuneConfig, data: PreparedData) -> dict[str, float]:
@@ -150,14 +118,6 @@ def weights_of_classes(config: FinetuneConfig, data: PreparedData) -> dict[str, 
 def _balanced_weights(train: Dataset, labels: list[str]) -> list[float]:
     """Compute the weights of the flag `class_weights balanced`: targets / (classes x targets of the
     class), so that all classes have the same total weight in the loss.
-
-    Args:
-        train: The training samples, with the column `label`: a class index, or the list of a
-            sample's class indices, where -100 is ignored.
-        labels: The names of the classes, in the order of their indices.
-
-    Raises:
-        DataError: If a label is in no training row.
     """
     counts = np.zeros(len(labels), np.int64)
     for rows in train.select_columns(["label"]).iter(batch_size=1000):

@@ -10,11 +10,11 @@ from accelerate import Accelerator
 from torch import nn
 from transformers import EvalPrediction, PretrainedConfig
 
-from hf_ga.engine.trial import LossFacts
-from hf_ga.exact.stream_loader import StreamLoader
-from hf_ga.exact.window_loader import WindowLoader
+from hf_ga.engine.look.trial import LossFacts
 from hf_ga.finetuning.data.data import PreparedData, Unlabelled
-from hf_ga.finetuning.run.config import FinetuneConfig
+from hf_ga.finetuning.run.flags.config import FinetuneConfig
+from hf_ga.loading.streams.stream_loader import StreamLoader
+from hf_ga.loading.window_loader import WindowLoader
 
 
 @dataclass

@@ -7,13 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from hf_ga.exact.base_loader import check_limit
-from hf_ga.exact.length_plan import padded_tokens
-from hf_ga.exact.order import epoch_order
-from hf_ga.exact.stream_loader import StreamLoader
-from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.finetuning.data.data import PreparedData
 from hf_ga.finetuning.run.run import Setup
+from hf_ga.loading.base_loader import check_limit
+from hf_ga.loading.streams.stream_loader import StreamLoader
+from hf_ga.loading.window_loader import WindowLoader
+from hf_ga.order.length_plan import padded_tokens
+from hf_ga.order.order import epoch_order
 
 # The padding ratio in the log is that of the first windows: at most so many that planning them
 # takes less than a second.

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from datasets import Dataset, Features, Sequence, Value, concatenate_datasets
 
-from hf_ga.finetuning.data.tokenization import split_into_blocks
+from hf_ga.finetuning.data.encoding.tokenization import split_into_blocks
 
 
 def make_rows():

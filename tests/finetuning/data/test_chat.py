@@ -7,9 +7,9 @@ from test_data import letter_tokenizer
 from tokenizers.processors import TemplateProcessing
 
 from hf_ga import DataError
-from hf_ga.finetuning.data import corpus
 from hf_ga.finetuning.data.chat.rendering import RenderedRow, render_rows
-from hf_ga.finetuning.data.tokenization import tokenize_completions
+from hf_ga.finetuning.data.encoding.tokenization import tokenize_completions
+from hf_ga.finetuning.data.formats import corpus
 
 IGNORED = -100
 CHATML = (

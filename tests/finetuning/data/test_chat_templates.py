@@ -27,7 +27,7 @@ from test_data import prepared
 from hf_ga import DataError
 from hf_ga.finetuning.data.chat import usage
 from hf_ga.finetuning.data.chat.rendering import render_rows
-from hf_ga.finetuning.data.tokenization import tokenize_completions
+from hf_ga.finetuning.data.encoding.tokenization import tokenize_completions
 
 END = "<|im_end|>\n"
 TOOL = {"type": "function", "function": {"name": "weather", "parameters": {}}}

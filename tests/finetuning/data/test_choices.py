@@ -6,8 +6,8 @@ from test_data import ids_of
 from test_tokenization import encoder_tokenizer
 
 from hf_ga import DataError, FinetuneConfig
-from hf_ga.finetuning.data.choices import collate_choices, encode_choices, tokenize_choices
 from hf_ga.finetuning.data.columns import choose_columns, rename_columns
+from hf_ga.finetuning.data.encoding.choices import collate_choices, encode_choices, tokenize_choices
 from hf_ga.finetuning.data.tasks import TASKS
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_ga.errors import ConfigError, DataError
-from hf_ga.finetuning.data import corpus
+from hf_ga.finetuning.data.formats import corpus
 
 
 @pytest.fixture(scope="module")

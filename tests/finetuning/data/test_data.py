@@ -17,12 +17,13 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_ga import DataError, FinetuneConfig
 from hf_ga.embedding.losses import InfoNCE
-from hf_ga.finetuning.data import corpus, tasks
-from hf_ga.finetuning.data.collation import collate_causal, collate_samples
+from hf_ga.finetuning.data import tasks
 from hf_ga.finetuning.data.data import prepare_data, prepare_unlabelled
+from hf_ga.finetuning.data.encoding.collation import collate_causal, collate_samples
+from hf_ga.finetuning.data.formats import corpus
 from hf_ga.finetuning.data.sources import load_rows
 from hf_ga.finetuning.data.tasks import TASKS
-from hf_ga.finetuning.run.models import complete_config, load_model
+from hf_ga.finetuning.run.model.models import complete_config, load_model
 from hf_ga.finetuning.run.run import Setup
 
 LETTERS = "abcdefghij"

@@ -2,12 +2,16 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 from datasets import load_dataset
 
+from hf_ga import FinetuneConfig
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.files import load_files
+from hf_ga.finetuning.data.data import prepare_data
+from hf_ga.finetuning.data.formats.corpus import train_tokenizer
+from hf_ga.finetuning.data.formats.files import load_files
 
 DATE = "2024-01-02"
 OTHER_FORM = "2024-01-02T03:04:05Z"
@@ -77,12 +81,16 @@ def test_a_list_of_dates(tmp_path):
     assert list(load_files([str(path)], "train")) == [{"text": DATE}, {"text": OTHER_FORM}]
 
 
-@pytest.mark.parametrize("rows", [[DATE], [{"text": "a", "days": [DATE]}]])
-def test_dates_in_a_streamed_list_are_refused(tmp_path, rows):
+def test_dates_in_a_streamed_list_are_refused(tmp_path):
+    """By the check of the column, which has no texts; in a file of JSON lines they are texts."""
     path = tmp_path / "rows.json"
-    path.write_text(json.dumps(rows))
-    with pytest.raises(DataError, match=r"has dates.*JSON lines, or omit streaming"):
-        load_files([str(path)], "train", streaming=True)
+    path.write_text(json.dumps([{"text": DATE}] * 4))
+    lines = write_lines(tmp_path / "rows.jsonl", [{"text": DATE}] * 4)
+    options = FinetuneConfig(streaming=True, validation_file=lines, max_steps=1)
+    tokenizer = train_tokenizer(["a"])
+    assert prepare_data(replace(options, dataset_name=lines), tokenizer).splits["train"]
+    with pytest.raises(DataError, match="text_column must name a column of strings"):
+        prepare_data(replace(options, dataset_name=str(path)), tokenizer)
 
 
 def test_a_streamed_list_without_dates(tmp_path):

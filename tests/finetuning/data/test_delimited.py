@@ -7,9 +7,9 @@ import pandas as pd
 import pytest
 
 from hf_ga import DataError, FinetuneConfig
-from hf_ga.finetuning.data import delimited
-from hf_ga.finetuning.data.delimited import detect_separator
-from hf_ga.finetuning.data.files import load_splits
+from hf_ga.finetuning.data.formats import delimited
+from hf_ga.finetuning.data.formats.delimited import detect_separator
+from hf_ga.finetuning.data.formats.files import load_splits
 from hf_ga.finetuning.data.sources import load_rows
 
 pytestmark = pytest.mark.filterwarnings(

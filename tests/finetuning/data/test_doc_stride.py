@@ -12,7 +12,7 @@ from test_spans import asked
 from test_tokenization import byte_level, encoder_tokenizer
 
 from hf_ga import ConfigError
-from hf_ga.finetuning.data.spans import (
+from hf_ga.finetuning.data.encoding.spans import (
     Span,
     best_answer,
     best_span,

@@ -12,7 +12,7 @@ import pytest
 from datasets.packaged_modules.json.json import JsonConfig
 
 from hf_ga import ConfigError, DataError, FinetuneConfig
-from hf_ga.finetuning.data.files import load_files, load_splits
+from hf_ga.finetuning.data.formats.files import load_files, load_splits
 from hf_ga.finetuning.data.sources import load_rows
 
 ROWS = [{"text": f"row {i}", "label": i % 2} for i in range(6)]
@@ -56,7 +56,7 @@ def test_rows_under_a_key(name, layout, streaming, tmp_path):
     assert len(datasets.load_dataset("json", data_files=file, split="train")) == 1
 
 
-FORMS = ["records", "columns", "index", "split", "tight", "table"]
+FORMS = ["records", "columns", "index", "split", "tight"]
 
 
 @pytest.mark.parametrize("form", FORMS)

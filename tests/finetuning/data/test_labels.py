@@ -7,7 +7,7 @@ import pytest
 from datasets import ClassLabel, Dataset, DatasetDict, Features, List, Value
 
 from hf_ga import DataError
-from hf_ga.finetuning.data.labels import (
+from hf_ga.finetuning.data.encoding.labels import (
     encode_labels,
     multi_hot_to_ids,
     notes_on_float_classes,

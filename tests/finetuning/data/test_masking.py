@@ -13,12 +13,12 @@ from test_data import SPECIAL as TOKENS
 from test_data import letter_tokenizer
 
 from hf_ga import ConfigError
-from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.exact.window_loader import WindowLoader
 from hf_ga.finetuning.data.data import PreparedData
-from hf_ga.finetuning.data.masking import KeyedMasks, mask_tokens
+from hf_ga.finetuning.data.encoding.masking import KeyedMasks, mask_tokens
 from hf_ga.finetuning.data.tasks import TASKS
-from hf_ga.finetuning.run.evaluation import evaluation_windows
+from hf_ga.finetuning.run.scores.evaluation import evaluation_windows
+from hf_ga.loading.window_loader import WindowLoader
+from hf_ga.order.plan import plan_by_sizes
 
 PAD, EOS, MASK, CLS, SEP = 0, 1, 15, 13, 14  # of `letter_tokenizer`
 SPECIAL = {PAD, EOS, 2, CLS, SEP, MASK}

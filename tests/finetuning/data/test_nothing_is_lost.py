@@ -5,8 +5,8 @@ from chats import CHATML, TAGGED, TOOLS, said, targets_of, turns
 from test_data import letter_tokenizer, prepared, write
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.delimited import _parse_cell
-from hf_ga.finetuning.data.files import load_folder, load_splits
+from hf_ga.finetuning.data.formats.delimited import _cast_columns
+from hf_ga.finetuning.data.formats.files import load_folder, load_splits
 
 CALL = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
 SKIPS_TOOLS = TOOLS.replace("in messages %}", "in messages if m.role != 'tool' %}")
@@ -54,29 +54,30 @@ def test_turns_that_a_template_does_not_mark_are_missed():
 
 
 @pytest.mark.parametrize(
-    ("text", "dtype", "message"),
+    ("text", "dtype"),
     [
-        ("maybe", "bool", "are true or false, but a later one is 'maybe'"),
-        ("1", "bool", "are true or false"),
-        ("007", "int64", "are whole numbers, but a later one is '007'"),
-        ("1_0", "int64", "are whole numbers"),
-        ("1.5", "int64", "are whole numbers"),
-        ("nan", "float64", "are numbers"),
-        ("1_0.5", "float64", "are numbers"),
+        ("maybe", "bool"),
+        ("1", "bool"),
+        ("007", "int64"),
+        ("1_0", "int64"),
+        ("1.5", "int64"),
+        ("nan", "float64"),
+        ("1_0.5", "float64"),
     ],
 )
-def test_a_later_row_of_a_stream_of_another_type(text, dtype, message):
+def test_a_later_row_of_a_stream_of_another_type(text, dtype):
     """The first rows of a stream decide the types of its columns."""
-    with pytest.raises(DataError, match=message):
-        _parse_cell(text, dtype)
+    usual = {"bool": "true", "int64": "1", "float64": "1.5"}[dtype]
+    with pytest.raises(DataError, match=f"a later one is '{text}'"):
+        _cast_columns({"c": [usual, None, text]}, {"c": dtype})
 
 
 @pytest.mark.parametrize(
     ("text", "dtype", "value"),
-    [(" False", "bool", False), ("-7", "int64", -7), ("1e3", "float64", 1000.0)],
+    [(" False", "bool", False), ("-7", "int64", -7), ("+1e3 ", "float64", 1000.0)],
 )
 def test_a_later_row_of_a_stream(text, dtype, value):
-    assert _parse_cell(text, dtype) == value
+    assert _cast_columns({"c": [text, None]}, {"c": dtype}) == {"c": [value, None]}
 
 
 def test_questions_without_answers_are_counted(tmp_path):

@@ -7,7 +7,12 @@ from test_tokenization import encoder_tokenizer
 
 from hf_ga import DataError, FinetuneConfig
 from hf_ga.finetuning.data.columns import choose_columns, rename_columns
-from hf_ga.finetuning.data.pairs import check_scores, collate_pairs, text_id, tokenize_pairs
+from hf_ga.finetuning.data.encoding.pairs import (
+    check_scores,
+    collate_pairs,
+    text_id,
+    tokenize_pairs,
+)
 from hf_ga.finetuning.data.tasks import TASKS
 
 

@@ -13,8 +13,13 @@ from test_data import letter_tokenizer
 from test_tokenization import byte_level, encoder_tokenizer, metaspace, piece_tokenizer
 
 from hf_ga import DataError
-from hf_ga.finetuning.data.collation import collate_samples
-from hf_ga.finetuning.data.spans import best_answer, best_span, encode_answers, tokenize_questions
+from hf_ga.finetuning.data.encoding.collation import collate_samples
+from hf_ga.finetuning.data.encoding.spans import (
+    best_answer,
+    best_span,
+    encode_answers,
+    tokenize_questions,
+)
 
 NONE = {"text": [], "answer_start": []}
 

@@ -18,9 +18,9 @@ from torch.utils.data import IterableDataset
 from torch.utils.data._utils.pin_memory import pin_memory
 
 import hf_ga
-from hf_ga.exact.plan import plan_by_sizes
-from hf_ga.exact.shuffle_buffer import shuffled
-from hf_ga.exact.stream_loader import StreamLoader
+from hf_ga.loading.streams.shuffle_buffer import shuffled
+from hf_ga.loading.streams.stream_loader import StreamLoader
+from hf_ga.order.plan import plan_by_sizes
 
 
 class Numbers(IterableDataset):
@@ -219,13 +219,13 @@ def test_a_proof_gets_short_and_long_samples_of_the_beginning():
     samples = [{"input_ids": list(range(3 + i % 50))} for i in range(300)]
     for num_workers in (0, 1):
         window = next(iter(make_loader(Listed(samples), h.pad_right, num_workers=num_workers)))
-        probes = window.fetcher.trial_samples(window.request, 64)
+        probes = window.fetcher.trial_samples(64)
         lengths = [len(s["input_ids"]) for s in probes]
         assert len(probes) == 64
         assert min(lengths) == 3
         assert max(lengths) == 52
         assert len(set(lengths)) > 40
-        assert len(window.fetcher.trial_samples(window.request, 5)) == 5
+        assert len(window.fetcher.trial_samples(5)) == 5
 
 
 def test_of_what_a_reader_hands_out_only_tensors_are_pinned(monkeypatch):
@@ -394,7 +394,7 @@ class Counted(dict):
 
 @pytest.mark.parametrize("buffer_size", [0, 20])
 def test_no_more_samples_are_held_than_stated(buffer_size, monkeypatch):
-    monkeypatch.setattr("hf_ga.exact.stream_reader.NUM_FOR_TRIAL", 4)
+    monkeypatch.setattr("hf_ga.loading.streams.stream_reader.NUM_FOR_TRIAL", 4)
     held = []
 
     class Watched(Numbers):

@@ -17,10 +17,10 @@ from tokenizers import (
 from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
 
 from hf_ga import ConfigError
-from hf_ga.finetuning.data import collation, corpus
-from hf_ga.finetuning.data.choices import tokenize_choices
-from hf_ga.finetuning.data.spans import tokenize_questions
-from hf_ga.finetuning.data.tokenization import (
+from hf_ga.finetuning.data.encoding import collation
+from hf_ga.finetuning.data.encoding.choices import tokenize_choices
+from hf_ga.finetuning.data.encoding.spans import tokenize_questions
+from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
     tokenize_causal,
     tokenize_completions,
@@ -29,6 +29,7 @@ from hf_ga.finetuning.data.tokenization import (
     tokenize_texts,
     tokenize_words,
 )
+from hf_ga.finetuning.data.formats import corpus
 
 IGNORED = -100
 TRAINING = [

@@ -9,7 +9,7 @@ from tokenizers.processors import TemplateProcessing
 from transformers import AutoTokenizer
 
 from hf_ga import ConfigError
-from hf_ga.finetuning.data.tokenization import (
+from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
     tokenize_causal,
     tokenize_completions,

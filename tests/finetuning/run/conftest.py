@@ -10,8 +10,8 @@ import transformers as tf
 from bad_files import FILES
 from runs import filled_place, save_jobs
 
-from hf_ga.finetuning.data import corpus
-from hf_ga.finetuning.run import outputs
+from hf_ga.finetuning.data.formats import corpus
+from hf_ga.finetuning.run.results import outputs
 
 
 @pytest.fixture(autouse=True)

@@ -20,8 +20,9 @@ from forked import together
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DistributedDataParallel
 
-from hf_ga.exact.forward import unwrapped
-from hf_ga.finetuning.run import cli, finetune
+from hf_ga.finetuning.run import finetune
+from hf_ga.finetuning.run.flags import cli
+from hf_ga.model.forward import unwrapped
 from hf_ga.recovery.checkpoint import state_sha256
 
 

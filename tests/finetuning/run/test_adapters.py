@@ -17,8 +17,8 @@ from torch import nn
 
 import hf_ga
 from hf_ga.finetuning.data.tasks import TASKS
-from hf_ga.finetuning.run.adapters import freeze
 from hf_ga.finetuning.run.build import build_model, prepare_setup
+from hf_ga.finetuning.run.model.adapters import freeze
 
 LORA = {"lora_r": 4, "lora_dropout": 0.1, "learning_rate": 2e-2}
 # What is trained whole beside the adapters: the head, and what the checkpoint of a masked LM does
@@ -297,7 +297,7 @@ def test_an_adapter_is_trained_further(adapted, place, tmp_path):
 
 
 def test_without_peft(place, tmp_path, monkeypatch):
-    monkeypatch.setattr("hf_ga.finetuning.run.config.find_spec", lambda name: None)
+    monkeypatch.setattr("hf_ga.finetuning.run.flags.config.find_spec", lambda name: None)
     with pytest.raises(
         hf_ga.ConfigError, match=r'adapters need the package peft: pip install "hf_ga\[finetune\]"'
     ):

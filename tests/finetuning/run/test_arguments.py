@@ -9,10 +9,10 @@ import pytest
 import transformers as tf
 
 import hf_ga
-from hf_ga.finetuning.run import arguments
 from hf_ga.finetuning.run.accelerator import make_accelerator, precision_name
-from hf_ga.finetuning.run.cli import finetune_main, parse_config
-from hf_ga.finetuning.run.config import FinetuneConfig
+from hf_ga.finetuning.run.flags import arguments
+from hf_ga.finetuning.run.flags.cli import finetune_main, parse_config
+from hf_ga.finetuning.run.flags.config import FinetuneConfig
 
 OWN = {field.name for field in dataclasses.fields(FinetuneConfig)}
 FIELDS = {field.name: field.default for field in dataclasses.fields(tf.Seq2SeqTrainingArguments)}

@@ -16,9 +16,11 @@ from bad_files import ANSWER, CHOOSE, CLASSIFY, WRITE, arguments_of, assert_one_
 from runs import lines_of, small_config, train
 
 import hf_ga
-from hf_ga.finetuning.run import cli, finetune, outputs
-from hf_ga.finetuning.run.config import FinetuneConfig
-from hf_ga.finetuning.run.report import plot_curves
+from hf_ga.finetuning.run import finetune
+from hf_ga.finetuning.run.flags import cli
+from hf_ga.finetuning.run.flags.config import FinetuneConfig
+from hf_ga.finetuning.run.results import outputs
+from hf_ga.finetuning.run.results.report import plot_curves
 
 SCRIPT = Path(__file__).parents[3] / "scripts" / "finetune.py"
 
@@ -487,7 +489,7 @@ CASES = {
     ),
     # output
     "upload to nowhere": (
-        "--push_to_hub --hub_model_id user/a--b --hub_token t --hub_private_repo",
+        "--push_to_hub --hub_model_id user/a--b --hub_private_repo",
         ["cannot upload to user/a--b", "hf auth login", "omit push_to_hub"],
     ),
     "output of another run": (

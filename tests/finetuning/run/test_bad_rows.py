@@ -13,11 +13,11 @@ import transformers as tf
 from bad_files import arguments_of, assert_one_line
 
 import hf_ga
-from hf_ga.finetuning.data import corpus
 from hf_ga.finetuning.data.data import prepare_data
+from hf_ga.finetuning.data.formats import corpus
 from hf_ga.finetuning.data.tasks import TASKS
-from hf_ga.finetuning.run import cli
-from hf_ga.finetuning.run.config import FinetuneConfig
+from hf_ga.finetuning.run.flags import cli
+from hf_ga.finetuning.run.flags.config import FinetuneConfig
 
 WRONG, COUNT = 6, 12  # the row that is wrong, of so many
 EMPTY = "train: 1 of 11 rows skipped because they are empty"

@@ -12,9 +12,8 @@ import transformers as tf
 from runs import train, write_rows
 
 import hf_ga
-from hf_ga.finetuning.data import data as prepared_data
 from hf_ga.finetuning.data.data import prepare_data
-from hf_ga.finetuning.run.models import load_tokenizer
+from hf_ga.finetuning.run.model.models import load_tokenizer
 
 TEMPLATE = (
     "{{ strftime_now('%d %B %Y') }}"
@@ -170,19 +169,6 @@ def test_changes_are_refused_by_name(name, trained, tmp_path, monkeypatch):
     with pytest.raises(hf_ga.CheckpointError) as error:
         resumed(folder, **more)
     assert message in str(error.value)
-
-
-def test_a_checkpoint_of_an_earlier_version(chats, monkeypatch):
-    """It has a hash of the tokens, with which it is compared."""
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            prepared_data, "_identity_of", lambda train, data: {"data": data.content_hash}
-        )
-        train(chats, chats / "out", **flags(chats))
-    assert resumed(chats)["steps"] == 4
-    change_rows(chats)
-    with pytest.raises(hf_ga.CheckpointError, match="other settings: data '"):
-        resumed(chats, "other")
 
 
 def test_a_template_of_texts_is_not_compared(chats):

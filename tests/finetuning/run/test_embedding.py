@@ -27,9 +27,9 @@ from runs import (
 
 import hf_ga
 from hf_ga.errors import ConfigError
-from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.finetuning.run.build import build_run, prepare_setup
-from hf_ga.finetuning.run.retrieval import retrieval_metrics, spearman
+from hf_ga.finetuning.run.scores.retrieval import retrieval_metrics, spearman
+from hf_ga.order.plan import plan_by_sizes
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 

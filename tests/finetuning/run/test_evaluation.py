@@ -13,9 +13,13 @@ from accelerate import Accelerator
 from forked import on_two_ranks
 from torch.nn import functional as F
 
-from hf_ga.finetuning.run.config import FinetuneConfig
-from hf_ga.finetuning.run.evaluation import EVALUATION_WINDOW, evaluate_samples, evaluation_windows
-from hf_ga.finetuning.run.readers import logits_reader, user_metrics_reader
+from hf_ga.finetuning.run.flags.config import FinetuneConfig
+from hf_ga.finetuning.run.scores.evaluation import (
+    EVALUATION_WINDOW,
+    evaluate_samples,
+    evaluation_windows,
+)
+from hf_ga.finetuning.run.scores.readers import logits_reader, user_metrics_reader
 
 BATCH_SIZES = [1, 7, 1000]
 

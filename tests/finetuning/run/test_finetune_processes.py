@@ -33,8 +33,8 @@ from runs import (
 )
 
 import hf_ga
-from hf_ga.finetuning.run import cli
 from hf_ga.finetuning.run.accelerator import check_sharded
+from hf_ga.finetuning.run.flags import cli
 from hf_ga.parallel import processes
 
 PROFILES = Path(__file__).parents[3] / "accelerate_configs"

@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 import hf_ga
-from hf_ga.finetuning.run.cli import parse_config
-from hf_ga.finetuning.run.config import FinetuneConfig
+from hf_ga.finetuning.run.flags.cli import parse_config
+from hf_ga.finetuning.run.flags.config import FinetuneConfig
 
 
 def fuzz(examples: int) -> settings:

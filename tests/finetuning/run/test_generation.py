@@ -10,10 +10,10 @@ import transformers as tf
 from accelerate import Accelerator
 from runs import job_config, lines_of, train_job
 
-from hf_ga.finetuning.data.collation import collate_ids
+from hf_ga.finetuning.data.encoding.collation import collate_ids
 from hf_ga.finetuning.run.build import prepare_setup
-from hf_ga.finetuning.run.metrics import TEXT_METRICS
-from hf_ga.finetuning.run.readers import generated_targets
+from hf_ga.finetuning.run.scores.metrics import TEXT_METRICS
+from hf_ga.finetuning.run.scores.readers import generated_targets
 
 NAME = "translations"
 NOISE = 0.5

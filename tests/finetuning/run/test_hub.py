@@ -15,15 +15,14 @@ from huggingface_hub.utils import filter_repo_objects
 from runs import train_job
 
 import hf_ga
-from hf_ga.finetuning.run import hub
-from hf_ga.finetuning.run.cli import parse_config
+from hf_ga.finetuning.run.flags.cli import parse_config
+from hf_ga.finetuning.run.results import hub
 
 DOCS = Path(__file__).parents[3] / "docs"
 TOKEN = "hf_TheSecret"
 FLAGS = {
     "push_to_hub": True,
     "hub_model_id": "me/colours",
-    "hub_token": TOKEN,
     "max_steps": 2,
     "eval_steps": 2,
     "save_steps": 1,
@@ -47,7 +46,6 @@ def calls(monkeypatch):
 
     class Fake(HfApi):
         def whoami(self):
-            calls["token"] = self.token
             if "whoami" in calls:
                 raise calls["whoami"]
             return {"name": "me", "auth": {"accessToken": {"role": calls["role"]}}}
@@ -64,6 +62,7 @@ def calls(monkeypatch):
                 raise calls["upload_folder"]
 
     monkeypatch.setattr(hub, "HfApi", Fake)
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
     return calls
 
 
@@ -85,7 +84,6 @@ def test_a_run_uploads_its_model_and_no_token(calls, place, tmp_path, capsys):
         "predict_file": str(place / "classes.test.jsonl"),
     }
     summary = train_job(place, output, "classes", **FLAGS | more)
-    assert calls["token"] == TOKEN
     assert calls["created"] == (
         "user/stdlib-gpt",
         {"private": True, "exist_ok": True},
@@ -148,17 +146,16 @@ def test_a_failed_upload_leaves_the_model_and_the_command(calls, place, tmp_path
         ),
         (
             {"whoami": ValueError(f"Bearer {TOKEN}")},
-            {"hub_token": None},
+            {},
             r"Bearer \*\*\*\. Log in",
-        ),  # HF_TOKEN
+        ),
         ({"role": "read"}, {}, "the token has no write access"),
         ({}, {"eval_only": True}, "eval_only trains no model to upload"),
     ],
 )
 def test_what_would_fail_after_the_run_fails_before_it(
-    change, flags, message, calls, place, tmp_path, monkeypatch
+    change, flags, message, calls, place, tmp_path
 ):
-    monkeypatch.setenv("HF_TOKEN", TOKEN)
     calls.update(change)
     with pytest.raises(hf_ga.ConfigError, match=message):
         train_job(place, tmp_path / "out", "classes", **FLAGS | flags, dataset_name="missing")

@@ -26,7 +26,7 @@ from runs import (
 from torch.nn import functional as F
 
 import hf_ga
-from hf_ga.exact.order import epoch_order
+from hf_ga.order.order import epoch_order
 
 KEYS = {
     "step",

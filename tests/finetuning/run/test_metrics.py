@@ -7,14 +7,14 @@ import numpy as np
 import pytest
 
 from hf_ga import FinetuneConfig
-from hf_ga.finetuning.run.metrics import (
+from hf_ga.finetuning.run.scores.metrics import (
     ANSWER_METRICS,
     ENTITY_METRICS,
     METRICS,
     TEXT_METRICS,
     predictions_and_references,
 )
-from hf_ga.finetuning.run.readers import are_entities
+from hf_ga.finetuning.run.scores.readers import are_entities
 
 
 def score(metric, references, predictions):

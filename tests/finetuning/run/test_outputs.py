@@ -14,9 +14,9 @@ from runs import saved_weights, small_config, train_job
 from safetensors.torch import load_file
 
 from hf_ga import FinetuneConfig, finetune
-from hf_ga.finetuning.run.cli import finetune_main
-from hf_ga.finetuning.run.outputs import save_best
-from hf_ga.finetuning.run.report import describe_world_change, plot_curves
+from hf_ga.finetuning.run.flags.cli import finetune_main
+from hf_ga.finetuning.run.results.outputs import save_best
+from hf_ga.finetuning.run.results.report import describe_world_change, plot_curves
 
 
 def dtypes(folder):

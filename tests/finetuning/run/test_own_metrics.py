@@ -9,7 +9,7 @@ from runs import job_config, small_config
 
 import hf_ga
 from hf_ga.finetuning.data.data import prepare_data
-from hf_ga.finetuning.run.models import load_tokenizer
+from hf_ga.finetuning.run.model.models import load_tokenizer
 
 HEADS = {
     "tags": tf.AutoModelForTokenClassification,

@@ -16,9 +16,9 @@ from accelerate.state import AcceleratorState
 from runs import COLOURS, JOBS, job_config, learn_job, lines_of
 from steps import backward_window
 
-from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.finetuning.data.tasks import TASKS
 from hf_ga.finetuning.run.build import build_run, chosen_loss_fn, prepare_setup
+from hf_ga.order.plan import plan_by_sizes
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 LAYOUTS = {"16x1": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "1x16": [1]}

@@ -4,7 +4,6 @@ values of metrics.jsonl.
 
 import json
 import sqlite3
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,8 +12,8 @@ from runs import lines_of, small_config
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import hf_ga
-from hf_ga.finetuning.run.cli import parse_config
-from hf_ga.finetuning.run.trackers import tracker_names
+from hf_ga.finetuning.run.flags.cli import parse_config
+from hf_ga.finetuning.run.results.trackers import tracker_names
 
 TOKEN = "hf_TheSecret"
 PAGE = (Path(__file__).parents[3] / "docs/finetune.md").read_text()
@@ -115,13 +114,12 @@ def reported(place, tmp_path_factory):
         patch.setenv("WANDB_MODE", "offline")
         patch.setenv("TRACKIO_DIR", str(folder / "trackio"))
         patch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{folder}/mlflow.db")
-        patch.setattr(sys, "argv", ["finetune.py", "--hub_token", TOKEN, f"--hub-token={TOKEN}"])
+        patch.setenv("HF_TOKEN", TOKEN)
         patch.chdir(folder)
         names = {
             "report_to": ",".join(INSTALLED),
             "project": SHOWN.project,
             "run_name": SHOWN.run_name,
-            "hub_token": TOKEN,
         }
         for more in ({}, {"resume_from_checkpoint": str(folder / "out" / "checkpoint-3")}):
             hf_ga.finetune(small_config(place, folder / "out", save_total_limit=9, **names, **more))
@@ -176,7 +174,8 @@ def test_a_tracker_that_cannot_start_stops_the_run_before_it_begins(place, tmp_p
 
 def test_names_of_trackers(monkeypatch):
     monkeypatch.setattr(
-        "hf_ga.finetuning.run.trackers.get_available_trackers", lambda: ["tensorboard", "aim"]
+        "hf_ga.finetuning.run.results.trackers.get_available_trackers",
+        lambda: ["tensorboard", "aim"],
     )
     assert tracker_names("none") == tracker_names("") == []
     assert tracker_names("aim, tensorboard") == ["aim", "tensorboard"]

@@ -14,8 +14,8 @@ from runs import train
 
 import hf_ga
 from hf_ga.errors import ConfigError
-from hf_ga.exact.length_plan import plan_by_length
 from hf_ga.finetuning.run.train_windows import padding_ratio, planned_lengths
+from hf_ga.order.length_plan import plan_by_length
 
 
 def loader(of, **options):

@@ -8,7 +8,7 @@ import pytest
 from bad_files import arguments_of
 from test_bad_rows import check
 
-from hf_ga.finetuning.run import cli
+from hf_ga.finetuning.run.flags import cli
 
 ROWS = [{"text": f"row {i} is {('bad', 'good')[i % 2]}", "label": i % 2} for i in range(40)]
 CLASSIFY = "--task text-classification"

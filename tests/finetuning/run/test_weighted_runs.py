@@ -18,11 +18,11 @@ from sklearn.utils.class_weight import compute_class_weight
 from steps import backward_window
 
 import hf_ga
-from hf_ga.exact.order import epoch_order
-from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.finetuning.data import sources
 from hf_ga.finetuning.run.build import build_run, chosen_loss_fn, prepare_setup
-from hf_ga.finetuning.run.cli import parse_config
+from hf_ga.finetuning.run.flags.cli import parse_config
+from hf_ga.order.order import epoch_order
+from hf_ga.order.plan import plan_by_sizes
 
 pytestmark = pytest.mark.usefixtures("own_accelerator_state")
 LAYOUTS = {"16x1": [16], "4x4": [4], "uneven": [7, 1, 5, 3], "1x16": [1]}

@@ -13,10 +13,10 @@ from forked import on_two_ranks, without_errors
 from runs import learn_job, relative_distance, train_job, write_rows
 
 import hf_ga
-from hf_ga.exact.plan import plan_by_sizes
 from hf_ga.finetuning.data.data import prepare_data
-from hf_ga.finetuning.data.spans import Span
-from hf_ga.finetuning.run.readers import answer_metrics
+from hf_ga.finetuning.data.encoding.spans import Span
+from hf_ga.finetuning.run.scores.readers import answer_metrics
+from hf_ga.order.plan import plan_by_sizes
 
 JOB = "answers"
 LONGEST = 10

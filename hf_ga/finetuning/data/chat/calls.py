@@ -42,42 +42,29 @@ def read_calls(message: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _read_call(call: Any) -> dict[str, Any]:
-    """Convert a tool call of a dataset to the format of chat templates, see `read_calls`.
-
-    Args:
-        call: {"function": {"name": ..., "arguments": ...}}, or name and arguments without
-            `function` around them. Arguments that are JSON, as OpenAI's, become a dict, as most
-            templates expect.
-
-    Raises:
-        DataError: If the call has another format.
-    """
-    if not isinstance(call, dict):
-        raise _invalid_call(call)
-    top_level_function = {key: call[key] for key in FUNCTION_KEYS if key in call}
-    other_keys = {key: call[key] for key in call if key not in ("function", *FUNCTION_KEYS)}
-    function = call.get("function", top_level_function)
-    if "function" in call and top_level_function:
-        raise _invalid_call(call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise _invalid_call(call)
-    if not set(other_keys) <= set(CALL_KEYS) or not set(function) <= set(FUNCTION_KEYS):
-        raise _invalid_call(call)
-    if other_keys.get("type", "function") != "function":
-        raise _invalid_call(call)
+    """Convert a tool call of a dataset to the format of chat templates, see `read_calls`."""
+    other_keys = dict(call) if isinstance(call, dict) else {}
+    function = other_keys.pop("function", None)
+    if function is None:  # name and arguments without `function` around them
+        function = {key: other_keys.pop(key) for key in FUNCTION_KEYS if key in other_keys}
+    is_valid = (
+        isinstance(function, dict)
+        and isinstance(function.get("name"), str)
+        and set(function) <= set(FUNCTION_KEYS)
+        and set(other_keys) <= set(CALL_KEYS)
+        and other_keys.get("type", "function") == "function"
+    )
+    if not is_valid:
+        raise DataError(
+            "a tool call must consist of id, type (function) and function, which has name and "
+            f"arguments, got {call!r:.200}"
+        )
+    # Arguments that are JSON, as OpenAI's, become a dict, as most templates expect.
     arguments = parse_json(function.get("arguments") or {}, ARGUMENTS_RULE) or {}
     if not isinstance(arguments, dict):
         raise DataError(f"{ARGUMENTS_RULE}, got {arguments!r:.80}")
     name_and_arguments = {"name": function["name"], "arguments": arguments}
     return {**other_keys, "type": "function", "function": name_and_arguments}
-
-
-def _invalid_call(call: Any) -> DataError:
-    """Return the error for a tool call in a chat dataset whose format is not supported."""
-    return DataError(
-        "a tool call must consist of id, type (function) and function, which has name and "
-        f"arguments, got {call!r:.200}"
-    )
 
 
 def adapt_calls(messages: list[Message], template: ChatTemplate) -> list[Message]:
@@ -104,30 +91,17 @@ def adapt_calls(messages: list[Message], template: ChatTemplate) -> list[Message
 
 
 def _adapt_message(message: Message, arguments_as_json: bool, add_empty_content: bool) -> Message:
-    """Convert the tool calls of a message to one of the formats that chat templates read.
-
-    Args:
-        message: A message; it is returned unchanged if it has no calls.
-        arguments_as_json: Convert the arguments of calls from a dict to JSON.
-        add_empty_content: Add the content "" to a message without content.
-    """
+    """Convert the tool calls of a message to one of the formats that chat templates read."""
     if "tool_calls" not in message:
         return message
-    adapted = dict(message)
+    adapted = {"content": "", **message} if add_empty_content else dict(message)
     if arguments_as_json:
-        adapted["tool_calls"] = [_with_json_arguments(call) for call in message["tool_calls"]]
-    return {"content": "", **adapted} if add_empty_content else adapted
-
-
-def _with_json_arguments(call: dict[str, Any]) -> dict[str, Any]:
-    """Return a tool call of a chat message with its arguments as a JSON string instead of a dict.
-
-    >>> _with_json_arguments({"function": {"name": "add", "arguments": {"x": 1}}})
-    {'function': {'name': 'add', 'arguments': '{"x": 1}'}}
-    """
-    function = call["function"]
-    arguments = json.dumps(function["arguments"], ensure_ascii=False)
-    return {**call, "function": {**function, "arguments": arguments}}
+        adapted["tool_calls"] = []
+        for call in message["tool_calls"]:
+            function = dict(call["function"])
+            function["arguments"] = json.dumps(function["arguments"], ensure_ascii=False)
+            adapted["tool_calls"].append({**call, "function": function})
+    return adapted
 
 
 def _can_render_calls(messages: list[Message], template: ChatTemplate) -> bool:
@@ -139,9 +113,5 @@ def _can_render_calls(messages: list[Message], template: ChatTemplate) -> bool:
     except (TemplateError, TypeError):
         return False
     calls = [call for message in messages for call in message.get("tool_calls", [])]
-    all_arguments = [call["function"]["arguments"] for call in calls]
-    return not any(
-        repr(arguments) in text
-        for arguments in all_arguments
-        if isinstance(arguments, dict) and arguments
-    )
+    dicts = [call["function"]["arguments"] or "" for call in calls]
+    return not any(isinstance(value, dict) and repr(value) in text for value in dicts)

@@ -79,15 +79,7 @@ def read_conversation(row: dict[str, Any]) -> Conversation:
 
 def _read_turns_of_row(row: dict[str, Any]) -> tuple[list[Turn], str | None]:
     """Read the turns of a conversation from the columns of its format: `messages`, `conversations`,
-    `instruction` and `output`, or `prompt` and `completion`. A prompt and its completion are two
-    strings, or two lists of messages, where no message of the prompt is a target.
-
-    Returns:
-        (turns; the separator of their contents without a chat template: None for lists of messages,
-        which need a template)
-
-    >>> _read_turns_of_row({"prompt": "1 + 2 =", "completion": " 3"})[0][1]
-    Turn(message={'role': 'assistant', 'content': ' 3'}, is_target=True)
+    `instruction` and `output`, or `prompt` and `completion`.
     """
     for name in ("messages", "conversations"):
         if name in row:
@@ -103,9 +95,6 @@ def _read_turns_of_row(row: dict[str, Any]) -> tuple[list[Turn], str | None]:
 def _read_instruction(row: dict[str, Any]) -> list[Turn]:
     """Read the turns of a row of Alpaca's format: `instruction`, optional `input`, `output`, and
     before them the pairs of instruction and answer in `history`, whose answers are targets, too.
-
-    Raises:
-        DataError: If `history` has another format, or a text is not a string.
     """
     turns = []
     for pair in row.get("history") or []:
@@ -123,11 +112,7 @@ def _read_instruction(row: dict[str, Any]) -> list[Turn]:
 
 
 def _make_turn(role: str, text: Any) -> Turn:
-    """Make a turn of a conversation from its text; a turn of the assistant is a target.
-
-    Raises:
-        DataError: If `text` is not a string.
-    """
+    """Make a turn of a conversation from its text; a turn of the assistant is a target."""
     if not isinstance(text, str):
         raise DataError("prompts, completions, instructions and outputs must be strings")
     return Turn({"role": role, "content": text}, is_target=role == "assistant")
@@ -136,12 +121,6 @@ def _make_turn(role: str, text: Any) -> Turn:
 def _read_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     """Read the JSON schemas of the functions that the model may call, from the columns `tools` and
     `functions`, OpenAI's older name.
-
-    Returns:
-        The schemas in the format of `apply_chat_template`, or None if the row has none.
-
-    Raises:
-        DataError: If a column is not a list of schemas, or JSON of one.
     """
     tools = []
     for name in ("tools", "functions"):
@@ -155,15 +134,6 @@ def _read_tools(row: dict[str, Any]) -> list[dict[str, Any]] | None:
 def _read_tool(tool: Any) -> dict[str, Any]:
     """Convert the JSON schema of a function to the format that chat templates expect: {"type":
     "function", "function": {"name": ..., "parameters": {...}}}.
-
-    Args:
-        tool: The schema in this format, or without the outer keys, or with `parameters` as JSON.
-
-    Raises:
-        DataError: If it has another format.
-
-    >>> _read_tool({"name": "now", "parameters": '{"type": "object"}'})
-    {'type': 'function', 'function': {'name': 'now', 'parameters': {'type': 'object'}}}
     """
     if not isinstance(tool, dict):
         raise DataError(f"{TOOLS_RULE}, got {tool!r:.80}")

@@ -88,12 +88,6 @@ def read_turns(value: Any) -> list[Turn]:
 def _read_turn(raw_message: Any) -> Turn:
     """Convert a message of a dataset to the format of chat templates, and find out whether it is a
     target.
-
-    Args:
-        raw_message: A dict with the keys `KEYS`; those whose value is None are ignored.
-
-    Raises:
-        DataError: If it has an unknown key, no role, or neither content nor tool calls.
     """
     if not isinstance(raw_message, dict):
         raise DataError(MESSAGE_RULE)
@@ -120,11 +114,7 @@ def _read_turn(raw_message: Any) -> Turn:
 
 
 def _check_keys(raw_message: dict[str, Any]) -> None:
-    """Check that a message of a dataset has known keys only, and strings where they are needed.
-
-    Raises:
-        DataError: If it has another key, or a value of `STRING_KEYS` is not a string.
-    """
+    """Check that a message of a dataset has known keys only, and strings where they are needed."""
     unknown = [key for key in raw_message if key not in KEYS]
     if unknown:
         raise DataError(
@@ -140,16 +130,7 @@ def _check_keys(raw_message: dict[str, Any]) -> None:
 
 def _convert_sharegpt(raw_message: dict[str, Any]) -> dict[str, Any]:
     """Rename the keys `from` and `value` of a message in ShareGPT's format to `role` and `content`,
-    and its roles to those of chat templates. A message whose role says that it is a tool call
-    becomes one of the assistant with `tool_calls`.
-
-    Messages with `role` and `content` are returned unchanged.
-
-    Raises:
-        DataError: If a message has both names of a key.
-
-    >>> _convert_sharegpt({"from": "human", "value": "hi"})
-    {'role': 'user', 'content': 'hi'}
+    and its roles to those of chat templates.
     """
     has_both_roles = "role" in raw_message and "from" in raw_message
     has_both_contents = "content" in raw_message and "value" in raw_message
@@ -169,12 +150,6 @@ def _convert_sharegpt(raw_message: dict[str, Any]) -> dict[str, Any]:
 def _read_content(content: Any) -> str:
     """Return the content of a message as one string: itself, or the concatenated texts of a list of
     parts of type text.
-
-    Raises:
-        DataError: If it is neither, or a part has another type or an unknown key.
-
-    >>> _read_content([{"type": "text", "text": "Hello "}, {"type": "text", "text": "world"}])
-    'Hello world'
     """
     if isinstance(content, str):
         return content
@@ -192,11 +167,7 @@ def _read_content(content: Any) -> str:
 
 def _read_reasoning(raw_message: dict[str, Any]) -> Message:
     """Return the reasoning (thoughts) of a message under both names that chat templates read,
-    `reasoning_content` and `thinking`, or an empty dict if it has none. (Newer versions of
-    transformers also set both.)
-
-    Raises:
-        DataError: If the message has different reasoning under two names.
+    `reasoning_content` and `thinking`; {} without thoughts.
     """
     thoughts = [raw_message[key] for key in REASONING_KEYS if key in raw_message]
     if not thoughts:
@@ -209,9 +180,6 @@ def _read_reasoning(raw_message: dict[str, Any]) -> Message:
 def _is_target(raw_message: dict[str, Any], role: str) -> bool:
     """Return whether the model learns to write a message: if the role is assistant, unless the
     message has `weight` 0 or `train` false.
-
-    Raises:
-        DataError: If one of these keys is not 0 or 1, or is 1 for a message of another role.
     """
     loss_flags = {key: raw_message[key] for key in LOSS_KEYS if key in raw_message}
     for key, flag in loss_flags.items():

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
@@ -77,9 +78,6 @@ def _errors_show_row(row: dict[str, Any]) -> Iterator[None]:
 def _concatenate_turns(conversation: Conversation) -> RenderedRow:
     """Render a conversation without a chat template: concatenate the contents of its turns with its
     separator; a paragraph follows a system turn.
-
-    Raises:
-        DataError: If the conversation needs a chat template.
     """
     needs_template = conversation.separator is None
     if needs_template or conversation.tools or conversation.template_options:
@@ -106,12 +104,6 @@ def _render_with_template(
 ) -> RenderedRow:
     """Render a conversation with the tokenizer's chat template, locate the turns that are targets,
     and check that the template omits nothing that the model should learn.
-
-    A conversation without turns is an empty text.
-
-    Raises:
-        DataError: If the first turn is a target, the template omits something, or a turn cannot be
-            located.
     """
     if not conversation.turns:
         return RenderedRow("", [], is_templated=True)
@@ -126,3 +118,50 @@ def _render_with_template(
     notes = check_targets(messages, template, text, spans_of_targets)
     targets = sorted(span for spans in spans_of_targets.values() for span in spans)
     return RenderedRow(text, targets, is_templated=True, notes=notes)
+
+
+def check_ending(
+    row: RenderedRow,
+    ids: list[int],
+    starts: np.ndarray,
+    ends: np.ndarray,
+    special_ids: set[int],
+) -> None:
+    """Check that at least one target of a conversation ends with a special token, because
+    generation stops only at such a token.
+
+    It may be the end-of-text token or that of the end of a turn. White space may follow it.
+
+    Args:
+        row: A row that was rendered by a chat template.
+        ids: The token ids of its text, length (tokens).
+        starts: The first character of each token, int of shape (tokens,).
+        ends: The character after the last of each token, int of shape (tokens,).
+        special_ids: Ids of all special tokens, see `special_token_ids`.
+
+    Raises:
+        DataError: If there are targets, but none of them ends with a special token.
+    """
+    for start, end in row.targets:
+        last_character = start + len(row.text[start:end].rstrip()) - 1
+        covering = np.flatnonzero((starts <= last_character) & (ends > last_character))
+        if any(ids[token] in special_ids for token in covering):
+            return
+    if row.targets:
+        start, end = row.targets[-1]
+        raise DataError(
+            "the tokenizer's chat template ends turns of the assistant without an end token, so "
+            f"the model would never learn to stop; the last target is {row.text[start:end]!r:.80}. "
+            "In the template, end these turns with {{ eos_token }}, or with another special token "
+            "at which generation stops, inside {% generation %} if it is marked."
+        )
+
+
+def special_token_ids(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the ids of all special tokens of a tokenizer: those with a role, such as
+    `eos_token`, and those that were only added as special.
+    """
+    added = {
+        token_id for token_id, token in tokenizer.added_tokens_decoder.items() if token.special
+    }
+    return added | set(tokenizer.all_special_ids)

@@ -1,5 +1,7 @@
 """Locates the turns of the assistant in a rendered conversation."""
 
+from os.path import commonprefix
+
 from jinja2 import TemplateError
 
 from hf_ga.errors import DataError
@@ -36,17 +38,6 @@ def _spans_marked_by_template(
 ) -> SpansByTurn:
     """Assign the spans that the chat template marks with `{% generation %}` to the turns that are
     targets.
-
-    If the template marks several parts of a turn, and all turns of the assistant are targets, all
-    spans are assigned to the last one: only their union matters.
-
-    Args:
-        conversation: The conversation.
-        template: The chat template.
-        targets: Indices of the turns that are targets.
-
-    Raises:
-        DataError: If it is not clear which spans belong to which turn.
     """
     spans = template.generations(conversation.messages)
     assistant_turns = [
@@ -67,15 +58,6 @@ def _spans_marked_by_template(
 def _locate_turn(index: int, messages: list[Message], template: ChatTemplate, text: str) -> Span:
     """Find the characters of a turn of the assistant in a rendered conversation: from the end of
     the generation prompt to the end of the turn.
-
-    Args:
-        index: The turn.
-        messages: All messages of the conversation.
-        template: The chat template.
-        text: `template.render(messages)`.
-
-    Raises:
-        DataError: If the turn cannot be located.
     """
     text_before = template.render(messages[:index], add_generation_prompt=True)
     text_through_turn = template.render(messages[: index + 1])
@@ -96,22 +78,10 @@ def _locate_by_marker(
 ) -> Span | None:
     """Locate a turn of the assistant that is rendered differently when others follow it: chat
     templates of reasoning models omit its thoughts, and some end the last turn in another way.
-
-    With a marker as the content of the turn, the conversation is rendered as `head MARKER ending
-    rest`: all before the content, the marker, the end token of the turn, and all later turns. So
-    the text with the true content is `head ... ending rest`. The ending is known from a second
-    rendering, in which nothing follows the turn.
-
-    Args:
-        index: The turn.
-        messages: All messages of the conversation.
-        template: The chat template.
-        text: `template.render(messages)`.
-        text_before: The rendered messages before the turn, with the generation prompt.
-
-    Returns:
-        The characters of the turn, or None if they cannot be located.
     """
+    # With a marker as content, the conversation is rendered as `head MARKER ending rest`, where
+    # `ending` is the turn's end token and `rest` all later turns: so the text with the true content
+    # is `head ... ending rest`. The ending is known from a rendering in which nothing follows.
     marked_turn = {"role": "assistant", "content": MARKER}
     marked_messages = [*messages[:index], marked_turn, *messages[index + 1 :]]
     try:
@@ -137,20 +107,6 @@ def _locate_by_marker(
 def _start_of_turn(head: str, head_if_last: str, text_before: str, prompt: str) -> int | None:
     """Find the first character of a turn of the assistant in a rendered conversation: the one after
     the generation prompt, or after as much of the prompt as the conversation contains.
-
-    Args:
-        head: The rendered conversation up to the content of the turn.
-        head_if_last: The same text if the turn is rendered as the last one.
-        text_before: The rendered messages before the turn, which end with the generation prompt.
-        prompt: The generation prompt, such as a begin-of-turn token and the role, and for reasoning
-            models the beginning of thoughts.
-
-    Returns:
-        The position in `head`, or None if the conversation contains nothing of the prompt.
-
-    >>> prompt = "<assistant><think>"  # but earlier turns are rendered without thoughts
-    >>> _start_of_turn("hi<assistant>", f"hi{prompt}</think>", f"hi{prompt}", prompt)
-    13
     """
     if head.startswith(text_before):
         return len(text_before)
@@ -158,14 +114,12 @@ def _start_of_turn(head: str, head_if_last: str, text_before: str, prompt: str) 
     beginning = head_if_last.removeprefix(text_before)
     if head_if_last.startswith(text_before) and head.endswith(prompt + beginning):
         return len(head) - len(beginning)
-    earlier_messages = text_before.removesuffix(prompt)
-    prefixes = [prompt[:size] for size in range(1, len(prompt) + 1)]
     # The longest beginning of the prompt that follows the earlier messages as they were rendered.
-    after_earlier = [part for part in prefixes if head.startswith(earlier_messages + part)]
-    if after_earlier and after_earlier[-1].strip():
-        return len(earlier_messages + after_earlier[-1])
+    common = commonprefix([head, text_before])  # noqa: RUF071
+    earlier_messages = text_before.removesuffix(prompt)
+    if common[len(earlier_messages) :].strip():
+        return len(common)
     # Or that stands directly before the content.
-    before_content = [part for part in prefixes if head.endswith(part)]
-    if before_content and before_content[-1].strip():
-        return len(head)
-    return None
+    sizes = range(len(prompt), 0, -1)
+    before_content = next((prompt[:size] for size in sizes if head.endswith(prompt[:size])), "")
+    return len(head) if before_content.strip() else None

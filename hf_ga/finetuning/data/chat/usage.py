@@ -3,6 +3,8 @@ omit what they do not know.
 """
 
 import re
+from collections.abc import Iterator
+from dataclasses import replace
 
 from jinja2 import TemplateError
 
@@ -33,14 +35,31 @@ def check_rendered(conversation: Conversation, template: ChatTemplate, text: str
     Raises:
         DataError: If the template omits one of them.
     """
+    for name in conversation.template_options:
+        if re.search(rf"\b{re.escape(name)}\b", template.source) is None:
+            raise DataError(f"the chat template does not use the option {name!r}: {REMEDY}")
+    for part, other_template, other_messages in _without_a_part(conversation, template):
+        if _renders_text(text, other_template, other_messages):
+            raise DataError(f"the chat template does not render {part}: {REMEDY}")
+
+
+def _without_a_part(
+    conversation: Conversation, template: ChatTemplate
+) -> Iterator[tuple[str, ChatTemplate, list[Message]]]:
+    """Yield each part of a conversation's context, and template and messages without it. (That the
+    text contains a part proves nothing: another message may contain it, too.)
+    """
     messages = conversation.messages
-    _check_options(conversation, template)
-    _check_tools(conversation, template, text)
-    if _omits_key("tool_calls", messages, template, text):
-        raise DataError(f"the chat template does not render tool_calls: {REMEDY}")
+    if conversation.tools:
+        yield "tools", replace(template, tools=None), messages
+    if any("tool_calls" in message for message in messages):
+        yield "tool_calls", template, _without_key("tool_calls", messages)
     for index, turn in enumerate(conversation.turns):
-        if not turn.is_target:
-            _check_message(index, messages, template, text)
+        message = turn.message
+        if not turn.is_target and message.get("content"):
+            other = {**message, "content": MARKER}
+            other_messages = [*messages[:index], other, *messages[index + 1 :]]
+            yield f"the message of the {message['role']}", template, other_messages
 
 
 def check_targets(
@@ -64,9 +83,10 @@ def check_targets(
     """
     notes = []
     _check_answers(messages, text, spans_by_turn)
-    if _omits_earlier_thoughts(messages, text, spans_by_turn):
+    if not all(_has_thoughts(messages[i], text, spans) for i, spans in spans_by_turn.items()):
         notes.append(NO_THOUGHTS)
-    if _omits_key("name", messages, template, text):
+    has_names = any("name" in message for message in messages)
+    if has_names and _renders_text(text, template, _without_key("name", messages)):
         notes.append(NO_NAMES)
     if spans_by_turn and not template.marks_generations:
         last_target = max(spans_by_turn)
@@ -76,73 +96,9 @@ def check_targets(
     return tuple(notes)
 
 
-def _check_options(conversation: Conversation, template: ChatTemplate) -> None:
-    """Check that the source of the chat template contains each option of the row
-    (`chat_template_kwargs`) as a word.
-
-    Raises:
-        DataError: If it lacks one.
-    """
-    unused = [
-        name
-        for name in conversation.template_options
-        if re.search(rf"\b{re.escape(name)}\b", template.source) is None
-    ]
-    if unused:
-        raise DataError(f"the chat template does not use the option {unused[0]!r}: {REMEDY}")
-
-
-def _check_tools(conversation: Conversation, template: ChatTemplate, text: str) -> None:
-    """Check that the tools of a conversation change its rendered text.
-
-    Args:
-        conversation: The conversation; without tools the check passes.
-        template: The chat template with the tools.
-        text: The rendered conversation.
-
-    Raises:
-        DataError: If the chat template renders the same text without the tools.
-    """
-    without_tools = ChatTemplate(template.tokenizer, None, template.options)
-    if conversation.tools and _renders_text(text, without_tools, conversation.messages):
-        raise DataError(f"the chat template does not render tools: {REMEDY}")
-
-
-def _check_message(index: int, messages: list[Message], template: ChatTemplate, text: str) -> None:
-    """Check that the rendered text changes with the content of a message. (That the text contains
-    the content would prove nothing, because another message may contain it, too.)
-
-    Args:
-        index: The message; one without content passes.
-        messages: All messages of the conversation.
-        template: The chat template.
-        text: `template.render(messages)`.
-
-    Raises:
-        DataError: If the chat template renders the same text with another content.
-    """
-    message = messages[index]
-    if not message.get("content"):
-        return
-    other_content = {**message, "content": MARKER}
-    changed_messages = [*messages[:index], other_content, *messages[index + 1 :]]
-    if _renders_text(text, template, changed_messages):
-        raise DataError(
-            f"the chat template does not render the message of the {message['role']}: {REMEDY}"
-        )
-
-
 def _check_answers(messages: list[Message], text: str, spans_by_turn: SpansByTurn) -> None:
     """Check that each target contains the answer of its turn (the content after thoughts) and the
     names of the functions that it calls, and the last message also its thoughts.
-
-    Args:
-        messages: All messages of the conversation.
-        text: The rendered conversation.
-        spans_by_turn: The characters of each turn that is a target.
-
-    Raises:
-        DataError: If a target does not.
     """
     last_message = len(messages) - 1
     for index, spans in spans_by_turn.items():
@@ -162,30 +118,9 @@ def _check_answers(messages: list[Message], text: str, spans_by_turn: SpansByTur
             )
 
 
-def _omits_earlier_thoughts(messages: list[Message], text: str, spans_by_turn: SpansByTurn) -> bool:
-    """Return whether a target of the rendered conversation lacks the thoughts of its turn, as
-    templates of reasoning models omit them in all but the last turn.
-
-    Args:
-        messages: All messages of the conversation.
-        text: The rendered conversation.
-        spans_by_turn: The characters of each turn that is a target.
-    """
-    return not all(
-        _has_thoughts(messages[index], text, spans) for index, spans in spans_by_turn.items()
-    )
-
-
 def _has_thoughts(message: Message, text: str, spans: list[Span]) -> bool:
     """Return whether the target of a turn contains the turn's thoughts, which are in its content
     (between tags such as <think>) or in its `reasoning_content`.
-
-    The beginning of the thoughts may be a part of the generation prompt, before the target.
-
-    Args:
-        message: The message of the turn.
-        text: The rendered conversation.
-        spans: The characters of the turn, its target.
     """
     target = "".join(text[start:end] for start, end in spans)
     target_start = spans[0][0] if spans else 0
@@ -196,21 +131,11 @@ def _has_thoughts(message: Message, text: str, spans: list[Span]) -> bool:
     return True
 
 
-def _omits_key(key: str, messages: list[Message], template: ChatTemplate, text: str) -> bool:
-    """Return whether messages have a key, such as `tool_calls`, that makes no difference to the
-    text that the chat template renders.
-
-    Args:
-        key: The key.
-        messages: All messages of the conversation.
-        template: The chat template.
-        text: `template.render(messages)`.
-    """
-    messages_without_key = [
+def _without_key(key: str, messages: list[Message]) -> list[Message]:
+    """Return copies of messages without a key, such as `tool_calls`."""
+    return [
         {other: value for other, value in message.items() if other != key} for message in messages
     ]
-    has_key = messages_without_key != messages
-    return has_key and _renders_text(text, template, messages_without_key)
 
 
 def _renders_text(text: str, template: ChatTemplate, messages: list[Message]) -> bool:
@@ -226,8 +151,5 @@ def _renders_text(text: str, template: ChatTemplate, messages: list[Message]) ->
 def _contains(text: str, part: str) -> bool:
     """Return whether the text of a rendered conversation contains a part of a message, directly or
     if white space, which chat templates strip, is ignored in both.
-
-    >>> _contains("<user>Hello world<end>", " Hello  world "), _contains("<user><end>", "Hello")
-    (True, False)
     """
     return part in text or "".join(part.split()) in "".join(text.split())

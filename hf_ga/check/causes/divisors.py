@@ -1,0 +1,102 @@
+"""What the loss divides by in each micro-batch, read from it; and what a step may count instead."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from hf_ga.check.steps import CheckContext, device_of
+from hf_ga.engine.own_loop import OwnLoop
+from hf_ga.engine.sums.divisors import Reading, TermKey, on_host
+from hf_ga.engine.window_engine import WindowEngine
+from hf_ga.errors import DataError, LossNotAdditive
+from hf_ga.loading.batches import IGNORED_LABEL
+from hf_ga.loading.window import Window
+from hf_ga.model.forward import restored_buffers
+from hf_ga.parallel.backend import LocalBackend
+
+LABELS = "labels"
+SHIFTED_LABELS = "shifted labels"  # without column 0, which causal models do not predict
+
+
+@dataclass(frozen=True)
+class Divisors:
+    """What a term of the loss divides by.
+
+    Attributes:
+        name: The term in words.
+        values: What it divides by in each micro-batch, float64 of shape (micro-batches,).
+    """
+
+    name: str
+    values: np.ndarray
+
+    @property
+    def shares(self) -> np.ndarray:
+        """The share of each micro-batch in the term's mean over the window."""
+        return self.values / self.values.sum()
+
+
+def read_divisors(context: CheckContext, window: Window) -> list[Divisors]:
+    """Read the terms of the loss in each micro-batch of a window.
+
+    Args:
+        context: The model and the settings of the check.
+        window: The window, all micro-batches of which are computed on this process.
+
+    Returns:
+        The terms; of a loss that cannot be read, the number of samples.
+    """
+    model = context.model
+    by_key: dict[TermKey, list[Reading]] = defaultdict(list)
+    if context.settings.whole_batch is None:
+        backend = LocalBackend(device_of(model))
+        engine = WindowEngine(lambda: backend, allow_split_dependent_randomness=True)
+        engine.rehearses = False  # divisors are read in any case; gradients are compared elsewhere
+        with restored_buffers(model), suppress(LossNotAdditive, DataError):
+            OwnLoop(engine, model, context.settings.loss_fn).add_gradients(window)
+        model.zero_grad()
+        for reading in on_host(engine.gradient.readings):
+            by_key[reading.key].append(reading)
+    found = []
+    for readings in by_key.values():
+        is_penalty = readings[0].term is not None and readings[0].term.is_penalty
+        values = np.array([engine.gradient.checks.true_divisor(reading) for reading in readings])
+        if not is_penalty and len(values) == len(window.micro_batches) and values.sum():
+            found.append(Divisors(readings[0].name.split(", factor")[0], values))
+    return found or [Divisors("samples", count_usual(window)["samples"])]
+
+
+def count_usual(window: Window) -> dict[str, np.ndarray]:
+    """Return what training steps usually count in a micro-batch, whatever the loss divides by.
+
+    Returns:
+        Name -> number in each micro-batch, float64 of shape (micro-batches,); without those that
+        are 0 in the whole window.
+    """
+    counts: dict[str, list[int]] = defaultdict(list)
+    for micro_batch in window.micro_batches:
+        counts["samples"].append(len(micro_batch))
+        labels = micro_batch.batch.get("labels")
+        if isinstance(labels, Tensor) and labels.dim() and not labels.is_floating_point():
+            counts[LABELS].append(int((labels != IGNORED_LABEL).sum()))
+            if labels.dim() > 1:
+                counts[SHIFTED_LABELS].append(int((labels[:, 1:] != IGNORED_LABEL).sum()))
+        mask = micro_batch.batch.get("attention_mask")
+        if isinstance(mask, Tensor):
+            counts["tokens"].append(int(mask.sum()))
+        tokens = micro_batch.batch.get("input_ids")
+        if isinstance(tokens, Tensor):
+            counts["tokens with padding"].append(tokens.numel())
+    return {name: np.array(numbers, float) for name, numbers in counts.items() if any(numbers)}
+
+
+def format_numbers(numbers: Sequence[float]) -> str:
+    """Format numbers as `8, 3, 5`, at most eight of them."""
+    shown = [f"{number:g}" for number in numbers[:8]]
+    if len(numbers) > 8:
+        shown.append("...")
+    return ", ".join(shown)

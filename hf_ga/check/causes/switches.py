@@ -1,0 +1,132 @@
+"""Switches off what makes gradients of micro-batches depend on their company, whatever their
+weights: random numbers, BatchNorm's statistics, clipping. Notes which of them were called.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_ga.draws.draw import Draw
+from hf_ga.draws.dropout.dropout_functions import dropped_attention
+from hf_ga.draws.hashing import signed
+from hf_ga.draws.keyed import KeyedDraws
+from hf_ga.draws.refusal import user_code
+from hf_ga.model.override import override
+
+_HASH = signed(0x9E3779B97F4A7C15)  # uniform: 0.62, normal: -0.98
+
+
+class ConstantDraws(KeyedDraws):
+    """Draws that give every element the same number, so that they depend on no split, and dropout
+    that keeps all elements. `places` has those of tensors, as loaders draw scalar seeds.
+
+    Args:
+        device: The device of the model.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Make the draws; no micro-batch begins later."""
+        super().__init__(allow_unkeyed=True)
+        self.attend = _attention_without_dropout
+        key = torch.zeros(1, dtype=torch.int64, device=device)
+        self.begin(key, key)
+
+    def draw(
+        self, function: str, shape: torch.Size, device: torch.device, *args: Any, **kwargs: Any
+    ) -> Draw:
+        """Return a draw of the same numbers."""
+        if len(shape) and function not in self.places:
+            self.places[function] = user_code()
+        key = torch.zeros(1, dtype=torch.int64, device=device)
+        return _ConstantDraw(key, 0, torch.Size(shape), None)
+
+    def drop(self, input: Tensor, drop_probability: float) -> Tensor:
+        """Return the input, as in evaluation mode."""
+        self.draw("dropout", input.shape, input.device)
+        return input
+
+
+class _ConstantDraw(Draw):
+    """A draw in which all elements have the same number."""
+
+    def keep_mask(self, drop_probability: float) -> Tensor:
+        """Return the mask of a dropout that keeps all."""
+        return torch.ones(self.shape, dtype=torch.bool, device=self.keys.device)
+
+    def _draw(self, from_hashes: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the number of one hash in each element."""
+        return from_hashes(torch.full(self.shape, _HASH, device=self.keys.device))
+
+
+def _attention_without_dropout(*args: Any) -> Tensor:
+    """Compute attention as `dropped_attention`, with a dropout probability of 0."""
+    *others, _ = args
+    return dropped_attention(*others, 0.0)
+
+
+@dataclass
+class Calls:
+    """What was called of what is switched off.
+
+    Attributes:
+        batch_statistics: Whether BatchNorm was to normalise by statistics of its input.
+        clipped: For the first parameter of each call of torch's `clip_grad_norm_`, the norms to
+            which gradients with a larger norm were to be clipped.
+    """
+
+    batch_statistics: bool = False
+    clipped: dict[Tensor, list[float]] = field(default_factory=lambda: defaultdict(list))
+
+
+@contextmanager
+def switched_off(draws: ConstantDraws | None) -> Iterator[Calls]:
+    """In the block, torch's random numbers are constant, BatchNorm normalises by its running
+    statistics, and torch's `clip_grad_norm_`, which Accelerate and Trainer call, does not clip.
+
+    Args:
+        draws: The constant numbers. None: random numbers are those of the block.
+    """
+    calls = Calls()
+    batch_norm = F.batch_norm
+    clip_grad_norm = nn.utils.clip_grad_norm_
+
+    def with_running_statistics(
+        x: Tensor,
+        mean: Tensor | None,
+        variance: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        """Replacement of `F.batch_norm`. Without running statistics they are 0 and 1."""
+        calls.batch_statistics |= training
+        if mean is None:
+            mean = x.new_zeros(x.shape[1])
+            variance = x.new_ones(x.shape[1])
+        return batch_norm(x, mean, variance, weight, bias, False, momentum, eps)
+
+    def only_norm(
+        parameters: Tensor | Iterable[Tensor], max_norm: float, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Replacement of `clip_grad_norm_` that returns the norm only."""
+        parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        norm = clip_grad_norm(parameters, math.inf)
+        if norm > max_norm:
+            calls.clipped[parameters[0]].append(float(max_norm))
+        return norm
+
+    with (
+        nullcontext() if draws is None else draws.scope(),
+        override(F, batch_norm=with_running_statistics),
+        override(nn.utils, clip_grad_norm_=only_norm),
+    ):
+        yield calls

@@ -1,0 +1,6 @@
+"""What the terms of a loss are divided by, and the buffers in which their gradients are summed.
+
+In: the terms of each micro-batch's loss. Out: a divisor for each at the window's end, or an error.
+Begin with divisors.py; groups.py and same_terms.py say which terms share a buffer, loss_sums.py
+has losses given as (sum, number), chunk_sums.py the fixed order for the same bits.
+"""

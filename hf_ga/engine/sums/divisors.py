@@ -1,0 +1,402 @@
+"""What each term of a loss divides by in the micro-batches of a window, and whether their sum is
+what the full batch divides by.
+
+A divisor is trusted if it follows the micro-batch: if it is proportional to what the term sums over
+(targets, or the sum of their weights), or to the number of samples. Then divisors of micro-batches
+add up to that of the window. One that does neither is a constant (`sum / 100`), has a constant
+added, or depends on the padded width.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from hf_ga.errors import LossNotAdditive
+from hf_ga.logs import get_logger
+from hf_ga.loss import Term, describe
+
+logger = get_logger(__name__)
+
+TermKey = Hashable
+Number = float | Tensor
+RELATIVE_ROUNDING = 1e-5  # of sums that are computed in float32
+BY_TARGETS = "targets"
+BY_NONZERO = "targets with a weight"
+BY_SAMPLES = "samples"
+NO_SUCH_FACTOR = (
+    "the full batch has no such factor. Change a factor between optimizer steps only; if it is a "
+    "share of targets, divide a sum by the number that it stands for, or pass num_targets."
+)
+ALL_KINDS = {BY_TARGETS, BY_NONZERO, BY_SAMPLES}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One term of the loss of one micro-batch.
+
+    Attributes:
+        key: What the term is, the same in every micro-batch and on every rank.
+        term: The term as it was read. None: the loop passed a sum and its number of targets.
+        num_samples: Number of samples of the micro-batch.
+        divisor: What the term divides by.
+        count: What its numerator sums over. None: unknown.
+        factor: What the loss multiplies the term by.
+        num_elements: Number of elements of what it sums over, without masks. None: unknown.
+        num_nonzero: Number of them whose weight is not 0. None: unknown.
+        class_weights: The class weights of a cross entropy, or None.
+        is_zero: Whether the sum that the loop passed is 0. None: it passed a mean.
+        ignores_width: Whether what it sums over depends on how wide rows are padded.
+        is_counted: Whether the micro-batch belongs to the window. False for a rehearsal.
+    """
+
+    key: TermKey
+    term: Term | None
+    num_samples: int
+    divisor: Number
+    count: Number | None
+    factor: Number
+    num_elements: int | None = None
+    num_nonzero: Number | None = None
+    class_weights: Tensor | None = None
+    is_zero: Number | None = None
+    ignores_width: bool = False
+    is_counted: bool = True
+
+    @property
+    def name(self) -> str:
+        """The term in words, for error messages."""
+        return "the sum with num_targets" if self.term is None else describe(self.term)
+
+    @property
+    def is_switched_off(self) -> bool:
+        """Whether the term has no part in the loss; a factor on an accelerator is not read."""
+        return isinstance(self.factor, float) and self.factor == 0.0
+
+    def without_graph(self) -> "Reading":
+        """Return what is needed after the backward."""
+        return self if self.term is None else replace(self, term=self.term.without_graph())
+
+
+def on_host(readings: Sequence[Reading]) -> list[Reading]:
+    """Copy the numbers of readings to the host, in one transfer."""
+    tensors = [
+        value for reading in readings for value in _numbers(reading) if isinstance(value, Tensor)
+    ]
+    if not tensors:
+        return list(readings)
+    stacked = torch.stack([tensor.detach().double().reshape(()) for tensor in tensors])
+    values = iter(stacked.tolist())
+
+    def number(value: Number | None) -> float | None:
+        """Return the value on the host."""
+        return next(values) if isinstance(value, Tensor) else value
+
+    return [
+        replace(
+            reading,
+            divisor=number(reading.divisor),
+            count=number(reading.count),
+            factor=number(reading.factor),
+            num_nonzero=number(reading.num_nonzero),
+            is_zero=number(reading.is_zero),
+        )
+        for reading in readings
+    ]
+
+
+def _numbers(reading: Reading) -> tuple[Number | None, ...]:
+    """Return what may be on the device, in the order of `on_host`."""
+    return (
+        reading.divisor,
+        reading.count,
+        reading.factor,
+        reading.num_nonzero,
+        reading.is_zero,
+    )
+
+
+def true_divisor(reading: Reading) -> float:
+    """Return what a reading on the host adds to the divisor of the window.
+
+    A micro-batch without targets adds 0, also where the loop raised its number of targets to 1
+    (`clamp(min=1)`, `max(k, 1)`, `k + eps`). A number of elements or of samples counts whatever
+    their weights add up to.
+    """
+    return 0.0 if is_empty(reading) else float(reading.divisor)
+
+
+def is_empty(reading: Reading) -> bool:
+    """Whether a term on the host sums over nothing. Signed weights may add up to 0 by chance."""
+    number = reading.count if reading.num_nonzero is None else reading.num_nonzero
+    return number is not None and number == 0
+
+
+class DivisorChecks:
+    """Checks the divisors and factors of a run's windows.
+
+    Attributes:
+        followed: For each term, what its divisor was found to be proportional to, in all windows so
+            far.
+        trusts_numbers: Whether numbers of targets that were passed were checked before.
+    """
+
+    def __init__(self) -> None:
+        """Start without any term."""
+        self.followed: dict[TermKey, set[str]] = {}
+        self.trusts_numbers = False
+        self._has_warned = False
+
+    def true_divisor(self, reading: Reading) -> float:
+        """Return what a reading on the host adds to the divisor of the window."""
+        if self.followed.get(reading.key) == {BY_SAMPLES}:
+            return float(reading.divisor)  # of samples, also where their weights are 0
+        return true_divisor(reading)
+
+    def check(
+        self,
+        readings: Sequence[Reading],
+        switched_off: Sequence[Reading] = (),
+        *,
+        is_padded: bool,
+    ) -> bool:
+        """Check the readings of a window, which are on the host.
+
+        Args:
+            readings: All terms of all micro-batches of this rank, those of a rehearsal included.
+            switched_off: Those with a factor of 0, likewise.
+            is_padded: Whether all micro-batches have the same padded width.
+
+        Returns:
+            Whether they can be trusted. False: only if all micro-batches are padded alike.
+
+        Raises:
+            LossNotAdditive: If a divisor follows neither samples nor targets, or a factor differs
+                between micro-batches of the window.
+        """
+        by_term: Mapping[TermKey, list[Reading]] = defaultdict(list)
+        for reading in readings:
+            if not self.trusts_numbers:
+                self._check_raised(reading)
+            if reading.term is not None:
+                by_term[reading.key].append(reading)
+        trusted = []
+        untrusted = []
+        for key, of_term in by_term.items():
+            _check_factors([*of_term, *(r for r in switched_off if r.key == key)])
+            _check_class_weights(of_term)
+            if of_term[0].term.is_penalty:
+                continue
+            possible = _proportional_to(of_term)
+            known = self.followed.get(key, ALL_KINDS)
+            if possible & known:
+                self.followed[key] = possible & known
+                _check_known(of_term, possible & known)
+                trusted.append(of_term)
+            else:
+                untrusted.append(of_term)
+        untrusted = [of_term for of_term in untrusted if not _is_that_of_any(of_term, trusted)]
+        depends_on_width = any(reading.ignores_width for reading in readings)
+        if not untrusted and (is_padded or not depends_on_width):
+            return True
+        if not is_padded:
+            return False
+        for of_term in untrusted:
+            if not of_term[0].term.is_shape_divisor:
+                raise _untrusted(of_term)
+        return True
+
+    def _check_raised(self, reading: Reading) -> None:
+        """Check that a number of targets that the loop passed was not raised from 0 to 1. A 1 for
+        several samples may also be the true number.
+        """
+        if reading.term is not None or reading.divisor != 1 or reading.num_samples == 1:
+            return
+        if reading.is_zero:
+            raise LossNotAdditive(
+                f"the sum is 0 and num_targets is 1 for a micro-batch of {reading.num_samples} "
+                "samples, as with max(number, 1): such micro-batches would count as targets of the "
+                "window. Pass the plain number; it may be 0."
+            )
+        if not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                f"hf_ga: num_targets is 1 for a micro-batch of {reading.num_samples} samples. If "
+                "that is max(number, 1), the window's loss is divided by too many targets: pass "
+                "the plain number, which may be 0."
+            )
+
+
+def _is_that_of_any(readings: Sequence[Reading], others: Sequence[Sequence[Reading]]) -> bool:
+    """Whether a divisor is that of another term in all micro-batches, up to a constant factor:
+    label smoothing divides by the weights of the targets, but sums over all classes.
+    """
+    divisors = [reading.divisor for reading in readings]
+    for other in others:
+        of_other = [reading.divisor for reading in other]
+        if len(of_other) == len(divisors) and _have_one_ratio(
+            list(zip(divisors, of_other, strict=True))
+        ):
+            return True
+    return False
+
+
+def _check_factors(readings: Sequence[Reading]) -> None:
+    """Check that a term has one factor in all micro-batches of a window."""
+    counted = [reading for reading in readings if reading.is_counted]
+    # A window of one micro-batch has one factor, whatever it was in an iteration before.
+    compared = readings if len(counted) > 1 else counted
+    factors = [reading.factor for reading in compared if true_divisor(reading)]
+    if not factors:
+        return
+    smallest = min(factors)
+    largest = max(factors)
+    if largest - smallest > RELATIVE_ROUNDING * max(abs(smallest), abs(largest)):
+        remedy = ""
+        if 0.0 in (smallest, largest):
+            remedy = " In place of a loss without targets, pass outputs.sum() * 0."
+        raise LossNotAdditive(
+            f"{readings[0].name}: its factor in the loss is {smallest:.6g} in one micro-batch and "
+            f"{largest:.6g} in another one of the same window, so {NO_SUCH_FACTOR}{remedy}"
+        )
+
+
+def factors_of(readings: Sequence[Reading]) -> dict[TermKey, float]:
+    """Return the factor of each term that the window counts on this rank, from readings on the
+    host, which `DivisorChecks.check` has found to have one.
+    """
+    return {
+        reading.key: float(reading.factor)
+        for reading in readings
+        if reading.is_counted and true_divisor(reading)
+    }
+
+
+def power_sums(numbers: Sequence[float]) -> tuple[float, float, float]:
+    """Return what ranks add up to compare numbers: how many there are, their sum, and that of their
+    squares.
+    """
+    return float(len(numbers)), sum(numbers), sum(number**2 for number in numbers)
+
+
+def squared_differences(sums: tuple[float, float, float]) -> float:
+    """Return the sum of the squared differences of all pairs of numbers; 0 if it is rounding.
+
+    Args:
+        sums: Their `power_sums`, added up over all ranks.
+    """
+    number, total, total_of_squares = sums
+    differences = number * total_of_squares - total**2
+    return differences if differences > number * total_of_squares * RELATIVE_ROUNDING**2 else 0.0
+
+
+def check_factor_sums(name: str, sums: tuple[float, float, float]) -> None:
+    """Check that the ranks that have a term have one factor of it.
+
+    Args:
+        name: The term in words.
+        sums: The `power_sums` of the factors, added up over all ranks.
+
+    Raises:
+        LossNotAdditive: If they have several.
+    """
+    number, total, _ = sums
+    differences = squared_differences(sums)
+    if differences:
+        raise LossNotAdditive(
+            f"{name}: its factor in the loss differs between processes in the same window, by "
+            f"about {math.sqrt(differences) / abs(number):.3g} (mean {total / number:.6g}), "
+            f"so {NO_SUCH_FACTOR}"
+        )
+
+
+def _check_class_weights(readings: Sequence[Reading]) -> None:
+    """Check that a cross entropy has the same class weights in all micro-batches of a window."""
+    all_weights = [r.class_weights for r in readings if r.class_weights is not None]
+    if not all_weights:
+        return
+    first = all_weights[0]
+    for weights in all_weights[1:]:
+        is_same_tensor = weights.data_ptr() == first.data_ptr()
+        if not is_same_tensor and not torch.equal(weights, first):
+            raise LossNotAdditive(
+                f"{readings[0].name}: its class weights differ between micro-batches of a window, "
+                "so the full batch has no such weights. Compute them from the dataset, once."
+            )
+
+
+def _check_known(readings: Sequence[Reading], followed: set[str]) -> None:
+    """Check that the divisor of each micro-batch whose weights are all 0 is known: 1 for one sample
+    may be the number of samples, or that of targets raised to 1.
+    """
+    if (
+        BY_SAMPLES not in followed
+        or len(followed) == 1
+        or sum(reading.is_counted for reading in readings) == 1
+    ):
+        return
+    if any(is_empty(r) and r.num_samples == 1 and r.divisor == 1 for r in readings):
+        raise LossNotAdditive(
+            f"{readings[0].name}: a micro-batch of one sample without a target divides by 1, which "
+            "may be its number of samples, or its number of targets that was raised to 1. Use "
+            "larger micro-batches, or pass the sum and its number of targets: "
+            "accelerator.backward(sum, num_targets=n)."
+        )
+
+
+def _proportional_to(readings: Sequence[Reading]) -> set[str]:
+    """Return what the divisors of a term are proportional to in the micro-batches of a window."""
+    possible = set()
+    if _have_one_ratio([(r.divisor, r.num_samples) for r in readings]):
+        possible.add(BY_SAMPLES)
+    if readings[0].term.is_shape_divisor or not _grows(readings):
+        return possible
+    if not all(reading.divisor <= 1 for reading in readings if is_empty(reading)):
+        return possible  # not a number of targets that was raised to 1
+    with_targets = [reading for reading in readings if not is_empty(reading)]
+    if _follows([(reading.divisor, reading.count) for reading in with_targets]):
+        possible.add(BY_TARGETS)
+    if _follows([(reading.divisor, reading.num_nonzero) for reading in with_targets]):
+        possible.add(BY_NONZERO)
+    return possible
+
+
+def _follows(pairs: Sequence[tuple[float, float | None]]) -> bool:
+    """Whether divisors follow numbers that are all known and not 0."""
+    return all(number for _, number in pairs) and _have_one_ratio(pairs)
+
+
+def _grows(readings: Sequence[Reading]) -> bool:
+    """Whether what a term sums over grows with the number of samples, as far as is known. A sum
+    over experts or classes has weights, too, but not one for each sample.
+    """
+    elements = {reading.num_elements for reading in readings}
+    num_samples = {reading.num_samples for reading in readings}
+    return len(elements) > 1 or len(num_samples) == 1 or None in elements
+
+
+def _have_one_ratio(pairs: Sequence[tuple[float, float]]) -> bool:
+    """Whether the quotient of all pairs is the same, up to rounding."""
+    ratios = [divisor / number for divisor, number in pairs if number]
+    if not ratios:
+        return True
+    tolerance = RELATIVE_ROUNDING * max(map(abs, ratios))
+    return max(ratios) - min(ratios) <= tolerance
+
+
+def _untrusted(readings: Sequence[Reading]) -> LossNotAdditive:
+    """Return the error for a divisor that does not follow the micro-batch."""
+    divisors = ", ".join(f"{reading.divisor:.6g}" for reading in readings[:4])
+    counts = ", ".join(
+        "?" if reading.count is None else f"{reading.count:.6g}" for reading in readings[:4]
+    )
+    samples = ", ".join(str(reading.num_samples) for reading in readings[:4])
+    return LossNotAdditive(
+        f"{readings[0].name}: it divides by {divisors} in micro-batches of {samples} samples with "
+        f"{counts} targets, which follows neither: a constant, or one was added to it. The divisor "
+        "of the full batch cannot be known from that. Divide by what the sum is over, or pass the "
+        "sum and its number of targets: accelerator.backward(sum, num_targets=n)."
+    )

@@ -1,0 +1,145 @@
+"""Multiple choice: columns in several formats -> texts, choices, index of the correct choice; their
+samples and batches.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from datasets import Dataset, DatasetDict, List, Value
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hf_ga.errors import DataError
+from hf_ga.finetuning.data.checks import check_values, is_list_of_texts
+from hf_ga.finetuning.data.encoding.collation import collate_ids
+from hf_ga.finetuning.data.encoding.tokenization import Rows, encode, make_samples
+
+
+def encode_choices(rows: DatasetDict) -> DatasetDict:
+    """Convert multiple-choice rows to one format: a column `choices` with a list of strings per
+    row, and integer labels.
+
+    The given choices are a column `choices` of lists, or the columns `choice0`, `choice1`, ...; a
+    column `text_pair` (the beginning of each choice) is prepended to each choice and removed.
+
+    Args:
+        rows: The rows of all splits.
+
+    Returns:
+        The same rows with `choices` and, if they had labels, `label` as int64: the 0-based index of
+        the correct choice.
+
+    Raises:
+        DataError: If choices are not lists of strings, rows have different numbers of choices or
+            fewer than two, or a label is not the index of a choice.
+    """
+    encoded = DatasetDict({split: _encode_split(dataset, split) for split, dataset in rows.items()})
+    counts = {len(choices) for dataset in encoded.values() for choices in dataset["choices"]}
+    if len(counts) != 1 or min(counts) < 2:
+        listed = " and ".join(map(str, sorted(counts)))
+        raise DataError(
+            "all rows need the same number of choices, at least 2, because a batch is one block "
+            f"of samples x choices; there are rows with {listed}. Remove or complete these rows."
+        )
+    return encoded
+
+
+def _encode_split(dataset: Dataset, split: str) -> Dataset:
+    """Convert the multiple-choice rows of one split to one format, see `encode_choices`."""
+    choice_columns = [name for name in dataset.column_names if name.startswith("choice")]
+    rows = list(dataset)
+    if "choices" in choice_columns:
+        choices = [row["choices"] for row in rows]
+    else:
+        choices = [[row[name] for name in choice_columns] for row in rows]
+    remedy = "Choose the column with --choices_column."
+    rule = "choices must be lists of strings"
+    check_values(split, choices, is_list_of_texts, rule=rule, remedy=remedy)
+    texts = []
+    for row, row_choices in zip(rows, choices, strict=True):
+        beginning = row.get("text_pair") or ""
+        texts.append([f"{beginning} {choice or ''}".removeprefix(" ") for choice in row_choices])
+    replaced_columns = [name for name in ("text_pair", "label") if name in dataset.column_names]
+    dataset = dataset.remove_columns([*choice_columns, *replaced_columns])
+    if "label" in replaced_columns:
+        labels_and_counts = [
+            {"label": row["label"], "choices": len(row_choices)}
+            for row, row_choices in zip(rows, choices, strict=True)
+        ]
+        rule = "a label must be the 0-based index of a choice"
+        check_values(split, labels_and_counts, _is_index_of_choice, rule=rule)
+        dataset = dataset.add_column("label", [int(row["label"]) for row in rows])
+    return dataset.add_column("choices", texts, feature=List(Value("string")))
+
+
+def _is_index_of_choice(label_and_count: dict[str, Any]) -> bool:
+    """Return whether `label` (an int, or a string of digits) is the 0-based index of one of the
+    `choices` (their number) that a multiple-choice row has.
+    """
+    label = str(label_and_count["label"])
+    return label.isdecimal() and int(label) < label_and_count["choices"]
+
+
+def tokenize_choices(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> Rows:
+    """Tokenize the text of each multiple-choice row paired with each of its choices, with special
+    tokens. A sample has one target.
+
+    Args:
+        rows: A batch of rows by column: `text`, `choices` and optionally `label`.
+        tokenizer: The tokenizer of the model.
+        max_length: Maximum number of tokens of a text with a choice. None: no truncation.
+
+    Returns:
+        `input_ids` and optionally `token_type_ids`, one list per choice; `length`, the number of
+        tokens of the longest; `num_targets`, 0 for a row without text or choices, which has no
+        tokens either; `was_truncated`; `label`, if the rows have it.
+    """
+    # The same in all rows, see `encode_choices`.
+    num_choices = len(rows["choices"][0])
+
+    def group_by_row(values: list) -> list[list]:
+        """Group a list with one value per choice, row after row, by row."""
+        return [values[i : i + num_choices] for i in range(0, len(values), num_choices)]
+
+    texts = [text or "" for text in rows["text"] for _ in range(num_choices)]
+    choices = [choice for row_choices in rows["choices"] for choice in row_choices]
+    encoded, was_truncated = encode(tokenizer, max_length, texts, choices)
+    has_content = [
+        bool(text) and any(row_choices)
+        for text, row_choices in zip(rows["text"], rows["choices"], strict=True)
+    ]
+    columns = {
+        name: group_by_row(encoded[name])
+        for name in ("input_ids", "token_type_ids")
+        if name in encoded
+    }
+    samples = make_samples(columns, has_content, list(map(any, group_by_row(was_truncated))))
+    if "label" in rows:
+        samples["label"] = rows["label"]
+    return samples
+
+
+def collate_choices(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+    """Collate multiple-choice samples of `tokenize_choices` to a batch.
+
+    Args:
+        samples: The samples of the batch.
+        pad_token_id: The id of the padding token.
+
+    Returns:
+        `input_ids`, `attention_mask` and optionally `token_type_ids` of shape (samples, choices,
+        longest), and, if the samples have labels, int64 `labels` of shape (samples,).
+    """
+    names = [name for name in ("input_ids", "token_type_ids") if name in samples[0]]
+    choices = []
+    for sample in samples:
+        for index in range(len(sample["input_ids"])):
+            choices.append({name: sample[name][index] for name in names})
+    flat_batch = collate_ids(choices, pad_token_id)
+    batch = {name: tensor.unflatten(0, (len(samples), -1)) for name, tensor in flat_batch.items()}
+    if "label" in samples[0]:
+        batch["labels"] = torch.tensor([sample["label"] for sample in samples])
+    return batch

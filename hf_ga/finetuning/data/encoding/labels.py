@@ -1,0 +1,263 @@
+"""Label columns -> targets of a head: class ids with their names, sets of class ids, numbers, or a
+tag per word.
+"""
+
+from collections.abc import Iterable, Sequence
+from decimal import Decimal
+from functools import partial
+from typing import Any
+
+import pyarrow as pa
+from datasets import ClassLabel, Dataset, DatasetDict, List
+
+from hf_ga.errors import DataError
+from hf_ga.finetuning.data.checks import NUM_SHOWN, check_values, is_number
+from hf_ga.loading.batches import IGNORED_LABEL
+
+CLASS_RULE = "labels must be names or whole numbers"
+MAX_WHOLE_FLOAT = 2**53  # beyond it, not every whole number is a float
+
+
+def encode_labels(
+    rows: DatasetDict, label_type: str, model_labels: Sequence[str] | None
+) -> tuple[DatasetDict, list[str]]:
+    """Replace the column `label` of all splits by class ids (or, for regression, by floats).
+
+    Args:
+        rows: The rows of all splits. Class names are those of the first split.
+        label_type: "class" (one per row), "classes" (a set of them), "tags" (a class for each
+            word) or "number" (regression).
+        model_labels: Class names of a model whose head is trained already, in the order of its
+            outputs. If they include all names in the data, their order determines the ids. None:
+            the head is new.
+
+    Returns:
+        (rows, class names in the order of their ids; empty for numbers)
+
+    Raises:
+        DataError: If labels have a wrong type, labels do not occur in the training rows, or there
+            are fewer than two distinct labels.
+    """
+    if label_type == "number":
+        rule = "labels of a regression must be finite float32 numbers"
+        numbers = {}
+        for split, dataset in rows.items():
+            check_values(split, dataset["label"][:], is_number, rule=rule)
+            numbers[split] = list(map(float, dataset["label"][:]))
+        return _replace_labels(rows, numbers), []
+    values = {split: _label_lists(dataset, split, label_type) for split, dataset in rows.items()}
+    first_split = next(iter(rows))
+    first_feature = _class_label_feature(rows[first_split])
+    names = _class_names(first_feature, values[first_split], model_labels)
+    encoded: dict[str, list] = {}
+    for split, dataset in rows.items():
+        feature = _class_label_feature(dataset) or first_feature
+        ids = labels_to_ids(values[split], feature, names, f"the {split} rows")
+        encoded[split] = [row_ids[0] for row_ids in ids] if label_type == "class" else ids
+    return _replace_labels(rows, encoded), names
+
+
+def multi_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
+    """Replace multi-hot labels, a 0 or 1 for each class, by the ids of the classes that apply.
+
+    Labels are multi-hot if every row of the first split is a list of the same length, at least 2,
+    of nothing but 0 and 1 (or false and true). Lists of class ids would not look like this: each
+    would name just the classes 0 and 1, or one of them twice.
+
+    Returns:
+        (rows, number of classes). If the labels are not multi-hot: (the given rows, 0).
+
+    Raises:
+        DataError: If only some rows, or only some splits, have multi-hot labels.
+
+    Example:
+        rows, num_classes = multi_hot_to_ids(rows)  # [0, 1], [1, 1] -> [1], [0, 1]; num_classes 2
+    """
+    first_split = next(iter(rows.values()))
+    if _class_label_feature(first_split) is not None:
+        return rows, 0
+    lengths = {len(row) if _is_multi_hot(row) else 0 for row in first_split["label"][:]}
+    num_classes = max(lengths)
+    if len(lengths) > 1 or not num_classes:
+        return rows, 0
+    rule = f"the labels are a 0 or 1 for each of {num_classes} classes"
+    feature = List(ClassLabel(names=[str(i) for i in range(num_classes)]))
+    encoded = {}
+    for split, dataset in rows.items():
+        values = dataset["label"][:]
+        check_values(split, values, partial(_is_multi_hot, num_classes=num_classes), rule=rule)
+        ids = [[i for i, applies in enumerate(row) if applies] for row in values]
+        encoded[split] = dataset.remove_columns("label").add_column("label", ids, feature=feature)
+    return DatasetDict(encoded), num_classes
+
+
+def notes_on_float_classes(rows: DatasetDict) -> list[str]:
+    """Return a line for the log if class labels of the first split are floats or Decimals, such as
+    1.0, and an empty list otherwise.
+    """
+    first_split = next(iter(rows.values()))
+    dtype = first_split.features.arrow_schema.field("label").type
+    if pa.types.is_floating(dtype) or pa.types.is_decimal(dtype):
+        return [f"labels: whole numbers of type {dtype} are classes, so 1.0 is the class 1"]
+    return []
+
+
+def notes_on_similar_names(names: Iterable[str]) -> list[str]:
+    """Return a line for the log on each group of class names that differ only in spaces or in upper
+    and lower case, because they may be meant as one class.
+
+    Example:
+        >>> notes_on_similar_names(["neg", "pos", "pos "])
+        ["the labels 'pos' and 'pos ' differ in spaces only, and are separate classes"]
+    """
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        normalized_name = "".join(name.split()).casefold()
+        groups.setdefault(normalized_name, []).append(name)
+    notes = []
+    for similar_names in groups.values():
+        if len(similar_names) > 1:
+            differ_in_case = len({"".join(name.split()) for name in similar_names}) > 1
+            difference = "in spaces or case" if differ_in_case else "in spaces"
+            listed = " and ".join(map(repr, similar_names))
+            notes.append(f"the labels {listed} differ {difference} only, and are separate classes")
+    return notes
+
+
+def labels_to_ids(
+    values: Sequence[Sequence[Any]], feature: ClassLabel | None, names: Sequence[str], where: str
+) -> list[list[int]]:
+    """Convert the labels of each row to class ids.
+
+    Args:
+        values: A list of labels for each row: class names, or whole numbers.
+        feature: The type of the label column if `datasets` knows its class names: then integers are
+            indices of these names. None: a number is the name of a class.
+        names: Class names in the order of their ids.
+        where: The rows, for the error, such as "the test rows".
+
+    Raises:
+        DataError: If a label is not in `names`.
+    """
+    id_of_name = {name: index for index, name in enumerate(names)}
+    names_by_row = [[_class_name(value, feature) for value in row] for row in values]
+    unknown_names = {name for row in names_by_row for name in row} - id_of_name.keys()
+    if unknown_names:
+        listed = ", ".join(map(repr, sorted(unknown_names)[:NUM_SHOWN]))
+        raise DataError(
+            f"unknown labels in {where}: {listed}. The training rows have {len(names)} labels, "
+            f"such as {', '.join(names[:5])}. "
+            "Remove the rows with other labels, or add training rows with them."
+        )
+    return [[id_of_name[name] for name in row] for row in names_by_row]
+
+
+def _label_lists(dataset: Dataset, split: str, label_type: str) -> list[list[Any]]:
+    """Return the labels of each row of a split as a list (of one label for "class"), after checks
+    of their types.
+    """
+    values = dataset["label"][:]
+    if label_type == "class":
+        check_values(split, values, _is_class, rule=CLASS_RULE)
+        return [[value] for value in values]
+    lists = [[] if row is None else row for row in values]
+    rule = "labels must be lists of names or whole numbers"
+    check_values(split, lists, _is_list_of_classes, rule=rule)
+    if label_type == "tags":
+        words_and_tags = [
+            (words or [], tags) for words, tags in zip(dataset["tokens"][:], lists, strict=True)
+        ]
+        rule = "every word needs one tag"
+        check_values(split, words_and_tags, lambda pair: len(pair[0]) == len(pair[1]), rule=rule)
+    elif _class_label_feature(dataset) is None:
+        rule = "a list must contain each label that applies once, or every list a 0 or 1 per class"
+        check_values(split, lists, _has_names_or_distinct_numbers, rule=rule)
+    return lists
+
+
+def _is_list_of_classes(row: Any) -> bool:
+    """Return whether the labels of a row are a list of class names or whole numbers."""
+    return isinstance(row, list) and all(map(_is_class, row))
+
+
+def _has_names_or_distinct_numbers(row: list) -> bool:
+    """Return whether the list of a row's labels has no duplicates, or starts with a string (a class
+    name).
+    """
+    return len(set(row)) == len(row) or isinstance(row[0], str)
+
+
+def _is_class(value: Any) -> bool:
+    """Return whether a value can be the label of a class: a string that is not blank, an int, or a
+    float or Decimal without a fraction.
+    """
+    if isinstance(value, str):
+        return bool(value.strip())
+    return isinstance(value, int) or _is_whole_float(value)
+
+
+def _is_whole_float(value: Any) -> bool:
+    """Return whether a label is a float or Decimal without a fraction, such as 1.0, and small
+    enough to be exact (below 2**53 in absolute value).
+    """
+    is_float = isinstance(value, float | Decimal)
+    return is_float and abs(value) < MAX_WHOLE_FLOAT and value == int(value)
+
+
+def _is_multi_hot(row: Any, num_classes: int | None = None) -> bool:
+    """Return whether a label is multi-hot: a list with a 0 or 1 for each class."""
+    if not isinstance(row, list) or not all(value in (0, 1) for value in row):
+        return False
+    return len(row) >= 2 if num_classes is None else len(row) == num_classes
+
+
+def _class_names(
+    feature: ClassLabel | None,
+    values: Iterable[Sequence[Any]],
+    model_labels: Sequence[str] | None,
+) -> list[str]:
+    """Return the class names of a dataset's labels in the order of their ids."""
+    if feature is not None:
+        names = list(feature.names)
+    else:
+        distinct_labels = {value for row in values for value in row}
+        in_order = sorted(distinct_labels, key=lambda value: (isinstance(value, str), value))
+        names = [_class_name(value, None) for value in in_order]
+    if str(IGNORED_LABEL) in names:
+        raise DataError(
+            f"the label {IGNORED_LABEL} marks targets that the loss ignores: remove it, or rename "
+            "it."
+        )
+    if model_labels is not None and set(names) <= set(model_labels):
+        return list(model_labels)
+    if len(names) < 2:
+        raise DataError(
+            f"all training rows have the label {(names or ['none'])[0]!r}: give rows with at "
+            "least two labels."
+        )
+    return names
+
+
+def _class_label_feature(dataset: Dataset) -> ClassLabel | None:
+    """Return the ClassLabel type of the column `label`, or of the items of its lists; None if it
+    has another type.
+    """
+    feature = dataset.features["label"]
+    feature = getattr(feature, "feature", feature)
+    return feature if isinstance(feature, ClassLabel) else None
+
+
+def _class_name(value: Any, feature: ClassLabel | None) -> str:
+    """Return the name of the class that a label stands for."""
+    if _is_whole_float(value):
+        value = int(value)
+    is_index = feature is not None and isinstance(value, int) and 0 <= value < len(feature.names)
+    return feature.names[value] if is_index else str(value)
+
+
+def _replace_labels(rows: DatasetDict, labels: dict[str, list]) -> DatasetDict:
+    """Replace the column `label` of each split; it becomes the last column."""
+    replaced = {}
+    for split, dataset in rows.items():
+        replaced[split] = dataset.remove_columns("label").add_column("label", labels[split])
+    return DatasetDict(replaced)

@@ -1,0 +1,219 @@
+"""Embeddings: columns in several formats -> an anchor, a positive and negatives, or two texts and
+their score; their samples and batches.
+"""
+
+import re
+from collections.abc import Sequence
+from hashlib import blake2b
+from typing import Any
+
+import torch
+from datasets import ClassLabel, Dataset, DatasetDict
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from hf_ga.errors import DataError
+from hf_ga.finetuning.data.checks import check_values, is_number
+from hf_ga.finetuning.data.encoding.collation import pad
+from hf_ga.finetuning.data.encoding.tokenization import Rows, encode, make_samples
+
+# Columns of anchors -> columns of their positives, by the names common on the hub.
+PAIRS = {
+    "anchor": ("positive",),
+    "query": ("positive", "document", "passage", "answer", "response"),
+    "question": ("positive", "answer", "document", "passage"),
+    "sentence1": ("sentence2",),
+    "sentence_A": ("sentence_B",),
+    "text1": ("text2",),
+}
+# Columns of negatives: negative, negative_1, negative_2, ...
+NEGATIVE = re.compile(r"negative_?(\d*)")
+# Columns of scores, by the names common on the hub.
+SCORES = ("score", "similarity_score", "similarity", "label", "labels")
+# The roles of columns of texts.
+TEXT_ROLE = re.compile(r"anchor|positive|negative(_\d+)?")
+# The id of an empty text, see `text_id`.
+NO_TEXT = 0
+
+
+def pair_columns(
+    dataset: Dataset, anchor: str | None, positive: str | None, score: str | None
+) -> dict[str, str]:
+    """Choose the columns of a dataset of text pairs, to train embeddings.
+
+    Args:
+        dataset: The rows.
+        anchor: The column of the anchors. None: the one with a common name.
+        positive: The column of the positives. None: the one with a common name.
+        score: The column of the pairs' similarity scores. None: the one with a common name, if
+            there is one.
+
+    Returns:
+        Role -> column. Roles are `anchor`, `positive`, and, if the rows have them, either
+        `negative`, `negative_1`, ... or `label`, the score of a pair.
+
+    Raises:
+        DataError: If a score is a class, whose ids have no order, or the rows have both a score and
+            negatives.
+    """
+    names = dataset.column_names
+    common_anchor, common_positive = _common_pair(names)
+    roles = {"anchor": anchor or common_anchor, "positive": positive or common_positive}
+    score = score or next((name for name in SCORES if name in names), None)
+    negatives = sorted(filter(NEGATIVE.fullmatch, names), key=_negative_index)
+    if score is None:
+        negative_roles = names_of_negatives(len(negatives))
+        return roles | dict(zip(negative_roles, negatives, strict=True))
+    if negatives:
+        raise DataError(
+            f"the rows have a score ({score!r}) and negatives ({', '.join(negatives)}), but pairs "
+            "with a score and pairs with negatives have different losses: remove one of them."
+        )
+    feature = dataset.features.get(score)
+    if isinstance(feature, ClassLabel):
+        raise DataError(
+            f"the score of a pair must be a number, the higher the more alike, but {score!r} is a "
+            f"class ({', '.join(feature.names)}): replace the classes by numbers, or keep the rows "
+            "whose texts belong together and remove the column."
+        )
+    return {**roles, "label": score}
+
+
+def _common_pair(names: Sequence[str]) -> tuple[str, str]:
+    """Return the anchor and the positive column by the names common on the hub (`PAIRS`)."""
+    for anchor, positives in PAIRS.items():
+        for positive in positives:
+            if anchor in names and positive in names:
+                return anchor, positive
+    return "anchor", "positive"
+
+
+def _negative_index(name: str) -> int:
+    """Return the number of a column of negatives in a dataset of text pairs, to sort them: 2 for
+    `negative_2`, 0 for `negative`.
+    """
+    return int(NEGATIVE.fullmatch(name)[1] or 0)
+
+
+def check_scores(rows: DatasetDict) -> None:
+    """Check the similarity scores of text pairs, in the column `label`, if there is one.
+
+    Args:
+        rows: The rows of all splits.
+
+    Raises:
+        DataError: If a score is not a number that is finite in float32.
+    """
+    rule = "the score of a pair must be a finite number, the higher the more alike"
+    for split, dataset in rows.items():
+        if "label" in dataset.column_names:
+            scores = [
+                int(value) if isinstance(value, bool) else value for value in dataset["label"][:]
+            ]
+            check_values(split, scores, is_number, rule=rule)
+
+
+def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    """Tokenize text pairs to train embeddings: each text of a row on its own, with special tokens.
+    A sample has one target.
+
+    Args:
+        rows: A batch of rows by column: `anchor`, `positive`, optionally `negative`, `negative_1`,
+            ... and `label`.
+        tokenizer: The tokenizer of the model.
+        max_length: Maximum number of tokens of a text. None: no truncation.
+
+    Returns:
+        `input_ids`, one list per text, in the order of the columns; `text_ids`, a number per text
+        that is equal for equal texts; `length`, the number of tokens of the longest text;
+        `num_targets`, `was_truncated` and optionally `label`. For a row without anchor or positive,
+        `input_ids` and `text_ids` are empty, and `length` and `num_targets` are 0. A missing
+        negative consists of special tokens, and its text id is 0.
+    """
+    columns = [name for name in rows if TEXT_ROLE.fullmatch(name)]
+    texts = {name: [text or "" for text in rows[name]] for name in columns}
+    has_pair = [
+        bool(anchor.strip() and positive.strip())
+        for anchor, positive in zip(texts["anchor"], texts["positive"], strict=True)
+    ]
+    ids_by_column = []
+    was_truncated_by_column = []
+    for name in columns:
+        encoded, was_truncated = encode(tokenizer, max_length, texts[name])
+        ids_by_column.append(encoded["input_ids"])
+        was_truncated_by_column.append(was_truncated)
+    text_ids_by_column = [[text_id(text) for text in texts[name]] for name in columns]
+    samples = make_samples(
+        {"input_ids": _transposed(ids_by_column), "text_ids": _transposed(text_ids_by_column)},
+        has_pair,
+        list(map(any, _transposed(was_truncated_by_column))),
+    )
+    if "label" in rows:
+        samples["label"] = rows["label"]
+    return samples
+
+
+def _transposed(values_by_column: Sequence[Sequence[Any]]) -> list[list[Any]]:
+    """Transpose the values of a row's texts from lists by column to lists by row."""
+    return [list(row) for row in zip(*values_by_column, strict=True)]
+
+
+def text_id(text: str) -> int:
+    """Hash a text of a pair to a signed 64-bit integer, equal for equal texts: the loss of an
+    embedding model then does not take a text that equals the positive as a negative.
+
+    The hash is 0 for a text that is empty or only spaces. Spaces around the text are ignored.
+
+    >>> text_id("cat") == text_id("cat"), text_id("cat") == text_id("dog"), text_id(" ")
+    (True, False, 0)
+    """
+    if not text.strip():
+        return NO_TEXT
+    digest = blake2b(text.strip().encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big", signed=True)
+
+
+def collate_pairs(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[str, Tensor]:
+    """Collate samples of text pairs (`tokenize_pairs`) to a batch for an embedding model.
+
+    Args:
+        samples: The samples of the batch.
+        pad_token_id: The id of the padding token.
+
+    Returns:
+        For the anchors, `input_ids_anchor` and `attention_mask_anchor`, int64 of shape (samples,
+        longest anchor), and `text_id_anchor`, int64 of shape (samples,); the same for `positive`,
+        `negative`, `negative_1`, ... With scores also `score`, float32 of shape (samples,).
+    """
+    batch = {}
+    num_texts = len(samples[0]["input_ids"])
+    for index, column in enumerate(names_of_texts(num_texts)):
+        input_ids = [sample["input_ids"][index] for sample in samples]
+        ones = [[1] * len(ids) for ids in input_ids]
+        text_ids = [sample["text_ids"][index] for sample in samples]
+        batch[f"input_ids_{column}"] = pad(input_ids, pad_token_id)
+        batch[f"attention_mask_{column}"] = pad(ones, 0)
+        batch[f"text_id_{column}"] = torch.tensor(text_ids)
+    if "label" in samples[0]:
+        scores = [sample["label"] for sample in samples]
+        batch["score"] = torch.tensor(scores, dtype=torch.float32)
+    return batch
+
+
+def names_of_texts(num_texts: int) -> list[str]:
+    """Return the names of the texts in a sample of pairs, to train embeddings: an anchor, a
+    positive, and negatives.
+
+    >>> names_of_texts(4)
+    ['anchor', 'positive', 'negative', 'negative_1']
+    """
+    return ["anchor", "positive", *names_of_negatives(num_texts - 2)]
+
+
+def names_of_negatives(num_negatives: int) -> list[str]:
+    """Return the names of the negatives in a sample of text pairs, to train embeddings.
+
+    >>> names_of_negatives(3)
+    ['negative', 'negative_1', 'negative_2']
+    """
+    return [f"negative_{i}" if i else "negative" for i in range(num_negatives)]

@@ -1,0 +1,430 @@
+"""Extractive question answering: answers as character spans of a context -> first and last token,
+and back.
+
+A context that is too long is truncated, or split into overlapping windows. Each window, with the
+question before it, is a sample.
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from datasets import Dataset, List, Value
+from torch import Tensor
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from hf_ga.errors import ConfigError
+from hf_ga.finetuning.data.checks import check_values
+from hf_ga.finetuning.data.encoding.tokenization import Rows, check_fast, check_room, encode
+
+T = TypeVar("T")
+
+
+def encode_answers(dataset: Dataset, split: str) -> Dataset:
+    """Check the answers of question answering, and replace the column `answers` by `answer_texts`
+    and `answer_starts`: two lists per row, empty if there is no answer.
+
+    Args:
+        dataset: The rows of one split, with `answers` and `context`. Answers are a dict of two
+            lists, {"text": [...], "answer_start": [...]}, or, as in SQuAD's own files, a list of
+            dicts.
+        split: The name of the split, for errors.
+
+    Raises:
+        DataError: If answers have another format, or a text is not in its context at its
+            `answer_start`.
+    """
+    rows = list(dataset)
+    values = [row["answers"] for row in rows]
+    rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
+    check_values(split, values, _has_answer_format, rule=rule)
+    answers_by_row = []
+    for value in values:
+        texts_and_starts = zip(*_texts_and_starts(value or {}), strict=True)
+        answers_by_row.append([(text, start) for text, start in texts_and_starts if text])
+    contexts_and_answers = [
+        (row["context"] or "", answers) for row, answers in zip(rows, answers_by_row, strict=True)
+    ]
+    rule = "answers must be in their contexts at the 0-based character answer_start"
+    check_values(split, contexts_and_answers, _are_in_context, rule=rule, remedy="Fix these rows.")
+    texts = [[text for text, _ in answers] for answers in answers_by_row]
+    starts = [[start for _, start in answers] for answers in answers_by_row]
+    dataset = dataset.remove_columns("answers")
+    dataset = dataset.add_column("answer_texts", texts, feature=List(Value("string")))
+    return dataset.add_column("answer_starts", starts, feature=List(Value("int64")))
+
+
+def _are_in_context(context_and_answers: tuple[str, list[tuple[str, int]]]) -> bool:
+    """Return whether each answer of a question, (text, start character), is in its context at its
+    start.
+    """
+    context, answers = context_and_answers
+    return all(start >= 0 and context.startswith(text, start) for text, start in answers)
+
+
+def _has_answer_format(value: Any) -> bool:
+    """Return whether the `answers` of a question are empty, or have one of SQuAD's two formats: a
+    dict of two lists (texts and starts), or a list of dicts.
+    """
+    if not value:
+        return True
+    is_list_of_dicts = isinstance(value, list) and all(isinstance(item, dict) for item in value)
+    if not isinstance(value, dict) and not is_list_of_dicts:
+        return False
+    texts, starts = _texts_and_starts(value)
+    if len(texts) != len(starts):
+        return False
+    has_texts = all(isinstance(text, str) for text in texts)
+    return has_texts and all(isinstance(start, int) for start in starts)
+
+
+def _texts_and_starts(value: dict[str, list] | list[dict[str, Any]]) -> tuple[list, list]:
+    """Return the texts and the start characters of a question's answers, from either of SQuAD's
+    formats: a dict of two lists, or a list of dicts.
+    """
+    if isinstance(value, dict):
+        return value.get("text") or [], value.get("answer_start") or []
+    texts = [answer.get("text") for answer in value]
+    starts = [answer.get("answer_start") for answer in value]
+    return texts, starts
+
+
+def tokenize_questions(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    doc_stride: int | None = None,
+) -> Rows:
+    """Tokenize questions with their contexts, with special tokens. A sample has one target: the
+    span of the answer.
+
+    Without `doc_stride`, a context that is too long is truncated, and each row is one sample. With
+    it, the context is split into overlapping windows, and each window, with the question, is a
+    sample of at most `max_length` tokens.
+
+    Args:
+        rows: A batch of rows by column: `question`, `context` and optionally `answer_texts` and
+            `answer_starts`.
+        tokenizer: The tokenizer of the model, with offsets.
+        max_length: Maximum number of tokens of a sample. None: no truncation.
+        doc_stride: Number of context tokens that neighboring windows share. None: truncate.
+
+    Returns:
+        `input_ids`, `length`, `num_targets`, `was_truncated`, `token_type_ids` if the tokenizer
+        returns them, and:
+
+        - `start_positions` and `end_positions`: the first and the last token of the row's first
+          answer. Without an answer, or if a part of it is not in the sample, both are `no_answer`.
+        - `no_answer`: the index of the <cls> token, or 0 if there is none.
+        - `starts` and `ends`: the characters [start, end) of each token in the context; -1 for
+          tokens that are not of the context.
+        - `context`, and `answers`, the texts of all answers of the row, for metrics.
+        - `window_index`: the index of the window within its row.
+        - `answer_is_lost`: true for the first sample of a row whose answer is in no sample.
+
+        Rows with an empty question or context have one sample without tokens.
+
+    Raises:
+        ConfigError: If the tokenizer has no offsets, or windows have too little room beside a
+            question. The tokenizer raises its own error if a question is longer than `max_length`.
+    """
+    check_fast(tokenizer)
+    texts = [
+        (question, context) if question and context else ("", "")
+        for question, context in zip(rows["question"], rows["context"], strict=True)
+    ]
+    encoded, row_of_sample, was_truncated = _encode(tokenizer, max_length, doc_stride, texts)
+    # The samples of a row are consecutive, so a binary search finds the first one of each row.
+    windows = np.arange(len(row_of_sample)) - np.searchsorted(row_of_sample, row_of_sample)
+    has_several_windows = np.bincount(row_of_sample)[row_of_sample] > 1
+    lacks_context = np.array(was_truncated) | has_several_windows
+    columns: Rows = {}
+    # Per row: whether it has no answer, or its whole answer is in one of its samples.
+    is_complete = np.zeros(len(texts), bool)
+    for i, row in enumerate(row_of_sample):
+        ids = encoded["input_ids"][i] if any(texts[row]) else []
+        starts, ends = _context_characters(encoded, i)
+        answer = _first_answer(rows, row) if ids else None
+        answer_tokens = None
+        if answer is not None:
+            answer_tokens = _tokens_of_answer(answer, starts, ends, lacks_context[i])
+        if answer is None or answer_tokens is not None:
+            is_complete[row] = True
+        sample = _make_sample(ids, starts, ends, answer_tokens, tokenizer.cls_token_id)
+        sample["was_truncated"] = bool(ids) and was_truncated[i]
+        sample["context"] = rows["context"][row] or ""
+        if "token_type_ids" in encoded:
+            sample["token_type_ids"] = encoded["token_type_ids"][i][: len(ids)]
+        if "answer_texts" in rows:
+            sample["answers"] = rows["answer_texts"][row]
+        for name, value in sample.items():
+            columns.setdefault(name, []).append(value)
+    columns["window_index"] = windows.tolist()
+    columns["answer_is_lost"] = ((windows == 0) & ~is_complete[row_of_sample]).tolist()
+    return columns
+
+
+def _make_sample(
+    ids: list[int],
+    starts: np.ndarray,
+    ends: np.ndarray,
+    answer_tokens: tuple[int, int] | None,
+    cls_token_id: int | None,
+) -> dict[str, Any]:
+    """Make a question answering sample of its tokens and the tokens of its answer; see the columns
+    in `tokenize_questions`.
+    """
+    no_answer = ids.index(cls_token_id) if cls_token_id in ids else 0
+    first_token, last_token = answer_tokens or (no_answer, no_answer)
+    return {
+        "input_ids": ids,
+        "starts": starts[: len(ids)],
+        "ends": ends[: len(ids)],
+        "start_positions": first_token,
+        "end_positions": last_token,
+        "no_answer": no_answer,
+        "length": len(ids),
+        "num_targets": int(bool(ids)),
+    }
+
+
+def _encode(
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    doc_stride: int | None,
+    texts: Sequence[tuple[str, str]],
+) -> tuple[BatchEncoding, list[int], list[bool]]:
+    """Run the tokenizer on questions with their contexts, which are truncated or split into
+    windows.
+    """
+    questions = [question for question, _ in texts]
+    contexts = [context for _, context in texts]
+    settings: dict[str, Any] = {"truncation": "only_second", "return_offsets_mapping": True}
+    if doc_stride is None or max_length is None:
+        encoded, was_truncated = encode(tokenizer, max_length, questions, contexts, **settings)
+        return encoded, list(range(len(texts))), was_truncated
+    _check_windows(tokenizer, max_length, doc_stride, questions, contexts)
+    encoded = tokenizer(
+        questions,
+        contexts,
+        max_length=max_length,
+        stride=doc_stride,
+        return_overflowing_tokens=True,
+        verbose=False,
+        **settings,
+    )
+    row_of_sample = list(encoded["overflow_to_sample_mapping"])
+    return encoded, row_of_sample, [False] * len(row_of_sample)
+
+
+def _check_windows(
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int,
+    doc_stride: int,
+    questions: list[str],
+    contexts: list[str],
+) -> None:
+    """Check that every window of a context has room for more than the `doc_stride` tokens that it
+    shares with its neighbor: otherwise windows would not advance.
+    """
+    num_special = check_room(tokenizer, max_length, is_pair=True)
+    if doc_stride >= max_length - num_special:
+        raise ConfigError(
+            f"doc_stride {doc_stride} is not below the {max_length - num_special} tokens that "
+            f"max_length {max_length} leaves besides {num_special} special tokens: lower "
+            "doc_stride, or raise max_length."
+        )
+    full_ids = tokenizer(questions, contexts, verbose=False)["input_ids"]
+    question_ids = tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"]
+    for question, full, alone in zip(questions, full_ids, question_ids, strict=True):
+        room = max_length - num_special - len(alone)
+        must_be_split = len(full) > max_length
+        if must_be_split and room <= doc_stride:
+            raise ConfigError(
+                f"doc_stride {doc_stride} is not below the {max(room, 0)} tokens that max_length "
+                f"{max_length} leaves for the context beside the question {question!r:.60} "
+                f"({len(alone)} tokens): lower doc_stride, or raise max_length."
+            )
+
+
+def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:
+    """Return the characters [start, end) of the first answer to a row's question in its context,
+    without surrounding spaces, or None if the row has no answer.
+    """
+    texts = rows["answer_texts"][index] if "answer_texts" in rows else []
+    if not texts:
+        return None
+    text = texts[0]
+    num_leading_spaces = len(text) - len(text.lstrip())
+    start = rows["answer_starts"][index][0] + num_leading_spaces
+    return start, start + len(text.strip())
+
+
+def _context_characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
+    """Return the characters [start, end) of each token of a question answering sample in the
+    context; -1 for tokens of the question, special tokens and tokens without characters.
+    """
+    offsets = np.asarray(encoded["offset_mapping"][index], np.int64).reshape(-1, 2)
+    starts = offsets[:, 0]
+    ends = offsets[:, 1]
+    # Sequence 0 is the question, 1 the context, None a special token.
+    is_context = np.array([sequence == 1 for sequence in encoded.sequence_ids(index)], bool)
+    is_context &= ends > starts
+    return np.where(is_context, starts, -1), np.where(is_context, ends, -1)
+
+
+def _tokens_of_answer(
+    answer: tuple[int, int], starts: np.ndarray, ends: np.ndarray, lacks_context: bool
+) -> tuple[int, int] | None:
+    """Return the indices of the first and the last token that overlap the answer to a question, or
+    None if the sample (a window of the context) does not contain the whole answer.
+    """
+    start, end = answer
+    is_context = starts >= 0
+    covered = np.flatnonzero(is_context & (starts < end) & (ends > start))
+    if not len(covered):
+        return None
+    if lacks_context and (starts[is_context].min() > start or ends.max() < end):
+        return None
+    return int(covered[0]), int(covered[-1])
+
+
+@dataclass(frozen=True)
+class Span:
+    """The best answer in one window of a context: a span of tokens with its score.
+
+    The score of a span is its start logit + its end logit; the empty answer is the span of the
+    `no_answer` token.
+
+    Attributes:
+        answer: The text of the span of context tokens with the largest score.
+        start: Its first character in the context.
+        end: The character after its last one.
+        score: Its score; -inf if the window has no context tokens.
+        empty_score: The score of the empty answer.
+        log_total: The logarithm of the sum of exp(score) over all spans of context tokens.
+    """
+
+    answer: str
+    start: int
+    end: int
+    score: float
+    empty_score: float
+    log_total: float
+
+
+def best_span(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) -> Span:
+    """Find the best answer in one window of a context, from the logits of a question answering
+    head.
+
+    Args:
+        start_logits: Shape (padded length,), on the CPU, right-padded.
+        end_logits: Shape (padded length,), on the CPU, right-padded.
+        sample: A sample of `tokenize_questions`; its columns `starts`, `ends`, `context` and
+            `no_answer` are used.
+    """
+    starts = np.asarray(sample["starts"])
+    ends = np.asarray(sample["ends"])
+    start_scores = start_logits.double()
+    end_scores = end_logits.double()
+    no_answer = sample["no_answer"]
+    empty_score = float(start_scores[no_answer] + end_scores[no_answer])
+    context_tokens = torch.from_numpy(np.flatnonzero(starts >= 0))
+    num_tokens = len(context_tokens)
+    if not num_tokens:
+        return Span(
+            answer="",
+            start=0,
+            end=0,
+            score=-math.inf,
+            empty_score=empty_score,
+            log_total=-math.inf,
+        )
+    # scores[i, j] is that of the span from the i-th to the j-th token of the context.
+    scores = start_scores[context_tokens].unsqueeze(1) + end_scores[context_tokens]
+    ends_before_start = torch.ones(num_tokens, num_tokens).tril(-1).bool()
+    scores = scores.masked_fill(ends_before_start, -torch.inf)
+    i, j = divmod(int(scores.argmax()), num_tokens)
+    start = int(starts[context_tokens[i]])
+    end = int(ends[context_tokens[j]])
+    text = sample["context"][start:end]
+    # Byte-level tokens include the preceding space.
+    start += len(text) - len(text.lstrip())
+    return Span(
+        answer=text.strip(),
+        start=start,
+        end=start + len(text.strip()),
+        score=float(scores[i, j]),
+        empty_score=empty_score,
+        log_total=float(scores.flatten().logsumexp(0)),
+    )
+
+
+def best_answer(windows: Sequence[Span]) -> dict[str, Any]:
+    """Choose the best answer to a question over the windows of its context: the span with the
+    largest score, or the empty answer if its score is larger.
+
+    As in transformers' example script for SQuAD 2.0, the score of the empty answer is the minimum
+    over the windows: that one window lacks the answer says nothing about the others. Probabilities
+    are the softmax over all spans of all windows and the empty answer.
+
+    Args:
+        windows: The best answer in each window of the context.
+
+    Returns:
+        `answer`, its text; `score`, its probability; `start` and `end`, its characters [start, end)
+        in the context (0 for the empty answer).
+
+    >>> spans = [Span("red", 0, 3, 1.0, 9.0, 1.0), Span("blue", 8, 12, 2.0, 0.0, 2.0)]
+    >>> best_answer(spans)
+    {'answer': 'blue', 'score': 0.665241, 'start': 8, 'end': 12}
+    """
+    best = max(windows, key=lambda window: window.score)
+    empty_score = min(window.empty_score for window in windows)
+    log_total = np.logaddexp.reduce([empty_score, *(window.log_total for window in windows)])
+    probability = math.exp(max(best.score, empty_score) - log_total)
+    score = round(probability, 6)
+    if empty_score > best.score:
+        return {"answer": "", "score": score, "start": 0, "end": 0}
+    return {"answer": best.answer, "score": score, "start": best.start, "end": best.end}
+
+
+def read_spans(outputs: Any, samples: Sequence[dict[str, Any]]) -> list[Span]:
+    """Find the best answer in each question answering sample of a batch.
+
+    Args:
+        outputs: The outputs of a question answering head, with `start_logits` and `end_logits` of
+            shape (samples, padded length).
+        samples: The samples of the batch, see `tokenize_questions`.
+    """
+    start_logits = outputs.start_logits.float().cpu()
+    end_logits = outputs.end_logits.float().cpu()
+    return [
+        best_span(row_start_logits, row_end_logits, sample)
+        for row_start_logits, row_end_logits, sample in zip(
+            start_logits, end_logits, samples, strict=True
+        )
+    ]
+
+
+def by_question(windows: Iterable[int], values: Iterable[T]) -> list[list[T]]:
+    """Group the values of question answering samples by question, whose context may be split into
+    several samples (windows).
+
+    Args:
+        windows: The index of each sample's window within its context. The samples of a question are
+            consecutive, so a 0 begins the next question.
+        values: One value of each sample.
+
+    >>> by_question([0, 1, 0], ["a", "b", "c"])
+    [['a', 'b'], ['c']]
+    """
+    groups: list[list[T]] = []
+    for window, value in zip(windows, values, strict=True):
+        if window == 0:
+            groups.append([])
+        groups[-1].append(value)
+    return groups

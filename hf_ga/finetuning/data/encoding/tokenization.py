@@ -1,0 +1,531 @@
+"""Rows -> tokenized samples, for each task but question answering, multiple choice and pairs.
+
+Every `tokenize_...` function takes a batch of rows by column, a tokenizer, and the maximum number
+of tokens of a sample (None: no truncation). It returns the samples by column: `input_ids`,
+`length` (number of tokens), `num_targets`, `was_truncated`, and what the task's collation needs.
+"""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+from datasets import Dataset
+from tokenizers.processors import TemplateProcessing
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from hf_ga.errors import ConfigError
+from hf_ga.finetuning.data.chat.rendering import (
+    RenderedRow,
+    check_ending,
+    render_rows,
+    special_token_ids,
+)
+from hf_ga.loading.batches import IGNORED_LABEL
+
+Rows = dict[str, list]
+
+
+def tokenize_causal(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    """Tokenize plain texts for a causal language model: each text, then the end-of-text token.
+    Every token except the first is a target.
+
+    Args:
+        rows: A batch of rows by column: `text`.
+        tokenizer: The tokenizer of the model.
+        max_length: Maximum number of tokens of a sample. None: no truncation.
+
+    Returns:
+        `input_ids`, `length`, `num_targets` and `was_truncated`. Empty texts have no tokens.
+    """
+    texts = [text or "" for text in rows["text"]]
+    encoded = tokenizer(texts, return_special_tokens_mask=True, verbose=False)
+    full = clear_rows_without_content(_add_end_token(encoded["input_ids"], tokenizer), texts)
+    truncated = []
+    for ids, special_tokens_mask in zip(full, encoded["special_tokens_mask"], strict=True):
+        num_prefix = _num_prefix_tokens(ids, special_tokens_mask, tokenizer)
+        truncated.append(truncate(ids, max_length, tokenizer.truncation_side, num_prefix))
+    num_targets = [max(0, len(ids) - 1) for ids in truncated]
+    return make_samples({"input_ids": truncated}, full, _is_shorter(truncated, full), num_targets)
+
+
+def tokenize_completions(
+    rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None
+) -> Rows:
+    """Tokenize conversations, or prompts with completions, for a causal language model. The targets
+    are the tokens of the completions.
+
+    Args:
+        rows: A batch of rows by column, the columns of `chat_columns`.
+        tokenizer: The tokenizer of the model, with offsets.
+        max_length: Maximum number of tokens of a sample. None: no truncation.
+
+    Returns:
+        `input_ids`, `length`, `num_targets`, `was_truncated`; `labels`, the ids of the targets, and
+        -100 elsewhere; `notes`, what the chat template omits from each row, one note per line.
+
+    Raises:
+        ConfigError: If the tokenizer has no offsets.
+        DataError: If a row cannot be rendered (see `render_rows`), or the template never ends a
+            turn of the assistant (see `check_ending`).
+    """
+    check_fast(tokenizer)
+    special_ids = special_token_ids(tokenizer)
+    side = tokenizer.truncation_side
+    full: list[list[int]] = []
+    truncated: list[list[int]] = []
+    labels: list[list[int]] = []
+    notes: list[str] = []
+    for row in render_rows(rows, tokenizer):
+        ids, full_labels, num_prefix = _tokenize_rendered(row, tokenizer, special_ids)
+        full.append(ids)
+        truncated.append(truncate(ids, max_length, side, num_prefix))
+        labels.append(truncate(full_labels, max_length, side, num_prefix))
+        notes.append("\n".join(row.notes))
+    # Nothing predicts the first token, so it never counts as a target.
+    num_targets = [sum(label != IGNORED_LABEL for label in row[1:]) for row in labels]
+    columns = {"input_ids": truncated, "labels": labels}
+    samples = make_samples(columns, full, _is_shorter(truncated, full), num_targets)
+    return {**samples, "notes": notes}
+
+
+def _tokenize_rendered(
+    row: RenderedRow, tokenizer: PreTrainedTokenizerBase, special_ids: set[int]
+) -> tuple[list[int], list[int], int]:
+    """Tokenize one rendered conversation, or one prompt with its completion, without truncation."""
+    encoded = tokenizer(
+        row.text,
+        # A chat template writes special tokens itself.
+        add_special_tokens=not row.is_templated,
+        return_offsets_mapping=True,
+        return_special_tokens_mask=True,
+        verbose=False,
+    )
+    # An empty text has no tokens, not even special ones.
+    ids = encoded["input_ids"] if row.text else []
+    can_end = tokenizer.eos_token_id is not None
+    adds_end = bool(row.text) and not row.is_templated and can_end
+    if adds_end:
+        ids = _add_end_token([ids], tokenizer)[0]
+    # An end token that was just added has no offsets.
+    starts, ends = _token_characters(encoded["offset_mapping"][: len(ids)])
+    if row.is_templated:
+        check_ending(row, ids, starts, ends, special_ids)
+    is_target = np.zeros(len(ids), bool)
+    for start, end in row.targets:
+        is_target[: len(starts)] |= (starts < end) & (ends > start) & (ends > starts)
+    if adds_end:
+        is_target[-1] = True
+    labels = np.where(is_target, np.array(ids, np.int64), IGNORED_LABEL).tolist()
+    num_prefix = _num_prefix_tokens(ids, encoded["special_tokens_mask"], tokenizer)
+    return ids, labels, num_prefix
+
+
+def tokenize_masked(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    """Tokenize texts for a masked language model, with special tokens.
+
+    Args:
+        rows: A batch of rows by column: `text`.
+        tokenizer: The tokenizer of the model.
+        max_length: Maximum number of tokens of a sample. None: no truncation.
+
+    Returns:
+        The columns of `tokenize_texts`. `num_targets` counts the tokens that are not special, which
+        may become targets: collation chooses among them in every epoch.
+    """
+    columns = tokenize_texts(rows, tokenizer, max_length)
+    special_ids = set(tokenizer.all_special_ids)
+    num_candidates = [
+        sum(token not in special_ids for token in ids) for ids in columns["input_ids"]
+    ]
+    return {**columns, "num_targets": num_candidates}
+
+
+def tokenize_texts(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    """Tokenize texts, or pairs of texts, for a sequence classifier, with special tokens, which
+    truncation keeps. A sample has one target.
+
+    Args:
+        rows: A batch of rows by column: `text`, optionally `text_pair` and `label`.
+        tokenizer: The tokenizer of the model.
+        max_length: Maximum number of tokens of a sample. None: no truncation.
+
+    Returns:
+        `input_ids`, `length`, `num_targets` and `was_truncated`; `token_type_ids` for pairs, if the
+        tokenizer returns them; `label`, if the rows have it. A row whose texts are all empty has no
+        tokens and no target.
+    """
+    texts = [[text or "" for text in rows[name]] for name in ("text", "text_pair") if name in rows]
+    encoded, was_truncated = encode(tokenizer, max_length, *texts)
+    has_content = [any(row_texts) for row_texts in zip(*texts, strict=True)]
+    columns = {"input_ids": encoded["input_ids"]}
+    is_pair = len(texts) == 2
+    if is_pair and "token_type_ids" in encoded:  # 0 for the first text, 1 for the second
+        columns["token_type_ids"] = encoded["token_type_ids"]
+    samples = make_samples(columns, has_content, was_truncated)
+    if "label" in rows:
+        samples["label"] = rows["label"]
+    return samples
+
+
+def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: int | None) -> Rows:
+    """Tokenize lists of words for token classification, with special tokens. The first token of
+    each word is a target, with the word's tag; other tokens have the label -100.
+
+    A word whose first token was truncated (from the left) has no target.
+
+    Args:
+        rows: A batch of rows by column: `tokens`, lists of words, and optionally `label`, lists of
+            a tag per word.
+        tokenizer: The tokenizer of the model, with offsets.
+        max_length: Maximum number of tokens of a sample. None: no truncation.
+
+    Returns:
+        `input_ids`, `length`, `num_targets`, `was_truncated`, and, if the rows have labels,
+        `label`, a list with a label per token. Rows without words have no tokens.
+
+    Raises:
+        ConfigError: If the tokenizer has no offsets.
+    """
+    check_fast(tokenizer)
+    words = [row or [] for row in rows["tokens"]]
+    encoded, was_truncated = encode(tokenizer, max_length, words, is_split_into_words=True)
+    # The index of each token's word; -1 for special tokens.
+    word_indices = [
+        np.array([-1 if word is None else word for word in encoded.word_ids(i)], np.int64)
+        for i in range(len(words))
+    ]
+    is_first = [(ids >= 0) & (ids != np.concatenate([[-1], ids[:-1]])) for ids in word_indices]
+    if tokenizer.truncation_side == "left":
+        for encoding, row, mask in zip(encoded.encodings, word_indices, is_first, strict=True):
+            truncated = {word for part in encoding.overflowing for word in part.word_ids} - {None}
+            mask &= ~np.isin(row, [*truncated])
+    columns = {"input_ids": encoded["input_ids"]}
+    if "label" in rows:
+        columns["label"] = []
+        for row_tags, row_words, mask in zip(rows["label"], word_indices, is_first, strict=True):
+            # A row without words has only special tokens, whose index -1 needs an entry.
+            tags = np.array(row_tags or [IGNORED_LABEL], np.int64)
+            columns["label"].append(np.where(mask, tags[row_words], IGNORED_LABEL).tolist())
+    num_targets = [int(mask.sum()) for mask in is_first]
+    return make_samples(columns, words, was_truncated, num_targets)
+
+
+def tokenize_targets(
+    rows: Rows,
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    prefix: str = "",
+    max_target_length: int | None = None,
+) -> Rows:
+    """Tokenize source and target texts for an encoder-decoder model. Every token of a target text
+    is a target of the loss, its end token included.
+
+    Args:
+        rows: A batch of rows by column: `text`, the sources, and optionally `target`.
+        tokenizer: The tokenizer of the model.
+        max_length: Maximum number of tokens of a source. None: no truncation.
+        prefix: Text before every source, such as "summarize: ".
+        max_target_length: Maximum number of tokens of a target text. None: `max_length`.
+
+    Returns:
+        The columns of `tokenize_texts` for the sources. If the rows have target texts, also
+        `labels`, their token ids with an end token, empty if source or target is empty;
+        `was_truncated`, whether source or target was truncated; `target`, the full text, for
+        metrics.
+    """
+    sources = [text and prefix + text for text in rows["text"]]
+    columns = tokenize_texts({**rows, "text": sources}, tokenizer, max_length)
+    if "target" not in rows:
+        return columns
+    targets = [text or "" for text in rows["target"]]
+    max_target_length = max_target_length or max_length
+    full = tokenizer(text_target=targets, truncation=False, max_length=None, verbose=False)
+    truncated = tokenizer(
+        text_target=targets,
+        truncation=max_target_length is not None,
+        max_length=max_target_length,
+        verbose=False,
+    )
+    full_ids = _add_end_token(full["input_ids"], tokenizer)
+    truncated_ids = _add_end_token(truncated["input_ids"], tokenizer, max_target_length)
+    has_content = [
+        bool(target and source_ids)
+        for target, source_ids in zip(targets, columns["input_ids"], strict=True)
+    ]
+    labels = clear_rows_without_content(truncated_ids, has_content)
+    lost = zip(columns["was_truncated"], _is_shorter(truncated_ids, full_ids), strict=True)
+    return {
+        **columns,
+        "labels": labels,
+        "num_targets": list(map(len, labels)),
+        "was_truncated": list(map(any, lost)),
+        "target": targets,
+    }
+
+
+def split_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
+    """Concatenate the tokens of all samples and split them into blocks of `block_size` tokens, the
+    new samples; the last block may be shorter.
+
+    Args:
+        dataset: Samples with `input_ids`.
+        block_size: Number of tokens of a block.
+
+    Returns:
+        Samples with `input_ids`, `length`, `num_targets` (all tokens but the first of a block) and
+        `was_truncated` (False).
+    """
+    table = dataset.flatten_indices().data.table
+    ids = pa.concat_arrays([chunk.flatten() for chunk in table["input_ids"].chunks])
+    boundaries = np.append(np.arange(0, len(ids), block_size), len(ids))
+    if len(ids) < 2**31:
+        blocks = pa.ListArray.from_arrays(pa.array(boundaries, pa.int32()), ids)
+    else:
+        blocks = pa.LargeListArray.from_arrays(pa.array(boundaries, pa.int64()), ids)
+    lengths = np.diff(boundaries)
+    columns = {
+        "input_ids": blocks,
+        "length": lengths,
+        "num_targets": lengths - 1,
+        "was_truncated": np.zeros(len(lengths), bool),
+    }
+    return Dataset(pa.table(columns))
+
+
+def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, architecture: str) -> None:
+    """Set what a tokenizer lacks to prepare samples, in place: a padding token (the end-of-text
+    token), and a post-processor that adds special tokens.
+
+    The post-processor is set only if the tokenizer has <cls> and <sep> but adds no special tokens,
+    as that of the embedded corpus: pretrained ones add theirs. For an encoder it adds <cls> and
+    <sep>, for an encoder-decoder the end-of-text token, as T5's. A decoder gets none.
+
+    Args:
+        tokenizer: The tokenizer to change.
+        architecture: "encoder", "decoder" or "encoder-decoder".
+    """
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    adds_special_tokens = tokenizer.num_special_tokens_to_add() > 0
+    has_cls_and_sep = bool(tokenizer.cls_token) and bool(tokenizer.sep_token)
+    if architecture == "decoder" or adds_special_tokens or not has_cls_and_sep:
+        return
+    if architecture == "encoder-decoder":
+        eos = str(tokenizer.eos_token)
+        post_processor = TemplateProcessing(
+            single=f"$A {eos}", pair=None, special_tokens=[(eos, tokenizer.eos_token_id)]
+        )
+    else:
+        cls = str(tokenizer.cls_token)
+        sep = str(tokenizer.sep_token)
+        post_processor = TemplateProcessing(
+            single=f"{cls} $A {sep}",
+            pair=f"{cls} $A {sep} $B:1 {sep}:1",
+            special_tokens=[(cls, tokenizer.cls_token_id), (sep, tokenizer.sep_token_id)],
+        )
+    tokenizer.backend_tokenizer.post_processor = post_processor
+
+
+def output_settings(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Serialize all that determines the output of a tokenizer, its chat template included: a key
+    for the cache of tokenized rows.
+    """
+    return f"{encoding_settings(tokenizer)}{tokenizer.chat_template}"
+
+
+def encoding_settings(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Serialize all that determines how a tokenizer encodes texts: vocabulary, special tokens,
+    truncation side, ...
+
+    Excluded are the chat template, and the truncation and padding of the tokenizer's last call.
+    """
+    special_tokens_and_side = f"{tokenizer.special_tokens_map}{tokenizer.truncation_side}"
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return str(sorted(tokenizer.get_vocab().items())) + special_tokens_and_side
+    backend_settings = json.loads(backend.to_str()) | {"truncation": None, "padding": None}
+    return json.dumps(backend_settings) + special_tokens_and_side
+
+
+def _token_characters(offsets: Sequence[tuple[int, int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Return the characters [start, end) of each token in the text, from its offsets."""
+    starts, ends = np.asarray(offsets, np.int64).reshape(-1, 2).T
+    # The largest end of all earlier tokens; special tokens, whose end is 0, do not lower it.
+    previous_ends = np.concatenate([[0], np.maximum.accumulate(ends)[:-1]]).astype(np.int64)
+    previous_ends = previous_ends[: len(ends)]
+    return np.where(starts == ends, previous_ends, starts), ends
+
+
+def encode(
+    tokenizer: PreTrainedTokenizerBase,
+    max_length: int | None,
+    *texts: list,
+    truncation: str | bool = True,
+    **options: Any,
+) -> tuple[BatchEncoding, list[bool]]:
+    """Tokenize texts, or pairs of texts, with special tokens, and find out which were truncated.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        max_length: Maximum number of tokens of a sample. None: no truncation.
+        texts: A list of texts, or two lists: the first and the second text of each pair.
+        truncation: The strategy, see transformers' `PreTrainedTokenizerBase.__call__`.
+        options: Other arguments of the tokenizer.
+
+    Returns:
+        (the encoded texts; whether each was truncated)
+
+    Raises:
+        ConfigError: If special tokens alone fill a sample.
+    """
+    check_room(tokenizer, max_length, is_pair=len(texts) == 2)
+    full = tokenizer(*texts, verbose=False, **options)["input_ids"]
+    encoded = tokenizer(
+        *texts,
+        truncation=truncation if max_length else False,
+        max_length=max_length,
+        verbose=False,
+        **options,
+    )
+    return encoded, _is_shorter(encoded["input_ids"], full)
+
+
+def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int | None, is_pair: bool) -> int:
+    """Check that a sample has room for more than special tokens, and return how many special
+    tokens the tokenizer adds to a sample.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        max_length: Maximum number of tokens of a sample. None: no limit.
+        is_pair: Whether a sample has two texts.
+
+    Raises:
+        ConfigError: If the special tokens alone reach `max_length`.
+    """
+    num_special = tokenizer.num_special_tokens_to_add(pair=is_pair)
+    if max_length is not None and max_length <= num_special:
+        raise ConfigError(
+            f"max_length {max_length} leaves no room besides the {num_special} special tokens of "
+            "every sample: use more."
+        )
+    return num_special
+
+
+def check_fast(tokenizer: PreTrainedTokenizerBase) -> None:
+    """Check that a tokenizer is a fast one, which can return the characters of each token.
+
+    Raises:
+        ConfigError: If it is a slow one, without offsets of tokens.
+    """
+    if not tokenizer.is_fast:
+        raise ConfigError(
+            f"{type(tokenizer).__name__} has no token offsets, which completions, tags and "
+            "answers need: use a model with a fast tokenizer."
+        )
+
+
+def _add_end_token(
+    rows: Sequence[list[int]], tokenizer: PreTrainedTokenizerBase, max_length: int | None = None
+) -> list[list[int]]:
+    """Append the end-of-text token to rows of token ids, as most tokenizers of decoders do not."""
+    eos = tokenizer.eos_token_id
+    max_other_tokens = max_length - 1 if max_length else max_length
+    ended_rows = []
+    for ids in rows:
+        if eos is not None and ids[-1:] != [eos]:
+            num_prefix = int(ids[:1] == [tokenizer.bos_token_id])
+            ids = truncate(ids, max_other_tokens, tokenizer.truncation_side, num_prefix)
+            ids = [*ids, eos]
+        ended_rows.append(ids)
+    return ended_rows
+
+
+def truncate(row: list[int], max_length: int | None, side: str, num_prefix: int = 0) -> list[int]:
+    """Truncate the token ids (or labels) of a sample as transformers' tokenizers do.
+
+    Args:
+        row: The ids or labels.
+        max_length: Maximum number of entries. None: no truncation.
+        side: "right": the last entries are removed. "left": the first entries, except those of the
+            prefix.
+        num_prefix: Number of special tokens at the beginning, which "left" keeps.
+
+    >>> truncate([1, 5, 6, 7, 2], 3, "right"), truncate([1, 5, 6, 7, 2], 3, "left", num_prefix=1)
+    ([1, 5, 6], [1, 7, 2])
+    """
+    if max_length is None or len(row) <= max_length:
+        return row
+    if side == "right":
+        return row[:max_length]
+    num_prefix = min(num_prefix, max_length)
+    return [*row[:num_prefix], *row[len(row) - max_length + num_prefix :]]
+
+
+def _num_prefix_tokens(
+    ids: list[int], special_tokens_mask: list[int], tokenizer: PreTrainedTokenizerBase
+) -> int:
+    """Count the special tokens at the beginning of a sample, which truncation must keep: those that
+    the tokenizer added, or the begin-of-text token that a chat template wrote.
+    """
+    num_added = len(special_tokens_mask)
+    if 0 in special_tokens_mask:
+        num_added = special_tokens_mask.index(0)
+    begins_with_bos = ids[:1] == [tokenizer.bos_token_id]
+    return max(num_added, int(begins_with_bos))
+
+
+def clear_rows_without_content(rows: Sequence[list], contents: Sequence[Any]) -> list[list]:
+    """Replace tokenized rows whose content is empty, and which consist of special tokens only, by
+    empty lists.
+
+    Args:
+        rows: A list per row, such as its token ids.
+        contents: What was tokenized, or whether there was something: empty, "", None or False for a
+            row to clear.
+
+    >>> clear_rows_without_content([[101, 7592, 102], [101, 102]], ["hello", ""])
+    [[101, 7592, 102], []]
+    """
+    return [row if content else [] for row, content in zip(rows, contents, strict=True)]
+
+
+def _is_shorter(truncated: Sequence[list[int]], full: Sequence[list[int]]) -> list[bool]:
+    """Return whether truncation removed tokens, for the token ids of each row of a dataset."""
+    return [len(row) < len(full_row) for row, full_row in zip(truncated, full, strict=True)]
+
+
+def make_samples(
+    columns: Rows,
+    contents: Sequence[Any],
+    was_truncated: Sequence[bool],
+    num_targets: list[int] | None = None,
+) -> Rows:
+    """Return the columns that tokenized samples of all tasks have.
+
+    Args:
+        columns: `input_ids` and others with a list for each row; with several texts in a row, a
+            list for each text.
+        contents: What was tokenized, see `clear_rows_without_content`.
+        was_truncated: Whether truncation removed tokens of a row.
+        num_targets: Number of targets of each row. None: one in each row with content.
+
+    Returns:
+        The columns, empty for rows without content; `length`, the number of tokens (of the longest
+        text); `num_targets`; `was_truncated`.
+    """
+    samples = {
+        name: clear_rows_without_content(values, contents) for name, values in columns.items()
+    }
+    lengths = []
+    for ids in samples["input_ids"]:
+        texts = ids if ids and isinstance(ids[0], list) else [ids]
+        lengths.append(max(map(len, texts)))
+    has_content = list(map(bool, contents))
+    return {
+        **samples,
+        "length": lengths,
+        "num_targets": num_targets or list(map(int, has_content)),
+        "was_truncated": list(map(all, zip(has_content, was_truncated, strict=True))),
+    }

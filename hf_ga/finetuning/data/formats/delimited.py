@@ -1,0 +1,176 @@
+"""Loads CSV and TSV files: detects the separator, and which columns are numbers or booleans.
+
+All cells are read as strings first. A column is converted to numbers only if all its cells are
+numbers, so the words NA, null, None and nan stay strings, and the type does not depend on which
+part of the file was read (except of a stream).
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import partial
+from glob import escape
+from itertools import islice
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.compute as pc
+from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, load_dataset
+
+from hf_ga.errors import DataError
+
+# Separator -> its name in the log.
+SEPARATORS = {",": "commas", ";": "semicolons", "\t": "tabs", "|": "vertical bars"}
+# The types of a stream's columns are inferred from this many rows.
+NUM_INFERENCE_ROWS = 1000
+# How codes begin, which are not numbers: 007, or more digits than an int64 or a float holds.
+_CODE = r"^[+-]?(0\d|\d{19})"
+_TYPE_NAMES = {"int64": "whole numbers", "float64": "numbers", "bool": "true or false"}
+
+
+def detect_separator(path: str) -> str:
+    """Detect the separator of a CSV or TSV file: the one that splits the header into the most
+    columns.
+
+    Ties go to the usual separator of the file's extension: a tab for .tsv, a comma for others.
+    """
+    usual_separator = "\t" if ".tsv" in Path(path).suffixes else ","
+    # The first one of equals wins.
+    candidates = (usual_separator, *SEPARATORS)
+    num_columns = {separator: len(column_names(path, separator)) for separator in candidates}
+    return max(num_columns, key=num_columns.__getitem__)
+
+
+def column_names(path: str, separator: str) -> list[str]:
+    """Return the column names in the header of a CSV or TSV file."""
+    return list(pd.read_csv(path, sep=separator, nrows=0).columns)
+
+
+def load_delimited(paths: Sequence[str], *, streaming: bool) -> Dataset | IterableDataset:
+    """Load the rows of CSV or TSV files with the same columns, and convert columns of numbers and
+    of booleans; the separators of the files may differ.
+
+    Args:
+        paths: The files, in the order of their rows.
+        streaming: Read rows lazily. The types of columns are then inferred from the first 1,000
+            rows.
+
+    Raises:
+        DataError: If a file has no rows, rows with more fields than its header, or texts that look
+            like several rows joined by an unclosed quote.
+    """
+    parts = [_load_as_strings(path, streaming) for path in paths]
+    names = parts[0].column_names
+    rows = concatenate_datasets([part.select_columns(names) for part in parts])
+    return _convert_columns(rows)
+
+
+def _load_as_strings(path: str, streaming: bool) -> Dataset | IterableDataset:
+    """Load the rows of one CSV or TSV file with all cells as strings; an empty cell is None."""
+    separator = detect_separator(path)
+    _check_first_row(path, separator)
+    features = Features({name: Value("string") for name in column_names(path, separator)})
+    rows = load_dataset(
+        "csv",
+        data_files=escape(path),  # `datasets` would read wildcards in a name as a pattern
+        split="train",
+        streaming=streaming,
+        features=features,
+        sep=separator,
+        keep_default_na=False,
+        na_values=[""],
+    )
+    if separator == "\t" and not streaming:
+        _check_quotes(path, rows)
+    return rows
+
+
+def _check_first_row(path: str, separator: str) -> None:
+    """Check that a CSV or TSV file has a first row, with no more fields than the header."""
+    try:
+        header_and_first_row = pd.read_csv(path, sep=separator, header=None, nrows=2, dtype=str)
+    except pd.errors.ParserError as error:
+        raise DataError(
+            f"the rows of {path} have more fields than its header "
+            f"({', '.join(column_names(path, separator))}), separated by {SEPARATORS[separator]}: "
+            "put texts that contain the separator in double quotes, or name all columns."
+        ) from error
+    if len(header_and_first_row) < 2:
+        raise DataError(f"{path} has no rows.")
+
+
+def _check_quotes(path: str, rows: Dataset) -> None:
+    """Check that no cell of a TSV file looks like several rows joined by an unclosed quote: a text
+    with a tab and a line break.
+    """
+    for name in rows.column_names:
+        texts = rows.data.column(name)
+        if pc.any(pc.match_substring_regex(texts, r"\t[^\n]*\n|\n[^\n]*\t")).as_py():
+            raise DataError(
+                f"the column {name!r} of {path} has texts with tabs and line breaks, as a double "
+                "quote that is not closed makes of several rows: write quotes within texts twice, "
+                "or remove them. If the texts are right, save the rows as JSON lines."
+            )
+
+
+def _convert_columns(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """Convert the string columns of a CSV file whose cells are all numbers, or all "true" or
+    "false". The columns of a stream are inferred from its first rows.
+    """
+    if isinstance(rows, IterableDataset):
+        table = pa.Table.from_pylist(list(islice(rows, NUM_INFERENCE_ROWS)))
+    else:
+        table = rows.data.table
+    dtypes = {}
+    for name in table.column_names:
+        cells = table.column(name)
+        # Most columns of texts are recognized by their first rows, without a copy of all texts.
+        dtype = _infer_type(cells.slice(0, NUM_INFERENCE_ROWS))
+        dtype = dtype and _infer_type(cells)
+        if dtype is not None:
+            dtypes[name] = dtype
+    if not dtypes:
+        return rows
+    converted = {name: Value(dtype) for name, dtype in dtypes.items()}
+    features = Features({**rows.features, **converted})
+    return rows.map(partial(_cast_columns, dtypes=dtypes), batched=True, features=features)
+
+
+def _cast_columns(rows: dict[str, list], dtypes: dict[str, str]) -> dict[str, list]:
+    """Convert the cells of the CSV columns that are numbers or booleans; None stays None."""
+    converted = {}
+    for name, dtype in dtypes.items():
+        _check_cells(rows[name], dtype)
+        # A cast accepts neither white space nor a plus sign.
+        texts = [cell and cell.strip().removeprefix("+") for cell in rows[name]]
+        converted[name] = pc.cast(pa.array(texts, pa.string()), dtype).to_pylist()
+    return converted
+
+
+def _check_cells(cells: list[str | None], dtype: str) -> None:
+    """Check that cells are of the type of a stream's first rows: a cast would make 7 of 007."""
+    allowed = {"int64", "float64"} if dtype == "float64" else {dtype}
+    array = pa.chunked_array([pa.array(cells, pa.string())]).drop_null()
+    if not len(array) or _infer_type(array) in allowed:
+        return
+    is_other = [_infer_type(array.slice(i, 1)) not in allowed for i in range(len(array))]
+    raise DataError(
+        f"the first {NUM_INFERENCE_ROWS:,} rows of a column are {_TYPE_NAMES[dtype]}, but a later "
+        f"one is {array[is_other.index(True)].as_py()!r}: fix the row, or read the file without "
+        "streaming, which inspects all rows."
+    )
+
+
+def _infer_type(cells: pa.ChunkedArray) -> str | None:
+    """Return int64, float64 or bool if all cells that are not empty are such; otherwise None."""
+    texts = pc.utf8_trim_whitespace(cells.drop_null().cast(pa.string()))
+    texts = pc.replace_substring_regex(texts, r"^\+", "")
+    is_code = pc.match_substring_regex(texts, _CODE)
+    if not len(texts) or pc.any(is_code).as_py():
+        return None
+    for dtype in ("int64", "float64"):
+        with suppress(pa.ArrowInvalid):
+            if pc.all(pc.is_finite(pc.cast(texts, dtype))).as_py():  # `nan` stays a string
+                return dtype
+    is_bool = pc.is_in(pc.utf8_lower(texts), pa.array(["true", "false"]))
+    return "bool" if pc.all(is_bool).as_py() else None

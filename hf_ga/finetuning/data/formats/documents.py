@@ -1,0 +1,291 @@
+"""JSON files that are one object instead of one row per line: rows under a key, splits as keys, and
+the formats that pandas' `to_json` writes.
+
+`datasets` would read such a file as a single row. Its rows are written again as JSON lines, into
+the cache of `datasets`, which then reads them as it reads any other file.
+"""
+
+import gzip
+import json
+import os
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TextIO
+
+import datasets
+
+from hf_ga.errors import DataError
+
+Row = dict[str, Any]
+# Key in a JSON file -> the split that it names.
+SPLIT_NAMES = {
+    "train": "train",
+    "training": "train",
+    "validation": "validation",
+    "valid": "validation",
+    "val": "validation",
+    "dev": "validation",
+    "test": "test",
+    "testing": "test",
+}
+# Keys that every message of a conversation has: in OpenAI's format, and in ShareGPT's.
+_MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
+
+
+@dataclass(frozen=True)
+class FoundRows:
+    """The rows that were found in a JSON file that is one object.
+
+    Attributes:
+        splits: Split name -> rows. The name is None if the object does not name splits.
+        description: Where they were found, for the log.
+    """
+
+    splits: dict[str | None, list[Row]]
+    description: str
+
+
+def convert_to_json_lines(path: str, field: str | None) -> tuple[dict[str | None, str], str | None]:
+    """Write the rows of a JSON file that is one object as JSON lines, a file for each split, into
+    the cache of `datasets`. Files that `datasets` reads itself are not converted.
+
+    Args:
+        path: The JSON file, optionally compressed (.gz).
+        field: Key of the rows, with dots for nested keys. None: search for the rows.
+
+    Returns:
+        (split -> file of JSON lines; a line for the log, which says where the rows were found).
+        The split is None if the file does not name splits. For a file that is a list of rows, or
+        has one row per line: ({None: path}, None).
+
+    Raises:
+        DataError: If there are no rows under `field`, or rows under more than one key.
+
+    Example:
+        files, note = convert_to_json_lines("rows.json", None)  # {"data": [{"text": "a"}, ...]}
+        print(files[None], note)  # a file of the cache; rows.json: rows under the key `data`
+    """
+    file = Path(path)
+    # In .jsonl and .ndjson files, a single line is a row.
+    line_is_row = field is None and ".json" not in file.suffixes
+    document = _read_single_object(file, line_is_row)
+    if document is None and field is not None:
+        raise DataError(
+            f"field {field} names a key of a JSON file that is one object, but {path} has one row "
+            "per line or is a list of rows: omit field."
+        )
+    if document is None:
+        return {None: path}, None
+    if field is not None:
+        found = _rows_under_field(document, field, path)
+    else:
+        found = _find_rows(document, path)
+    if found is None:
+        return {None: path}, None
+    files = {
+        split: _write_json_lines(rows, file.name.partition(".")[0])
+        for split, rows in found.splits.items()
+        if rows
+    }
+    return files, f"{file.name}: {found.description}"
+
+
+def _read_single_object(path: Path, line_is_row: bool) -> dict[str, Any] | None:
+    """Read a JSON file if its whole content is one object."""
+    try:
+        opener = gzip.open if path.suffix == ".gz" else open
+        with opener(path, "rt", encoding="utf-8-sig") as file:  # with or without a byte order mark
+            first_line = _next_non_blank_line(file)
+            if not first_line.startswith("{"):
+                return None
+            try:
+                row = json.loads(first_line)
+            except json.JSONDecodeError:  # an object that spans several lines
+                return json.loads(first_line + file.read())
+            has_more_lines = bool(_next_non_blank_line(file))
+            return None if line_is_row or has_more_lines else row
+    except (ValueError, OSError, EOFError, zlib.error):
+        return None
+
+
+def _next_non_blank_line(file: TextIO) -> str:
+    """Read a JSON file up to and including the next line that is not blank, and return that line
+    without leading spaces; return "" at the end of the file.
+    """
+    return next((line.lstrip() for line in file if line.strip()), "")
+
+
+def _rows_under_field(document: Mapping[str, Any], field: str, path: str) -> FoundRows:
+    """Return the rows under the key that the option `field` names."""
+    value: Any = document
+    for key in field.split("."):
+        value = value.get(key) if isinstance(value, dict) else None
+    rows = _to_rows(value)
+    if rows is None:
+        raise DataError(
+            f"field {field}: there is no list of rows under this key of {path}, which has the keys "
+            f"{', '.join(document)}."
+        )
+    return FoundRows({None: rows}, f"rows under the key `{field}`")
+
+
+def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
+    """Find the rows in the content of a JSON file that is one object: in a format of pandas, by
+    keys that name splits, or under the only key with a list of objects.
+    """
+    messages = [value[0] for value in document.values() if _is_list_of(dict, value)]
+    if any(keys <= message.keys() for message in messages for keys in _MESSAGE_KEYS):
+        return None  # a conversation
+    if _has_split_format(document):
+        return FoundRows({None: _rows_of_pandas(document)}, "the form of pandas' to_json")
+    rows_by_split = _rows_by_split(document, path)
+    if rows_by_split is not None:
+        return rows_by_split
+    rows = _rows_of_pandas(document)
+    if rows is not None:
+        description = "one list or object per column or index, as pandas writes them"
+        return FoundRows({None: rows}, description)
+    lists = dict(_lists_of_objects(document))
+    if len(lists) > 1:
+        raise DataError(
+            f"{path} is one JSON object with several lists of rows ({', '.join(lists)}): name one "
+            "with --field."
+        )
+    if lists:
+        ((key, rows),) = lists.items()
+        description = f"rows under the key `{key}`"
+        others = [name for name in document if name != key.partition(".")[0]]
+        unused = [name for name in others if isinstance(document[name], list | dict)]
+        if unused:
+            description += f" (not used: {', '.join(unused)})"
+        return FoundRows({None: rows}, description)
+    if _is_dict_of_dicts(document) and len(document) > 1:
+        first_keys = ", ".join(list(document)[:5])
+        raise DataError(
+            f"{path} is one JSON object of objects, and neither its keys ({first_keys}) nor "
+            "theirs are row numbers, so rows and columns cannot be told apart: write it with "
+            "to_json(orient='records')."
+        )
+    return None
+
+
+def _rows_by_split(document: Mapping[str, Any], path: str) -> FoundRows | None:
+    """Return the rows of a JSON file by split if the keys of its object name splits."""
+    rows = {key: _to_rows(value) for key, value in document.items()}
+    has_splits = any(key in SPLIT_NAMES and key_rows for key, key_rows in rows.items())
+    for key, key_rows in rows.items():
+        if has_splits and key in SPLIT_NAMES and key_rows is None:
+            raise DataError(
+                f"{path} has rows under the names of splits, but those under {key} are not a list "
+                "of objects: fix or remove them."
+            )
+    rows = {key: key_rows for key, key_rows in rows.items() if key_rows is not None}
+    split_keys = [key for key in rows if key in SPLIT_NAMES]
+    splits = {SPLIT_NAMES[key]: rows[key] for key in split_keys}
+    all_keys_name_splits = bool(rows) and len(split_keys) == len(rows)
+    if "train" not in splits and not all_keys_name_splits:
+        return None
+    if len(splits) < len(split_keys):
+        raise DataError(
+            f"{path} has rows under the keys {', '.join(split_keys)}, of which several name the "
+            "same split: rename or join them."
+        )
+    unused = [key for key in rows if key not in SPLIT_NAMES]
+    description = f"splits under the keys {', '.join(split_keys)}"
+    if unused:
+        description += f" (not used: {', '.join(unused)})"
+    return FoundRows(dict(splits), description)
+
+
+def _to_rows(value: Any) -> list[Row] | None:
+    """Return a JSON value as the rows of a dataset if it is a list of objects (which may be empty),
+    or an object in a format of pandas. Return None for any other value.
+    """
+    if isinstance(value, list):
+        return value if all(isinstance(row, dict) for row in value) else None
+    return _rows_of_pandas(value) if isinstance(value, dict) else None
+
+
+def _rows_of_pandas(document: Mapping[str, Any]) -> list[Row] | None:
+    """Return the rows of a JSON object in one of the formats that pandas' `to_json` writes, or of
+    an object with a list per column. Return None for any other object.
+    """
+    if _has_split_format(document):
+        return [dict(zip(document["columns"], row, strict=True)) for row in document["data"]]
+    if _is_dict_of_dicts(document):
+        return _rows_of_dicts(document)
+    columns = list(document.values())
+    if columns and all(isinstance(column, list) and column for column in columns):
+        has_objects = any(isinstance(cell, dict) for column in columns for cell in column)
+        have_same_length = len(set(map(len, columns))) == 1
+        if have_same_length and not has_objects:
+            return [dict(zip(document, cells, strict=True)) for cells in zip(*columns, strict=True)]
+    return None
+
+
+def _rows_of_dicts(document: Mapping[str, dict[str, Any]]) -> list[Row] | None:
+    """Return the rows of pandas' formats {column: {row number: cell}} and {row number: row}."""
+    inner_keys = list(next(iter(document.values())))
+    has_row_numbers_inside = all(map(str.isdecimal, inner_keys))
+    has_row_numbers_outside = all(map(str.isdecimal, document))
+    if has_row_numbers_inside == has_row_numbers_outside:
+        return None
+    if has_row_numbers_outside:
+        return list(document.values())
+    return [{name: column[i] for name, column in document.items()} for i in inner_keys]
+
+
+def _has_split_format(document: Mapping[str, Any]) -> bool:
+    """Return whether a JSON object is in pandas' format "split": {"columns": [...], "index": [...],
+    "data": [[...], ...]}.
+    """
+    is_list_of_columns = isinstance(document.get("columns"), list)
+    return is_list_of_columns and _is_list_of(list, document.get("data"))
+
+
+def _is_dict_of_dicts(document: Mapping[str, Any]) -> bool:
+    """Return whether all values of a JSON object are non-empty objects with the same keys, as in
+    pandas' formats by column or by row; False for an empty object.
+    """
+    values = list(document.values())
+    if not values or not all(isinstance(value, dict) and value for value in values):
+        return False
+    return all(value.keys() == values[0].keys() for value in values)
+
+
+def _lists_of_objects(
+    document: Mapping[str, Any], parent_key: str = ""
+) -> Iterator[tuple[str, list]]:
+    """Yield (key, list) for each list of objects in a JSON object, also in nested objects, whose
+    keys are joined by dots.
+    """
+    for key, value in document.items():
+        if _is_list_of(dict, value):
+            yield parent_key + key, value
+        elif isinstance(value, dict):
+            yield from _lists_of_objects(value, f"{parent_key}{key}.")
+
+
+def _is_list_of(item_type: type, value: Any) -> bool:
+    """Return whether a JSON value is a non-empty list whose items all have the given type."""
+    is_list = isinstance(value, list) and bool(value)
+    return is_list and all(isinstance(item, item_type) for item in value)
+
+
+def _write_json_lines(rows: Sequence[Row], name: str) -> str:
+    """Write rows as JSON lines into the cache of `datasets`, unless a file with the same content is
+    there.
+    """
+    content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    folder = Path(datasets.config.HF_DATASETS_CACHE) / "hf_ga"
+    file = folder / f"{name}-{sha256(content).hexdigest()[:16]}.jsonl"
+    if not file.exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        # Other processes may write the same file, so each writes its own and renames it.
+        partial = file.with_suffix(f".{os.getpid()}.partial")
+        partial.write_bytes(content)
+        partial.replace(file)
+    return str(file)

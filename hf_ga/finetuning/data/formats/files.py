@@ -1,0 +1,406 @@
+"""Loads rows from files that are named directly or by patterns, and turns errors of `datasets`
+while it reads into one-line errors.
+"""
+
+import codecs
+import gzip
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from glob import escape, glob
+from pathlib import Path
+from typing import Any
+
+from datasets import load_dataset, load_dataset_builder
+from datasets.packaged_modules.json.json import JsonConfig
+from datasets.utils import logging
+
+from hf_ga.errors import DataError, HfGaError
+from hf_ga.finetuning.data.formats.dates import with_dates_as_texts
+from hf_ga.finetuning.data.formats.delimited import (
+    SEPARATORS,
+    column_names,
+    detect_separator,
+    load_delimited,
+)
+from hf_ga.finetuning.data.formats.documents import convert_to_json_lines
+
+# Extension -> type of a file, which is the name of its builder in `datasets`.
+FILE_TYPES = {
+    ".json": "json",
+    ".jsonl": "json",
+    ".ndjson": "json",
+    ".csv": "csv",
+    ".tsv": "csv",
+    ".txt": "text",
+    ".text": "text",
+    ".parquet": "parquet",
+}
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"
+MAX_POINTER_BYTES = 1024  # by the specification of git-lfs
+# Type of a file -> options of its builder in `datasets`.
+BUILDER_OPTIONS: dict[str, dict[str, Any]] = {
+    "text": {"encoding": "utf-8-sig"},  # a byte order mark is not part of the first text
+    "json": {},
+}
+if hasattr(JsonConfig, "parse_agent_traces"):
+    # Otherwise `datasets` would read conversations with certain columns as logs of agents.
+    BUILDER_OPTIONS["json"]["parse_agent_traces"] = False
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The rows of one split in a file.
+
+    Attributes:
+        name: The file as the user named it, for errors.
+        path: The file to read. For a JSON file that is one object, it is a converted file in the
+            cache of `datasets`.
+        split: Name of the split, or None if the file does not name splits.
+    """
+
+    name: str
+    path: str
+    split: str | None = None
+
+
+def is_file(name: str) -> bool:
+    """Return whether the name of a dataset is that of a file, or a pattern of files.
+
+    That is so if it has the extension of a known type (the file need not exist), is an existing
+    file, or has wildcards.
+    """
+    path = Path(name).expanduser()
+    return _file_type(path) is not None or path.is_file() or is_pattern(name)
+
+
+def is_pattern(name: str) -> bool:
+    """Return whether the name of a dataset is a pattern of files: whether it has wildcards, and
+    there is no file or folder of exactly this name.
+    """
+    has_wildcard = any(character in name for character in "*?[")
+    return has_wildcard and not Path(name).expanduser().exists()
+
+
+def load_splits(
+    files: Sequence[str],
+    *,
+    field: str | None = None,
+    streaming: bool = False,
+    notes: list[str] | None = None,
+) -> dict[str, Any]:
+    """Load the rows of files by split. All rows are `train`, unless the keys of a JSON file name
+    splits.
+
+    Args:
+        files: Names and patterns of files. Rows are in the given order, those of a pattern in the
+            order of their paths.
+        field: Key of the rows in JSON files that are one object. None: search for the rows.
+        streaming: Read rows lazily.
+        notes: Lines for the log, on how the files were read, are appended to it.
+
+    Returns:
+        Split name -> dataset, or stream with `streaming`.
+
+    Raises:
+        DataError: If a file is missing, empty, of an unknown type or not readable, a pattern has no
+            match, or files have different types or columns.
+    """
+    file_type, parts = _find_parts(files, field, notes if notes is not None else [])
+    parts_by_split: dict[str, list[_Part]] = {}
+    for part in parts:
+        parts_by_split.setdefault(part.split or "train", []).append(part)
+    return {
+        split: _load_parts(file_type, split_parts, streaming)
+        for split, split_parts in parts_by_split.items()
+    }
+
+
+def load_files(
+    files: Sequence[str],
+    split: str,
+    *,
+    field: str | None = None,
+    streaming: bool = False,
+    notes: list[str] | None = None,
+) -> Any:
+    """Load the rows of files for one split. From a JSON file whose keys name splits, only the rows
+    of this split are loaded, from other files all.
+
+    Args:
+        files: Names and patterns of files, in the order of their rows.
+        split: `validation`, `test`, `predict`, or any other name.
+        field: Key of the rows in JSON files that are one object. None: search for the rows.
+        streaming: Read rows lazily.
+        notes: Lines for the log, on how the files were read, are appended to it.
+
+    Returns:
+        A dataset, or a stream with `streaming`.
+
+    Raises:
+        DataError: As `load_splits`, or if there are no rows of this split.
+    """
+    file_type, parts = _find_parts(files, field, notes if notes is not None else [])
+    parts_of_split = [part for part in parts if part.split in (None, split)]
+    if not parts_of_split:
+        raise DataError(
+            f"{', '.join(files)} has rows for {', '.join(str(part.split) for part in parts)}, but "
+            f"none for {split}: save these rows in a file of their own."
+        )
+    return _load_parts(file_type, parts_of_split, streaming)
+
+
+def load_folder(
+    folder: Path, *, streaming: bool = False, notes: list[str] | None = None
+) -> dict[str, Any] | None:
+    """Load the text, CSV or JSON files in a folder by split. `datasets` assigns files to splits by
+    their names; a JSON file may also contain all splits.
+
+    Args:
+        folder: Contains files of one type, such as train.csv and test.csv.
+        streaming: Read rows lazily.
+        notes: Lines for the log, on how the files were read, are appended to it.
+
+    Returns:
+        Split name -> dataset, or stream with `streaming`. None if `datasets` must read the folder
+        itself: if it has a README.md, which may configure how, or files of another type.
+
+    Raises:
+        DataError: As `load_splits`, or if a file is a pointer of git-lfs.
+    """
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            _check_no_lfs_pointer(path)
+    if (folder / "README.md").exists():
+        return None
+    with wrap_read_errors(str(folder)):
+        files_by_split = load_dataset_builder(str(folder)).config.data_files or {}
+    file_types = {_file_type(Path(path)) for paths in files_by_split.values() for path in paths}
+    if not file_types or not file_types <= {"csv", "json", "text"}:
+        return None
+    if set(map(str, files_by_split)) == {"train"}:  # a JSON file may contain all splits
+        (paths,) = files_by_split.values()
+        return load_splits(paths, streaming=streaming, notes=notes)
+    return {
+        str(split): load_files(paths, str(split), streaming=streaming, notes=notes)
+        for split, paths in files_by_split.items()
+    }
+
+
+def _find_parts(
+    files: Sequence[str], field: str | None, notes: list[str]
+) -> tuple[str, list[_Part]]:
+    """Resolve patterns, check the files, and convert JSON files that are one object."""
+    paths = [path for file in files for path in _matching_paths(file)]
+    file_type = _common_file_type(files, paths)
+    if field is not None and file_type != "json":
+        raise DataError(f"field {field} applies to JSON files, not to {paths[0]}: omit it.")
+    parts = []
+    for path in paths:
+        note = None
+        path_by_split: dict[str | None, str] = {None: path}
+        with wrap_read_errors(path):
+            if file_type == "csv" and detect_separator(path) != ",":
+                separator = SEPARATORS[detect_separator(path)]
+                note = f"{Path(path).name}: columns separated by {separator}"
+            if file_type == "json":
+                path_by_split, note = convert_to_json_lines(path, field)
+        for split, split_path in path_by_split.items():
+            parts.append(_Part(path, split_path, split))
+        if note is not None and note not in notes:
+            notes.append(note)
+    return file_type, parts
+
+
+def _common_file_type(files: Sequence[str], paths: Sequence[str]) -> str:
+    """Check the files of a dataset, and return the type that all of them have (a value of
+    `FILE_TYPES`).
+    """
+    path_of_type: dict[str, str] = {}
+    for path in paths:
+        path_of_type.setdefault(_checked_file_type(path), Path(path).name)
+    if len(path_of_type) > 1:
+        found = ", ".join(f"{name} ({file_type})" for file_type, name in path_of_type.items())
+        raise DataError(
+            f"the files of {', '.join(files)} are of different types: {found}. Give files of one "
+            "type."
+        )
+    return next(iter(path_of_type))
+
+
+def _load_parts(file_type: str, parts: Sequence[_Part], streaming: bool) -> Any:
+    """Load files of one type and concatenate their rows, after a check that they have the same
+    columns.
+    """
+    if len(parts) > 1:
+        check_same_columns([(part.name, _columns_of_part(file_type, part)) for part in parts])
+    paths = [part.path for part in parts]
+    distinct_names = dict.fromkeys(part.name for part in parts)
+    with wrap_read_errors(", ".join(distinct_names)):
+        if file_type == "csv":
+            return load_delimited(paths, streaming=streaming)
+        rows = load_dataset(
+            file_type,
+            # `datasets` would read wildcards in a name as a pattern.
+            data_files=[escape(path) for path in paths],
+            split="train",
+            streaming=streaming,
+            **BUILDER_OPTIONS.get(file_type, {}),
+        )
+        return with_dates_as_texts(rows, paths) if file_type == "json" else rows
+
+
+def _check_no_lfs_pointer(path: Path) -> None:
+    """Check that a file of a dataset is not a pointer of git-lfs, which stands for data that was
+    not fetched.
+    """
+    if path.stat().st_size > MAX_POINTER_BYTES:
+        return
+    content = path.read_bytes()
+    if content.startswith(LFS_POINTER):
+        size = content.decode(errors="replace").partition("size ")[2].split()[:1]
+        raise DataError(
+            f"the file {path} is a git-lfs pointer to data of {''.join(size) or 'unknown'} bytes, "
+            "not the data itself: fetch it with `git lfs pull`."
+        )
+
+
+def _check_no_leading_null(path: Path) -> None:
+    """Check that a JSON file does not begin with `null`, which would crash the process in pyarrow's
+    reader. Files that cannot be read pass: reading reports their error.
+    """
+    opener = gzip.open if path.suffix == ".gz" else open
+    with suppress(OSError, EOFError, zlib.error), opener(path, "rb") as file:
+        if file.read(64).lstrip().startswith(b"null"):
+            raise DataError(
+                f"the file {path} begins with `null` instead of a row: remove that line."
+            )
+
+
+def _checked_file_type(file: str) -> str:
+    """Return the type of a dataset's file by its extension, after checks of what can be wrong
+    before it is parsed.
+    """
+    path = Path(file)
+    file_type = _file_type(path)
+    if not path.is_file():
+        raise DataError(f"the file {file} {'is a folder' if path.is_dir() else 'does not exist'}.")
+    if file_type is None:
+        raise DataError(
+            f"the file {file} has an unknown extension: use one of {', '.join(FILE_TYPES)} "
+            "(optionally with .gz)."
+        )
+    if path.stat().st_size == 0:
+        raise DataError(f"the file {file} is empty.")
+    _check_no_lfs_pointer(path)
+    with path.open("rb") as content:
+        if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+            raise DataError(f"the file {path} is UTF-16: convert it to UTF-8.")
+    if file_type == "json":
+        _check_no_leading_null(path)
+    return file_type
+
+
+def columns_of(rows: Any) -> list[str]:
+    """Return the column names of a dataset or a stream; of a stream without known columns, those of
+    its first row (none if it has no rows).
+    """
+    return rows.column_names or list(next(iter(rows), ()))
+
+
+def check_same_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> None:
+    """Check that datasets or files have the same columns: `datasets` would fill missing ones with
+    None.
+
+    Args:
+        columns: (name of the dataset or file, its columns) of each.
+
+    Raises:
+        DataError: If one of them has other columns than the first.
+    """
+    first_name, first_columns = columns[0]
+    for name, other_columns in columns[1:]:
+        if set(first_columns) != set(other_columns):
+            both = ((first_name, first_columns), (name, other_columns))
+            listed = "; ".join(
+                f"{dataset} has {', '.join(sorted(names)) or 'no rows'}" for dataset, names in both
+            )
+            raise DataError(f"different columns: {listed}. Give all the same columns.")
+
+
+@contextmanager
+def wrap_read_errors(name: str) -> Iterator[None]:
+    """Turn any error of `datasets` while it reads a dataset into a one-line DataError, and silence
+    its log; errors of hf_ga pass unchanged.
+
+    Args:
+        name: The dataset or file, for the error.
+    """
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity(logging.CRITICAL)
+    try:
+        yield
+    except HfGaError:
+        raise
+    except Exception as error:
+        raise read_error(name, error) from error
+    finally:
+        logging.set_verbosity(verbosity)
+
+
+def read_error(name: str, error: BaseException) -> DataError:
+    """Build the one-line DataError for an error of `datasets` while it read a dataset.
+
+    Args:
+        name: The dataset or file.
+        error: The error of `datasets`; if it has a cause, the message is that of the cause.
+    """
+    cause = error.__cause__ or error
+    if "corresponds to no data" in str(cause):
+        return DataError(f"{name} has no rows.")
+    if isinstance(cause, UnicodeDecodeError):
+        byte = cause.object[cause.start]
+        return DataError(
+            f"cannot read {name}: byte {cause.start} (0x{byte:x}) is not UTF-8: save "
+            "the file as UTF-8. For one that a spreadsheet of Western Europe exported: "
+            "iconv -f WINDOWS-1252 -t UTF-8 FILE > NEW_FILE."
+        )
+    one_line_message = " ".join(str(cause).split())[:300]
+    return DataError(f"cannot read {name}: {type(cause).__name__}: {one_line_message}")
+
+
+def _matching_paths(file: str) -> list[str]:
+    """Return the files that a name in an option such as `dataset_name` stands for: the file itself,
+    or the sorted matches of a pattern.
+    """
+    path = Path(file).expanduser()
+    if not is_pattern(file):
+        return [str(path)]
+    paths = sorted(match for match in glob(str(path), recursive=True) if Path(match).is_file())
+    if not paths:
+        raise DataError(f"no file matches the pattern {file}.")
+    return paths
+
+
+def _columns_of_part(file_type: str, part: _Part) -> list[str]:
+    """Return the column names of one file, from its header or its first rows."""
+    with wrap_read_errors(part.name):
+        if file_type == "csv":
+            return column_names(part.path, detect_separator(part.path))
+        rows = load_dataset(
+            file_type,
+            data_files=escape(part.path),
+            split="train",
+            streaming=True,
+            **BUILDER_OPTIONS.get(file_type, {}),
+        )
+        return columns_of(rows)
+
+
+def _file_type(path: Path) -> str | None:
+    """Return the type of a dataset's file by its extension, apart from .gz: a value of
+    `FILE_TYPES`, or None if the extension is unknown.
+    """
+    suffixes = [suffix for suffix in path.suffixes if suffix != ".gz"]
+    return FILE_TYPES.get(suffixes[-1]) if suffixes else None

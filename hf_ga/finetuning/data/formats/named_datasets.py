@@ -1,0 +1,168 @@
+"""Loads the datasets that `--dataset_name` names (the embedded corpus, files, folders, hub ids),
+and concatenates or mixes them.
+"""
+
+from collections.abc import Mapping, Sequence
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from datasets import (
+    DatasetDict,
+    Value,
+    concatenate_datasets,
+    interleave_datasets,
+    load_dataset,
+    load_from_disk,
+)
+
+from hf_ga.errors import ConfigError, DataError
+from hf_ga.finetuning.data.formats import corpus
+from hf_ga.finetuning.data.formats.files import (
+    check_same_columns,
+    columns_of,
+    is_file,
+    load_folder,
+    load_splits,
+    wrap_read_errors,
+)
+from hf_ga.finetuning.data.options import DataOptions, as_list
+
+# The name of the embedded corpus, the default of `dataset_name`.
+EMBEDDED_CORPUS = "stdlib"
+# Seed of mixed datasets. Not the run's seed, so that runs with different seeds have the same rows.
+MIX_SEED = 0
+
+
+def load_named_datasets(options: DataOptions, notes: list[str] | None) -> dict[str, Any]:
+    """Load the splits of all datasets in `dataset_name`.
+
+    The rows of several datasets are concatenated, or mixed by `dataset_weights` (training rows
+    only).
+
+    Args:
+        options: The options of the run's data.
+        notes: Lines for the log, on how files were read, are appended to it.
+
+    Returns:
+        Split name -> dataset, or stream with `streaming`.
+
+    Raises:
+        ConfigError: If weights or configurations do not match the names.
+        DataError: If a dataset cannot be read, or has other columns than the others.
+    """
+    loaded = [
+        (", ".join(names), _load_splits_of(names, config_name, options, notes))
+        for names, config_name in _named_datasets(options)
+    ]
+    without_train = [name for name, splits in loaded if "train" not in splits]
+    if options.dataset_weights is not None and without_train:
+        raise DataError(
+            f"dataset_name {without_train[0]} has no training rows to mix: omit it and its weight."
+        )
+    joined = {}
+    for split in corpus.SPLITS:
+        parts = [(name, splits[split]) for name, splits in loaded if split in splits]
+        weights = options.dataset_weights if split == "train" else None
+        if parts:
+            joined[split] = _concatenate_or_mix(parts, weights)
+    return joined
+
+
+def _named_datasets(options: DataOptions) -> list[tuple[list[str], str | None]]:
+    """Pair each dataset of `dataset_name` with its hub configuration (`dataset_config_name`), and
+    check that both exist in matching numbers.
+    """
+    names = as_list(options.dataset_name)
+    config_names = as_list(options.dataset_config_name)
+    hub_ids = [name for name in names if name != EMBEDDED_CORPUS and not is_file(name)]
+    if config_names and not hub_ids:
+        raise ConfigError(
+            f"dataset_config_name {config_names[0]} applies to hub datasets only, not to "
+            f"{', '.join(names)}: omit it."
+        )
+    if len(config_names) not in (0, 1, len(hub_ids)):
+        raise ConfigError(
+            f"dataset_config_name has {len(config_names)} values for {len(hub_ids)} hub datasets "
+            f"({', '.join(hub_ids)}): give one for each, or one for all."
+        )
+    weights = options.dataset_weights or [1.0] * len(names)
+    if len(weights) != len(names) or not all(0 < weight < inf for weight in weights):
+        raise ConfigError(
+            f"dataset_weights {weights} do not match the {len(names)} of dataset_name "
+            f"({', '.join(names)}): give one number above 0 for each."
+        )
+    for name in hub_ids:
+        looks_like_path = name.startswith((".", "/", "~"))
+        if looks_like_path and not Path(name).expanduser().exists():
+            raise DataError(
+                f"dataset_name {name} does not exist: give a file, a folder, a hub id, or "
+                f"`{EMBEDDED_CORPUS}`."
+            )
+    has_files_only = not hub_ids and EMBEDDED_CORPUS not in names
+    if options.dataset_weights is None and has_files_only:
+        return [(names, None)]
+    if len(config_names) == 1:  # one for all hub datasets
+        config_names = config_names * len(hub_ids)
+    remaining_configs = iter(config_names)
+    datasets: list[tuple[list[str], str | None]] = []
+    for name in names:
+        config_name = next(remaining_configs, None) if name in hub_ids else None
+        datasets.append(([name], config_name))
+    return datasets
+
+
+def _load_splits_of(
+    names: Sequence[str], config_name: str | None, options: DataOptions, notes: list[str] | None
+) -> Mapping[str, Any]:
+    """Load the splits of one dataset."""
+    name = names[0]
+    path = Path(name).expanduser()
+    if options.field is not None and not is_file(name):
+        raise ConfigError(
+            f"field {options.field} names a key of a JSON file, but {name} is not a file: omit it."
+        )
+    if name == EMBEDDED_CORPUS:
+        return corpus.load(options.task)
+    if is_file(name):
+        return load_splits(names, field=options.field, streaming=options.streaming, notes=notes)
+    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
+        if options.streaming:
+            raise DataError(
+                f"dataset_name {name} was saved by `save_to_disk` and is memory-mapped anyway: "
+                "omit streaming."
+            )
+        with wrap_read_errors(name):
+            loaded = load_from_disk(path)
+        return loaded if isinstance(loaded, DatasetDict) else {"train": loaded}
+    if path.is_dir() and config_name is None:
+        splits = load_folder(path, streaming=options.streaming, notes=notes)
+        if splits is not None:
+            return splits
+    with wrap_read_errors(name):
+        return load_dataset(name, config_name, streaming=options.streaming)
+
+
+def _concatenate_or_mix(parts: Sequence[tuple[str, Any]], weights: Sequence[float] | None) -> Any:
+    """Concatenate the rows of several datasets (or streams), or mix them at random by weights."""
+    names = [name for name, _ in parts]
+    all_rows = [rows for _, rows in parts]
+    if len(parts) == 1:
+        return all_rows[0]
+    with wrap_read_errors(", ".join(names)):
+        check_same_columns([(name, columns_of(rows)) for name, rows in parts])
+        # `datasets` reads the texts of CSV files as `large_string`, which cannot be concatenated
+        # with `string`.
+        for i, rows in enumerate(all_rows):
+            for column, feature in (rows.features or {}).items():
+                if feature == Value("large_string"):
+                    all_rows[i] = all_rows[i].cast_column(column, Value("string"))
+        if weights is None:
+            return concatenate_datasets(all_rows)
+        shares = [weight / sum(weights) for weight in weights]
+        return interleave_datasets(
+            all_rows,
+            probabilities=shares,
+            seed=MIX_SEED,
+            stopping_strategy="first_exhausted",
+        )

@@ -1,0 +1,257 @@
+"""`--task embedding`: choose the loss of text embeddings by the flags and the columns of the rows,
+and evaluate the embeddings of a split.
+"""
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+from accelerate.utils import gather_object
+from torch import Tensor, nn
+from transformers import EvalPrediction
+
+from hf_ga.embedding.losses import (
+    CoSENT,
+    InfoNCE,
+    Matryoshka,
+    WindowLoss,
+    truncate_embeddings,
+    unit_vectors,
+)
+from hf_ga.embedding.model import LOG_TEMPERATURE
+from hf_ga.engine.evaluation import evaluation_slots
+from hf_ga.errors import ConfigError
+from hf_ga.finetuning.data.data import PreparedData
+from hf_ga.finetuning.data.encoding.pairs import names_of_texts
+from hf_ga.finetuning.run.flags.config import FinetuneConfig
+from hf_ga.finetuning.run.run import Setup
+from hf_ga.finetuning.run.scores.evaluation import EVALUATION_WINDOW
+from hf_ga.finetuning.run.scores.readers import compute_user_metrics
+from hf_ga.finetuning.run.scores.retrieval import MEASURES, retrieval_metrics, spearman
+from hf_ga.loading.window import Window
+from hf_ga.loading.window_loader import WindowLoader
+from hf_ga.model.forward import argument_filter, callable_module, restored_modes
+from hf_ga.parallel.backend import Backend
+from hf_ga.parallel.fsdp import backend_for
+from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
+
+# Column of texts, such as `anchor` -> their vectors, shape (samples, dim). A learned temperature is
+# in it as `log_temperature`, shape ().
+Vectors = dict[str, Tensor]
+# The indices of a micro-batch's samples in the split, and their vectors.
+MicroBatchVectors = tuple[np.ndarray, Vectors]
+
+
+def has_scores(data: PreparedData) -> bool:
+    """Return whether the rows of `--task embedding` are pairs of texts with a similarity score. If
+    not, they are anchors with their positives.
+    """
+    return "label" in data.columns
+
+
+def window_loss(config: FinetuneConfig, data: PreparedData) -> WindowLoss:
+    """Return the loss of `--task embedding`: CoSENT for pairs with a score, otherwise InfoNCE. With
+    the flag `matryoshka_dims`, it is the sum of this loss over vectors truncated to these sizes.
+    """
+    temperature = config.initial_temperature
+    loss: WindowLoss = InfoNCE(temperature, symmetric=config.symmetric_loss)
+    if has_scores(data):
+        loss = CoSENT(temperature)
+    if config.matryoshka_dims is None:
+        return loss
+    return Matryoshka(loss, sizes=tuple(config.matryoshka_dims))
+
+
+def check_embedding(setup: Setup) -> None:
+    """Check that flags, rows and model of `--task embedding` fit each other.
+
+    Args:
+        setup: The setup of the run.
+
+    Raises:
+        ConfigError: If a flag or a metric needs the other kind of rows (pairs with a score, or
+            anchors with positives), one of `matryoshka_dims` is larger than the model's vectors,
+            the model is an encoder-decoder, or the user passes `preprocess_logits_for_metrics`.
+    """
+    config = setup.config
+    model_config = setup.model_config
+    if setup.preprocess_logits_for_metrics is not None:
+        raise ConfigError(
+            "preprocess_logits_for_metrics is for logits, but the task embedding has vectors: omit "
+            "it; compute_metrics gets the vectors of the whole split."
+        )
+    if model_config.is_encoder_decoder:
+        raise ConfigError(
+            f"embeddings need an encoder or a decoder, but {model_config.model_type} has both: use "
+            "another model."
+        )
+    hidden_size = model_config.get_text_config().hidden_size
+    too_large = [dim for dim in config.matryoshka_dims or () if dim > hidden_size]
+    if too_large:
+        raise ConfigError(
+            f"matryoshka_dims {too_large[0]} is beyond the {hidden_size} numbers of the model's "
+            f"vectors: use at most {hidden_size}."
+        )
+    are_scored = has_scores(setup.data)
+    for flag in ("learn_temperature", "symmetric_loss"):
+        if are_scored and getattr(config, flag):
+            raise ConfigError(
+                f"{flag} is for anchors with positives, but the rows are pairs with a score (the "
+                f"column {setup.data.columns['label']!r}): omit it."
+            )
+    metric = config.metric_for_best_model
+    rows = "pairs with a score" if are_scored else "anchors with positives"
+    possible = ["spearman"] if are_scored else list(MEASURES)
+    if metric in {"spearman", *MEASURES} - set(possible):
+        raise ConfigError(
+            f"metric_for_best_model {metric} cannot be computed from {rows}: use loss or "
+            f"{', '.join(possible)}."
+        )
+
+
+@torch.no_grad()
+def evaluate_embeddings(
+    setup: Setup, model: nn.Module, windows: WindowLoader, split: str
+) -> dict[str, float]:
+    """Compute loss and metrics of a model's text embeddings on a split, for `--task embedding`.
+
+    All ranks must call it, and all return the same numbers. The model is in evaluation mode
+    meanwhile; the modes of its modules are restored.
+
+    The loss is the mean over groups of 256 consecutive samples (`EVALUATION_WINDOW`): each anchor
+    is compared with the positives and negatives of its group. The metrics search the whole split.
+
+    Args:
+        setup: The setup of the run.
+        model: The prepared model.
+        windows: The loader of the split, see `evaluation_windows`.
+        split: The name of the split.
+
+    Returns:
+        `loss`, `num_targets` (the number of samples) and the metrics; for each of `matryoshka_dims`
+        that is smaller than the model's vectors, also a metric of truncated vectors, such as
+        `ndcg_at_10_dim_64` or `spearman_dim_64`.
+    """
+    windows.set_epoch(0)
+    backend = backend_for(setup.accelerator)
+    local_vectors: list[MicroBatchVectors] = []
+    with restored_modes(model):
+        model.eval()
+        backend.reshard(model)
+        for window in windows:
+            local_vectors += _embed_micro_batches(backend, model, window)
+    gathered = gather_object(local_vectors)
+    results: dict[str, float] = {}
+    with raise_on_all_ranks(setup.accelerator):
+        if setup.accelerator.is_main_process:
+            results = _compute_results(setup, _join_vectors(gathered), split)
+    return broadcast_from_main(setup.accelerator, results)
+
+
+def _embed_micro_batches(
+    backend: Backend, model: nn.Module, window: Window
+) -> Iterator[MicroBatchVectors]:
+    """Run the forwards of this rank's micro-batches of a window in an evaluation of `--task
+    embedding`, and yield the text vectors of each in float32 on the CPU.
+    """
+    module = callable_module(model)
+    arguments = argument_filter(model)
+    for slot in evaluation_slots(backend, window):
+        batch = backend.place(slot.micro_batch.batch)
+        with backend.autocast():
+            outputs = module(**arguments(batch))
+        if not slot.is_filler:
+            vectors = {name: value.float().cpu() for name, value in outputs.items()}
+            yield slot.micro_batch.sample_ids, vectors
+
+
+def _join_vectors(micro_batches: list[MicroBatchVectors]) -> Vectors:
+    """Concatenate the text vectors of all micro-batches of an evaluation of `--task embedding`, and
+    sort them in the order of the split.
+    """
+    sample_ids = np.concatenate([ids for ids, _ in micro_batches])
+    order = torch.from_numpy(np.argsort(sample_ids))
+    _, first_vectors = micro_batches[0]
+    joined = {}
+    for name, value in first_vectors.items():
+        if value.dim() > 0:
+            joined[name] = torch.cat([vectors[name] for _, vectors in micro_batches])[order]
+        else:
+            # The learned temperature, which is the same in all micro-batches.
+            joined[name] = value
+    return joined
+
+
+def _compute_results(setup: Setup, vectors: Vectors, split: str) -> dict[str, float]:
+    """Compute loss and metrics from the text embeddings of a split, for `--task embedding`: the
+    metrics of the task or, if there is one, those of the user's `compute_metrics` instead.
+    """
+    data = setup.data
+    dataset = data.splits[split]
+    vectors = {name: value.to(setup.accelerator.device) for name, value in vectors.items()}
+    text_ids = torch.tensor(dataset["text_ids"][:])
+    batch: dict[str, Tensor] = {}
+    for index, name in enumerate(names_of_texts(text_ids.shape[1])):
+        batch[f"text_id_{name}"] = text_ids[:, index]
+    if has_scores(data):
+        batch["score"] = torch.tensor(dataset["label"][:], dtype=torch.float32)
+    loss = _mean_loss(window_loss(setup.config, data), vectors, batch)
+    results = {"loss": loss, "num_targets": float(len(dataset))}
+    if setup.compute_metrics is not None:
+        # The learned temperature is a scalar and is not passed on.
+        arrays = tuple(value.cpu().numpy() for value in vectors.values() if value.dim() > 0)
+        scores = batch["score"].numpy() if has_scores(data) else None
+        return compute_user_metrics(setup, EvalPrediction(arrays, scores)) | results
+    results |= _compute_metrics(vectors, batch)
+    main_metric = "spearman" if has_scores(data) else "ndcg_at_10"
+    full_dim = vectors["anchor"].shape[-1]
+    for dim in setup.config.matryoshka_dims or ():
+        if dim < full_dim:
+            metrics = _compute_metrics(truncate_embeddings(vectors, dim), batch)
+            results[f"{main_metric}_dim_{dim}"] = metrics[main_metric]
+    return results
+
+
+def _mean_loss(loss: WindowLoss, vectors: Vectors, batch: dict[str, Tensor]) -> float:
+    """Compute, in an evaluation of `--task embedding`, the loss of each group of 256 consecutive
+    samples, and return the mean, weighted by the number of samples in a group.
+    """
+    device = vectors["anchor"].device
+    num_samples = len(vectors["anchor"])
+    total = 0.0
+    for start in range(0, num_samples, EVALUATION_WINDOW):
+        group = slice(start, start + EVALUATION_WINDOW)
+        group_vectors = {
+            # A learned temperature is a scalar.
+            name: value[group] if value.dim() > 0 else value
+            for name, value in vectors.items()
+        }
+        group_batch = {name: value[group].to(device) for name, value in batch.items()}
+        total += float(loss(group_vectors, group_batch)) * len(group_vectors["anchor"])
+    return total / num_samples
+
+
+def _compute_metrics(vectors: Vectors, batch: dict[str, Tensor]) -> dict[str, float]:
+    """Compute the metrics of `--task embedding` for a split: Spearman's correlation for pairs with
+    a score, otherwise retrieval metrics.
+    """
+    units = {name: unit_vectors(value) for name, value in vectors.items() if value.dim() > 0}
+    if "score" in batch:
+        return {"spearman": spearman(units["anchor"], units["positive"], batch["score"])}
+    document_columns = [name for name in units if name != "anchor"]
+    return retrieval_metrics(
+        queries=units["anchor"],
+        documents=torch.cat([units[name] for name in document_columns]),
+        query_ids=batch["text_id_anchor"],
+        document_ids=torch.cat([batch[f"text_id_{name}"] for name in document_columns]),
+    )
+
+
+def learned_temperature(weights: dict[str, Tensor]) -> float | None:
+    """Return, for summary.json, the temperature of the embedding loss from a trained model's state
+    dict, or None if the model has no learned temperature.
+    """
+    log_temperature = weights.get(LOG_TEMPERATURE)
+    if log_temperature is None:
+        return None
+    return float(log_temperature.float().exp())

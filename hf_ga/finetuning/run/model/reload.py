@@ -1,0 +1,342 @@
+"""Check that a saved model is the trained one: load its folder as a user would, and compare all of
+its tensors, and its outputs for a few rows, with those of the trained model.
+"""
+
+import inspect
+import math
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate.utils import send_to_device
+from accelerate.utils.memory import clear_device_cache
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_ga.embedding.layout import saved_pooling
+from hf_ga.embedding.model import LOG_TEMPERATURE, EmbeddingModel
+from hf_ga.errors import SavedModelDiffers
+from hf_ga.finetuning.run.build import samples_to_try
+from hf_ga.finetuning.run.model.adapters import is_lora, keep_4_bit_layout
+from hf_ga.finetuning.run.model.models import (
+    compute_dtype,
+    load_model,
+    loading_dtype,
+    quiet_transformers,
+)
+from hf_ga.finetuning.run.run import Setup
+from hf_ga.loading.batches import as_batch
+from hf_ga.loading.memory import is_out_of_memory
+from hf_ga.model.forward import (
+    Batch,
+    argument_filter,
+    callable_module,
+    force_eager,
+    restored_modes,
+    unwrapped,
+)
+from hf_ga.recovery.latest import newest
+
+# `relative_error`, `tolerance` and `rows`: the result of a check in summary.json.
+CheckResult = dict[str, float]
+Outputs = dict[str, Tensor]
+Weights = Mapping[str, Tensor]
+
+NUM_ROWS = 4
+MAX_LOGIT_POSITIONS = 64  # maximum number of positions for which a decoder computes logits
+MAX_LISTED_TENSORS = 5  # maximum number of tensors that an error message names
+# What rounding in the forward may change in float32.
+FLOAT32_TOLERANCE = 1e-4
+TF32_ROUNDING = 2.0**-11
+# As many as 256 independent roundings add up to: the root of their number.
+ADDED_ROUNDINGS = 16
+
+
+@dataclass(frozen=True)
+class Expected:
+    """A few inputs of a run's trained model, and its outputs for them. The model that is loaded
+    from the saved folder must have the same outputs.
+
+    Attributes:
+        batch: A few training rows, on the CPU.
+        outputs: The trained model's outputs for them by name, such as `logits`: float32, on the
+            CPU.
+    """
+
+    batch: Batch
+    outputs: Outputs
+
+
+def expected_outputs(setup: Setup, model: nn.Module) -> Expected:
+    """Compute the outputs of a run's model for a few training rows before it is saved. The model
+    that is loaded from the saved folder is then compared with them.
+
+    All processes must call it: under FSDP, a forward is a collective. The rows range from the
+    shortest to one of median length, and are at most one evaluation batch, which fits into memory.
+
+    Args:
+        setup: The setup of the run.
+        model: The prepared model.
+    """
+    samples = samples_to_try(setup.data, "train")  # sorted by length
+    num_rows = min(NUM_ROWS, len(samples), setup.config.per_device_eval_batch_size)
+    indices = np.linspace(0, len(samples) // 2, num_rows).astype(int)
+    batch = as_batch(setup.data.collate([samples[i] for i in indices]))
+    outputs = _compute_outputs(setup, model, batch, setup.accelerator.device)
+    return Expected(batch, outputs)
+
+
+def check_model(setup: Setup, folder: Path, weights: Weights, expected: Expected) -> CheckResult:
+    """Load with `from_pretrained(folder)` the model that a run saved, and compare it with the
+    trained one.
+
+    Call on the main process only. It needs memory for one more model.
+
+    Args:
+        setup: The setup of the run.
+        folder: The folder of the saved model.
+        weights: The full `state_dict()` of the trained model (with LoRA, of the merged one).
+        expected: The result of `expected_outputs` for the trained model.
+
+    Returns:
+        `relative_error` of the outputs, its `tolerance`, and the number of `rows`.
+
+    Raises:
+        SavedModelDiffers: If a tensor is missing or differs by more than its rounding to the saved
+            dtype, the model has another dtype, or the outputs differ by more than the tolerance.
+    """
+    with _loading(setup, folder):
+        loaded = _load_saved_model(setup, folder)
+    if loaded.config.dtype != setup.dtype:
+        difference = f"it loads in {loaded.config.dtype}, not in {setup.dtype}"
+        raise _difference_error(setup, folder, difference)
+    # The temperature of an embedding loss is not part of the saved model.
+    trained = {name: tensor for name, tensor in weights.items() if name != LOG_TEMPERATURE}
+    saved_dtypes = {
+        name: setup.dtype for name, _ in loaded.named_parameters(remove_duplicate=False)
+    }
+    _compare_tensors(setup, folder, loaded.state_dict(), trained, saved_dtypes)
+    return _compare_outputs(setup, folder, loaded.float(), trained, expected)
+
+
+def check_adapter(
+    setup: Setup, folder: Path, model: nn.Module, weights: Weights, expected: Expected
+) -> CheckResult:
+    """Load the LoRA adapter that a run saved, add it to its base model, and compare the result with
+    the trained model.
+
+    The base is loaded in its own dtype (QLoRA: in 4 bits). Call on the main process only. It needs
+    memory for one more model.
+
+    Args:
+        setup: The setup of the run.
+        folder: The folder of the saved adapter.
+        model: The trained model.
+        weights: Its full `state_dict()`.
+        expected: The result of `expected_outputs` for the trained model.
+
+    Returns:
+        See `check_model`.
+
+    Raises:
+        SavedModelDiffers: If a trained tensor is missing or differs, or the outputs differ by more
+            than the tolerance.
+    """
+    import peft
+
+    in_4_bits = setup.config.load_in_4bit
+    with _loading(setup, folder):
+        base_model, _ = load_model(setup, dtype=loading_dtype(setup) if in_4_bits else setup.dtype)
+        loaded = peft.PeftModel.from_pretrained(base_model, str(folder))
+    keep_4_bit_layout(loaded)
+    trained_names = {
+        name.replace("_fsdp_wrapped_module.", "")
+        for name, parameter in unwrapped(model).named_parameters()
+        if parameter.requires_grad
+    }
+    trained = {name: weights[name] for name in trained_names}
+    found = {name: tensor for name, tensor in loaded.state_dict().items() if name in trained_names}
+    # An adapter is saved in the dtype in which it was trained.
+    _compare_tensors(setup, folder, found, trained, saved_dtypes={})
+    if loading_dtype(setup) == torch.float32 and not in_4_bits:
+        loaded = loaded.float()  # the base was float32 in training, too
+    return _compare_outputs(setup, folder, loaded, trained, expected)
+
+
+def _load_saved_model(setup: Setup, folder: Path) -> PreTrainedModel | EmbeddingModel:
+    """Load the model that a run saved in a folder, as a user would, on the CPU."""
+    model = setup.data.task.auto_class.from_pretrained(
+        folder, trust_remote_code=setup.config.trust_remote_code
+    )
+    if setup.config.task == "embedding":
+        pooling = saved_pooling(str(folder)) or "mean"
+        model = EmbeddingModel(model, pooling)
+    return model
+
+
+@contextmanager
+def _loading(setup: Setup, folder: Path) -> Iterator[None]:
+    """Turn an error of the block, which loads the model that a run saved, into SavedModelDiffers.
+    Out-of-memory errors are raised unchanged.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]), quiet_transformers(), warnings.catch_warnings():
+            # `_compare_tensors` names missing weights.
+            warnings.simplefilter("ignore")
+            yield
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        reason = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise _difference_error(setup, folder, f"it cannot be loaded ({reason})") from error
+
+
+def _compare_tensors(
+    setup: Setup,
+    folder: Path,
+    loaded: Weights,
+    trained: Weights,
+    saved_dtypes: Mapping[str, torch.dtype],
+) -> None:
+    """Check that the model that a run saved has the names, shapes and values of the trained model's
+    tensors.
+    """
+    differences = dict.fromkeys(trained.keys() - loaded.keys(), "missing")
+    differences |= dict.fromkeys(loaded.keys() - trained.keys(), "not of the trained model")
+    for name in trained.keys() & loaded.keys():
+        found = loaded[name]
+        saved = trained[name].to(saved_dtypes.get(name, trained[name].dtype))
+        if found.shape != saved.shape:
+            differences[name] = f"shape {list(found.shape)}, not {list(saved.shape)}"
+        elif not torch.equal(found, saved.to(found)):
+            differences[name] = "other values"
+    if differences:
+        listed = sorted(differences.items())[:MAX_LISTED_TENSORS]
+        text = ", ".join(f"{name} ({difference})" for name, difference in listed)
+        if len(differences) > len(listed):
+            text += f", and {len(differences) - len(listed)} more"
+        raise _difference_error(setup, folder, f"tensors differ: {text}")
+
+
+def _compare_outputs(
+    setup: Setup, folder: Path, loaded: nn.Module, trained: Weights, expected: Expected
+) -> CheckResult:
+    """Check that the outputs of the model that a run saved are those of the trained model, up to
+    rounding: of its weights, which is measured, and in the forward.
+    """
+    outputs = _outputs_where_it_fits(setup, loaded, expected.batch)
+    error = relative_error(outputs, expected.outputs)
+    tolerance = FLOAT32_TOLERANCE
+    precision = compute_dtype(setup)
+    if precision != torch.float32:
+        tolerance += ADDED_ROUNDINGS * torch.finfo(precision).eps / 2
+    elif setup.config.tf32:
+        tolerance += ADDED_ROUNDINGS * TF32_ROUNDING
+    if setup.dtype != torch.float32:
+        device = next(loaded.parameters()).device
+        loaded.load_state_dict(trained, strict=False)
+        exact_outputs = _compute_outputs(setup, loaded, expected.batch, device)
+        tolerance += relative_error(outputs, exact_outputs)
+    if not error <= tolerance:
+        raise _difference_error(
+            setup,
+            folder,
+            "its weights are those that were saved, but the relative error of its outputs "
+            f"({', '.join(expected.outputs)}) is {error:.1e}, more than the {tolerance:.1e} of "
+            "rounding",
+        )
+    num_rows = len(next(iter(expected.outputs.values())))
+    return {"relative_error": error, "tolerance": tolerance, "rows": num_rows}
+
+
+def _outputs_where_it_fits(setup: Setup, loaded: nn.Module, batch: Batch) -> Outputs:
+    """Compute the outputs of a run's saved model, loaded again, on the run's device, or on the CPU
+    if the device has not enough memory for a second model.
+    """
+    device = setup.accelerator.device
+    # bitsandbytes has loaded a 4-bit model onto the device already.
+    if setup.config.load_in_4bit and is_lora(loaded):
+        return _compute_outputs(setup, loaded, batch, device)
+    try:
+        return _compute_outputs(setup, loaded.to(device), batch, device)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    clear_device_cache()
+    return _compute_outputs(setup, loaded.cpu(), batch, torch.device("cpu"))
+
+
+@torch.no_grad()
+def _compute_outputs(setup: Setup, model: nn.Module, batch: Batch, device: torch.device) -> Outputs:
+    """Run a model in evaluation mode and return its floating-point outputs, except scalars, in
+    float32 on the CPU, to compare the trained model of a run with the saved one.
+    """
+    plain_model = unwrapped(model)
+    if is_lora(plain_model):
+        plain_model = plain_model.get_base_model()
+    inputs = argument_filter(plain_model)(batch)
+    if "logits_to_keep" in inspect.signature(type(plain_model).forward).parameters:
+        sequence_length = inputs["input_ids"].shape[1]
+        step = math.ceil(sequence_length / MAX_LOGIT_POSITIONS)
+        inputs["logits_to_keep"] = torch.arange(0, sequence_length, step)
+        # The loss would need the logits of all positions.
+        inputs.pop("labels", None)
+    with restored_modes(model), force_eager(), setup.accelerator.autocast():
+        model.eval()
+        outputs = callable_module(model)(**send_to_device(inputs, device))
+    outputs_by_name = outputs if isinstance(outputs, Mapping) else dict(enumerate(outputs))
+    return {
+        str(name): value.float().cpu()
+        for name, value in outputs_by_name.items()
+        if isinstance(value, Tensor) and value.is_floating_point() and value.dim()
+    }
+
+
+def relative_error(found: Outputs, expected: Outputs) -> float:
+    """Return the largest relative L2 error of the outputs of a run's saved model; infinity if their
+    names, shapes, NaNs or infinite entries differ.
+
+    Args:
+        found: The outputs of the loaded model by name.
+        expected: The outputs of the trained model by name.
+
+    >>> relative_error({"logits": torch.tensor([3.0, 5.0])}, {"logits": torch.tensor([3.0, 4.0])})
+    0.2
+    """
+    if found.keys() != expected.keys():
+        return math.inf
+    return max(_relative_distance(found[name], expected[name]) for name in expected)
+
+
+def _relative_distance(found: Tensor, expected: Tensor) -> float:
+    """Return the L2 norm of the difference between an output of a run's saved model and that of the
+    trained one, divided by the norm of the latter.
+    """
+    if found.shape != expected.shape:
+        return math.inf
+    is_equal = (found == expected) | (found.isnan() & expected.isnan())
+    distance = (found - expected).masked_fill(is_equal, 0.0).double().norm()
+    norm = expected.nan_to_num(0.0, 0.0, 0.0).double().norm()
+    error = float(distance / norm.clamp(min=torch.finfo(torch.float32).tiny))
+    return math.inf if math.isnan(error) else error
+
+
+def _difference_error(setup: Setup, folder: Path, difference: str) -> SavedModelDiffers:
+    """Build the error of a run for a saved folder that does not contain the trained model, with a
+    remedy.
+    """
+    checkpoint = newest(setup.output_dir)
+    remedy = "There is no checkpoint yet: update transformers and peft, or train other adapters."
+    if checkpoint is not None:
+        remedy = (
+            f"The checkpoint {checkpoint} is kept: update transformers and peft, or correct the "
+            "model's own code, and resume with --resume_from_checkpoint auto, which saves the "
+            "model again; or train with other adapters."
+        )
+    return SavedModelDiffers(
+        f"{folder} is not the trained model: {difference}. Do not use this folder. {remedy}"
+    )

@@ -1,0 +1,235 @@
+"""Reports of a fine-tuning run: printed settings and results, the file metrics.jsonl, and the plot
+of loss and learning rate.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from accelerate import Accelerator
+
+from hf_ga.parallel.processes import print_on_main
+from hf_ga.recovery.files import SUFFIX, flush, writing
+
+
+class MetricsFile:
+    """The file metrics.jsonl of a fine-tuning run: for each training window a line with a JSON
+    object, which is appended as training goes on.
+
+    Args:
+        path: The file, which is created if it does not exist. None: nothing is written, as on all
+            processes except the main one.
+        size: Number of bytes of an existing file to keep; an incomplete last line is dropped, too.
+            A resumed run passes the size stored in its checkpoint, to remove later lines.
+
+    Attributes:
+        path: The file, or None.
+        size: Its size in bytes.
+    """
+
+    def __init__(self, path: Path | None, size: int = 0) -> None:
+        self.path = path
+        self.size = 0  # in bytes, of complete lines only
+        if path is None:
+            return
+        with writing(path, path.parent):
+            path.touch()
+            kept = path.read_bytes()[:size]
+            # Up to the last line break: complete lines only. What a run wrote after the checkpoint
+            # that it resumes from is cut off.
+            self.size = kept.rfind(b"\n") + 1
+            os.truncate(path, self.size)
+
+    def write(self, **values: Any) -> None:
+        """Append one line to the metrics.jsonl of a run: a JSON object of the keyword arguments.
+        No-op if there is no path.
+
+        Raises:
+            CheckpointError: If the write fails, as on a full disk; no partial line is left.
+        """
+        if self.path is None:
+            return
+        with writing(self.path, self.path.parent):
+            try:
+                with self.path.open("a") as file:
+                    file.write(json.dumps(values) + "\n")
+            except OSError:
+                os.truncate(self.path, self.size)
+                raise
+        self.size = self.path.stat().st_size
+
+
+def print_fact(accelerator: Accelerator, name: str, *lines: Any) -> None:
+    """Print lines of the log of a fine-tuning run on the main process, aligned in a column, with a
+    name in front of the first one.
+
+    Args:
+        accelerator: The accelerator of the run.
+        name: The name, such as `data` or `precision`.
+        lines: The lines; converted to strings.
+    """
+    for i, line in enumerate(lines):
+        heading = name if i == 0 else ""
+        print_on_main(accelerator, f"{heading:<11}{line}")
+
+
+def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
+    """Print a table of a run's losses and metrics on the main process, with a row each for the last
+    training step, the validation split and the test split, and a column for each metric. Rows
+    without values are omitted.
+
+    Args:
+        accelerator: The accelerator of the run.
+        results: Name -> number, with names such as `train_loss`, `eval_loss`, `test_accuracy`.
+    """
+    metrics = [name.partition("_")[2] for name in results if name.startswith(("eval_", "test_"))]
+    # Each metric once, in the order of `results`.
+    columns = [metric for metric in dict.fromkeys(metrics) if metric != "num_targets"]
+    widths = {metric: max(12, len(metric) + 2) for metric in columns}
+    headings = "".join(f"{metric:>{widths[metric]}}" for metric in columns)
+    print_on_main(accelerator, f"{'results':<12}{headings}")
+    for row_name, prefix in (("last step", "train_"), ("validation", "eval_"), ("test", "test_")):
+        # The last step has only a loss, which is in the first column, so no cell is missing before
+        # another one.
+        cells = [
+            f"{results[prefix + metric]:>{widths[metric]}.4f}"
+            for metric in columns
+            if results.get(prefix + metric) is not None
+        ]
+        if cells:
+            print_on_main(accelerator, f"  {row_name:<10}" + "".join(cells))
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read the metrics.jsonl of a fine-tuning run: one dict for each line, thus for each window."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def describe_world_change(path: Path, step: int, num_processes: int) -> str | None:
+    """Return the line that a resumed run prints if it has another number of processes than before.
+
+    Args:
+        path: The metrics.jsonl of the run, with the lines that were written before it was resumed.
+            Incomplete lines, of a run that was killed, are ignored.
+        step: The optimizer step of the checkpoint from which the run is resumed.
+        num_processes: The number of processes now.
+
+    Returns:
+        The line, or None if the number is the same, or unknown.
+
+    Example:
+        describe_world_change(path, 8, 1)
+        # '2 -> 1 processes after step 11: same updates, resumed at step 8, 3 steps computed again'
+    """
+    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+    last: Any = None
+    for line in lines:
+        with suppress(ValueError):  # the last line may be incomplete
+            last = json.loads(line)
+    if not isinstance(last, dict) or last.get("num_processes") in (None, num_processes):
+        return None
+    num_lost = max(0, last["step"] - step)
+    unit = "step" if num_lost == 1 else "steps"
+    return (
+        f"{last['num_processes']} -> {num_processes} processes after step {last['step']}: same "
+        f"updates, resumed at step {step}, {num_lost} {unit} computed again"
+    )
+
+
+def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Plot the curves of a fine-tuning run over its optimizer steps, and write them to an image
+    file: the training loss of each window, its moving mean, the validation losses and the learning
+    rate. A vertical line marks each change of the number of processes.
+
+    Windows that were skipped, without an optimizer step, are not plotted.
+
+    Args:
+        metrics: The lines of metrics.jsonl, see `read_metrics`.
+        path: The image file to write; its suffix is the format, such as .png.
+        title: The title of the figure.
+    """
+    # Imported here because it takes 0.7 s, and most processes plot nothing.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 5), layout="constrained")
+    loss_axes, rate_axes = figure.subplots(2, sharex=True, height_ratios=(4, 1))
+    trained = [line for line in metrics if not line["skipped"]]
+    steps = [line["step"] for line in trained]
+    losses = np.array([line["loss"] for line in trained], float)
+    rates = [line["learning_rate"] for line in trained]
+    loss_axes.plot(
+        steps, losses, color="tab:blue", alpha=0.4, linewidth=1, label="training, each window"
+    )
+    radius = len(losses) // 40
+    loss_axes.plot(
+        steps,
+        _moving_mean(losses, radius),
+        color="tab:blue",
+        linewidth=2,
+        label=f"training, mean of {2 * radius + 1} windows",
+    )
+    evaluated = [line for line in metrics if "eval_loss" in line]
+    if evaluated:
+        loss_axes.plot(
+            [line["step"] for line in evaluated],
+            [line["eval_loss"] for line in evaluated],
+            color="tab:orange",
+            linewidth=1.5,
+            marker="o",
+            label="validation",
+        )
+    _mark_world_changes(loss_axes, trained)
+    rate_axes.plot(steps, rates, color="tab:gray")
+    loss_axes.set(title=title, ylabel="loss (nats per target)")
+    rate_axes.set(xlabel="optimizer step", ylabel="learning rate")
+    rate_axes.set_ylim(bottom=0)
+    rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
+    loss_axes.legend()
+    for axes in (loss_axes, rate_axes):
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    # Written under a temporary name, so that a crash leaves no incomplete image.
+    temporary = path.with_name(path.name + SUFFIX)
+    figure.savefig(temporary, dpi=120, format=path.suffix[1:])
+    flush(temporary)
+    temporary.replace(path)
+
+
+def _mark_world_changes(axes: Any, lines: list[dict[str, Any]]) -> None:
+    """Draw a vertical line, with a text such as "2 -> 1 processes", where the number of processes
+    of a run changed.
+    """
+    for before, after in pairwise(lines):
+        numbers = [line.get("num_processes") for line in (before, after)]
+        if None in numbers or numbers[0] == numbers[1]:
+            continue
+        between = (before["step"] + after["step"]) / 2
+        axes.axvline(between, color="tab:red", linewidth=1, linestyle=":")
+        axes.annotate(
+            f"{numbers[0]} -> {numbers[1]} processes",
+            (between, 1),
+            xycoords=("data", "axes fraction"),
+            xytext=(2, -2),
+            textcoords="offset points",
+            rotation=90,
+            verticalalignment="top",
+            fontsize="x-small",
+            color="tab:red",
+        )
+
+
+def _moving_mean(values: np.ndarray, radius: int) -> list[float]:
+    """Smooth the training losses in a run's curves.png: return, for each value, the mean of itself
+    and its neighbors, of as many before it as after it.
+    """
+    last = len(values) - 1
+    means = []
+    for i in range(len(values)):
+        num_neighbors = min(radius, i, last - i)
+        means.append(values[i - num_neighbors : i + num_neighbors + 1].mean())
+    return means

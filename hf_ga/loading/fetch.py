@@ -1,0 +1,168 @@
+"""Fetches and collates the samples of windows, in the main process or in DataLoader workers.
+
+Random transforms and collate functions draw from generators that are seeded from the request.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hf_ga.draws.generators import (
+    moved_generators,
+    preserved_random_states,
+    random_states,
+    seed_generators,
+)
+from hf_ga.draws.hashing import Purpose, fold_in
+from hf_ga.errors import UnkeyedRandomness
+from hf_ga.loading.batches import as_batch, equal_batches, take_rows
+from hf_ga.loading.entries import Entries, put_together
+from hf_ga.order.chunks import ChunkTree
+
+Collate = Callable[[list[Any]], Any]
+
+
+@dataclass(frozen=True)
+class WindowRequest:
+    """The plan of one window: what a worker needs to fetch and collate this process's samples.
+
+    Attributes:
+        seed: Seed of the run.
+        epoch: Epoch of the window (0-based).
+        index: Index of the window in its epoch (0-based).
+        positions: Positions of the window's samples in the order of the epoch: int64, shape
+            (samples,).
+        sample_ids: Ids of the window's samples in the dataset: int64, shape (samples,).
+        micro_batches: For each micro-batch of this process, the offsets of its samples in the
+            window.
+        pad_to_window: Whether all micro-batches are padded to the longest sample of the window.
+        max_micro_batches: Maximum number of micro-batches of any process in this window.
+        lengths: Number of tokens of each sample, if the window was planned by them (`ByLength`).
+            None if the micro-batches were chosen in another way.
+        chunk_tree: For same bits, the tree over the chunks of the window; every micro-batch is one
+            chunk. None otherwise.
+        is_packed: Whether the plan takes for granted that padding is not computed.
+        max_tokens: Maximum number of real tokens of a micro-batch in all such plans of a run. None:
+            unknown.
+    """
+
+    seed: int
+    epoch: int
+    index: int
+    positions: np.ndarray
+    sample_ids: np.ndarray
+    micro_batches: list[np.ndarray]
+    pad_to_window: bool
+    max_micro_batches: int = 0
+    lengths: np.ndarray | None = None
+    chunk_tree: ChunkTree | None = None
+    is_packed: bool = False
+    max_tokens: int | None = None
+
+
+class Fetcher:
+    """Fetches and collates the samples of windows, by `fetcher[request]`.
+
+    Runs in DataLoader workers or in the main process. The global random generators are seeded from
+    the request, so that random transforms and collate functions give the same batches anywhere.
+
+    Args:
+        dataset: Any dataset with integer indexing.
+        collate_fn: A function from a list of samples to a batch, a dict of the model's arguments.
+    """
+
+    def __init__(self, dataset: Any, collate_fn: Collate) -> None:
+        """Store the dataset and the collate function of the windows; nothing is fetched yet."""
+        self.dataset = dataset
+        self.collate_fn = collate_fn
+        # Whether dataset and collate function gave the same batches twice, for the first window.
+        self.is_repeatable = False
+        # Which rows of a batch belong to which sample. None until that is first needed.
+        self.entries: Entries | None = None
+
+    def __getitem__(self, request: WindowRequest) -> list[dict[str, Any]]:
+        """Return the collated micro-batches of this process for a window.
+
+        The first window is collated twice, to check that dataset and collate function are
+        repeatable. The states of the global random generators are restored.
+
+        Raises:
+            UnkeyedRandomness: If the two results differ.
+        """
+        with preserved_random_states():
+            batches = self._collate(request)
+            if not self.is_repeatable and not equal_batches(batches, self._collate(request)):
+                raise UnkeyedRandomness(
+                    "the dataset or the collate function gave two different batches for the same "
+                    "samples and seeds: it draws from its own generator, so the split of a window "
+                    "would change its result. Let it draw from torch's, numpy's or Python's global "
+                    "generator, which are seeded for it: omit its seed or generator argument."
+                )
+        self.is_repeatable = True
+        return batches
+
+    def offsets(self, request: WindowRequest) -> np.ndarray:
+        """Return the offsets of those samples of a window that this process can fetch: all of them.
+
+        A subclass may return fewer.
+        """
+        return np.arange(len(request.positions))
+
+    def samples(self, request: WindowRequest, offsets: np.ndarray) -> list[Any]:
+        """Fetch some samples of a window from the dataset.
+
+        The global random generators are seeded with (seed, epoch, position) for each sample, so
+        random transforms do not depend on the split. The caller restores their states.
+
+        Args:
+            request: The plan of the window.
+            offsets: Offsets in the window of the samples to fetch.
+        """
+        samples = []
+        for position, sample_id in zip(
+            request.positions[offsets], request.sample_ids[offsets], strict=True
+        ):
+            seed_generators(fold_in(Purpose.SAMPLE, request.seed, request.epoch, int(position)))
+            samples.append(self.dataset[int(sample_id)])
+        return samples
+
+    def _collate(self, request: WindowRequest) -> list[dict[str, Any]]:
+        """Collate the micro-batches of this process separately; split them from the collated window
+        if they are padded to its longest sample, or if the collate function is random.
+        """
+        if not request.pad_to_window:
+            batches = self._collate_separately(request)
+            if batches is not None:
+                return batches
+        return self._collate_window_and_split(request)
+
+    def _collate_separately(self, request: WindowRequest) -> list[dict[str, Any]] | None:
+        """Collate each micro-batch separately. None if the collate function draws random numbers,
+        as its result would then depend on the split of the window.
+        """
+        batches = []
+        for offsets in request.micro_batches:
+            samples = self.samples(request, offsets)
+            states_before = random_states()
+            batches.append(as_batch(self.collate_fn(samples)))
+            if moved_generators(states_before):
+                return None
+        return batches
+
+    def _collate_window_and_split(self, request: WindowRequest) -> list[dict[str, Any]]:
+        """Collate the window into one batch, and take the rows of each micro-batch: all have one
+        padded length, and a random collate function draws the same numbers for any split.
+        """
+        samples = self.samples(request, np.arange(len(request.positions)))
+        if self.entries is None:
+            self.entries = Entries(self.collate_fn, samples[0])
+            self.entries.inspect_samples(samples)
+        seed_generators(fold_in(Purpose.COLLATE, request.seed, request.epoch, request.index))
+        batch = as_batch(self.collate_fn(samples))
+        batch = self.entries.split(batch, samples)
+        return [
+            put_together(take_rows(batch, offsets, self.entries.of_samples))
+            for offsets in request.micro_batches
+        ]

@@ -1,0 +1,6 @@
+"""One forward of any model.
+
+In: a model and a batch. Out: its outputs and its loss, in the precision that Accelerate applies.
+Begin with forward.py; outputs.py lists the tensors of nested outputs, precision.py checks autocast
+and dtypes, override.py changes attributes for the time of a `with` block.
+"""

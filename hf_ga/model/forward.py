@@ -1,0 +1,317 @@
+"""One forward of any model on one batch: which entries of the batch it gets, and its loss. Also the
+state of a model around a forward: training modes, buffers, gradients and torch.compile.
+"""
+
+import inspect
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from accelerate.utils import extract_model_from_parallel
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointWrapper
+from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import PreTrainedModel
+
+from hf_ga.errors import ConfigError, NoLoss
+from hf_ga.model.precision import at_least_float32
+
+# Modules that wrap a model or its layers after a trial of its loss.
+WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, CheckpointWrapper)
+Batch = Mapping[str, Any]  # the arguments of the forward, by name
+# (outputs of the model, batch) -> (sum of the loss over its targets, number of targets)
+LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Return the user's module inside the wrappers of DDP, FSDP and Accelerate. Accelerate's
+    mixed-precision wrapper of its forward is kept.
+    """
+    if hasattr(model, "_orig_mod"):  # of torch.compile
+        return extract_model_from_parallel(model, keep_fp32_wrapper=True)
+    # Accelerate's function looks for compiled modules among all of them, in every window.
+    while isinstance(model, nn.parallel.DistributedDataParallel | FullyShardedDataParallel):
+        model = model.module
+    return model
+
+
+def callable_module(model: nn.Module) -> nn.Module:
+    """Return the module that the engine calls for the forwards of a window: the module inside DDP,
+    or the model itself under FSDP or without a wrapper.
+
+    The forward of DDP would broadcast buffers and prepare its own gradient all-reduce, which all
+    ranks would have to do equally often. The forward of FSDP is needed: it gathers the parameters.
+    """
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        return model.module
+    return model
+
+
+def argument_filter(model: nn.Module) -> Callable[[Batch], dict[str, Any]]:
+    """Return a function that drops the entries of a batch that the model's forward does not accept.
+
+    A forward with `**kwargs` accepts all entries, except in a transformers model, whose `**kwargs`
+    are for settings: it accepts the parameters that its forward names and, as long as each forward
+    passes `**kwargs` on, also those that the forwards of its base classes name.
+
+    Args:
+        model: The model, with or without wrappers.
+    """
+    model = unwrapped(model)
+    # Accelerate's mixed precision replaces the forward, and keeps the original.
+    forwards = [getattr(model, "_original_forward", model.forward)]
+    if isinstance(model, PreTrainedModel):
+        bases = [vars(base) for base in type(model).__mro__]
+        forwards += [base["forward"] for base in bases if "forward" in base]
+    accepted_names: set[str] = set()
+
+    def keep_accepted(batch: Batch) -> dict[str, Any]:
+        """Return the entries of a collated batch that the model's forward accepts."""
+        return {name: value for name, value in batch.items() if name in accepted_names}
+
+    for forward in forwards:
+        parameters = inspect.signature(forward).parameters.values()
+        accepted_names |= {
+            p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+        }
+        has_kwargs = any(p.kind == p.VAR_KEYWORD for p in parameters)
+        if not has_kwargs:
+            return keep_accepted
+    return dict  # every forward has **kwargs: nothing is dropped
+
+
+@contextmanager
+def without_cache(model: nn.Module) -> Iterator[None]:
+    """Let transformers models return no cache for generation in the block: it costs memory, it is
+    no output of samples, and compiled layers compile again for it.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            if isinstance(module, PreTrainedModel) and getattr(module.config, "use_cache", False):
+                # Not `override`: some configs map this name to another attribute.
+                stack.callback(setattr, module.config, "use_cache", True)
+                module.config.use_cache = False
+        yield
+
+
+def get_output(outputs: Any, name: str) -> Any:
+    """Return the item of a model's outputs from which a loss is computed, by its name ("loss",
+    "logits"): an entry of a dict, or an attribute of another object. None if it does not exist.
+    """
+    if isinstance(outputs, Mapping):
+        return outputs.get(name)
+    return getattr(outputs, name, None)
+
+
+def head_loss(outputs: Any) -> Tensor:
+    """Return the loss that a model computed itself, from its outputs: a scalar of at least float32.
+
+    Args:
+        outputs: What the model returned. The loss is `outputs.loss`, `outputs["loss"]`, the first
+            item of a tuple, or a tensor that was returned alone.
+
+    Raises:
+        NoLoss: If the outputs contain no loss, or it does not have exactly one element.
+    """
+    first = outputs[0] if type(outputs) is tuple and outputs else outputs
+    loss = first if isinstance(first, Tensor) else get_output(first, "loss")
+    if loss is not None and loss.numel() == 1:
+        return at_least_float32(loss.reshape(()))
+    if loss is None:
+        found = f"a {type(outputs).__name__} without one"
+    else:
+        found = f"shape {list(loss.shape)}"
+    raise NoLoss(
+        f"the model's loss must be one number, got {found}. Let it return a dict with a loss, give "
+        "it labels, or pass loss_fn(outputs, batch) -> (sum of the loss, number of targets)."
+    )
+
+
+def call_loss_fn(loss_fn: LossFunction, outputs: Any, batch: Batch) -> tuple[Tensor, float]:
+    """Call the user's loss function, and check what it returns.
+
+    Waits for the device if the number of targets is a tensor there.
+
+    Args:
+        loss_fn: (outputs, batch) -> (sum of the loss over the targets, number of targets).
+        outputs: What the model returned.
+        batch: The batch, on the device.
+
+    Returns:
+        The sum, a scalar of at least float32, and the number of targets.
+
+    Raises:
+        ConfigError: If it returns something other than a scalar tensor and a number.
+    """
+    returned = loss_fn(outputs, batch)
+    is_pair = isinstance(returned, tuple) and len(returned) == 2
+    if not is_pair or not isinstance(returned[0], Tensor) or returned[0].dim():
+        raise ConfigError(
+            "loss_fn must return (sum of the loss as a scalar tensor, number of targets), got "
+            f'{returned!r:.80}: sum the loss (reduction="sum"), and count what it is summed over.'
+        )
+    total, num_targets = returned
+    return at_least_float32(total), float(num_targets)
+
+
+def run_forward(
+    model: nn.Module, batch: Batch, loss_fn: LossFunction | None
+) -> tuple[Tensor, float | None]:
+    """Run the model on one collated batch, and return its own mean loss, or the sum and number of
+    targets of the user's loss function.
+
+    Args:
+        model: The model.
+        batch: The batch on the model's device. Entries that the forward does not accept are not
+            passed.
+        loss_fn: The user's loss function. None: the loss that the model returns.
+
+    Returns:
+        (the model's mean loss, None), or the (sum, number of targets) of `loss_fn`.
+    """
+    accepted = argument_filter(model)(batch)
+    outputs = model(**accepted)
+    if loss_fn is None:
+        return head_loss(outputs), None
+    return call_loss_fn(loss_fn, outputs, batch)
+
+
+def compiled_modules(model: nn.Module) -> list[nn.Module]:
+    """Return the outermost modules of a model that are compiled: `Module.compile` was called for
+    them, or their forward was replaced by `torch.compile(forward)`, or they are the wrapper that
+    `torch.compile(module)` returns. Hooks and some speed-ups do not work inside them.
+    """
+    is_module_compiled = model._compiled_call_impl is not None
+    is_forward_compiled = hasattr(model.forward, "_torchdynamo_orig_callable")
+    if is_module_compiled or is_forward_compiled or hasattr(model, "_orig_mod"):
+        return [model]
+    return [found for child in model.children() for found in compiled_modules(child)]
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether the model or a module in it is compiled, see `compiled_modules`."""
+    return bool(compiled_modules(model))
+
+
+def check_not_wrapped(model: nn.Module) -> None:
+    """Check, before a model is trained, that neither it nor a module in it is the wrapper that
+    `torch.compile(module)` returns. Modules compiled in place are accepted.
+
+    Raises:
+        ConfigError: If there is such a wrapper.
+    """
+    for name, module in model.named_modules():
+        if hasattr(module, "_orig_mod"):
+            raise ConfigError(
+                f"{name or 'the model'} is wrapped by torch.compile, which gives its parameters "
+                "other names: pass the original module, and compile it in place "
+                "(hf_ga.compile_layers, or a layer's method compile())."
+            )
+
+
+@contextmanager
+def force_eager() -> Iterator[None]:
+    """Run everything in the block eagerly, also modules and functions that are compiled by
+    torch.compile, which would compile again for the forwards of a trial.
+    """
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled, and importing it takes a second
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+def module_modes(model: nn.Module) -> tuple[bool, ...]:
+    """Return whether each module of a model is in training mode, in the order of `modules()`. What
+    is known about a model's loss holds only for the same modes.
+
+    Wrappers of DDP, FSDP and activation checkpointing are skipped, so that the result can be
+    compared with that of the same model before it was wrapped.
+    """
+    return tuple(module.training for module in model.modules() if not isinstance(module, WRAPPERS))
+
+
+@contextmanager
+def restored_modes(model: nn.Module) -> Iterator[None]:
+    """Restore the training or evaluation mode of every module of a model at the end of the block,
+    whose forwards (of a trial, or of an evaluation) need another one.
+    """
+    with ExitStack() as stack:
+        for module in model.modules():
+            stack.callback(setattr, module, "training", module.training)
+        yield
+
+
+@contextmanager
+def restored_buffers(model: nn.Module) -> Iterator[None]:
+    """Restore all buffers of a model at the end of the block: additional training forwards in it,
+    such as those of a trial, change running statistics (BatchNorm).
+    """
+    restore = snapshot_buffers(model)
+    try:
+        yield
+    finally:
+        restore()
+
+
+@contextmanager
+def extra_forwards(model: nn.Module) -> Iterator[None]:
+    """Context for additional forwards in training mode, under `no_grad`, as in a first pass.
+
+    Restores all buffers at the end, and silences torch's warning that activation checkpointing gets
+    no input with a gradient.
+    """
+    with restored_buffers(model), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
+        yield
+
+
+def snapshot_buffers(model: nn.Module) -> Callable[[], None]:
+    """Copy all buffers of a model, and return a function that restores them, for a window that is
+    computed again: it registers the same buffer tensors again, if they were replaced, and writes
+    the copied values into them.
+    """
+    saved = [
+        (module, name, buffer, buffer.clone())
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+
+    def restore() -> None:
+        """Restore the buffers to their values when `snapshot_buffers` was called."""
+        with torch.no_grad():
+            for module, name, buffer, value in saved:
+                module._buffers[name] = buffer
+                buffer.copy_(value)
+
+    return restore
+
+
+@contextmanager
+def fresh_gradients(parameters: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Set the gradients of parameters to None for the block, in which those of a new window are
+    computed, and add the earlier gradients to the new ones at its end.
+
+    If the block raises, the new gradients are dropped and the earlier ones restored.
+    """
+    earlier_gradients = [p.grad for p in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    try:
+        yield
+    except BaseException:
+        for parameter in parameters:
+            parameter.grad = None
+        raise
+    finally:
+        for parameter, gradient in zip(parameters, earlier_gradients, strict=True):
+            if gradient is None:
+                continue
+            if parameter.grad is None:
+                parameter.grad = gradient
+            else:
+                parameter.grad.add_(gradient)

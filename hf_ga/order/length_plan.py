@@ -1,0 +1,378 @@
+"""Plan a window by the lengths of its samples: little padding, a limit on the padded tokens of a
+micro-batch, and about equal compute time on all processes.
+
+Where the model computes real tokens only (packing), padding costs nothing, but in attention on a
+CPU: the limit is one of real tokens, and there are fewer micro-batches.
+
+The samples are sorted by length, and a micro-batch is a run of consecutive ones. Nothing is lost by
+that: for any split into micro-batches there is one into consecutive samples of the sorted window
+with the same sizes, in which no micro-batch is padded to a greater length.
+"""
+
+import heapq
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+from hf_ga.order.plan import Plan, plan_window
+
+# The padded length at which attention costs as much as everything else in a transformer layer. Per
+# token and layer, attention computes 4 x length x hidden_size operations, everything else 24 x
+# hidden_size^2, so the two are equal at a length of 6 x hidden_size. Here hidden_size is 768, that
+# of BERT-base and GPT-2-small.
+ATTENTION_WIDTH = 6 * 768
+# The cost of a micro-batch that does not depend on its size, in tokens.
+# On a CPU, a fit of the times of about 150 micro-batches of models with 4 layers and hidden size
+# 256, on two cores, gives 175 for a GPT and 219 for a BERT: Python's overhead, and weights and
+# gradients that pass through memory.
+CPU_OVERHEAD = 192
+# On a GPU, measured with GPT-2-small in bf16 on an H200 (torch 2.11): while the host launches the
+# kernels of a forward and backward, the GPU could compute so many tokens.
+GPU_OVERHEAD = 7000
+# Maximum padded tokens of a packed micro-batch, in units of the limit on its real ones: embeddings
+# and heads compute them.
+MAX_PADDING = 2
+# The limits on padded tokens that `plan_by_length` tries, in sixteenths of the largest one.
+LIMIT_SIXTEENTHS = (16, 14, 12, 10, 8, 7, 6, 5, 4)
+# A plan that needs less memory than the fastest plan may be slower by 1/32 of its time.
+SLOWDOWN_DENOMINATOR = 32
+
+
+@dataclass(frozen=True)
+class ByLength:
+    """The planner that loaders use by default if the lengths of the samples are known.
+
+    Attributes:
+        micro_batch_size: Number of samples that fit into one micro-batch, however long they are.
+        max_tokens: Maximum number of padded tokens in one micro-batch. None: as many as
+            `micro_batch_size` samples of the length of the window's longest sample.
+        overhead: The part of the cost of a micro-batch that does not depend on its size, in tokens.
+        lockstep: Whether processes wait for each other in every micro-batch (FSDP).
+        is_packed: Whether padding is not computed, but in attention.
+        pads_attention: Whether attention of packed tokens is padded (on a CPU).
+    """
+
+    micro_batch_size: int
+    max_tokens: int | None
+    overhead: int
+    lockstep: bool
+    is_packed: bool = False
+    pads_attention: bool = True
+
+    def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
+        """Split a window into micro-batches of samples of similar lengths (`plan_by_length`).
+
+        Args:
+            lengths: Number of tokens of each sample of the window, shape (samples,).
+            num_processes: Number of processes.
+
+        Returns:
+            For each process, the list of its micro-batches (offsets of samples in the window).
+        """
+        max_tokens = self.max_tokens or self.micro_batch_size * int(lengths.max(initial=1))
+        return plan_by_length(
+            lengths,
+            num_processes,
+            max_tokens,
+            overhead=self.overhead,
+            lockstep=self.lockstep,
+            is_packed=self.is_packed,
+            pads_attention=self.pads_attention,
+        )
+
+
+class _Candidate(NamedTuple):
+    """A split of a window: when the slowest process is done, in units of cost; the micro-batches
+    (see `cheapest_boundaries`); for each process, the indices of its micro-batches.
+    """
+
+    time: int
+    boundaries: np.ndarray
+    assignment: list[list[int]]
+
+
+def plan_by_length(
+    lengths: np.ndarray,
+    num_processes: int,
+    max_tokens: int,
+    *,
+    overhead: int = CPU_OVERHEAD,
+    lockstep: bool = False,
+    is_packed: bool = False,
+    pads_attention: bool = True,
+) -> Plan:
+    """Split a window into micro-batches of similar lengths, and assign them to processes.
+
+    The cost of a micro-batch, in tokens, is modelled as
+
+        overhead + samples x padded length x (1 + padded length / ATTENTION_WIDTH)
+
+    For packed tokens, it is overhead + real tokens + what attention adds to them.
+
+    For several limits on the padded tokens of a micro-batch, from `max_tokens` (or twice the tokens
+    per process, if that is less) downwards, the sorted window is split so that the sum of costs is
+    smallest, and the micro-batches are assigned to processes. Among the plans that are at most 1/32
+    slower than the fastest one, the one with the smallest limit is returned, as it needs the least
+    memory. A window whose samples all have the same length is split by number (`plan_window`).
+
+    Args:
+        lengths: Number of tokens of each sample of the window, shape (samples,). 0 counts as 1.
+        num_processes: At least 1. Some processes may get no micro-batch.
+        max_tokens: Maximum number of samples x padded length of one micro-batch; for packed tokens,
+            of real ones. A sample that is longer than that gets a micro-batch of its own.
+        overhead: The part of the cost of a micro-batch that does not depend on its size, in tokens.
+        lockstep: Whether processes wait for each other in every micro-batch (FSDP). If so, the i-th
+            micro-batches of all processes have about the same cost. If not, only the total costs of
+            the processes are balanced.
+        is_packed: Whether padding is not computed, but in attention.
+        pads_attention: Whether attention of packed tokens is padded.
+
+    Returns:
+        For each process, the list of its micro-batches (offsets of samples in the window), cheapest
+        first. Every sample occurs once. The plan depends on the arguments alone, not on the
+        platform, as all costs are integers (in units of 1 / ATTENTION_WIDTH tokens).
+
+    Raises:
+        ValueError: If `num_processes` or `max_tokens` is below 1.
+
+    >>> [m.tolist() for m in plan_by_length(np.array([90, 10, 95, 12]), 1, 200)[0]]
+    [[1, 3], [0, 2]]
+    """
+    if num_processes < 1 or max_tokens < 1:
+        raise ValueError(
+            "plan_by_length needs num_processes and max_tokens of at least 1, got "
+            f"{num_processes}, {max_tokens}"
+        )
+    if not len(lengths):
+        return [[] for _ in range(num_processes)]
+    order = np.argsort(lengths, kind="stable")
+    sorted_lengths = np.maximum(lengths[order].astype(np.int64), 1)
+    if sorted_lengths[0] == sorted_lengths[-1]:
+        micro_batch_size = max(1, max_tokens // int(sorted_lengths[0]))
+        return plan_window(len(lengths), num_processes, micro_batch_size)
+
+    # One micro-batch of more than twice the tokens per process would unbalance the processes.
+    twice_tokens_per_process = -(-2 * int(sorted_lengths.sum()) // num_processes)
+    largest_limit = min(max_tokens, twice_tokens_per_process)
+    candidates = []
+    for sixteenths in LIMIT_SIXTEENTHS:
+        limit = max(1, largest_limit * sixteenths // 16)
+        if is_packed:
+            boundaries = packed_boundaries(sorted_lengths, limit, overhead, pads_attention)
+            costs = _packed_costs(sorted_lengths, boundaries, pads_attention)
+        else:
+            boundaries = cheapest_boundaries(sorted_lengths, limit, overhead)
+            padded_lengths = sorted_lengths[boundaries[1:] - 1]
+            costs = np.diff(boundaries) * _costs_per_sample(padded_lengths)
+        costs = costs + overhead * ATTENTION_WIDTH
+        if lockstep:
+            time, assignment = _assign_in_rounds(costs, num_processes)
+        else:
+            time, assignment = assign_longest_first(costs, num_processes)
+        candidates.append(_Candidate(time, boundaries, assignment))
+
+    fastest = min(candidate.time for candidate in candidates)
+    fast_enough = [
+        candidate
+        for candidate in candidates
+        if (candidate.time - fastest) * SLOWDOWN_DENOMINATOR <= fastest
+    ]
+    chosen = fast_enough[-1]  # the one with the smallest limit
+    micro_batches = [order[start:stop] for start, stop in pairwise(chosen.boundaries)]
+    return [[micro_batches[index] for index in indices] for indices in chosen.assignment]
+
+
+def padded_tokens(plan: Plan, lengths: np.ndarray) -> int:
+    """Count the padded tokens of a window: samples x padded length, summed over its micro-batches.
+
+    Args:
+        plan: For each process, the list of its micro-batches (offsets of samples in the window).
+        lengths: Number of tokens of each sample of the window, shape (samples,).
+    """
+    total = 0
+    for share in plan:
+        for micro_batch in share:
+            total += len(micro_batch) * int(lengths[micro_batch].max())
+    return total
+
+
+def _costs_per_sample(padded_lengths: np.ndarray) -> np.ndarray:
+    """Return the compute cost of one sample in micro-batches that are padded to these lengths, in
+    units of 1 / ATTENTION_WIDTH tokens, so that all costs are integers.
+    """
+    return padded_lengths * (ATTENTION_WIDTH + padded_lengths)
+
+
+def assign_longest_first(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
+    """Assign the micro-batches of a window to processes so that all take about equally long.
+
+    Goes through the micro-batches from the most to the least expensive, and gives each to the
+    process with the smallest sum of costs so far. The slowest process takes at most 4/3 of the time
+    of the best possible assignment (Graham 1969, Bounds on multiprocessing timing anomalies).
+
+    Args:
+        costs: Cost of each micro-batch (integers).
+        num_processes: Number of processes.
+
+    Returns:
+        The sum of costs of the slowest process, and for each process the indices of its
+        micro-batches, cheapest first.
+    """
+    # A heap of pairs (sum of costs, process).
+    sums_of_costs = [(0, process) for process in range(num_processes)]
+    assignment: list[list[int]] = [[] for _ in range(num_processes)]
+    for index in np.argsort(costs, kind="stable")[::-1].tolist():
+        sum_of_costs, process = sums_of_costs[0]
+        assignment[process].append(index)
+        heapq.heapreplace(sums_of_costs, (sum_of_costs + int(costs[index]), process))
+    largest_sum, _ = max(sums_of_costs)
+    return largest_sum, [indices[::-1] for indices in assignment]
+
+
+def cheapest_boundaries(sorted_lengths: np.ndarray, max_tokens: int, overhead: int) -> np.ndarray:
+    """Split a window, sorted by length, into micro-batches with the smallest sum of costs.
+
+    Dynamic programming over the number of samples at which a micro-batch ends. Two kinds of ends
+    suffice: after the last sample of a length, or where the micro-batch is full. Any other end can
+    be moved one sample to the right, which makes a later micro-batch smaller at no cost.
+
+    Args:
+        sorted_lengths: Number of tokens of each sample, in ascending order, at least 1.
+        max_tokens: Maximum number of padded tokens in one micro-batch.
+        overhead: Cost of a micro-batch that does not depend on its size, in tokens.
+
+    Returns:
+        Ascending offsets from 0 to the number of samples. Each micro-batch consists of the samples
+        from one of them up to the next.
+    """
+    num_samples = len(sorted_lengths)
+    fixed_cost = overhead * ATTENTION_WIDTH
+    # Smallest cost of the first 0, 1, 2, ... samples, and where their last micro-batch begins.
+    best_costs = np.zeros(num_samples + 1, np.int64)
+    best_costs[1:] = np.iinfo(np.int64).max // 4  # unknown; small enough to add to it
+    begins = np.zeros(num_samples + 1, np.int64)
+    is_last_of_length = np.append(sorted_lengths[1:] != sorted_lengths[:-1], True).tolist()
+    descending_sizes = np.arange(num_samples, 0, -1)
+    costs_per_sample = _costs_per_sample(sorted_lengths).tolist()
+    max_sizes = np.maximum(1, max_tokens // sorted_lengths).tolist()
+    for end in range(1, num_samples + 1):
+        # The last sample is the longest one and determines the padded length.
+        cost_per_sample = costs_per_sample[end - 1]
+        max_size = max_sizes[end - 1]
+        if is_last_of_length[end - 1]:
+            first_begin = max(0, end - max_size)
+            sizes = descending_sizes[first_begin - end :]  # of micro-batches from each begin to end
+            costs = best_costs[first_begin:end] + sizes * cost_per_sample
+            cheapest = int(costs.argmin())
+            best_costs[end] = costs[cheapest] + fixed_cost
+            begins[end] = first_begin + cheapest
+        elif end >= max_size:
+            begin = end - max_size
+            best_costs[end] = best_costs[begin] + max_size * cost_per_sample + fixed_cost
+            begins[end] = begin
+    return _even_out(_followed(begins), sorted_lengths)
+
+
+def packed_boundaries(
+    sorted_lengths: np.ndarray, max_tokens: int, overhead: int, pads_attention: bool
+) -> np.ndarray:
+    """Split a window, sorted by length, into packed micro-batches with the smallest sum of costs.
+
+    Dynamic programming over the number of samples at which a micro-batch ends. All micro-batches
+    together have the same real tokens, so only their number and the padding of attention count.
+
+    Args:
+        sorted_lengths: Number of tokens of each sample, in ascending order, at least 1.
+        max_tokens: Maximum number of real tokens in one micro-batch; of padded ones `MAX_PADDING`
+            times as many.
+        overhead: Cost of a micro-batch that does not depend on its size, in tokens.
+        pads_attention: Whether attention is padded.
+
+    Returns:
+        See `cheapest_boundaries`.
+    """
+    num_samples = len(sorted_lengths)
+    tokens_before = np.concatenate([[0], np.cumsum(sorted_lengths)])
+    # The first begin at which the real, and the padded tokens up to each end are few enough.
+    first_begins = np.maximum(
+        np.searchsorted(tokens_before, tokens_before[1:] - max_tokens),
+        np.arange(1, num_samples + 1) - np.maximum(1, MAX_PADDING * max_tokens // sorted_lengths),
+    )
+    first_begins = np.minimum(first_begins, np.arange(num_samples)).tolist()
+    attention_per_sample = sorted_lengths**2 if pads_attention else np.zeros_like(sorted_lengths)
+    best_costs = np.zeros(num_samples + 1, np.int64)
+    begins = np.zeros(num_samples + 1, np.int64)
+    descending_sizes = np.arange(num_samples, 0, -1)
+    for end in range(1, num_samples + 1):
+        first_begin = first_begins[end - 1]
+        sizes = descending_sizes[first_begin - end :]
+        costs = best_costs[first_begin:end] + sizes * attention_per_sample[end - 1]
+        cheapest = int(costs.argmin())
+        best_costs[end] = costs[cheapest] + overhead * ATTENTION_WIDTH
+        begins[end] = first_begin + cheapest
+    return _followed(begins)
+
+
+def _packed_costs(
+    sorted_lengths: np.ndarray, boundaries: np.ndarray, pads_attention: bool
+) -> np.ndarray:
+    """Return the compute cost of each packed micro-batch, see `_costs_per_sample`."""
+    starts = boundaries[:-1]
+    tokens = np.add.reduceat(sorted_lengths, starts)
+    attention = np.add.reduceat(sorted_lengths**2, starts)
+    if pads_attention:
+        attention = np.diff(boundaries) * sorted_lengths[boundaries[1:] - 1] ** 2
+    return tokens * ATTENTION_WIDTH + attention
+
+
+def _followed(begins: np.ndarray) -> np.ndarray:
+    """Return the boundaries of micro-batches, given where the one begins that ends at each offset
+    of the window.
+    """
+    boundaries = [len(begins) - 1]
+    while boundaries[-1]:
+        boundaries.append(int(begins[boundaries[-1]]))
+    return np.array(boundaries[::-1])
+
+
+def _even_out(boundaries: np.ndarray, sorted_lengths: np.ndarray) -> np.ndarray:
+    """Make consecutive micro-batches with the same padded length equally large, larger ones first,
+    given and returned as `cheapest_boundaries`: the largest then needs less memory.
+    """
+    padded_lengths = sorted_lengths[boundaries[1:] - 1]
+    is_new_length = np.append(True, padded_lengths[1:] != padded_lengths[:-1])
+    # Indices of the first micro-batch of each padded length, and the number of micro-batches.
+    starts = np.append(np.flatnonzero(is_new_length), len(padded_lengths)).tolist()
+    even_boundaries = []
+    for start, stop in pairwise(starts):
+        samples = np.arange(boundaries[start], boundaries[stop])
+        parts = np.array_split(samples, stop - start)
+        even_boundaries += [int(part[0]) for part in parts]
+    return np.array([*even_boundaries, int(boundaries[-1])], np.int64)
+
+
+def _assign_in_rounds(costs: np.ndarray, num_processes: int) -> tuple[int, list[list[int]]]:
+    """Assign micro-batches to processes that wait for each other after every micro-batch (FSDP).
+    Returns the sum of the times of all rounds, and for each process its micro-batches.
+
+    In each round, every process computes one micro-batch, so a round takes as long as its most
+    expensive one: those of similar cost are put together, from the cheapest to the most expensive.
+    If there are too few for the first round, the others are taken to repeat their next one there.
+    """
+    most_expensive_first = np.argsort(costs, kind="stable")[::-1]
+    rounds = [
+        most_expensive_first[start : start + num_processes]
+        for start in range(0, len(most_expensive_first), num_processes)
+    ]
+    assignment = [
+        [int(indices[process]) for indices in reversed(rounds) if process < len(indices)]
+        for process in range(num_processes)
+    ]
+    times = [int(costs[indices[0]]) for indices in rounds]
+    if len(rounds) > 1 and len(rounds[-1]) < num_processes:
+        # The most expensive micro-batch that a process repeats in the round that is not full.
+        repeated = rounds[-2][len(rounds[-1])]
+        times[-1] = max(times[-1], int(costs[repeated]))
+    return sum(times), assignment

@@ -1,0 +1,266 @@
+"""Compiled layers on rows of fixed length: one graph serves all layers of a class, in all windows.
+
+The real tokens of a micro-batch are filled up to a row of one of a few lengths; the tail belongs to
+no sample. The layers' forwards are compiled for these shapes, without the hooks around them. Keyed
+dropout is integer arithmetic inside of the graph, with the bits of `masks.keep_mask`; attention is
+an operator that the compiler calls (`row_attention.py`).
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._dynamo.exc import TorchDynamoException
+from transformers import AttentionInterface
+
+from hf_ga.draws.dropout.masks import keep_threshold, uniform_int32
+from hf_ga.draws.hashing import mixed, signed
+from hf_ga.draws.keyed import KeyedDraws
+from hf_ga.errors import ConfigError
+from hf_ga.logs import get_logger
+from hf_ga.model.override import override
+from hf_ga.rows.compiling import OPTIONS
+from hf_ga.rows.packed_attention import PackedAttention, PackedSamples, autocast_tensors
+from hf_ga.rows.packed_tokens import PackedTokens
+from hf_ga.rows.row_attention import LayerCall, RowAttention, row_attention
+from hf_ga.speed.speed_up import Call
+
+logger = get_logger(__name__)
+
+# Lengths of rows, for each of which layers are compiled: the limit of the run over these numbers.
+PARTS_OF_LIMIT = (1, 2, 4)
+MULTIPLE = 64  # lengths are multiples of it, for aligned matrix products
+MAX_DRAWS = 16  # in one layer
+
+
+class CompiledRows:
+    """Runs the layers of one model compiled, on rows.
+
+    Args:
+        layers: The layers.
+        draws: Keys the random draws of the model.
+        kernels: Decides where kernels compute attention.
+
+    Attributes:
+        tokens: The real tokens of the current micro-batch. None: it is not computed as a row.
+        length: Number of tokens of its row.
+    """
+
+    def __init__(self, layers: nn.ModuleList, draws: KeyedDraws, kernels: PackedAttention) -> None:
+        """Compile nothing yet: the first row does."""
+        self.tokens: PackedTokens | None = None
+        self.length = 0
+        self._layers = layers
+        self._draws = draws
+        self._attention = RowAttention(draws, kernels)
+        self._is_eager = False  # because the layers cannot be compiled
+        self._compiled: dict[nn.Module, Callable] = {}
+        self._of: Call | None = None  # the micro-batch
+        self._tensor_of: dict[tuple[int, ...], Tensor] = {}  # of the keys of a layer's draws
+        # What graphs read. The numbers are the same at the beginning of each layer: they are part
+        # of the graph.
+        no_keys = torch.empty(0, dtype=torch.int64)
+        self._is_in_layer = False
+        self._next_draw = 0  # of the layer
+        self._site_keys = no_keys  # of the layer's draws
+        self._token_keys = no_keys  # of the row: the key of each token's sample
+        self._columns = no_keys  # of the row's tokens in the padded samples
+        self._call = no_keys  # which layer it is
+
+    def begin(self, call: Call, tokens: PackedTokens, samples: PackedSamples | None) -> None:
+        """Begin a micro-batch, or its backward, which may run layers again.
+
+        Args:
+            call: The micro-batch.
+            tokens: Its real tokens.
+            samples: Its samples for the attention kernels. None: these cannot compute them.
+        """
+        self.tokens = tokens
+        if call is self._of:
+            return
+        self._of = call
+        self.length = row_length(len(tokens.index), call.max_tokens)
+        self._attention.begin(tokens, self.length, call.keys, samples)
+        tail = tokens.index[-1:].expand(self.length - len(tokens.index))
+        index = torch.cat([tokens.index, tail])
+        self._token_keys = call.keys[index // tokens.width]
+        self._columns = index % tokens.width
+
+    def pack(self, padded: Tensor) -> Tensor:
+        """Return a padded tensor as a row, whose tail repeats its last token.
+
+        Args:
+            padded: Of shape (samples or 1, width, ...).
+
+        Returns:
+            A tensor of shape (1, length, ...).
+        """
+        packed = self.tokens.pack(padded)
+        tail = packed[:, -1:].expand(-1, self.length - packed.shape[1], *packed.shape[2:])
+        return torch.cat([packed, tail], 1)
+
+    def unpack(self, row: Tensor) -> Tensor:
+        """Return the real tokens of a row as a padded tensor, see `PackedTokens.unpack`."""
+        return self.tokens.unpack(row[:, : len(self.tokens.index)])
+
+    # Around the layers
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        """Run the layers of rows compiled in the block."""
+        original_dropout = F.dropout
+        original_get_interface = AttentionInterface.get_interface
+
+        def dropout(
+            input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+        ) -> Tensor:
+            """Within a layer, drop elements of a row."""
+            if not self._is_in_layer:
+                return original_dropout(input, p, training, inplace)
+            return self._drop(input, p) if training and p > 0 else input
+
+        def get_interface(*args: Any) -> Callable:
+            """Return the model's attention function; within a layer, that of rows."""
+            return self._attend if self._is_in_layer else original_get_interface(*args)
+
+        with ExitStack() as stack:
+            stack.enter_context(override(F, dropout=dropout))
+            stack.enter_context(override(AttentionInterface, get_interface=get_interface))
+            for layer in self._layers:
+                forward = self._forward_of(layer)
+                # Compiled with its hooks, it would pack within the graph.
+                stack.enter_context(override(layer, forward=forward, _compiled_call_impl=None))
+            stack.callback(setattr, self, "tokens", None)
+            yield
+
+    def _forward_of(self, layer: nn.Module) -> Callable:
+        """Return what takes the place of a layer's forward."""
+        original = layer.forward
+        if layer not in self._compiled:
+            options = getattr(layer, OPTIONS, {})
+            self._compiled[layer] = torch.compile(
+                original, dynamic=False, fullgraph=True, **options
+            )
+        compiled = self._compiled[layer]
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            """Run the layer on a row."""
+            if self.tokens is None:
+                return original(*args, **kwargs)
+            args, kwargs = self._begin_layer(layer, args, kwargs)
+            try:
+                return self._run(compiled, original, args, kwargs)
+            finally:
+                self._end_layer()
+
+        return forward
+
+    def _run(self, compiled: Callable, original: Callable, args: tuple, kwargs: dict) -> Any:
+        """Run a layer compiled; if it cannot be, run all layers as they are from now on."""
+        if self._is_eager:
+            return original(*args, **kwargs)
+        try:
+            return compiled(*args, **kwargs)
+        except TorchDynamoException as failure:
+            self._is_eager = True
+            self._next_draw = 0
+            reason = str(failure).splitlines()[0]
+            logger.warning(f"hf_ga: the layers are not compiled: {reason}")
+            return original(*args, **kwargs)
+
+    def _begin_layer(
+        self, layer: nn.Module, args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[tuple, dict[str, Any]]:
+        """Begin a layer, and return its arguments without the mask of padded samples, of which the
+        operator of attention knows.
+        """
+        masks = [a for a in (*args, *kwargs.values()) if _is_mask(a)]
+        first_draw = self._draws.num_draws
+        call = LayerCall(layer, masks[0] if masks else None, first_draw)
+        self._attention.calls.append(call)
+        self._call = self._attention.name_call()
+        # By their keys, which depend on the seed that the loop has set, too.
+        numbers = range(first_draw, first_draw + MAX_DRAWS)
+        keys = tuple(signed(self._draws.site_key(number)) for number in numbers)
+        if keys not in self._tensor_of:
+            self._tensor_of[keys] = torch.tensor(keys, device=self._token_keys.device)
+        self._site_keys = self._tensor_of[keys]
+        self._next_draw = 0
+        self._is_in_layer = True
+        args = tuple(None if _is_mask(a) else a for a in args)
+        kwargs = {name: None if _is_mask(a) else a for name, a in kwargs.items()}
+        return args, kwargs
+
+    def _end_layer(self) -> None:
+        """End a layer: its draws count as the micro-batch's."""
+        self._is_in_layer = False
+        for _ in range(self._next_draw):
+            self._draws.skip_draw()
+
+    # In the graph
+
+    def _drop(self, input: Tensor, drop_probability: float) -> Tensor:
+        """Apply dropout to a row of shape (1, length, features), as `PackedMasks.drop` does."""
+        # The key of a sample is hashed with the number of its row, 0, first: `masks.row_keys`.
+        of_samples = mixed(mixed(self._token_keys ^ self._site_keys[self._next_draw]))
+        self._next_draw += 1
+        of_tokens = mixed(of_samples ^ self._columns)
+        uniform = uniform_int32(of_tokens, input.shape[-1])
+        kept = (uniform >= keep_threshold(drop_probability)).view(input.shape)
+        return input * kept * (1 / (1 - drop_probability))
+
+    def _attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        dropout: float = 0.0,
+        scaling: float | None = None,
+        is_causal: bool | None = None,
+        sliding_window: int | None = None,
+        position_ids: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        """Attention of a row, as an attention function of transformers."""
+        for name, option in options.items():
+            if option is not None and not isinstance(option, bool):
+                raise ConfigError(f"attention of rows does not know the option {name}={option!r}.")
+        # Autocast does not see the operator.
+        query, key, value = autocast_tensors(query, key, value)
+        draw = 0
+        if dropout > 0:
+            draw = self._next_draw
+            self._next_draw += 1
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        window = -1 if sliding_window is None else sliding_window
+        numbers = [float(x) for x in (draw, dropout, scale, is_causal, window)]
+        return row_attention(query, key, value, self._call, numbers), None
+
+
+def row_length(num_tokens: int, limit: int | None) -> int:
+    """Return the length of the row for some tokens, one of few.
+
+    Args:
+        num_tokens: Number of real tokens of a micro-batch.
+        limit: Maximum number of them in this run. None: unknown, then it is a power of two.
+
+    >>> [row_length(number, 2000) for number in (1900, 1100, 1000, 300, 2100)]
+    [2048, 2048, 1024, 512, 4096]
+    """
+    if limit is not None:
+        lengths = [-(-limit // (part * MULTIPLE)) * MULTIPLE for part in PARTS_OF_LIMIT]
+        long_enough = [length for length in lengths if length >= num_tokens]
+        if long_enough:
+            return min(long_enough)
+    return max(MULTIPLE, 1 << (num_tokens - 1).bit_length())
+
+
+def _is_mask(argument: Any) -> bool:
+    """Whether an argument of a layer is an attention mask of padded samples, for all heads."""
+    return isinstance(argument, Tensor) and argument.dim() == 4

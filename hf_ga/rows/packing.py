@@ -1,0 +1,481 @@
+"""No padding between the layers of a transformer: linear layers, norms, MLPs and hidden dropout
+process real tokens only.
+
+Embeddings and heads stay padded, so collate functions, position ids, masks and pooling are
+unchanged. Before the first layer of the stack, hidden states of shape (samples, width, hidden size)
+are packed to (1, num_tokens, hidden size); after the last one they are unpacked, with zeros at the
+padding, which is neither a target nor attended to. Attention, the only operation across tokens in a
+layer, is called through transformers' attention interface: on a GPU a kernel computes it on packed
+tokens (`packed_attention.py`), elsewhere samples are padded for this call. A trial decides for
+which models this leaves loss and gradient unchanged.
+"""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, Cache
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_ga.draws.keyed import KeyedDraws
+from hf_ga.errors import ConfigError
+from hf_ga.loading.batches import IGNORED_LABEL
+from hf_ga.model.forward import compiled_modules
+from hf_ga.model.override import override
+from hf_ga.rows.packed_attention import PackedAttention, PackedSamples
+from hf_ga.rows.packed_tokens import PackedMasks, PackedTokens
+from hf_ga.speed.speed_up import Call, SpeedUp
+
+PER_TOKEN = ("position_ids", "position_embeddings")  # arguments of layers with a row per token
+# Settings that skip layers in training, or return their intermediate results.
+UNSUPPORTED = (
+    "is_encoder_decoder",
+    "output_hidden_states",
+    "output_attentions",
+    "layerdrop",
+    "encoder_layerdrop",
+)
+# Padding ratio (padded / real tokens) above which packing is faster. Measured with GPT-2 (4 layers,
+# hidden size 256) on a CPU: not faster at 1.03, 7 % faster at 1.10.
+MIN_PADDING_RATIO = 1.05
+# With the attention kernel and dropout, batches without padding are packed, too: otherwise
+# attention stores weights and masks of length x length.
+MIN_PADDING_RATIO_WITH_KERNEL = 0.0
+
+
+class Packing(SpeedUp):
+    """Speed-up that removes the padding between the layers of a transformer within a window.
+
+    Args:
+        use_kernel: Whether the attention kernel computes what it can. None: on a GPU with Triton.
+
+    Attributes:
+        tried_sides: Sides on which samples were padded in the trials: "left", "right" or "inside".
+    """
+
+    name = "packing"
+
+    def __init__(self, use_kernel: bool | None = None) -> None:
+        """Start the packing without a model; `attach` finds the layers to pack."""
+        self._use_kernel = use_kernel
+        self._min_padding_ratio = MIN_PADDING_RATIO  # above which a micro-batch is packed
+        self._is_on_trial = False  # whether the packing is tried
+        self.tried_sides: set[str] = set()
+        # The real tokens of this micro-batch. None if it is not packed.
+        self._tokens: PackedTokens | None = None
+        self._was_packed = False  # whether any micro-batch was packed so far
+        self._is_in_attention = False  # whether attention of padded samples runs
+        # Per-token arguments of the layers in this micro-batch: (padded, packed).
+        self._packed_arguments: list[tuple[Tensor, Tensor]] = []
+        self._rows: Any = None  # the `CompiledRows`, where the layers are compiled
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the packed layers are compiled."""
+        return self._rows is not None
+
+    def attach(self, model: nn.Module, draws: KeyedDraws) -> str | None:
+        """Find the layers between which padding can be removed, and keep the keyed draws.
+
+        Returns:
+            Why the model cannot be packed, or None if it can be tried.
+        """
+        layers = find_layer_stack(model)
+        if layers is None:
+            return "it has no stack of equal layers"
+        if draws.allow_unkeyed:
+            return "it draws random numbers that are not tied to samples"
+        config = getattr(model, "config", None)
+        for name in UNSUPPORTED:
+            if getattr(config, name, None):
+                return f"its configuration has {name}"
+        compiled = compiled_modules(model)
+        if compiled:
+            # Here: importing torch's compiler takes a second.
+            from hf_ga.rows.compiled_rows import CompiledRows
+
+            reason = reason_not_to_run_rows(model, layers)
+            if reason is not None:
+                return reason
+        self._dropout = draws
+        self._attention = PackedAttention(draws, self._use_kernel)
+        if compiled:
+            self._rows = CompiledRows(layers, draws, self._attention)
+        self._layers = layers
+        self._modules_in_layers = frozenset(
+            module for layer in layers for module in layer.modules()
+        )
+        # Names of the arguments of a layer's forward.
+        layer_signature = inspect.signature(type(layers[0]).forward)
+        self._parameter_names = list(layer_signature.parameters)[1:]  # without self
+        return None
+
+    def trial(self) -> AbstractContextManager[None]:
+        """Within the trial of this speed-up, remove even padding that is too little to be faster.
+
+        Records on which sides the trial's samples are padded.
+        """
+        return override(self, _min_padding_ratio=1.0, _is_on_trial=True)
+
+    def verdict(self) -> str | None:
+        """After the trial of this speed-up, return why it packed nothing; None if it did."""
+        if not self._was_packed:
+            return "its batches have no padding, no attention mask, or targets at the padding"
+        return None
+
+    def fits(self, call: Call) -> bool:
+        """Whether a micro-batch may be packed: its samples are padded on sides that were tried.
+
+        A head may read a fixed column (the first or the last one), where a sample that is padded
+        there has zeros after packing. In a trial, a side is recorded as tried if all padded
+        samples of the micro-batch share it, and a micro-batch with nothing to pack does not fit.
+        Otherwise True if there is no attention mask of tokens: then nothing is packed.
+        """
+        if self._is_on_trial and _tokens_to_pack(call, self._min_padding_ratio) is None:
+            return False
+        mask = call.micro_batch.batch.get("attention_mask")
+        if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
+            return True
+        sides = padded_sides(mask)
+        if self._is_on_trial and len(sides) == 1:
+            self.tried_sides |= sides
+        return sides <= self.tried_sides
+
+    def before(self, call: Call) -> None:
+        """Before a micro-batch's forward, find its real tokens if its padding is to be removed.
+
+        Then this object draws the dropout masks of packed tokens.
+        """
+        self._packed_arguments.clear()
+        device = call.keys.device
+        self._tokens = _tokens_to_pack(call, self._padding_ratio_to_exceed(device))
+        if self._tokens is not None and self._rows is not None:
+            self._was_packed = True
+            samples = self._samples_for_kernel(call)
+            self._attention.start_micro_batch(samples)
+            self._rows.begin(call, self._tokens, samples)
+        elif self._tokens is not None:
+            self._was_packed = True
+            self._packed_masks = PackedMasks(self._tokens, call.keys)
+            self._attention.start_micro_batch(self._samples_for_kernel(call))
+            self._dropout.mask_source = self
+
+    @contextmanager
+    def scope(self, model: nn.Module) -> Iterator[None]:
+        """Let this speed-up remove the padding between the layers of a model within the block.
+
+        Hooks the layers, and replaces transformers' attention functions.
+        """
+        with ExitStack() as stack:
+            stack.callback(self._packed_arguments.clear)
+            stack.callback(setattr, self, "_tokens", None)
+            stack.callback(self._attention.start_micro_batch, None)
+            # Within the window, because FSDP and checkpointing may have wrapped the layers.
+            for layer in self._layers:
+                handle = layer.register_forward_pre_hook(self._pack_arguments, with_kwargs=True)
+                stack.callback(handle.remove)
+            handle = self._layers[-1].register_forward_hook(self._unpack_output)
+            stack.callback(handle.remove)
+            if self._rows is not None:
+                stack.enter_context(self._rows.scope())
+                yield
+                return
+            original_get_interface = AttentionInterface.get_interface
+
+            def get_interface(*args: Any) -> Callable:
+                """Return a model's attention function, wrapped so that it takes packed tokens."""
+                return partial(self._attend, original_get_interface(*args))
+
+            stack.enter_context(override(AttentionInterface, get_interface=get_interface))
+            yield
+
+    def masks_of_shape(self, shape: torch.Size) -> PackedMasks | None:
+        """Return what draws the masks of packed tokens if a mask of this shape is one, for keyed
+        draws, which know no modules.
+
+        No mask of several padded samples begins with these sizes: packed, they have more tokens
+        than the longest of them.
+        """
+        is_packed = self._tokens is not None and not self._is_in_attention
+        if not is_packed or shape[:2] != self._tokens.packed_shape:
+            return None
+        return self._packed_masks
+
+    def is_refused(self, shape: torch.Size) -> bool:
+        """Whether a draw of this shape, which is no mask of packed tokens, has a row for each of
+        them: such rows belong to no sample. In the trial only: in training, a parameter may have
+        as many rows by chance.
+        """
+        is_packed = self._is_on_trial and self._tokens is not None
+        return is_packed and shape[:1] == self._tokens.packed_shape[1:]
+
+    def _padding_ratio_to_exceed(self, device: torch.device) -> float:
+        """Return the padding ratio (padded / real tokens) above which packing is faster.
+
+        It is lower if the attention kernel runs on the device and the model draws dropout, and
+        where layers are compiled, which are for rows only.
+        """
+        has_kernel = self._dropout.sites and self._attention.can_run(device)
+        if has_kernel or self._rows is not None:
+            return MIN_PADDING_RATIO_WITH_KERNEL
+        return self._min_padding_ratio
+
+    def _samples_for_kernel(self, call: Call) -> PackedSamples | None:
+        """Return lengths and starts of a micro-batch's samples for the attention kernel.
+
+        None if the kernel does not run on the device, or samples are padded on another side than
+        the right.
+        """
+        mask = call.micro_batch.batch["attention_mask"]
+        if not self._attention.can_run(call.keys.device) or not padded_sides(mask) <= {"right"}:
+            return None
+        return PackedSamples.of(mask, call.keys)
+
+    def _pack_arguments(
+        self, layer: nn.Module, args: tuple, kwargs: dict
+    ) -> tuple[tuple, dict] | None:
+        """Forward pre-hook of each layer: pack its arguments that have a row per token.
+
+        The hidden states are packed before the first layer only. A generation cache becomes None.
+        Returns None, which changes nothing, if the micro-batch is not packed.
+        """
+        if self._tokens is None:
+            return None
+        positional = dict(zip(self._parameter_names, args, strict=False))
+        # The first argument is the hidden states; its name differs between models.
+        hidden_name = next(iter(positional), "hidden_states")
+        changed: dict[str, Any] = {}
+        for name, value in (positional | kwargs).items():
+            if name == hidden_name:
+                changed[name] = self._packed_hidden_states(layer, value)
+            elif name in PER_TOKEN:
+                changed[name] = self._packed_argument(value)
+            elif isinstance(value, Cache):
+                changed[name] = None  # not needed in training
+        args = tuple(changed.get(name, value) for name, value in positional.items())
+        kwargs = {name: changed.get(name, value) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def _packed_hidden_states(self, layer: nn.Module, hidden_states: Tensor) -> Tensor:
+        """Return a layer's hidden states for packing: packed before the first one, then unchanged.
+
+        Args:
+            layer: The layer.
+            hidden_states: Of shape (samples, width, hidden size) before the first layer, else (1,
+                num_tokens, hidden size).
+
+        Raises:
+            ConfigError: If they have another shape.
+        """
+        tokens = self._tokens
+        if layer is self._layers[0] and hidden_states.shape[:2] == tokens.padded_shape:
+            return self._pack(hidden_states)
+        if hidden_states.shape[:2] != self._packed_shape:
+            raise ConfigError(
+                f"packed layers received hidden states of shape {list(hidden_states.shape)} for "
+                f"tokens of shape {list(tokens.padded_shape)}: the model's control flow depends on "
+                "the data. Call hf_ga.prepare again, or omit packing."
+            )
+        return hidden_states
+
+    def _unpack_output(self, layer: nn.Module, args: tuple, output: Any) -> Any:
+        """Forward hook of the last layer: unpack the hidden states to a padded batch.
+
+        Unchanged if the micro-batch is not packed.
+
+        Args:
+            layer: The last layer.
+            args: Its arguments.
+            output: The hidden states, or a tuple that starts with them.
+        """
+        tokens = self._tokens
+        if tokens is None:
+            return output
+        unpack = tokens.unpack if self._rows is None else self._rows.unpack
+        if isinstance(output, Tensor):
+            return unpack(output)
+        hidden_states, *others = output
+        return (unpack(hidden_states), *others)
+
+    def _pack(self, padded: Tensor) -> Tensor:
+        """Pack a padded tensor: its real tokens, or a row of them."""
+        return self._tokens.pack(padded) if self._rows is None else self._rows.pack(padded)
+
+    @property
+    def _packed_shape(self) -> tuple[int, int]:
+        """The first two sizes of packed tensors."""
+        return self._tokens.packed_shape if self._rows is None else (1, self._rows.length)
+
+    def _packed_argument(self, value: Any) -> Any:
+        """Pack a per-token argument of a layer, such as position ids.
+
+        Packs a tensor of shape (samples or 1, width, ...), or each one in a tuple. The result is
+        cached, because all layers get the same tensor. Other values are unchanged.
+        """
+        if isinstance(value, tuple | list):
+            return tuple(map(self._packed_argument, value))
+        tokens = self._tokens
+        if not isinstance(value, Tensor):
+            return value
+        if value.shape[:2] not in (tokens.padded_shape, (1, tokens.width)):
+            return value
+        for padded, packed in self._packed_arguments:
+            if padded is value:
+                return packed
+        packed = self._pack(value)
+        self._packed_arguments.append((value, packed))
+        return packed
+
+    def _attend(
+        self,
+        original: Callable,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Replace an attention function of transformers, for packed tokens.
+
+        The attention kernel computes them as they are, if it supports this call. Otherwise query,
+        key and value are unpacked to padded samples, the original function is called with the
+        model's own mask, and its output is packed. The original is called unchanged outside of the
+        packed layers.
+
+        Args:
+            original: The attention function.
+            module: The model's attention module.
+            query: Queries, of shape (1, num_heads, num_tokens, head_dim).
+            key: Keys, of shape (1, num_kv_heads, num_tokens, head_dim).
+            value: Values, of the shape of the keys.
+            attention_mask: The mask of the padded samples, or None.
+            options: The other arguments of the attention function.
+
+        Returns:
+            The output, of shape (1, num_tokens, num_heads, head_dim), and None in place of the
+            attention weights.
+        """
+        tokens = self._tokens
+        if tokens is None or module not in self._modules_in_layers:
+            return original(module, query, key, value, attention_mask, **options)
+        output = self._attention.attend(
+            original, module, query, key, value, attention_mask, options
+        )
+        if output is not None:
+            return output, None
+        if "position_ids" in options:
+            options["position_ids"] = None  # of packed tokens; the mask already separates samples
+        padded = [tokens.unpack(x.transpose(1, 2)).transpose(1, 2) for x in (query, key, value)]
+        with override(self, _is_in_attention=True):
+            output, *_ = original(module, *padded, attention_mask, **options)
+        return tokens.pack(output), None
+
+
+def find_layer_stack(model: nn.Module) -> nn.ModuleList | None:
+    """Find the layers to pack: a model's largest `nn.ModuleList` of layers of one class.
+
+    Lists within another one are skipped; the largest has the most parameters. None if there is
+    none.
+    """
+    stacks: dict[str, nn.ModuleList] = {}
+    for name, module in model.named_modules():
+        is_list = isinstance(module, nn.ModuleList)
+        is_stack = is_list and len({type(layer) for layer in module}) == 1
+        is_inner = any(name.startswith(f"{outer_name}.") for outer_name in stacks)
+        if is_stack and not is_inner:
+            stacks[name] = module
+    return max(stacks.values(), key=_num_parameters, default=None)
+
+
+def can_run_rows(model: nn.Module) -> bool:
+    """Whether the compiled layers of a model can be tried on rows."""
+    layers = find_layer_stack(model)
+    return layers is not None and reason_not_to_run_rows(model, layers) is None
+
+
+def reason_not_to_run_rows(model: nn.Module, layers: nn.ModuleList) -> str | None:
+    """Return why the layers of a model are not run on rows; None if it can be tried."""
+    if set(compiled_modules(model)) != set(layers):
+        return "other modules than its layers are compiled"
+    name = getattr(getattr(model, "config", None), "_attn_implementation", None)
+    if name is None or AttentionInterface().get(name) is not sdpa_attention_forward:
+        return f"its attention is {name}, not sdpa"
+    return None
+
+
+def _num_parameters(module: nn.Module) -> int:
+    """Count the elements of all parameters of a module, to find the layers to pack."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
+def padded_sides(mask: Tensor) -> set[str]:
+    """Find out on which sides the samples of a batch are padded, for packing.
+
+    Args:
+        mask: The attention mask, 1 for each real token, of shape (samples, width).
+
+    Returns:
+        Some of "right", "left" and "inside"; empty without padding. "inside" stands for a sample
+        with padding between its tokens, or on both sides.
+
+    >>> padded_sides(torch.tensor([[1, 1, 0], [1, 1, 1]]))
+    {'right'}
+    """
+    has_fall = (mask[:, 1:] < mask[:, :-1]).any(1)  # padding after a token
+    has_rise = (mask[:, 1:] > mask[:, :-1]).any(1)  # a token after padding
+    sides = set()
+    if (has_fall & ~has_rise).any():
+        sides.add("right")
+    if (has_rise & ~has_fall).any():
+        sides.add("left")
+    if (has_fall & has_rise).any():
+        sides.add("inside")
+    return sides
+
+
+def _tokens_to_pack(call: Call, min_padding_ratio: float) -> PackedTokens | None:
+    """Find the real tokens of a micro-batch, if removing its padding is possible and worth it.
+
+    Args:
+        call: The micro-batch's forward and backward.
+        min_padding_ratio: Padding ratio (padded / real tokens) above which packing is worth it.
+
+    Returns:
+        The real tokens. None if the batch has no attention mask of tokens (0 or 1, on the CPU), too
+        little padding, a sample without tokens, or targets that are predicted at the padding.
+    """
+    batch = call.micro_batch.batch
+    mask = batch.get("attention_mask")
+    if not isinstance(mask, Tensor) or mask.dim() != 2 or mask.device.type != "cpu":
+        return None
+    num_tokens = int(mask.count_nonzero())
+    if mask.numel() <= min_padding_ratio * num_tokens:
+        return None
+    if _has_targets_at_padding(mask, batch.get("labels")):
+        return None
+    return PackedTokens.of(mask, call.keys.device)
+
+
+def _has_targets_at_padding(mask: Tensor, labels: Any) -> bool:
+    """Whether any label of a batch is predicted from the logits of a padding token.
+
+    Such a batch cannot be packed, because packing changes these logits. A masked language model
+    predicts the label of column t at column t; a causal one at t - 1. As the kind of head is
+    unknown, both are checked. False for labels of another shape than the mask.
+
+    Args:
+        mask: The attention mask, 1 for each real token, of shape (samples, width).
+        labels: The labels, -100 where ignored, of the shape of the mask.
+    """
+    if not isinstance(labels, Tensor) or labels.shape != mask.shape:
+        return False
+    is_target = labels.cpu() != IGNORED_LABEL
+    is_padding = mask == 0
+    at_own_column = bool((is_target & is_padding).any())
+    at_column_before = bool((is_target[:, 1:] & is_padding[:, :-1]).any())
+    return at_own_column or at_column_before
