@@ -190,6 +190,7 @@ def prepare_with(
     tried.
     """
     remember(accelerator, model, settings)
+    _allow_steps(accelerator)
     return parallel.prepare(accelerator, model, optimizer)
 
 
@@ -329,10 +330,8 @@ def train_step(
             f"on_nonfinite must be one of {', '.join(ON_NONFINITE)}, got {on_nonfinite!r}."
         )
     check_optimizer(accelerator, optimizer)
-    # After an unfinished `accumulate`, Accelerate's optimizer would not step.
-    accelerator.sync_gradients = True
-    optimizer.zero_grad(set_to_none=True)
     loop = loop_for(accelerator, model, window)
+    optimizer.zero_grad(set_to_none=True)
     result = loop.add_gradients(window)
     if result.skipped:
         return result
@@ -371,6 +370,14 @@ def loop_for(accelerator: Accelerator, model: nn.Module, window: Window) -> OwnL
         )
     check_supported(accelerator)
     check_precision(accelerator)
+    _allow_steps(accelerator)
     settings = recorded_settings(accelerator, model) or LossSettings()
     has_chunks = window.request.chunk_tree is not None
     return loop_of(model, backend_for(accelerator, same_bits=has_chunks), settings)
+
+
+def _allow_steps(accelerator: Accelerator) -> None:
+    """After an unfinished `accumulate`, of whichever Accelerator of the process, Accelerate's
+    optimizers would neither step nor zero gradients.
+    """
+    accelerator.sync_gradients = True

@@ -27,7 +27,7 @@ import hypothesis
 import pytest
 import torch
 import transformers
-from accelerate.state import AcceleratorState
+from accelerate.state import AcceleratorState, GradientState, PartialState
 
 with suppress(ImportError):
     # It configures logging when imported, which closes handlers' streams: not in the middle of a
@@ -71,16 +71,23 @@ def _seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _own_environment() -> Iterator[None]:
-    """`TrainingArguments` sets the precision in the environment, where it would be that of later
-    runs.
+def _own_process_state() -> Iterator[None]:
+    """What Accelerate keeps for the process, and what it and `TrainingArguments` set in the
+    environment, is that of one test: the precision would be that of later tests.
     """
-    name = "ACCELERATE_MIXED_PRECISION"
-    before = os.environ.get(name)
+    PartialState()  # of this process, before a test pretends to be one of several
+    states = [
+        os.environ,
+        AcceleratorState._shared_state,
+        GradientState._shared_state,
+        PartialState._shared_state,
+    ]
+    before = [dict(state) for state in states]
     yield
-    os.environ.pop(name, None)
-    if before is not None:
-        os.environ[name] = before
+    for state, values in zip(states, before, strict=True):
+        for name in state.keys() - values.keys():
+            del state[name]
+        state.update(values)
 
 
 @pytest.fixture

@@ -442,20 +442,53 @@ def test_another_batch_or_mode_is_refused():
         backward_window(Accelerator(), model.eval(), window)
 
 
-def test_step_after_an_interrupted_accumulation():
-    """Somebody left Accelerate's shared flag in the middle of a window: the optimizer would
-    silently not step.
-    """
-    model = h.bert_classifier()
-    samples = h.class_samples(WINDOW)
-    (window,) = make_loader(samples)
-    before = copy.deepcopy(model)
+def interrupt_accumulation():
+    """Leave Accelerate's flag, which all Accelerators share, in the middle of a window."""
     accelerator = Accelerator(gradient_accumulation_steps=4)
+    with accelerator.accumulate():
+        assert not accelerator.sync_gradients
+
+
+def test_step_after_an_interrupted_accumulation():
+    """The optimizer would silently not step."""
+    model = h.bert_classifier()
+    (window,) = make_loader(h.class_samples(WINDOW))
+    before = copy.deepcopy(model)
+    accelerator = Accelerator()
     prepared, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-2))
-    try:
-        with accelerator.accumulate(prepared):
-            assert not accelerator.sync_gradients
-        train_step(accelerator, prepared, optimizer, window)
-    finally:
-        accelerator.gradient_state._set_sync_gradients(True)
+    interrupt_accumulation()
+    train_step(accelerator, prepared, optimizer, window)
+    assert parameter_distance(model, before) > 1e-4
+
+
+def test_own_updates_after_an_interrupted_accumulation():
+    """The optimizer would keep the gradients of the windows before, or not step."""
+    model = h.bert_classifier()
+    samples = h.class_samples(2 * WINDOW)
+    accelerator = Accelerator()
+    interrupt_accumulation()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    windows = make_loader(samples)
+    prepared, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows)
+    for window, share in zip(windows, (samples[:WINDOW], samples[WINDOW:]), strict=True):
+        optimizer.zero_grad()
+        hf_ga.backward_window(accelerator, prepared, window)
+        truth = h.full_batch_gradient(h.bert_classifier(), h.pad_right(share))
+        assert h.relative_error(h.gradients(model), truth) < 1e-6
+        optimizer.step()
+        assert not optimizer.step_was_skipped
+
+
+def test_an_interrupted_accumulation_of_another_loop_between_updates():
+    model = h.bert_classifier()
+    (window,) = make_loader(h.class_samples(WINDOW))
+    before = copy.deepcopy(model)
+    accelerator = Accelerator()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    prepared, optimizer = hf_ga.prepare(
+        accelerator, model, optimizer, make_loader(h.class_samples(WINDOW))
+    )
+    interrupt_accumulation()
+    hf_ga.backward_window(accelerator, prepared, window)
+    optimizer.step()
     assert parameter_distance(model, before) > 1e-4
