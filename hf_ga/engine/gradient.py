@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_ga.engine.look.sample_count import SampleCount, check_samples
+from hf_ga.engine.parameter_hooks import after_hooks, hooks_suspended
 from hf_ga.engine.sums.chunk_sums import ChunkSums
 from hf_ga.engine.sums.divisors import (
     DivisorChecks,
@@ -351,6 +352,7 @@ class WindowGradient:
         self._set_gradients(self._parts)
         with ExitStack() as stack:
             stack.enter_context(sync())
+            stack.enter_context(self._without_hooks())
             total = part
             if self.backend.is_sharded and loss.requires_grad:
                 # FSDP gathers parameters where a gradient enters outputs: let zeros enter there.
@@ -414,7 +416,7 @@ class WindowGradient:
             self.parameters, gradients, self.earlier, strict=True
         ):
             if gradient is not None:
-                gradient = gradient * times
+                gradient = self._after_hooks(parameter, gradient * times)
                 parameter.grad = gradient if earlier is None else earlier + gradient
             shown.append(parameter.grad)
         self._shown = shown
@@ -551,11 +553,21 @@ class WindowGradient:
         if len(terms) != len(readings):
             hooks = nullcontext()
             scaled = loss * scales[0]
-        with sync():
+        with sync(), self._without_hooks():
             self.backend.run_backward(scaled, hooks, retain_graph=retain_graph)
         self._buffers[index] = [parameter.grad for parameter in self.parameters]
         if not is_sharded:
             self._set_gradients(earlier)
+
+    def _without_hooks(self) -> AbstractContextManager[None]:
+        """Within the block, hooks of parameters get no gradient: that of the window comes. Those of
+        shards, which FSDP does not call, are left alone.
+        """
+        return nullcontext() if self.backend.is_sharded else hooks_suspended(self.parameters)
+
+    def _after_hooks(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
+        """Return what hooks of a parameter make of the window's gradient."""
+        return gradient if self.backend.is_sharded else after_hooks(parameter, gradient)
 
     def has_sums_of(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether a backward of this window has reached one of these parameters."""
@@ -647,7 +659,7 @@ class WindowGradient:
         gradients = self._mean_gradients(keeps_sums)
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
-                parameter.grad = gradient
+                parameter.grad = self._after_hooks(parameter, gradient)
         return True
 
     def withdraw(self) -> None:

@@ -22,6 +22,7 @@ from torch.utils._triton import has_triton
 from hf_ga.draws.generators import preserved_random_states
 from hf_ga.draws.keyed import KeyedDraws, KnownDraws
 from hf_ga.engine.gradient import WindowGradient
+from hf_ga.engine.parameter_hooks import hooks_suspended
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.sums.divisors import Reading, TermKey, on_host
 from hf_ga.loading.batches import structure_of
@@ -539,6 +540,7 @@ class SpeedUps:
                 stack.enter_context(speed_up.trial())
             stack.enter_context(self._using(speed_ups, call))
             stack.enter_context(fresh_gradients(parameters))
+            stack.enter_context(hooks_suspended(parameters))
             loss = head_loss(self._model(**call.batch))
             readings = self._gradient.read(loss, len(call.micro_batch), None)
             if has_backward:

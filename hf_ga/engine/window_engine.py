@@ -257,7 +257,8 @@ class WindowEngine:
         if self.gradient is None or list(map(id, known)) != list(map(id, parameters)):
             if parameters or not self.backend.is_stage:  # those of a stage may all be frozen
                 check_trainable(models, parameters)
-            _warn_of_hooks(parameters)
+            if self.backend.is_sharded:
+                _warn_of_hooks(parameters)
             self.gradient = WindowGradient(self.backend, parameters)
             self.gradient.checks.trusts_numbers = self.trusts_num_targets
         if not goes_on:
@@ -952,10 +953,9 @@ def trainable_parameters(
 
 
 def _warn_of_hooks(parameters: Sequence[nn.Parameter]) -> None:
-    """Warn of hooks on parameters, which get the gradient of each micro-batch."""
+    """Warn of hooks on parameters of which this rank has a part or a stage."""
     if any(parameter._backward_hooks for parameter in parameters):
         logger.warning(
-            "hf_ga: a parameter has a hook, which gets the gradient of each micro-batch, times a "
-            "number: that is the full batch if the hook is linear (a mask), but not if it clips or "
-            "normalises. Do that to parameter.grad before optimizer.step()."
+            "hf_ga: a parameter has a hook. FSDP does not call it, and a pipeline does so for "
+            "each micro-batch: change parameter.grad before optimizer.step() instead."
         )

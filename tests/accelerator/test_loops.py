@@ -523,11 +523,39 @@ def test_terms_of_one_kind_are_right_or_refused(batch_size):
     assert error < CLOSE
 
 
+def with_hooks(*hooks: Callable[[Tensor], Tensor | None]) -> nn.Module:
+    """A model with hooks on its first parameter."""
+    model = classifier()
+    for hook in hooks:
+        next(model.parameters()).register_hook(hook)
+    return model
+
+
+def clamped(gradient: Tensor) -> Tensor:
+    return gradient.clamp(-0.01, 0.01)
+
+
+def normalised(gradient: Tensor) -> Tensor:
+    return gradient / gradient.norm()
+
+
+@exact(build=lambda: with_hooks(clamped))
+def clamped_gradients(model: nn.Module, x: Tensor, y: Tensor, values: Tensor) -> Tensor:
+    return plain(model, x, y, values)
+
+
+@exact(build=lambda: with_hooks(normalised, clamped))
+def normalised_gradients(model: nn.Module, x: Tensor, y: Tensor, values: Tensor) -> Tensor:
+    return plain(model, x, y, values)
+
+
 UNEQUAL = [  # with other divisors in each micro-batch
     "raised_to_1",
     "rows_of_a_mask",
     "terms_in_another_order",
     "stacked_heads",
+    "clamped_gradients",
+    "normalised_gradients",
     "penalty_beside_an_empty_micro_batch",
     "policy_gradient",
     "class_weights_and_smoothing",
@@ -1573,16 +1601,26 @@ def test_terms_that_micro_batches_by_hand_lack_are_said_not_to_be_tried(body, ca
     assert ("lacks a term of the loss" in caplog.text) == (body is term_of_the_second_half)
 
 
-@pytest.mark.parametrize("has_hook", [True, False])
-def test_hooks_on_parameters_are_said_to_get_each_micro_batch(has_hook, caplog):
-    def build():
-        model = classifier()
-        if has_hook:
-            next(model.parameters()).register_hook(lambda gradient: gradient.clamp(-0.1, 0.1))
-        return model
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_hooks_on_parameters_in_an_accumulation_by_hand(batch_size):
+    build = EXACT["clamped_gradients"].build
+    expected = Loop(plain, build, columns=(X, LABELS, VALUES)).full_batch()
+    learnt = (expected - flat(classifier())).norm()
+    assert (by_hand(Accelerator, batch_size, plain, build) - expected).norm() < CLOSE * learnt
 
-    Loop(plain, build).run(Accelerator, 2)
-    assert ("a parameter has a hook" in caplog.text) == has_hook
+
+def test_hooks_on_parameters_are_called_once_a_window_and_can_be_removed():
+    seen = []
+    model = with_hooks(seen.append)
+    handle = next(model.parameters()).register_hook(lambda gradient: gradient * 0)
+    before = next(model.parameters()).detach().clone()
+    Loop(plain, lambda: model).run(Accelerator, 2)
+    assert len(seen) == 3  # windows
+    assert torch.equal(next(model.parameters()), before)
+    handle.remove()
+    next(model.parameters()).sum().backward()
+    assert len(seen) == 4
+    assert torch.equal(next(model.parameters()).grad, torch.ones_like(before))
 
 
 def test_values_are_clipped_once_a_window():
