@@ -31,8 +31,10 @@ from hf_ga.engine.look.rehearsal import (
     OutputRecorder,
     Rehearsal,
     choices_among_samples,
+    footprints_inside,
     footprints_of,
     form_of,
+    is_inside,
     is_rehearsed,
     kind_of,
     widths_of,
@@ -723,6 +725,14 @@ class WindowEngine:
             loss, data_readings, self._recorder, positions, chosen
         )
         rehearsal.is_low_precision |= is_low_precision
+        footprints |= footprints_inside(
+            loss,
+            data_readings,
+            self._recorder,
+            positions,
+            chosen,
+            can_run=not self.backend.is_sharded,  # its hooks on the graph gather parameters
+        )
         choices = self._choices(loss, data_readings, len(positions))
         if is_rehearsal:
             rehearsal.choices |= choices
@@ -774,15 +784,22 @@ class WindowEngine:
                 "some out by their own loss. Let each micro-batch have the same terms, and "
                 "num_targets in all of them or in none."
             )
-        term, before, now = difference
-        name = next(r.name for r in readings if r.key == term)
+        name = next(r.name for r in readings if r.key == difference.term)
+        found = f"{difference.before:.6g} among some samples of the window and {difference.now:.6g}"
+        if is_inside(difference.place):
+            code = self._recorder.backward_code.below([loss.grad_fn]).names
+            raise LossNotAdditive(
+                f"{name}: the gradient of a sample inside of the model, below {' or '.join(code)}, "
+                f"was {found} among others, so its backward depends on the other samples of its "
+                "micro-batch, and no split of the window is the full batch. Let it treat each "
+                "sample alone."
+            )
         raise LossNotAdditive(
-            f"{name}: the gradient of a sample at the model's outputs was {before:.6g} among some "
-            f"samples of the window and {now:.6g} among others, so its loss depends on the other "
-            "samples of its micro-batch (BatchNorm, in-batch negatives, statistics or mixtures "
-            "over the batch, state that the loop keeps), and no split of the window is the full "
-            "batch. Compute it for each sample alone, in the dataset or collate function, or over "
-            "the whole window with whole_batch."
+            f"{name}: the gradient of a sample at the model's outputs was {found} among others, so "
+            "its loss depends on the other samples of its micro-batch (BatchNorm, in-batch "
+            "negatives, statistics or mixtures over the batch, state that the loop keeps), and no "
+            "split of the window is the full batch. Compute it for each sample alone, in the "
+            "dataset or collate function, or over the whole window with whole_batch."
         )
 
     def _try_padding(self) -> None:

@@ -549,6 +549,81 @@ def normalised_gradients(model: nn.Module, x: Tensor, y: Tensor, values: Tensor)
     return plain(model, x, y, values)
 
 
+def backward_code(change: Callable[[Tensor], Tensor | None]) -> type[torch.autograd.Function]:
+    """A function that returns its input, and changes the gradient in its backward."""
+
+    class Changed(torch.autograd.Function):
+        @staticmethod
+        def forward(context, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(context, gradient):
+            return change(gradient)
+
+    return Changed
+
+
+class WithBackwardCode(nn.Module):
+    """A classifier whose gradient is changed between two layers."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor | None], kind: str):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(6, 8)
+        self.head = nn.Linear(8, 3)
+        self.change, self.kind = change, kind
+        if kind == "module":
+            self.head.register_full_backward_hook(lambda _, inputs, outputs: self.change_of(inputs))
+
+    def change_of(self, gradients: tuple[Tensor, ...]) -> tuple[Tensor, ...] | None:
+        changed = self.change(gradients[0])
+        return None if changed is None else (changed,)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.inner(x).tanh()
+        if self.kind == "function":
+            hidden = backward_code(self.change).apply(hidden)
+        if self.kind == "tensor":
+            hidden.register_hook(self.change)
+        return self.head(hidden)
+
+
+CHANGED_BY = ["function", "tensor", "module"]
+
+
+@pytest.mark.parametrize("kind", CHANGED_BY)
+@pytest.mark.parametrize("batch_size", [4, 2])
+@pytest.mark.parametrize("name", ["reversed", "scaled by row", "only seen"])
+def test_backward_code_that_treats_samples_alone_is_that_of_the_full_batch(name, batch_size, kind):
+    changes = {
+        "reversed": lambda gradient: -0.5 * gradient,
+        "scaled by row": lambda gradient: gradient * torch.arange(8, device=gradient.device),
+        "only seen": lambda gradient: gradient if kind == "function" else None,
+    }
+    loop = Loop(plain, lambda: WithBackwardCode(changes[name], kind))
+    assert loop.error(Accelerator, batch_size) < CLOSE
+
+
+@pytest.mark.parametrize("kind", CHANGED_BY)
+@pytest.mark.parametrize("batch_size", [4, 2])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda gradient: gradient / gradient.norm(), "is not linear"),
+        (lambda gradient: gradient.clamp(-1e-3, 1e-3), "is not linear"),
+        (lambda gradient: F.normalize(gradient, dim=-1), "is not linear"),
+        (lambda gradient: gradient * len(gradient), "backward depends on the other samples"),
+        (lambda gradient: gradient - gradient.mean(0), "backward depends on the other samples"),
+    ],
+    ids=["norm", "clamp", "norm of rows", "number of rows", "centred"],
+)
+def test_backward_code_that_depends_on_the_split_is_refused(change, words, batch_size, kind):
+    """At the model's outputs nothing of it shows."""
+    with pytest.raises(LossNotAdditive, match=words):
+        Loop(plain, lambda: WithBackwardCode(change, kind)).run(Accelerator, batch_size)
+
+
 UNEQUAL = [  # with other divisors in each micro-batch
     "raised_to_1",
     "rows_of_a_mask",

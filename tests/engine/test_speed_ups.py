@@ -112,7 +112,10 @@ class Wrong(SpeedUp):
 
     @contextmanager
     def scope(self, model):
-        handle = next(model.parameters()).register_hook(lambda gradient: gradient * 1.01)
+        def change(module, args, outputs):
+            outputs.register_hook(lambda gradient: gradient * 1.01)
+
+        handle = model.get_input_embeddings().register_forward_hook(change)
         try:
             yield
         finally:

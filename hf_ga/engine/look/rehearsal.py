@@ -18,7 +18,9 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, Node
 
+from hf_ga.engine.look.inside import BackwardCode, nodes_below
 from hf_ga.engine.sums.divisors import Reading, TermKey
+from hf_ga.errors import LossNotAdditive
 from hf_ga.loading.batches import structure_of
 from hf_ga.loading.window import Window
 from hf_ga.loss import undivided
@@ -48,8 +50,9 @@ CHOICES = {
     "SortBackward0": "torch.sort",
     "TopkBackward0": "torch.topk",
 }
-REENTRANT = "CheckpointFunctionBackward"  # of checkpoint(..., use_reentrant=True)
-Place = Hashable  # which output
+Place = Hashable  # which output, or (`INSIDE`, which edge)
+INSIDE = "inside"
+SMALLER = 2.0**-4  # times which a gradient is tried, for backward code that is not linear
 # (term, output, position of the sample)
 FootprintKey = tuple[TermKey, Place, int]
 
@@ -258,10 +261,12 @@ class OutputRecorder:
         outputs: Tensors of the models' outputs that need a gradient, in the order of the calls.
         nested: Those within tuples or lists of the outputs, such as hidden states.
         inner: Outputs of submodules, for a model that returns nothing but its loss.
+        backward_code: Finds backward code inside of the models that torch does not provide.
     """
 
     def __init__(self) -> None:
         """Start switched off."""
+        self.backward_code = BackwardCode()
         self.clear()
 
     def clear(self) -> None:
@@ -269,6 +274,7 @@ class OutputRecorder:
         self.outputs: list[Tensor] = []
         self.nested: list[Tensor] = []
         self.inner: list[Tensor] = []
+        self.backward_code.clear()
 
     @contextmanager
     def recording(self, models: Sequence[nn.Module], *, with_submodules: bool) -> Iterator[None]:
@@ -283,7 +289,8 @@ class OutputRecorder:
                 ]
             handles.append(model.register_forward_hook(self._record))
         try:
-            yield
+            with self.backward_code.recording():
+                yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -373,10 +380,21 @@ def _calls(tensors: Sequence[Tensor], num_samples: int) -> list[Watched]:
     return [Watched(list(tensors), values, [OF_CALLS], ("calls",))]
 
 
+def _inside(edges: Sequence[GradientEdge], num_samples: int) -> list[Watched]:
+    """Return the edges inside of a model at which there are rows of samples."""
+    found = []
+    for number, edge in enumerate(edges):
+        shape = output_shape(edge.node, edge.output_nr)
+        arrangements = _arrangements(shape, num_samples) if len(shape) else []
+        if arrangements:
+            found.append(Watched([edge], None, arrangements, (INSIDE, number, edge.node.name())))
+    return found
+
+
 def _edges_with_rows(nodes: Sequence[Node], num_samples: int) -> list[Watched]:
     """Return edges of the graph below a term whose first dim is that of the samples."""
     found = []
-    for number, node in enumerate(_nodes_below(nodes), start=1):
+    for number, node in enumerate(nodes_below(nodes, MAX_NODES), start=1):
         children = [child for child, _ in inputs(node)]
         is_parameter = bool(children) and all(child.name() == PARAMETER for child in children)
         shape = output_shape(node)
@@ -388,23 +406,6 @@ def _edges_with_rows(nodes: Sequence[Node], num_samples: int) -> list[Watched]:
     return found
 
 
-def _nodes_below(nodes: Sequence[Node]) -> Iterator[Node]:
-    """Yield up to MAX_NODES nodes of a graph, the nearest to the loss first, no parameters."""
-    waiting = deque(nodes)
-    seen = set(nodes)
-    number = 0
-    while waiting and number < MAX_NODES:
-        node = waiting.popleft()
-        number += 1
-        yield node
-        if node.name() == REENTRANT:  # torch differentiates it in a whole backward only
-            continue
-        for child, _ in inputs(node):
-            if child not in seen and child.name() != PARAMETER:
-                seen.add(child)
-                waiting.append(child)
-
-
 def choices_among_samples(nodes: Sequence[Node], num_samples: int) -> set[str]:
     """Return the functions below a term that choose among one number for each sample, such as the
     largest losses. Samples that are chosen both times by luck do not show it.
@@ -414,7 +415,7 @@ def choices_among_samples(nodes: Sequence[Node], num_samples: int) -> set[str]:
         num_samples: Number of samples of the micro-batch.
     """
     found = set()
-    for node in _nodes_below(nodes):
+    for node in nodes_below(nodes, MAX_NODES):
         if node.name() in CHOICES:
             shapes = [output_shape(child, index) for child, index in inputs(node)]
             if shapes == [(num_samples,)]:
@@ -438,6 +439,20 @@ class Footprint:
 
 
 Footprints = dict[Arrangement, Footprint]  # of one sample, in all possible arrangements
+
+
+class Difference(NamedTuple):
+    """A sample whose gradient differs from that in its rehearsal."""
+
+    term: TermKey
+    place: Place
+    before: float
+    now: float
+
+
+def is_inside(place: Place) -> bool:
+    """Whether a place is inside of a model, not at its outputs."""
+    return isinstance(place, tuple) and place[0] == INSIDE
 
 
 class Rehearsal:
@@ -489,33 +504,29 @@ class Rehearsal:
         self.uncompared.update(names)
         self.num_reclassified = num_reclassified
 
-    def difference(
-        self, footprints: Mapping[FootprintKey, Footprints]
-    ) -> tuple[TermKey, float, float] | None:
-        """Return the first difference between a sample and its rehearsal.
+    def difference(self, footprints: Mapping[FootprintKey, Footprints]) -> Difference | None:
+        """Return the first difference between a sample and its rehearsal, or None.
 
         Args:
             footprints: By term, output and sample.
-
-        Returns:
-            (term, value in the rehearsal, value now), or None if there is none.
         """
         compared = self._compared(footprints)
         floors = _largest_values(compared.values())
         used = _with_gradient(footprints) | _with_gradient(self._rehearsed)
-        for (term, _), by_arrangement in compared.items():
+        for (term, place), by_arrangement in compared.items():
             if not by_arrangement:
                 continue
             # A gradient of 0 at an output says little if the term uses another one.
             if term not in used or any(map(_is_any_used, by_arrangement)):
                 self.uncompared.discard(term)
             differences = [_largest_difference(pairs, floors) for pairs in by_arrangement]
-            self.largest_difference = max(self.largest_difference, min(differences))
+            if not is_inside(place):  # where gradients add up more roundings
+                self.largest_difference = max(self.largest_difference, min(differences))
             # One arrangement must fit all samples.
             found = [_first_difference(pairs, self._tolerance, floors) for pairs in by_arrangement]
             if all(difference is not None for difference in found):
                 before, now = found[0]
-                return term, before, now
+                return Difference(term, place, before, now)
         return None
 
     def _compared(
@@ -718,7 +729,7 @@ def footprints_of(
     num_samples = len(positions)
     for number, reading in enumerate(readings if chosen else ()):
         gradients_of = _gradient_function(loss, readings, number)
-        nodes = [loss.grad_fn] if reading.term is None else reading.term.nodes
+        nodes = _nodes_of(reading, loss)
         for level, all_watched in enumerate(recorder.candidates(num_samples, nodes)):
             targets = [target for watched in all_watched for target in watched.targets]
             of_all = iter(gradients_of(targets) if targets else ())
@@ -738,25 +749,88 @@ def footprints_of(
     return footprints, is_low_precision
 
 
+def footprints_inside(
+    loss: Tensor,
+    readings: Sequence[Reading],
+    recorder: OutputRecorder,
+    positions: Sequence[int],
+    chosen: Sequence[int],
+    *,
+    can_run: bool,
+) -> dict[FootprintKey, Footprints]:
+    """Compute footprints as `footprints_of` does, but below backward code inside of the models that
+    torch does not provide. Empty if they have none.
+
+    Args:
+        loss, readings, recorder, positions, chosen: See `footprints_of`.
+        can_run: Whether a backward into the models can be run twice.
+
+    Raises:
+        LossNotAdditive: If such code is not linear in the gradient, as far as a smaller one shows.
+    """
+    footprints: dict[FootprintKey, Footprints] = {}
+    num_samples = len(positions)
+    for number, reading in enumerate(readings if chosen else ()):
+        inside = recorder.backward_code.below(_nodes_of(reading, loss))
+        if inside.names and (inside.is_blocked or not can_run):
+            recorder.backward_code.warn_of(inside)
+            continue
+        all_watched = _inside(inside.edges, num_samples)
+        if not all_watched:
+            continue
+        edges = [watched.targets[0] for watched in all_watched]
+        gradients = _gradient_function(loss, readings, number)(edges)
+        smaller = _gradient_function(loss, readings, number, SMALLER)(edges)
+        if not all(map(_is_multiple, gradients, smaller)):
+            raise LossNotAdditive(
+                f"{reading.name}: {' or '.join(inside.names)} inside of the model is not linear in "
+                "the gradient (it clips or normalises it), so no split of the window is the full "
+                "batch. Do it in a hook on parameters (parameter.register_hook), which gets the "
+                "gradient of the window, or to parameter.grad before optimizer.step()."
+            )
+        for watched, gradient in zip(all_watched, gradients, strict=True):
+            of_samples = _footprints(watched, [gradient], num_samples, chosen)
+            for sample, footprint in zip(chosen, of_samples, strict=False):
+                footprints[reading.key, watched.kind, positions[sample]] = footprint
+    return footprints
+
+
+def _is_multiple(gradient: Tensor | None, smaller: Tensor | None) -> bool:
+    """Whether a gradient is that of a loss which is `SMALLER` times the other one's."""
+    if gradient is None or smaller is None:
+        return gradient is smaller
+    tolerance = LOW_PRECISION_TOLERANCE if gradient.dtype in LOW_PRECISION else TOLERANCE
+    norm = gradient.double().norm()
+    return not bool((smaller.double() / SMALLER - gradient.double()).norm() > tolerance * norm)
+
+
+def _nodes_of(reading: Reading, loss: Tensor) -> Sequence[Node]:
+    """Return the nodes of a term, which is the whole loss if it was not read."""
+    return [loss.grad_fn] if reading.term is None else reading.term.nodes
+
+
 def _is_any_nonzero(gradients: Sequence[Tensor | None]) -> bool:
     """Whether any gradient is not 0."""
     return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
 def _gradient_function(
-    loss: Tensor, readings: Sequence[Reading], number: int
+    loss: Tensor, readings: Sequence[Reading], number: int, scale: float = 1.0
 ) -> Callable[[Sequence[Tensor | GradientEdge]], Sequence[Tensor | None]]:
-    """Return a function that computes the undivided gradient of one term at some outputs."""
+    """Return a function that computes the undivided gradient of one term, times `scale`, at some
+    outputs.
+    """
     terms = [reading.term for reading in readings if reading.term is not None]
     # Without its factor, which may change from window to window.
     factor = readings[number].factor
     inverse = 1.0 / factor if isinstance(factor, Tensor) or factor else 0.0
-    scales = [inverse if index == number else 0.0 for index in range(len(terms))]
+    scales = [inverse * scale if index == number else 0.0 for index in range(len(terms))]
 
     def gradient_of(outputs: Sequence[Tensor | GradientEdge]) -> Sequence[Tensor | None]:
         """Return the gradient at each output; None where the term does not depend on it."""
         if not terms:
-            return torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
+            scaled = loss * scale
+            return torch.autograd.grad(scaled, outputs, retain_graph=True, allow_unused=True)
         with undivided(terms, scales):
             return torch.autograd.grad(loss, outputs, retain_graph=True, allow_unused=True)
 
