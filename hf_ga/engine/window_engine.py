@@ -258,7 +258,7 @@ class WindowEngine:
         known = [] if self.gradient is None else self.gradient.parameters
         if self.gradient is None or list(map(id, known)) != list(map(id, parameters)):
             if parameters or not self.backend.is_stage:  # those of a stage may all be frozen
-                check_trainable(models, parameters)
+                check_trainable(models, parameters, self.backend.num_processes)
             if self.backend.is_sharded:
                 _warn_of_hooks(parameters)
             self.gradient = WindowGradient(self.backend, parameters)

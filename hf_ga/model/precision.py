@@ -83,16 +83,19 @@ def check_step(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def check_trainable(models: Sequence[nn.Module], parameters: Sequence[nn.Parameter]) -> None:
+def check_trainable(
+    models: Sequence[nn.Module], parameters: Sequence[nn.Parameter], num_processes: int
+) -> None:
     """Check that models can be trained exactly, whatever their loss is.
 
     Args:
         models: The models.
         parameters: The trainable parameters, of the models and beside them.
+        num_processes: Number of processes of the run.
 
     Raises:
-        ConfigError: If no parameter is trainable, some are fp16 or bf16, or layers have sparse
-            gradients.
+        ConfigError: If no parameter is trainable, some are fp16 or bf16, or embeddings have sparse
+            gradients, or gradients or weights that depend on the micro-batch or the process.
     """
     if not parameters:
         raise ConfigError(
@@ -105,17 +108,32 @@ def check_trainable(models: Sequence[nn.Module], parameters: Sequence[nn.Paramet
             f"{', '.join(sorted(low_precision))}, which rounds small updates away: call "
             "model.float(), or load it with dtype=torch.float32."
         )
-    sparse = [
+    if sparse := _modules_with(models, "sparse"):
+        raise ConfigError(
+            f"gradients must be dense tensors, but {sparse} has sparse ones: use sparse=False."
+        )
+    if scaled := _modules_with(models, "scale_grad_by_freq"):
+        raise ConfigError(
+            f"{scaled} divides gradients by how often an index occurs in the micro-batch, so they "
+            "depend on the split of the window: use scale_grad_by_freq=False."
+        )
+    if num_processes > 1 and (renormalised := _modules_with(models, "max_norm")):
+        raise ConfigError(
+            f"{renormalised} renormalises the weights that a forward looks up, on each process "
+            "those of its own samples, so that the processes' weights drift apart: use "
+            "max_norm=None, or one process."
+        )
+
+
+def _modules_with(models: Sequence[nn.Module], option: str) -> str:
+    """Return the names of embeddings with an option; "" for none."""
+    names = [
         name
         for model in models
         for name, module in model.named_modules()
-        if getattr(module, "sparse", False) is True
+        if hasattr(module, "num_embeddings") and getattr(module, option, None)
     ]
-    if sparse:
-        raise ConfigError(
-            f"gradients must be dense tensors, but {', '.join(sparse)} has sparse ones: use "
-            "sparse=False."
-        )
+    return ", ".join(names)
 
 
 def sum_dtype(device: torch.device) -> torch.dtype:

@@ -18,6 +18,7 @@ from transformers.modeling_outputs import SequenceClassifierOutput
 import hf_ga
 from hf_ga.errors import CheckpointError, ConfigError
 from hf_ga.loading.memory import TooLarge
+from hf_ga.model.precision import check_trainable
 from hf_ga.parallel import prepare as preparing
 from hf_ga.parallel.backend import Backend, RankStatus
 from hf_ga.parallel.processes import broadcast_from_main, check_agreement, raise_on_all_ranks
@@ -285,3 +286,12 @@ def test_errors_and_values_are_those_of_all_ranks():
         "1: 1"
     )
     assert first[2:] == [None, 0]
+
+
+def test_embeddings_that_each_rank_renormalises_are_refused_on_several():
+    """Each rank would renormalise the rows of its own samples: alone it is the full batch."""
+    model = nn.Embedding(4, 2, max_norm=0.5)
+    parameters = list(model.parameters())
+    check_trainable([model], parameters, num_processes=1)
+    with pytest.raises(ConfigError, match="max_norm"):
+        check_trainable([model], parameters, num_processes=2)

@@ -268,8 +268,10 @@ def test_a_frozen_parameter_keeps_a_gradient_of_its_own():
         (Weighted().to(torch.bfloat16), "must be float32"),
         (Weighted().requires_grad_(False), "trainable"),
         (nn.Embedding(4, 2, sparse=True), "sparse"),
+        (nn.Embedding(4, 2, scale_grad_by_freq=True), "scale_grad_by_freq"),
+        (nn.EmbeddingBag(4, 2, scale_grad_by_freq=True, mode="sum"), "scale_grad_by_freq"),
     ],
-    ids=["fp16", "bf16", "nothing trainable", "sparse"],
+    ids=["fp16", "bf16", "nothing trainable", "sparse", "by frequency", "by frequency in bags"],
 )
 def test_models_that_cannot_be_trained(model, why):
     with pytest.raises(hf_ga.ConfigError, match=why):
