@@ -128,7 +128,7 @@ def check_trainable(
 def _modules_with(models: Sequence[nn.Module], option: str) -> str:
     """Return the names of embeddings with an option; "" for none."""
     names = [
-        name
+        name or type(module).__name__
         for model in models
         for name, module in model.named_modules()
         if hasattr(module, "num_embeddings") and getattr(module, option, None)
