@@ -6,10 +6,10 @@ Oracle: the same training on one process. Negative control: the mean over proces
 """
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 
+import launching
 import pytest
 import two_processes_worker as worker
 from accelerate import Accelerator
@@ -28,12 +28,7 @@ def launch(profile, folder, precision="no"):
         PROFILES / f"{profile}.yaml",
     ]
     words += ["--num_processes", "2", "--mixed_precision", precision, "--main_process_port", "0"]
-    done = subprocess.run(
-        [*words, worker.__file__, folder / "found.json"],
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
+    done = launching.run([*words, worker.__file__, folder / "found.json"], None, 240)
     assert not done.returncode, done.stderr[-3000:]
     return json.loads((folder / "found.json").read_text())
 
