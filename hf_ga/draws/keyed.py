@@ -99,6 +99,8 @@ class KeyedDraws:
             a faster function that a speed-up puts in its place.
         mask_source: A speed-up that draws some of the dropout masks itself, see
             `speed.packing.Packing.masks_of_shape`. None: there is none.
+        weight_shapes: Shapes of the trained parameters. After a backward, draws of these shapes are
+            noise on gradients or weights, and not of samples, whose number may be such a size.
         first_draw: The number of a micro-batch's first draw. Not 0 only in a stage of a pipeline,
             because the stages before it make the draws before it.
         places: Random function that was called -> where the user's code called it first.
@@ -120,6 +122,7 @@ class KeyedDraws:
         self.allow_unkeyed = allow_unkeyed
         self.attend: Callable[..., Tensor] = dropped_attention
         self.mask_source: Any = None
+        self.weight_shapes: frozenset[torch.Size] = frozenset()
         self.first_draw = 0
         self.places: dict[str, str] = {}
         self.sites: dict[tuple[int, int], Draw] = {}
@@ -283,7 +286,8 @@ class KeyedDraws:
         if self.mask_source is not None and self.mask_source.is_refused(shape):
             raise NotKeyed(function, shape, "its rows are tokens of several samples, packed")
         place = (micro_batch.num_seedings, number, function)
-        sample_dim = self._sample_dim(place, shape[:batch_dims], only_shared)
+        is_of_weights = self._is_after_backward and shape in self.weight_shapes
+        sample_dim = self._sample_dim(place, shape[:batch_dims], only_shared or is_of_weights)
         if function not in self.places:
             self.places[function] = user_code()
         is_shared = sample_dim is None

@@ -138,6 +138,8 @@ class WindowEngine:
         self._request: WindowRequest | None = None
         self._recorder = OutputRecorder()
         self._state_check = StateCheck(self.draws)
+        self._watches_weights = False
+        self._weight_norms: list[float] | None = None  # at the first backward of the window
         self._rehearsal: Rehearsal | None = None  # of the current window
         self._router: WindowRouter | None = None  # of models with a balancing loss
         self._found_router: WindowRouter | None = None  # of the models, whether it is on or not
@@ -261,11 +263,16 @@ class WindowEngine:
                 check_trainable(models, parameters, self.backend.num_processes)
             if self.backend.is_sharded:
                 _warn_of_hooks(parameters)
+            self.draws.weight_shapes = frozenset(p.shape for p in parameters)
             self.gradient = WindowGradient(self.backend, parameters)
             self.gradient.checks.trusts_numbers = self.trusts_num_targets
         if not goes_on:
             self.gradient.backend = self.backend
             self.gradient.begin(chunk_tree)
+        max_micro_batches = 1 if self._request is None else self._request.max_micro_batches
+        self.gradient.checks.compares_rehearsal = max_micro_batches > 1
+        self._weight_norms = None
+        self._watches_weights = is_rehearsed and not self.backend.is_sharded
         backend = self.backend
         self.gradient.num_micro_batches = num_slots * backend.num_processes
         for model in models:
@@ -546,6 +553,8 @@ class WindowEngine:
         if slot.is_counted:
             self.gradient.end_micro_batch()
         self.draws.after_backward()
+        if self._watches_weights and self._weight_norms is None:
+            self._weight_norms = self._norms_of_weights()
 
     def _switched_on(self, readings: Sequence[Reading]) -> list[Reading]:
         """Return the readings whose factor is not 0; the gradient is told of the others."""
@@ -849,6 +858,15 @@ class WindowEngine:
 
     # The window's end
 
+    def _norms_of_weights(self) -> list[float]:
+        """Return the norms of the parameters, but for embeddings that renormalise what they look
+        up.
+        """
+        modules = [module for model in self._models for module in model.modules()]
+        renormalised = {id(m.weight) for m in modules if getattr(m, "max_norm", None) is not None}
+        weights = [p.detach() for p in self.gradient.parameters if id(p) not in renormalised]
+        return torch.stack(torch._foreach_norm(weights)).nan_to_num().tolist() if weights else []
+
     def finish(self, *, can_repeat: bool, keeps_sums: bool) -> bool:
         """Finish the window: see `WindowGradient.finish`. Restores the models' buffers if it must
         be computed again.
@@ -857,7 +875,10 @@ class WindowEngine:
         # One that is computed again was compared in part.
         is_final = not self.gradient.must_pad and self.gradient.must_repeat is None
         is_final = is_final and self.gradient.failure is None
-        has_uncompared = self._rehearsal is not None and self._rehearsal.uncompared
+        rehearsal = self._rehearsal
+        has_uncompared = (
+            rehearsal is not None and rehearsal.is_compared and bool(rehearsal.uncompared)
+        )
         if has_uncompared and is_final and not self._has_warned:
             self._has_warned = True
             logger.warning(
@@ -869,6 +890,12 @@ class WindowEngine:
                 self._router.check_window()
             except LossNotAdditive as error:
                 self.gradient.failure = self.gradient.failure or error
+        if self._weight_norms is not None and self._weight_norms != self._norms_of_weights():
+            self.gradient.failure = self.gradient.failure or ConfigError(
+                "the loop changed parameters within a window (it clamps, decays or copies them in "
+                "each iteration), so the window's micro-batches used different weights. Do it "
+                "after optimizer.step(), below `if accelerator.sync_gradients:`."
+            )
         gradient = self.gradient
         state = self._state
         is_padded = self._request is not None and self._request.pad_to_window

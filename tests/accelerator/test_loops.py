@@ -1698,6 +1698,64 @@ def test_hooks_on_parameters_are_called_once_a_window_and_can_be_removed():
     assert torch.equal(next(model.parameters()).grad, torch.ones_like(before))
 
 
+def test_noise_on_gradients_is_that_of_the_full_batch():
+    """The first layer has as many rows as the window has samples, the last as a micro-batch has."""
+
+    def iteration(accelerator, model, optimizer, *batch):
+        accelerator.backward(plain(model, *batch))
+        if accelerator.sync_gradients:
+            for parameter in model.parameters():
+                parameter.grad += 0.1 * torch.randn(parameter.shape)
+
+    loop = Loop(plain, iteration=iteration)
+    whole = loop.run(Accelerator, WINDOW)
+    assert (whole - Loop(plain).run(Accelerator, WINDOW)).norm() > 1e-2
+    for batch_size in (4, 2):
+        assert (loop.run(Accelerator, batch_size) - whole).norm() < CLOSE * whole.norm()
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_parameters_that_the_loop_changes_within_a_window_are_refused(batch_size):
+    def clamp(accelerator, model, optimizer, *batch):
+        accelerator.backward(plain(model, *batch))
+        for parameter in model.parameters():
+            parameter.data.clamp_(-0.2, 0.2)
+
+    with pytest.raises(ConfigError, match="changed parameters within a window"):
+        Loop(plain, iteration=clamp).run(Accelerator, batch_size)
+
+
+@pytest.mark.parametrize("batch_size", [8, 4, 2])
+def test_parameters_that_the_loop_changes_before_the_forward_are_those_of_the_window(batch_size):
+    """Copied in each iteration: the first one changes them, the others change nothing."""
+
+    def copy(accelerator, model, optimizer, *batch):
+        model[0].bias.data.copy_(torch.ones(8))
+        accelerator.backward(plain(model, *batch))
+
+    loop = Loop(plain, iteration=copy)
+    whole = loop.run(Accelerator, WINDOW)
+    assert (loop.run(Accelerator, batch_size) - whole).norm() < CLOSE * whole.norm()
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_a_factor_that_changes_in_each_iteration_is_refused_in_the_first_window(batch_size):
+    """With two micro-batches the first one is a rehearsal, and the other one the whole window."""
+    factors = iter(range(1, 100))
+
+    def iteration(accelerator, model, optimizer, *batch):
+        accelerator.backward(next(factors) * plain(model, *batch))
+
+    with pytest.raises(LossNotAdditive, match="factor in the loss is"):
+        Loop(plain, iteration=iteration).run(Accelerator, batch_size)
+    assert next(factors) == 1 + WINDOW // batch_size
+
+
+def test_a_loop_without_accumulation_is_told_nothing(caplog):
+    Loop(plain).run(Accelerator, WINDOW)
+    assert not caplog.text
+
+
 def test_values_are_clipped_once_a_window():
     def iteration(accelerator, model, optimizer, *batch):
         accelerator.backward(plain(model, *batch))

@@ -462,6 +462,7 @@ class Rehearsal:
         is_low_precision: Whether outputs were in half precision.
         num_reclassified: `KeyedDraws.num_reclassified` after the rehearsal; None before it.
         positions: Positions of the rehearsed samples in the epoch.
+        is_compared: Whether any came again. They do not in a window that is one micro-batch.
         uncompared: The terms of which no sample was found again in the window.
         choices: (term, function that chooses among the samples), of the rehearsal.
         widths: `widths_of` its batch.
@@ -474,6 +475,7 @@ class Rehearsal:
         self._rehearsed: dict[FootprintKey, Footprints] = {}
         self._names_of_terms: dict[int, dict[TermKey, str]] = {}  # by the number of the loss
         self.positions: set[int] = set()
+        self.is_compared = False
         self.uncompared: set[TermKey] = set()
         self.choices: set[tuple[TermKey, str]] = set()
         self.widths: list[torch.Size] = []
@@ -510,6 +512,7 @@ class Rehearsal:
         Args:
             footprints: By term, output and sample.
         """
+        self.is_compared = True
         compared = self._compared(footprints)
         floors = _largest_values(compared.values())
         used = _with_gradient(footprints) | _with_gradient(self._rehearsed)

@@ -142,12 +142,16 @@ class DivisorChecks:
         followed: For each term, what its divisor was found to be proportional to, in all windows so
             far.
         trusts_numbers: Whether numbers of targets that were passed were checked before.
+        compares_rehearsal: Whether factors of the window's rehearsal must be those of the window.
+            Where each window is one micro-batch on its process, the loop may change them in each
+            iteration, and the rehearsal is one of its own.
     """
 
     def __init__(self) -> None:
         """Start without any term."""
         self.followed: dict[TermKey, set[str]] = {}
         self.trusts_numbers = False
+        self.compares_rehearsal = True
         self._has_warned = False
 
     def true_divisor(self, reading: Reading) -> float:
@@ -186,7 +190,7 @@ class DivisorChecks:
         trusted = []
         untrusted = []
         for key, of_term in by_term.items():
-            _check_factors([*of_term, *(r for r in switched_off if r.key == key)])
+            self._check_factors([*of_term, *(r for r in switched_off if r.key == key)])
             _check_class_weights(of_term)
             if of_term[0].term.is_penalty:
                 continue
@@ -208,6 +212,23 @@ class DivisorChecks:
             if not of_term[0].term.is_shape_divisor:
                 raise _untrusted(of_term)
         return True
+
+    def _check_factors(self, readings: Sequence[Reading]) -> None:
+        """Check that a term has one factor in all micro-batches of a window."""
+        compared = [r for r in readings if r.is_counted or self.compares_rehearsal]
+        factors = [reading.factor for reading in compared if true_divisor(reading)]
+        if not factors:
+            return
+        smallest = min(factors)
+        largest = max(factors)
+        if largest - smallest > RELATIVE_ROUNDING * max(abs(smallest), abs(largest)):
+            remedy = ""
+            if 0.0 in (smallest, largest):
+                remedy = " In place of a loss without targets, pass outputs.sum() * 0."
+            raise LossNotAdditive(
+                f"{readings[0].name}: its factor in the loss is {smallest:.6g} in one micro-batch "
+                f"and {largest:.6g} in another one of the same window, so {NO_SUCH_FACTOR}{remedy}"
+            )
 
     def _check_raised(self, reading: Reading) -> None:
         """Check that a number of targets that the loop passed was not raised from 0 to 1. A 1 for
@@ -242,26 +263,6 @@ def _is_that_of_any(readings: Sequence[Reading], others: Sequence[Sequence[Readi
         ):
             return True
     return False
-
-
-def _check_factors(readings: Sequence[Reading]) -> None:
-    """Check that a term has one factor in all micro-batches of a window."""
-    counted = [reading for reading in readings if reading.is_counted]
-    # A window of one micro-batch has one factor, whatever it was in an iteration before.
-    compared = readings if len(counted) > 1 else counted
-    factors = [reading.factor for reading in compared if true_divisor(reading)]
-    if not factors:
-        return
-    smallest = min(factors)
-    largest = max(factors)
-    if largest - smallest > RELATIVE_ROUNDING * max(abs(smallest), abs(largest)):
-        remedy = ""
-        if 0.0 in (smallest, largest):
-            remedy = " In place of a loss without targets, pass outputs.sum() * 0."
-        raise LossNotAdditive(
-            f"{readings[0].name}: its factor in the loss is {smallest:.6g} in one micro-batch and "
-            f"{largest:.6g} in another one of the same window, so {NO_SUCH_FACTOR}{remedy}"
-        )
 
 
 def factors_of(readings: Sequence[Reading]) -> dict[TermKey, float]:
