@@ -346,6 +346,11 @@ class TrainingLoop:
         self.engine.leave_window()
         self._leader = None
 
+    def abandon(self) -> None:
+        """Undo what the current window has replaced; Accelerate's states may be gone by now."""
+        self._iteration.close()
+        self.engine.leave_window()
+
     def leave_window(self) -> None:
         """Give up the current window of the loop, because `load_state` loads other weights."""
         self.leave()
@@ -574,7 +579,7 @@ def _leave_at_exit(reference: weakref.ref[TrainingLoop]) -> None:
     """Give up the window of a loop that still exists when Python ends."""
     loop = reference()
     if loop is not None:
-        loop.leave()
+        loop.abandon()
 
 
 def _calls_accumulate(frame: FrameType | None) -> bool:

@@ -4,6 +4,7 @@ a message that names the term or the draw. Accelerate's own accelerator is the c
 """
 
 import random
+import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from hf_ga import Accelerator
+from hf_ga.accelerator.training_loop import _leave_at_exit
 from hf_ga.errors import ConfigError, DataError, HfGaError, LossNotAdditive, UnkeyedRandomness
 
 WINDOW = 8
@@ -1749,6 +1751,22 @@ def test_a_factor_that_changes_in_each_iteration_is_refused_in_the_first_window(
     with pytest.raises(LossNotAdditive, match="factor in the loss is"):
         Loop(plain, iteration=iteration).run(Accelerator, batch_size)
     assert next(factors) == 1 + WINDOW // batch_size
+
+
+def test_an_open_window_is_undone_when_python_ends():
+    """The loop is left by `break`, and somebody has reset Accelerate's states."""
+    own = torch.randn
+    reset_states()
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    *_, loader = accelerator.prepare(model, optimizer, DataLoader(TensorDataset(X), 2))
+    iterator = iter(loader)
+    next(iterator)
+    assert torch.randn is not own
+    reset_states()
+    _leave_at_exit(weakref.ref(accelerator.training_loop))
+    assert torch.randn is own
 
 
 def test_a_loop_without_accumulation_is_told_nothing(caplog):
