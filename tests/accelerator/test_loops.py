@@ -1767,6 +1767,8 @@ def test_an_open_window_is_undone_when_python_ends():
     reset_states()
     _leave_at_exit(weakref.ref(accelerator.training_loop))
     assert torch.randn is own
+    Accelerator()  # its states are again
+    iterator.close()
 
 
 def test_a_loop_without_accumulation_is_told_nothing(caplog):

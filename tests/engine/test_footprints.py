@@ -1,8 +1,17 @@
 """Norms and products of the gradients of samples, which are compared with those of a rehearsal."""
 
+import numpy as np
+import pytest
 import torch
 
-from hf_ga.engine.look.rehearsal import _norms_and_products
+from hf_ga.engine.look import rehearsal
+from hf_ga.engine.look.rehearsal import (
+    Choice,
+    _norms_and_products,
+    _numbers_of,
+    rehearsal_parts,
+    rehearsed_offsets,
+)
 
 
 def test_float32_against_float64():
@@ -28,3 +37,38 @@ def test_float32_against_float64():
 
 def test_samples_without_elements_have_no_gradient():
     assert not _norms_and_products(torch.zeros(2, 0), torch.zeros(2, 0)).any()
+
+
+@pytest.mark.parametrize("has_values", [True, False])
+def test_samples_are_compared_a_few_at_a_time(has_values, monkeypatch):
+    """The copies that the numbers take of all logits at once were three times a micro-batch."""
+    gradients = torch.randn(7, 5, 11)
+    values = torch.randn(7, 5, 11) if has_values else None
+    chosen = [6, 0, 3, 2, 5]
+    at_once = torch.tensor(_numbers_of(values, gradients, chosen))
+    sizes = []
+
+    def noted(values, gradients):
+        sizes.append(len(gradients))
+        return _norms_and_products(values, gradients)
+
+    monkeypatch.setattr(rehearsal, "MAX_ELEMENTS", 2 * 5 * 11)
+    monkeypatch.setattr(rehearsal, "_norms_and_products", noted)
+    torch.testing.assert_close(torch.tensor(_numbers_of(values, gradients, chosen)), at_once)
+    assert sizes == [2, 2, 1]
+    assert at_once[:, 0] == pytest.approx(gradients[chosen].flatten(1).norm(dim=1), rel=1e-6)
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_a_rehearsal_takes_no_more_memory_than_the_largest_micro_batch(is_first):
+    """A plan by length has many short samples in one micro-batch, and the longest one is always
+    rehearsed.
+    """
+    lengths = np.array([3] * 20 + [50] * 5 + [70, 80, 90, 95, 100])
+    planned = [np.arange(20), np.arange(20, 25), np.arange(25, 30)]  # at most 500 padded tokens
+    choice = Choice(np.empty(0, int), lengths, np.empty(0, int), is_first)
+    for rehearsed in (rehearsed_offsets(planned, choice), rehearsal_parts(planned, 2, choice)[0]):
+        assert 29 in rehearsed
+        assert 3 <= len(rehearsed) <= 5
+    unknown = Choice(np.empty(0, int), np.zeros(30, int), np.empty(0, int), True)
+    assert len(rehearsed_offsets(planned, unknown)) > 15, "control"

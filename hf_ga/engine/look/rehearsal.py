@@ -38,6 +38,7 @@ FLOOR = 1e-6  # of the largest value: what is smaller is rounding
 WIDTH_TOLERANCE = 3e-6
 WIDTH_FLOOR = 1e-3  # of the largest value: the relative difference of less is rounding
 LOW_PRECISION_TOLERANCE = 0.2  # bf16 keeps 8 bits, and outputs add up many roundings
+MAX_ELEMENTS = 2**20  # of the samples' gradients that are compared at once
 MAX_NODES = 200  # of the graph that are searched for edges with rows of samples
 MAX_EDGES = 16
 NUM_FORM_NODES = 24  # of the graph of a loss, that are compared with those of a rehearsed one
@@ -134,6 +135,8 @@ def rehearsal_parts(
     size = max((len(micro_batch) for micro_batch in planned), default=0)
     if not choice.is_large:
         size = _half(size)
+    if len(planned):
+        size = min(size, _num_that_fit(planned, choice))
     size = max(size, 2)  # a sample alone has no company
     if len(parts) == 1:
         size = max(size - 1, 2)
@@ -158,14 +161,23 @@ def rehearsed_offsets(planned: Sequence[np.ndarray], choice: Choice) -> np.ndarr
     """
     sizes = {len(micro_batch) for micro_batch in planned}
     size = max(sizes) - 1 if choice.is_large else _half(max(sizes))
-    size = max(size, 2)
-    while size in sizes:
-        size += 1
+    size = min(size, _num_that_fit(planned, choice))
+    others = [number for number in range(2, max(sizes) + 2) if number not in sizes]
+    size = min(others or [max(sizes) + 1], key=lambda number: (abs(number - size), number))
     if len(planned) == 1:
         own = _longest_first(planned[0], choice.lengths)
         first = np.array([*dict.fromkeys([*choice.preferred.tolist(), *own.tolist()])], np.int64)
         return _with_company(first, choice, size)[::-1].copy()
     return _of_all_parts(planned, choice, size)[::-1].copy()
+
+
+def _num_that_fit(planned: Sequence[np.ndarray], choice: Choice) -> int:
+    """Return how many samples, padded to the longest one, take the memory of the largest planned
+    micro-batch; at least 3. A plan by length has its most samples where they are short.
+    """
+    longest = max(1, choice.lengths.max(initial=0))
+    padded = [len(part) * choice.lengths[part].max() for part in planned if len(part)]
+    return max(3, int(max(padded) / longest)) if max(padded, default=0) else max(map(len, planned))
 
 
 def _half(size: int) -> int:
@@ -854,14 +866,42 @@ def _footprints(
         return []
     footprints: list[Footprints] = [{} for _ in chosen]
     for arrangement in watched.arrangements:
-        of_samples = _by_sample(gradient, num_samples, arrangement, chosen)
-        values = torch.zeros_like(of_samples)
+        of_samples = _by_sample(gradient, num_samples, arrangement)
+        values = None
         if watched.values is not None:
-            values = _by_sample(watched.values[0], num_samples, arrangement, chosen)
-        numbers = _norms_and_products(values, of_samples).T.tolist()
+            values = _by_sample(watched.values[0], num_samples, arrangement)
+        numbers = _numbers_of(values, of_samples, chosen)
         for of_sample, (norm, product, scale) in zip(footprints, numbers, strict=True):
             of_sample[arrangement] = Footprint(norm, product, scale)
     return footprints
+
+
+def _numbers_of(
+    values: Tensor | None, gradients: Tensor, chosen: Sequence[int]
+) -> list[list[float]]:
+    """Return (norm, product, scale) of each chosen sample, few samples at a time: logits are large,
+    and the numbers take several copies.
+
+    Args:
+        values: Shape (samples, ...). None: zeros.
+        gradients: Of the same shape.
+        chosen: Indices of samples.
+    """
+    num_elements = max(1, gradients[0].numel())
+    at_once = max(1, MAX_ELEMENTS // num_elements)
+    found = []
+    for start in range(0, len(chosen), at_once):
+        some = list(chosen[start : start + at_once])
+        rows = _flat_rows(gradients, some)
+        of_values = torch.zeros_like(rows) if values is None else _flat_rows(values, some)
+        found.append(_norms_and_products(of_values, rows).T)
+    return torch.cat(found).tolist()
+
+
+def _flat_rows(tensor: Tensor, chosen: list[int]) -> Tensor:
+    """Return the chosen samples of a tensor, a row each, shape (chosen, elements of a sample)."""
+    rows = tensor[chosen].reshape(len(chosen), -1)
+    return rows.float() if rows.dtype in LOW_PRECISION else rows
 
 
 def _footprints_of_calls(
@@ -909,14 +949,11 @@ def _scaled(rows: Tensor) -> tuple[Tensor, Tensor]:
     return rows / largest, largest[:, 0].double()
 
 
-def _by_sample(
-    tensor: Tensor, num_samples: int, arrangement: Arrangement, chosen: Sequence[int]
-) -> Tensor:
-    """Return the chosen samples of a tensor, a row each, shape (chosen, elements of a sample)."""
+def _by_sample(tensor: Tensor, num_samples: int, arrangement: Arrangement) -> Tensor:
+    """Return a view of a tensor with the samples in front, shape (samples, ...)."""
     rows = tensor.movedim(arrangement.dim, 0)
     if arrangement.rows == "next":
         rows = rows.unflatten(0, (num_samples, -1))
     elif arrangement.rows == "blocks":
         rows = rows.unflatten(0, (-1, num_samples)).transpose(0, 1)
-    rows = rows[list(chosen)].reshape(len(chosen), -1)
-    return rows.float() if rows.dtype in LOW_PRECISION else rows
+    return rows
