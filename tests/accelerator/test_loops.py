@@ -1773,6 +1773,7 @@ def test_an_open_window_is_undone_when_python_ends():
 
 def test_a_loop_without_accumulation_is_told_nothing(caplog):
     Loop(plain).run(Accelerator, WINDOW)
+    by_hand(Accelerator, WINDOW)
     assert not caplog.text
 
 
