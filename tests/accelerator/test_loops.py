@@ -1772,8 +1772,24 @@ def test_an_open_window_is_undone_when_python_ends():
 
 
 def test_a_loop_without_accumulation_is_told_nothing(caplog):
+    """One that names `accumulate`, one that does not, and one that calls a function that does."""
+
+    def step(accelerator, model, optimizer, *batch):
+        with accelerator.accumulate(model):
+            accelerator.backward(plain(model, *batch))
+            optimizer.step()
+            optimizer.zero_grad()
+
     Loop(plain).run(Accelerator, WINDOW)
     by_hand(Accelerator, WINDOW)
+    reset_states()
+    accelerator = Accelerator()
+    model = classifier()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loader = DataLoader(TensorDataset(X, Y, VALUES), WINDOW)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for batch in loader:
+        step(accelerator, model, optimizer, *batch)
     assert not caplog.text
 
 
