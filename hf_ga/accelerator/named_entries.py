@@ -98,11 +98,13 @@ def _nested(entries: dict[str, Any], example: Any) -> Any:
         outer, _, inner = name.partition(SEPARATOR)
         grouped.setdefault(outer, {})[inner] = value
     examples = dict(_items(example))
+    # A list with one value for each sample has as many as the batch, those of an example fewer.
+    of_others = {} if isinstance(example, Mapping) else examples.get("0", {})
     values = {}
     for outer, inner_entries in grouped.items():
         is_leaf = "" in inner_entries
         values[outer] = (
-            inner_entries[""] if is_leaf else _nested(inner_entries, examples.get(outer, {}))
+            inner_entries[""] if is_leaf else _nested(inner_entries, examples.get(outer, of_others))
         )
     container_type = type(example)
     if isinstance(example, Mapping):

@@ -1793,6 +1793,19 @@ def test_a_loop_without_accumulation_is_told_nothing(caplog):
     assert not caplog.text
 
 
+@pytest.mark.parametrize("batch_size", SPLIT)
+@pytest.mark.parametrize("collate", [list, tuple], ids=["list", "tuple"])
+def test_batches_of_samples_that_are_not_stacked(batch_size, collate):
+    """`collate_fn=lambda samples: samples`: as many entries as the micro-batch has samples."""
+
+    def iteration(accelerator, model, optimizer, *samples):
+        x, y, values = map(torch.stack, zip(*samples, strict=True))
+        accelerator.backward(plain(model, x, y, values))
+
+    loop = Loop(plain, iteration=iteration, collate=collate)
+    assert loop.error(Accelerator, batch_size) < CLOSE
+
+
 def test_values_are_clipped_once_a_window():
     def iteration(accelerator, model, optimizer, *batch):
         accelerator.backward(plain(model, *batch))
