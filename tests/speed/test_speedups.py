@@ -82,7 +82,10 @@ class Wrong(SpeedUp):
 
     @contextmanager
     def scope(self, model):
-        handle = next(model.parameters()).register_hook(self.change)
+        def change(module, args, outputs):
+            outputs.register_hook(self.change)
+
+        handle = model.get_input_embeddings().register_forward_hook(change)
         try:
             yield
         finally:

@@ -58,9 +58,10 @@ class Device:
         if not self.backward:
             self._fail()
         parameters = list(module.parameters())
-        handle = parameters[len(parameters) // 2].register_hook(
-            lambda gradient: (handle.remove(), self._fail())
-        )
+        parameter = parameters[len(parameters) // 2]
+        # The node that adds to its `.grad`: hooks on parameters get the gradient of the window.
+        (self.node, _), *_ = parameter.expand_as(parameter).grad_fn.next_functions
+        handle = self.node.register_hook(lambda *gradients: (handle.remove(), self._fail()))
 
     def _fail(self, lost: int = 0) -> None:
         del self.seen[-lost:]
