@@ -139,7 +139,7 @@ class WindowEngine:
         self._recorder = OutputRecorder()
         self._state_check = StateCheck(self.draws)
         self._watches_weights = False
-        self._weight_norms: list[float] | None = None  # at the first backward of the window
+        self._weight_norms: Tensor | None = None  # at the first backward of the window
         self._rehearsal: Rehearsal | None = None  # of the current window
         self._router: WindowRouter | None = None  # of models with a balancing loss
         self._found_router: WindowRouter | None = None  # of the models, whether it is on or not
@@ -856,14 +856,30 @@ class WindowEngine:
 
     # The window's end
 
-    def _norms_of_weights(self) -> list[float]:
+    def _norms_of_weights(self) -> Tensor:
         """Return the norms of the parameters, but for embeddings that renormalise what they look
-        up.
+        up, shape (parameters,).
         """
         modules = [module for model in self._models for module in model.modules()]
         renormalised = {id(m.weight) for m in modules if getattr(m, "max_norm", None) is not None}
         weights = [p.detach() for p in self.gradient.parameters if id(p) not in renormalised]
-        return torch.stack(torch._foreach_norm(weights)).nan_to_num().tolist() if weights else []
+        norms = torch._foreach_norm(weights) if weights else []
+        return torch.stack([norm.to(self.backend.device) for norm in norms] or [torch.empty(0)])
+
+    def _compare_weights(self) -> None:
+        """Note an error if parameters of a rehearsed window are others than at its first backward:
+        the full batch has one.
+        """
+        before = self._weight_norms
+        if before is None or torch.allclose(
+            before, self._norms_of_weights(), rtol=0, atol=0, equal_nan=True
+        ):
+            return
+        self.gradient.failure = self.gradient.failure or ConfigError(
+            "the loop changed parameters within a window (it clamps, decays or copies them in each "
+            "iteration), so the window's micro-batches used different weights. Do it after "
+            "optimizer.step(), below `if accelerator.sync_gradients:`."
+        )
 
     def finish(self, *, can_repeat: bool, keeps_sums: bool) -> bool:
         """Finish the window: see `WindowGradient.finish`. Restores the models' buffers if it must
@@ -888,12 +904,7 @@ class WindowEngine:
                 self._router.check_window()
             except LossNotAdditive as error:
                 self.gradient.failure = self.gradient.failure or error
-        if self._weight_norms is not None and self._weight_norms != self._norms_of_weights():
-            self.gradient.failure = self.gradient.failure or ConfigError(
-                "the loop changed parameters within a window (it clamps, decays or copies them in "
-                "each iteration), so the window's micro-batches used different weights. Do it "
-                "after optimizer.step(), below `if accelerator.sync_gradients:`."
-            )
+        self._compare_weights()
         gradient = self.gradient
         state = self._state
         is_padded = self._request is not None and self._request.pad_to_window
