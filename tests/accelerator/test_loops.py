@@ -607,6 +607,30 @@ def test_backward_code_that_treats_samples_alone_is_that_of_the_full_batch(name,
     assert loop.error(Accelerator, batch_size) < CLOSE
 
 
+class WithHeads(nn.Module):
+    """A function with a backward of its own, on rows of heads: four for each sample."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = nn.Linear(6, 8)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads = self.inner(x).tanh().reshape(4 * len(x), 2)
+        heads = backward_code(lambda gradient: -0.5 * gradient).apply(heads)
+        return self.head(heads.reshape(len(x), 8))
+
+
+@pytest.mark.parametrize("batch_size", [4, 2])
+def test_backward_code_on_rows_of_heads_of_samples_without_targets(batch_size):
+    """Their gradient is 0, but in another arrangement of the rows it is that of other samples."""
+    labels = LABELS.clone()
+    labels[::2] = -100
+    loop = Loop(plain, WithHeads, columns=(X, labels, VALUES))
+    assert loop.error(Accelerator, batch_size) < CLOSE
+
+
 @pytest.mark.parametrize("kind", CHANGED_BY)
 @pytest.mark.parametrize("batch_size", [4, 2])
 @pytest.mark.parametrize(

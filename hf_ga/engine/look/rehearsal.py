@@ -553,7 +553,10 @@ class Rehearsal:
             before = self._rehearsed.get(key)
             if before is not None:
                 by_output.setdefault(key[:2], []).append((before, now))
-        return {key: _in_common_arrangements(pairs) for key, pairs in by_output.items()}
+        return {
+            key: _in_common_arrangements(pairs, keeps_unused=is_inside(key[1]))
+            for key, pairs in by_output.items()
+        }
 
     def has_term(self, term: TermKey) -> bool:
         """Whether the loss of the rehearsal had a term."""
@@ -637,12 +640,13 @@ class Rehearsal:
 
 
 def _in_common_arrangements(
-    pairs: Sequence[tuple[Footprints, Footprints]],
+    pairs: Sequence[tuple[Footprints, Footprints]], *, keeps_unused: bool
 ) -> list[list[tuple[Footprint, Footprint]]]:
     """Return the pairs of footprints in each arrangement that is possible before and now.
 
-    Several rows without any gradient are left out: they would agree in a wrong arrangement, too,
-    such as steps of time whose outputs are not used.
+    Several rows without any gradient are left out at outputs: they would agree in a wrong
+    arrangement, too, such as steps of time whose outputs are not used. Inside of a model they are
+    kept: rows of heads of attention, of samples without targets, would differ in a wrong one.
     """
     before, now = pairs[0]
     found = []
@@ -650,7 +654,7 @@ def _in_common_arrangements(
         if arrangement not in before:
             continue
         of_arrangement = [(before[arrangement], now[arrangement]) for before, now in pairs]
-        if _is_any_used(of_arrangement) or arrangement.rows == "one":
+        if keeps_unused or _is_any_used(of_arrangement) or arrangement.rows == "one":
             found.append(of_arrangement)
     return found
 
