@@ -90,6 +90,7 @@ class WindowGradient:
         self._index_of = {id(p): index for index, p in enumerate(self.parameters)}
         self.stack_sizes = StackSizes()
         self._num_merged_pairs = 0
+        self._has_hooks = False  # whether a parameter has one, on any rank
         self._first_exponent: int | None = None  # of shards' scale in the first window
         self.loss: Tensor | None = None
         self.num_micro_batches = 1
@@ -412,11 +413,11 @@ class WindowGradient:
             times: What they are multiplied by.
         """
         shown: Gradients = []
+        multiples = [None if gradient is None else gradient * times for gradient in gradients]
         for parameter, gradient, earlier in zip(
-            self.parameters, gradients, self.earlier, strict=True
+            self.parameters, self._after_hooks(multiples), self.earlier, strict=True
         ):
             if gradient is not None:
-                gradient = self._after_hooks(parameter, gradient * times)
                 parameter.grad = gradient if earlier is None else earlier + gradient
             shown.append(parameter.grad)
         self._shown = shown
@@ -565,9 +566,28 @@ class WindowGradient:
         """
         return nullcontext() if self.backend.is_sharded else hooks_suspended(self.parameters)
 
-    def _after_hooks(self, parameter: nn.Parameter, gradient: Tensor) -> Tensor:
-        """Return what hooks of a parameter make of the window's gradient."""
-        return gradient if self.backend.is_sharded else after_hooks(parameter, gradient)
+    def _after_hooks(self, gradients: Gradients) -> Gradients:
+        """Return what hooks of parameters make of the window's gradients. A collective if any rank
+        has hooks.
+
+        Raises:
+            ConfigError: If they make something else of them on another rank: weights would differ.
+        """
+        if not self._has_hooks or self.backend.is_sharded:
+            return gradients
+        with self.backend.failing_on_all_ranks():
+            changed = [
+                None if gradient is None else after_hooks(parameter, gradient)
+                for parameter, gradient in zip(self.parameters, gradients, strict=True)
+            ]
+        # As text, in which NaN equals NaN.
+        found = [repr((float(g.norm()), float(g.sum()))) for g in changed if g is not None]
+        if any(other != found for other in self.backend.gather_objects(found)):
+            raise ConfigError(
+                "a hook on a parameter changes the window's gradient on one process in another way "
+                "than on the others, so their weights would differ: register it on all of them."
+            )
+        return changed
 
     def has_sums_of(self, parameters: Sequence[nn.Parameter]) -> bool:
         """Whether a backward of this window has reached one of these parameters."""
@@ -656,10 +676,10 @@ class WindowGradient:
             return False
         if self.num_backwards > 1 or self.backend.num_processes > 1:
             self.stack_sizes.settle()
-        gradients = self._mean_gradients(keeps_sums)
+        gradients = self._after_hooks(self._mean_gradients(keeps_sums))
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
             if gradient is not None:
-                parameter.grad = self._after_hooks(parameter, gradient)
+                parameter.grad = gradient
         return True
 
     def withdraw(self) -> None:
@@ -725,6 +745,7 @@ class WindowGradient:
             float(self._lacks_values),
             float(self.has_compared_widths),
             float(not self.is_packed),
+            float(any(parameter._backward_hooks for parameter in self.parameters)),
         )
         status = RankStatus(
             loss=self._loss_sum,
@@ -746,6 +767,7 @@ class WindowGradient:
         num_without_values = sums.pop(0)
         self.has_compared_widths = bool(sums.pop(0))
         self.is_packed = not sums.pop(0)
+        self._has_hooks = bool(sums.pop(0))
         has_several_widths = bool(squared_differences(tuple(sums[:3])))
         sum_of_parts = sums[3]
         sample_sums = (sums[4], sums[5])

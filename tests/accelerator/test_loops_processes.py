@@ -2,13 +2,15 @@
 those of the full batch in float64 on one process, or both processes refuse the loop.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 
 import accelerate
 import pytest
+import torch
 from forked import on_two_ranks, outcome, without_errors
-from test_loops import CLOSE, EXACT, FAR, REFUSED, UNEQUAL
+from test_loops import CLOSE, EXACT, FAR, REFUSED, UNEQUAL, Loop, plain, with_hooks
 
 from hf_ga import Accelerator
 
@@ -73,3 +75,26 @@ def test_losses_that_depend_on_the_split_are_refused():
 
 def _is_refusal(said: object) -> bool:
     return isinstance(said, str) and said.startswith(("LossNotAdditive: ", "ProcessFailed: "))
+
+
+def hooked_on_main(change):
+    """A loop with a hook on a parameter of the main process only."""
+    is_main = os.environ["RANK"] == "0"
+    return Loop(plain, partial(with_hooks, *([change] if is_main else [])))
+
+
+@pytest.mark.parametrize("size", [2, 1])
+def test_hooks_of_one_process(size):
+    """One that only looks may be on the main process alone, as loggers register theirs; one that
+    changes the gradient there would let the weights of the processes drift apart.
+    """
+
+    def work():
+        looking = hooked_on_main(lambda gradient: None).run(Accelerator, size)
+        halving = hooked_on_main(lambda gradient: gradient / 2)
+        return looking, outcome(partial(halving.run, Accelerator, size))
+
+    (first, said), (second, said_too) = without_errors(on_two_ranks(work))
+    assert torch.equal(first, second)
+    assert "changes the window's gradient on one process in another way" in said
+    assert said_too == said
