@@ -106,6 +106,8 @@ class KeyedDraws:
         places: Random function that was called -> where the user's code called it first.
         sites: For each dropout mask of padded samples, its last draw, by its place.
         has_unkeyed: Whether a draw of the micro-batch was torch's own, as `allow_unkeyed` permits.
+        taken_for_weights: A draw of the micro-batch that was taken for noise on a weight, but has a
+            dim that may hold the samples; None if there was none.
         unkeyed_after_backward: Description of the first draw after `after_backward` that could not
             be tied to samples; None if there was none.
 
@@ -127,6 +129,7 @@ class KeyedDraws:
         self.places: dict[str, str] = {}
         self.sites: dict[tuple[int, int], Draw] = {}
         self.has_unkeyed = False
+        self.taken_for_weights: str | None = None
         self.unkeyed_after_backward: str | None = None
         self._is_after_backward = False
         self._micro_batch: MicroBatch | None = None
@@ -148,6 +151,7 @@ class KeyedDraws:
         self.mask_source = None
         self._is_after_backward = False
         self.has_unkeyed = False
+        self.taken_for_weights = None
         self.unkeyed_after_backward = None
 
     def after_backward(self) -> None:
@@ -287,6 +291,8 @@ class KeyedDraws:
             raise NotKeyed(function, shape, "its rows are tokens of several samples, packed")
         place = (micro_batch.num_seedings, number, function)
         is_of_weights = self._is_after_backward and shape in self.weight_shapes
+        if is_of_weights and any(size % self.num_samples == 0 for size in shape):
+            self.taken_for_weights = f"{function} of shape {list(shape)}"
         sample_dim = self._sample_dim(place, shape[:batch_dims], only_shared or is_of_weights)
         if function not in self.places:
             self.places[function] = user_code()

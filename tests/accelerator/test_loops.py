@@ -1740,6 +1740,19 @@ def test_noise_on_gradients_is_that_of_the_full_batch():
         assert (loop.run(Accelerator, batch_size) - whole).norm() < CLOSE * whole.norm()
 
 
+def test_a_draw_between_backwards_of_the_shape_of_a_weight_is_refused():
+    """The first layer has a bias of as many numbers as the window has samples."""
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        accelerator.backward(plain(model, x, y, values))
+        weights = torch.rand(len(x))
+        losses = F.cross_entropy(model(x), y, reduction="none")
+        accelerator.backward((weights * losses).mean())
+
+    with pytest.raises(UnkeyedRandomness, match=r"rand of shape \[8\] was drawn between two"):
+        Loop(plain, iteration=iteration).run(Accelerator, WINDOW)
+
+
 @pytest.mark.parametrize("batch_size", [4, 2])
 def test_parameters_that_the_loop_changes_within_a_window_are_refused(batch_size):
     def clamp(accelerator, model, optimizer, *batch):
