@@ -521,8 +521,8 @@ class WindowEngine:
         if self.draws.taken_for_weights is not None:
             raise UnkeyedRandomness(
                 f"{self.draws.taken_for_weights} was drawn between two backwards of a "
-                f"micro-batch: it may be rows of its {len(self.slot.micro_batch)} samples, or noise on "
-                "a weight of that shape. Draw it before the first backward."
+                "micro-batch: it may be rows of samples, or noise on a weight of that shape. Draw "
+                "it before the first backward."
             )
         slot = self.slot
         self.num_adds += 1
