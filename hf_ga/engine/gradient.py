@@ -36,6 +36,7 @@ from hf_ga.errors import ConfigError, LossNotAdditive
 from hf_ga.loss import StackSizes, Term, read_terms, undivided
 from hf_ga.model.precision import sum_dtype
 from hf_ga.order.chunks import ChunkTree
+from hf_ga.order.length_plan import Computed
 from hf_ga.parallel.backend import Backend, RankStatus
 
 Gradients = list[Tensor | None]
@@ -69,8 +70,8 @@ class WindowGradient:
         undecided: After `finish`, two keys of which that must be found out, or None.
         has_compared_widths: Whether a sample of the window was compared in two widths: before
             `finish` on this rank, afterwards on any.
-        is_packed: Whether the model computes real tokens only from now on: before `finish` on this
-            rank, afterwards on all.
+        computed: Which tokens the model computes from now on: before `finish` on this rank,
+            afterwards on all.
         widths: For each counted micro-batch so far, the number of elements of one sample.
         needs_padding: Whether later windows must be padded, too: before `finish` because of this
             rank, afterwards because of any. `begin` keeps it.
@@ -115,7 +116,7 @@ class WindowGradient:
         self.must_try_widths = False
         self.undecided: tuple[TermKey, TermKey] | None = None
         self.has_compared_widths = False
-        self.is_packed = False
+        self.computed = Computed.PADDED
         self.widths: list[float] = []
         self.samples = SampleCount()
         self.num_backwards = 0
@@ -744,7 +745,8 @@ class WindowGradient:
             float(self.needs_padding),
             float(self._lacks_values),
             float(self.has_compared_widths),
-            float(not self.is_packed),
+            float(self.computed < Computed.REAL),
+            float(self.computed < Computed.ROWS),
             float(any(parameter._backward_hooks for parameter in self.parameters)),
         )
         status = RankStatus(
@@ -766,7 +768,12 @@ class WindowGradient:
         num_to_repeat, num_to_pad, num_to_look, num_in_need, *sums = status.counts
         num_without_values = sums.pop(0)
         self.has_compared_widths = bool(sums.pop(0))
-        self.is_packed = not sums.pop(0)
+        num_padded = sums.pop(0)
+        num_without_rows = sums.pop(0)
+        if num_padded:
+            self.computed = Computed.PADDED
+        elif num_without_rows:
+            self.computed = Computed.REAL
         self._has_hooks = bool(sums.pop(0))
         has_several_widths = bool(squared_differences(tuple(sums[:3])))
         sum_of_parts = sums[3]

@@ -35,6 +35,7 @@ from hf_ga.model.forward import (
     unwrapped,
     without_cache,
 )
+from hf_ga.order.length_plan import Computed
 from hf_ga.parallel.backend import Backend
 
 logger = get_logger(__name__)
@@ -158,10 +159,10 @@ class OwnLoop:
                 window = window.padded_to_window()
         # Where samples are rehearsed, padding is computed.
         is_due = self.engine.is_rehearsal_due(number_of(window))
-        is_packed = window.state.is_packed and not is_due
-        if not window.is_planned_for(is_packed=is_packed):
+        computed = Computed.PADDED if is_due else window.state.computed
+        if not window.is_planned_for(computed):
             with self.engine.backend.failing_on_all_ranks():
-                window = window.planned_for(is_packed=is_packed)
+                window = window.planned_for(computed)
         return self.within_memory_limit(window)
 
     def within_memory_limit(self, window: Window) -> Window:

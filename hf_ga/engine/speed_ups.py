@@ -38,6 +38,7 @@ from hf_ga.model.forward import (
     unwrapped,
 )
 from hf_ga.model.precision import LOW_PRECISION, full_precision
+from hf_ga.order.length_plan import Computed
 from hf_ga.rows.fused_attention import FusedAttention
 from hf_ga.rows.packing import Packing, can_run_rows
 from hf_ga.speed.lazy_logits import ChunkedLoss
@@ -150,9 +151,12 @@ class SpeedUps:
         self._forward = ExitStack()
 
     @property
-    def is_packing(self) -> bool:
-        """Whether padding is not computed in windows without a rehearsal."""
-        return any(isinstance(speed_up, Packing) for speed_up in self.used)
+    def computed(self) -> Computed:
+        """Which tokens are computed in windows without a rehearsal."""
+        for speed_up in self.used:
+            if isinstance(speed_up, Packing):
+                return Computed.ROWS if speed_up.is_compiled else Computed.REAL
+        return Computed.PADDED
 
     def may_run_rows(self, models: Sequence[nn.Module]) -> bool:
         """Whether the models' compiled layers run on rows, or may after the trials."""

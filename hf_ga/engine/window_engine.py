@@ -921,7 +921,7 @@ class WindowEngine:
             gradient.needs_padding |= difference * MIN_IMPROVEMENT < self._unpadded_difference
         if can_repeat and self._request is not None:
             gradient.samples.expect(self._request.positions)
-        gradient.is_packed = self.speed_ups.is_packing
+        gradient.computed = self.speed_ups.computed
         is_done = gradient.finish(is_padded=is_padded, can_repeat=can_repeat, keeps_sums=keeps_sums)
         self.must_look |= gradient.must_look
         if gradient.must_try_widths:
@@ -966,7 +966,7 @@ class WindowEngine:
                 )
         state.has_unpadded |= is_done and not is_padded
         if is_done:
-            state.is_packed = gradient.is_packed
+            state.computed = gradient.computed
         return is_done
 
     def _positions_with(self, keys: Sequence[TermKey]) -> np.ndarray:

@@ -13,7 +13,7 @@ from hf_ga.loading.fetch import WindowRequest
 from hf_ga.loading.window import LoaderState
 from hf_ga.order.chunks import ChunkTree
 from hf_ga.order.layout import Layout
-from hf_ga.order.length_plan import CPU_OVERHEAD, GPU_OVERHEAD, ByLength
+from hf_ga.order.length_plan import CPU_OVERHEAD, GPU_OVERHEAD, ByLength, Computed
 from hf_ga.order.plan import Plan, Planner, check_plan, plan_window
 
 
@@ -44,7 +44,7 @@ class Splitter:
         lengths: np.ndarray,
         *,
         pad_to_window: bool = False,
-        is_packed: bool = False,
+        computed: Computed = Computed.PADDED,
     ) -> WindowRequest:
         """Plan a window and return this process's part of it, as a request for its batches.
 
@@ -57,15 +57,16 @@ class Splitter:
             sample_ids: Ids of its samples in the order of the epoch, shape (samples,).
             lengths: Number of tokens of each of its samples, shape (samples,).
             pad_to_window: Whether all micro-batches are padded to the longest sample of the window.
-            is_packed: Whether padding is not computed. Ignored if the window is padded, for same
+            computed: Which tokens the model computes. Ignored if the window is padded, for same
                 bits, and without a plan by lengths.
 
         Raises:
             ConfigError: If the plan drops or repeats samples, or has an empty micro-batch.
         """
         is_by_length = isinstance(self.planner, ByLength)
-        is_packed &= is_by_length and not pad_to_window and self.canonical_micro_batch is None
-        plan = self.plan(lengths, pad_to_window, is_packed)
+        if not is_by_length or pad_to_window or self.canonical_micro_batch is not None:
+            computed = Computed.PADDED
+        plan = self.plan(lengths, pad_to_window, computed)
         chunk_tree = None
         if self.canonical_micro_batch is not None:
             chunks = plan[0]  # of the whole window, as it was planned for a single process
@@ -85,11 +86,16 @@ class Splitter:
             max_micro_batches=max(map(len, plan)),
             lengths=lengths if is_by_length else None,
             chunk_tree=chunk_tree,
-            is_packed=is_packed,
-            max_tokens=self.planner.max_tokens if is_packed else None,
+            computed=computed,
+            max_tokens=self.planner.max_tokens if computed else None,
         )
 
-    def plan(self, lengths: np.ndarray, pad_to_window: bool, is_packed: bool = False) -> Plan:
+    def plan(
+        self,
+        lengths: np.ndarray,
+        pad_to_window: bool,
+        computed: Computed = Computed.PADDED,
+    ) -> Plan:
         """Split a window into the micro-batches of all processes.
 
         For same bits, split it into chunks (groups of `canonical_micro_batch` samples) instead, as
@@ -99,7 +105,7 @@ class Splitter:
             lengths: Number of tokens of each sample of the window, shape (samples,).
             pad_to_window: Whether all micro-batches are padded to the longest sample of the window.
                 If so, a plan by length treats all samples as equally long.
-            is_packed: Whether a plan by length counts real tokens only.
+            computed: Which tokens a plan by length counts.
 
         Returns:
             For each process, the list of its micro-batches (offsets of samples in the window).
@@ -113,19 +119,23 @@ class Splitter:
             return plan_window(len(lengths), num_processes, size)
         if pad_to_window and isinstance(self.planner, ByLength):
             lengths = np.full_like(lengths, lengths.max())
-        if is_packed:
-            return replace(self.planner, is_packed=True)(lengths, num_processes)
+        if computed:
+            return replace(self.planner, computed=computed)(lengths, num_processes)
         return self.planner(lengths, num_processes)
 
     def replan(
-        self, request: WindowRequest, *, pad_to_window: bool = False, is_packed: bool = False
+        self,
+        request: WindowRequest,
+        *,
+        pad_to_window: bool = False,
+        computed: Computed = Computed.PADDED,
     ) -> WindowRequest:
         """Plan a window again.
 
         Args:
             request: The plan of the window, which was planned by lengths.
             pad_to_window: See `make_request`.
-            is_packed: See `make_request`.
+            computed: See `make_request`.
         """
         return self.make_request(
             request.epoch,
@@ -133,7 +143,7 @@ class Splitter:
             request.sample_ids,
             request.lengths,
             pad_to_window=pad_to_window,
-            is_packed=is_packed,
+            computed=computed,
         )
 
 
@@ -274,7 +284,7 @@ class BaseLoader:
         state["pad_to_window"] = self.state.pad_to_window
         state["is_padding_tried"] = self.state.is_padding_tried
         state["is_width_tried"] = self.state.is_width_tried
-        state["is_packed"] = self.state.is_packed
+        state["computed_tokens"] = int(self.state.computed)
         return state
 
     def load_state_dict(self, state: dict[str, Any], *, allow_changes: bool = False) -> None:
@@ -308,7 +318,8 @@ class BaseLoader:
         self.state.pad_to_window |= state.get("pad_to_window", False)
         self.state.is_padding_tried |= state.get("is_padding_tried", False)
         self.state.is_width_tried |= state.get("is_width_tried", False)
-        self.state.is_packed |= state.get("is_packed", False)
+        computed = Computed(state.get("computed_tokens", Computed.PADDED))
+        self.state.computed = max(self.state.computed, computed)
 
     def changed_settings(self, state: dict[str, Any]) -> list[str]:
         """List the settings that determine the order of the samples and differ from those of a

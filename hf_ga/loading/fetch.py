@@ -20,6 +20,7 @@ from hf_ga.errors import UnkeyedRandomness
 from hf_ga.loading.batches import as_batch, equal_batches, take_rows
 from hf_ga.loading.entries import Entries, put_together
 from hf_ga.order.chunks import ChunkTree
+from hf_ga.order.length_plan import Computed
 
 Collate = Callable[[list[Any]], Any]
 
@@ -43,7 +44,7 @@ class WindowRequest:
             None if the micro-batches were chosen in another way.
         chunk_tree: For same bits, the tree over the chunks of the window; every micro-batch is one
             chunk. None otherwise.
-        is_packed: Whether the plan takes for granted that padding is not computed.
+        computed: Which tokens the model computes, as the plan takes for granted.
         max_tokens: Maximum number of real tokens of a micro-batch in all such plans of a run. None:
             unknown.
     """
@@ -58,7 +59,7 @@ class WindowRequest:
     max_micro_batches: int = 0
     lengths: np.ndarray | None = None
     chunk_tree: ChunkTree | None = None
-    is_packed: bool = False
+    computed: Computed = Computed.PADDED
     max_tokens: int | None = None
 
 

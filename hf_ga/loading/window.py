@@ -11,6 +11,7 @@ from accelerate.utils import send_to_device
 from hf_ga.loading.batches import MicroBatch
 from hf_ga.loading.fetch import Fetcher, WindowRequest
 from hf_ga.loading.memory import num_elements
+from hf_ga.order.length_plan import Computed
 
 
 @dataclass
@@ -25,7 +26,7 @@ class LoaderState:
         is_padding_tried: Whether it was tried if padding changes what the model returns.
         is_width_tried: Whether a sample was compared in two padded widths.
         has_unpadded: Whether a window was done that was not padded to its longest sample.
-        is_packed: Whether the model computes real tokens only, on all processes.
+        computed: Which tokens the model computes, on all processes.
     """
 
     max_elements: int | None = None
@@ -33,7 +34,7 @@ class LoaderState:
     is_padding_tried: bool = False
     is_width_tried: bool = False
     has_unpadded: bool = False
-    is_packed: bool = False
+    computed: Computed = Computed.PADDED
 
 
 @dataclass
@@ -148,17 +149,17 @@ class Window:
             return self._collate_again(replace(request, pad_to_window=True))
         return self._collate_again(self.replan(request, pad_to_window=True))
 
-    def is_planned_for(self, *, is_packed: bool) -> bool:
-        """Whether the window's plan is for a model that computes real tokens only, or for one that
-        computes padding, too. True for a plan that is not made by lengths, or fixed.
+    def is_planned_for(self, computed: Computed) -> bool:
+        """Whether the window's plan is for a model that computes these tokens. True for a plan that
+        is not made by lengths, or fixed.
         """
         request = self.request
         is_fixed = request.pad_to_window or request.chunk_tree is not None
-        return request.lengths is None or is_fixed or request.is_packed == is_packed
+        return request.lengths is None or is_fixed or request.computed == computed
 
-    def planned_for(self, *, is_packed: bool) -> "Window":
-        """Return the window, planned again for a model that computes real tokens only, or not."""
-        return self._collate_again(self.replan(self.request, is_packed=is_packed))
+    def planned_for(self, computed: Computed) -> "Window":
+        """Return the window, planned again for a model that computes these tokens."""
+        return self._collate_again(self.replan(self.request, computed=computed))
 
     def _collate_again(self, request: WindowRequest) -> "Window":
         """Return this window collated according to another plan of the same samples."""

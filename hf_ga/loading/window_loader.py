@@ -171,7 +171,7 @@ class WindowLoader(BaseLoader):
                 ids,
                 self.lengths[ids],
                 pad_to_window=self.state.pad_to_window,
-                is_packed=self.state.is_packed,
+                computed=self.state.computed,
             )
 
     def order(self, epoch: int) -> np.ndarray:

@@ -2,7 +2,8 @@
 micro-batch, and about equal compute time on all processes.
 
 Where the model computes real tokens only (packing), padding costs nothing, but in attention on a
-CPU: the limit is one of real tokens, and there are fewer micro-batches.
+CPU: the limit is one of real tokens, and there are fewer micro-batches. Compiled layers compute
+rows of few lengths, each filled up to the next one: there, rows should be full.
 
 The samples are sorted by length, and a micro-batch is a run of consecutive ones. Nothing is lost by
 that: for any split into micro-batches there is one into consecutive samples of the sorted window
@@ -11,6 +12,7 @@ with the same sizes, in which no micro-batch is padded to a greater length.
 
 import heapq
 from dataclasses import dataclass
+from enum import IntEnum
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -31,6 +33,12 @@ CPU_OVERHEAD = 192
 # On a GPU, measured with GPT-2-small in bf16 on an H200 (torch 2.11): while the host launches the
 # kernels of a forward and backward, the GPU could compute so many tokens.
 GPU_OVERHEAD = 7000
+# The same for compiled rows, an estimate: an eighth of the operators to launch (count_rows.py), and
+# tokens that the GPU computes twice as fast.
+GPU_OVERHEAD_OF_ROWS = GPU_OVERHEAD // 4
+# Lengths of rows, for each of which layers are compiled: the limit of the run over these numbers.
+PARTS_OF_LIMIT = (1, 2, 4)
+MULTIPLE = 64  # lengths are multiples of it, for aligned matrix products
 # Maximum padded tokens of a packed micro-batch, in units of the limit on its real ones: embeddings
 # and heads compute them.
 MAX_PADDING = 2
@@ -38,6 +46,14 @@ MAX_PADDING = 2
 LIMIT_SIXTEENTHS = (16, 14, 12, 10, 8, 7, 6, 5, 4)
 # A plan that needs less memory than the fastest plan may be slower by 1/32 of its time.
 SLOWDOWN_DENOMINATOR = 32
+
+
+class Computed(IntEnum):
+    """Which tokens of a micro-batch the model computes, as far as plans have to know."""
+
+    PADDED = 0
+    REAL = 1
+    ROWS = 2  # real ones, filled up to a row of fixed length
 
 
 @dataclass(frozen=True)
@@ -50,7 +66,7 @@ class ByLength:
             `micro_batch_size` samples of the length of the window's longest sample.
         overhead: The part of the cost of a micro-batch that does not depend on its size, in tokens.
         lockstep: Whether processes wait for each other in every micro-batch (FSDP).
-        is_packed: Whether padding is not computed, but in attention.
+        computed: Which tokens the model computes; but in attention, see `pads_attention`.
         pads_attention: Whether attention of packed tokens is padded (on a CPU).
     """
 
@@ -58,7 +74,7 @@ class ByLength:
     max_tokens: int | None
     overhead: int
     lockstep: bool
-    is_packed: bool = False
+    computed: Computed = Computed.PADDED
     pads_attention: bool = True
 
     def __call__(self, lengths: np.ndarray, num_processes: int) -> Plan:
@@ -72,13 +88,17 @@ class ByLength:
             For each process, the list of its micro-batches (offsets of samples in the window).
         """
         max_tokens = self.max_tokens or self.micro_batch_size * int(lengths.max(initial=1))
+        overhead = self.overhead
+        if self.computed is Computed.ROWS:
+            overhead = min(overhead, GPU_OVERHEAD_OF_ROWS)
         return plan_by_length(
             lengths,
             num_processes,
             max_tokens,
-            overhead=self.overhead,
+            overhead=overhead,
             lockstep=self.lockstep,
-            is_packed=self.is_packed,
+            is_packed=self.computed is not Computed.PADDED,
+            row_limit=self.max_tokens if self.computed is Computed.ROWS else None,
             pads_attention=self.pads_attention,
         )
 
@@ -101,6 +121,7 @@ def plan_by_length(
     overhead: int = CPU_OVERHEAD,
     lockstep: bool = False,
     is_packed: bool = False,
+    row_limit: int | None = None,
     pads_attention: bool = True,
 ) -> Plan:
     """Split a window into micro-batches of similar lengths, and assign them to processes.
@@ -109,7 +130,8 @@ def plan_by_length(
 
         overhead + samples x padded length x (1 + padded length / ATTENTION_WIDTH)
 
-    For packed tokens, it is overhead + real tokens + what attention adds to them.
+    For packed tokens, it is overhead + real tokens + what attention adds to them; for rows, the
+    length of the row takes the place of the real tokens.
 
     For several limits on the padded tokens of a micro-batch, from `max_tokens` (or twice the tokens
     per process, if that is less) downwards, the sorted window is split so that the sum of costs is
@@ -127,6 +149,8 @@ def plan_by_length(
             micro-batches of all processes have about the same cost. If not, only the total costs of
             the processes are balanced.
         is_packed: Whether padding is not computed, but in attention.
+        row_limit: Maximum number of tokens of a row in the run (see `row_length`), if packed tokens
+            are filled up to rows. None: they are not.
         pads_attention: Whether attention of packed tokens is padded.
 
     Returns:
@@ -160,8 +184,10 @@ def plan_by_length(
     for sixteenths in LIMIT_SIXTEENTHS:
         limit = max(1, largest_limit * sixteenths // 16)
         if is_packed:
-            boundaries = packed_boundaries(sorted_lengths, limit, overhead, pads_attention)
-            costs = _packed_costs(sorted_lengths, boundaries, pads_attention)
+            boundaries = packed_boundaries(
+                sorted_lengths, limit, overhead, pads_attention, row_limit
+            )
+            costs = _packed_costs(sorted_lengths, boundaries, pads_attention, row_limit)
         else:
             boundaries = cheapest_boundaries(sorted_lengths, limit, overhead)
             padded_lengths = sorted_lengths[boundaries[1:] - 1]
@@ -275,13 +301,54 @@ def cheapest_boundaries(sorted_lengths: np.ndarray, max_tokens: int, overhead: i
     return _even_out(_followed(begins), sorted_lengths)
 
 
+def row_length(num_tokens: int, limit: int | None) -> int:
+    """Return the length of the row for some tokens, one of few.
+
+    Args:
+        num_tokens: Number of real tokens of a micro-batch.
+        limit: Maximum number of them in this run. None: unknown, then it is a power of two.
+
+    >>> [row_length(number, 2000) for number in (1900, 1100, 1000, 300, 2100)]
+    [2048, 2048, 1024, 512, 4096]
+    """
+    long_enough = [length for length in _row_lengths(limit) if length >= num_tokens]
+    if long_enough:
+        return min(long_enough)
+    return max(MULTIPLE, 1 << (num_tokens - 1).bit_length())
+
+
+def _row_lengths(limit: int | None) -> list[int]:
+    """Return the lengths of rows of at most `limit` tokens, in ascending order."""
+    if limit is None:
+        return []
+    return sorted(-(-limit // (part * MULTIPLE)) * MULTIPLE for part in PARTS_OF_LIMIT)
+
+
+def _computed_tokens(num_tokens: np.ndarray, row_limit: int | None) -> np.ndarray:
+    """Return how many tokens are computed for so many real ones: the length of the row, if there
+    are rows. More than fit into the longest one, of a single sample, count as they are.
+    """
+    if row_limit is None:
+        return num_tokens
+    lengths = np.array(_row_lengths(row_limit))
+    is_row = num_tokens <= lengths[-1]
+    computed = num_tokens.copy()
+    computed[is_row] = lengths[np.searchsorted(lengths, num_tokens[is_row])]
+    return computed
+
+
 def packed_boundaries(
-    sorted_lengths: np.ndarray, max_tokens: int, overhead: int, pads_attention: bool
+    sorted_lengths: np.ndarray,
+    max_tokens: int,
+    overhead: int,
+    pads_attention: bool,
+    row_limit: int | None = None,
 ) -> np.ndarray:
     """Split a window, sorted by length, into packed micro-batches with the smallest sum of costs.
 
     Dynamic programming over the number of samples at which a micro-batch ends. All micro-batches
-    together have the same real tokens, so only their number and the padding of attention count.
+    together have the same real tokens, so only their number, the padding of attention and the tails
+    of rows count.
 
     Args:
         sorted_lengths: Number of tokens of each sample, in ascending order, at least 1.
@@ -289,6 +356,7 @@ def packed_boundaries(
             times as many.
         overhead: Cost of a micro-batch that does not depend on its size, in tokens.
         pads_attention: Whether attention is padded.
+        row_limit: See `plan_by_length`.
 
     Returns:
         See `cheapest_boundaries`.
@@ -309,6 +377,9 @@ def packed_boundaries(
         first_begin = first_begins[end - 1]
         sizes = descending_sizes[first_begin - end :]
         costs = best_costs[first_begin:end] + sizes * attention_per_sample[end - 1]
+        if row_limit is not None:
+            num_tokens = tokens_before[end] - tokens_before[first_begin:end]
+            costs += _computed_tokens(num_tokens, row_limit) * ATTENTION_WIDTH
         cheapest = int(costs.argmin())
         best_costs[end] = costs[cheapest] + overhead * ATTENTION_WIDTH
         begins[end] = first_begin + cheapest
@@ -316,11 +387,14 @@ def packed_boundaries(
 
 
 def _packed_costs(
-    sorted_lengths: np.ndarray, boundaries: np.ndarray, pads_attention: bool
+    sorted_lengths: np.ndarray,
+    boundaries: np.ndarray,
+    pads_attention: bool,
+    row_limit: int | None,
 ) -> np.ndarray:
     """Return the compute cost of each packed micro-batch, see `_costs_per_sample`."""
     starts = boundaries[:-1]
-    tokens = np.add.reduceat(sorted_lengths, starts)
+    tokens = _computed_tokens(np.add.reduceat(sorted_lengths, starts), row_limit)
     attention = np.add.reduceat(sorted_lengths**2, starts)
     if pads_attention:
         attention = np.diff(boundaries) * sorted_lengths[boundaries[1:] - 1] ** 2

@@ -22,6 +22,7 @@ from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import ConfigError
 from hf_ga.logs import get_logger
 from hf_ga.model.override import override
+from hf_ga.order.length_plan import row_length
 from hf_ga.rows.compiling import OPTIONS
 from hf_ga.rows.packed_attention import PackedAttention, PackedSamples, autocast_tensors
 from hf_ga.rows.packed_tokens import PackedTokens
@@ -30,9 +31,6 @@ from hf_ga.speed.speed_up import Call
 
 logger = get_logger(__name__)
 
-# Lengths of rows, for each of which layers are compiled: the limit of the run over these numbers.
-PARTS_OF_LIMIT = (1, 2, 4)
-MULTIPLE = 64  # lengths are multiples of it, for aligned matrix products
 MAX_DRAWS = 16  # in one layer
 
 
@@ -241,24 +239,6 @@ class CompiledRows:
         window = -1 if sliding_window is None else sliding_window
         numbers = [float(x) for x in (draw, dropout, scale, is_causal, window)]
         return row_attention(query, key, value, self._call, numbers), None
-
-
-def row_length(num_tokens: int, limit: int | None) -> int:
-    """Return the length of the row for some tokens, one of few.
-
-    Args:
-        num_tokens: Number of real tokens of a micro-batch.
-        limit: Maximum number of them in this run. None: unknown, then it is a power of two.
-
-    >>> [row_length(number, 2000) for number in (1900, 1100, 1000, 300, 2100)]
-    [2048, 2048, 1024, 512, 4096]
-    """
-    if limit is not None:
-        lengths = [-(-limit // (part * MULTIPLE)) * MULTIPLE for part in PARTS_OF_LIMIT]
-        long_enough = [length for length in lengths if length >= num_tokens]
-        if long_enough:
-            return min(long_enough)
-    return max(MULTIPLE, 1 << (num_tokens - 1).bit_length())
 
 
 def _is_mask(argument: Any) -> bool:

@@ -16,6 +16,7 @@ from windows import one_window, window_gradient
 import hf_ga
 from hf_ga.engine import window_engine
 from hf_ga.errors import DataError, LossNotAdditive
+from hf_ga.order.length_plan import Computed
 
 LATE = 37  # a sample in the fifth window, which is not rehearsed
 
@@ -205,8 +206,7 @@ def test_no_false_alarm_in_a_run_with_dropout(precision, own_accelerator_state):
     for number, window in enumerate([*windows, *windows]):
         is_rehearsed = number < 3
         # All were planned with padding, which is not computed in the later ones.
-        is_packed = window.state.is_packed and not is_rehearsed
-        planned = window.planned_for(is_packed=is_packed)
+        planned = window.planned_for(Computed.PADDED if is_rehearsed else window.state.computed)
         sizes.clear()
         hf_ga.train_step(accelerator, model, optimizer, window)
         assert len(sizes) == len(planned.micro_batches) + is_rehearsed

@@ -4,6 +4,7 @@ same updates.
 
 import helpers as h
 import numpy as np
+import pytest
 import torch
 from accelerate import Accelerator
 from forked import on_two_ranks, without_errors
@@ -11,6 +12,7 @@ from processes import make_accelerator
 
 import hf_ga
 from hf_ga.engine import own_loop, speed_ups, window_engine
+from hf_ga.order.length_plan import Computed
 
 WINDOW = 16
 NUM_WINDOWS = 8
@@ -45,7 +47,9 @@ def make_loader(accelerator, **options) -> hf_ga.WindowLoader:
     )
 
 
-def train(accelerator=None, position=None, stop=NUM_WINDOWS, weights=None, **options):
+def train(
+    accelerator=None, position=None, stop=NUM_WINDOWS, weights=None, is_compiled=False, **options
+):
     """Returns: (number of micro-batches and whether it was planned for packing, of each window;
     model; loader).
     """
@@ -53,6 +57,8 @@ def train(accelerator=None, position=None, stop=NUM_WINDOWS, weights=None, **opt
     model = make_model()
     if weights is not None:
         model.load_state_dict(weights)
+    if is_compiled:
+        hf_ga.compile_layers(model, backend="eager")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     loader = make_loader(accelerator, **options)
     if position is not None:
@@ -64,7 +70,7 @@ def train(accelerator=None, position=None, stop=NUM_WINDOWS, weights=None, **opt
     for window in loader:
         calls.clear()
         hf_ga.train_step(accelerator, model, optimizer, window)
-        planned.append((len(calls), window.state.is_packed))
+        planned.append((len(calls), window.state.computed))
         if loader.num_consumed == stop:
             break
     return planned, accelerator.unwrap_model(model), loader
@@ -84,8 +90,8 @@ def test_fewer_micro_batches_make_the_same_updates(monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(speed_ups, "candidates", lambda model: [])
         plain, other, _ = train()
-    assert [is_packed for _, is_packed in planned] == [False] * 3 + [True] * 5
-    assert not any(is_packed for _, is_packed in plain)
+    assert [computed for _, computed in planned] == [Computed.PADDED] * 3 + [Computed.REAL] * 5
+    assert not any(computed for _, computed in plain)
     rehearsed = slice(0, 3)
     assert planned[rehearsed] == plain[rehearsed]
     number = planned[-1][0]
@@ -93,7 +99,23 @@ def test_fewer_micro_batches_make_the_same_updates(monkeypatch):
     assert number >= LENGTHS[:WINDOW].sum() / (2 * LENGTHS.max())
     assert {calls for calls, _ in planned[4:]} == {number}
     assert distance(model, other) < CLOSE
-    assert loader.state_dict()["is_packed"]
+    assert loader.state_dict()["computed_tokens"] == Computed.REAL
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile reads `.grad`
+def test_rows_are_planned_where_layers_are_compiled():
+    """By their lengths, of which a resumed run knows, too."""
+    torch._dynamo.reset()
+    planned, model, loader = train(is_compiled=True)
+    _, plain, _ = train()
+    assert [computed for _, computed in planned] == [Computed.PADDED] * 3 + [Computed.ROWS] * 5
+    assert distance(model, plain) < CLOSE
+    resumed = make_loader(Accelerator())
+    resumed.load_state_dict(loader.state_dict())
+    assert resumed.state.computed is Computed.ROWS
+    resumed.set_epoch(0)
+    assert next(iter(resumed)).request.computed is Computed.ROWS
+    assert next(iter(make_loader(Accelerator()))).request.computed is Computed.PADDED
 
 
 def test_a_window_that_is_rehearsed_is_planned_with_padding(monkeypatch):
@@ -127,11 +149,11 @@ def test_windows_that_must_be_padded_are_not_packed():
 def test_two_processes_have_one_plan():
     def work():
         planned, model, loader = train(make_accelerator("ddp"))
-        return planned, weights_of(model), loader.state.is_packed
+        return planned, weights_of(model), loader.state.computed
 
     _, alone, _ = train()
-    for planned, weights, is_packed in without_errors(on_two_ranks(work)):
-        assert is_packed
+    for planned, weights, computed in without_errors(on_two_ranks(work)):
+        assert computed is Computed.REAL
         assert planned[-1][0] <= planned[3][0]
         change = (weights_of(alone) - weights_of(make_model())).norm()
         assert float((weights - weights_of(alone)).norm() / change) < CLOSE
@@ -144,7 +166,7 @@ def test_all_processes_must_pack(monkeypatch):
         accelerator = make_accelerator("ddp")
         if accelerator.process_index:
             monkeypatch.setattr(speed_ups, "candidates", lambda model: [])
-        return [is_packed for _, is_packed in train(accelerator)[0]]
+        return [computed for _, computed in train(accelerator)[0]]
 
     for packed in without_errors(on_two_ranks(work)):
         assert not any(packed)

@@ -13,12 +13,14 @@ from hypothesis import strategies as st
 
 from hf_ga.order.length_plan import (
     ATTENTION_WIDTH,
+    GPU_OVERHEAD_OF_ROWS,
     MAX_PADDING,
     ByLength,
     cheapest_boundaries,
     packed_boundaries,
     padded_tokens,
     plan_by_length,
+    row_length,
 )
 from hf_ga.order.plan import check_plan, plan_by_sizes, plan_window
 
@@ -96,10 +98,13 @@ def test_cheapest_cuts_of_all_plans(lengths, limit, overhead):
     assert total(cheapest(lengths, limit, overhead), overhead) == pytest.approx(least, rel=1e-12)
 
 
-def packed_price(group, overhead, pads_attention):
+def packed_price(group, overhead, pads_attention, row_limit=None):
     """The formula for packed tokens, in floating point."""
     widths = [max(group)] * len(group) if pads_attention else group
-    return overhead + sum(group) + sum(width**2 for width in widths) / ATTENTION_WIDTH
+    num_tokens = sum(group)
+    if row_limit is not None and num_tokens <= row_limit:
+        num_tokens = row_length(num_tokens, row_limit)
+    return overhead + num_tokens + sum(width**2 for width in widths) / ATTENTION_WIDTH
 
 
 def fits_packed(group, limit):
@@ -108,9 +113,10 @@ def fits_packed(group, limit):
     )
 
 
-@example([1, 1, 1, 1, 9, 9], 20, 0, True)  # with overhead 0, attention cuts at the lengths
-@given(small_lists, limits, overheads, st.booleans())
-def test_cheapest_cuts_of_packed_tokens(lengths, limit, overhead, pads_attention):
+@example([1, 1, 1, 1, 9, 9], 20, 0, True, None)  # with overhead 0, attention cuts at the lengths
+@example([60, 70, 80, 90], 260, 1, False, 256)  # rows of 256 and 64 tokens, not two of 256
+@given(small_lists, limits, overheads, st.booleans(), st.sampled_from([None, 256, 1024]))
+def test_cheapest_cuts_of_packed_tokens(lengths, limit, overhead, pads_attention, row_limit):
     """The oracle tries every way to cut the sorted samples."""
     widths = np.maximum(np.sort(lengths), 1)
     prices = []
@@ -118,11 +124,12 @@ def test_cheapest_cuts_of_packed_tokens(lengths, limit, overhead, pads_attention
         for cuts in combinations(range(1, len(widths)), number):
             groups = [widths[a:b].tolist() for a, b in pairwise([0, *cuts, len(widths)])]
             if all(fits_packed(group, limit) for group in groups):
-                prices.append(sum(packed_price(g, overhead, pads_attention) for g in groups))
-    boundaries = packed_boundaries(widths, limit, overhead, pads_attention)
+                options = (overhead, pads_attention, row_limit)
+                prices.append(sum(packed_price(group, *options) for group in groups))
+    boundaries = packed_boundaries(widths, limit, overhead, pads_attention, row_limit)
     chosen = [widths[a:b].tolist() for a, b in pairwise(boundaries)]
     assert all(fits_packed(group, limit) for group in chosen)
-    found = sum(packed_price(group, overhead, pads_attention) for group in chosen)
+    found = sum(packed_price(group, overhead, pads_attention, row_limit) for group in chosen)
     assert found == pytest.approx(min(prices), rel=1e-12)
 
 
@@ -156,6 +163,32 @@ def test_rows_are_few():
         (padded,) = plan_by_length(lengths, 1, limit, overhead=192)
         assert len(share) <= -(-lengths.sum() // limit) + 1
         assert len(padded) > len(share) + 2, "control"
+
+
+def test_rows_are_full():
+    """Compiled rows have three lengths: tails take fewer tokens where the plan knows them."""
+    tails = {True: 0, False: 0}
+    num_tokens = 0
+    for seed in range(20):
+        shares = np.random.default_rng(seed).uniform(size=64) ** 2
+        lengths = (8 + shares * 248).astype(int)
+        limit = 8 * 256
+        num_tokens += int(lengths.sum())
+        for knows in tails:
+            (share,) = plan_by_length(
+                lengths,
+                1,
+                limit,
+                overhead=GPU_OVERHEAD_OF_ROWS * limit // 8192,
+                is_packed=True,
+                row_limit=limit if knows else None,
+                pads_attention=False,
+            )
+            rows = [row_length(int(lengths[m].sum()), limit) for m in share]
+            tails[knows] += sum(rows) - int(lengths.sum())
+            assert len(share) <= -(-lengths.sum() // limit) + 1
+    assert tails[True] < 0.1 * num_tokens
+    assert tails[False] > 2 * tails[True], "control"
 
 
 @given(lengths_lists, processes, limits, overheads, st.booleans())

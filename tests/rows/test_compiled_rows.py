@@ -20,7 +20,8 @@ from hf_ga.draws.dropout.dropout_site import DropoutSite
 from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.loading.batches import MicroBatch
-from hf_ga.rows.compiled_rows import PARTS_OF_LIMIT, CompiledRows, row_length
+from hf_ga.order.length_plan import PARTS_OF_LIMIT, row_length
+from hf_ga.rows.compiled_rows import CompiledRows
 from hf_ga.rows.packed_attention import PackedAttention
 from hf_ga.rows.packed_tokens import PackedMasks, PackedTokens
 from hf_ga.rows.row_attention import RowAttention

@@ -155,7 +155,7 @@ class StreamLoader(BaseLoader):
             epoch=self.epoch,
             num_consumed=self.num_consumed,
             pad_to_window=self.state.pad_to_window,
-            is_packed=self.state.is_packed,
+            computed=self.state.computed,
         )
         for request, samples, batches in load_items(
             reader, self.num_workers, self.accelerator.device
@@ -175,7 +175,7 @@ class StreamLoader(BaseLoader):
             # The first steps may have enabled padding or packing. Has no effect on a reader in a
             # worker; the training step plans its windows again.
             reader.pad_to_window = self.state.pad_to_window
-            reader.is_packed = self.state.is_packed
+            reader.computed = self.state.computed
         self._check_same_stream(-1, HeldSamples([]))
         self.set_epoch(self.epoch + 1)
 

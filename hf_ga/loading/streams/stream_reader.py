@@ -20,6 +20,7 @@ from hf_ga.errors import DataError
 from hf_ga.loading.base_loader import Splitter
 from hf_ga.loading.fetch import Collate, Fetcher, WindowRequest
 from hf_ga.loading.streams.shuffle_buffer import shuffled
+from hf_ga.order.length_plan import Computed
 
 Numbered = tuple[int, Any]  # (0-based index in the stream, sample)
 NUM_FOR_TRIAL = 128  # samples from the beginning of the stream, kept for the trial of the loss
@@ -122,7 +123,7 @@ class WindowReader(IterableDataset):
         epoch: The epoch of the pass (0-based).
         num_consumed: Number of windows to skip at the beginning.
         pad_to_window: Whether all micro-batches are padded to the longest sample of their window.
-        is_packed: Whether plans by length count real tokens only.
+        computed: Which tokens plans by length count.
     """
 
     dataset: Any
@@ -134,7 +135,7 @@ class WindowReader(IterableDataset):
     epoch: int = 0
     num_consumed: int = 0
     pad_to_window: bool = False
-    is_packed: bool = False
+    computed: Computed = Computed.PADDED
 
     def __iter__(self) -> Iterator[tuple[WindowRequest, HeldSamples, list[dict[str, Any]]]]:
         """Yield (plan, samples, collated micro-batches of this process) for each window."""
@@ -155,7 +156,7 @@ class WindowReader(IterableDataset):
                 sample_ids=np.array(ids, np.int64),
                 lengths=np.array(lengths, np.int64),
                 pad_to_window=self.pad_to_window,
-                is_packed=self.is_packed,
+                computed=self.computed,
             )
             self.fetcher.dataset = held
             batches = self.fetcher[request]
