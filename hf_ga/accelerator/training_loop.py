@@ -256,8 +256,8 @@ class TrainingLoop:
     def _plan(self, window: Window) -> list[Slot]:
         """Return the iterations of the loop in a window."""
         num_processes = self.accelerator.num_processes
-        if self._can_look() and self.engine.must_look:
-            positions = self.engine.look_positions
+        if self._can_look() and self.engine.looks.is_due:
+            positions = self.engine.looks.positions
             return slots_with_look(window, num_processes=num_processes, positions=positions)
         is_due = self._can_look() and self.engine.is_rehearsal_due(self.num_windows)
         return plan_slots(
@@ -540,7 +540,7 @@ class TrainingLoop:
         """Warn once that micro-batches of a loop by hand lack terms of the loss, which cannot be
         tried: the loop cannot be given the window again.
         """
-        if self.engine.lacks_terms and not self._has_warned:
+        if self.engine.looks.lacks_terms and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "hf_ga: a micro-batch lacks a term of the loss that others have. That is right if "

@@ -16,6 +16,20 @@ MULTIPLIER_1 = 0xBF58476D1CE4E5B9
 MULTIPLIER_2 = 0x94D049BB133111EB
 
 
+def signed(value: int) -> int:
+    """Convert a 64-bit unsigned integer (a random key) to the signed one with the same bits, as
+    torch's int64 needs it.
+    """
+    value &= MASK64
+    return value - (1 << 64) if value >> 63 else value
+
+
+# The same for int64 tensors.
+SIGNED_GOLDEN = signed(GOLDEN)
+SIGNED_MULTIPLIER_1 = signed(MULTIPLIER_1)
+SIGNED_MULTIPLIER_2 = signed(MULTIPLIER_2)
+
+
 class Purpose(enum.IntEnum):
     """What a random key is used for: the first argument of `fold_in`, so that keys with different
     purposes are independent.
@@ -43,8 +57,8 @@ def mix_in_place(values: Tensor) -> Tensor:
     """Hash every element of an int64 tensor in place with `mix` (the finaliser of splitmix64), and
     return the tensor, for the order of samples and dropout masks.
     """
-    values.bitwise_xor_(_shifted_right(values, 30)).mul_(signed(MULTIPLIER_1))
-    values.bitwise_xor_(_shifted_right(values, 27)).mul_(signed(MULTIPLIER_2))
+    values.bitwise_xor_(_shifted_right(values, 30)).mul_(SIGNED_MULTIPLIER_1)
+    values.bitwise_xor_(_shifted_right(values, 27)).mul_(SIGNED_MULTIPLIER_2)
     return values.bitwise_xor_(_shifted_right(values, 31))
 
 
@@ -61,15 +75,7 @@ def mixed(values: Tensor) -> Tensor:
 
     So `mixed(values ^ signed(fold_in(*parts)))` equals `fold_in(*parts, value)` for every value.
     """
-    return mix_in_place(values + signed(GOLDEN))
-
-
-def signed(value: int) -> int:
-    """Convert a 64-bit unsigned integer (a random key) to the signed one with the same bits, as
-    torch's int64 needs it.
-    """
-    value &= MASK64
-    return value - (1 << 64) if value >> 63 else value
+    return mix_in_place(values + SIGNED_GOLDEN)
 
 
 def fold_in(*parts: int) -> int:

@@ -27,7 +27,7 @@ from hf_ga.draws.refusal import NotKeyed, user_code
 from hf_ga.draws.replacements import REPLACEMENTS, Replacement
 from hf_ga.draws.sample_dims import SampleDims
 from hf_ga.errors import UnkeyedRandomness
-from hf_ga.model.override import override
+from hf_ga.model.override import replaced
 
 REMEDY_IN_BACKWARD = (
     "Use checkpoint(..., preserve_rng_state=True), and do not draw noise in hooks of a backward; "
@@ -228,8 +228,7 @@ class KeyedDraws:
                 _device_constructors()  # torch lists its functions in the first call: not ours
                 is_compiling = "torch._dynamo" in sys.modules  # which takes a second to import
                 replacements = self._untraced if is_compiling else self._replacements
-                for owner, name, replacement in replacements:
-                    stack.enter_context(override(owner, **{name: replacement}))
+                stack.enter_context(replaced(replacements))
             self._num_scopes += 1
             try:
                 yield

@@ -197,14 +197,14 @@ class OwnLoop:
         looks = self._whole_batch is None and not self._is_full_batch(window)
         looks = looks and engine.can_rehearse()
         number = number_of(window)
-        engine.must_look |= looks and not is_rehearsed(number) and not engine.has_rehearsed
+        engine.looks.is_due |= looks and not is_rehearsed(number) and not engine.has_rehearsed
         if looks and engine.is_rehearsal_due(number):
             with engine.backend.failing_on_all_ranks():
                 rehearsal = extra_rehearsal(
                     window,
                     num_processes=num_processes,
                     is_first=not engine.has_rehearsed,
-                    positions=engine.look_positions,
+                    positions=engine.looks.positions,
                 )
                 self._rehearsal = _within_limit(rehearsal, window)
         engine.begin_window(

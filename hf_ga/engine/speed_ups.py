@@ -393,8 +393,11 @@ class SpeedUps:
         """
         if any(isinstance(model, FullyShardedDataParallel) for model in models):
             self._leave_out_lazy("FSDP1 reads other outputs than the loss")
-        chunked = [s for s in self.used if isinstance(s, ChunkedLoss) and s.output_layer is None]
-        self._leave_out(chunked, "the output layer was changed or sharded after the trials")
+        chunked = [speed_up for speed_up in self.used if isinstance(speed_up, ChunkedLoss)]
+        for speed_up in chunked:
+            speed_up.find_output_layer()
+        lost = [speed_up for speed_up in chunked if speed_up.output_layer is None]
+        self._leave_out(lost, "the output layer was changed or sharded after the trials")
 
     def _leave_out_lazy(self, reason: str = "the loop reads other outputs than the loss") -> None:
         """Use no speed-up from now on that changes outputs other than the loss."""

@@ -9,13 +9,12 @@ that it passes to `backward` read, compared with its rehearsal, and added to the
     finish(...)                  one sum over ranks; `.grad` appears
 """
 
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cached_property, partial
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
@@ -26,6 +25,7 @@ from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.generators import moved_generators, random_states
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.gradient import WindowGradient
+from hf_ga.engine.look.looks import Looks
 from hf_ga.engine.look.rehearsal import (
     WIDTH_TOLERANCE,
     OutputRecorder,
@@ -33,10 +33,8 @@ from hf_ga.engine.look.rehearsal import (
     choices_among_samples,
     footprints_inside,
     footprints_of,
-    form_of,
     is_inside,
     is_rehearsed,
-    kind_of,
     widths_of,
 )
 from hf_ga.engine.slots import Slot
@@ -66,28 +64,8 @@ from hf_ga.speed.cudnn_attention import without_cudnn_attention
 
 logger = get_logger(__name__)
 
-# At micro-batches that lack a term: which of their samples are rehearsed decides what is seen.
-LOOKS_AT_MISSING_TERM = 3
-MAX_LOOKS = 20  # at losses of new forms, in a run
 # Padding that makes the differences of samples this many times smaller is needed.
 MIN_IMPROVEMENT = 3.0
-
-
-@dataclass(frozen=True)
-class MicroBatchTerms:
-    """The terms of a micro-batch's losses.
-
-    Attributes:
-        kind: What its batch has.
-        positions: Its samples.
-        is_tried: Whether one of them is rehearsed.
-        keys: The terms.
-    """
-
-    kind: Hashable
-    positions: np.ndarray
-    is_tried: bool
-    keys: set[TermKey]
 
 
 class WindowEngine:
@@ -106,9 +84,7 @@ class WindowEngine:
         rehearses: Whether windows may be rehearsed.
         has_rehearsed: Whether a window was rehearsed so far, on some process: on one where memory
             ran out, without a comparison.
-        must_look: Whether the next attempt of a window is a look: it is rehearsed, whichever window
-            it is, and computed once more as it was planned.
-        look_positions: Positions of samples that a look rehearses.
+        looks: Which windows are computed once more with a rehearsal.
         splits_where_memory_runs_out: Whether the loop computes such a window again, in smaller
             micro-batches.
         trusts_num_targets: Whether the numbers of targets in `add` were checked before.
@@ -128,7 +104,7 @@ class WindowEngine:
         self.rehearses = True
         self.has_rehearsed = False
         self._is_rehearsed = False  # the current window
-        self.must_look = False
+        self.looks = Looks()
         self.splits_where_memory_runs_out = False
         self.trusts_num_targets = False
         self.unused: frozenset[str] = frozenset()
@@ -146,31 +122,16 @@ class WindowEngine:
         self._goes_on = False
         self._state: LoaderState | None = None
         self._tries_padding = False
-        self._tries_widths = False  # in the current look
-        self._narrowest: tuple[float, np.ndarray] | None = (
-            None  # in this window: (width, positions)
-        )
         self._unpadded_difference = 0.0  # of a window before it was padded on trial
         self._random_states: dict[str, bytes] = {}
         self._has_warned = False
-        self._is_look = False
-        self._looks = False
-        self.look_positions = np.empty(0, np.int64)
-        self._forms: set[Hashable] = set()  # of losses that were tried
-        self._looked_at: set[Hashable] = set()  # those that the current look is for
-        self._untried: dict[Hashable, np.ndarray] = {}  # in this window: form -> its samples
-        self._rehearsed_positions: set[int] = set()  # in this window
-        self._terms_of_kind: dict[Hashable, set[TermKey]] = {}  # of batches, in all windows so far
-        self._terms_of: dict[int, MicroBatchTerms] = {}  # of micro-batches of this window
         self._keys: set[TermKey] = set()  # of terms in this micro-batch
-        self._first_positions: dict[TermKey, int] = {}  # of a sample with each term of this window
-        self._num_looks = 0
         self._window_contexts = ExitStack()
 
     @property
     def counts_slot(self) -> bool:
         """Whether the current micro-batch counts: in a look, its samples come again."""
-        return self.slot.is_counted and not self._is_look
+        return self.slot.is_counted and not self.looks.is_on
 
     @cached_property
     def backend(self) -> Backend:
@@ -200,7 +161,7 @@ class WindowEngine:
         Args:
             number: The number of the window in the run, counted from 0.
         """
-        return is_rehearsed(number) or self.must_look
+        return is_rehearsed(number) or self.looks.is_due
 
     def begin_window(
         self,
@@ -247,14 +208,8 @@ class WindowEngine:
         self._goes_on = goes_on
         self._state = state
         self._request = request or self._request
-        self._looks = looks
         self._is_rehearsed = is_rehearsed or keeps_rehearsal
-        self._is_look = is_rehearsed and self.must_look
-        self._untried = {}
-        self._terms_of = {}
-        self._narrowest = None
-        self._first_positions = {}
-        self._rehearsed_positions = set()
+        self.looks.begin_window(is_rehearsed=is_rehearsed, may_ask=looks)
         parameters = list(parameters)
         # By identity: equality would compare elements, of a parameter with those of its shards.
         known = [] if self.gradient is None else self.gradient.parameters
@@ -281,8 +236,8 @@ class WindowEngine:
                 model.find_unused_parameters = False
                 model.static_graph = False
         is_width_tried = state is None or state.is_width_tried
-        self.gradient.tries_widths = looks and not self._is_look and not is_width_tried
-        self.gradient.tries_terms = None if self._is_look else looks
+        self.gradient.tries_widths = looks and not self.looks.is_on and not is_width_tried
+        self.gradient.tries_terms = None if self.looks.is_on else looks
         # Micro-batches of other sizes follow, or there is only one.
         self.gradient.stack_sizes.may_change = is_rehearsed or is_full_batch
         if not keeps_rehearsal:
@@ -536,7 +491,7 @@ class WindowEngine:
             if self._router.counts_padding and not self._request.pad_to_window:
                 self.gradient.must_pad = True
                 self.gradient.needs_padding = True
-        self._look_at(loss, readings)
+        self.looks.note(loss, readings, slot)
         self._note_samples()
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
@@ -583,8 +538,6 @@ class WindowEngine:
             result.append(replace(reading, key=key))
             if not self.slot.is_filler:
                 self._keys.add(key)
-            if self.slot.is_counted:
-                self._first_positions.setdefault(key, int(self.slot.micro_batch.positions[0]))
         if len({reading.key for reading in result}) < len({reading.key for reading in readings}):
             raise LossNotAdditive(
                 "two terms of the loss were found to be one mean that different layers compute "
@@ -594,85 +547,12 @@ class WindowEngine:
         same_terms.note(self._keys)
         return result
 
-    def _look_at(self, loss: Tensor, readings: Sequence[Reading]) -> None:
-        """Note the form of a loss: its terms, the nodes before a sum, the kind of its batch. It is
-        tried if a sample of its micro-batch is rehearsed.
-        """
-        positions = self.slot.micro_batch.positions
-        if self.slot.is_rehearsal:
-            self._rehearsed_positions = set(positions.tolist())
-        if not self.slot.is_counted:
-            return
-        kind = kind_of(self.slot.micro_batch.batch)
-        is_tried = not self._rehearsed_positions.isdisjoint(positions.tolist())
-        keys = {reading.key for reading in readings}
-        self._terms_of_kind.setdefault(kind, set()).update(keys)
-        terms = MicroBatchTerms(kind, positions, is_tried, set())
-        self._terms_of.setdefault(int(positions[0]), terms).keys.update(keys)
-        for reading in readings if self._looks else ():
-            form = (kind, reading.key, form_of(loss) if reading.term is None else None)
-            if is_tried:
-                self._forms.add(form)
-            elif form not in self._forms:
-                self._untried.setdefault(form, positions)
-
-    @property
-    def lacks_terms(self) -> bool:
-        """Whether a micro-batch of the window lacks a term that another one had with such a batch,
-        in any window so far.
-        """
-        return any(self._terms_of_kind[t.kind] - t.keys for t in self._terms_of.values())
-
-    def _look_at_missing_terms(self) -> None:
-        """Note which terms micro-batches of the window lack that others with such a batch have:
-        none of their samples may have a part of it, or the loop may have left them out.
-        """
-        for terms in self._terms_of.values():
-            for key in self._terms_of_kind[terms.kind] - terms.keys:
-                forms = [(terms.kind, key, look) for look in range(LOOKS_AT_MISSING_TERM)]
-                untried = [form for form in forms if form not in self._forms]
-                if not untried:
-                    continue
-                if terms.is_tried and self._rehearsal.has_term(key):
-                    self._forms.add(untried[0])
-                else:
-                    self._untried.setdefault(untried[0], terms.positions)
-
     def _note_samples(self) -> None:
         """Note the samples of a counted micro-batch, and how wide it is, once."""
         if not self.slot.is_counted or self.num_adds > 1:
             return
-        micro_batch = self.slot.micro_batch
-        self.gradient.samples.add(micro_batch.positions)
-        width = float(sum(size.numel() for size in widths_of(micro_batch.batch)))
-        self.gradient.widths.append(width)
-        if self._narrowest is None or width < self._narrowest[0]:
-            self._narrowest = (width, micro_batch.positions)
-
-    def _ask_for_look(self) -> None:
-        """Let the window be computed again with a rehearsal if its loss had a form that was not
-        tried; each form gets one look.
-        """
-        gradient = self.gradient
-        self._look_at_missing_terms()
-        self._forms |= self._looked_at
-        self._looked_at = set()
-        untried = {form: p for form, p in self._untried.items() if form not in self._forms}
-        is_final = gradient.must_repeat is None and not gradient.must_pad
-        if not untried or not is_final or self._is_look or self._num_looks == MAX_LOOKS:
-            return
-        self._num_looks += 1
-        self._looked_at = set(untried)
-        positions = next(iter(untried.values()))
-        half = (len(positions) + 1) // 2  # so that others keep them company
-        self.look_positions = positions[:half]
-        gradient.must_look = True
-        gradient.must_repeat = "its loss has a form that was not tried yet"
-        if self._num_looks == MAX_LOOKS:
-            logger.warning(
-                f"hf_ga: the loss had {MAX_LOOKS} forms so far (other terms, other functions, "
-                "batches with other entries). Others are not tried by themselves from now on."
-            )
+        self.gradient.samples.add(self.slot.micro_batch.positions)
+        self.gradient.widths.append(self.looks.note_width(self.slot))
 
     def _part_of_router(self) -> Tensor | None:
         """Return what the micro-batch adds to the window's balancing loss of a mixture of experts;
@@ -776,7 +656,7 @@ class WindowEngine:
         difference = rehearsal.difference(footprints)
         is_padded = self._request.pad_to_window
         has_other_width = rehearsal.widths != widths_of(self.slot.micro_batch.batch)
-        is_rehearsed = not self._rehearsed_positions.isdisjoint(positions)
+        is_rehearsed = self.looks.has_rehearsed(positions)
         self.gradient.has_compared_widths |= has_other_width and is_rehearsed
         if missing is None and difference is None:
             is_small = rehearsal.largest_difference <= WIDTH_TOLERANCE
@@ -891,7 +771,7 @@ class WindowEngine:
         """Finish the window: see `WindowGradient.finish`. Restores the models' buffers if it must
         be computed again.
         """
-        self._ask_for_look()
+        self.looks.ask(self.gradient, self._rehearsal)
         # One that is computed again was compared in part.
         is_final = not self.gradient.must_pad and self.gradient.must_repeat is None
         is_final = is_final and self.gradient.failure is None
@@ -923,24 +803,16 @@ class WindowEngine:
             gradient.samples.expect(self._request.positions)
         gradient.computed = self.speed_ups.computed
         is_done = gradient.finish(is_padded=is_padded, can_repeat=can_repeat, keeps_sums=keeps_sums)
-        self.must_look |= gradient.must_look
-        if gradient.must_try_widths:
-            self._tries_widths = True
-            self.look_positions = self._narrowest[1] if self._narrowest else self.look_positions
-        if gradient.undecided is not None:
-            self.look_positions = self._positions_with(gradient.undecided)
+        self.looks.follow(gradient)
         if state is not None:
             state.is_width_tried |= gradient.has_compared_widths
         self.has_rehearsed |= is_done and self._is_rehearsed
         if is_done:
             for model in self._models:
                 gradient.backend.drop_unused(model, self.unused)
-        if is_done and self._is_look:
-            self.must_look = False
-            self.look_positions = np.empty(0, np.int64)
-            if self._tries_widths and state is not None:
+        if is_done and self.looks.is_on:
+            if self.looks.end() and state is not None:
                 state.is_width_tried = True  # also if its batches cannot be padded
-            self._tries_widths = False
             gradient.must_repeat = "it was tried with a rehearsal"
             gradient.withdraw()
             is_done = False
@@ -968,12 +840,6 @@ class WindowEngine:
         if is_done:
             state.computed = gradient.computed
         return is_done
-
-    def _positions_with(self, keys: Sequence[TermKey]) -> np.ndarray:
-        """Return the position of a sample with each of these terms, on any rank. A collective."""
-        of_ranks = self.gradient.backend.gather_objects(self._first_positions)
-        known = {key: position for of_rank in of_ranks for key, position in of_rank.items()}
-        return np.array([known[key] for key in keys], np.int64)
 
     def show_mean_so_far(self, times: int) -> None:
         """Set `.grad` to the gradient of the mean so far, for a loop that accumulates by hand."""

@@ -1,14 +1,13 @@
 """Context managers that change an object's attributes or a mapping temporarily."""
 
-from collections.abc import Iterator, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Iterator, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 MISSING = object()  # marks an attribute that the object itself did not have
 
 
-@contextmanager
-def override(target: Any, **attributes: Any) -> Iterator[None]:
+def override(target: Any, **attributes: Any) -> AbstractContextManager[None]:
     """Set attributes of an object temporarily, for the duration of the `with` block.
 
     Used to patch a model or a library while a window is computed. On exit, every attribute gets its
@@ -23,13 +22,23 @@ def override(target: Any, **attributes: Any) -> Iterator[None]:
         with override(trainer.args, gradient_accumulation_steps=1):
             ...
     """
-    previous_values = {name: vars(target).get(name, MISSING) for name in attributes}
+    return replaced([(target, name, value) for name, value in attributes.items()])
+
+
+@contextmanager
+def replaced(replacements: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
+    """Set attributes of several objects temporarily, as `override` does for one.
+
+    Args:
+        replacements: (object, name of its attribute, temporary value) of each.
+    """
+    previous = [(target, name, vars(target).get(name, MISSING)) for target, name, _ in replacements]
     try:
-        for name, value in attributes.items():
+        for target, name, value in replacements:
             setattr(target, name, value)
         yield
     finally:
-        for name, previous_value in previous_values.items():
+        for target, name, previous_value in reversed(previous):
             if previous_value is MISSING:
                 delattr(target, name)
             else:

@@ -57,7 +57,8 @@ class CompiledRows:
         self._is_eager = False  # because the layers cannot be compiled
         self._compiled: dict[nn.Module, Callable] = {}
         self._of: Call | None = None  # the micro-batch
-        self._tensor_of: dict[tuple[int, ...], Tensor] = {}  # of the keys of a layer's draws
+        # (first draw of a layer, its key) -> the keys of the layer's draws.
+        self._tensor_of: dict[tuple[int, int], Tensor] = {}
         # What graphs read. The numbers are the same at the beginning of each layer: they are part
         # of the graph.
         no_keys = torch.empty(0, dtype=torch.int64)
@@ -180,12 +181,12 @@ class CompiledRows:
         call = LayerCall(layer, masks[0] if masks else None, first_draw)
         self._attention.calls.append(call)
         self._call = self._attention.name_call()
-        # By their keys, which depend on the seed that the loop has set, too.
-        numbers = range(first_draw, first_draw + MAX_DRAWS)
-        keys = tuple(signed(self._draws.site_key(number)) for number in numbers)
-        if keys not in self._tensor_of:
-            self._tensor_of[keys] = torch.tensor(keys, device=self._token_keys.device)
-        self._site_keys = self._tensor_of[keys]
+        first = (first_draw, self._draws.site_key(first_draw))  # with the seed that the loop set
+        if first not in self._tensor_of:
+            numbers = range(first_draw, first_draw + MAX_DRAWS)
+            keys = [signed(self._draws.site_key(number)) for number in numbers]
+            self._tensor_of[first] = torch.tensor(keys, device=self._token_keys.device)
+        self._site_keys = self._tensor_of[first]
         self._next_draw = 0
         self._is_in_layer = True
         args = tuple(None if _is_mask(a) else a for a in args)

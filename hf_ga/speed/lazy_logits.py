@@ -42,6 +42,7 @@ class ChunkedLoss(SpeedUp):
     is allocated.
 
     Attributes:
+        output_layer: The model's output layer. None: it cannot be made lazy.
         was_read: Whether any operation other than the loss needed the real logits.
         rows_per_chunk: Rows whose logits are computed together. None: as memory allows.
     """
@@ -50,6 +51,7 @@ class ChunkedLoss(SpeedUp):
 
     def __init__(self) -> None:
         """Start the chunked loss without a model; `attach` keeps the model."""
+        self.output_layer: nn.Linear | None = None
         self.was_read = False
         self.rows_per_chunk: int | None = None
         # For each chunked cross entropy of the last scope, the rows for which it computed logits.
@@ -60,30 +62,31 @@ class ChunkedLoss(SpeedUp):
         has an output layer that can be made lazy.
         """
         self._model = model
+        self.find_output_layer()
         if self.output_layer is None:
             return "it has no plain linear output layer"
         return None
 
-    @property
-    def output_layer(self) -> nn.Linear | None:
-        """The model's output layer (`get_output_embeddings()`); None if it cannot be made lazy.
+    def find_output_layer(self) -> None:
+        """Find the model's output layer (`get_output_embeddings()`), before each window.
 
         It must be a plain `nn.Linear` without hooks or a replaced forward: adapters and quantized
         layers have other types. It must not be in a compiled module, whose graph lazy logits would
         break, nor in an FSDP unit other than the whole model, which would shard the layer again
         before the loss needs its weight.
         """
+        self.output_layer = None
         get_output_embeddings = getattr(self._model, "get_output_embeddings", None)
         layer = None if get_output_embeddings is None else get_output_embeddings()
         if type(layer) is not nn.Linear or "forward" in vars(layer) or layer._forward_hooks:
-            return None
+            return
         if any(layer in root.modules() for root in compiled_modules(self._model)):
-            return None
+            return
         for unit in self._model.modules():
             is_inner_unit = isinstance(unit, FSDP_CLASSES) and unit is not self._model
             if is_inner_unit and layer in unit.modules():
-                return None
-        return layer
+                return
+        self.output_layer = layer
 
     def trial(self) -> AbstractContextManager[None]:
         """Use small chunks in the trial of this speed-up, so that small batches have several."""

@@ -149,7 +149,7 @@ class TrainerWindow:
                 self._window,
                 num_processes=trainer.accelerator.num_processes,
                 is_first=not self.engine.has_rehearsed,
-                positions=self.engine.look_positions,
+                positions=self.engine.looks.positions,
             )
         self.is_complete = False
         optimizers = [] if trainer.optimizer is None else [trainer.optimizer]

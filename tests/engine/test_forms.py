@@ -14,7 +14,7 @@ from torch import nn
 from windows import one_window, window_gradient
 
 import hf_ga
-from hf_ga.engine import window_engine
+from hf_ga.engine.look import looks as looks_module
 from hf_ga.errors import DataError, LossNotAdditive
 from hf_ga.order.length_plan import Computed
 
@@ -56,7 +56,7 @@ def train(
 ):
     """Trains windows in order; returns how many were trained."""
     if not looks:
-        monkeypatch.setattr(window_engine, "MAX_LOOKS", 0)
+        monkeypatch.setattr(looks_module, "MAX_LOOKS", 0)
     accelerator = accelerator or Accelerator()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     windows = hf_ga.WindowLoader(

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from hf_ga.draws.generators import preserved_random_states
+from hf_ga.engine.look.looks import NO_POSITIONS
 from hf_ga.engine.look.rehearsal import NUM_FIRST_WINDOWS
 from hf_ga.engine.own_loop import OwnLoop
 from hf_ga.engine.speed_ups import ChosenSpeedUps
@@ -76,11 +77,11 @@ def try_loss(
     engine = loop.engine
     with _unchanged(loop):
         # All are compared but the longest one, which has no padding in any company.
-        engine.look_positions = window.request.positions[: NUM_SAMPLES - 1]
+        engine.looks.positions = window.request.positions[: NUM_SAMPLES - 1]
         try:
             loop.add_gradients(window)
         finally:
-            engine.look_positions = window.request.positions[:0]
+            engine.looks.positions = NO_POSITIONS
         terms = _terms_of(loop)
         unused = [name for name, p in loop.model.named_parameters() if p.grad is None]
         # Micro-batches of short and long samples, for packing.

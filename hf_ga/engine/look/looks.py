@@ -1,0 +1,193 @@
+"""Looks: windows that are computed once more, with a rehearsal, because they showed something new.
+
+That is a loss of a new form, terms of which no micro-batch has all, or samples that were compared
+in one padded width only.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import Tensor
+
+from hf_ga.engine.gradient import WindowGradient
+from hf_ga.engine.look.rehearsal import Rehearsal, form_of, kind_of, widths_of
+from hf_ga.engine.slots import Slot
+from hf_ga.engine.sums.divisors import Reading, TermKey
+from hf_ga.logs import get_logger
+
+logger = get_logger(__name__)
+
+# At micro-batches that lack a term: which of their samples are rehearsed decides what is seen.
+LOOKS_AT_MISSING_TERM = 3
+MAX_LOOKS = 20  # at losses of new forms, in a run
+NO_POSITIONS = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class MicroBatchTerms:
+    """The terms of a micro-batch's losses.
+
+    Attributes:
+        kind: What its batch has.
+        positions: Its samples.
+        is_tried: Whether one of them is rehearsed.
+        keys: The terms.
+    """
+
+    kind: Hashable
+    positions: np.ndarray
+    is_tried: bool
+    keys: set[TermKey]
+
+
+class Looks:
+    """Decides which windows of a run are looked at, and at which samples.
+
+    Attributes:
+        is_due: Whether the next attempt of a window is a look: it is rehearsed, whichever window it
+            is, and computed once more as it was planned.
+        is_on: Whether the current attempt is one.
+        positions: Positions of samples that a look rehearses.
+    """
+
+    def __init__(self) -> None:
+        """Start before the first window."""
+        self.is_due = False
+        self.is_on = False
+        self.positions = NO_POSITIONS
+        self._may_ask = False  # in this window
+        self._num_looks = 0
+        self._tries_widths = False  # in the current look
+        self._forms: set[Hashable] = set()  # of losses that were tried
+        self._looked_at: set[Hashable] = set()  # those that the current look is for
+        self._terms_of_kind: dict[Hashable, set[TermKey]] = {}  # of batches, in all windows so far
+        self._forget_window()
+
+    def _forget_window(self) -> None:
+        """Forget what is known about the current window."""
+        self._untried: dict[Hashable, np.ndarray] = {}  # form -> its samples
+        self._terms_of: dict[int, MicroBatchTerms] = {}  # of its micro-batches
+        self._rehearsed_positions: set[int] = set()
+        self._first_positions: dict[TermKey, int] = {}  # of a sample with each term
+        self._narrowest: tuple[float, np.ndarray] | None = None  # (width, positions)
+
+    def begin_window(self, *, is_rehearsed: bool, may_ask: bool) -> None:
+        """Begin a window, or begin it again.
+
+        Args:
+            is_rehearsed: Whether it is rehearsed.
+            may_ask: Whether it may be computed again with a rehearsal.
+        """
+        self.is_on = is_rehearsed and self.is_due
+        self._may_ask = may_ask
+        self._forget_window()
+
+    def has_rehearsed(self, positions: Sequence[int]) -> bool:
+        """Whether a sample at one of these positions is rehearsed in this window."""
+        return not self._rehearsed_positions.isdisjoint(positions)
+
+    def note(self, loss: Tensor, readings: Sequence[Reading], slot: Slot) -> None:
+        """Note the form of a loss: its terms, the nodes before a sum, the kind of its batch. It is
+        tried if a sample of its micro-batch is rehearsed.
+        """
+        positions = slot.micro_batch.positions
+        if slot.is_rehearsal:
+            self._rehearsed_positions = set(positions.tolist())
+        if not slot.is_counted:
+            return
+        kind = kind_of(slot.micro_batch.batch)
+        is_tried = self.has_rehearsed(positions.tolist())
+        keys = {reading.key for reading in readings}
+        for key in keys:
+            self._first_positions.setdefault(key, int(positions[0]))
+        self._terms_of_kind.setdefault(kind, set()).update(keys)
+        terms = MicroBatchTerms(kind, positions, is_tried, set())
+        self._terms_of.setdefault(int(positions[0]), terms).keys.update(keys)
+        for reading in readings if self._may_ask else ():
+            form = (kind, reading.key, form_of(loss) if reading.term is None else None)
+            if is_tried:
+                self._forms.add(form)
+            elif form not in self._forms:
+                self._untried.setdefault(form, positions)
+
+    def note_width(self, slot: Slot) -> float:
+        """Note how wide a micro-batch is, and return the number of elements of one sample."""
+        width = float(sum(size.numel() for size in widths_of(slot.micro_batch.batch)))
+        if self._narrowest is None or width < self._narrowest[0]:
+            self._narrowest = (width, slot.micro_batch.positions)
+        return width
+
+    @property
+    def lacks_terms(self) -> bool:
+        """Whether a micro-batch of the window lacks a term that another one had with such a batch,
+        in any window so far.
+        """
+        return any(self._terms_of_kind[t.kind] - t.keys for t in self._terms_of.values())
+
+    def _note_missing_terms(self, rehearsal: Rehearsal | None) -> None:
+        """Note which terms micro-batches of the window lack that others with such a batch have:
+        none of their samples may have a part of it, or the loop may have left them out.
+        """
+        for terms in self._terms_of.values():
+            for key in self._terms_of_kind[terms.kind] - terms.keys:
+                forms = [(terms.kind, key, look) for look in range(LOOKS_AT_MISSING_TERM)]
+                untried = [form for form in forms if form not in self._forms]
+                if not untried:
+                    continue
+                if terms.is_tried and rehearsal.has_term(key):
+                    self._forms.add(untried[0])
+                else:
+                    self._untried.setdefault(untried[0], terms.positions)
+
+    def ask(self, gradient: WindowGradient, rehearsal: Rehearsal | None) -> None:
+        """Before a window's end, let it be computed again with a rehearsal if its loss had a form
+        that was not tried; each form gets one look.
+
+        Args:
+            gradient: The window's gradient.
+            rehearsal: The window's rehearsal, if it has one.
+        """
+        self._note_missing_terms(rehearsal)
+        self._forms |= self._looked_at
+        self._looked_at = set()
+        untried = {form: p for form, p in self._untried.items() if form not in self._forms}
+        is_final = gradient.must_repeat is None and not gradient.must_pad
+        if not untried or not is_final or self.is_on or self._num_looks == MAX_LOOKS:
+            return
+        self._num_looks += 1
+        self._looked_at = set(untried)
+        positions = next(iter(untried.values()))
+        half = (len(positions) + 1) // 2  # so that others keep them company
+        self.positions = positions[:half]
+        gradient.must_look = True
+        gradient.must_repeat = "its loss has a form that was not tried yet"
+        if self._num_looks == MAX_LOOKS:
+            logger.warning(
+                f"hf_ga: the loss had {MAX_LOOKS} forms so far (other terms, other functions, "
+                "batches with other entries). Others are not tried by themselves from now on."
+            )
+
+    def follow(self, gradient: WindowGradient) -> None:
+        """After a window's end, look at what all ranks have agreed on. A collective if two terms
+        may be one.
+
+        Args:
+            gradient: The window's gradient, finished.
+        """
+        self.is_due |= gradient.must_look
+        if gradient.must_try_widths:
+            self._tries_widths = True
+            self.positions = self._narrowest[1] if self._narrowest else self.positions
+        if gradient.undecided is not None:
+            of_ranks = gradient.backend.gather_objects(self._first_positions)
+            known = {key: position for of_rank in of_ranks for key, position in of_rank.items()}
+            self.positions = np.array([known[key] for key in gradient.undecided], np.int64)
+
+    def end(self) -> bool:
+        """End a look, and return whether it was for samples of another width."""
+        tried_widths = self._tries_widths
+        self.is_due = False
+        self._tries_widths = False
+        self.positions = NO_POSITIONS
+        return tried_widths
