@@ -11,11 +11,14 @@ Rooms, each described in its `__init__.py`, in the order in which data pass thro
     accelerator, trainer, batch, training.py, pipeline, run.py    the loops and scripts of users
     check, finetuning, embedding    the checker; the command; models of vectors
 
-A public name is imported from its module on first use, so `import hf_ga` itself is fast.
+A public name is imported from its module on first use, so `import hf_ga` itself is fast. Errors
+are in `hf_ga.errors`.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from hf_ga import errors
 
 # The public names once more, for type checkers, editors and mkdocs, which do not run `__getattr__`.
 if TYPE_CHECKING:
@@ -28,16 +31,6 @@ if TYPE_CHECKING:
     from hf_ga.embedding.losses import Matryoshka as Matryoshka
     from hf_ga.embedding.model import EmbeddingModel as EmbeddingModel
     from hf_ga.engine.update import StepResult as StepResult
-    from hf_ga.errors import CheckpointError as CheckpointError
-    from hf_ga.errors import ConfigError as ConfigError
-    from hf_ga.errors import DataError as DataError
-    from hf_ga.errors import HfGaError as HfGaError
-    from hf_ga.errors import LossNotAdditive as LossNotAdditive
-    from hf_ga.errors import MissingPackage as MissingPackage
-    from hf_ga.errors import NonFinite as NonFinite
-    from hf_ga.errors import OutOfMemory as OutOfMemory
-    from hf_ga.errors import RunStopped as RunStopped
-    from hf_ga.errors import UnkeyedRandomness as UnkeyedRandomness
     from hf_ga.finetuning.run.finetune import finetune as finetune
     from hf_ga.finetuning.run.flags.config import FinetuneConfig as FinetuneConfig
     from hf_ga.loading.batches import MicroBatch as MicroBatch
@@ -59,28 +52,18 @@ if TYPE_CHECKING:
 _MODULES = {
     "Accelerator": "hf_ga.accelerator.accelerator",
     "BatchPlan": "hf_ga.order.plan_batch",
-    "CheckpointError": "hf_ga.errors",
     "CoSENT": "hf_ga.embedding.losses",
-    "ConfigError": "hf_ga.errors",
-    "DataError": "hf_ga.errors",
     "EmbeddingModel": "hf_ga.embedding.model",
     "EquivalenceReport": "hf_ga.check.verdict.report",
     "ExactTrainer": "hf_ga.trainer.exact_trainer",
     "ExactTrainerMixin": "hf_ga.trainer.exact_trainer",
     "FinetuneConfig": "hf_ga.finetuning.run.flags.config",
-    "HfGaError": "hf_ga.errors",
     "InfoNCE": "hf_ga.embedding.losses",
-    "LossNotAdditive": "hf_ga.errors",
     "Matryoshka": "hf_ga.embedding.losses",
     "MicroBatch": "hf_ga.loading.batches",
-    "MissingPackage": "hf_ga.errors",
-    "NonFinite": "hf_ga.errors",
-    "OutOfMemory": "hf_ga.errors",
     "Pipeline": "hf_ga.pipeline.pipeline",
-    "RunStopped": "hf_ga.errors",
     "StepResult": "hf_ga.engine.update",
     "StreamLoader": "hf_ga.loading.streams.stream_loader",
-    "UnkeyedRandomness": "hf_ga.errors",
     "Window": "hf_ga.loading.window",
     "WindowLoader": "hf_ga.loading.window_loader",
     "backward": "hf_ga.batch.call",
@@ -99,17 +82,18 @@ __all__ = list(_MODULES)
 
 
 def __getattr__(name: str) -> Any:
-    """Import a public name of `hf_ga` when it is first used (PEP 562), and store it as an attribute
-    of this package.
+    """Import a public name of `hf_ga` when it is first used (PEP 562), or an error of
+    `hf_ga.errors`, and store it as an attribute of this package.
 
     Raises:
         AttributeError: If there is no public name `name`.
         MissingPackage: If the name belongs to the fine-tuning command, whose packages are not
             installed.
     """
-    if name not in _MODULES:
+    module = import_module(_MODULES[name]) if name in _MODULES else errors
+    if not hasattr(module, name):
         raise AttributeError(f"module 'hf_ga' has no attribute {name!r}")
-    value = getattr(import_module(_MODULES[name]), name)
+    value = getattr(module, name)
     globals()[name] = value  # found without this function from now on
     return value
 

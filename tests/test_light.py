@@ -53,7 +53,7 @@ def imported() -> list[set[str]]:
 def test_the_import_alone_loads_nothing(imported):
     loaded = imported[0]
     assert "hf_ga" in loaded
-    assert {name for name in loaded if name.startswith("hf_ga.")} == set()
+    assert {name for name in loaded if name.startswith("hf_ga.")} == {"hf_ga.errors"}
     assert loaded & {*HEAVY, "torch", "transformers", "transformers.trainer"} == set()
 
 
@@ -108,6 +108,7 @@ def test_every_public_name_is_in_both_lists_and_loads():
     assert {*hf_ga.__all__} == {*for_editors} <= {*dir(hf_ga)}
     for name, module in hf_ga._MODULES.items():
         assert getattr(hf_ga, name) is getattr(importlib.import_module(module), name)
+    assert hf_ga.ConfigError is hf_ga.errors.ConfigError
     with pytest.raises(AttributeError, match="module 'hf_ga' has no attribute 'train'"):
         hf_ga.train  # noqa: B018
 

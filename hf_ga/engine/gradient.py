@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
+from itertools import chain, islice
 
 import torch
 from torch import Tensor, nn
@@ -738,77 +739,84 @@ class WindowGradient:
                 "a sample's gradient, or a divisor, depends on the padded width or on the other "
                 "samples of its micro-batch"
             )
-        flags = (
-            float(self.must_repeat is not None),
-            float(self.must_pad),
-            float(self.must_look),
-            float(self.needs_padding),
-            float(self._lacks_values),
-            float(self.has_compared_widths),
-            float(self.computed < Computed.REAL),
-            float(self.computed < Computed.ROWS),
-            float(any(parameter._backward_hooks for parameter in self.parameters)),
-        )
-        status = RankStatus(
-            loss=self._loss_sum,
-            counts=(
-                *flags,
-                *power_sums(self.widths),
-                float(self._part_sum),
-                *self.samples.sums(),
-                *(group.total for group in groups),
-                *self._value_sums,
-                *self._factor_sums(keys),
-                *self._ratio_sums(groups),
-            ),
-            has_gradient=[a or b for a, b in zip(self._reached, self._has_sums(), strict=True)],
-            failure=self._failure_or_dead_end(can_repeat),
-        )
-        status = self.backend.all_reduce_status(status)
-        num_to_repeat, num_to_pad, num_to_look, num_in_need, *sums = status.counts
-        num_without_values = sums.pop(0)
-        self.has_compared_widths = bool(sums.pop(0))
-        num_padded = sums.pop(0)
-        num_without_rows = sums.pop(0)
-        if num_padded:
+        loss_sum, found = self._sum_over_ranks(groups, keys, can_repeat)
+        self.must_pad = bool(found["must_pad"][0])
+        self.must_look = bool(found["must_look"][0])
+        self.needs_padding = bool(found["needs_padding"][0])
+        self.has_compared_widths = bool(found["has_compared_widths"][0])
+        self._has_hooks = bool(found["has_hooks"][0])
+        if found["has_padded"][0]:
             self.computed = Computed.PADDED
-        elif num_without_rows:
+        elif found["has_no_rows"][0]:
             self.computed = Computed.REAL
-        self._has_hooks = bool(sums.pop(0))
-        has_several_widths = bool(squared_differences(tuple(sums[:3])))
-        sum_of_parts = sums[3]
-        sample_sums = (sums[4], sums[5])
-        sums = sums[6:]
-        totals = sums[: len(groups)]
-        value_sums = sums[len(groups) : 2 * len(groups)]
-        self._has_gradient = status.has_gradient
-        self.must_pad = bool(num_to_pad)
-        self.must_look = bool(num_to_look)
-        self.needs_padding = bool(num_in_need)
-        if num_to_repeat:
+        if found["must_repeat"][0]:
             self.must_repeat = self.must_repeat or "another process repeats it"
             return False
+        has_several_widths = bool(squared_differences(tuple(found["widths"])))
         if self.tries_widths and has_several_widths and not self.has_compared_widths:
             self.must_try_widths = True
             self.must_look = True
             self.must_repeat = "it has several widths, and it was not tried whether padding matters"
             return False
-        check_samples(sample_sums, self.backend.num_processes)
-        factor_sums = sums[2 * len(groups) :]
-        ratio_sums = factor_sums[3 * (len(keys) + 1) :]
-        factor_sums = factor_sums[: 3 * (len(keys) + 1)]
-        self._decide_terms(keys, factor_sums)
+        check_samples(tuple(found["samples"]), self.backend.num_processes)
+        self._decide_terms(keys, found["factors"])
         if self.undecided is not None:
             return False
-        self._check_factors(keys, factor_sums)
-        if self._split_groups(groups, ratio_sums):
+        self._check_factors(keys, found["factors"])
+        if self._split_groups(groups, found["ratios"]):
             dead_end = self._failure_or_dead_end(can_repeat)
             if dead_end is not None:
                 raise dead_end
             return False
         if self.backend.is_sharded:
             self._take_shards(groups)
-        loss_sum = status.loss
+        self._take_totals(groups, loss_sum, found)
+        return True
+
+    def _sum_over_ranks(
+        self, groups: Sequence[Group], keys: Sequence[TermKey], can_repeat: bool
+    ) -> tuple[Tensor, dict[str, list[float]]]:
+        """Return the sums over all ranks of the loss, and of what else the window's end depends on,
+        by name. Raises an error of any rank on all. A collective, and but for that of the gradients
+        the only one of a window that is like the last one.
+        """
+        own = {
+            "must_repeat": [float(self.must_repeat is not None)],
+            "must_pad": [float(self.must_pad)],
+            "must_look": [float(self.must_look)],
+            "needs_padding": [float(self.needs_padding)],
+            "lacks_values": [float(self._lacks_values)],
+            "has_compared_widths": [float(self.has_compared_widths)],
+            "has_padded": [float(self.computed < Computed.REAL)],
+            "has_no_rows": [float(self.computed < Computed.ROWS)],
+            "has_hooks": [float(any(parameter._backward_hooks for parameter in self.parameters))],
+            "widths": power_sums(self.widths),
+            "parts": [float(self._part_sum)],
+            "samples": self.samples.sums(),
+            "totals": [group.total for group in groups],
+            "values": self._value_sums,
+            "factors": self._factor_sums(keys),
+            "ratios": self._ratio_sums(groups),
+        }
+        status = RankStatus(
+            loss=self._loss_sum,
+            counts=tuple(chain.from_iterable(own.values())),
+            has_gradient=[a or b for a, b in zip(self._reached, self._has_sums(), strict=True)],
+            failure=self._failure_or_dead_end(can_repeat),
+        )
+        status = self.backend.all_reduce_status(status)
+        self._has_gradient = status.has_gradient
+        sums = iter(status.counts)
+        found = {name: list(islice(sums, len(numbers))) for name, numbers in own.items()}
+        return status.loss, found
+
+    def _take_totals(
+        self, groups: Sequence[Group], loss_sum: Tensor, found: Mapping[str, list[float]]
+    ) -> None:
+        """Give the groups their divisors over all ranks, and compute the window's mean loss."""
+        totals = found["totals"]
+        value_sums = found["values"]
+        (sum_of_parts,) = found["parts"]
         if self._chunks is not None:
             totals = self._exact_totals(groups)
             self._take_chunk_sums()
@@ -818,13 +826,12 @@ class WindowGradient:
         for group, total in zip(groups, totals, strict=True):
             group.total = total
         self.loss = loss_sum / (totals[0] or 1.0) if totals else loss_sum
-        if len(groups) > 1 and not num_without_values:
+        if len(groups) > 1 and not found["lacks_values"][0]:
             means = [
                 value / (total or 1.0) for value, total in zip(value_sums, totals, strict=True)
             ]
             self.loss = torch.full_like(self.loss, sum(means))
         self.loss = self.loss + sum_of_parts
-        return True
 
     def _exact_totals(self, groups: Sequence[Group]) -> list[float]:
         """Return the divisors of all ranks, summed exactly, so that no order of summation matters.
