@@ -3,6 +3,7 @@ docs/generate_cli.py`.
 """
 
 import sys
+from collections import defaultdict
 from dataclasses import Field, fields
 from pathlib import Path
 
@@ -59,13 +60,8 @@ The batch of an update, its loss and the optimizer are those of the script. What
 
 ## Every flag
 
-The fields of TrainingArguments and the flags of the scripts:
-
-- same: hf_ga has this flag. A flag's name: hf_ga has this flag under that name. converted: to hf_ga's flags, as described.
-- no effect: accepted, for this reason. printed: accepted, and the run prints what differs.
-- refused: an error with this remedy, unless the value is off or the default.
-
-`python docs/generate_cli.py` writes this table from `hf_ga/finetuning/run/flags/arguments.py`.
+The fields of TrainingArguments and the flags of the scripts. `python docs/generate_cli.py` writes these lists from
+`hf_ga/finetuning/run/flags/arguments.py`.
 
 """
 # Flags of the example scripts that hf_ga has under the same name, besides TrainingArguments.
@@ -131,24 +127,34 @@ def same_names() -> list[str]:
 
 
 def flags_page() -> str:
-    """Return the text of docs/flags.md: for each field of TrainingArguments and each flag of the
-    example scripts, its effect in hf_ga, and the meaning, reason or remedy.
+    """Return the text of docs/flags.md: the fields of TrainingArguments and the flags of the
+    example scripts, by their effect in hf_ga, with the meaning, reason or remedy.
     """
-    effects = dict.fromkeys(same_names(), ("same", ""))
-    for name, option in arguments.RENAMED.items():
-        effects[name] = (f"`--{option}`", "")
-    for name, meaning in arguments.CONVERTED.items():
-        effects[name] = ("converted", meaning)
-    for name, reason in arguments.NO_EFFECT.items():
-        effects[name] = ("no effect", reason)
-    for name, difference in arguments.DIFFERENT.items():
-        effects[name] = ("printed", difference)
-    for name, remedy in arguments.REFUSED.items():
-        effects[name] = ("refused", remedy)
-    lines = ["| flag | effect | meaning, reason or remedy |", "|---|---|---|"]
-    for name, (effect, explanation) in sorted(effects.items()):
-        lines.append(f"| `--{name}` | {effect} | {explanation} |")
-    return FLAGS_INTRODUCTION + "\n".join([*lines, ""])
+    renamed = {flag: f"`--{option}`" for flag, option in arguments.RENAMED.items()}
+    groups = [
+        ("Another name, or converted", "hf_ga", renamed | arguments.CONVERTED),
+        ("Refused, unless the value is off or the default", "remedy", arguments.REFUSED),
+        ("Accepted, and the run prints what differs", "what differs", arguments.DIFFERENT),
+        ("Accepted without effect", "reason", arguments.NO_EFFECT),
+    ]
+    parts = [FLAGS_INTRODUCTION, f"### The same name\n\n{list_flags(same_names())}\n"]
+    for heading, column, explanations in groups:
+        parts.append(f"\n### {heading}\n\n{flags_table(column, explanations)}\n")
+    return "".join(parts)
+
+
+def flags_table(column: str, explanations: dict[str, str]) -> str:
+    """Return a Markdown table of flags, one row for each explanation."""
+    flags_of = defaultdict(list)
+    for flag, explanation in sorted(explanations.items()):
+        flags_of[explanation].append(flag)
+    rows = [f"| {list_flags(flags)} | {text} |" for text, flags in flags_of.items()]
+    return "\n".join([f"| flag | {column} |", "|---|---|", *rows])
+
+
+def list_flags(names: list[str]) -> str:
+    """Return the flags with these names, separated by commas."""
+    return ", ".join(f"`--{name}`" for name in sorted(names))
 
 
 def cli_page() -> str:
