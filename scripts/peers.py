@@ -9,6 +9,7 @@ whose package is not installed is named in the page as not checked.
 """
 
 import argparse
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -320,11 +321,10 @@ def check_all() -> list[tuple[str, hf_ga.EquivalenceReport]]:
 
 INTRODUCTION = f"""# How other libraries accumulate
 
-One window of {NUM_SAMPLES} samples in float32, in the layouts of the [checker](checker.md): even,
-uneven, one by one, sorted by length, and a short last window. Each library runs its own code with
-its defaults. The gradient before the optimizer step is compared with that of one float64 forward
-and backward of the whole window, by its relative error; the limit is about 1e-6. Below each table
-are the causes that the checker found. `python scripts/peers.py` writes this page.
+One window of {NUM_SAMPLES} samples in float32, in the layouts of the [checker](checker.md). Each
+library runs its own code with its defaults. The relative error is that of the gradient before the
+optimizer step, beside one float64 forward and backward of the window; the limit is about 1e-6.
+Below each table are the causes that the checker found. `python scripts/peers.py` writes this page.
 
 Without dropout, the error is that of the mean: most loops weight a micro-batch with few targets as
 one with many. Counting the targets of the whole window mends that. No other library has dropout
@@ -363,16 +363,15 @@ def format_table(report: hf_ga.EquivalenceReport) -> str:
 
 
 def format_causes(report: hf_ga.EquivalenceReport) -> str:
-    """Format a Markdown list of the reasons why each library's gradient differs from the full
-    batch's, or why the library raised.
+    """Format a Markdown list of the reasons why gradients of libraries differ from the full
+    batch's, or why they raised, each with the libraries.
     """
-    lines = []
+    arms_of = defaultdict(list)
     for arm in report.arms:
-        for reason in report.reasons(arm):
-            lines.append(f"- **{arm}**: {reason}")
         refused = {row.refused for row in report.arm(arm).rows if row.refused}
-        lines += [f"- **{arm}**: {message}" for message in sorted(refused)]
-    return "\n".join(lines)
+        for reason in [*report.reasons(arm), *sorted(refused)]:
+            arms_of[reason].append(arm)
+    return "\n".join(f"- **{'; '.join(arms)}**: {reason}" for reason, arms in arms_of.items())
 
 
 def all_peers() -> dict[str, tuple[str, Callable[[], Step]]]:
