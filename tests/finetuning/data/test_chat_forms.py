@@ -440,11 +440,103 @@ def test_columns_that_are_not_used_are_named_once(row, line, tmp_path):
     assert [fact for fact in data.notes if "unused" in fact] == ([line] if line else [])
 
 
-def documented() -> list[tuple[str, dict, str]]:
-    """The table of docs/finetune.md: forms, rows, and what is said of them."""
+REFUSED_FORMS: dict[str, dict] = {
+    "turns of the user to learn (axolotl)": {
+        "messages": [
+            {"role": "user", "content": "Hi", "train": True},
+            {"role": "assistant", "content": "Hello"},
+        ]
+    },
+    "parts of a turn to learn (axolotl)": {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {
+                "role": "assistant",
+                "content": "Hello",
+                "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}],
+            },
+        ]
+    },
+    "the same as parts of a content (axolotl)": {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "text", "text": "Hm.", "train": False},
+                    {"type": "text", "text": " Hello"},
+                ],
+            },
+        ]
+    },
+    "parts of thoughts (axolotl)": {
+        "messages": [
+            {"role": "user", "content": "2+2?"},
+            {
+                "role": "assistant",
+                "content": "4",
+                "reasoning_content": [{"type": "text", "text": "5", "train": False}],
+            },
+        ]
+    },
+    "images and sound in a content (OpenAI, TRL)": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "cat.png"}}]},
+            {"role": "assistant", "content": "A cat"},
+        ]
+    },
+    "columns of images and sound (TRL, LLaMA-Factory)": {
+        "messages": [
+            {"role": "user", "content": "<image>What?"},
+            {"role": "assistant", "content": "A cat"},
+        ],
+        "images": ["cat.png"],
+    },
+    "a refusal (OpenAI)": {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "refusal": "No."}]
+    },
+    "other instructions (axolotl)": {
+        "system_prompt": "Be kind.",
+        "question": "Hi",
+        "response": "Hello",
+    },
+    "segments (axolotl)": {
+        "segments": [{"label": False, "text": "Hi "}, {"label": True, "text": "Hello"}]
+    },
+    "token ids (axolotl)": {"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [-100, 2]},
+    "prompts alone (TRL)": {"prompt": "The sky is"},
+    "preferences (OpenAI)": {
+        "input": {"messages": [{"role": "user", "content": "Hi"}]},
+        "preferred_output": [{"role": "assistant", "content": "Hello"}],
+        "non_preferred_output": [{"role": "assistant", "content": "What?"}],
+    },
+    "preferences (TRL, axolotl, LLaMA-Factory)": {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+    "labels of preferences, as for KTO (TRL)": {
+        "prompt": "2+2?",
+        "completion": "5",
+        "label": False,
+    },
+    "the same (LLaMA-Factory)": {
+        "conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "5"}],
+        "kto_tag": False,
+    },
+    "steps with labels (TRL, axolotl)": {
+        "prompt": "2+2?",
+        "completions": ["2+2 is", "5"],
+        "labels": [True, False],
+    },
+}
+
+
+def section() -> str:
+    """The section of docs/finetune.md about conversations."""
     page = (Path(__file__).parents[3] / "docs" / "finetune.md").read_text()
-    section = page.split("## Conversations")[1].split("\n## ")[0]
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
+    return page.split("## Conversations")[1].split("\n## ")[0]
+
+
+def documented() -> list[tuple[str, dict, str]]:
+    """The table of the section: forms, rows, and what is said of them."""
+    lines = [line.strip("| ").split(" | ") for line in section().splitlines() if line[:1] == "|"]
     return [(form, json.loads(row.strip("`")), said) for form, row, said in lines[2:]]
 
 
@@ -452,21 +544,30 @@ def documented() -> list[tuple[str, dict, str]]:
     ("form", "row", "verdict"), documented(), ids=lambda value: str(value)[:40]
 )
 def test_the_documented_forms(form, row, verdict, tmp_path):
-    """From a file: used without an unused column, or refused."""
-    (tmp_path / "d.jsonl").write_text("\n".join([json.dumps(row)] * 9))
-    file = str(tmp_path / "d.jsonl")
-    assert verdict.startswith(("used", "refused"))
-    if verdict.startswith("refused: "):
-        with pytest.raises(DataError):
-            prepared(file, tokenizer_with(WHOLE), max_length=512, validation_file=file)
-        return
+    """From a file, without an unused column."""
+    assert verdict.startswith("used")
+    file = written(row, tmp_path)
     data = prepared(file, tokenizer_with(WHOLE), max_length=512, validation_file=file)
     assert sum(data.splits["train"]["num_targets"]) > 0
     assert not any("unused" in fact for fact in data.notes)
 
 
-def test_the_table_has_forms_of_all_four():
-    forms = " ".join(form for form, _, _ in documented())
-    assert len(documented()) > 30
+def written(row: dict, folder: Path) -> str:
+    """A file with nine equal rows."""
+    file = folder / "d.jsonl"
+    file.write_text("\n".join([json.dumps(row)] * 9))
+    return str(file)
+
+
+@pytest.mark.parametrize("form", REFUSED_FORMS)
+def test_the_forms_that_the_page_says_are_refused(form, tmp_path):
+    """From a file."""
+    file = written(REFUSED_FORMS[form], tmp_path)
+    with pytest.raises(DataError):
+        prepared(file, tokenizer_with(WHOLE), max_length=512, validation_file=file)
+
+
+def test_the_section_has_forms_of_all_four():
+    assert len(documented()) > 20
     for library in ("OpenAI", "TRL", "axolotl", "LLaMA-Factory"):
-        assert forms.count(library) >= 5, library
+        assert section().count(library) >= 5, library
