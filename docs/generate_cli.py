@@ -3,6 +3,7 @@ docs/generate_cli.py`.
 """
 
 import sys
+from collections import defaultdict
 from dataclasses import Field, fields
 from pathlib import Path
 
@@ -11,7 +12,6 @@ ROOT = Path(__file__).parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "scripts")]
 
 from check_equivalence import CheckConfig  # noqa: E402  (found by the path above)
-from transformers import Seq2SeqTrainingArguments  # noqa: E402
 
 from hf_ga.finetuning.data.options import flag_groups  # noqa: E402
 from hf_ga.finetuning.run.flags import arguments  # noqa: E402
@@ -57,39 +57,8 @@ The batch of an update, its loss and the optimizer are those of the script. What
 - A run always evaluates. Without validation rows, it holds out `--validation_split_percentage` of the training rows.
 - `--optim adafactor` is torch's implementation.
 
-## Every flag
-
-The fields of TrainingArguments and the flags of the scripts:
-
-- same: hf_ga has this flag. A flag's name: hf_ga has this flag under that name. converted: to hf_ga's flags, as described.
-- no effect: accepted, for this reason. printed: accepted, and the run prints what differs.
-- refused: an error with this remedy, unless the value is off or the default.
-
-`python docs/generate_cli.py` writes this table from `hf_ga/finetuning/run/flags/arguments.py`.
-
+A field of TrainingArguments or flag of a script that [All flags](cli.md) has under the same name means the same. The tables have the others; `python docs/generate_cli.py` writes them from `hf_ga/finetuning/run/flags/arguments.py`.
 """
-# Flags of the example scripts that hf_ga has under the same name, besides TrainingArguments.
-SAME_NAME_FLAGS = (
-    "model_name_or_path",
-    "trust_remote_code",
-    "dataset_name",
-    "dataset_config_name",
-    "validation_file",
-    "test_file",
-    "streaming",
-    "block_size",
-    "validation_split_percentage",
-    "text_column",
-    "max_length",
-    "max_target_length",
-    "doc_stride",
-    "source_prefix",
-    "mlm_probability",
-    "num_beams",
-    "max_train_samples",
-    "max_eval_samples",
-    "max_predict_samples",
-)
 # The text of docs/cli.md above the table of the checker.
 CHECKER_INTRODUCTION = """
 ## Flags of the checker
@@ -121,34 +90,33 @@ def default_text(option: Field) -> str:
     return "off" if option.default is False else f"`{option.default}`"
 
 
-def same_names() -> list[str]:
-    """List the options of `FinetuneConfig` that TrainingArguments or transformers' example scripts
-    have under the same name.
-    """
-    training_arguments = {option.name for option in fields(Seq2SeqTrainingArguments)}
-    names = [option.name for option in fields(FinetuneConfig)]
-    return [name for name in names if name in training_arguments or name in SAME_NAME_FLAGS]
-
-
 def flags_page() -> str:
-    """Return the text of docs/flags.md: for each field of TrainingArguments and each flag of the
-    example scripts, its effect in hf_ga, and the meaning, reason or remedy.
+    """Return the text of docs/flags.md: the fields of TrainingArguments and the flags of the
+    example scripts, by their effect in hf_ga, with the meaning, reason or remedy.
     """
-    effects = dict.fromkeys(same_names(), ("same", ""))
-    for name, option in arguments.RENAMED.items():
-        effects[name] = (f"`--{option}`", "")
-    for name, meaning in arguments.CONVERTED.items():
-        effects[name] = ("converted", meaning)
-    for name, reason in arguments.NO_EFFECT.items():
-        effects[name] = ("no effect", reason)
-    for name, difference in arguments.DIFFERENT.items():
-        effects[name] = ("printed", difference)
-    for name, remedy in arguments.REFUSED.items():
-        effects[name] = ("refused", remedy)
-    lines = ["| flag | effect | meaning, reason or remedy |", "|---|---|---|"]
-    for name, (effect, explanation) in sorted(effects.items()):
-        lines.append(f"| `--{name}` | {effect} | {explanation} |")
-    return FLAGS_INTRODUCTION + "\n".join([*lines, ""])
+    renamed = {flag: f"`--{option}`" for flag, option in arguments.RENAMED.items()}
+    groups = [
+        ("Another name, or converted", "hf_ga", renamed | arguments.CONVERTED),
+        ("Refused, unless the value is off or the default", "remedy", arguments.REFUSED),
+        ("Accepted, and the run prints what differs", "what differs", arguments.DIFFERENT),
+        ("Accepted without effect", "reason", arguments.NO_EFFECT),
+    ]
+    parts = [FLAGS_INTRODUCTION]
+    for heading, column, explanations in groups:
+        parts.append(f"\n## {heading}\n\n{flags_table(column, explanations)}\n")
+    return "".join(parts)
+
+
+def flags_table(column: str, explanations: dict[str, str]) -> str:
+    """Return a Markdown table of flags, one row for each explanation."""
+    flags_of = defaultdict(list)
+    for flag, explanation in sorted(explanations.items()):
+        flags_of[explanation].append(flag)
+    rows = []
+    for explanation, names in flags_of.items():
+        flags = ", ".join(f"`--{name}`" for name in names)
+        rows.append(f"| {flags} | {explanation} |")
+    return "\n".join([f"| flag | {column} |", "|---|---|", *rows])
 
 
 def cli_page() -> str:

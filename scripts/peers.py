@@ -9,6 +9,7 @@ whose package is not installed is named in the page as not checked.
 """
 
 import argparse
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import version
@@ -320,11 +321,11 @@ def check_all() -> list[tuple[str, hf_ga.EquivalenceReport]]:
 
 INTRODUCTION = f"""# How other libraries accumulate
 
-One window of {NUM_SAMPLES} samples in float32, in the layouts of the [checker](checker.md): even,
-uneven, one by one, sorted by length, and a short last window. Each library runs its own code with
-its defaults. The gradient before the optimizer step is compared with that of one float64 forward
-and backward of the whole window, by its relative error; the limit is about 1e-6. Below each table
-are the causes that the checker found. `python scripts/peers.py` writes this page.
+One window of {NUM_SAMPLES} samples in float32, in the layouts of the [checker](checker.md). Each
+library runs its own code with its defaults. The relative error is that of the gradient before the
+optimizer step, beside one float64 forward and backward of the window; the limit is about 1e-6.
+Below each table are the causes that the checker found, if not above. `python scripts/peers.py`
+writes this page.
 
 Without dropout, the error is that of the mean: most loops weight a micro-batch with few targets as
 one with many. Counting the targets of the whole window mends that. No other library has dropout
@@ -336,8 +337,9 @@ def format_page(reports: list[tuple[str, hf_ga.EquivalenceReport]]) -> str:
     the libraries and the names of those that are not installed.
     """
     parts = [INTRODUCTION]
+    shown: set[tuple[str, str]] = set()
     for title, report in reports:
-        parts.append(f"## {title}\n\n{format_table(report)}\n\n{format_causes(report)}")
+        parts.append(f"## {title}\n\n{format_table(report)}\n\n{format_causes(report, shown)}")
     parts.append(f"Versions: {format_versions()}.")
     missing = [name for name, (package, _) in all_peers().items() if not find_spec(package)]
     if missing:
@@ -362,17 +364,22 @@ def format_table(report: hf_ga.EquivalenceReport) -> str:
     return "\n".join(lines)
 
 
-def format_causes(report: hf_ga.EquivalenceReport) -> str:
-    """Format a Markdown list of the reasons why each library's gradient differs from the full
-    batch's, or why the library raised.
+def format_causes(report: hf_ga.EquivalenceReport, shown: set[tuple[str, str]]) -> str:
+    """Format a Markdown list of the reasons why gradients of libraries differ from the full
+    batch's, or why they raised, each with the libraries.
+
+    Args:
+        report: The report of one check.
+        shown: Libraries and reasons of reports before, which are left out. Extended in place.
     """
-    lines = []
+    arms_of = defaultdict(list)
     for arm in report.arms:
-        for reason in report.reasons(arm):
-            lines.append(f"- **{arm}**: {reason}")
         refused = {row.refused for row in report.arm(arm).rows if row.refused}
-        lines += [f"- **{arm}**: {message}" for message in sorted(refused)]
-    return "\n".join(lines)
+        for reason in [*report.reasons(arm), *sorted(refused)]:
+            if (arm, reason) not in shown:
+                arms_of[reason].append(arm)
+            shown.add((arm, reason))
+    return "\n".join(f"- **{'; '.join(arms)}**: {reason}" for reason, arms in arms_of.items())
 
 
 def all_peers() -> dict[str, tuple[str, Callable[[], Step]]]:

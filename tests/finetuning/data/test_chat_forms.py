@@ -440,33 +440,264 @@ def test_columns_that_are_not_used_are_named_once(row, line, tmp_path):
     assert [fact for fact in data.notes if "unused" in fact] == ([line] if line else [])
 
 
-def documented() -> list[tuple[str, dict, str]]:
-    """The table of docs/finetune.md: forms, rows, and what is said of them."""
-    page = (Path(__file__).parents[3] / "docs" / "finetune.md").read_text()
-    section = page.split("## Conversations")[1].split("\n## ")[0]
-    lines = [line.strip("| ").split(" | ") for line in section.splitlines() if line[:1] == "|"]
-    return [(form, json.loads(row.strip("`")), said) for form, row, said in lines[2:]]
+# The forms of the section about conversations in docs/finetune.md, by library.
+USED_FORMS: dict[str, dict] = {
+    "messages (all)": {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    },
+    "messages as a string of JSON": {
+        "messages": '[{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]'
+    },
+    "system or developer turn (all)": {
+        "messages": [
+            {"role": "developer", "content": "Be kind."},
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "Hello"},
+        ]
+    },
+    "turns that are not learnt (OpenAI)": {
+        "messages": [
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "5", "weight": 0},
+            {"role": "user", "content": "No."},
+            {"role": "assistant", "content": "4", "weight": 1},
+        ]
+    },
+    "the same (axolotl)": {
+        "messages": [
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "5", "train": False},
+            {"role": "user", "content": "No."},
+            {"role": "assistant", "content": "4"},
+        ]
+    },
+    "calls and tools (OpenAI, TRL, axolotl)": {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "tool_calls": [
+                    {
+                        "id": "c1",
+                        "type": "function",
+                        "function": {"name": "weather", "arguments": '{"city": "Oslo"}'},
+                    }
+                ],
+            },
+            {"role": "tool", "tool_call_id": "c1", "content": "4 C"},
+            {"role": "assistant", "content": "It is 4 C."},
+        ],
+        "tools": [
+            {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+        ],
+    },
+    "calls (OpenAI, older)": {
+        "messages": [
+            {"role": "user", "content": "Weather?"},
+            {
+                "role": "assistant",
+                "content": None,
+                "function_call": {"name": "weather", "arguments": "{}"},
+            },
+            {"role": "function", "name": "weather", "content": "4 C"},
+            {"role": "assistant", "content": "It is 4 C."},
+        ],
+        "functions": [{"name": "weather", "parameters": {"type": "object"}}],
+    },
+    "tools as a string of JSON (TRL, LLaMA-Factory)": {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
+        "tools": '[{"name": "weather", "parameters": {"type": "object"}}]',
+    },
+    "thoughts (TRL, axolotl)": {
+        "messages": [
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "4", "reasoning_content": "add them"},
+        ]
+    },
+    "thoughts in the content (axolotl, LLaMA-Factory)": {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": "<think>Hm.</think>Hello"},
+            {"role": "user", "content": "2+2?"},
+            {"role": "assistant", "content": "4"},
+        ]
+    },
+    "parts of type text (OpenAI)": {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "Hi"}]},
+            {"role": "assistant", "content": [{"type": "text", "text": "Hello"}]},
+        ]
+    },
+    "names (OpenAI)": {
+        "messages": [
+            {"role": "user", "content": "Hi", "name": "Ann"},
+            {"role": "assistant", "content": "Hello"},
+        ]
+    },
+    "ShareGPT (TRL, axolotl, LLaMA-Factory)": {
+        "conversations": [{"from": "human", "value": "Hi"}, {"from": "gpt", "value": "Hello"}]
+    },
+    "ShareGPT with calls (LLaMA-Factory)": {
+        "conversations": [
+            {"from": "human", "value": "Weather?"},
+            {
+                "from": "function_call",
+                "value": '{"name": "weather", "arguments": {"city": "Oslo"}}',
+            },
+            {"from": "observation", "value": "4 C"},
+            {"from": "gpt", "value": "It is 4 C."},
+        ],
+        "system": "Be kind.",
+        "tools": '[{"name": "weather"}]',
+    },
+    "pygmalion (axolotl)": {
+        "conversations": [{"role": "user", "value": "Hi"}, {"role": "assistant", "value": "Hello"}]
+    },
+    "prompt and completion (TRL)": {"prompt": "The sky is", "completion": " blue."},
+    "the same as messages (TRL)": {
+        "prompt": [{"role": "user", "content": "Hi"}],
+        "completion": [{"role": "assistant", "content": "Hello"}],
+    },
+    "options of the template (TRL)": {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}],
+        "chat_template_kwargs": {"enable_thinking": False},
+    },
+    "Alpaca (axolotl, LLaMA-Factory)": {"instruction": "Add", "input": "1 2", "output": "3"},
+    "Alpaca with earlier turns (LLaMA-Factory)": {
+        "instruction": "Say 3",
+        "input": "",
+        "output": "3",
+        "system": "Use digits.",
+        "history": [["Say 1", "1"], ["Say 2", "2"]],
+    },
+    "plain text (all)": {"text": "The sky is blue."},
+}
+REFUSED_FORMS: dict[str, dict] = {
+    "turns of the user to learn (axolotl)": {
+        "messages": [
+            {"role": "user", "content": "Hi", "train": True},
+            {"role": "assistant", "content": "Hello"},
+        ]
+    },
+    "parts of a turn to learn (axolotl)": {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {
+                "role": "assistant",
+                "content": "Hello",
+                "train_detail": [{"begin_offset": 0, "end_offset": 2, "train": False}],
+            },
+        ]
+    },
+    "the same as parts of a content (axolotl)": {
+        "messages": [
+            {"role": "user", "content": "Hi"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "text", "text": "Hm.", "train": False},
+                    {"type": "text", "text": " Hello"},
+                ],
+            },
+        ]
+    },
+    "parts of thoughts (axolotl)": {
+        "messages": [
+            {"role": "user", "content": "2+2?"},
+            {
+                "role": "assistant",
+                "content": "4",
+                "reasoning_content": [{"type": "text", "text": "5", "train": False}],
+            },
+        ]
+    },
+    "images and sound in a content (OpenAI, TRL)": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "cat.png"}}]},
+            {"role": "assistant", "content": "A cat"},
+        ]
+    },
+    "columns of images and sound (TRL, LLaMA-Factory)": {
+        "messages": [
+            {"role": "user", "content": "<image>What?"},
+            {"role": "assistant", "content": "A cat"},
+        ],
+        "images": ["cat.png"],
+    },
+    "a refusal (OpenAI)": {
+        "messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "refusal": "No."}]
+    },
+    "other instructions (axolotl)": {
+        "system_prompt": "Be kind.",
+        "question": "Hi",
+        "response": "Hello",
+    },
+    "segments (axolotl)": {
+        "segments": [{"label": False, "text": "Hi "}, {"label": True, "text": "Hello"}]
+    },
+    "token ids (axolotl)": {"input_ids": [1, 2], "attention_mask": [1, 1], "labels": [-100, 2]},
+    "prompts alone (TRL)": {"prompt": "The sky is"},
+    "preferences (OpenAI)": {
+        "input": {"messages": [{"role": "user", "content": "Hi"}]},
+        "preferred_output": [{"role": "assistant", "content": "Hello"}],
+        "non_preferred_output": [{"role": "assistant", "content": "What?"}],
+    },
+    "preferences (TRL, axolotl, LLaMA-Factory)": {"prompt": "2+2?", "chosen": "4", "rejected": "5"},
+    "labels of preferences, as for KTO (TRL)": {
+        "prompt": "2+2?",
+        "completion": "5",
+        "label": False,
+    },
+    "the same (LLaMA-Factory)": {
+        "conversations": [{"from": "human", "value": "2+2?"}, {"from": "gpt", "value": "5"}],
+        "kto_tag": False,
+    },
+    "steps with labels (TRL, axolotl)": {
+        "prompt": "2+2?",
+        "completions": ["2+2 is", "5"],
+        "labels": [True, False],
+    },
+}
 
 
-@pytest.mark.parametrize(
-    ("form", "row", "verdict"), documented(), ids=lambda value: str(value)[:40]
-)
-def test_the_documented_forms(form, row, verdict, tmp_path):
-    """From a file: used without an unused column, or refused."""
-    (tmp_path / "d.jsonl").write_text("\n".join([json.dumps(row)] * 9))
-    file = str(tmp_path / "d.jsonl")
-    assert verdict.startswith(("used", "refused"))
-    if verdict.startswith("refused: "):
-        with pytest.raises(DataError):
-            prepared(file, tokenizer_with(WHOLE), max_length=512, validation_file=file)
-        return
+@pytest.mark.parametrize("form", USED_FORMS)
+def test_the_forms_that_the_page_says_are_used(form, tmp_path):
+    """From a file, without an unused column."""
+    file = written(USED_FORMS[form], tmp_path)
     data = prepared(file, tokenizer_with(WHOLE), max_length=512, validation_file=file)
     assert sum(data.splits["train"]["num_targets"]) > 0
     assert not any("unused" in fact for fact in data.notes)
 
 
-def test_the_table_has_forms_of_all_four():
-    forms = " ".join(form for form, _, _ in documented())
-    assert len(documented()) > 30
+def written(row: dict, folder: Path) -> str:
+    """A file with nine equal rows."""
+    file = folder / "d.jsonl"
+    file.write_text("\n".join([json.dumps(row)] * 9))
+    return str(file)
+
+
+@pytest.mark.parametrize("form", REFUSED_FORMS)
+def test_the_forms_that_the_page_says_are_refused(form, tmp_path):
+    """From a file."""
+    file = written(REFUSED_FORMS[form], tmp_path)
+    with pytest.raises(DataError):
+        prepared(file, tokenizer_with(WHOLE), max_length=512, validation_file=file)
+
+
+def test_the_page_names_every_key_of_the_forms_that_are_used():
+    page = (Path(__file__).parents[3] / "docs" / "finetune.md").read_text()
+    section = page.split("## Conversations")[1].split("\n## ")[0]
+    keys = {key for row in USED_FORMS.values() for key in keys_of(row)}
+    assert {key for key in keys if f"`{key}`" not in section} == set()
+    forms = " ".join([*USED_FORMS, *REFUSED_FORMS])
     for library in ("OpenAI", "TRL", "axolotl", "LLaMA-Factory"):
+        assert library in section
         assert forms.count(library) >= 5, library
+
+
+def keys_of(row: dict) -> set[str]:
+    """The columns of a row and the keys of its messages."""
+    columns = [row[name] for name in ("messages", "conversations") if name in row]
+    messages = [message for column in columns if isinstance(column, list) for message in column]
+    return {*row, *(key for message in messages for key in message)}
