@@ -5,7 +5,6 @@ numbers, so the words NA, null, None and nan stay strings, and the type does not
 part of the file was read (except of a stream).
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from glob import escape
@@ -15,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, load_dataset
+from datasets import Dataset, Features, IterableDataset, Value, load_dataset
 
 from hf_ga.errors import DataError
 
@@ -46,27 +45,21 @@ def column_names(path: str, separator: str) -> list[str]:
     return list(pd.read_csv(path, sep=separator, nrows=0).columns)
 
 
-def load_delimited(paths: Sequence[str], *, streaming: bool) -> Dataset | IterableDataset:
-    """Load the rows of CSV or TSV files with the same columns, and convert columns of numbers and
-    of booleans; the separators of the files may differ.
+def load_delimited(path: str, *, streaming: bool) -> tuple[Dataset | IterableDataset, str | None]:
+    """Load the rows of a CSV or TSV file with all cells as strings (see `convert_columns`); an
+    empty cell is None.
 
     Args:
-        paths: The files, in the order of their rows.
-        streaming: Read rows lazily. The types of columns are then inferred from the first 1,000
-            rows.
+        path: The file.
+        streaming: Read rows lazily.
+
+    Returns:
+        (rows, a line for the log on the separator if it is not a comma)
 
     Raises:
-        DataError: If a file has no rows, rows with more fields than its header, or texts that look
-            like several rows joined by an unclosed quote.
+        DataError: If the file has no rows, rows with more fields than its header, or texts that
+            look like several rows joined by an unclosed quote.
     """
-    parts = [_load_as_strings(path, streaming) for path in paths]
-    names = parts[0].column_names
-    rows = concatenate_datasets([part.select_columns(names) for part in parts])
-    return _convert_columns(rows)
-
-
-def _load_as_strings(path: str, streaming: bool) -> Dataset | IterableDataset:
-    """Load the rows of one CSV or TSV file with all cells as strings; an empty cell is None."""
     separator = detect_separator(path)
     _check_first_row(path, separator)
     features = Features({name: Value("string") for name in column_names(path, separator)})
@@ -82,7 +75,9 @@ def _load_as_strings(path: str, streaming: bool) -> Dataset | IterableDataset:
     )
     if separator == "\t" and not streaming:
         _check_quotes(path, rows)
-    return rows
+    if separator == ",":
+        return rows, None
+    return rows, f"{Path(path).name}: columns separated by {SEPARATORS[separator]}"
 
 
 def _check_first_row(path: str, separator: str) -> None:
@@ -113,9 +108,12 @@ def _check_quotes(path: str, rows: Dataset) -> None:
             )
 
 
-def _convert_columns(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Convert the string columns of a CSV file whose cells are all numbers, or all "true" or
-    "false". The columns of a stream are inferred from its first rows.
+def convert_columns(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """Convert the string columns of CSV files whose cells are all numbers, or all "true" or
+    "false".
+
+    Args:
+        rows: The rows of all files. The columns of a stream are inferred from its first 1,000 rows.
     """
     if isinstance(rows, IterableDataset):
         table = pa.Table.from_pylist(list(islice(rows, NUM_INFERENCE_ROWS)))

@@ -10,7 +10,6 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +19,8 @@ import datasets
 from hf_ga.errors import DataError
 
 Row = dict[str, Any]
+# Split name (None if the object does not name splits) -> rows; where they were found, for the log.
+FoundRows = tuple[dict[str | None, list[Row]], str]
 # Key in a JSON file -> the split that it names.
 SPLIT_NAMES = {
     "train": "train",
@@ -33,19 +34,6 @@ SPLIT_NAMES = {
 }
 # Keys that every message of a conversation has: in OpenAI's format, and in ShareGPT's.
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
-
-
-@dataclass(frozen=True)
-class FoundRows:
-    """The rows that were found in a JSON file that is one object.
-
-    Attributes:
-        splits: Split name -> rows. The name is None if the object does not name splits.
-        description: Where they were found, for the log.
-    """
-
-    splits: dict[str | None, list[Row]]
-    description: str
 
 
 def convert_to_json_lines(path: str, field: str | None) -> tuple[dict[str | None, str], str | None]:
@@ -85,12 +73,13 @@ def convert_to_json_lines(path: str, field: str | None) -> tuple[dict[str | None
         found = _find_rows(document, path)
     if found is None:
         return {None: path}, None
+    rows_by_split, description = found
     files = {
         split: _write_json_lines(rows, file.name.partition(".")[0])
-        for split, rows in found.splits.items()
+        for split, rows in rows_by_split.items()
         if rows
     }
-    return files, f"{file.name}: {found.description}"
+    return files, f"{file.name}: {description}"
 
 
 def _read_single_object(path: Path, line_is_row: bool) -> dict[str, Any] | None:
@@ -129,25 +118,22 @@ def _rows_under_field(document: Mapping[str, Any], field: str, path: str) -> Fou
             f"field {field}: there is no list of rows under this key of {path}, which has the keys "
             f"{', '.join(document)}."
         )
-    return FoundRows({None: rows}, f"rows under the key `{field}`")
+    return {None: rows}, f"rows under the key `{field}`"
 
 
 def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
-    """Find the rows in the content of a JSON file that is one object: in a format of pandas, by
-    keys that name splits, or under the only key with a list of objects.
+    """Find the rows in the content of a JSON file that is one object: by keys that name splits, in
+    a format of pandas, or under the only key with a list of objects.
     """
     messages = [value[0] for value in document.values() if _is_list_of(dict, value)]
     if any(keys <= message.keys() for message in messages for keys in _MESSAGE_KEYS):
         return None  # a conversation
-    if _has_split_format(document):
-        return FoundRows({None: _rows_of_pandas(document)}, "the form of pandas' to_json")
     rows_by_split = _rows_by_split(document, path)
     if rows_by_split is not None:
         return rows_by_split
     rows = _rows_of_pandas(document)
     if rows is not None:
-        description = "one list or object per column or index, as pandas writes them"
-        return FoundRows({None: rows}, description)
+        return {None: rows}, "a format of pandas' to_json, or a list per column"
     lists = dict(_lists_of_objects(document))
     if len(lists) > 1:
         raise DataError(
@@ -161,7 +147,7 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
         unused = [name for name in others if isinstance(document[name], list | dict)]
         if unused:
             description += f" (not used: {', '.join(unused)})"
-        return FoundRows({None: rows}, description)
+        return {None: rows}, description
     if _is_dict_of_dicts(document) and len(document) > 1:
         first_keys = ", ".join(list(document)[:5])
         raise DataError(
@@ -197,7 +183,7 @@ def _rows_by_split(document: Mapping[str, Any], path: str) -> FoundRows | None:
     description = f"splits under the keys {', '.join(split_keys)}"
     if unused:
         description += f" (not used: {', '.join(unused)})"
-    return FoundRows(dict(splits), description)
+    return dict(splits), description
 
 
 def _to_rows(value: Any) -> list[Row] | None:
@@ -213,7 +199,8 @@ def _rows_of_pandas(document: Mapping[str, Any]) -> list[Row] | None:
     """Return the rows of a JSON object in one of the formats that pandas' `to_json` writes, or of
     an object with a list per column. Return None for any other object.
     """
-    if _has_split_format(document):
+    # pandas' format "split": {"columns": [...], "index": [...], "data": [[...], ...]}
+    if isinstance(document.get("columns"), list) and _is_list_of(list, document.get("data")):
         return [dict(zip(document["columns"], row, strict=True)) for row in document["data"]]
     if _is_dict_of_dicts(document):
         return _rows_of_dicts(document)
@@ -236,14 +223,6 @@ def _rows_of_dicts(document: Mapping[str, dict[str, Any]]) -> list[Row] | None:
     if has_row_numbers_outside:
         return list(document.values())
     return [{name: column[i] for name, column in document.items()} for i in inner_keys]
-
-
-def _has_split_format(document: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object is in pandas' format "split": {"columns": [...], "index": [...],
-    "data": [[...], ...]}.
-    """
-    is_list_of_columns = isinstance(document.get("columns"), list)
-    return is_list_of_columns and _is_list_of(list, document.get("data"))
 
 
 def _is_dict_of_dicts(document: Mapping[str, Any]) -> bool:

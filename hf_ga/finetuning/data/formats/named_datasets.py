@@ -20,7 +20,6 @@ from hf_ga.errors import ConfigError, DataError
 from hf_ga.finetuning.data.formats import corpus
 from hf_ga.finetuning.data.formats.files import (
     check_same_columns,
-    columns_of,
     is_file,
     load_folder,
     load_splits,
@@ -150,7 +149,7 @@ def _concatenate_or_mix(parts: Sequence[tuple[str, Any]], weights: Sequence[floa
     if len(parts) == 1:
         return all_rows[0]
     with wrap_read_errors(", ".join(names)):
-        check_same_columns([(name, columns_of(rows)) for name, rows in parts])
+        check_same_columns(parts)
         # `datasets` reads the texts of CSV files as `large_string`, which cannot be concatenated
         # with `string`.
         for i, rows in enumerate(all_rows):
