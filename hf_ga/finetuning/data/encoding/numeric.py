@@ -10,7 +10,7 @@ import pyarrow as pa
 from datasets import Dataset, DatasetDict, Value
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.checks import check_values
+from hf_ga.finetuning.data.checks import check_values, replace_column
 
 _NUMBER = re.compile(r"\s*[+-]?(\d+(,\d+|\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")  # 1 1,5 1.5 .5 1e3
 _MAY_BE_THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2},\d{3}\s*")  # 1,234
@@ -35,13 +35,13 @@ def convert_to_numbers(
         DataError: If a string is not a number, a column has decimal commas and decimal points, or
             all its commas may separate thousands.
     """
-    converted = dict(rows)
+    converted = DatasetDict()
     for split, dataset in rows.items():
         for flag, column in columns.items():
             if column in dataset.column_names:
                 dataset = _convert_column(dataset, split, flag, column, notes)
         converted[split] = dataset
-    return DatasetDict(converted)
+    return converted
 
 
 def _convert_column(
@@ -82,5 +82,4 @@ def _convert_column(
 def _replace_by_floats(dataset: Dataset, column: str, values: list[Any]) -> Dataset:
     """Replace a column of a dataset by its values as float64; it becomes the last column."""
     numbers = [None if value is None else float(value) for value in values]
-    dataset = dataset.remove_columns(column)
-    return dataset.add_column(column, numbers, feature=Value("float64"))
+    return replace_column(dataset, column, numbers, Value("float64"))

@@ -8,6 +8,7 @@ question before it, is a sample.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy as np
@@ -37,24 +38,38 @@ def encode_answers(dataset: Dataset, split: str) -> Dataset:
         DataError: If answers have another format, or a text is not in its context at its
             `answer_start`.
     """
-    rows = list(dataset)
-    values = [row["answers"] for row in rows]
+    values = dataset["answers"][:]
     rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
-    check_values(split, values, _has_answer_format, rule=rule)
-    answers_by_row = []
-    for value in values:
-        texts_and_starts = zip(*_texts_and_starts(value or {}), strict=True)
-        answers_by_row.append([(text, start) for text, start in texts_and_starts if text])
+    check_values(split, values, lambda value: _read_answers(value) is not None, rule=rule)
     contexts_and_answers = [
-        (row["context"] or "", answers) for row, answers in zip(rows, answers_by_row, strict=True)
+        (context or "", [(text, start) for text, start in _read_answers(value) if text])
+        for context, value in zip(dataset["context"][:], values, strict=True)
     ]
     rule = "answers must be in their contexts at the 0-based character answer_start"
     check_values(split, contexts_and_answers, _are_in_context, rule=rule, remedy="Fix these rows.")
-    texts = [[text for text, _ in answers] for answers in answers_by_row]
-    starts = [[start for _, start in answers] for answers in answers_by_row]
+    texts = [[text for text, _ in answers] for _, answers in contexts_and_answers]
+    starts = [[start for _, start in answers] for _, answers in contexts_and_answers]
     dataset = dataset.remove_columns("answers")
     dataset = dataset.add_column("answer_texts", texts, feature=List(Value("string")))
     return dataset.add_column("answer_starts", starts, feature=List(Value("int64")))
+
+
+def _read_answers(value: Any) -> list[tuple[str, int]] | None:
+    """Read the answers of a question from either of SQuAD's formats, a dict of two lists or a list
+    of dicts, as (text, start character); None if they have another format.
+    """
+    if isinstance(value, dict):
+        columns = [value.get(name) or [] for name in ("text", "answer_start")]
+        if not all(isinstance(column, list) for column in columns):
+            return None
+        answers = list(zip_longest(*columns))
+    else:
+        items = value or []
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            return None
+        answers = [(item.get("text"), item.get("answer_start")) for item in items]
+    is_valid = all(isinstance(text, str) and isinstance(start, int) for text, start in answers)
+    return answers if is_valid else None
 
 
 def _are_in_context(context_and_answers: tuple[str, list[tuple[str, int]]]) -> bool:
@@ -63,33 +78,6 @@ def _are_in_context(context_and_answers: tuple[str, list[tuple[str, int]]]) -> b
     """
     context, answers = context_and_answers
     return all(start >= 0 and context.startswith(text, start) for text, start in answers)
-
-
-def _has_answer_format(value: Any) -> bool:
-    """Return whether the `answers` of a question are empty, or have one of SQuAD's two formats: a
-    dict of two lists (texts and starts), or a list of dicts.
-    """
-    if not value:
-        return True
-    is_list_of_dicts = isinstance(value, list) and all(isinstance(item, dict) for item in value)
-    if not isinstance(value, dict) and not is_list_of_dicts:
-        return False
-    texts, starts = _texts_and_starts(value)
-    if len(texts) != len(starts):
-        return False
-    has_texts = all(isinstance(text, str) for text in texts)
-    return has_texts and all(isinstance(start, int) for start in starts)
-
-
-def _texts_and_starts(value: dict[str, list] | list[dict[str, Any]]) -> tuple[list, list]:
-    """Return the texts and the start characters of a question's answers, from either of SQuAD's
-    formats: a dict of two lists, or a list of dicts.
-    """
-    if isinstance(value, dict):
-        return value.get("text") or [], value.get("answer_start") or []
-    texts = [answer.get("text") for answer in value]
-    starts = [answer.get("answer_start") for answer in value]
-    return texts, starts
 
 
 def tokenize_questions(
@@ -153,9 +141,20 @@ def tokenize_questions(
             answer_tokens = _tokens_of_answer(answer, starts, ends, lacks_context[i])
         if answer is None or answer_tokens is not None:
             is_complete[row] = True
-        sample = _make_sample(ids, starts, ends, answer_tokens, tokenizer.cls_token_id)
-        sample["was_truncated"] = bool(ids) and was_truncated[i]
-        sample["context"] = rows["context"][row] or ""
+        no_answer = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
+        first_token, last_token = answer_tokens or (no_answer, no_answer)
+        sample = {
+            "input_ids": ids,
+            "starts": starts[: len(ids)],
+            "ends": ends[: len(ids)],
+            "start_positions": first_token,
+            "end_positions": last_token,
+            "no_answer": no_answer,
+            "length": len(ids),
+            "num_targets": int(bool(ids)),
+            "was_truncated": bool(ids) and was_truncated[i],
+            "context": rows["context"][row] or "",
+        }
         if "token_type_ids" in encoded:
             sample["token_type_ids"] = encoded["token_type_ids"][i][: len(ids)]
         if "answer_texts" in rows:
@@ -165,30 +164,6 @@ def tokenize_questions(
     columns["window_index"] = windows.tolist()
     columns["answer_is_lost"] = ((windows == 0) & ~is_complete[row_of_sample]).tolist()
     return columns
-
-
-def _make_sample(
-    ids: list[int],
-    starts: np.ndarray,
-    ends: np.ndarray,
-    answer_tokens: tuple[int, int] | None,
-    cls_token_id: int | None,
-) -> dict[str, Any]:
-    """Make a question answering sample of its tokens and the tokens of its answer; see the columns
-    in `tokenize_questions`.
-    """
-    no_answer = ids.index(cls_token_id) if cls_token_id in ids else 0
-    first_token, last_token = answer_tokens or (no_answer, no_answer)
-    return {
-        "input_ids": ids,
-        "starts": starts[: len(ids)],
-        "ends": ends[: len(ids)],
-        "start_positions": first_token,
-        "end_positions": last_token,
-        "no_answer": no_answer,
-        "length": len(ids),
-        "num_targets": int(bool(ids)),
-    }
 
 
 def _encode(
@@ -231,23 +206,20 @@ def _check_windows(
     shares with its neighbor: otherwise windows would not advance.
     """
     num_special = check_room(tokenizer, max_length, is_pair=True)
-    if doc_stride >= max_length - num_special:
-        raise ConfigError(
-            f"doc_stride {doc_stride} is not below the {max_length - num_special} tokens that "
-            f"max_length {max_length} leaves besides {num_special} special tokens: lower "
-            "doc_stride, or raise max_length."
-        )
     full_ids = tokenizer(questions, contexts, verbose=False)["input_ids"]
     question_ids = tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"]
-    for question, full, alone in zip(questions, full_ids, question_ids, strict=True):
-        room = max_length - num_special - len(alone)
-        must_be_split = len(full) > max_length
-        if must_be_split and room <= doc_stride:
-            raise ConfigError(
-                f"doc_stride {doc_stride} is not below the {max(room, 0)} tokens that max_length "
-                f"{max_length} leaves for the context beside the question {question!r:.60} "
-                f"({len(alone)} tokens): lower doc_stride, or raise max_length."
-            )
+    # Questions whose contexts need no windows do not count.
+    longest = max(
+        len(alone) if len(full) > max_length else 0
+        for full, alone in zip(full_ids, question_ids, strict=True)
+    )
+    room = max(max_length - num_special - longest, 0)
+    if doc_stride >= room:
+        raise ConfigError(
+            f"doc_stride {doc_stride} is not below the {room} tokens that max_length {max_length} "
+            f"leaves for the context besides {num_special} special tokens and the longest question "
+            f"({longest} tokens): lower doc_stride, or raise max_length."
+        )
 
 
 def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:

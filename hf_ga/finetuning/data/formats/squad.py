@@ -6,14 +6,13 @@ from typing import Any
 from datasets import Dataset, DatasetDict, Features, List, Value
 
 PARAGRAPHS = "paragraphs"  # the column that has the paragraphs of an article
-ANSWERS = {"text": List(Value("string")), "answer_start": List(Value("int64"))}
 FEATURES = Features(
     {
         "id": Value("string"),
         "title": Value("string"),
         "question": Value("string"),
         "context": Value("string"),
-        "answers": ANSWERS,
+        "answers": {"text": List(Value("string")), "answer_start": List(Value("int64"))},
     }
 )
 
@@ -52,18 +51,18 @@ def _questions_in(article: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a row for each question of a SQuAD article, with the columns of `FEATURES`."""
     for paragraph in article[PARAGRAPHS] or ():
         for question in paragraph["qas"] or ():
+            answers = question.get("answers")
+            if answers is None and question.get("is_impossible"):
+                answers = []
+            if answers is not None:
+                answers = {
+                    name: [answer.get(name) for answer in answers]
+                    for name in ("text", "answer_start")
+                }
             yield {
                 "id": str(question.get("id")),
                 "title": article.get("title"),
                 "question": question.get("question"),
                 "context": paragraph["context"],
-                "answers": _answers_in(question),
+                "answers": answers,
             }
-
-
-def _answers_in(question: dict[str, Any]) -> dict[str, list] | None:
-    """Return the answers of a SQuAD question as {"text": [...], "answer_start": [...]}."""
-    answers = question.get("answers")
-    if answers is None:
-        return {"text": [], "answer_start": []} if question.get("is_impossible") else None
-    return {name: [answer.get(name) for answer in answers] for name in ANSWERS}
