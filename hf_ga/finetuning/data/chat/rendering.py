@@ -1,9 +1,7 @@
 """Rows of conversations -> the texts that the model reads, and which characters are targets."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from jinja2 import TemplateError
@@ -54,25 +52,16 @@ def render_rows(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> It
     columns = chat_columns(rows)
     for values in zip(*(rows[column] for column in columns), strict=True):
         row = dict(zip(columns, values, strict=True))
-        with _errors_show_row(row):
+        try:
             conversation = read_conversation(row)
             if tokenizer.chat_template:
                 rendered = _render_with_template(conversation, tokenizer)
             else:
                 rendered = _concatenate_turns(conversation)
+        except (TemplateError, DataError, TypeError, ValueError) as error:
+            cause = " ".join(str(error).split()).rstrip(".")
+            raise DataError(f"{cause}. Fix or remove the row {row!r:.200}") from error
         yield rendered
-
-
-@contextmanager
-def _errors_show_row(row: dict[str, Any]) -> Iterator[None]:
-    """Turn errors of a row of conversations, or of the chat template that renders it, into a
-    one-line DataError that shows the row.
-    """
-    try:
-        yield
-    except (TemplateError, DataError, TypeError, ValueError) as error:
-        cause = " ".join(str(error).split()).rstrip(".")
-        raise DataError(f"{cause}. Fix or remove the row {row!r:.200}") from error
 
 
 def _concatenate_turns(conversation: Conversation) -> RenderedRow:

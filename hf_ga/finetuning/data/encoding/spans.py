@@ -209,16 +209,19 @@ def _check_windows(
     full_ids = tokenizer(questions, contexts, verbose=False)["input_ids"]
     question_ids = tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"]
     # Questions whose contexts need no windows do not count.
-    longest = max(
-        len(alone) if len(full) > max_length else 0
-        for full, alone in zip(full_ids, question_ids, strict=True)
-    )
-    room = max(max_length - num_special - longest, 0)
+    sizes = {
+        question: len(alone)
+        for question, full, alone in zip(questions, full_ids, question_ids, strict=True)
+        if len(full) > max_length
+    }
+    longest = max(sizes, key=sizes.__getitem__, default="")
+    size = sizes.get(longest, 0)
+    room = max(max_length - num_special - size, 0)
     if doc_stride >= room:
         raise ConfigError(
             f"doc_stride {doc_stride} is not below the {room} tokens that max_length {max_length} "
-            f"leaves for the context besides {num_special} special tokens and the longest question "
-            f"({longest} tokens): lower doc_stride, or raise max_length."
+            f"leaves for the context besides {num_special} special tokens and the question "
+            f"{longest!r:.60} ({size} tokens): lower doc_stride, or raise max_length."
         )
 
 
