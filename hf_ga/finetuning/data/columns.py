@@ -11,7 +11,13 @@ from datasets import ClassLabel, Dataset, DatasetDict, Value
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.columns import chat_columns, check_learnable
-from hf_ga.finetuning.data.checks import FIX_WEIGHTS, check_values, check_weights, is_text
+from hf_ga.finetuning.data.checks import (
+    FIX_WEIGHTS,
+    check_values,
+    check_weights,
+    is_list_of_texts,
+    is_text,
+)
 from hf_ga.finetuning.data.encoding.pairs import TEXT_ROLE, names_of_negatives
 from hf_ga.finetuning.data.options import DataOptions
 from hf_ga.finetuning.data.tasks import Task
@@ -171,7 +177,13 @@ def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None
         rule = f"{FLAGS[role]} must name a column of lists of strings"
         # A row may be None, but no word.
         words = [value or [] for value in dataset[role][:]]
-        check_values(split, words, _is_list_of_words, rule=rule, remedy=remedy)
+        check_values(
+            split,
+            words,
+            lambda row: is_list_of_texts(row) and None not in row,
+            rule=rule,
+            remedy=remedy,
+        )
     # Check the encoding of the whole column here, before rows are read one by one.
     try:
         dataset.data.column(role).validate(full=True)
@@ -179,11 +191,6 @@ def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None
         raise DataError(
             f"the {role} column of the {split} rows is not valid UTF-8: convert the file to UTF-8."
         ) from error
-
-
-def _is_list_of_words(value: Any) -> bool:
-    """Return whether a value in a dataset's column of words is a list of strings."""
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def _has_only_strings(feature: Any) -> bool:

@@ -31,7 +31,6 @@ from hf_ga.finetuning.data.encoding.spans import encode_answers
 from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
     encoding_settings,
-    output_settings,
     split_into_blocks,
     tokenize_completions,
 )
@@ -154,8 +153,18 @@ def prepare_data(
     task = TASKS[options.task]
     notes: list[str] = []
     rows, stream = load_rows(options, notes)
-    complete_tokenizer(tokenizer, _architecture_of(task))
-    _set_truncation_side(tokenizer, options)
+    architecture = "encoder-decoder" if task.labels == "target" else "encoder"
+    if task.pipeline == "text-generation":
+        architecture = "decoder"
+    complete_tokenizer(tokenizer, architecture)
+    if options.truncation_side is not None:
+        tokenizer.truncation_side = options.truncation_side
+        tokenizer.init_kwargs["truncation_side"] = options.truncation_side
+    if tokenizer.truncation_side == "left" and options.source_prefix:
+        raise ConfigError(
+            f"truncation from the left would remove source_prefix {options.source_prefix!r} from "
+            "long sources: set truncation_side right, or omit source_prefix."
+        )
     data = PreparedData(
         task=task,
         splits={},
@@ -203,25 +212,6 @@ def prepare_data(
     return data
 
 
-def _architecture_of(task: Task) -> str:
-    """Return the architecture of a task's models: "encoder", "decoder" or "encoder-decoder"."""
-    if task.pipeline == "text-generation":
-        return "decoder"
-    return "encoder-decoder" if task.labels == "target" else "encoder"
-
-
-def _set_truncation_side(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
-    """Set the side from which the tokenizer truncates, if the option `truncation_side` is given."""
-    if options.truncation_side is not None:
-        tokenizer.truncation_side = options.truncation_side
-        tokenizer.init_kwargs["truncation_side"] = options.truncation_side
-    if tokenizer.truncation_side == "left" and options.source_prefix:
-        raise ConfigError(
-            f"truncation from the left would remove source_prefix {options.source_prefix!r} from "
-            "long sources: set truncation_side right, or omit source_prefix."
-        )
-
-
 def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several) -> Unlabelled:
     """Load and tokenize the rows of `predict_file`, which need no labels.
 
@@ -256,12 +246,7 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
     if data.task.labels == "tags":
         word_indices = [list(range(len(words or []))) for words in rows_by_role["tokens"]]
         inputs = rows_by_role.add_column("label", word_indices)
-    tokenize = _tokenize_function(rows_by_role.column_names, options, data)
-    with wrap_read_errors(", ".join(as_list(files))):
-        samples = inputs.map(
-            tokenize, batched=True, remove_columns=inputs.column_names, load_from_cache_file=False
-        )
-    return rows, rows_by_role, samples
+    return rows, rows_by_role, _map_tokenization(inputs, "predict", options, data)
 
 
 def _dataset_names(options: DataOptions) -> str:
@@ -271,22 +256,18 @@ def _dataset_names(options: DataOptions) -> str:
 
 def _describe(rows: DatasetDict, options: DataOptions) -> str:
     """Describe the source of the rows and their number per split in one line, for the log."""
-    name = _dataset_names(options)
-    if options.streaming:
-        num_train = len(rows["train"])
-        num_validation = len(rows["validation"])
-        return (
-            f"{name}: a stream, {num_train} rows of it read ahead; {num_validation} validation rows"
-        )
     if not rows:
         return "no rows to evaluate"
+    name = _dataset_names(options)
     if name == "stdlib" and "train" in rows:
         name = f"standard library of Python {platform.python_version()}"
     elif name == "stdlib":
         # Only files are evaluated, and the embedded corpus, the default name, is not read.
         name = ", ".join(as_list(options.validation_file) + as_list(options.test_file))
-    counts = ", ".join(f"{count:,} {split}" for split, count in rows.num_rows.items())
-    return f"{name}: {counts} rows"
+    counts = {split: f"{count:,} {split}" for split, count in rows.num_rows.items()}
+    if options.streaming:
+        counts["train"] = f"a stream, {len(rows['train'])} rows of it read ahead"
+    return f"{name}: {', '.join(counts.values())} rows"
 
 
 def _encode_targets(
@@ -379,16 +360,14 @@ def _tokenize_split(rows: Dataset, split: str, options: DataOptions, data: Prepa
         )
     # The whole column at once: numpy would index a column of `datasets` row by row.
     is_empty = np.asarray(samples["length"][:]) == 0
-    if is_empty.all():
-        raise DataError(f"all {len(samples)} {split} rows are empty or null: give rows with text.")
-    if is_empty.any():
-        samples = samples.select(np.flatnonzero(~is_empty))
     if not any(samples["num_targets"][:]):
         raise DataError(
-            f"none of the {len(samples)} {split} rows has a target: a language model needs at "
-            "least 2 tokens in a row, the end-of-text token included, and a completion within "
-            "max_length."
+            f"none of the {len(samples)} {split} rows has a target ({is_empty.sum()} rows are "
+            "empty or null): a language model needs at least 2 tokens in a row, the end-of-text "
+            "token included, and a completion within max_length."
         )
+    if is_empty.any():
+        samples = samples.select(np.flatnonzero(~is_empty))
     if options.block_size:
         num_rows = len(samples)
         num_tokens = sum(samples["length"][:])
@@ -415,7 +394,8 @@ def _map_tokenization(
         rows._fingerprint,
         tokenize.func.__name__,
         settings,
-        output_settings(data.tokenizer),
+        encoding_settings(data.tokenizer),
+        data.tokenizer.chat_template,
         _CACHE_VERSION,
     ]
     with wrap_read_errors(f"the {split} rows"):

@@ -49,10 +49,9 @@ def _encode_split(dataset: Dataset, split: str) -> Dataset:
     """Convert the multiple-choice rows of one split to one format, see `encode_choices`."""
     choice_columns = [name for name in dataset.column_names if name.startswith("choice")]
     rows = list(dataset)
-    if "choices" in choice_columns:
-        choices = [row["choices"] for row in rows]
-    else:
-        choices = [[row[name] for name in choice_columns] for row in rows]
+    choices = [[row[name] for name in choice_columns] for row in rows]
+    if choice_columns == ["choices"]:
+        choices = dataset["choices"][:]
     remedy = "Choose the column with --choices_column."
     rule = "choices must be lists of strings"
     check_values(split, choices, is_list_of_texts, rule=rule, remedy=remedy)
@@ -60,25 +59,22 @@ def _encode_split(dataset: Dataset, split: str) -> Dataset:
     for row, row_choices in zip(rows, choices, strict=True):
         beginning = row.get("text_pair") or ""
         texts.append([f"{beginning} {choice or ''}".removeprefix(" ") for choice in row_choices])
-    replaced_columns = [name for name in ("text_pair", "label") if name in dataset.column_names]
-    dataset = dataset.remove_columns([*choice_columns, *replaced_columns])
-    if "label" in replaced_columns:
+    kept = [name for name in dataset.column_names if name in ("text", "weight")]
+    encoded = dataset.select_columns(kept)
+    if "label" in dataset.column_names:
         labels_and_counts = [
-            {"label": row["label"], "choices": len(row_choices)}
-            for row, row_choices in zip(rows, choices, strict=True)
+            {"label": row["label"], "choices": len(row_texts)}
+            for row, row_texts in zip(rows, texts, strict=True)
         ]
-        rule = "a label must be the 0-based index of a choice"
-        check_values(split, labels_and_counts, _is_index_of_choice, rule=rule)
-        dataset = dataset.add_column("label", [int(row["label"]) for row in rows])
-    return dataset.add_column("choices", texts, feature=List(Value("string")))
-
-
-def _is_index_of_choice(label_and_count: dict[str, Any]) -> bool:
-    """Return whether `label` (an int, or a string of digits) is the 0-based index of one of the
-    `choices` (their number) that a multiple-choice row has.
-    """
-    label = str(label_and_count["label"])
-    return label.isdecimal() and int(label) < label_and_count["choices"]
+        check_values(
+            split,
+            labels_and_counts,
+            # A label is an int, or a string of digits.
+            lambda row: str(row["label"]).isdecimal() and int(row["label"]) < row["choices"],
+            rule="a label must be the 0-based index of a choice",
+        )
+        encoded = encoded.add_column("label", [int(row["label"]) for row in rows])
+    return encoded.add_column("choices", texts, feature=List(Value("string")))
 
 
 def tokenize_choices(

@@ -46,7 +46,13 @@ def encode_answers(dataset: Dataset, split: str) -> Dataset:
         for context, value in zip(dataset["context"][:], values, strict=True)
     ]
     rule = "answers must be in their contexts at the 0-based character answer_start"
-    check_values(split, contexts_and_answers, _are_in_context, rule=rule, remedy="Fix these rows.")
+    check_values(
+        split,
+        contexts_and_answers,
+        lambda row: all(start >= 0 and row[0].startswith(text, start) for text, start in row[1]),
+        rule=rule,
+        remedy="Fix these rows.",
+    )
     texts = [[text for text, _ in answers] for _, answers in contexts_and_answers]
     starts = [[start for _, start in answers] for _, answers in contexts_and_answers]
     dataset = dataset.remove_columns("answers")
@@ -70,14 +76,6 @@ def _read_answers(value: Any) -> list[tuple[str, int]] | None:
         answers = [(item.get("text"), item.get("answer_start")) for item in items]
     is_valid = all(isinstance(text, str) and isinstance(start, int) for text, start in answers)
     return answers if is_valid else None
-
-
-def _are_in_context(context_and_answers: tuple[str, list[tuple[str, int]]]) -> bool:
-    """Return whether each answer of a question, (text, start character), is in its context at its
-    start.
-    """
-    context, answers = context_and_answers
-    return all(start >= 0 and context.startswith(text, start) for text, start in answers)
 
 
 def tokenize_questions(

@@ -328,13 +328,6 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, architecture: str) ->
     tokenizer.backend_tokenizer.post_processor = post_processor
 
 
-def output_settings(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Serialize all that determines the output of a tokenizer, its chat template included: a key
-    for the cache of tokenized rows.
-    """
-    return f"{encoding_settings(tokenizer)}{tokenizer.chat_template}"
-
-
 def encoding_settings(tokenizer: PreTrainedTokenizerBase) -> str:
     """Serialize all that determines how a tokenizer encodes texts: vocabulary, special tokens,
     truncation side, ...

@@ -26,25 +26,17 @@ def flatten_articles(rows: DatasetDict) -> DatasetDict:
     The `plausible_answers` of SQuAD 2 are not used. If no question of a split has `answers`, its
     rows have no such column.
     """
-    splits = {}
+    splits = DatasetDict()
     for split, dataset in rows.items():
-        splits[split] = _question_rows(dataset) if _has_articles(dataset) else dataset
-    return DatasetDict(splits)
-
-
-def _has_articles(dataset: Dataset) -> bool:
-    """Return whether the rows of a dataset are articles in SQuAD's nested format."""
-    paragraph = getattr(dataset.features.get(PARAGRAPHS), "feature", None)
-    return isinstance(paragraph, dict) and {"context", "qas"} <= paragraph.keys()
-
-
-def _question_rows(articles: Dataset) -> Dataset:
-    """Convert articles of SQuAD's nested format to a dataset with one row per question."""
-    questions = [row for article in articles for row in _questions_in(article)]
-    columns = {name: [row[name] for row in questions] for name in FEATURES}
-    dataset = Dataset.from_dict(columns, FEATURES)
-    has_answers = any(answers is not None for answers in columns["answers"])
-    return dataset if has_answers else dataset.remove_columns("answers")
+        splits[split] = dataset
+        paragraph = getattr(dataset.features.get(PARAGRAPHS), "feature", None)
+        if isinstance(paragraph, dict) and {"context", "qas"} <= paragraph.keys():
+            questions = [row for article in dataset for row in _questions_in(article)]
+            columns = {name: [row[name] for row in questions] for name in FEATURES}
+            splits[split] = Dataset.from_dict(columns, FEATURES)
+            if all(answers is None for answers in columns["answers"]):
+                splits[split] = splits[split].remove_columns("answers")
+    return splits
 
 
 def _questions_in(article: dict[str, Any]) -> Iterator[dict[str, Any]]:
