@@ -95,7 +95,7 @@ SPLITS = {
     "other names": ({"training": ROWS[:3], "dev": ROWS[3:5], "testing": ROWS[5:]}, ""),
     "with facts beside": (
         {"version": 2, "train": ROWS[:3], "val": ROWS[3:5], "test": ROWS[5:], "labels": ["a"]},
-        "",
+        " (not used: labels)",
     ),
     "an unknown split": (
         {"train": ROWS[:3], "valid": ROWS[3:5], "test": ROWS[5:], "unlabelled": ROWS},

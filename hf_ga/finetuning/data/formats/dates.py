@@ -5,15 +5,15 @@ all strings of a column (or of a block of about 10 MB of the file) are dates. "2
 become a `datetime`, or the string "2024-01-02 00:00:00" where other blocks have other texts.
 """
 
-import gzip
 import json
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, List, Value
+
+from hf_ga.finetuning.data.formats.documents import open_json
 
 # How pyarrow writes a timestamp as a string.
 _WRITTEN_TIMESTAMP = r"^\d{4}-\d{2}-\d{2} \d{2}:\d{2}:\d{2}"
@@ -60,8 +60,7 @@ def rows_of_file(path: str) -> Iterator[dict[str, Any]]:
         path: A file of JSON lines, or with a list of objects or strings, optionally compressed
             (.gz).
     """
-    opener = gzip.open if Path(path).suffix == ".gz" else open
-    with opener(path, "rt", encoding="utf-8-sig") as file:
+    with open_json(path) as file:
         lines = (line for line in file if line.strip())
         first = next(lines, "")
         if not first.lstrip().startswith("["):

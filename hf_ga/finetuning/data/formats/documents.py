@@ -9,7 +9,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
@@ -65,11 +65,10 @@ def convert_to_json_lines(path: str, field: str | None) -> tuple[dict[str | None
             f"field {field} names a key of a JSON file that is one object, but {path} has one row "
             "per line or is a list of rows: omit field."
         )
-    if document is None:
-        return {None: path}, None
+    found = None
     if field is not None:
         found = _rows_under_field(document, field, path)
-    else:
+    elif document is not None:
         found = _find_rows(document, path)
     if found is None:
         return {None: path}, None
@@ -82,29 +81,33 @@ def convert_to_json_lines(path: str, field: str | None) -> tuple[dict[str | None
     return files, f"{file.name}: {description}"
 
 
+def open_json(path: str | Path) -> TextIO:
+    """Open a JSON file, optionally compressed (.gz), with or without a byte order mark."""
+    opener = gzip.open if Path(path).suffix == ".gz" else open
+    return opener(path, "rt", encoding="utf-8-sig")
+
+
 def _read_single_object(path: Path, line_is_row: bool) -> dict[str, Any] | None:
     """Read a JSON file if its whole content is one object."""
     try:
-        opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8-sig") as file:  # with or without a byte order mark
-            first_line = _next_non_blank_line(file)
+        with open_json(path) as file:
+            lines = (line.lstrip() for line in file if line.strip())
+            first_line = next(lines, "")
+            if first_line.startswith("null"):  # which would crash the process in pyarrow's reader
+                raise DataError(
+                    f"the file {path} begins with `null` instead of a row: remove that line."
+                )
             if not first_line.startswith("{"):
                 return None
             try:
                 row = json.loads(first_line)
             except json.JSONDecodeError:  # an object that spans several lines
                 return json.loads(first_line + file.read())
-            has_more_lines = bool(_next_non_blank_line(file))
-            return None if line_is_row or has_more_lines else row
+            return None if line_is_row or any(lines) else row
+    except DataError:
+        raise
     except (ValueError, OSError, EOFError, zlib.error):
         return None
-
-
-def _next_non_blank_line(file: TextIO) -> str:
-    """Read a JSON file up to and including the next line that is not blank, and return that line
-    without leading spaces; return "" at the end of the file.
-    """
-    return next((line.lstrip() for line in file if line.strip()), "")
 
 
 def _rows_under_field(document: Mapping[str, Any], field: str, path: str) -> FoundRows:
@@ -128,9 +131,11 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
     messages = [value[0] for value in document.values() if _is_list_of(dict, value)]
     if any(keys <= message.keys() for message in messages for keys in _MESSAGE_KEYS):
         return None  # a conversation
-    rows_by_split = _rows_by_split(document, path)
-    if rows_by_split is not None:
-        return rows_by_split
+    splits = {key: _to_rows(document[key]) for key in document if key in SPLIT_NAMES}
+    if any(splits.values()):
+        rows_by_split = _rows_by_split(splits, path)
+        description = f"splits under the keys {', '.join(splits)}"
+        return rows_by_split, description + _not_used(document, splits)
     rows = _rows_of_pandas(document)
     if rows is not None:
         return {None: rows}, "a format of pandas' to_json, or a list per column"
@@ -143,11 +148,7 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
     if lists:
         ((key, rows),) = lists.items()
         description = f"rows under the key `{key}`"
-        others = [name for name in document if name != key.partition(".")[0]]
-        unused = [name for name in others if isinstance(document[name], list | dict)]
-        if unused:
-            description += f" (not used: {', '.join(unused)})"
-        return {None: rows}, description
+        return {None: rows}, description + _not_used(document, [key.partition(".")[0]])
     if _is_dict_of_dicts(document) and len(document) > 1:
         first_keys = ", ".join(list(document)[:5])
         raise DataError(
@@ -158,32 +159,32 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
     return None
 
 
-def _rows_by_split(document: Mapping[str, Any], path: str) -> FoundRows | None:
-    """Return the rows of a JSON file by split if the keys of its object name splits."""
-    rows = {key: _to_rows(value) for key, value in document.items()}
-    has_splits = any(key in SPLIT_NAMES and key_rows for key, key_rows in rows.items())
-    for key, key_rows in rows.items():
-        if has_splits and key in SPLIT_NAMES and key_rows is None:
+def _not_used(document: Mapping[str, Any], used: Collection[str]) -> str:
+    """List the lists and objects under other keys of a JSON object, for the log."""
+    others = [
+        key for key, value in document.items() if key not in used and isinstance(value, list | dict)
+    ]
+    return f" (not used: {', '.join(others)})" if others else ""
+
+
+def _rows_by_split(
+    rows_by_key: Mapping[str, list[Row] | None], path: str
+) -> dict[str | None, list[Row]]:
+    """Return the rows of a JSON file by split, from those under the keys that name splits."""
+    splits: dict[str | None, list[Row]] = {}
+    for key, rows in rows_by_key.items():
+        if rows is None:
             raise DataError(
                 f"{path} has rows under the names of splits, but those under {key} are not a list "
                 "of objects: fix or remove them."
             )
-    rows = {key: key_rows for key, key_rows in rows.items() if key_rows is not None}
-    split_keys = [key for key in rows if key in SPLIT_NAMES]
-    splits = {SPLIT_NAMES[key]: rows[key] for key in split_keys}
-    all_keys_name_splits = bool(rows) and len(split_keys) == len(rows)
-    if "train" not in splits and not all_keys_name_splits:
-        return None
-    if len(splits) < len(split_keys):
-        raise DataError(
-            f"{path} has rows under the keys {', '.join(split_keys)}, of which several name the "
-            "same split: rename or join them."
-        )
-    unused = [key for key in rows if key not in SPLIT_NAMES]
-    description = f"splits under the keys {', '.join(split_keys)}"
-    if unused:
-        description += f" (not used: {', '.join(unused)})"
-    return dict(splits), description
+        if SPLIT_NAMES[key] in splits:
+            raise DataError(
+                f"{path} has rows under the keys {', '.join(rows_by_key)}, of which several name "
+                "the same split: rename or join them."
+            )
+        splits[SPLIT_NAMES[key]] = rows
+    return splits
 
 
 def _to_rows(value: Any) -> list[Row] | None:

@@ -3,10 +3,8 @@ while it reads into one-line errors.
 """
 
 import codecs
-import gzip
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from glob import escape, glob
 from pathlib import Path
 from typing import Any
@@ -215,18 +213,18 @@ def _concatenate(parts: Sequence[tuple[str, Any]]) -> Any:
     """Concatenate the rows of files, (name, rows), with the columns and types of the first file."""
     if len(parts) == 1:
         return parts[0][1]
-    check_same_columns(parts)
     features = parts[0][1].features
     all_rows = []
-    for name, rows in parts:
-        # Of a stream of a file that is a list, columns have no types.
-        if features is not None and rows.features is not None:
-            with wrap_read_errors(name):
+    with wrap_read_errors(", ".join(name for name, _ in parts)):
+        check_same_columns(parts)
+        for _, rows in parts:
+            # Of a stream of a file that is a list, columns have no types.
+            if features is not None and rows.features is not None:
                 rows = rows.select_columns(list(features))
                 if rows.features.arrow_schema != features.arrow_schema:
                     rows = rows.cast(features)
-        all_rows.append(rows)
-    return concatenate_datasets(all_rows)
+            all_rows.append(rows)
+        return concatenate_datasets(all_rows)
 
 
 def _check_no_lfs_pointer(path: Path) -> None:
@@ -242,18 +240,6 @@ def _check_no_lfs_pointer(path: Path) -> None:
             f"the file {path} is a git-lfs pointer to data of {''.join(size) or 'unknown'} bytes, "
             "not the data itself: fetch it with `git lfs pull`."
         )
-
-
-def _check_no_leading_null(path: Path) -> None:
-    """Check that a JSON file does not begin with `null`, which would crash the process in pyarrow's
-    reader. Files that cannot be read pass: reading reports their error.
-    """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with suppress(OSError, EOFError, zlib.error), opener(path, "rb") as file:
-        if file.read(64).lstrip().startswith(b"null"):
-            raise DataError(
-                f"the file {path} begins with `null` instead of a row: remove that line."
-            )
 
 
 def _checked_file_type(file: str) -> str:
@@ -275,8 +261,6 @@ def _checked_file_type(file: str) -> str:
     with path.open("rb") as content:
         if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
             raise DataError(f"the file {path} is UTF-16: convert it to UTF-8.")
-    if file_type == "json":
-        _check_no_leading_null(path)
     return file_type
 
 
@@ -297,15 +281,15 @@ def check_same_columns(parts: Sequence[tuple[str, Any]]) -> None:
     Raises:
         DataError: If one of them has other columns than the first.
     """
-    first_name, first_rows = parts[0]
-    for name, rows in parts[1:]:
-        both = ((first_name, columns_of(first_rows)), (name, columns_of(rows)))
-        if set(both[0][1]) != set(both[1][1]):
-            listed = "; ".join(
-                f"{dataset} has {', '.join(sorted(columns)) or 'no rows'}"
-                for dataset, columns in both
-            )
-            raise DataError(f"different columns: {listed}. Give all the same columns.")
+    columns = {name: sorted(columns_of(rows)) for name, rows in parts}
+    first = columns[parts[0][0]]
+    others = {name: other for name, other in columns.items() if other != first}
+    if others:
+        both = {parts[0][0]: first, **others}
+        listed = "; ".join(
+            f"{name} has {', '.join(names) or 'no rows'}" for name, names in both.items()
+        )
+        raise DataError(f"different columns: {listed}. Give all the same columns.")
 
 
 @contextmanager
