@@ -12,9 +12,9 @@ from datasets import Dataset, DatasetDict, Value
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.checks import check_values, replace_column
 
-_NUMBER = re.compile(r"\s*[+-]?(\d+(,\d+|\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")  # 1 1,5 1.5 .5 1e3
+_WITH_POINT = re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")  # 1 1.5 .5 1e3
+_WITH_COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?([eE][+-]?\d+)?\s*")  # 1 1,5 1,5e3
 _MAY_BE_THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2},\d{3}\s*")  # 1,234
-_REMEDY = "Choose another column with --{flag}, or fix these rows."
 
 
 def convert_to_numbers(
@@ -55,14 +55,19 @@ def _convert_column(
         return dataset
     texts = dataset[column][:]
     rule = f"{flag} must name a column of numbers"
-    remedy = _REMEDY.format(flag=flag)
     cells = ["0" if text is None else text for text in texts]
-    check_values(split, cells, _NUMBER.fullmatch, rule=rule, remedy=remedy)
     with_comma = [text for text in cells if "," in text]
+    if with_comma:
+        rule += " with a decimal comma"
+    check_values(
+        split,
+        cells,
+        (_WITH_COMMA if with_comma else _WITH_POINT).fullmatch,
+        rule=rule,
+        remedy=f"Choose another column with --{flag}, or fix these rows.",
+    )
     if not with_comma:
         return dataset
-    rule = f"{rule} with a decimal comma"
-    check_values(split, cells, lambda text: "." not in text, rule=rule, remedy=remedy)
     if all(map(_MAY_BE_THOUSANDS.fullmatch, with_comma)):
         example = with_comma[0]
         as_decimal = example.replace(",", ".")

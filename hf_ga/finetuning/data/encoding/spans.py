@@ -15,11 +15,11 @@ import numpy as np
 import torch
 from datasets import Dataset, List, Value
 from torch import Tensor
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError
 from hf_ga.finetuning.data.checks import check_values
-from hf_ga.finetuning.data.encoding.tokenization import Rows, check_fast, check_room, encode
+from hf_ga.finetuning.data.encoding.tokenization import Rows, check_fast, check_room
 
 T = TypeVar("T")
 
@@ -122,15 +122,33 @@ def tokenize_questions(
         (question, context) if question and context else ("", "")
         for question, context in zip(rows["question"], rows["context"], strict=True)
     ]
-    encoded, row_of_sample, was_truncated = _encode(tokenizer, max_length, doc_stride, texts)
+    questions = [question for question, _ in texts]
+    contexts = [context for _, context in texts]
+    if doc_stride is not None and max_length is not None:
+        _check_windows(tokenizer, max_length, doc_stride, questions, contexts)
+    check_room(tokenizer, max_length, is_pair=True)
+    encoded = tokenizer(
+        questions,
+        contexts,
+        truncation="only_second" if max_length else False,
+        max_length=max_length,
+        stride=doc_stride or 0,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+        verbose=False,
+    )
     # The samples of a row are consecutive, so a binary search finds the first one of each row.
+    row_of_sample = np.array(encoded["overflow_to_sample_mapping"])
     windows = np.arange(len(row_of_sample)) - np.searchsorted(row_of_sample, row_of_sample)
-    has_several_windows = np.bincount(row_of_sample)[row_of_sample] > 1
-    lacks_context = np.array(was_truncated) | has_several_windows
+    lacks_context = np.bincount(row_of_sample)[row_of_sample] > 1
+    samples = range(len(windows))
+    if doc_stride is None:  # only the first window, which is the truncated context
+        samples = np.flatnonzero(windows == 0).tolist()
     columns: Rows = {}
     # Per row: whether it has no answer, or its whole answer is in one of its samples.
     is_complete = np.zeros(len(texts), bool)
-    for i, row in enumerate(row_of_sample):
+    for i in samples:
+        row = row_of_sample[i]
         ids = encoded["input_ids"][i] if any(texts[row]) else []
         starts, ends = _context_characters(encoded, i)
         answer = _first_answer(rows, row) if ids else None
@@ -150,8 +168,9 @@ def tokenize_questions(
             "no_answer": no_answer,
             "length": len(ids),
             "num_targets": int(bool(ids)),
-            "was_truncated": bool(ids) and was_truncated[i],
+            "was_truncated": bool(ids and lacks_context[i] and doc_stride is None),
             "context": rows["context"][row] or "",
+            "window_index": int(windows[i]),
         }
         if "token_type_ids" in encoded:
             sample["token_type_ids"] = encoded["token_type_ids"][i][: len(ids)]
@@ -159,38 +178,8 @@ def tokenize_questions(
             sample["answers"] = rows["answer_texts"][row]
         for name, value in sample.items():
             columns.setdefault(name, []).append(value)
-    columns["window_index"] = windows.tolist()
-    columns["answer_is_lost"] = ((windows == 0) & ~is_complete[row_of_sample]).tolist()
-    return columns
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
-    doc_stride: int | None,
-    texts: Sequence[tuple[str, str]],
-) -> tuple[BatchEncoding, list[int], list[bool]]:
-    """Run the tokenizer on questions with their contexts, which are truncated or split into
-    windows.
-    """
-    questions = [question for question, _ in texts]
-    contexts = [context for _, context in texts]
-    settings: dict[str, Any] = {"truncation": "only_second", "return_offsets_mapping": True}
-    if doc_stride is None or max_length is None:
-        encoded, was_truncated = encode(tokenizer, max_length, questions, contexts, **settings)
-        return encoded, list(range(len(texts))), was_truncated
-    _check_windows(tokenizer, max_length, doc_stride, questions, contexts)
-    encoded = tokenizer(
-        questions,
-        contexts,
-        max_length=max_length,
-        stride=doc_stride,
-        return_overflowing_tokens=True,
-        verbose=False,
-        **settings,
-    )
-    row_of_sample = list(encoded["overflow_to_sample_mapping"])
-    return encoded, row_of_sample, [False] * len(row_of_sample)
+    lost = (windows == 0) & ~is_complete[row_of_sample]
+    return {**columns, "answer_is_lost": lost[samples].tolist()}
 
 
 def _check_windows(
@@ -308,14 +297,7 @@ def best_span(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) 
     context_tokens = torch.from_numpy(np.flatnonzero(starts >= 0))
     num_tokens = len(context_tokens)
     if not num_tokens:
-        return Span(
-            answer="",
-            start=0,
-            end=0,
-            score=-math.inf,
-            empty_score=empty_score,
-            log_total=-math.inf,
-        )
+        return Span("", 0, 0, -math.inf, empty_score, -math.inf)
     # scores[i, j] is that of the span from the i-th to the j-th token of the context.
     scores = start_scores[context_tokens].unsqueeze(1) + end_scores[context_tokens]
     ends_before_start = torch.ones(num_tokens, num_tokens).tril(-1).bool()

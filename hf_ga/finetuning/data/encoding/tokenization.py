@@ -191,24 +191,22 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
     check_fast(tokenizer)
     words = [row or [] for row in rows["tokens"]]
     encoded, was_truncated = encode(tokenizer, max_length, words, is_split_into_words=True)
-    # The index of each token's word; -1 for special tokens.
-    word_indices = [
-        np.array([-1 if word is None else word for word in encoded.word_ids(i)], np.int64)
-        for i in range(len(words))
-    ]
-    is_first = [(ids >= 0) & (ids != np.concatenate([[-1], ids[:-1]])) for ids in word_indices]
-    if tokenizer.truncation_side == "left":
-        for encoding, row, mask in zip(encoded.encodings, word_indices, is_first, strict=True):
-            truncated = {word for part in encoding.overflowing for word in part.word_ids} - {None}
-            mask &= ~np.isin(row, [*truncated])
+    # Tags are the words' indices if the rows have none.
+    tags = rows.get("label") or [range(len(row)) for row in words]
+    labels = []
+    for row_tags, encoding in zip(tags, encoded.encodings, strict=True):
+        seen = {None}  # special tokens, and words whose first token is seen or truncated
+        if tokenizer.truncation_side == "left":
+            seen |= {word for part in encoding.overflowing for word in part.word_ids}
+        row_labels = []
+        for word in encoding.word_ids:
+            row_labels.append(IGNORED_LABEL if word in seen else row_tags[word])
+            seen.add(word)
+        labels.append(row_labels)
     columns = {"input_ids": encoded["input_ids"]}
     if "label" in rows:
-        columns["label"] = []
-        for row_tags, row_words, mask in zip(rows["label"], word_indices, is_first, strict=True):
-            # A row without words has only special tokens, whose index -1 needs an entry.
-            tags = np.array(row_tags or [IGNORED_LABEL], np.int64)
-            columns["label"].append(np.where(mask, tags[row_words], IGNORED_LABEL).tolist())
-    num_targets = [int(mask.sum()) for mask in is_first]
+        columns["label"] = labels
+    num_targets = [sum(label != IGNORED_LABEL for label in row) for row in labels]
     return make_samples(columns, words, was_truncated, num_targets)
 
 
@@ -280,10 +278,8 @@ def split_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
     table = dataset.flatten_indices().data.table
     ids = pa.concat_arrays([chunk.flatten() for chunk in table["input_ids"].chunks])
     boundaries = np.append(np.arange(0, len(ids), block_size), len(ids))
-    if len(ids) < 2**31:
-        blocks = pa.ListArray.from_arrays(pa.array(boundaries, pa.int32()), ids)
-    else:
-        blocks = pa.LargeListArray.from_arrays(pa.array(boundaries, pa.int64()), ids)
+    # Large, because there may be more than 2**31 tokens.
+    blocks = pa.LargeListArray.from_arrays(pa.array(boundaries, pa.int64()), ids)
     lengths = np.diff(boundaries)
     columns = {
         "input_ids": blocks,
