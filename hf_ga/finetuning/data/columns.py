@@ -3,7 +3,7 @@ and checks of the columns' types.
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -149,12 +149,22 @@ def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
             f"{listed} must be different columns, got {', '.join(map(repr, roles.values()))}: "
             "name one for each."
         )
-    rows = rows.select_columns(list(roles.values()))
-    rows = rows.rename_columns({column: role for role, column in roles.items() if column != role})
+    rows = select_by_role(rows, roles)
     for split, dataset in rows.items():
         for role, feature in dataset.features.items():
             _check_column(dataset, split, role, feature)
     return rows
+
+
+def select_by_role(rows: Any, roles: Mapping[str, str]) -> Any:
+    """Select the columns that have a role, and rename them to their roles.
+
+    Args:
+        rows: A dataset, a stream, or the splits of one.
+        roles: Role -> column.
+    """
+    rows = rows.select_columns(list(roles.values()))
+    return rows.rename_columns({column: role for role, column in roles.items() if column != role})
 
 
 def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None:

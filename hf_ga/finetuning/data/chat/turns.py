@@ -26,19 +26,17 @@ def locate_targets(conversation: Conversation, template: ChatTemplate, text: str
     Raises:
         DataError: If the template renders a turn in a way that cannot be located.
     """
-    targets = [i for i, turn in enumerate(conversation.turns) if turn.is_target]
     if template.marks_generations:
-        return _spans_marked_by_template(conversation, template, targets)
+        return _spans_marked_by_template(conversation, template)
     messages = conversation.messages
-    return {i: [_locate_turn(i, messages, template, text)] for i in targets}
+    return {i: [_locate_turn(i, messages, template, text)] for i in conversation.targets}
 
 
-def _spans_marked_by_template(
-    conversation: Conversation, template: ChatTemplate, targets: list[int]
-) -> SpansByTurn:
+def _spans_marked_by_template(conversation: Conversation, template: ChatTemplate) -> SpansByTurn:
     """Assign the spans that the chat template marks with `{% generation %}` to the turns that are
     targets.
     """
+    targets = conversation.targets
     spans = template.generations(conversation.messages)
     assistant_turns = [
         i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"

@@ -54,9 +54,8 @@ def _without_a_part(
         yield "tools", replace(template, tools=None), messages
     if any("tool_calls" in message for message in messages):
         yield "tool_calls", template, _without_key("tool_calls", messages)
-    for index, turn in enumerate(conversation.turns):
-        message = turn.message
-        if not turn.is_target and message.get("content"):
+    for index, message in enumerate(messages):
+        if index not in conversation.targets and message.get("content"):
             other = {**message, "content": MARKER}
             other_messages = [*messages[:index], other, *messages[index + 1 :]]
             yield f"the message of the {message['role']}", template, other_messages
