@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.checks import check_values, is_list_of_texts
 from hf_ga.finetuning.data.encoding.collation import collate_ids
-from hf_ga.finetuning.data.encoding.tokenization import Rows, encode, make_samples
+from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, make_samples
 
 
 def encode_choices(rows: DatasetDict) -> DatasetDict:
@@ -34,7 +34,9 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
         DataError: If choices are not lists of strings, rows have different numbers of choices or
             fewer than two, or a label is not the index of a choice.
     """
-    encoded = DatasetDict({split: _encode_split(dataset, split) for split, dataset in rows.items()})
+    encoded = DatasetDict()
+    for split, dataset in rows.items():
+        encoded[split] = _encode_split(dataset, split)
     counts = {len(choices) for dataset in encoded.values() for choices in dataset["choices"]}
     if len(counts) != 1 or min(counts) < 2:
         listed = " and ".join(map(str, sorted(counts)))
@@ -93,26 +95,16 @@ def tokenize_choices(
         tokens of the longest; `num_targets`, 0 for a row without text or choices, which has no
         tokens either; `was_truncated`; `label`, if the rows have it.
     """
-    # The same in all rows, see `encode_choices`.
-    num_choices = len(rows["choices"][0])
-
-    def group_by_row(values: list) -> list[list]:
-        """Group a list with one value per choice, row after row, by row."""
-        return [values[i : i + num_choices] for i in range(0, len(values), num_choices)]
-
-    texts = [text or "" for text in rows["text"] for _ in range(num_choices)]
-    choices = [choice for row_choices in rows["choices"] for choice in row_choices]
-    encoded, was_truncated = encode(tokenizer, max_length, texts, choices)
+    texts = [
+        [text or ""] * len(row_choices)
+        for text, row_choices in zip(rows["text"], rows["choices"], strict=True)
+    ]
+    columns, was_truncated = encode_groups(tokenizer, max_length, texts, rows["choices"])
     has_content = [
         bool(text) and any(row_choices)
         for text, row_choices in zip(rows["text"], rows["choices"], strict=True)
     ]
-    columns = {
-        name: group_by_row(encoded[name])
-        for name in ("input_ids", "token_type_ids")
-        if name in encoded
-    }
-    samples = make_samples(columns, has_content, list(map(any, group_by_row(was_truncated))))
+    samples = make_samples(columns, has_content, was_truncated)
     if "label" in rows:
         samples["label"] = rows["label"]
     return samples

@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from hf_ga.finetuning.data.checks import check_values, is_number
-from hf_ga.finetuning.data.encoding.collation import pad
-from hf_ga.finetuning.data.encoding.tokenization import Rows, encode, make_samples
+from hf_ga.finetuning.data.encoding.collation import collate_ids
+from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, make_samples
 
 # The roles of columns of texts.
 TEXT_ROLE = re.compile(r"anchor|positive|negative(_\d+)?")
@@ -57,32 +57,18 @@ def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
         `input_ids` and `text_ids` are empty, and `length` and `num_targets` are 0. A missing
         negative consists of special tokens, and its text id is 0.
     """
-    columns = [name for name in rows if TEXT_ROLE.fullmatch(name)]
-    texts = {name: [text or "" for text in rows[name]] for name in columns}
-    has_pair = [
-        bool(anchor.strip() and positive.strip())
-        for anchor, positive in zip(texts["anchor"], texts["positive"], strict=True)
-    ]
-    ids_by_column = []
-    was_truncated_by_column = []
-    for name in columns:
-        encoded, was_truncated = encode(tokenizer, max_length, texts[name])
-        ids_by_column.append(encoded["input_ids"])
-        was_truncated_by_column.append(was_truncated)
-    text_ids_by_column = [[text_id(text) for text in texts[name]] for name in columns]
-    samples = make_samples(
-        {"input_ids": _transposed(ids_by_column), "text_ids": _transposed(text_ids_by_column)},
-        has_pair,
-        list(map(any, _transposed(was_truncated_by_column))),
-    )
+    names = [name for name in rows if TEXT_ROLE.fullmatch(name)]
+    values = zip(*(rows[name] for name in names), strict=True)
+    texts = [[text or "" for text in row] for row in values]
+    # The anchor and the positive are the first columns.
+    has_pair = [bool(row[0].strip() and row[1].strip()) for row in texts]
+    columns, was_truncated = encode_groups(tokenizer, max_length, texts)
+    text_ids = [[text_id(text) for text in row] for row in texts]
+    columns = {"input_ids": columns["input_ids"], "text_ids": text_ids}
+    samples = make_samples(columns, has_pair, was_truncated)
     if "label" in rows:
         samples["label"] = rows["label"]
     return samples
-
-
-def _transposed(values_by_column: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Transpose the values of a row's texts from lists by column to lists by row."""
-    return [list(row) for row in zip(*values_by_column, strict=True)]
 
 
 def text_id(text: str) -> int:
@@ -115,12 +101,10 @@ def collate_pairs(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[
     batch = {}
     num_texts = len(samples[0]["input_ids"])
     for index, column in enumerate(names_of_texts(num_texts)):
-        input_ids = [sample["input_ids"][index] for sample in samples]
-        ones = [[1] * len(ids) for ids in input_ids]
-        text_ids = [sample["text_ids"][index] for sample in samples]
-        batch[f"input_ids_{column}"] = pad(input_ids, pad_token_id)
-        batch[f"attention_mask_{column}"] = pad(ones, 0)
-        batch[f"text_id_{column}"] = torch.tensor(text_ids)
+        texts = [{"input_ids": sample["input_ids"][index]} for sample in samples]
+        for name, tensor in collate_ids(texts, pad_token_id).items():
+            batch[f"{name}_{column}"] = tensor
+        batch[f"text_id_{column}"] = torch.tensor([sample["text_ids"][index] for sample in samples])
     if "label" in samples[0]:
         scores = [sample["label"] for sample in samples]
         batch["score"] = torch.tensor(scores, dtype=torch.float32)

@@ -7,6 +7,7 @@ of tokens of a sample (None: no truncation). It returns the samples by column: `
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -379,6 +380,34 @@ def encode(
         **options,
     )
     return encoded, _is_shorter(encoded["input_ids"], full)
+
+
+def encode_groups(
+    tokenizer: PreTrainedTokenizerBase, max_length: int | None, *texts: list[list[str]]
+) -> tuple[Rows, list[bool]]:
+    """Tokenize several texts, or pairs of texts, of each row, with special tokens.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        max_length: Maximum number of tokens of a text or pair. None: no truncation.
+        texts: A list of texts for each row, or two such lists for pairs. All rows have the same
+            number of texts.
+
+    Returns:
+        (`input_ids` and, if the tokenizer returns them, `token_type_ids`, each a list per text of
+        each row; whether a text of the row was truncated)
+    """
+    size = len(texts[0][0])
+
+    def by_row(values: list) -> list[list]:
+        """Group a list with one value per text, row after row, by row."""
+        return [values[i : i + size] for i in range(0, len(values), size)]
+
+    flat_texts = [list(chain.from_iterable(rows)) for rows in texts]
+    encoded, was_truncated = encode(tokenizer, max_length, *flat_texts)
+    names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
+    columns = {name: by_row(encoded[name]) for name in names}
+    return columns, list(map(any, by_row(was_truncated)))
 
 
 def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int | None, is_pair: bool) -> int:
