@@ -201,7 +201,13 @@ def prepare_data(
             data.splits[split] = _tokenize_split(rows[split], split, options, data)
     if "train" in data.splits:
         data.content_hash = _hash_rows(_select_loss_columns(data.splits["train"]), data)
-        data.identity = _identity_of(rows["train"], data)
+        is_templated = bool(chat_columns(data.columns))
+        template = tokenizer.chat_template if is_templated else None
+        data.identity = {
+            "data": _hash_rows(rows["train"], data),
+            "tokenizer": _short_hash([encoding_settings(tokenizer), _TOKENIZATION_VERSION]),
+            "chat_template": None if template is None else _short_hash(template),
+        }
         if "validation" in rows:
             data.identity["validation"] = _hash_rows(rows["validation"], data)
     if stream is not None:
@@ -453,19 +459,6 @@ def _notes_on_samples(
 def _select_loss_columns(samples: Dataset) -> Dataset:
     """Select the columns of tokenized samples that the loss depends on (`_LOSS_COLUMNS`)."""
     return samples.select_columns([name for name in _LOSS_COLUMNS if name in samples.column_names])
-
-
-def _identity_of(train: Dataset, data: PreparedData) -> dict[str, str | None]:
-    """Hash what the training samples are made of: rows, tokenizer and chat template. A run resumes
-    from a checkpoint only if these hashes are the same.
-    """
-    is_templated = bool(chat_columns(train.column_names))
-    template = data.tokenizer.chat_template if is_templated else None
-    return {
-        "data": _hash_rows(train, data),
-        "tokenizer": _short_hash([encoding_settings(data.tokenizer), _TOKENIZATION_VERSION]),
-        "chat_template": None if template is None else _short_hash(template),
-    }
 
 
 def _hash_rows(dataset: Dataset, data: PreparedData) -> str:

@@ -81,7 +81,16 @@ def load_rows(
     rows = DatasetDict(
         {name: loaded[name] for name in used if len(loaded[name]) or name == "train"}
     )
-    _check_splits(rows, stream, options)
+    if not options.eval_only and not len(rows.get("train", ())):
+        raise DataError(
+            f"dataset_name {options.dataset_name} has no training rows (splits: "
+            f"{dict(rows.num_rows)}): there is nothing to train on."
+        )
+    if stream is not None and "validation" not in rows:
+        raise DataError(
+            f"dataset_name {options.dataset_name} has no validation rows, and a stream cannot be "
+            "split: give --validation_file, or omit streaming."
+        )
     if "train" in rows and "validation" not in rows:
         rows = _with_validation(rows, options.validation_split_percentage)
     rows = DatasetDict({split: first_rows(rows[split], limits[split]) for split in rows})
@@ -108,20 +117,6 @@ def _read_stream(stream: IterableDataset, count: int | None, options: DataOption
     with wrap_read_errors(", ".join(as_list(options.dataset_name))):
         rows = list(islice(stream, count))
         return Dataset.from_list(rows, features=stream.features)
-
-
-def _check_splits(rows: DatasetDict, stream: IterableDataset | None, options: DataOptions) -> None:
-    """Check that there are rows to train on, and that a stream has validation rows."""
-    if not options.eval_only and not len(rows.get("train", ())):
-        raise DataError(
-            f"dataset_name {options.dataset_name} has no training rows (splits: "
-            f"{dict(rows.num_rows)}): there is nothing to train on."
-        )
-    if stream is not None and "validation" not in rows:
-        raise DataError(
-            f"dataset_name {options.dataset_name} has no validation rows, and a stream cannot be "
-            "split: give --validation_file, or omit streaming."
-        )
 
 
 def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:

@@ -151,7 +151,12 @@ def tokenize_questions(
         row = row_of_sample[i]
         ids = encoded["input_ids"][i] if any(texts[row]) else []
         starts, ends = _context_characters(encoded, i)
-        answer = _first_answer(rows, row) if ids else None
+        # The first answer, without surrounding spaces, as characters [start, end) of the context.
+        answer = None
+        if ids and "answer_texts" in rows and rows["answer_texts"][row]:
+            text = rows["answer_texts"][row][0]
+            start = rows["answer_starts"][row][0] + len(text) - len(text.lstrip())
+            answer = (start, start + len(text.strip()))
         answer_tokens = None
         if answer is not None:
             answer_tokens = _tokens_of_answer(answer, starts, ends, lacks_context[i])
@@ -210,19 +215,6 @@ def _check_windows(
             f"leaves for the context besides {num_special} special tokens and the question "
             f"{longest!r:.60} ({size} tokens): lower doc_stride, or raise max_length."
         )
-
-
-def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:
-    """Return the characters [start, end) of the first answer to a row's question in its context,
-    without surrounding spaces, or None if the row has no answer.
-    """
-    texts = rows["answer_texts"][index] if "answer_texts" in rows else []
-    if not texts:
-        return None
-    text = texts[0]
-    num_leading_spaces = len(text) - len(text.lstrip())
-    start = rows["answer_starts"][index][0] + num_leading_spaces
-    return start, start + len(text.strip())
 
 
 def _context_characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarray]:

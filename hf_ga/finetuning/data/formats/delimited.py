@@ -138,31 +138,29 @@ def _cast_columns(rows: dict[str, list], dtypes: dict[str, str]) -> dict[str, li
     """Convert the cells of the CSV columns that are numbers or booleans; None stays None."""
     converted = {}
     for name, dtype in dtypes.items():
-        _check_cells(rows[name], dtype)
-        # A cast accepts neither white space nor a plus sign.
-        texts = [cell and cell.strip().removeprefix("+") for cell in rows[name]]
-        converted[name] = pc.cast(pa.array(texts, pa.string()), dtype).to_pylist()
+        allowed = ("int64", "float64") if dtype == "float64" else (dtype,)
+        cells = pa.array(rows[name], pa.string())
+        # A later row of a stream may have another type, and a cast would make 7 of 007.
+        if cells.null_count < len(cells) and _infer_type(cells) not in allowed:
+            given = [cell for cell in cells if cell.is_valid]
+            wrong = next(cell for cell in given if _infer_type(pa.array([cell])) not in allowed)
+            raise DataError(
+                f"the first {NUM_INFERENCE_ROWS:,} rows of a column are {_TYPE_NAMES[dtype]}, but "
+                f"a later one is {wrong.as_py()!r}: fix the row, or read the file without "
+                "streaming, which inspects all rows."
+            )
+        converted[name] = pc.cast(_without_sign(cells), dtype).to_pylist()
     return converted
 
 
-def _check_cells(cells: list[str | None], dtype: str) -> None:
-    """Check that cells are of the type of a stream's first rows: a cast would make 7 of 007."""
-    allowed = {"int64", "float64"} if dtype == "float64" else {dtype}
-    array = pa.chunked_array([pa.array(cells, pa.string())]).drop_null()
-    if not len(array) or _infer_type(array) in allowed:
-        return
-    is_other = [_infer_type(array.slice(i, 1)) not in allowed for i in range(len(array))]
-    raise DataError(
-        f"the first {NUM_INFERENCE_ROWS:,} rows of a column are {_TYPE_NAMES[dtype]}, but a later "
-        f"one is {array[is_other.index(True)].as_py()!r}: fix the row, or read the file without "
-        "streaming, which inspects all rows."
-    )
+def _without_sign(cells: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Remove white space and a plus sign, which casts do not accept."""
+    return pc.replace_substring_regex(pc.utf8_trim_whitespace(cells), r"^\+", "")
 
 
-def _infer_type(cells: pa.ChunkedArray) -> str | None:
+def _infer_type(cells: pa.Array | pa.ChunkedArray) -> str | None:
     """Return int64, float64 or bool if all cells that are not empty are such; otherwise None."""
-    texts = pc.utf8_trim_whitespace(cells.drop_null().cast(pa.string()))
-    texts = pc.replace_substring_regex(texts, r"^\+", "")
+    texts = _without_sign(cells.drop_null().cast(pa.string()))
     is_code = pc.match_substring_regex(texts, _CODE)
     if not len(texts) or pc.any(is_code).as_py():
         return None

@@ -204,7 +204,15 @@ def _rows_of_pandas(document: Mapping[str, Any]) -> list[Row] | None:
     if isinstance(document.get("columns"), list) and _is_list_of(list, document.get("data")):
         return [dict(zip(document["columns"], row, strict=True)) for row in document["data"]]
     if _is_dict_of_dicts(document):
-        return _rows_of_dicts(document)
+        has_row_numbers_inside = all(map(str.isdecimal, next(iter(document.values()))))
+        has_row_numbers_outside = all(map(str.isdecimal, document))
+        if has_row_numbers_inside == has_row_numbers_outside:
+            return None
+        if has_row_numbers_outside:  # {row number: row}
+            return list(document.values())
+        # {column: {row number: cell}}
+        numbers = next(iter(document.values()))
+        return [{name: column[i] for name, column in document.items()} for i in numbers]
     columns = list(document.values())
     if columns and all(isinstance(column, list) and column for column in columns):
         has_objects = any(isinstance(cell, dict) for column in columns for cell in column)
@@ -212,18 +220,6 @@ def _rows_of_pandas(document: Mapping[str, Any]) -> list[Row] | None:
         if have_same_length and not has_objects:
             return [dict(zip(document, cells, strict=True)) for cells in zip(*columns, strict=True)]
     return None
-
-
-def _rows_of_dicts(document: Mapping[str, dict[str, Any]]) -> list[Row] | None:
-    """Return the rows of pandas' formats {column: {row number: cell}} and {row number: row}."""
-    inner_keys = list(next(iter(document.values())))
-    has_row_numbers_inside = all(map(str.isdecimal, inner_keys))
-    has_row_numbers_outside = all(map(str.isdecimal, document))
-    if has_row_numbers_inside == has_row_numbers_outside:
-        return None
-    if has_row_numbers_outside:
-        return list(document.values())
-    return [{name: column[i] for name, column in document.items()} for i in inner_keys]
 
 
 def _is_dict_of_dicts(document: Mapping[str, Any]) -> bool:

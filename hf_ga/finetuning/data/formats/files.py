@@ -166,19 +166,34 @@ def load_folder(
 
 
 def _common_file_type(files: Sequence[str], paths: Sequence[str]) -> str:
-    """Check the files of a dataset, and return the type that all of them have (a value of
-    `FILE_TYPES`).
+    """Check the files of a dataset for what can be wrong before they are parsed, and return the
+    type that all of them have (a value of `FILE_TYPES`).
     """
-    path_of_type: dict[str, str] = {}
-    for path in paths:
-        path_of_type.setdefault(_checked_file_type(path), Path(path).name)
-    if len(path_of_type) > 1:
-        found = ", ".join(f"{name} ({file_type})" for file_type, name in path_of_type.items())
+    name_of_type: dict[str, str] = {}
+    for path in map(Path, paths):
+        file_type = _file_type(path)
+        if not path.is_file():
+            problem = "is a folder" if path.is_dir() else "does not exist"
+            raise DataError(f"the file {path} {problem}.")
+        if file_type is None:
+            raise DataError(
+                f"the file {path} has an unknown extension: use one of {', '.join(FILE_TYPES)} "
+                "(optionally with .gz)."
+            )
+        if path.stat().st_size == 0:
+            raise DataError(f"the file {path} is empty.")
+        _check_no_lfs_pointer(path)
+        with path.open("rb") as content:
+            if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise DataError(f"the file {path} is UTF-16: convert it to UTF-8.")
+        name_of_type.setdefault(file_type, path.name)
+    if len(name_of_type) > 1:
+        found = ", ".join(f"{name} ({file_type})" for file_type, name in name_of_type.items())
         raise DataError(
             f"the files of {', '.join(files)} are of different types: {found}. Give files of one "
             "type."
         )
-    return next(iter(path_of_type))
+    return next(iter(name_of_type))
 
 
 def _load_file(
@@ -240,28 +255,6 @@ def _check_no_lfs_pointer(path: Path) -> None:
             f"the file {path} is a git-lfs pointer to data of {''.join(size) or 'unknown'} bytes, "
             "not the data itself: fetch it with `git lfs pull`."
         )
-
-
-def _checked_file_type(file: str) -> str:
-    """Return the type of a dataset's file by its extension, after checks of what can be wrong
-    before it is parsed.
-    """
-    path = Path(file)
-    file_type = _file_type(path)
-    if not path.is_file():
-        raise DataError(f"the file {file} {'is a folder' if path.is_dir() else 'does not exist'}.")
-    if file_type is None:
-        raise DataError(
-            f"the file {file} has an unknown extension: use one of {', '.join(FILE_TYPES)} "
-            "(optionally with .gz)."
-        )
-    if path.stat().st_size == 0:
-        raise DataError(f"the file {file} is empty.")
-    _check_no_lfs_pointer(path)
-    with path.open("rb") as content:
-        if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise DataError(f"the file {path} is UTF-16: convert it to UTF-8.")
-    return file_type
 
 
 def columns_of(rows: Any) -> list[str]:
