@@ -178,6 +178,7 @@ def prepare_data(
         data.labels = list(model_labels or [])
     if rows:
         data.columns = choose_columns(rows, options, task)
+        template = tokenizer.chat_template if chat_columns(data.columns) else None
         names = dict.fromkeys(name for dataset in rows.values() for name in dataset.column_names)
         unused = [name for name in names if name not in data.columns.values()]
         if unused:
@@ -190,7 +191,7 @@ def prepare_data(
             rows = convert_to_numbers(rows, numbers, data.notes)
         rows = rename_columns(rows, data.columns)
         rows = _encode_targets(rows, data, model_labels)
-        if chat_columns(data.columns) and "strftime_now" in str(tokenizer.chat_template):
+        if template and "strftime_now" in str(template):
             data.notes.append(
                 "the chat template renders the current date: samples depend on when they are "
                 "tokenized"
@@ -201,8 +202,6 @@ def prepare_data(
             data.splits[split] = _tokenize_split(rows[split], split, options, data)
     if "train" in data.splits:
         data.content_hash = _hash_rows(_select_loss_columns(data.splits["train"]), data)
-        is_templated = bool(chat_columns(data.columns))
-        template = tokenizer.chat_template if is_templated else None
         data.identity = {
             "data": _hash_rows(rows["train"], data),
             "tokenizer": _short_hash([encoding_settings(tokenizer), _TOKENIZATION_VERSION]),
@@ -422,10 +421,11 @@ def _notes_on_samples(
     """
     lengths = np.asarray(samples["length"][:])
     num_targets = np.asarray(samples["num_targets"][:])
-    num_rows = len(samples)
     # A row of question answering may have several samples: windows of its context.
+    is_first_window = np.ones(len(samples), bool)
     if "window_index" in samples.column_names:
-        num_rows = sum(index == 0 for index in samples["window_index"][:])
+        is_first_window = np.asarray(samples["window_index"][:]) == 0
+    num_rows = is_first_window.sum()
     from_left = " from the left" if truncation_side == "left" else ""
     lacks_target = (num_targets == 0) & (lengths > 0)
     counts = {
@@ -433,13 +433,11 @@ def _notes_on_samples(
         "skipped because they are empty or null": (lengths == 0).sum(),
         "without a target (they do not contribute to the loss)": lacks_target.sum(),
     }
-    if "answer_is_lost" in samples.column_names:
+    if "answers" in samples.column_names:
         reason = "max_length truncates their answer"
         if options.doc_stride is not None:
             reason = "no window contains their whole answer"
         counts[f"trained as unanswerable, as {reason}"] = sum(samples["answer_is_lost"][:])
-    if {"answers", "window_index"} <= set(samples.column_names):
-        is_first_window = np.asarray(samples["window_index"][:]) == 0
         has_answer = np.array([bool(texts) for texts in samples["answers"][:]], bool)
         num_unanswered = (is_first_window & ~has_answer).sum()
         counts["without an answer, so trained as unanswerable"] = num_unanswered

@@ -225,7 +225,7 @@ CASES = {
         "--dataset_name {d}/preferences.jsonl",
         [
             "labels of preferences",
-            "as for KTO (columns: completion, label)",
+            "completion, label have",
             "keep the completions",
         ],
     ),
