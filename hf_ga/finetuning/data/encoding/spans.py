@@ -126,7 +126,8 @@ def tokenize_questions(
     contexts = [context for _, context in texts]
     if doc_stride is not None and max_length is not None:
         _check_windows(tokenizer, max_length, doc_stride, questions, contexts)
-    check_room(tokenizer, max_length, is_pair=True)
+    else:
+        check_room(tokenizer, max_length, is_pair=True)
     encoded = tokenizer(
         questions,
         contexts,

@@ -240,21 +240,17 @@ def tokenize_targets(
         return columns
     targets = [text or "" for text in rows["target"]]
     max_target_length = max_target_length or max_length
-    full = tokenizer(text_target=targets, truncation=False, max_length=None, verbose=False)
-    truncated = tokenizer(
-        text_target=targets,
-        truncation=max_target_length is not None,
-        max_length=max_target_length,
-        verbose=False,
-    )
-    full_ids = _add_end_token(full["input_ids"], tokenizer)
-    truncated_ids = _add_end_token(truncated["input_ids"], tokenizer, max_target_length)
+    encoded, was_truncated = encode(tokenizer, max_target_length, text_target=targets)
+    target_ids = _add_end_token(encoded["input_ids"], tokenizer, max_target_length)
+    # The end token may have replaced the last token of a text.
+    with_all_tokens = _add_end_token(encoded["input_ids"], tokenizer)
+    lost_last_token = _is_shorter(target_ids, with_all_tokens)
     has_content = [
         bool(target and source_ids)
         for target, source_ids in zip(targets, columns["input_ids"], strict=True)
     ]
-    labels = clear_rows_without_content(truncated_ids, has_content)
-    lost = zip(columns["was_truncated"], _is_shorter(truncated_ids, full_ids), strict=True)
+    labels = clear_rows_without_content(target_ids, has_content)
+    lost = zip(columns["was_truncated"], was_truncated, lost_last_token, strict=True)
     return {
         **columns,
         "labels": labels,
@@ -352,7 +348,6 @@ def encode(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None,
     *texts: list,
-    truncation: str | bool = True,
     **options: Any,
 ) -> tuple[BatchEncoding, list[bool]]:
     """Tokenize texts, or pairs of texts, with special tokens, and find out which were truncated.
@@ -361,7 +356,6 @@ def encode(
         tokenizer: The tokenizer of the model.
         max_length: Maximum number of tokens of a sample. None: no truncation.
         texts: A list of texts, or two lists: the first and the second text of each pair.
-        truncation: The strategy, see transformers' `PreTrainedTokenizerBase.__call__`.
         options: Other arguments of the tokenizer.
 
     Returns:
@@ -374,7 +368,7 @@ def encode(
     full = tokenizer(*texts, verbose=False, **options)["input_ids"]
     encoded = tokenizer(
         *texts,
-        truncation=truncation if max_length else False,
+        truncation=max_length is not None,
         max_length=max_length,
         verbose=False,
         **options,

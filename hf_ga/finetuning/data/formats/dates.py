@@ -35,17 +35,21 @@ def with_dates_as_texts(rows: Any, path: str) -> Any:
     if rows.features is None:
         # A stream of a file that is a list. A column of dates in it is refused where it is used.
         return rows
-    if isinstance(rows, IterableDataset):
-        if "timestamp" not in str(rows.features.arrow_schema.types):
-            return rows
-        features = Features(_with_strings(dict(rows.features)))
+    is_stream = isinstance(rows, IterableDataset)
+    if is_stream:
+        may_have_dates = "timestamp" in str(rows.features.arrow_schema.types)
+    else:
+        columns = [rows.data.column(name) for name in rows.column_names]
+        may_have_dates = any(
+            _may_be_converted(part) for column in columns for part in column.chunks
+        )
+    if not may_have_dates:
+        return rows
+    features = Features(_with_strings(dict(rows.features)))
+    if is_stream:
         return IterableDataset.from_generator(
             rows_of_file, features=features, gen_kwargs={"path": path}
         )
-    columns = [rows.data.column(name) for name in rows.column_names]
-    if not any(_may_be_converted(chunk) for column in columns for chunk in column.chunks):
-        return rows
-    features = Features(_with_strings(dict(rows.features)))
     read_again = list(rows_of_file(path))
     # Not `Dataset.from_list`, which takes the names of columns from the first row.
     columns_by_name = {name: [row.get(name) for row in read_again] for name in features}
