@@ -274,13 +274,11 @@ def check_same_columns(parts: Sequence[tuple[str, Any]]) -> None:
     Raises:
         DataError: If one of them has other columns than the first.
     """
-    columns = {name: sorted(columns_of(rows)) for name, rows in parts}
-    first = columns[parts[0][0]]
-    others = {name: other for name, other in columns.items() if other != first}
+    columns = [(name, sorted(columns_of(rows))) for name, rows in parts]
+    others = [(name, names) for name, names in columns if names != columns[0][1]]
     if others:
-        both = {parts[0][0]: first, **others}
         listed = "; ".join(
-            f"{name} has {', '.join(names) or 'no rows'}" for name, names in both.items()
+            f"{name} has {', '.join(names) or 'no rows'}" for name, names in (columns[0], *others)
         )
         raise DataError(f"different columns: {listed}. Give all the same columns.")
 
