@@ -2,10 +2,11 @@
 before any work starts.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import numpy as np
+from datasets import Dataset
 
 from hf_ga.errors import DataError
 
@@ -72,6 +73,20 @@ def is_list_of_texts(value: Any) -> bool:
     None.
     """
     return isinstance(value, list) and all(map(is_text, value))
+
+
+def replace_column(
+    dataset: Dataset, name: str, values: Iterable[Any], feature: Any = None
+) -> Dataset:
+    """Replace the values of a dataset's column; it becomes the last column.
+
+    Args:
+        dataset: The rows of a split.
+        name: The column.
+        values: Its new values.
+        feature: Their type. None: inferred.
+    """
+    return dataset.remove_columns(name).add_column(name, list(values), feature=feature)
 
 
 def check_weights(split: str, weights: Sequence[Any], *, has_row_numbers: bool = True) -> None:

@@ -3,27 +3,33 @@ and checks of the columns' types.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
-from datasets import Dataset, DatasetDict, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Value
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.chat.columns import chat_columns, check_learnable
-from hf_ga.finetuning.data.checks import FIX_WEIGHTS, check_values, check_weights, is_text
-from hf_ga.finetuning.data.encoding.pairs import TEXT_ROLE, pair_columns
+from hf_ga.finetuning.data.checks import (
+    FIX_WEIGHTS,
+    check_values,
+    check_weights,
+    is_list_of_texts,
+    is_text,
+)
+from hf_ga.finetuning.data.encoding.pairs import TEXT_ROLE, names_of_negatives
 from hf_ga.finetuning.data.options import DataOptions
 from hf_ga.finetuning.data.tasks import Task
 
-# Columns of well-known text pairs (GLUE, SNLI, ...): column of the first text -> of the second.
-TEXT_PAIRS = {
-    "sentence1": "sentence2",
-    "premise": "hypothesis",
-    "question1": "question2",
-    "question": "sentence",
-    "text1": "text2",
-}
+# Well-known pairs of text columns (GLUE, SNLI, ...).
+TEXT_PAIRS = (
+    ("sentence1", "sentence2"),
+    ("premise", "hypothesis"),
+    ("question1", "question2"),
+    ("question", "sentence"),
+    ("text1", "text2"),
+)
 # `Task.labels` -> common names of the label column; the first that a dataset has is used.
 LABEL_COLUMNS = {
     "class": ("label", "labels"),
@@ -33,16 +39,10 @@ LABEL_COLUMNS = {
     "answers": ("answers",),
     "choice": ("label", "answer", "answerKey", "labels"),
 }
-# Multiple choice: column of the question -> column of a text that begins each choice (SWAG, RACE).
-QUESTION_COLUMNS = {
-    "sent1": "sent2",
-    "article": "question",
-    "ctx": None,
-    "question": None,
-    "context": None,
-    "premise": None,
-    "goal": None,
-}
+# Multiple choice: columns of the question and of a text that begins each choice (SWAG, RACE), and
+# of a question alone.
+QUESTION_PAIRS = (("sent1", "sent2"), ("article", "question"))
+QUESTION_COLUMNS = ("sent1", "article", "ctx", "question", "context", "premise", "goal", "text")
 # Multiple choice: common names of a column that has the list of choices.
 CHOICES_COLUMNS = ("choices", "endings", "options")
 # Multiple choice: columns with one choice each, such as ending0, ending1, ...
@@ -55,6 +55,24 @@ SOURCE_COLUMNS = {
     "dialogue": "summary",
     "text": "summary",
 }
+# Embeddings: columns of anchors and of their positives.
+ANCHOR_PAIRS = (
+    ("anchor", "positive"),
+    ("query", "positive"),
+    ("query", "document"),
+    ("query", "passage"),
+    ("query", "answer"),
+    ("query", "response"),
+    ("question", "positive"),
+    ("question", "answer"),
+    ("question", "document"),
+    ("question", "passage"),
+    ("sentence1", "sentence2"),
+    ("sentence_A", "sentence_B"),
+    ("text1", "text2"),
+)
+NEGATIVE = re.compile(r"negative_?\d*")  # negative, negative_1, negative_2, ...
+SCORES = ("score", "similarity_score", "similarity", "label", "labels")
 TEXT_ROLES = {"text", "text_pair", "question", "context", "target"}  # roles of string columns
 # Role -> the flag that names its column.
 FLAGS = {
@@ -92,7 +110,7 @@ def choose_columns(rows: DatasetDict, options: DataOptions, task: Task) -> dict[
     Raises:
         DataError: If the rows are conversations and `block_size` is set, or if a language model
             cannot learn from the columns (see `check_learnable`), or if columns of pairs
-            contradict each other (see `pair_columns`).
+            contradict each other.
     """
     first_split = next(iter(rows.values()))
     roles = _input_columns(first_split, options, task)
@@ -119,31 +137,34 @@ def rename_columns(rows: DatasetDict, roles: dict[str, str]) -> DatasetDict:
     for split, dataset in rows.items():
         for role, column in roles.items():
             if column not in dataset.column_names:
-                raise _missing_column(dataset, split, role, column)
+                has_flag = role in FLAGS
+                remedy = f"Name it with --{FLAGS[role]}." if has_flag else "Add it, or rename one."
+                raise DataError(
+                    f"{FLAGS.get(role, 'column')} {column!r} is not in the {split} rows, which "
+                    f"have: {', '.join(dataset.column_names)}. {remedy}"
+                )
     if len(set(roles.values())) < len(roles):
         listed = " and ".join(FLAGS.get(role, role) for role in roles)
         raise DataError(
             f"{listed} must be different columns, got {', '.join(map(repr, roles.values()))}: "
             "name one for each."
         )
-    rows = rows.select_columns(list(roles.values()))
-    rows = rows.rename_columns({column: role for role, column in roles.items() if column != role})
+    rows = select_by_role(rows, roles)
     for split, dataset in rows.items():
         for role, feature in dataset.features.items():
             _check_column(dataset, split, role, feature)
     return rows
 
 
-def _missing_column(dataset: Dataset, split: str, role: str, column: str) -> DataError:
-    """Return the error for a column that a task needs, but a split lacks."""
-    existing = ", ".join(dataset.column_names)
-    remedy = "Add it, or rename a column."
-    if role in FLAGS:
-        remedy = f"Name it with --{FLAGS[role]}."
-    return DataError(
-        f"{FLAGS.get(role, 'column')} {column!r} is not in the {split} rows, which have: "
-        f"{existing}. {remedy}"
-    )
+def select_by_role(rows: Any, roles: Mapping[str, str]) -> Any:
+    """Select the columns that have a role, and rename them to their roles.
+
+    Args:
+        rows: A dataset, a stream, or the splits of one.
+        roles: Role -> column.
+    """
+    rows = rows.select_columns(list(roles.values()))
+    return rows.rename_columns({column: role for role, column in roles.items() if column != role})
 
 
 def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None:
@@ -166,7 +187,13 @@ def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None
         rule = f"{FLAGS[role]} must name a column of lists of strings"
         # A row may be None, but no word.
         words = [value or [] for value in dataset[role][:]]
-        check_values(split, words, _is_list_of_words, rule=rule, remedy=remedy)
+        check_values(
+            split,
+            words,
+            lambda row: is_list_of_texts(row) and None not in row,
+            rule=rule,
+            remedy=remedy,
+        )
     # Check the encoding of the whole column here, before rows are read one by one.
     try:
         dataset.data.column(role).validate(full=True)
@@ -174,11 +201,6 @@ def _check_column(dataset: Dataset, split: str, role: str, feature: Any) -> None
         raise DataError(
             f"the {role} column of the {split} rows is not valid UTF-8: convert the file to UTF-8."
         ) from error
-
-
-def _is_list_of_words(value: Any) -> bool:
-    """Return whether a value in a dataset's column of words is a list of strings."""
-    return isinstance(value, list) and all(isinstance(word, str) for word in value)
 
 
 def _has_only_strings(feature: Any) -> bool:
@@ -201,44 +223,31 @@ def _input_columns(dataset: Dataset, options: DataOptions, task: Task) -> dict[s
     if task.labels == "target":  # seq2seq
         return _source_and_target(dataset, options)
     if task.labels == "pairs":  # embeddings
-        return pair_columns(
-            dataset, options.text_column, options.text_pair_column, options.label_column
-        )
+        return _anchor_and_others(dataset, options)
     if task.labels in ("class", "number", "classes"):  # sequence classification and regression
         return _text_and_pair(dataset, options)
     if task.pipeline == "text-generation" and options.text_column is None:
-        conversation_columns = _conversation_columns(dataset, options)
-        if conversation_columns:
-            return {column: column for column in conversation_columns}
+        check_learnable(dataset.column_names)
+        columns = chat_columns(dataset.column_names)
+        if columns and options.block_size:
+            raise DataError(
+                f"block_size concatenates plain texts, but the columns {', '.join(columns)} are "
+                "prompts with completions: omit block_size, or name a column of plain text with "
+                "--text_column."
+            )
+        if columns:
+            return {column: column for column in columns}
     return {"text": options.text_column or _default_text_column(dataset, options)}
-
-
-def _conversation_columns(dataset: Dataset, options: DataOptions) -> list[str]:
-    """Return the columns from which a causal language model learns conversations, or prompts with
-    completions; empty for plain text.
-    """
-    check_learnable(dataset.column_names)
-    columns = chat_columns(dataset.column_names)
-    if columns and options.block_size:
-        raise DataError(
-            f"block_size concatenates plain texts, but the columns {', '.join(columns)} are "
-            "prompts with completions: omit "
-            "block_size, or name a column of plain text with --text_column."
-        )
-    return columns
 
 
 def _text_and_pair(dataset: Dataset, options: DataOptions) -> dict[str, str]:
     """Choose the columns `text` and, if there is one, `text_pair` of a sequence classifier."""
-    existing = set(dataset.column_names)
-    known_pairs = {
-        first: second for first, second in TEXT_PAIRS.items() if {first, second} <= existing
-    }
     text = options.text_column
     text_pair = options.text_pair_column
     if not text:
-        text = next(iter(known_pairs), None) or _default_text_column(dataset, options)
-        text_pair = text_pair or known_pairs.get(text)
+        first, second = _known_pair(dataset, TEXT_PAIRS)
+        text = first or _default_text_column(dataset, options)
+        text_pair = text_pair or second
     return {"text": text, "text_pair": text_pair} if text_pair else {"text": text}
 
 
@@ -250,17 +259,13 @@ def _question_and_choices(dataset: Dataset, options: DataOptions) -> dict[str, s
     text = options.text_column
     text_pair = options.text_pair_column
     if not text:
-        with_beginning = [
-            question for question, beginning in QUESTION_COLUMNS.items() if beginning in existing
-        ]
-        text = _first_existing_column(dataset, (*with_beginning, *QUESTION_COLUMNS, "text"))
-        beginning = QUESTION_COLUMNS.get(text)
-        if not text_pair and beginning in existing:
-            text_pair = beginning
+        first, second = _known_pair(dataset, QUESTION_PAIRS)
+        text = first or _first_existing_column(dataset, QUESTION_COLUMNS)
+        text_pair = text_pair or second
     roles = {"text": text}
     if text_pair:
         roles["text_pair"] = text_pair
-    numbered_choices = sorted(filter(NUMBERED_CHOICE.fullmatch, existing), key=_digits_of)
+    numbered_choices = sorted(filter(NUMBERED_CHOICE.fullmatch, existing), key=_number_in)
     has_list_column = any(name in existing for name in CHOICES_COLUMNS)
     if options.choices_column or not numbered_choices or has_list_column:
         choices = options.choices_column or _first_existing_column(dataset, CHOICES_COLUMNS)
@@ -268,31 +273,62 @@ def _question_and_choices(dataset: Dataset, options: DataOptions) -> dict[str, s
     return {**roles, **{f"choice{i}": name for i, name in enumerate(numbered_choices)}}
 
 
-def _digits_of(name: str) -> int:
-    """Return the number in the name of a column of choices, to sort them: 2 for ending_2."""
-    return int(re.sub(r"\D", "", name))
-
-
 def _source_and_target(dataset: Dataset, options: DataOptions) -> dict[str, str]:
     """Choose the columns of a seq2seq task, the source (`text`) and its `target`: as flags say, or
     else a well-known pair of columns, or the first two languages of translations.
     """
+    languages = [name for name in dataset.column_names if name.startswith("translation.")]
+    source = options.text_column or _known_pair(dataset, SOURCE_COLUMNS.items())[0]
+    source = source or _first_existing_column(dataset, [*languages, *SOURCE_COLUMNS])
+    targets = (SOURCE_COLUMNS.get(source), *languages, *SOURCE_COLUMNS.values())
+    others = [name for name in targets if name not in (None, source)]
+    return {
+        "text": source,
+        "target": options.target_column or _first_existing_column(dataset, others),
+    }
+
+
+def _anchor_and_others(dataset: Dataset, options: DataOptions) -> dict[str, str]:
+    """Choose the columns of text pairs, to train embeddings: `anchor`, `positive`, and either
+    `negative`, `negative_1`, ... or `label`, the score of a pair.
+    """
+    names = dataset.column_names
+    first, second = _known_pair(dataset, ANCHOR_PAIRS)
+    roles = {
+        "anchor": options.text_column or first or "anchor",
+        "positive": options.text_pair_column or second or "positive",
+    }
+    score = options.label_column or next((name for name in SCORES if name in names), None)
+    negatives = sorted(filter(NEGATIVE.fullmatch, names), key=_number_in)
+    if score is None:
+        return roles | dict(zip(names_of_negatives(len(negatives)), negatives, strict=True))
+    if negatives:
+        raise DataError(
+            f"the rows have a score ({score!r}) and negatives ({', '.join(negatives)}), but pairs "
+            "with a score and pairs with negatives have different losses: remove one of them."
+        )
+    feature = dataset.features.get(score)
+    if isinstance(feature, ClassLabel):
+        raise DataError(
+            f"the score of a pair must be a number, the higher the more alike, but {score!r} is a "
+            f"class ({', '.join(feature.names)}): replace the classes by numbers, or keep the rows "
+            "whose texts belong together and remove the column."
+        )
+    return {**roles, "label": score}
+
+
+def _number_in(name: str) -> int:
+    """Return the number in the name of a column, to sort by it: 2 for ending_2, 0 without one."""
+    return int(re.sub(r"\D", "", name) or 0)
+
+
+def _known_pair(
+    dataset: Dataset, pairs: Iterable[tuple[str, str]]
+) -> tuple[str, str] | tuple[None, None]:
+    """Return the first of `pairs` whose columns both exist."""
     existing = dataset.column_names
-    languages = [name for name in existing if name.startswith("translation.")]
-    source = options.text_column
-    if not source:
-        complete_pairs = [
-            source for source, target in SOURCE_COLUMNS.items() if {source, target} <= set(existing)
-        ]
-        common_sources = [name for name in SOURCE_COLUMNS if name in existing]
-        source = [*complete_pairs, *languages, *common_sources, "source"][0]
-    target = options.target_column
-    if not target:
-        usual_target = SOURCE_COLUMNS.get(source)
-        candidates = (usual_target, *languages, *SOURCE_COLUMNS.values())
-        targets = [name for name in candidates if name in existing and name != source]
-        target = [*targets, "target"][0]
-    return {"text": source, "target": target}
+    known = [pair for pair in pairs if pair[0] in existing and pair[1] in existing]
+    return known[0] if known else (None, None)
 
 
 def _default_text_column(dataset: Dataset, options: DataOptions) -> str:

@@ -31,7 +31,6 @@ from hf_ga.finetuning.data.encoding.spans import encode_answers
 from hf_ga.finetuning.data.encoding.tokenization import (
     complete_tokenizer,
     encoding_settings,
-    output_settings,
     split_into_blocks,
     tokenize_completions,
 )
@@ -154,8 +153,18 @@ def prepare_data(
     task = TASKS[options.task]
     notes: list[str] = []
     rows, stream = load_rows(options, notes)
-    complete_tokenizer(tokenizer, _architecture_of(task))
-    _set_truncation_side(tokenizer, options)
+    architecture = "encoder-decoder" if task.labels == "target" else "encoder"
+    if task.pipeline == "text-generation":
+        architecture = "decoder"
+    complete_tokenizer(tokenizer, architecture)
+    if options.truncation_side is not None:
+        tokenizer.truncation_side = options.truncation_side
+        tokenizer.init_kwargs["truncation_side"] = options.truncation_side
+    if tokenizer.truncation_side == "left" and options.source_prefix:
+        raise ConfigError(
+            f"truncation from the left would remove source_prefix {options.source_prefix!r} from "
+            "long sources: set truncation_side right, or omit source_prefix."
+        )
     data = PreparedData(
         task=task,
         splits={},
@@ -169,6 +178,7 @@ def prepare_data(
         data.labels = list(model_labels or [])
     if rows:
         data.columns = choose_columns(rows, options, task)
+        template = tokenizer.chat_template if chat_columns(data.columns) else None
         names = dict.fromkeys(name for dataset in rows.values() for name in dataset.column_names)
         unused = [name for name in names if name not in data.columns.values()]
         if unused:
@@ -181,7 +191,7 @@ def prepare_data(
             rows = convert_to_numbers(rows, numbers, data.notes)
         rows = rename_columns(rows, data.columns)
         rows = _encode_targets(rows, data, model_labels)
-        if chat_columns(data.columns) and "strftime_now" in str(tokenizer.chat_template):
+        if template and "strftime_now" in str(template):
             data.notes.append(
                 "the chat template renders the current date: samples depend on when they are "
                 "tokenized"
@@ -192,7 +202,11 @@ def prepare_data(
             data.splits[split] = _tokenize_split(rows[split], split, options, data)
     if "train" in data.splits:
         data.content_hash = _hash_rows(_select_loss_columns(data.splits["train"]), data)
-        data.identity = _identity_of(rows["train"], data)
+        data.identity = {
+            "data": _hash_rows(rows["train"], data),
+            "tokenizer": _short_hash([encoding_settings(tokenizer), _TOKENIZATION_VERSION]),
+            "chat_template": None if template is None else _short_hash(template),
+        }
         if "validation" in rows:
             data.identity["validation"] = _hash_rows(rows["validation"], data)
     if stream is not None:
@@ -201,25 +215,6 @@ def prepare_data(
             stream, _dataset_names(options), data.columns, data.labels, tokenize
         )
     return data
-
-
-def _architecture_of(task: Task) -> str:
-    """Return the architecture of a task's models: "encoder", "decoder" or "encoder-decoder"."""
-    if task.pipeline == "text-generation":
-        return "decoder"
-    return "encoder-decoder" if task.labels == "target" else "encoder"
-
-
-def _set_truncation_side(tokenizer: PreTrainedTokenizerBase, options: DataOptions) -> None:
-    """Set the side from which the tokenizer truncates, if the option `truncation_side` is given."""
-    if options.truncation_side is not None:
-        tokenizer.truncation_side = options.truncation_side
-        tokenizer.init_kwargs["truncation_side"] = options.truncation_side
-    if tokenizer.truncation_side == "left" and options.source_prefix:
-        raise ConfigError(
-            f"truncation from the left would remove source_prefix {options.source_prefix!r} from "
-            "long sources: set truncation_side right, or omit source_prefix."
-        )
 
 
 def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several) -> Unlabelled:
@@ -256,12 +251,7 @@ def prepare_unlabelled(options: DataOptions, data: PreparedData, files: Several)
     if data.task.labels == "tags":
         word_indices = [list(range(len(words or []))) for words in rows_by_role["tokens"]]
         inputs = rows_by_role.add_column("label", word_indices)
-    tokenize = _tokenize_function(rows_by_role.column_names, options, data)
-    with wrap_read_errors(", ".join(as_list(files))):
-        samples = inputs.map(
-            tokenize, batched=True, remove_columns=inputs.column_names, load_from_cache_file=False
-        )
-    return rows, rows_by_role, samples
+    return rows, rows_by_role, _map_tokenization(inputs, "predict", options, data)
 
 
 def _dataset_names(options: DataOptions) -> str:
@@ -271,22 +261,18 @@ def _dataset_names(options: DataOptions) -> str:
 
 def _describe(rows: DatasetDict, options: DataOptions) -> str:
     """Describe the source of the rows and their number per split in one line, for the log."""
-    name = _dataset_names(options)
-    if options.streaming:
-        num_train = len(rows["train"])
-        num_validation = len(rows["validation"])
-        return (
-            f"{name}: a stream, {num_train} rows of it read ahead; {num_validation} validation rows"
-        )
     if not rows:
         return "no rows to evaluate"
+    name = _dataset_names(options)
     if name == "stdlib" and "train" in rows:
         name = f"standard library of Python {platform.python_version()}"
     elif name == "stdlib":
         # Only files are evaluated, and the embedded corpus, the default name, is not read.
         name = ", ".join(as_list(options.validation_file) + as_list(options.test_file))
-    counts = ", ".join(f"{count:,} {split}" for split, count in rows.num_rows.items())
-    return f"{name}: {counts} rows"
+    counts = {split: f"{count:,} {split}" for split, count in rows.num_rows.items()}
+    if options.streaming:
+        counts["train"] = f"a stream, {len(rows['train'])} rows of it read ahead"
+    return f"{name}: {', '.join(counts.values())} rows"
 
 
 def _encode_targets(
@@ -379,16 +365,14 @@ def _tokenize_split(rows: Dataset, split: str, options: DataOptions, data: Prepa
         )
     # The whole column at once: numpy would index a column of `datasets` row by row.
     is_empty = np.asarray(samples["length"][:]) == 0
-    if is_empty.all():
-        raise DataError(f"all {len(samples)} {split} rows are empty or null: give rows with text.")
-    if is_empty.any():
-        samples = samples.select(np.flatnonzero(~is_empty))
     if not any(samples["num_targets"][:]):
         raise DataError(
-            f"none of the {len(samples)} {split} rows has a target: a language model needs at "
-            "least 2 tokens in a row, the end-of-text token included, and a completion within "
-            "max_length."
+            f"none of the {len(samples)} {split} rows has a target ({is_empty.sum()} rows are "
+            "empty or null): a language model needs at least 2 tokens in a row, the end-of-text "
+            "token included, and a completion within max_length."
         )
+    if is_empty.any():
+        samples = samples.select(np.flatnonzero(~is_empty))
     if options.block_size:
         num_rows = len(samples)
         num_tokens = sum(samples["length"][:])
@@ -415,7 +399,8 @@ def _map_tokenization(
         rows._fingerprint,
         tokenize.func.__name__,
         settings,
-        output_settings(data.tokenizer),
+        encoding_settings(data.tokenizer),
+        data.tokenizer.chat_template,
         _CACHE_VERSION,
     ]
     with wrap_read_errors(f"the {split} rows"):
@@ -436,10 +421,11 @@ def _notes_on_samples(
     """
     lengths = np.asarray(samples["length"][:])
     num_targets = np.asarray(samples["num_targets"][:])
-    num_rows = len(samples)
     # A row of question answering may have several samples: windows of its context.
+    is_first_window = np.ones(len(samples), bool)
     if "window_index" in samples.column_names:
-        num_rows = sum(index == 0 for index in samples["window_index"][:])
+        is_first_window = np.asarray(samples["window_index"][:]) == 0
+    num_rows = is_first_window.sum()
     from_left = " from the left" if truncation_side == "left" else ""
     lacks_target = (num_targets == 0) & (lengths > 0)
     counts = {
@@ -447,13 +433,11 @@ def _notes_on_samples(
         "skipped because they are empty or null": (lengths == 0).sum(),
         "without a target (they do not contribute to the loss)": lacks_target.sum(),
     }
-    if "answer_is_lost" in samples.column_names:
+    if "answers" in samples.column_names:
         reason = "max_length truncates their answer"
         if options.doc_stride is not None:
             reason = "no window contains their whole answer"
         counts[f"trained as unanswerable, as {reason}"] = sum(samples["answer_is_lost"][:])
-    if {"answers", "window_index"} <= set(samples.column_names):
-        is_first_window = np.asarray(samples["window_index"][:]) == 0
         has_answer = np.array([bool(texts) for texts in samples["answers"][:]], bool)
         num_unanswered = (is_first_window & ~has_answer).sum()
         counts["without an answer, so trained as unanswerable"] = num_unanswered
@@ -473,19 +457,6 @@ def _notes_on_samples(
 def _select_loss_columns(samples: Dataset) -> Dataset:
     """Select the columns of tokenized samples that the loss depends on (`_LOSS_COLUMNS`)."""
     return samples.select_columns([name for name in _LOSS_COLUMNS if name in samples.column_names])
-
-
-def _identity_of(train: Dataset, data: PreparedData) -> dict[str, str | None]:
-    """Hash what the training samples are made of: rows, tokenizer and chat template. A run resumes
-    from a checkpoint only if these hashes are the same.
-    """
-    is_templated = bool(chat_columns(train.column_names))
-    template = data.tokenizer.chat_template if is_templated else None
-    return {
-        "data": _hash_rows(train, data),
-        "tokenizer": _short_hash([encoding_settings(data.tokenizer), _TOKENIZATION_VERSION]),
-        "chat_template": None if template is None else _short_hash(template),
-    }
 
 
 def _hash_rows(dataset: Dataset, data: PreparedData) -> str:

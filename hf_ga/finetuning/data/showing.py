@@ -32,8 +32,7 @@ def sample_lines(data: PreparedData, count: int | None) -> list[list[str]]:
     num_samples = min(len(train), 1 if count is None else count)
     samples = [train[i] for i in range(num_samples)]
     parts_of_samples = [split_at_targets(sample, data.tokenizer) for sample in samples]
-    to_lines = _abridged_lines if count is None else _full_lines
-    return [to_lines(parts) for parts in parts_of_samples]
+    return [_to_lines(parts, is_abridged=count is None) for parts in parts_of_samples]
 
 
 def split_at_targets(
@@ -59,28 +58,20 @@ def split_at_targets(
     return parts
 
 
-def _full_lines(parts: list[tuple[str, str]]) -> list[str]:
-    """Format all parts of a training sample as lines of `WIDTH` characters for the log."""
-    lines = []
-    for name, text in parts:
-        quoted = repr(text)
-        for start in range(0, len(quoted), WIDTH):
-            margin = name if start == 0 else ""
-            lines.append(f"{margin:<9}{quoted[start : start + WIDTH]}")
-    return lines
-
-
-def _abridged_lines(parts: list[tuple[str, str]]) -> list[str]:
-    """Format the first `NUM_PARTS` parts of a training sample for the log, each as one abridged
-    line, and add a line with the number of the other parts.
+def _to_lines(parts: list[tuple[str, str]], is_abridged: bool) -> list[str]:
+    """Format the parts of a training sample as lines of `WIDTH` characters for the log; abridged,
+    the first `NUM_PARTS` parts as one line each, and a line with the number of the others.
     """
     lines = []
     half = (WIDTH - len(" ... ")) // 2
-    for name, text in parts[:NUM_PARTS]:
+    shown = parts[:NUM_PARTS] if is_abridged else parts
+    for name, text in shown:
         quoted = repr(text)
-        if len(quoted) > WIDTH:
+        if is_abridged and len(quoted) > WIDTH:
             quoted = f"{quoted[:half]} ... {quoted[-half:]}"
-        lines.append(f"{name:<9}{quoted}")
-    if len(parts) > NUM_PARTS:
+        for start in range(0, len(quoted), WIDTH):
+            margin = name if start == 0 else ""
+            lines.append(f"{margin:<9}{quoted[start : start + WIDTH]}")
+    if len(shown) < len(parts):
         lines.append(f"... {len(parts) - NUM_PARTS} more parts")
     return lines

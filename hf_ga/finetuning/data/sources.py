@@ -2,12 +2,11 @@
 `--dataset_name`, `--validation_file` and `--test_file`, limited, and with a validation split.
 """
 
-from collections.abc import Mapping
 from itertools import islice
 from typing import Any
 
 import numpy as np
-from datasets import Dataset, DatasetDict, IterableDataset, List
+from datasets import Dataset, DatasetDict, IterableDataset
 
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.formats import corpus
@@ -49,7 +48,17 @@ def load_rows(
         DataError: If a file or dataset is missing or unreadable; if there are no training rows, or
             with `eval_only` no rows at all; if a stream has no validation rows.
     """
-    from_files = _rows_of_split_files(options, notes)
+    files = {"validation": options.validation_file, "test": options.test_file}
+    from_files = {
+        split: load_files(as_list(file), split, field=options.field, notes=notes)
+        for split, file in files.items()
+        if file
+    }
+    limits = {
+        "train": options.max_train_samples,
+        "validation": options.max_eval_samples,
+        "test": options.max_predict_samples,
+    }
     has_files = bool(from_files) or options.predict_file is not None
     from_names: dict[str, Any] = {}
     # An evaluation of files does not read the embedded corpus, which is only the default.
@@ -58,7 +67,13 @@ def load_rows(
     stream = None
     if options.streaming:
         stream = from_names.get("train")
-        from_names = _first_rows_of_streams(from_names, from_files, options)
+        # Of training rows the first, of other splits as many as are evaluated.
+        counts = {**limits, "train": NUM_READ_AHEAD}
+        from_names = {
+            split: _read_stream(rows, counts[split], options)
+            for split, rows in from_names.items()
+            if split not in from_files
+        }
     loaded = {**from_names, **from_files}
     if options.task == "question-answering":
         loaded = flatten_articles(DatasetDict(loaded))
@@ -66,10 +81,18 @@ def load_rows(
     rows = DatasetDict(
         {name: loaded[name] for name in used if len(loaded[name]) or name == "train"}
     )
-    _check_splits(rows, stream, options)
+    if not options.eval_only and not len(rows.get("train", ())):
+        raise DataError(
+            f"dataset_name {options.dataset_name} has no training rows (splits: "
+            f"{dict(rows.num_rows)}): there is nothing to train on."
+        )
+    if stream is not None and "validation" not in rows:
+        raise DataError(
+            f"dataset_name {options.dataset_name} has no validation rows, and a stream cannot be "
+            "split: give --validation_file, or omit streaming."
+        )
     if "train" in rows and "validation" not in rows:
         rows = _with_validation(rows, options.validation_split_percentage)
-    limits = _limits_of_splits(options)
     rows = DatasetDict({split: first_rows(rows[split], limits[split]) for split in rows})
     if options.task == "seq2seq":
         # {"translation": {"en": ..., "de": ...}} becomes translation.en and translation.de.
@@ -89,62 +112,11 @@ def first_rows(rows: Dataset, count: int | None) -> Dataset:
     return rows.take(min(count, len(rows)))
 
 
-def _rows_of_split_files(options: DataOptions, notes: list[str] | None) -> dict[str, Dataset]:
-    """Load `validation_file` and `test_file`: split name -> rows, of those that are set."""
-    files = {"validation": options.validation_file, "test": options.test_file}
-    return {
-        split: load_files(as_list(file), split, field=options.field, notes=notes)
-        for split, file in files.items()
-        if file
-    }
-
-
-def _limits_of_splits(options: DataOptions) -> dict[str, int | None]:
-    """Return the maximum number of rows of each split, from options such as `max_train_samples`;
-    None: no limit.
-    """
-    return {
-        "train": options.max_train_samples,
-        "validation": options.max_eval_samples,
-        "test": options.max_predict_samples,
-    }
-
-
-def _first_rows_of_streams(
-    streams: Mapping[str, IterableDataset], from_files: Mapping[str, Dataset], options: DataOptions
-) -> dict[str, Dataset]:
-    """Read the first rows of streams into memory: of training rows `NUM_READ_AHEAD`, of other
-    splits as many as are evaluated.
-    """
-    name = ", ".join(as_list(options.dataset_name))
-    counts = _limits_of_splits(options)
-    counts["train"] = NUM_READ_AHEAD
-    return {
-        split: _read_stream(name, stream, counts[split])
-        for split, stream in streams.items()
-        if split not in from_files
-    }
-
-
-def _read_stream(name: str, stream: IterableDataset, count: int | None) -> Dataset:
+def _read_stream(stream: IterableDataset, count: int | None, options: DataOptions) -> Dataset:
     """Read the first `count` rows of a stream into memory, or all if `count` is None."""
-    with wrap_read_errors(name):
+    with wrap_read_errors(", ".join(as_list(options.dataset_name))):
         rows = list(islice(stream, count))
         return Dataset.from_list(rows, features=stream.features)
-
-
-def _check_splits(rows: DatasetDict, stream: IterableDataset | None, options: DataOptions) -> None:
-    """Check that there are rows to train on, and that a stream has validation rows."""
-    if not options.eval_only and not len(rows.get("train", ())):
-        raise DataError(
-            f"dataset_name {options.dataset_name} has no training rows (splits: "
-            f"{dict(rows.num_rows)}): there is nothing to train on."
-        )
-    if stream is not None and "validation" not in rows:
-        raise DataError(
-            f"dataset_name {options.dataset_name} has no validation rows, and a stream cannot be "
-            "split: give --validation_file, or omit streaming."
-        )
 
 
 def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
@@ -154,7 +126,7 @@ def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
     if size >= len(train):
         raise DataError(
             f"{len(train)} training rows are too few to take validation rows from: give "
-            f"--validation_file{_remedy_for_nested_rows(train)}."
+            "--validation_file, or --field if a JSON object holds the rows under a key."
         )
     order = epoch_order(len(train), VALIDATION_SEED, 0)
     parts = {
@@ -162,20 +134,3 @@ def _with_validation(rows: DatasetDict, percentage: float) -> DatasetDict:
         "validation": train.select(np.sort(order[:size])),
     }
     return DatasetDict({**rows, **parts})
-
-
-def _remedy_for_nested_rows(rows: Dataset) -> str:
-    """Return a remedy to append to an error about too few training rows: if the only row has a
-    column with a list of objects, these may be the rows of a JSON file. Otherwise return "".
-    """
-    nested = [
-        name
-        for name, feature in rows.features.items()
-        if isinstance(feature, List) and isinstance(feature.feature, dict)
-    ]
-    if len(rows) != 1 or not nested:
-        return ""
-    return (
-        f". If the row is a JSON object that holds the rows ({', '.join(nested)}), name their key "
-        "with --field"
-    )

@@ -8,6 +8,7 @@ from datasets import ClassLabel, IterableDataset
 
 from hf_ga.errors import HfGaError
 from hf_ga.finetuning.data.checks import check_values, check_weights
+from hf_ga.finetuning.data.columns import select_by_role
 from hf_ga.finetuning.data.encoding.labels import CLASS_RULE, labels_to_ids
 from hf_ga.finetuning.data.formats.files import read_error
 
@@ -35,9 +36,7 @@ class StreamedSamples:
         tokenize: partial,
     ) -> None:
         self.name = name
-        stream = stream.select_columns(list(columns.values()))
-        new_names = {column: role for role, column in columns.items() if column != role}
-        stream = stream.rename_columns(new_names)
+        stream = select_by_role(stream, columns)
         label_feature = (stream.features or {}).get("label")
         class_label = label_feature if isinstance(label_feature, ClassLabel) else None
         encode = partial(
@@ -87,8 +86,8 @@ def _encode_and_tokenize(
             rule=CLASS_RULE,
             has_row_numbers=False,
         )
-        one_label_each = [[value] for value in rows["label"]]
-        ids = labels_to_ids(one_label_each, class_label, labels, "the stream")
+        lists = [[value] for value in rows["label"]]
+        ids = labels_to_ids(lists, class_label, labels, "the stream")
         rows = {**rows, "label": [row_ids[0] for row_ids in ids]}
     if "weight" in rows:
         check_weights("streamed", rows["weight"], has_row_numbers=False)

@@ -381,25 +381,28 @@ def test_without_a_template_nothing_is_left_out(row):
 OTHER_DATA: list[tuple[Columns, str]] = [
     (
         {"prompt": TEXT, "completion": TEXT, "label": TEXT},
-        "labels of preferences.*KTO.*completion, label",
+        "completion, label have .*labels of preferences.*KTO",
     ),
-    ({"messages": MESSAGES, "kto_tag": TEXT}, "labels of preferences.*kto_tag"),
+    ({"messages": MESSAGES, "kto_tag": TEXT}, "kto_tag have .*labels of preferences"),
     (
         {"instruction": TEXT, "input": TEXT, "output": TEXT, "kto_tag": TEXT},
-        "labels of preferences.*kto_tag",
+        "kto_tag have .*labels of preferences",
     ),
     ({"prompt": TEXT}, "prompts without completions.*nothing to learn.*--text_column"),
     ({"prompt": MESSAGES, "answer": TEXT}, "prompts without completions.*prompt, answer"),
-    ({"prompt": TEXT, "chosen": TEXT, "rejected": TEXT}, "pairs of preferences.*chosen, rejected"),
-    ({"chosen": MESSAGES, "rejected": MESSAGES}, "pairs of preferences.*chosen, rejected"),
-    ({"instruction": TEXT, "chosen": TEXT, "rejected": TEXT}, "pairs of preferences"),
+    ({"prompt": TEXT, "chosen": TEXT, "rejected": TEXT}, "chosen, rejected have preferences"),
+    ({"chosen": MESSAGES, "rejected": MESSAGES}, "chosen, rejected have preferences"),
+    ({"instruction": TEXT, "chosen": TEXT, "rejected": TEXT}, "chosen, rejected have preferences"),
     (
         {"input": TEXT, "preferred_output": TEXT, "non_preferred_output": TEXT},
-        "pairs of preferences.*non_preferred_output",
+        "non_preferred_output have preferences",
     ),
-    ({"prompt": TEXT, "completions": LISTS, "labels": LISTS}, "steps with labels"),
-    ({"segments": LISTS}, "skip the chat template.*segments"),
-    ({"messages": MESSAGES, "images": LISTS}, r"images \(columns: images\)"),
+    (
+        {"prompt": TEXT, "completions": LISTS, "labels": LISTS},
+        "completions, labels have .*reward models",
+    ),
+    ({"segments": LISTS}, "segments have texts that skip the chat template"),
+    ({"messages": MESSAGES, "images": LISTS}, "columns images have images"),
     ({"messages": MESSAGES, "videos": TEXT}, "videos"),
     ({"messages": MESSAGES, "audio": TEXT}, "sound"),
 ]

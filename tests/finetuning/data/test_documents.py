@@ -95,7 +95,7 @@ SPLITS = {
     "other names": ({"training": ROWS[:3], "dev": ROWS[3:5], "testing": ROWS[5:]}, ""),
     "with facts beside": (
         {"version": 2, "train": ROWS[:3], "val": ROWS[3:5], "test": ROWS[5:], "labels": ["a"]},
-        "",
+        " (not used: labels)",
     ),
     "an unknown split": (
         {"train": ROWS[:3], "valid": ROWS[3:5], "test": ROWS[5:], "unlabelled": ROWS},
@@ -240,9 +240,10 @@ def test_rows_and_columns_that_cannot_be_told_apart(tmp_path):
         load_splits([file])
 
 
-def test_a_single_row_names_what_may_be_the_rows(tmp_path):
+def test_rows_under_a_key_of_a_single_line(tmp_path):
+    """It is a row, unless `field` names the key."""
     file = written(tmp_path / "d.jsonl", {"version": "1", "data": ROWS})
-    with pytest.raises(DataError, match=r"1 training rows are too few.*\(data\).*--field"):
+    with pytest.raises(DataError, match=r"1 training rows are too few.*--field"):
         load_rows(FinetuneConfig(dataset_name=file))
     rows, _ = load_rows(FinetuneConfig(dataset_name=file, field="data"))
     assert rows.num_rows == {"train": 5, "validation": 1}

@@ -126,11 +126,11 @@ def test_other_splits_have_the_form_of_the_first():
 @pytest.mark.parametrize(
     ("names", "lines"),
     [
-        (["neg", "pos", "pos "], ["'pos' and 'pos ' differ in spaces only"]),
-        (["a b", "a  b", "ab", "c"], ["'a b' and 'a  b' and 'ab' differ in spaces only"]),
+        (["neg", "pos", "pos "], ["'pos' and 'pos ' differ in spaces or case only"]),
+        (["a b", "a  b", "ab", "c"], ["'a b' and 'a  b' and 'ab' differ in spaces or case only"]),
         (["POS", "neg", "pos"], ["'POS' and 'pos' differ in spaces or case only"]),
         (["A ", "a", "B", "b"], ["'A ' and 'a' differ in", "'B' and 'b' differ in spaces or case"]),
-        (["\u00a0x", "x"], ["differ in spaces only"]),
+        (["\u00a0x", "x"], ["differ in spaces or case only"]),
         (["pos", "neg", "p-os", "posi"], []),
     ],
 )

@@ -225,7 +225,7 @@ CASES = {
         "--dataset_name {d}/preferences.jsonl",
         [
             "labels of preferences",
-            "as for KTO (columns: completion, label)",
+            "completion, label have",
             "keep the completions",
         ],
     ),
@@ -306,7 +306,7 @@ CASES = {
     ),
     "a part of the corpus": (
         "--dataset_name stdlib --dataset_config_name en",
-        ["applies to hub datasets only, not to stdlib"],
+        ["dataset_config_name has 1 values for 0 hub datasets"],
     ),
     "test file without the column": (
         "--test_file {d}/no_text.jsonl",

@@ -64,7 +64,7 @@ FILES = {
     "class_with_space.csv": (
         CLASSIFY,
         "text,label\n" + "".join(f"row {i},{CLASSES[i % 3]}\n" for i in range(45)),
-        "the labels 'pos' and 'pos ' differ in spaces only",
+        "the labels 'pos' and 'pos ' differ in spaces or case only",
     ),
     "git_lfs_pointer.txt": (
         "--task causal-lm",

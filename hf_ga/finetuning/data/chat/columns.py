@@ -13,30 +13,26 @@ OPTIONAL_COLUMNS = ("tools", "functions", "system", "chat_template_kwargs")
 # Further optional columns of the format with instructions.
 OPTIONAL_WITH_INSTRUCTION = ("input", "history")
 
-NO_PREFERENCES = (
-    "but causal-lm would learn all completions alike: keep the completions to learn, as "
-    "`completion` or `messages`, and remove the other columns"
-)
-TEXT_ONLY = "but causal-lm reads text only: remove the column, or these rows"
-# Columns that are refused -> (what they contain, why that is refused or what to do).
+# What refused columns contain, with the remedy -> the columns.
 REFUSED = {
-    ("chosen", "rejected"): ("pairs of preferences, as for DPO", NO_PREFERENCES),
-    ("preferred_output", "non_preferred_output"): ("pairs of preferences", NO_PREFERENCES),
-    ("completion", "label"): (
-        "completions with labels of preferences (desired or not), as for KTO",
-        NO_PREFERENCES,
+    "preferences or labels of preferences, as for DPO, KTO or reward models, but causal-lm would "
+    "learn all completions alike: keep the completions to learn, as `completion` or `messages`, "
+    "and remove the other columns": (
+        ("chosen", "rejected"),
+        ("preferred_output", "non_preferred_output"),
+        ("completion", "label"),
+        ("kto_tag",),
+        ("completions", "labels"),
     ),
-    ("kto_tag",): ("labels of preferences (desired or not), as for KTO", NO_PREFERENCES),
-    ("completions", "labels"): ("steps with labels, for reward models", NO_PREFERENCES),
-    ("segments",): (
-        "texts that skip the chat template",
-        "which is unsupported: use `prompt` and `completion`, or `messages`",
+    "texts that skip the chat template, which is unsupported: use `prompt` and `completion`, or "
+    "`messages`": (("segments",),),
+    "images, videos or sound, but causal-lm reads text only: remove the column, or these rows": (
+        ("image",),
+        ("images",),
+        ("videos",),
+        ("audio",),
+        ("audios",),
     ),
-    ("image",): ("images", TEXT_ONLY),
-    ("images",): ("images", TEXT_ONLY),
-    ("videos",): ("videos", TEXT_ONLY),
-    ("audio",): ("sound", TEXT_ONLY),
-    ("audios",): ("sound", TEXT_ONLY),
 }
 
 
@@ -73,9 +69,10 @@ def check_learnable(columns: Collection[str]) -> None:
     is_chat = bool(chat_columns(columns))
     if "text" in columns and not is_chat:
         return
-    for names, (contents, remedy) in REFUSED.items():
-        if set(names) <= set(columns):
-            raise DataError(f"the rows have {contents} (columns: {', '.join(names)}), {remedy}.")
+    for contents, refused in REFUSED.items():
+        for names in refused:
+            if set(names) <= set(columns):
+                raise DataError(f"the columns {', '.join(names)} have {contents}.")
     if "prompt" in columns and not is_chat:
         raise DataError(
             f"the rows have prompts without completions (columns: {', '.join(columns)}), so there "

@@ -18,34 +18,19 @@ class Conversation:
     """A row of a dataset of conversations, or of prompts with completions.
 
     Attributes:
-        turns: The messages, and which of them are targets.
+        messages: The messages of all turns, in the format of `apply_chat_template`.
+        targets: Indices of the messages that the model learns to write.
         tools: JSON schemas of functions that the model may call. None: the row has none.
         template_options: Variables for the chat template, such as `enable_thinking`.
         separator: The text between the contents of turns if the tokenizer has no chat template. (A
             system turn always ends with a paragraph.) None: the row needs a chat template.
     """
 
-    turns: list[Turn]
+    messages: list[Message]
+    targets: list[int]
     tools: list[dict[str, Any]] | None = None
     template_options: dict[str, Any] = field(default_factory=dict)
     separator: str | None = None
-
-    @property
-    def messages(self) -> list[Message]:
-        """The messages of all turns, in the format of `apply_chat_template`."""
-        return [turn.message for turn in self.turns]
-
-    def with_messages(self, messages: list[Message]) -> "Conversation":
-        """Return a copy of the conversation with other messages.
-
-        Args:
-            messages: One for each turn.
-        """
-        turns = [
-            replace(turn, message=message)
-            for turn, message in zip(self.turns, messages, strict=True)
-        ]
-        return replace(self, turns=turns)
 
 
 def read_conversation(row: dict[str, Any]) -> Conversation:
@@ -58,7 +43,7 @@ def read_conversation(row: dict[str, Any]) -> Conversation:
         DataError: If a value has a wrong type or format, or a message has an unknown key.
 
     >>> row = {"instruction": "Add", "input": "1 2", "output": "3"}
-    >>> [turn.message["content"] for turn in read_conversation(row).turns]
+    >>> [message["content"] for message in read_conversation(row).messages]
     ['Add\\n\\n1 2', '3']
     """
     turns, separator = _read_turns_of_row(row)
@@ -70,7 +55,8 @@ def read_conversation(row: dict[str, Any]) -> Conversation:
     if not isinstance(options, dict):
         raise DataError(f"{OPTIONS_RULE}, got {options!r:.80}")
     return Conversation(
-        turns=turns,
+        messages=[turn.message for turn in turns],
+        targets=[i for i, turn in enumerate(turns) if turn.is_target],
         tools=_read_tools(row),
         template_options=without_none(options),
         separator=separator,

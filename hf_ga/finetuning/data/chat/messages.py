@@ -109,7 +109,12 @@ def _read_turn(raw_message: Any) -> Turn:
     for key in ("tool_call_id", "name"):
         if key in raw_message:
             message[key] = raw_message[key]
-    message |= _read_reasoning(raw_message)
+    # Templates read thoughts under one of two names.
+    thoughts = {raw_message[key] for key in REASONING_KEYS if key in raw_message}
+    if len(thoughts) > 1:
+        raise DataError(f"a message has different {' and '.join(REASONING_KEYS)}: keep one of them")
+    for text in thoughts:
+        message |= {"reasoning_content": text, "thinking": text}
     return Turn(message, _is_target(raw_message, role))
 
 
@@ -163,18 +168,6 @@ def _read_content(content: Any) -> str:
         if unknown:
             raise DataError(f"a part of type text has the unknown key {unknown[0]!r}: remove it")
     return "".join(part["text"] for part in content)
-
-
-def _read_reasoning(raw_message: dict[str, Any]) -> Message:
-    """Return the reasoning (thoughts) of a message under both names that chat templates read,
-    `reasoning_content` and `thinking`; {} without thoughts.
-    """
-    thoughts = [raw_message[key] for key in REASONING_KEYS if key in raw_message]
-    if not thoughts:
-        return {}
-    if len(set(thoughts)) > 1:
-        raise DataError(f"a message has different {' and '.join(REASONING_KEYS)}: keep one of them")
-    return {"reasoning_content": thoughts[0], "thinking": thoughts[0]}
 
 
 def _is_target(raw_message: dict[str, Any], role: str) -> bool:

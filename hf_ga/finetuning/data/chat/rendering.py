@@ -1,9 +1,7 @@
 """Rows of conversations -> the texts that the model reads, and which characters are targets."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from jinja2 import TemplateError
@@ -54,25 +52,16 @@ def render_rows(rows: dict[str, list], tokenizer: PreTrainedTokenizerBase) -> It
     columns = chat_columns(rows)
     for values in zip(*(rows[column] for column in columns), strict=True):
         row = dict(zip(columns, values, strict=True))
-        with _errors_show_row(row):
+        try:
             conversation = read_conversation(row)
             if tokenizer.chat_template:
                 rendered = _render_with_template(conversation, tokenizer)
             else:
                 rendered = _concatenate_turns(conversation)
+        except (TemplateError, DataError, TypeError, ValueError) as error:
+            cause = " ".join(str(error).split()).rstrip(".")
+            raise DataError(f"{cause}. Fix or remove the row {row!r:.200}") from error
         yield rendered
-
-
-@contextmanager
-def _errors_show_row(row: dict[str, Any]) -> Iterator[None]:
-    """Turn errors of a row of conversations, or of the chat template that renders it, into a
-    one-line DataError that shows the row.
-    """
-    try:
-        yield
-    except (TemplateError, DataError, TypeError, ValueError) as error:
-        cause = " ".join(str(error).split()).rstrip(".")
-        raise DataError(f"{cause}. Fix or remove the row {row!r:.200}") from error
 
 
 def _concatenate_turns(conversation: Conversation) -> RenderedRow:
@@ -88,14 +77,13 @@ def _concatenate_turns(conversation: Conversation) -> RenderedRow:
     text = ""
     separator = ""
     targets = []
-    for turn in conversation.turns:
+    for index, message in enumerate(conversation.messages):
         text += separator
         start = len(text)
-        text += turn.message["content"]
-        if turn.is_target:
+        text += message["content"]
+        if index in conversation.targets:
             targets.append((start, len(text)))
-        is_system = turn.message["role"] == "system"
-        separator = PARAGRAPH if is_system else conversation.separator
+        separator = PARAGRAPH if message["role"] == "system" else conversation.separator
     return RenderedRow(text, targets, is_templated=False)
 
 
@@ -105,13 +93,13 @@ def _render_with_template(
     """Render a conversation with the tokenizer's chat template, locate the turns that are targets,
     and check that the template omits nothing that the model should learn.
     """
-    if not conversation.turns:
+    if not conversation.messages:
         return RenderedRow("", [], is_templated=True)
-    if conversation.turns[0].is_target:
+    if 0 in conversation.targets:
         raise DataError("the first turn is the assistant's: begin with a user or system turn")
     template = ChatTemplate(tokenizer, conversation.tools, conversation.template_options)
     messages = adapt_calls(conversation.messages, template)
-    conversation = conversation.with_messages(messages)
+    conversation = replace(conversation, messages=messages)
     text = template.render(messages)
     check_rendered(conversation, template, text)
     spans_of_targets = locate_targets(conversation, template, text)

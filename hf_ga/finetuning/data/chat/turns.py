@@ -26,23 +26,12 @@ def locate_targets(conversation: Conversation, template: ChatTemplate, text: str
     Raises:
         DataError: If the template renders a turn in a way that cannot be located.
     """
-    targets = [i for i, turn in enumerate(conversation.turns) if turn.is_target]
-    if template.marks_generations:
-        return _spans_marked_by_template(conversation, template, targets)
     messages = conversation.messages
-    return {i: [_locate_turn(i, messages, template, text)] for i in targets}
-
-
-def _spans_marked_by_template(
-    conversation: Conversation, template: ChatTemplate, targets: list[int]
-) -> SpansByTurn:
-    """Assign the spans that the chat template marks with `{% generation %}` to the turns that are
-    targets.
-    """
-    spans = template.generations(conversation.messages)
-    assistant_turns = [
-        i for i, message in enumerate(conversation.messages) if message["role"] == "assistant"
-    ]
+    targets = conversation.targets
+    if not template.marks_generations:
+        return {i: [_locate_turn(i, messages, template, text)] for i in targets}
+    spans = template.generations(messages)
+    assistant_turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if len(spans) == len(assistant_turns):
         span_of_turn = dict(zip(assistant_turns, spans, strict=True))
         return {i: [span_of_turn[i]] for i in targets}

@@ -54,9 +54,8 @@ def _without_a_part(
         yield "tools", replace(template, tools=None), messages
     if any("tool_calls" in message for message in messages):
         yield "tool_calls", template, _without_key("tool_calls", messages)
-    for index, turn in enumerate(conversation.turns):
-        message = turn.message
-        if not turn.is_target and message.get("content"):
+    for index, message in enumerate(messages):
+        if index not in conversation.targets and message.get("content"):
             other = {**message, "content": MARKER}
             other_messages = [*messages[:index], other, *messages[index + 1 :]]
             yield f"the message of the {message['role']}", template, other_messages
@@ -82,25 +81,6 @@ def check_targets(
             thoughts.
     """
     notes = []
-    _check_answers(messages, text, spans_by_turn)
-    if not all(_has_thoughts(messages[i], text, spans) for i, spans in spans_by_turn.items()):
-        notes.append(NO_THOUGHTS)
-    has_names = any("name" in message for message in messages)
-    if has_names and _renders_text(text, template, _without_key("name", messages)):
-        notes.append(NO_NAMES)
-    if spans_by_turn and not template.marks_generations:
-        last_target = max(spans_by_turn)
-        text_before = template.render(messages[:last_target], add_generation_prompt=True)
-        if not text.startswith(text_before):
-            notes.append(OTHER_BEGINNING)
-    return tuple(notes)
-
-
-def _check_answers(messages: list[Message], text: str, spans_by_turn: SpansByTurn) -> None:
-    """Check that each target contains the answer of its turn (the content after thoughts) and the
-    names of the functions that it calls, and the last message also its thoughts.
-    """
-    last_message = len(messages) - 1
     for index, spans in spans_by_turn.items():
         target = "".join(text[start:end] for start, end in spans)
         message = messages[index]
@@ -111,11 +91,23 @@ def _check_answers(messages: list[Message], text: str, spans_by_turn: SpansByTur
                 "a turn of the assistant is not among the targets that the chat template renders "
                 f"or marks, which are {target!r:.200}: {REMEDY}"
             )
-        if index == last_message and not _has_thoughts(message, text, spans):
+        if _has_thoughts(message, text, spans):
+            continue
+        if index == len(messages) - 1:
             raise DataError(
                 "the chat template does not render the thoughts of the last turn, so the model "
                 f"would learn to answer without them: {REMEDY}"
             )
+        if NO_THOUGHTS not in notes:
+            notes.append(NO_THOUGHTS)
+    has_names = any("name" in message for message in messages)
+    if has_names and _renders_text(text, template, _without_key("name", messages)):
+        notes.append(NO_NAMES)
+    if spans_by_turn and not template.marks_generations:
+        text_before = template.render(messages[: max(spans_by_turn)], add_generation_prompt=True)
+        if not text.startswith(text_before):
+            notes.append(OTHER_BEGINNING)
+    return tuple(notes)
 
 
 def _has_thoughts(message: Message, text: str, spans: list[Span]) -> bool:

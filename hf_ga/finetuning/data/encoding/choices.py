@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from hf_ga.errors import DataError
 from hf_ga.finetuning.data.checks import check_values, is_list_of_texts
 from hf_ga.finetuning.data.encoding.collation import collate_ids
-from hf_ga.finetuning.data.encoding.tokenization import Rows, encode, make_samples
+from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, make_samples
 
 
 def encode_choices(rows: DatasetDict) -> DatasetDict:
@@ -34,7 +34,9 @@ def encode_choices(rows: DatasetDict) -> DatasetDict:
         DataError: If choices are not lists of strings, rows have different numbers of choices or
             fewer than two, or a label is not the index of a choice.
     """
-    encoded = DatasetDict({split: _encode_split(dataset, split) for split, dataset in rows.items()})
+    encoded = DatasetDict()
+    for split, dataset in rows.items():
+        encoded[split] = _encode_split(dataset, split)
     counts = {len(choices) for dataset in encoded.values() for choices in dataset["choices"]}
     if len(counts) != 1 or min(counts) < 2:
         listed = " and ".join(map(str, sorted(counts)))
@@ -49,10 +51,9 @@ def _encode_split(dataset: Dataset, split: str) -> Dataset:
     """Convert the multiple-choice rows of one split to one format, see `encode_choices`."""
     choice_columns = [name for name in dataset.column_names if name.startswith("choice")]
     rows = list(dataset)
-    if "choices" in choice_columns:
-        choices = [row["choices"] for row in rows]
-    else:
-        choices = [[row[name] for name in choice_columns] for row in rows]
+    choices = [[row[name] for name in choice_columns] for row in rows]
+    if choice_columns == ["choices"]:
+        choices = dataset["choices"][:]
     remedy = "Choose the column with --choices_column."
     rule = "choices must be lists of strings"
     check_values(split, choices, is_list_of_texts, rule=rule, remedy=remedy)
@@ -60,25 +61,22 @@ def _encode_split(dataset: Dataset, split: str) -> Dataset:
     for row, row_choices in zip(rows, choices, strict=True):
         beginning = row.get("text_pair") or ""
         texts.append([f"{beginning} {choice or ''}".removeprefix(" ") for choice in row_choices])
-    replaced_columns = [name for name in ("text_pair", "label") if name in dataset.column_names]
-    dataset = dataset.remove_columns([*choice_columns, *replaced_columns])
-    if "label" in replaced_columns:
+    kept = [name for name in dataset.column_names if name in ("text", "weight")]
+    encoded = dataset.select_columns(kept)
+    if "label" in dataset.column_names:
         labels_and_counts = [
-            {"label": row["label"], "choices": len(row_choices)}
-            for row, row_choices in zip(rows, choices, strict=True)
+            {"label": row["label"], "choices": len(row_texts)}
+            for row, row_texts in zip(rows, texts, strict=True)
         ]
-        rule = "a label must be the 0-based index of a choice"
-        check_values(split, labels_and_counts, _is_index_of_choice, rule=rule)
-        dataset = dataset.add_column("label", [int(row["label"]) for row in rows])
-    return dataset.add_column("choices", texts, feature=List(Value("string")))
-
-
-def _is_index_of_choice(label_and_count: dict[str, Any]) -> bool:
-    """Return whether `label` (an int, or a string of digits) is the 0-based index of one of the
-    `choices` (their number) that a multiple-choice row has.
-    """
-    label = str(label_and_count["label"])
-    return label.isdecimal() and int(label) < label_and_count["choices"]
+        check_values(
+            split,
+            labels_and_counts,
+            # A label is an int, or a string of digits.
+            lambda row: str(row["label"]).isdecimal() and int(row["label"]) < row["choices"],
+            rule="a label must be the 0-based index of a choice",
+        )
+        encoded = encoded.add_column("label", [int(row["label"]) for row in rows])
+    return encoded.add_column("choices", texts, feature=List(Value("string")))
 
 
 def tokenize_choices(
@@ -97,26 +95,16 @@ def tokenize_choices(
         tokens of the longest; `num_targets`, 0 for a row without text or choices, which has no
         tokens either; `was_truncated`; `label`, if the rows have it.
     """
-    # The same in all rows, see `encode_choices`.
-    num_choices = len(rows["choices"][0])
-
-    def group_by_row(values: list) -> list[list]:
-        """Group a list with one value per choice, row after row, by row."""
-        return [values[i : i + num_choices] for i in range(0, len(values), num_choices)]
-
-    texts = [text or "" for text in rows["text"] for _ in range(num_choices)]
-    choices = [choice for row_choices in rows["choices"] for choice in row_choices]
-    encoded, was_truncated = encode(tokenizer, max_length, texts, choices)
+    texts = [
+        [text or ""] * len(row_choices)
+        for text, row_choices in zip(rows["text"], rows["choices"], strict=True)
+    ]
+    columns, was_truncated = encode_groups(tokenizer, max_length, texts, rows["choices"])
     has_content = [
         bool(text) and any(row_choices)
         for text, row_choices in zip(rows["text"], rows["choices"], strict=True)
     ]
-    columns = {
-        name: group_by_row(encoded[name])
-        for name in ("input_ids", "token_type_ids")
-        if name in encoded
-    }
-    samples = make_samples(columns, has_content, list(map(any, group_by_row(was_truncated))))
+    samples = make_samples(columns, has_content, was_truncated)
     if "label" in rows:
         samples["label"] = rows["label"]
     return samples

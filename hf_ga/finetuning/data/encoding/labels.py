@@ -11,7 +11,7 @@ import pyarrow as pa
 from datasets import ClassLabel, Dataset, DatasetDict, List
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.checks import NUM_SHOWN, check_values, is_number
+from hf_ga.finetuning.data.checks import NUM_SHOWN, check_values, is_number, replace_column
 from hf_ga.loading.batches import IGNORED_LABEL
 
 CLASS_RULE = "labels must be names or whole numbers"
@@ -40,21 +40,22 @@ def encode_labels(
     """
     if label_type == "number":
         rule = "labels of a regression must be finite float32 numbers"
-        numbers = {}
+        numbers = DatasetDict()
         for split, dataset in rows.items():
             check_values(split, dataset["label"][:], is_number, rule=rule)
-            numbers[split] = list(map(float, dataset["label"][:]))
-        return _replace_labels(rows, numbers), []
+            numbers[split] = replace_column(dataset, "label", map(float, dataset["label"][:]))
+        return numbers, []
     values = {split: _label_lists(dataset, split, label_type) for split, dataset in rows.items()}
     first_split = next(iter(rows))
     first_feature = _class_label_feature(rows[first_split])
     names = _class_names(first_feature, values[first_split], model_labels)
-    encoded: dict[str, list] = {}
+    encoded = DatasetDict()
     for split, dataset in rows.items():
         feature = _class_label_feature(dataset) or first_feature
         ids = labels_to_ids(values[split], feature, names, f"the {split} rows")
-        encoded[split] = [row_ids[0] for row_ids in ids] if label_type == "class" else ids
-    return _replace_labels(rows, encoded), names
+        labels = [row_ids[0] for row_ids in ids] if label_type == "class" else ids
+        encoded[split] = replace_column(dataset, "label", labels)
+    return encoded, names
 
 
 def multi_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
@@ -82,13 +83,13 @@ def multi_hot_to_ids(rows: DatasetDict) -> tuple[DatasetDict, int]:
         return rows, 0
     rule = f"the labels are a 0 or 1 for each of {num_classes} classes"
     feature = List(ClassLabel(names=[str(i) for i in range(num_classes)]))
-    encoded = {}
+    encoded = DatasetDict()
     for split, dataset in rows.items():
         values = dataset["label"][:]
         check_values(split, values, partial(_is_multi_hot, num_classes=num_classes), rule=rule)
         ids = [[i for i, applies in enumerate(row) if applies] for row in values]
-        encoded[split] = dataset.remove_columns("label").add_column("label", ids, feature=feature)
-    return DatasetDict(encoded), num_classes
+        encoded[split] = replace_column(dataset, "label", ids, feature)
+    return encoded, num_classes
 
 
 def notes_on_float_classes(rows: DatasetDict) -> list[str]:
@@ -108,20 +109,18 @@ def notes_on_similar_names(names: Iterable[str]) -> list[str]:
 
     Example:
         >>> notes_on_similar_names(["neg", "pos", "pos "])
-        ["the labels 'pos' and 'pos ' differ in spaces only, and are separate classes"]
+        ["the labels 'pos' and 'pos ' differ in spaces or case only, and are separate classes"]
     """
     groups: dict[str, list[str]] = {}
     for name in names:
         normalized_name = "".join(name.split()).casefold()
         groups.setdefault(normalized_name, []).append(name)
-    notes = []
-    for similar_names in groups.values():
-        if len(similar_names) > 1:
-            differ_in_case = len({"".join(name.split()) for name in similar_names}) > 1
-            difference = "in spaces or case" if differ_in_case else "in spaces"
-            listed = " and ".join(map(repr, similar_names))
-            notes.append(f"the labels {listed} differ {difference} only, and are separate classes")
-    return notes
+    return [
+        f"the labels {' and '.join(map(repr, similar))} differ in spaces or case only, and are "
+        "separate classes"
+        for similar in groups.values()
+        if len(similar) > 1
+    ]
 
 
 def labels_to_ids(
@@ -162,7 +161,9 @@ def _label_lists(dataset: Dataset, split: str, label_type: str) -> list[list[Any
         return [[value] for value in values]
     lists = [[] if row is None else row for row in values]
     rule = "labels must be lists of names or whole numbers"
-    check_values(split, lists, _is_list_of_classes, rule=rule)
+    check_values(
+        split, lists, lambda row: isinstance(row, list) and all(map(_is_class, row)), rule=rule
+    )
     if label_type == "tags":
         words_and_tags = [
             (words or [], tags) for words, tags in zip(dataset["tokens"][:], lists, strict=True)
@@ -171,20 +172,14 @@ def _label_lists(dataset: Dataset, split: str, label_type: str) -> list[list[Any
         check_values(split, words_and_tags, lambda pair: len(pair[0]) == len(pair[1]), rule=rule)
     elif _class_label_feature(dataset) is None:
         rule = "a list must contain each label that applies once, or every list a 0 or 1 per class"
-        check_values(split, lists, _has_names_or_distinct_numbers, rule=rule)
+        # Numbers that repeat are not ids of classes.
+        check_values(
+            split,
+            lists,
+            lambda row: len(set(row)) == len(row) or isinstance(row[0], str),
+            rule=rule,
+        )
     return lists
-
-
-def _is_list_of_classes(row: Any) -> bool:
-    """Return whether the labels of a row are a list of class names or whole numbers."""
-    return isinstance(row, list) and all(map(_is_class, row))
-
-
-def _has_names_or_distinct_numbers(row: list) -> bool:
-    """Return whether the list of a row's labels has no duplicates, or starts with a string (a class
-    name).
-    """
-    return len(set(row)) == len(row) or isinstance(row[0], str)
 
 
 def _is_class(value: Any) -> bool:
@@ -253,11 +248,3 @@ def _class_name(value: Any, feature: ClassLabel | None) -> str:
         value = int(value)
     is_index = feature is not None and isinstance(value, int) and 0 <= value < len(feature.names)
     return feature.names[value] if is_index else str(value)
-
-
-def _replace_labels(rows: DatasetDict, labels: dict[str, list]) -> DatasetDict:
-    """Replace the column `label` of each split; it becomes the last column."""
-    replaced = {}
-    for split, dataset in rows.items():
-        replaced[split] = dataset.remove_columns("label").add_column("label", labels[split])
-    return DatasetDict(replaced)

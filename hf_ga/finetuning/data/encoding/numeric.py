@@ -10,11 +10,11 @@ import pyarrow as pa
 from datasets import Dataset, DatasetDict, Value
 
 from hf_ga.errors import DataError
-from hf_ga.finetuning.data.checks import check_values
+from hf_ga.finetuning.data.checks import check_values, replace_column
 
-_NUMBER = re.compile(r"\s*[+-]?(\d+(,\d+|\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")  # 1 1,5 1.5 .5 1e3
+_WITH_POINT = re.compile(r"\s*[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d+)?\s*")  # 1 1.5 .5 1e3
+_WITH_COMMA = re.compile(r"\s*[+-]?\d+(,\d+)?([eE][+-]?\d+)?\s*")  # 1 1,5 1,5e3
 _MAY_BE_THOUSANDS = re.compile(r"\s*[+-]?[1-9]\d{0,2},\d{3}\s*")  # 1,234
-_REMEDY = "Choose another column with --{flag}, or fix these rows."
 
 
 def convert_to_numbers(
@@ -35,13 +35,13 @@ def convert_to_numbers(
         DataError: If a string is not a number, a column has decimal commas and decimal points, or
             all its commas may separate thousands.
     """
-    converted = dict(rows)
+    converted = DatasetDict()
     for split, dataset in rows.items():
         for flag, column in columns.items():
             if column in dataset.column_names:
                 dataset = _convert_column(dataset, split, flag, column, notes)
         converted[split] = dataset
-    return DatasetDict(converted)
+    return converted
 
 
 def _convert_column(
@@ -55,14 +55,19 @@ def _convert_column(
         return dataset
     texts = dataset[column][:]
     rule = f"{flag} must name a column of numbers"
-    remedy = _REMEDY.format(flag=flag)
     cells = ["0" if text is None else text for text in texts]
-    check_values(split, cells, _NUMBER.fullmatch, rule=rule, remedy=remedy)
     with_comma = [text for text in cells if "," in text]
+    if with_comma:
+        rule += " with a decimal comma"
+    check_values(
+        split,
+        cells,
+        (_WITH_COMMA if with_comma else _WITH_POINT).fullmatch,
+        rule=rule,
+        remedy=f"Choose another column with --{flag}, or fix these rows.",
+    )
     if not with_comma:
         return dataset
-    rule = f"{rule} with a decimal comma"
-    check_values(split, cells, lambda text: "." not in text, rule=rule, remedy=remedy)
     if all(map(_MAY_BE_THOUSANDS.fullmatch, with_comma)):
         example = with_comma[0]
         as_decimal = example.replace(",", ".")
@@ -82,5 +87,4 @@ def _convert_column(
 def _replace_by_floats(dataset: Dataset, column: str, values: list[Any]) -> Dataset:
     """Replace a column of a dataset by its values as float64; it becomes the last column."""
     numbers = [None if value is None else float(value) for value in values]
-    dataset = dataset.remove_columns(column)
-    return dataset.add_column(column, numbers, feature=Value("float64"))
+    return replace_column(dataset, column, numbers, Value("float64"))

@@ -8,91 +8,18 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from datasets import ClassLabel, Dataset, DatasetDict
+from datasets import DatasetDict
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from hf_ga.errors import DataError
 from hf_ga.finetuning.data.checks import check_values, is_number
-from hf_ga.finetuning.data.encoding.collation import pad
-from hf_ga.finetuning.data.encoding.tokenization import Rows, encode, make_samples
+from hf_ga.finetuning.data.encoding.collation import collate_ids
+from hf_ga.finetuning.data.encoding.tokenization import Rows, encode_groups, make_samples
 
-# Columns of anchors -> columns of their positives, by the names common on the hub.
-PAIRS = {
-    "anchor": ("positive",),
-    "query": ("positive", "document", "passage", "answer", "response"),
-    "question": ("positive", "answer", "document", "passage"),
-    "sentence1": ("sentence2",),
-    "sentence_A": ("sentence_B",),
-    "text1": ("text2",),
-}
-# Columns of negatives: negative, negative_1, negative_2, ...
-NEGATIVE = re.compile(r"negative_?(\d*)")
-# Columns of scores, by the names common on the hub.
-SCORES = ("score", "similarity_score", "similarity", "label", "labels")
 # The roles of columns of texts.
 TEXT_ROLE = re.compile(r"anchor|positive|negative(_\d+)?")
 # The id of an empty text, see `text_id`.
 NO_TEXT = 0
-
-
-def pair_columns(
-    dataset: Dataset, anchor: str | None, positive: str | None, score: str | None
-) -> dict[str, str]:
-    """Choose the columns of a dataset of text pairs, to train embeddings.
-
-    Args:
-        dataset: The rows.
-        anchor: The column of the anchors. None: the one with a common name.
-        positive: The column of the positives. None: the one with a common name.
-        score: The column of the pairs' similarity scores. None: the one with a common name, if
-            there is one.
-
-    Returns:
-        Role -> column. Roles are `anchor`, `positive`, and, if the rows have them, either
-        `negative`, `negative_1`, ... or `label`, the score of a pair.
-
-    Raises:
-        DataError: If a score is a class, whose ids have no order, or the rows have both a score and
-            negatives.
-    """
-    names = dataset.column_names
-    common_anchor, common_positive = _common_pair(names)
-    roles = {"anchor": anchor or common_anchor, "positive": positive or common_positive}
-    score = score or next((name for name in SCORES if name in names), None)
-    negatives = sorted(filter(NEGATIVE.fullmatch, names), key=_negative_index)
-    if score is None:
-        negative_roles = names_of_negatives(len(negatives))
-        return roles | dict(zip(negative_roles, negatives, strict=True))
-    if negatives:
-        raise DataError(
-            f"the rows have a score ({score!r}) and negatives ({', '.join(negatives)}), but pairs "
-            "with a score and pairs with negatives have different losses: remove one of them."
-        )
-    feature = dataset.features.get(score)
-    if isinstance(feature, ClassLabel):
-        raise DataError(
-            f"the score of a pair must be a number, the higher the more alike, but {score!r} is a "
-            f"class ({', '.join(feature.names)}): replace the classes by numbers, or keep the rows "
-            "whose texts belong together and remove the column."
-        )
-    return {**roles, "label": score}
-
-
-def _common_pair(names: Sequence[str]) -> tuple[str, str]:
-    """Return the anchor and the positive column by the names common on the hub (`PAIRS`)."""
-    for anchor, positives in PAIRS.items():
-        for positive in positives:
-            if anchor in names and positive in names:
-                return anchor, positive
-    return "anchor", "positive"
-
-
-def _negative_index(name: str) -> int:
-    """Return the number of a column of negatives in a dataset of text pairs, to sort them: 2 for
-    `negative_2`, 0 for `negative`.
-    """
-    return int(NEGATIVE.fullmatch(name)[1] or 0)
 
 
 def check_scores(rows: DatasetDict) -> None:
@@ -130,32 +57,18 @@ def tokenize_pairs(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
         `input_ids` and `text_ids` are empty, and `length` and `num_targets` are 0. A missing
         negative consists of special tokens, and its text id is 0.
     """
-    columns = [name for name in rows if TEXT_ROLE.fullmatch(name)]
-    texts = {name: [text or "" for text in rows[name]] for name in columns}
-    has_pair = [
-        bool(anchor.strip() and positive.strip())
-        for anchor, positive in zip(texts["anchor"], texts["positive"], strict=True)
-    ]
-    ids_by_column = []
-    was_truncated_by_column = []
-    for name in columns:
-        encoded, was_truncated = encode(tokenizer, max_length, texts[name])
-        ids_by_column.append(encoded["input_ids"])
-        was_truncated_by_column.append(was_truncated)
-    text_ids_by_column = [[text_id(text) for text in texts[name]] for name in columns]
-    samples = make_samples(
-        {"input_ids": _transposed(ids_by_column), "text_ids": _transposed(text_ids_by_column)},
-        has_pair,
-        list(map(any, _transposed(was_truncated_by_column))),
-    )
+    names = [name for name in rows if TEXT_ROLE.fullmatch(name)]
+    values = zip(*(rows[name] for name in names), strict=True)
+    texts = [[text or "" for text in row] for row in values]
+    # The anchor and the positive are the first columns.
+    has_pair = [bool(row[0].strip() and row[1].strip()) for row in texts]
+    columns, was_truncated = encode_groups(tokenizer, max_length, texts)
+    text_ids = [[text_id(text) for text in row] for row in texts]
+    columns = {"input_ids": columns["input_ids"], "text_ids": text_ids}
+    samples = make_samples(columns, has_pair, was_truncated)
     if "label" in rows:
         samples["label"] = rows["label"]
     return samples
-
-
-def _transposed(values_by_column: Sequence[Sequence[Any]]) -> list[list[Any]]:
-    """Transpose the values of a row's texts from lists by column to lists by row."""
-    return [list(row) for row in zip(*values_by_column, strict=True)]
 
 
 def text_id(text: str) -> int:
@@ -188,12 +101,10 @@ def collate_pairs(samples: Sequence[dict[str, Any]], pad_token_id: int) -> dict[
     batch = {}
     num_texts = len(samples[0]["input_ids"])
     for index, column in enumerate(names_of_texts(num_texts)):
-        input_ids = [sample["input_ids"][index] for sample in samples]
-        ones = [[1] * len(ids) for ids in input_ids]
-        text_ids = [sample["text_ids"][index] for sample in samples]
-        batch[f"input_ids_{column}"] = pad(input_ids, pad_token_id)
-        batch[f"attention_mask_{column}"] = pad(ones, 0)
-        batch[f"text_id_{column}"] = torch.tensor(text_ids)
+        texts = [{"input_ids": sample["input_ids"][index]} for sample in samples]
+        for name, tensor in collate_ids(texts, pad_token_id).items():
+            batch[f"{name}_{column}"] = tensor
+        batch[f"text_id_{column}"] = torch.tensor([sample["text_ids"][index] for sample in samples])
     if "label" in samples[0]:
         scores = [sample["label"] for sample in samples]
         batch["score"] = torch.tensor(scores, dtype=torch.float32)

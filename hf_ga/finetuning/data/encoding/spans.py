@@ -8,17 +8,18 @@ question before it, is a sample.
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from datasets import Dataset, List, Value
 from torch import Tensor
-from transformers import BatchEncoding, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hf_ga.errors import ConfigError
 from hf_ga.finetuning.data.checks import check_values
-from hf_ga.finetuning.data.encoding.tokenization import Rows, check_fast, check_room, encode
+from hf_ga.finetuning.data.encoding.tokenization import Rows, check_fast, check_room
 
 T = TypeVar("T")
 
@@ -37,59 +38,44 @@ def encode_answers(dataset: Dataset, split: str) -> Dataset:
         DataError: If answers have another format, or a text is not in its context at its
             `answer_start`.
     """
-    rows = list(dataset)
-    values = [row["answers"] for row in rows]
+    values = dataset["answers"][:]
     rule = 'answers must be {"text": [strings], "answer_start": [whole numbers]}'
-    check_values(split, values, _has_answer_format, rule=rule)
-    answers_by_row = []
-    for value in values:
-        texts_and_starts = zip(*_texts_and_starts(value or {}), strict=True)
-        answers_by_row.append([(text, start) for text, start in texts_and_starts if text])
+    check_values(split, values, lambda value: _read_answers(value) is not None, rule=rule)
     contexts_and_answers = [
-        (row["context"] or "", answers) for row, answers in zip(rows, answers_by_row, strict=True)
+        (context or "", [(text, start) for text, start in _read_answers(value) if text])
+        for context, value in zip(dataset["context"][:], values, strict=True)
     ]
     rule = "answers must be in their contexts at the 0-based character answer_start"
-    check_values(split, contexts_and_answers, _are_in_context, rule=rule, remedy="Fix these rows.")
-    texts = [[text for text, _ in answers] for answers in answers_by_row]
-    starts = [[start for _, start in answers] for answers in answers_by_row]
+    check_values(
+        split,
+        contexts_and_answers,
+        lambda row: all(start >= 0 and row[0].startswith(text, start) for text, start in row[1]),
+        rule=rule,
+        remedy="Fix these rows.",
+    )
+    texts = [[text for text, _ in answers] for _, answers in contexts_and_answers]
+    starts = [[start for _, start in answers] for _, answers in contexts_and_answers]
     dataset = dataset.remove_columns("answers")
     dataset = dataset.add_column("answer_texts", texts, feature=List(Value("string")))
     return dataset.add_column("answer_starts", starts, feature=List(Value("int64")))
 
 
-def _are_in_context(context_and_answers: tuple[str, list[tuple[str, int]]]) -> bool:
-    """Return whether each answer of a question, (text, start character), is in its context at its
-    start.
-    """
-    context, answers = context_and_answers
-    return all(start >= 0 and context.startswith(text, start) for text, start in answers)
-
-
-def _has_answer_format(value: Any) -> bool:
-    """Return whether the `answers` of a question are empty, or have one of SQuAD's two formats: a
-    dict of two lists (texts and starts), or a list of dicts.
-    """
-    if not value:
-        return True
-    is_list_of_dicts = isinstance(value, list) and all(isinstance(item, dict) for item in value)
-    if not isinstance(value, dict) and not is_list_of_dicts:
-        return False
-    texts, starts = _texts_and_starts(value)
-    if len(texts) != len(starts):
-        return False
-    has_texts = all(isinstance(text, str) for text in texts)
-    return has_texts and all(isinstance(start, int) for start in starts)
-
-
-def _texts_and_starts(value: dict[str, list] | list[dict[str, Any]]) -> tuple[list, list]:
-    """Return the texts and the start characters of a question's answers, from either of SQuAD's
-    formats: a dict of two lists, or a list of dicts.
+def _read_answers(value: Any) -> list[tuple[str, int]] | None:
+    """Read the answers of a question from either of SQuAD's formats, a dict of two lists or a list
+    of dicts, as (text, start character); None if they have another format.
     """
     if isinstance(value, dict):
-        return value.get("text") or [], value.get("answer_start") or []
-    texts = [answer.get("text") for answer in value]
-    starts = [answer.get("answer_start") for answer in value]
-    return texts, starts
+        columns = [value.get(name) or [] for name in ("text", "answer_start")]
+        if not all(isinstance(column, list) for column in columns):
+            return None
+        answers = list(zip_longest(*columns))
+    else:
+        items = value or []
+        if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+            return None
+        answers = [(item.get("text"), item.get("answer_start")) for item in items]
+    is_valid = all(isinstance(text, str) and isinstance(start, int) for text, start in answers)
+    return answers if is_valid else None
 
 
 def tokenize_questions(
@@ -136,88 +122,70 @@ def tokenize_questions(
         (question, context) if question and context else ("", "")
         for question, context in zip(rows["question"], rows["context"], strict=True)
     ]
-    encoded, row_of_sample, was_truncated = _encode(tokenizer, max_length, doc_stride, texts)
+    questions = [question for question, _ in texts]
+    contexts = [context for _, context in texts]
+    if doc_stride is not None and max_length is not None:
+        _check_windows(tokenizer, max_length, doc_stride, questions, contexts)
+    else:
+        check_room(tokenizer, max_length, is_pair=True)
+    encoded = tokenizer(
+        questions,
+        contexts,
+        truncation="only_second" if max_length else False,
+        max_length=max_length,
+        stride=doc_stride or 0,
+        return_overflowing_tokens=True,
+        return_offsets_mapping=True,
+        verbose=False,
+    )
     # The samples of a row are consecutive, so a binary search finds the first one of each row.
+    row_of_sample = np.array(encoded["overflow_to_sample_mapping"])
     windows = np.arange(len(row_of_sample)) - np.searchsorted(row_of_sample, row_of_sample)
-    has_several_windows = np.bincount(row_of_sample)[row_of_sample] > 1
-    lacks_context = np.array(was_truncated) | has_several_windows
+    lacks_context = np.bincount(row_of_sample)[row_of_sample] > 1
+    samples = range(len(windows))
+    if doc_stride is None:  # only the first window, which is the truncated context
+        samples = np.flatnonzero(windows == 0).tolist()
     columns: Rows = {}
     # Per row: whether it has no answer, or its whole answer is in one of its samples.
     is_complete = np.zeros(len(texts), bool)
-    for i, row in enumerate(row_of_sample):
+    for i in samples:
+        row = row_of_sample[i]
         ids = encoded["input_ids"][i] if any(texts[row]) else []
         starts, ends = _context_characters(encoded, i)
-        answer = _first_answer(rows, row) if ids else None
+        # The first answer, without surrounding spaces, as characters [start, end) of the context.
+        answer = None
+        if ids and "answer_texts" in rows and rows["answer_texts"][row]:
+            text = rows["answer_texts"][row][0]
+            start = rows["answer_starts"][row][0] + len(text) - len(text.lstrip())
+            answer = (start, start + len(text.strip()))
         answer_tokens = None
         if answer is not None:
             answer_tokens = _tokens_of_answer(answer, starts, ends, lacks_context[i])
         if answer is None or answer_tokens is not None:
             is_complete[row] = True
-        sample = _make_sample(ids, starts, ends, answer_tokens, tokenizer.cls_token_id)
-        sample["was_truncated"] = bool(ids) and was_truncated[i]
-        sample["context"] = rows["context"][row] or ""
+        no_answer = ids.index(tokenizer.cls_token_id) if tokenizer.cls_token_id in ids else 0
+        first_token, last_token = answer_tokens or (no_answer, no_answer)
+        sample = {
+            "input_ids": ids,
+            "starts": starts[: len(ids)],
+            "ends": ends[: len(ids)],
+            "start_positions": first_token,
+            "end_positions": last_token,
+            "no_answer": no_answer,
+            "length": len(ids),
+            "num_targets": int(bool(ids)),
+            "was_truncated": bool(ids and lacks_context[i] and doc_stride is None),
+            "context": rows["context"][row] or "",
+            "window_index": int(windows[i]),
+        }
         if "token_type_ids" in encoded:
             sample["token_type_ids"] = encoded["token_type_ids"][i][: len(ids)]
         if "answer_texts" in rows:
             sample["answers"] = rows["answer_texts"][row]
         for name, value in sample.items():
             columns.setdefault(name, []).append(value)
-    columns["window_index"] = windows.tolist()
-    columns["answer_is_lost"] = ((windows == 0) & ~is_complete[row_of_sample]).tolist()
-    return columns
-
-
-def _make_sample(
-    ids: list[int],
-    starts: np.ndarray,
-    ends: np.ndarray,
-    answer_tokens: tuple[int, int] | None,
-    cls_token_id: int | None,
-) -> dict[str, Any]:
-    """Make a question answering sample of its tokens and the tokens of its answer; see the columns
-    in `tokenize_questions`.
-    """
-    no_answer = ids.index(cls_token_id) if cls_token_id in ids else 0
-    first_token, last_token = answer_tokens or (no_answer, no_answer)
-    return {
-        "input_ids": ids,
-        "starts": starts[: len(ids)],
-        "ends": ends[: len(ids)],
-        "start_positions": first_token,
-        "end_positions": last_token,
-        "no_answer": no_answer,
-        "length": len(ids),
-        "num_targets": int(bool(ids)),
-    }
-
-
-def _encode(
-    tokenizer: PreTrainedTokenizerBase,
-    max_length: int | None,
-    doc_stride: int | None,
-    texts: Sequence[tuple[str, str]],
-) -> tuple[BatchEncoding, list[int], list[bool]]:
-    """Run the tokenizer on questions with their contexts, which are truncated or split into
-    windows.
-    """
-    questions = [question for question, _ in texts]
-    contexts = [context for _, context in texts]
-    settings: dict[str, Any] = {"truncation": "only_second", "return_offsets_mapping": True}
-    if doc_stride is None or max_length is None:
-        encoded, was_truncated = encode(tokenizer, max_length, questions, contexts, **settings)
-        return encoded, list(range(len(texts))), was_truncated
-    _check_windows(tokenizer, max_length, doc_stride, questions, contexts)
-    encoded = tokenizer(
-        questions,
-        contexts,
-        max_length=max_length,
-        stride=doc_stride,
-        return_overflowing_tokens=True,
-        verbose=False,
-        **settings,
-    )
-    row_of_sample = list(encoded["overflow_to_sample_mapping"])
-    return encoded, row_of_sample, [False] * len(row_of_sample)
+    lost = (windows == 0) & ~is_complete[row_of_sample]
+    return {**columns, "answer_is_lost": lost[samples].tolist()}
 
 
 def _check_windows(
@@ -231,36 +199,23 @@ def _check_windows(
     shares with its neighbor: otherwise windows would not advance.
     """
     num_special = check_room(tokenizer, max_length, is_pair=True)
-    if doc_stride >= max_length - num_special:
-        raise ConfigError(
-            f"doc_stride {doc_stride} is not below the {max_length - num_special} tokens that "
-            f"max_length {max_length} leaves besides {num_special} special tokens: lower "
-            "doc_stride, or raise max_length."
-        )
     full_ids = tokenizer(questions, contexts, verbose=False)["input_ids"]
     question_ids = tokenizer(questions, add_special_tokens=False, verbose=False)["input_ids"]
-    for question, full, alone in zip(questions, full_ids, question_ids, strict=True):
-        room = max_length - num_special - len(alone)
-        must_be_split = len(full) > max_length
-        if must_be_split and room <= doc_stride:
-            raise ConfigError(
-                f"doc_stride {doc_stride} is not below the {max(room, 0)} tokens that max_length "
-                f"{max_length} leaves for the context beside the question {question!r:.60} "
-                f"({len(alone)} tokens): lower doc_stride, or raise max_length."
-            )
-
-
-def _first_answer(rows: Rows, index: int) -> tuple[int, int] | None:
-    """Return the characters [start, end) of the first answer to a row's question in its context,
-    without surrounding spaces, or None if the row has no answer.
-    """
-    texts = rows["answer_texts"][index] if "answer_texts" in rows else []
-    if not texts:
-        return None
-    text = texts[0]
-    num_leading_spaces = len(text) - len(text.lstrip())
-    start = rows["answer_starts"][index][0] + num_leading_spaces
-    return start, start + len(text.strip())
+    # Questions whose contexts need no windows do not count.
+    sizes = {
+        question: len(alone)
+        for question, full, alone in zip(questions, full_ids, question_ids, strict=True)
+        if len(full) > max_length
+    }
+    longest = max(sizes, key=sizes.__getitem__, default="")
+    size = sizes.get(longest, 0)
+    room = max(max_length - num_special - size, 0)
+    if doc_stride >= room:
+        raise ConfigError(
+            f"doc_stride {doc_stride} is not below the {room} tokens that max_length {max_length} "
+            f"leaves for the context besides {num_special} special tokens and the question "
+            f"{longest!r:.60} ({size} tokens): lower doc_stride, or raise max_length."
+        )
 
 
 def _context_characters(encoded: Any, index: int) -> tuple[np.ndarray, np.ndarray]:
@@ -335,14 +290,7 @@ def best_span(start_logits: Tensor, end_logits: Tensor, sample: dict[str, Any]) 
     context_tokens = torch.from_numpy(np.flatnonzero(starts >= 0))
     num_tokens = len(context_tokens)
     if not num_tokens:
-        return Span(
-            answer="",
-            start=0,
-            end=0,
-            score=-math.inf,
-            empty_score=empty_score,
-            log_total=-math.inf,
-        )
+        return Span("", 0, 0, -math.inf, empty_score, -math.inf)
     # scores[i, j] is that of the span from the i-th to the j-th token of the context.
     scores = start_scores[context_tokens].unsqueeze(1) + end_scores[context_tokens]
     ends_before_start = torch.ones(num_tokens, num_tokens).tril(-1).bool()

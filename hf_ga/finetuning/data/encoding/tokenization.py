@@ -7,6 +7,7 @@ of tokens of a sample (None: no truncation). It returns the samples by column: `
 
 import json
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -191,24 +192,22 @@ def tokenize_words(rows: Rows, tokenizer: PreTrainedTokenizerBase, max_length: i
     check_fast(tokenizer)
     words = [row or [] for row in rows["tokens"]]
     encoded, was_truncated = encode(tokenizer, max_length, words, is_split_into_words=True)
-    # The index of each token's word; -1 for special tokens.
-    word_indices = [
-        np.array([-1 if word is None else word for word in encoded.word_ids(i)], np.int64)
-        for i in range(len(words))
-    ]
-    is_first = [(ids >= 0) & (ids != np.concatenate([[-1], ids[:-1]])) for ids in word_indices]
-    if tokenizer.truncation_side == "left":
-        for encoding, row, mask in zip(encoded.encodings, word_indices, is_first, strict=True):
-            truncated = {word for part in encoding.overflowing for word in part.word_ids} - {None}
-            mask &= ~np.isin(row, [*truncated])
+    # Tags are the words' indices if the rows have none.
+    tags = rows.get("label") or [range(len(row)) for row in words]
+    labels = []
+    for row_tags, encoding in zip(tags, encoded.encodings, strict=True):
+        seen = {None}  # special tokens, and words whose first token is seen or truncated
+        if tokenizer.truncation_side == "left":
+            seen |= {word for part in encoding.overflowing for word in part.word_ids}
+        row_labels = []
+        for word in encoding.word_ids:
+            row_labels.append(IGNORED_LABEL if word in seen else row_tags[word])
+            seen.add(word)
+        labels.append(row_labels)
     columns = {"input_ids": encoded["input_ids"]}
     if "label" in rows:
-        columns["label"] = []
-        for row_tags, row_words, mask in zip(rows["label"], word_indices, is_first, strict=True):
-            # A row without words has only special tokens, whose index -1 needs an entry.
-            tags = np.array(row_tags or [IGNORED_LABEL], np.int64)
-            columns["label"].append(np.where(mask, tags[row_words], IGNORED_LABEL).tolist())
-    num_targets = [int(mask.sum()) for mask in is_first]
+        columns["label"] = labels
+    num_targets = [sum(label != IGNORED_LABEL for label in row) for row in labels]
     return make_samples(columns, words, was_truncated, num_targets)
 
 
@@ -241,21 +240,17 @@ def tokenize_targets(
         return columns
     targets = [text or "" for text in rows["target"]]
     max_target_length = max_target_length or max_length
-    full = tokenizer(text_target=targets, truncation=False, max_length=None, verbose=False)
-    truncated = tokenizer(
-        text_target=targets,
-        truncation=max_target_length is not None,
-        max_length=max_target_length,
-        verbose=False,
-    )
-    full_ids = _add_end_token(full["input_ids"], tokenizer)
-    truncated_ids = _add_end_token(truncated["input_ids"], tokenizer, max_target_length)
+    encoded, was_truncated = encode(tokenizer, max_target_length, text_target=targets)
+    target_ids = _add_end_token(encoded["input_ids"], tokenizer, max_target_length)
+    # The end token may have replaced the last token of a text.
+    with_all_tokens = _add_end_token(encoded["input_ids"], tokenizer)
+    lost_last_token = _is_shorter(target_ids, with_all_tokens)
     has_content = [
         bool(target and source_ids)
         for target, source_ids in zip(targets, columns["input_ids"], strict=True)
     ]
-    labels = clear_rows_without_content(truncated_ids, has_content)
-    lost = zip(columns["was_truncated"], _is_shorter(truncated_ids, full_ids), strict=True)
+    labels = clear_rows_without_content(target_ids, has_content)
+    lost = zip(columns["was_truncated"], was_truncated, lost_last_token, strict=True)
     return {
         **columns,
         "labels": labels,
@@ -280,10 +275,8 @@ def split_into_blocks(dataset: Dataset, block_size: int) -> Dataset:
     table = dataset.flatten_indices().data.table
     ids = pa.concat_arrays([chunk.flatten() for chunk in table["input_ids"].chunks])
     boundaries = np.append(np.arange(0, len(ids), block_size), len(ids))
-    if len(ids) < 2**31:
-        blocks = pa.ListArray.from_arrays(pa.array(boundaries, pa.int32()), ids)
-    else:
-        blocks = pa.LargeListArray.from_arrays(pa.array(boundaries, pa.int64()), ids)
+    # Large, because there may be more than 2**31 tokens.
+    blocks = pa.LargeListArray.from_arrays(pa.array(boundaries, pa.int64()), ids)
     lengths = np.diff(boundaries)
     columns = {
         "input_ids": blocks,
@@ -328,13 +321,6 @@ def complete_tokenizer(tokenizer: PreTrainedTokenizerBase, architecture: str) ->
     tokenizer.backend_tokenizer.post_processor = post_processor
 
 
-def output_settings(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Serialize all that determines the output of a tokenizer, its chat template included: a key
-    for the cache of tokenized rows.
-    """
-    return f"{encoding_settings(tokenizer)}{tokenizer.chat_template}"
-
-
 def encoding_settings(tokenizer: PreTrainedTokenizerBase) -> str:
     """Serialize all that determines how a tokenizer encodes texts: vocabulary, special tokens,
     truncation side, ...
@@ -362,7 +348,6 @@ def encode(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int | None,
     *texts: list,
-    truncation: str | bool = True,
     **options: Any,
 ) -> tuple[BatchEncoding, list[bool]]:
     """Tokenize texts, or pairs of texts, with special tokens, and find out which were truncated.
@@ -371,7 +356,6 @@ def encode(
         tokenizer: The tokenizer of the model.
         max_length: Maximum number of tokens of a sample. None: no truncation.
         texts: A list of texts, or two lists: the first and the second text of each pair.
-        truncation: The strategy, see transformers' `PreTrainedTokenizerBase.__call__`.
         options: Other arguments of the tokenizer.
 
     Returns:
@@ -384,12 +368,40 @@ def encode(
     full = tokenizer(*texts, verbose=False, **options)["input_ids"]
     encoded = tokenizer(
         *texts,
-        truncation=truncation if max_length else False,
+        truncation=max_length is not None,
         max_length=max_length,
         verbose=False,
         **options,
     )
     return encoded, _is_shorter(encoded["input_ids"], full)
+
+
+def encode_groups(
+    tokenizer: PreTrainedTokenizerBase, max_length: int | None, *texts: list[list[str]]
+) -> tuple[Rows, list[bool]]:
+    """Tokenize several texts, or pairs of texts, of each row, with special tokens.
+
+    Args:
+        tokenizer: The tokenizer of the model.
+        max_length: Maximum number of tokens of a text or pair. None: no truncation.
+        texts: A list of texts for each row, or two such lists for pairs. All rows have the same
+            number of texts.
+
+    Returns:
+        (`input_ids` and, if the tokenizer returns them, `token_type_ids`, each a list per text of
+        each row; whether a text of the row was truncated)
+    """
+    size = len(texts[0][0])
+
+    def by_row(values: list) -> list[list]:
+        """Group a list with one value per text, row after row, by row."""
+        return [values[i : i + size] for i in range(0, len(values), size)]
+
+    flat_texts = [list(chain.from_iterable(rows)) for rows in texts]
+    encoded, was_truncated = encode(tokenizer, max_length, *flat_texts)
+    names = [name for name in ("input_ids", "token_type_ids") if name in encoded]
+    columns = {name: by_row(encoded[name]) for name in names}
+    return columns, list(map(any, by_row(was_truncated)))
 
 
 def check_room(tokenizer: PreTrainedTokenizerBase, max_length: int | None, is_pair: bool) -> int:

@@ -53,8 +53,14 @@ def stdlib_rows(folder: Path | None = None) -> Iterator[dict[str, str]]:
     folder = folder or Path(sysconfig.get_path("stdlib"))
     seen_texts = set()
     for path in _source_files(folder):
-        tree = _parse(path)
-        if tree is None:
+        try:
+            with warnings.catch_warnings():
+                # The library's sources have invalid escapes.
+                warnings.simplefilter("ignore")
+                # Bytes, because the parser reads the encoding declaration.
+                tree = ast.parse(path.read_bytes())
+        # Early releases of Python 3.11 raise ValueError for null bytes.
+        except (SyntaxError, ValueError):
             continue
         parts = path.relative_to(folder).with_suffix("").parts
         module = ".".join(parts).removesuffix(".__init__")
@@ -238,22 +244,6 @@ def _source_files(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if name not in _EXCLUDED_FOLDERS]
         paths += [Path(parent, name) for name in files if name.endswith(".py")]
     return sorted(paths, key=Path.as_posix)
-
-
-def _parse(path: Path) -> ast.Module | None:
-    """Parse a Python file, whose docstrings the embedded corpus has as rows; return None if it is
-    not valid Python.
-    """
-    # Bytes, because the parser reads the encoding declaration.
-    source = path.read_bytes()
-    try:
-        with warnings.catch_warnings():
-            # The library's sources have invalid escapes.
-            warnings.simplefilter("ignore")
-            return ast.parse(source)
-    # Early releases of Python 3.11 raise ValueError for null bytes.
-    except (SyntaxError, ValueError):
-        return None
 
 
 def _docstrings(node: ast.AST, name: str) -> Iterator[tuple[str, str]]:

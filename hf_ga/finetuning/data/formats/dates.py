@@ -5,84 +5,75 @@ all strings of a column (or of a block of about 10 MB of the file) are dates. "2
 become a `datetime`, or the string "2024-01-02 00:00:00" where other blocks have other texts.
 """
 
-import gzip
 import json
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.compute as pc
 from datasets import Dataset, Features, IterableDataset, List, Value
 
+from hf_ga.finetuning.data.formats.documents import open_json
+
 # How pyarrow writes a timestamp as a string.
 _WRITTEN_TIMESTAMP = r"^\d{4}-\d{2}-\d{2} \d{2}:\d{2}:\d{2}"
 
 
-def with_dates_as_texts(rows: Any, paths: Sequence[str]) -> Any:
-    """Read JSON files again with Python's JSON reader if pyarrow may have converted dates in them.
+def with_dates_as_texts(rows: Any, path: str) -> Any:
+    """Read a JSON file again with Python's JSON reader if pyarrow may have converted dates in them.
 
     Of a stream, only the types of its columns are inspected, if they are known.
 
     Args:
-        rows: The dataset or stream that `datasets` read from the files.
-        paths: The files: JSON lines, or a list of objects, optionally compressed (.gz).
+        rows: The dataset or stream that `datasets` read from the file.
+        path: The file: JSON lines, or a list of objects, optionally compressed (.gz).
 
     Returns:
         `rows` itself if it has no dates, otherwise the same rows with all dates as they are in the
-        files.
+        file.
     """
     if rows.features is None:
         # A stream of a file that is a list. A column of dates in it is refused where it is used.
         return rows
-    if isinstance(rows, IterableDataset):
-        if not any(_has_timestamps(pa_type) for pa_type in rows.features.arrow_schema.types):
-            return rows
-        features = Features(_with_strings(dict(rows.features)))
-        return IterableDataset.from_generator(
-            rows_of_files, features=features, gen_kwargs={"paths": list(paths)}
+    is_stream = isinstance(rows, IterableDataset)
+    if is_stream:
+        may_have_dates = "timestamp" in str(rows.features.arrow_schema.types)
+    else:
+        columns = [rows.data.column(name) for name in rows.column_names]
+        may_have_dates = any(
+            _may_be_converted(part) for column in columns for part in column.chunks
         )
-    columns = [rows.data.column(name) for name in rows.column_names]
-    if not any(_may_be_converted(chunk) for column in columns for chunk in column.chunks):
+    if not may_have_dates:
         return rows
     features = Features(_with_strings(dict(rows.features)))
-    read_again = list(rows_of_files(list(paths)))
+    if is_stream:
+        return IterableDataset.from_generator(
+            rows_of_file, features=features, gen_kwargs={"path": path}
+        )
+    read_again = list(rows_of_file(path))
     # Not `Dataset.from_list`, which takes the names of columns from the first row.
     columns_by_name = {name: [row.get(name) for row in read_again] for name in features}
     return Dataset.from_dict(columns_by_name, features=features)
 
 
-def rows_of_files(paths: list[str]) -> Iterator[dict[str, Any]]:
-    """Yield the objects of JSON files, the rows of a dataset, read by Python's JSON reader, which
+def rows_of_file(path: str) -> Iterator[dict[str, Any]]:
+    """Yield the objects of a JSON file, the rows of a dataset, read by Python's JSON reader, which
     does not convert dates.
 
     Args:
-        paths: Files of JSON lines, or with a list of objects or strings, optionally compressed
+        path: A file of JSON lines, or with a list of objects or strings, optionally compressed
             (.gz).
     """
-    for path in paths:
-        opener = gzip.open if Path(path).suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8-sig") as file:
-            first = next((line for line in file if line.strip()), "")
-            if first.lstrip().startswith("["):
-                for row in json.loads(first + file.read()):
-                    # As `datasets` does with a list of strings.
-                    yield {"text": row} if isinstance(row, str) else row
-                continue
+    with open_json(path) as file:
+        lines = (line for line in file if line.strip())
+        first = next(lines, "")
+        if not first.lstrip().startswith("["):
             yield json.loads(first)
-            for line in file:
-                if line.strip():
-                    yield json.loads(line)
-
-
-def _has_timestamps(pa_type: pa.DataType) -> bool:
-    """Return whether pyarrow reads a column of a JSON file as timestamps, or as lists or structs
-    with timestamps.
-    """
-    if pa.types.is_timestamp(pa_type):
-        return True
-    children = [pa_type.field(i).type for i in range(pa_type.num_fields)]
-    return any(_has_timestamps(child) for child in children)
+            yield from map(json.loads, lines)
+            return
+        for row in json.loads(first + file.read()):
+            # As `datasets` does with a list of strings.
+            yield {"text": row} if isinstance(row, str) else row
 
 
 def _may_be_converted(values: pa.Array) -> bool:

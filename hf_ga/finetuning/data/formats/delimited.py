@@ -5,7 +5,6 @@ numbers, so the words NA, null, None and nan stay strings, and the type does not
 part of the file was read (except of a stream).
 """
 
-from collections.abc import Sequence
 from contextlib import suppress
 from functools import partial
 from glob import escape
@@ -15,7 +14,7 @@ from pathlib import Path
 import pandas as pd
 import pyarrow as pa
 import pyarrow.compute as pc
-from datasets import Dataset, Features, IterableDataset, Value, concatenate_datasets, load_dataset
+from datasets import Dataset, Features, IterableDataset, Value, load_dataset
 
 from hf_ga.errors import DataError
 
@@ -46,27 +45,21 @@ def column_names(path: str, separator: str) -> list[str]:
     return list(pd.read_csv(path, sep=separator, nrows=0).columns)
 
 
-def load_delimited(paths: Sequence[str], *, streaming: bool) -> Dataset | IterableDataset:
-    """Load the rows of CSV or TSV files with the same columns, and convert columns of numbers and
-    of booleans; the separators of the files may differ.
+def load_delimited(path: str, *, streaming: bool) -> tuple[Dataset | IterableDataset, str | None]:
+    """Load the rows of a CSV or TSV file with all cells as strings (see `convert_columns`); an
+    empty cell is None.
 
     Args:
-        paths: The files, in the order of their rows.
-        streaming: Read rows lazily. The types of columns are then inferred from the first 1,000
-            rows.
+        path: The file.
+        streaming: Read rows lazily.
+
+    Returns:
+        (rows, a line for the log on the separator if it is not a comma)
 
     Raises:
-        DataError: If a file has no rows, rows with more fields than its header, or texts that look
-            like several rows joined by an unclosed quote.
+        DataError: If the file has no rows, rows with more fields than its header, or texts that
+            look like several rows joined by an unclosed quote.
     """
-    parts = [_load_as_strings(path, streaming) for path in paths]
-    names = parts[0].column_names
-    rows = concatenate_datasets([part.select_columns(names) for part in parts])
-    return _convert_columns(rows)
-
-
-def _load_as_strings(path: str, streaming: bool) -> Dataset | IterableDataset:
-    """Load the rows of one CSV or TSV file with all cells as strings; an empty cell is None."""
     separator = detect_separator(path)
     _check_first_row(path, separator)
     features = Features({name: Value("string") for name in column_names(path, separator)})
@@ -82,7 +75,9 @@ def _load_as_strings(path: str, streaming: bool) -> Dataset | IterableDataset:
     )
     if separator == "\t" and not streaming:
         _check_quotes(path, rows)
-    return rows
+    if separator == ",":
+        return rows, None
+    return rows, f"{Path(path).name}: columns separated by {SEPARATORS[separator]}"
 
 
 def _check_first_row(path: str, separator: str) -> None:
@@ -113,9 +108,12 @@ def _check_quotes(path: str, rows: Dataset) -> None:
             )
 
 
-def _convert_columns(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
-    """Convert the string columns of a CSV file whose cells are all numbers, or all "true" or
-    "false". The columns of a stream are inferred from its first rows.
+def convert_columns(rows: Dataset | IterableDataset) -> Dataset | IterableDataset:
+    """Convert the string columns of CSV files whose cells are all numbers, or all "true" or
+    "false".
+
+    Args:
+        rows: The rows of all files. The columns of a stream are inferred from its first 1,000 rows.
     """
     if isinstance(rows, IterableDataset):
         table = pa.Table.from_pylist(list(islice(rows, NUM_INFERENCE_ROWS)))
@@ -140,31 +138,29 @@ def _cast_columns(rows: dict[str, list], dtypes: dict[str, str]) -> dict[str, li
     """Convert the cells of the CSV columns that are numbers or booleans; None stays None."""
     converted = {}
     for name, dtype in dtypes.items():
-        _check_cells(rows[name], dtype)
-        # A cast accepts neither white space nor a plus sign.
-        texts = [cell and cell.strip().removeprefix("+") for cell in rows[name]]
-        converted[name] = pc.cast(pa.array(texts, pa.string()), dtype).to_pylist()
+        allowed = ("int64", "float64") if dtype == "float64" else (dtype,)
+        cells = pa.array(rows[name], pa.string())
+        # A later row of a stream may have another type, and a cast would make 7 of 007.
+        if cells.null_count < len(cells) and _infer_type(cells) not in allowed:
+            given = [cell for cell in cells if cell.is_valid]
+            wrong = next(cell for cell in given if _infer_type(pa.array([cell])) not in allowed)
+            raise DataError(
+                f"the first {NUM_INFERENCE_ROWS:,} rows of a column are {_TYPE_NAMES[dtype]}, but "
+                f"a later one is {wrong.as_py()!r}: fix the row, or read the file without "
+                "streaming, which inspects all rows."
+            )
+        converted[name] = pc.cast(_without_sign(cells), dtype).to_pylist()
     return converted
 
 
-def _check_cells(cells: list[str | None], dtype: str) -> None:
-    """Check that cells are of the type of a stream's first rows: a cast would make 7 of 007."""
-    allowed = {"int64", "float64"} if dtype == "float64" else {dtype}
-    array = pa.chunked_array([pa.array(cells, pa.string())]).drop_null()
-    if not len(array) or _infer_type(array) in allowed:
-        return
-    is_other = [_infer_type(array.slice(i, 1)) not in allowed for i in range(len(array))]
-    raise DataError(
-        f"the first {NUM_INFERENCE_ROWS:,} rows of a column are {_TYPE_NAMES[dtype]}, but a later "
-        f"one is {array[is_other.index(True)].as_py()!r}: fix the row, or read the file without "
-        "streaming, which inspects all rows."
-    )
+def _without_sign(cells: pa.Array | pa.ChunkedArray) -> pa.Array | pa.ChunkedArray:
+    """Remove white space and a plus sign, which casts do not accept."""
+    return pc.replace_substring_regex(pc.utf8_trim_whitespace(cells), r"^\+", "")
 
 
-def _infer_type(cells: pa.ChunkedArray) -> str | None:
+def _infer_type(cells: pa.Array | pa.ChunkedArray) -> str | None:
     """Return int64, float64 or bool if all cells that are not empty are such; otherwise None."""
-    texts = pc.utf8_trim_whitespace(cells.drop_null().cast(pa.string()))
-    texts = pc.replace_substring_regex(texts, r"^\+", "")
+    texts = _without_sign(cells.drop_null().cast(pa.string()))
     is_code = pc.match_substring_regex(texts, _CODE)
     if not len(texts) or pc.any(is_code).as_py():
         return None

@@ -9,8 +9,7 @@ import gzip
 import json
 import os
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,6 +19,8 @@ import datasets
 from hf_ga.errors import DataError
 
 Row = dict[str, Any]
+# Split name (None if the object does not name splits) -> rows; where they were found, for the log.
+FoundRows = tuple[dict[str | None, list[Row]], str]
 # Key in a JSON file -> the split that it names.
 SPLIT_NAMES = {
     "train": "train",
@@ -33,19 +34,6 @@ SPLIT_NAMES = {
 }
 # Keys that every message of a conversation has: in OpenAI's format, and in ShareGPT's.
 _MESSAGE_KEYS = ({"role", "content"}, {"from", "value"})
-
-
-@dataclass(frozen=True)
-class FoundRows:
-    """The rows that were found in a JSON file that is one object.
-
-    Attributes:
-        splits: Split name -> rows. The name is None if the object does not name splits.
-        description: Where they were found, for the log.
-    """
-
-    splits: dict[str | None, list[Row]]
-    description: str
 
 
 def convert_to_json_lines(path: str, field: str | None) -> tuple[dict[str | None, str], str | None]:
@@ -77,45 +65,49 @@ def convert_to_json_lines(path: str, field: str | None) -> tuple[dict[str | None
             f"field {field} names a key of a JSON file that is one object, but {path} has one row "
             "per line or is a list of rows: omit field."
         )
-    if document is None:
-        return {None: path}, None
+    found = None
     if field is not None:
         found = _rows_under_field(document, field, path)
-    else:
+    elif document is not None:
         found = _find_rows(document, path)
     if found is None:
         return {None: path}, None
+    rows_by_split, description = found
     files = {
         split: _write_json_lines(rows, file.name.partition(".")[0])
-        for split, rows in found.splits.items()
+        for split, rows in rows_by_split.items()
         if rows
     }
-    return files, f"{file.name}: {found.description}"
+    return files, f"{file.name}: {description}"
+
+
+def open_json(path: str | Path) -> TextIO:
+    """Open a JSON file, optionally compressed (.gz), with or without a byte order mark."""
+    opener = gzip.open if Path(path).suffix == ".gz" else open
+    return opener(path, "rt", encoding="utf-8-sig")
 
 
 def _read_single_object(path: Path, line_is_row: bool) -> dict[str, Any] | None:
     """Read a JSON file if its whole content is one object."""
     try:
-        opener = gzip.open if path.suffix == ".gz" else open
-        with opener(path, "rt", encoding="utf-8-sig") as file:  # with or without a byte order mark
-            first_line = _next_non_blank_line(file)
+        with open_json(path) as file:
+            lines = (line.lstrip() for line in file if line.strip())
+            first_line = next(lines, "")
+            if first_line.startswith("null"):  # which would crash the process in pyarrow's reader
+                raise DataError(
+                    f"the file {path} begins with `null` instead of a row: remove that line."
+                )
             if not first_line.startswith("{"):
                 return None
             try:
                 row = json.loads(first_line)
             except json.JSONDecodeError:  # an object that spans several lines
                 return json.loads(first_line + file.read())
-            has_more_lines = bool(_next_non_blank_line(file))
-            return None if line_is_row or has_more_lines else row
+            return None if line_is_row or any(lines) else row
+    except DataError:
+        raise
     except (ValueError, OSError, EOFError, zlib.error):
         return None
-
-
-def _next_non_blank_line(file: TextIO) -> str:
-    """Read a JSON file up to and including the next line that is not blank, and return that line
-    without leading spaces; return "" at the end of the file.
-    """
-    return next((line.lstrip() for line in file if line.strip()), "")
 
 
 def _rows_under_field(document: Mapping[str, Any], field: str, path: str) -> FoundRows:
@@ -129,25 +121,24 @@ def _rows_under_field(document: Mapping[str, Any], field: str, path: str) -> Fou
             f"field {field}: there is no list of rows under this key of {path}, which has the keys "
             f"{', '.join(document)}."
         )
-    return FoundRows({None: rows}, f"rows under the key `{field}`")
+    return {None: rows}, f"rows under the key `{field}`"
 
 
 def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
-    """Find the rows in the content of a JSON file that is one object: in a format of pandas, by
-    keys that name splits, or under the only key with a list of objects.
+    """Find the rows in the content of a JSON file that is one object: by keys that name splits, in
+    a format of pandas, or under the only key with a list of objects.
     """
     messages = [value[0] for value in document.values() if _is_list_of(dict, value)]
     if any(keys <= message.keys() for message in messages for keys in _MESSAGE_KEYS):
         return None  # a conversation
-    if _has_split_format(document):
-        return FoundRows({None: _rows_of_pandas(document)}, "the form of pandas' to_json")
-    rows_by_split = _rows_by_split(document, path)
-    if rows_by_split is not None:
-        return rows_by_split
+    splits = {key: _to_rows(document[key]) for key in document if key in SPLIT_NAMES}
+    if any(splits.values()):
+        rows_by_split = _rows_by_split(splits, path)
+        description = f"splits under the keys {', '.join(splits)}"
+        return rows_by_split, description + _not_used(document, splits)
     rows = _rows_of_pandas(document)
     if rows is not None:
-        description = "one list or object per column or index, as pandas writes them"
-        return FoundRows({None: rows}, description)
+        return {None: rows}, "a format of pandas' to_json, or a list per column"
     lists = dict(_lists_of_objects(document))
     if len(lists) > 1:
         raise DataError(
@@ -157,11 +148,7 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
     if lists:
         ((key, rows),) = lists.items()
         description = f"rows under the key `{key}`"
-        others = [name for name in document if name != key.partition(".")[0]]
-        unused = [name for name in others if isinstance(document[name], list | dict)]
-        if unused:
-            description += f" (not used: {', '.join(unused)})"
-        return FoundRows({None: rows}, description)
+        return {None: rows}, description + _not_used(document, [key.partition(".")[0]])
     if _is_dict_of_dicts(document) and len(document) > 1:
         first_keys = ", ".join(list(document)[:5])
         raise DataError(
@@ -172,32 +159,32 @@ def _find_rows(document: Mapping[str, Any], path: str) -> FoundRows | None:
     return None
 
 
-def _rows_by_split(document: Mapping[str, Any], path: str) -> FoundRows | None:
-    """Return the rows of a JSON file by split if the keys of its object name splits."""
-    rows = {key: _to_rows(value) for key, value in document.items()}
-    has_splits = any(key in SPLIT_NAMES and key_rows for key, key_rows in rows.items())
-    for key, key_rows in rows.items():
-        if has_splits and key in SPLIT_NAMES and key_rows is None:
+def _not_used(document: Mapping[str, Any], used: Collection[str]) -> str:
+    """List the lists and objects under other keys of a JSON object, for the log."""
+    others = [
+        key for key, value in document.items() if key not in used and isinstance(value, list | dict)
+    ]
+    return f" (not used: {', '.join(others)})" if others else ""
+
+
+def _rows_by_split(
+    rows_by_key: Mapping[str, list[Row] | None], path: str
+) -> dict[str | None, list[Row]]:
+    """Return the rows of a JSON file by split, from those under the keys that name splits."""
+    splits: dict[str | None, list[Row]] = {}
+    for key, rows in rows_by_key.items():
+        if rows is None:
             raise DataError(
                 f"{path} has rows under the names of splits, but those under {key} are not a list "
                 "of objects: fix or remove them."
             )
-    rows = {key: key_rows for key, key_rows in rows.items() if key_rows is not None}
-    split_keys = [key for key in rows if key in SPLIT_NAMES]
-    splits = {SPLIT_NAMES[key]: rows[key] for key in split_keys}
-    all_keys_name_splits = bool(rows) and len(split_keys) == len(rows)
-    if "train" not in splits and not all_keys_name_splits:
-        return None
-    if len(splits) < len(split_keys):
-        raise DataError(
-            f"{path} has rows under the keys {', '.join(split_keys)}, of which several name the "
-            "same split: rename or join them."
-        )
-    unused = [key for key in rows if key not in SPLIT_NAMES]
-    description = f"splits under the keys {', '.join(split_keys)}"
-    if unused:
-        description += f" (not used: {', '.join(unused)})"
-    return FoundRows(dict(splits), description)
+        if SPLIT_NAMES[key] in splits:
+            raise DataError(
+                f"{path} has rows under the keys {', '.join(rows_by_key)}, of which several name "
+                "the same split: rename or join them."
+            )
+        splits[SPLIT_NAMES[key]] = rows
+    return splits
 
 
 def _to_rows(value: Any) -> list[Row] | None:
@@ -213,10 +200,19 @@ def _rows_of_pandas(document: Mapping[str, Any]) -> list[Row] | None:
     """Return the rows of a JSON object in one of the formats that pandas' `to_json` writes, or of
     an object with a list per column. Return None for any other object.
     """
-    if _has_split_format(document):
+    # pandas' format "split": {"columns": [...], "index": [...], "data": [[...], ...]}
+    if isinstance(document.get("columns"), list) and _is_list_of(list, document.get("data")):
         return [dict(zip(document["columns"], row, strict=True)) for row in document["data"]]
     if _is_dict_of_dicts(document):
-        return _rows_of_dicts(document)
+        has_row_numbers_inside = all(map(str.isdecimal, next(iter(document.values()))))
+        has_row_numbers_outside = all(map(str.isdecimal, document))
+        if has_row_numbers_inside == has_row_numbers_outside:
+            return None
+        if has_row_numbers_outside:  # {row number: row}
+            return list(document.values())
+        # {column: {row number: cell}}
+        numbers = next(iter(document.values()))
+        return [{name: column[i] for name, column in document.items()} for i in numbers]
     columns = list(document.values())
     if columns and all(isinstance(column, list) and column for column in columns):
         has_objects = any(isinstance(cell, dict) for column in columns for cell in column)
@@ -224,26 +220,6 @@ def _rows_of_pandas(document: Mapping[str, Any]) -> list[Row] | None:
         if have_same_length and not has_objects:
             return [dict(zip(document, cells, strict=True)) for cells in zip(*columns, strict=True)]
     return None
-
-
-def _rows_of_dicts(document: Mapping[str, dict[str, Any]]) -> list[Row] | None:
-    """Return the rows of pandas' formats {column: {row number: cell}} and {row number: row}."""
-    inner_keys = list(next(iter(document.values())))
-    has_row_numbers_inside = all(map(str.isdecimal, inner_keys))
-    has_row_numbers_outside = all(map(str.isdecimal, document))
-    if has_row_numbers_inside == has_row_numbers_outside:
-        return None
-    if has_row_numbers_outside:
-        return list(document.values())
-    return [{name: column[i] for name, column in document.items()} for i in inner_keys]
-
-
-def _has_split_format(document: Mapping[str, Any]) -> bool:
-    """Return whether a JSON object is in pandas' format "split": {"columns": [...], "index": [...],
-    "data": [[...], ...]}.
-    """
-    is_list_of_columns = isinstance(document.get("columns"), list)
-    return is_list_of_columns and _is_list_of(list, document.get("data"))
 
 
 def _is_dict_of_dicts(document: Mapping[str, Any]) -> bool:

@@ -3,27 +3,19 @@ while it reads into one-line errors.
 """
 
 import codecs
-import gzip
-import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
-from datasets import load_dataset, load_dataset_builder
+from datasets import concatenate_datasets, load_dataset, load_dataset_builder
 from datasets.packaged_modules.json.json import JsonConfig
 from datasets.utils import logging
 
 from hf_ga.errors import DataError, HfGaError
 from hf_ga.finetuning.data.formats.dates import with_dates_as_texts
-from hf_ga.finetuning.data.formats.delimited import (
-    SEPARATORS,
-    column_names,
-    detect_separator,
-    load_delimited,
-)
+from hf_ga.finetuning.data.formats.delimited import convert_columns, load_delimited
 from hf_ga.finetuning.data.formats.documents import convert_to_json_lines
 
 # Extension -> type of a file, which is the name of its builder in `datasets`.
@@ -49,22 +41,6 @@ if hasattr(JsonConfig, "parse_agent_traces"):
     BUILDER_OPTIONS["json"]["parse_agent_traces"] = False
 
 
-@dataclass(frozen=True)
-class _Part:
-    """The rows of one split in a file.
-
-    Attributes:
-        name: The file as the user named it, for errors.
-        path: The file to read. For a JSON file that is one object, it is a converted file in the
-            cache of `datasets`.
-        split: Name of the split, or None if the file does not name splits.
-    """
-
-    name: str
-    path: str
-    split: str | None = None
-
-
 def is_file(name: str) -> bool:
     """Return whether the name of a dataset is that of a file, or a pattern of files.
 
@@ -86,16 +62,18 @@ def is_pattern(name: str) -> bool:
 def load_splits(
     files: Sequence[str],
     *,
+    split: str = "train",
     field: str | None = None,
     streaming: bool = False,
     notes: list[str] | None = None,
 ) -> dict[str, Any]:
-    """Load the rows of files by split. All rows are `train`, unless the keys of a JSON file name
-    splits.
+    """Load the rows of files by split.
 
     Args:
         files: Names and patterns of files. Rows are in the given order, those of a pattern in the
             order of their paths.
+        split: The split of the rows of a file that does not name splits, as only the keys of a JSON
+            file do.
         field: Key of the rows in JSON files that are one object. None: search for the rows.
         streaming: Read rows lazily.
         notes: Lines for the log, on how the files were read, are appended to it.
@@ -107,33 +85,33 @@ def load_splits(
         DataError: If a file is missing, empty, of an unknown type or not readable, a pattern has no
             match, or files have different types or columns.
     """
-    file_type, parts = _find_parts(files, field, notes if notes is not None else [])
-    parts_by_split: dict[str, list[_Part]] = {}
-    for part in parts:
-        parts_by_split.setdefault(part.split or "train", []).append(part)
-    return {
-        split: _load_parts(file_type, split_parts, streaming)
-        for split, split_parts in parts_by_split.items()
-    }
+    notes = [] if notes is None else notes
+    paths = [path for file in files for path in _matching_paths(file)]
+    file_type = _common_file_type(files, paths)
+    if field is not None and file_type != "json":
+        raise DataError(f"field {field} applies to JSON files, not to {paths[0]}: omit it.")
+    parts: dict[str, list[tuple[str, Any]]] = {}
+    for path in paths:
+        with wrap_read_errors(path):
+            rows_by_split, note = _load_file(path, file_type, field, streaming)
+        for name, rows in rows_by_split.items():
+            parts.setdefault(name or split, []).append((path, rows))
+        if note is not None and note not in notes:
+            notes.append(note)
+    splits = {name: _concatenate(of_split) for name, of_split in parts.items()}
+    if file_type == "csv":
+        return {name: convert_columns(rows) for name, rows in splits.items()}
+    return splits
 
 
-def load_files(
-    files: Sequence[str],
-    split: str,
-    *,
-    field: str | None = None,
-    streaming: bool = False,
-    notes: list[str] | None = None,
-) -> Any:
+def load_files(files: Sequence[str], split: str, **options: Any) -> Any:
     """Load the rows of files for one split. From a JSON file whose keys name splits, only the rows
-    of this split are loaded, from other files all.
+    of this split are returned, from other files all.
 
     Args:
         files: Names and patterns of files, in the order of their rows.
         split: `validation`, `test`, `predict`, or any other name.
-        field: Key of the rows in JSON files that are one object. None: search for the rows.
-        streaming: Read rows lazily.
-        notes: Lines for the log, on how the files were read, are appended to it.
+        options: `field`, `streaming` and `notes`, see `load_splits`.
 
     Returns:
         A dataset, or a stream with `streaming`.
@@ -141,14 +119,13 @@ def load_files(
     Raises:
         DataError: As `load_splits`, or if there are no rows of this split.
     """
-    file_type, parts = _find_parts(files, field, notes if notes is not None else [])
-    parts_of_split = [part for part in parts if part.split in (None, split)]
-    if not parts_of_split:
+    splits = load_splits(files, split=split, **options)
+    if split not in splits:
         raise DataError(
-            f"{', '.join(files)} has rows for {', '.join(str(part.split) for part in parts)}, but "
-            f"none for {split}: save these rows in a file of their own."
+            f"{', '.join(files)} has rows for {', '.join(splits)}, but none for {split}: save "
+            "these rows in a file of their own."
         )
-    return _load_parts(file_type, parts_of_split, streaming)
+    return splits[split]
 
 
 def load_folder(
@@ -188,67 +165,81 @@ def load_folder(
     }
 
 
-def _find_parts(
-    files: Sequence[str], field: str | None, notes: list[str]
-) -> tuple[str, list[_Part]]:
-    """Resolve patterns, check the files, and convert JSON files that are one object."""
-    paths = [path for file in files for path in _matching_paths(file)]
-    file_type = _common_file_type(files, paths)
-    if field is not None and file_type != "json":
-        raise DataError(f"field {field} applies to JSON files, not to {paths[0]}: omit it.")
-    parts = []
-    for path in paths:
-        note = None
-        path_by_split: dict[str | None, str] = {None: path}
-        with wrap_read_errors(path):
-            if file_type == "csv" and detect_separator(path) != ",":
-                separator = SEPARATORS[detect_separator(path)]
-                note = f"{Path(path).name}: columns separated by {separator}"
-            if file_type == "json":
-                path_by_split, note = convert_to_json_lines(path, field)
-        for split, split_path in path_by_split.items():
-            parts.append(_Part(path, split_path, split))
-        if note is not None and note not in notes:
-            notes.append(note)
-    return file_type, parts
-
-
 def _common_file_type(files: Sequence[str], paths: Sequence[str]) -> str:
-    """Check the files of a dataset, and return the type that all of them have (a value of
-    `FILE_TYPES`).
+    """Check the files of a dataset for what can be wrong before they are parsed, and return the
+    type that all of them have (a value of `FILE_TYPES`).
     """
-    path_of_type: dict[str, str] = {}
-    for path in paths:
-        path_of_type.setdefault(_checked_file_type(path), Path(path).name)
-    if len(path_of_type) > 1:
-        found = ", ".join(f"{name} ({file_type})" for file_type, name in path_of_type.items())
+    name_of_type: dict[str, str] = {}
+    for path in map(Path, paths):
+        file_type = _file_type(path)
+        if not path.is_file():
+            problem = "is a folder" if path.is_dir() else "does not exist"
+            raise DataError(f"the file {path} {problem}.")
+        if file_type is None:
+            raise DataError(
+                f"the file {path} has an unknown extension: use one of {', '.join(FILE_TYPES)} "
+                "(optionally with .gz)."
+            )
+        if path.stat().st_size == 0:
+            raise DataError(f"the file {path} is empty.")
+        _check_no_lfs_pointer(path)
+        with path.open("rb") as content:
+            if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
+                raise DataError(f"the file {path} is UTF-16: convert it to UTF-8.")
+        name_of_type.setdefault(file_type, path.name)
+    if len(name_of_type) > 1:
+        found = ", ".join(f"{name} ({file_type})" for file_type, name in name_of_type.items())
         raise DataError(
             f"the files of {', '.join(files)} are of different types: {found}. Give files of one "
             "type."
         )
-    return next(iter(path_of_type))
+    return next(iter(name_of_type))
 
 
-def _load_parts(file_type: str, parts: Sequence[_Part], streaming: bool) -> Any:
-    """Load files of one type and concatenate their rows, after a check that they have the same
-    columns.
+def _load_file(
+    path: str, file_type: str, field: str | None, streaming: bool
+) -> tuple[dict[str | None, Any], str | None]:
+    """Load the rows of one file by split (None if it does not name splits), and return a line for
+    the log on how it was read, or None.
     """
-    if len(parts) > 1:
-        check_same_columns([(part.name, _columns_of_part(file_type, part)) for part in parts])
-    paths = [part.path for part in parts]
-    distinct_names = dict.fromkeys(part.name for part in parts)
-    with wrap_read_errors(", ".join(distinct_names)):
-        if file_type == "csv":
-            return load_delimited(paths, streaming=streaming)
+    if file_type == "csv":
+        rows, note = load_delimited(path, streaming=streaming)
+        return {None: rows}, note
+    path_by_split: dict[str | None, str] = {None: path}
+    note = None
+    if file_type == "json":
+        path_by_split, note = convert_to_json_lines(path, field)
+    rows_by_split = {}
+    for split, split_path in path_by_split.items():
         rows = load_dataset(
             file_type,
-            # `datasets` would read wildcards in a name as a pattern.
-            data_files=[escape(path) for path in paths],
+            data_files=escape(split_path),  # `datasets` would read wildcards as a pattern
             split="train",
             streaming=streaming,
             **BUILDER_OPTIONS.get(file_type, {}),
         )
-        return with_dates_as_texts(rows, paths) if file_type == "json" else rows
+        if file_type == "json":
+            rows = with_dates_as_texts(rows, split_path)
+        rows_by_split[split] = rows
+    return rows_by_split, note
+
+
+def _concatenate(parts: Sequence[tuple[str, Any]]) -> Any:
+    """Concatenate the rows of files, (name, rows), with the columns and types of the first file."""
+    if len(parts) == 1:
+        return parts[0][1]
+    features = parts[0][1].features
+    all_rows = []
+    with wrap_read_errors(", ".join(name for name, _ in parts)):
+        check_same_columns(parts)
+        for _, rows in parts:
+            # Of a stream of a file that is a list, columns have no types.
+            if features is not None and rows.features is not None:
+                rows = rows.select_columns(list(features))
+                if rows.features.arrow_schema != features.arrow_schema:
+                    rows = rows.cast(features)
+            all_rows.append(rows)
+        return concatenate_datasets(all_rows)
 
 
 def _check_no_lfs_pointer(path: Path) -> None:
@@ -266,42 +257,6 @@ def _check_no_lfs_pointer(path: Path) -> None:
         )
 
 
-def _check_no_leading_null(path: Path) -> None:
-    """Check that a JSON file does not begin with `null`, which would crash the process in pyarrow's
-    reader. Files that cannot be read pass: reading reports their error.
-    """
-    opener = gzip.open if path.suffix == ".gz" else open
-    with suppress(OSError, EOFError, zlib.error), opener(path, "rb") as file:
-        if file.read(64).lstrip().startswith(b"null"):
-            raise DataError(
-                f"the file {path} begins with `null` instead of a row: remove that line."
-            )
-
-
-def _checked_file_type(file: str) -> str:
-    """Return the type of a dataset's file by its extension, after checks of what can be wrong
-    before it is parsed.
-    """
-    path = Path(file)
-    file_type = _file_type(path)
-    if not path.is_file():
-        raise DataError(f"the file {file} {'is a folder' if path.is_dir() else 'does not exist'}.")
-    if file_type is None:
-        raise DataError(
-            f"the file {file} has an unknown extension: use one of {', '.join(FILE_TYPES)} "
-            "(optionally with .gz)."
-        )
-    if path.stat().st_size == 0:
-        raise DataError(f"the file {file} is empty.")
-    _check_no_lfs_pointer(path)
-    with path.open("rb") as content:
-        if content.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-            raise DataError(f"the file {path} is UTF-16: convert it to UTF-8.")
-    if file_type == "json":
-        _check_no_leading_null(path)
-    return file_type
-
-
 def columns_of(rows: Any) -> list[str]:
     """Return the column names of a dataset or a stream; of a stream without known columns, those of
     its first row (none if it has no rows).
@@ -309,24 +264,23 @@ def columns_of(rows: Any) -> list[str]:
     return rows.column_names or list(next(iter(rows), ()))
 
 
-def check_same_columns(columns: Sequence[tuple[str, Sequence[str]]]) -> None:
+def check_same_columns(parts: Sequence[tuple[str, Any]]) -> None:
     """Check that datasets or files have the same columns: `datasets` would fill missing ones with
     None.
 
     Args:
-        columns: (name of the dataset or file, its columns) of each.
+        parts: (name of the dataset or file, its rows) of each.
 
     Raises:
         DataError: If one of them has other columns than the first.
     """
-    first_name, first_columns = columns[0]
-    for name, other_columns in columns[1:]:
-        if set(first_columns) != set(other_columns):
-            both = ((first_name, first_columns), (name, other_columns))
-            listed = "; ".join(
-                f"{dataset} has {', '.join(sorted(names)) or 'no rows'}" for dataset, names in both
-            )
-            raise DataError(f"different columns: {listed}. Give all the same columns.")
+    columns = [(name, sorted(columns_of(rows))) for name, rows in parts]
+    others = [(name, names) for name, names in columns if names != columns[0][1]]
+    if others:
+        listed = "; ".join(
+            f"{name} has {', '.join(names) or 'no rows'}" for name, names in (columns[0], *others)
+        )
+        raise DataError(f"different columns: {listed}. Give all the same columns.")
 
 
 @contextmanager
@@ -381,21 +335,6 @@ def _matching_paths(file: str) -> list[str]:
     if not paths:
         raise DataError(f"no file matches the pattern {file}.")
     return paths
-
-
-def _columns_of_part(file_type: str, part: _Part) -> list[str]:
-    """Return the column names of one file, from its header or its first rows."""
-    with wrap_read_errors(part.name):
-        if file_type == "csv":
-            return column_names(part.path, detect_separator(part.path))
-        rows = load_dataset(
-            file_type,
-            data_files=escape(part.path),
-            split="train",
-            streaming=True,
-            **BUILDER_OPTIONS.get(file_type, {}),
-        )
-        return columns_of(rows)
 
 
 def _file_type(path: Path) -> str | None:

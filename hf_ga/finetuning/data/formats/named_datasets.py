@@ -20,7 +20,6 @@ from hf_ga.errors import ConfigError, DataError
 from hf_ga.finetuning.data.formats import corpus
 from hf_ga.finetuning.data.formats.files import (
     check_same_columns,
-    columns_of,
     is_file,
     load_folder,
     load_splits,
@@ -51,10 +50,19 @@ def load_named_datasets(options: DataOptions, notes: list[str] | None) -> dict[s
         ConfigError: If weights or configurations do not match the names.
         DataError: If a dataset cannot be read, or has other columns than the others.
     """
-    loaded = [
-        (", ".join(names), _load_splits_of(names, config_name, options, notes))
-        for names, config_name in _named_datasets(options)
-    ]
+    names = as_list(options.dataset_name)
+    _check_options_of_names(names, options)
+    groups = [[name] for name in names]
+    if options.dataset_weights is None and all(map(is_file, names)):
+        groups = [names]
+    config_names = as_list(options.dataset_config_name)
+    if len(config_names) == 1:  # one for all hub datasets
+        config_names = config_names * len(names)
+    remaining_configs = iter(config_names)
+    loaded = []
+    for group in groups:
+        config_name = next(remaining_configs, None) if _is_hub_id(group[0]) else None
+        loaded.append((", ".join(group), _load_splits_of(group, config_name, options, notes)))
     without_train = [name for name, splits in loaded if "train" not in splits]
     if options.dataset_weights is not None and without_train:
         raise DataError(
@@ -69,21 +77,20 @@ def load_named_datasets(options: DataOptions, notes: list[str] | None) -> dict[s
     return joined
 
 
-def _named_datasets(options: DataOptions) -> list[tuple[list[str], str | None]]:
-    """Pair each dataset of `dataset_name` with its hub configuration (`dataset_config_name`), and
-    check that both exist in matching numbers.
+def _is_hub_id(name: str) -> bool:
+    """Return whether a dataset is loaded by `datasets`: from the hub, or from a folder."""
+    return name != EMBEDDED_CORPUS and not is_file(name)
+
+
+def _check_options_of_names(names: list[str], options: DataOptions) -> None:
+    """Check that the numbers of configurations and weights match those of the datasets, and that
+    folders exist.
     """
-    names = as_list(options.dataset_name)
-    config_names = as_list(options.dataset_config_name)
-    hub_ids = [name for name in names if name != EMBEDDED_CORPUS and not is_file(name)]
-    if config_names and not hub_ids:
+    hub_ids = list(filter(_is_hub_id, names))
+    num_configs = len(as_list(options.dataset_config_name))
+    if num_configs not in (0, min(1, len(hub_ids)), len(hub_ids)):
         raise ConfigError(
-            f"dataset_config_name {config_names[0]} applies to hub datasets only, not to "
-            f"{', '.join(names)}: omit it."
-        )
-    if len(config_names) not in (0, 1, len(hub_ids)):
-        raise ConfigError(
-            f"dataset_config_name has {len(config_names)} values for {len(hub_ids)} hub datasets "
+            f"dataset_config_name has {num_configs} values for {len(hub_ids)} hub datasets "
             f"({', '.join(hub_ids)}): give one for each, or one for all."
         )
     weights = options.dataset_weights or [1.0] * len(names)
@@ -99,17 +106,6 @@ def _named_datasets(options: DataOptions) -> list[tuple[list[str], str | None]]:
                 f"dataset_name {name} does not exist: give a file, a folder, a hub id, or "
                 f"`{EMBEDDED_CORPUS}`."
             )
-    has_files_only = not hub_ids and EMBEDDED_CORPUS not in names
-    if options.dataset_weights is None and has_files_only:
-        return [(names, None)]
-    if len(config_names) == 1:  # one for all hub datasets
-        config_names = config_names * len(hub_ids)
-    remaining_configs = iter(config_names)
-    datasets: list[tuple[list[str], str | None]] = []
-    for name in names:
-        config_name = next(remaining_configs, None) if name in hub_ids else None
-        datasets.append(([name], config_name))
-    return datasets
 
 
 def _load_splits_of(
@@ -118,14 +114,14 @@ def _load_splits_of(
     """Load the splits of one dataset."""
     name = names[0]
     path = Path(name).expanduser()
-    if options.field is not None and not is_file(name):
+    if is_file(name):
+        return load_splits(names, field=options.field, streaming=options.streaming, notes=notes)
+    if options.field is not None:
         raise ConfigError(
             f"field {options.field} names a key of a JSON file, but {name} is not a file: omit it."
         )
     if name == EMBEDDED_CORPUS:
         return corpus.load(options.task)
-    if is_file(name):
-        return load_splits(names, field=options.field, streaming=options.streaming, notes=notes)
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         if options.streaming:
             raise DataError(
@@ -150,7 +146,7 @@ def _concatenate_or_mix(parts: Sequence[tuple[str, Any]], weights: Sequence[floa
     if len(parts) == 1:
         return all_rows[0]
     with wrap_read_errors(", ".join(names)):
-        check_same_columns([(name, columns_of(rows)) for name, rows in parts])
+        check_same_columns(parts)
         # `datasets` reads the texts of CSV files as `large_string`, which cannot be concatenated
         # with `string`.
         for i, rows in enumerate(all_rows):

@@ -6,14 +6,13 @@ from typing import Any
 from datasets import Dataset, DatasetDict, Features, List, Value
 
 PARAGRAPHS = "paragraphs"  # the column that has the paragraphs of an article
-ANSWERS = {"text": List(Value("string")), "answer_start": List(Value("int64"))}
 FEATURES = Features(
     {
         "id": Value("string"),
         "title": Value("string"),
         "question": Value("string"),
         "context": Value("string"),
-        "answers": ANSWERS,
+        "answers": {"text": List(Value("string")), "answer_start": List(Value("int64"))},
     }
 )
 
@@ -27,43 +26,35 @@ def flatten_articles(rows: DatasetDict) -> DatasetDict:
     The `plausible_answers` of SQuAD 2 are not used. If no question of a split has `answers`, its
     rows have no such column.
     """
-    splits = {}
+    splits = DatasetDict()
     for split, dataset in rows.items():
-        splits[split] = _question_rows(dataset) if _has_articles(dataset) else dataset
-    return DatasetDict(splits)
-
-
-def _has_articles(dataset: Dataset) -> bool:
-    """Return whether the rows of a dataset are articles in SQuAD's nested format."""
-    paragraph = getattr(dataset.features.get(PARAGRAPHS), "feature", None)
-    return isinstance(paragraph, dict) and {"context", "qas"} <= paragraph.keys()
-
-
-def _question_rows(articles: Dataset) -> Dataset:
-    """Convert articles of SQuAD's nested format to a dataset with one row per question."""
-    questions = [row for article in articles for row in _questions_in(article)]
-    columns = {name: [row[name] for row in questions] for name in FEATURES}
-    dataset = Dataset.from_dict(columns, FEATURES)
-    has_answers = any(answers is not None for answers in columns["answers"])
-    return dataset if has_answers else dataset.remove_columns("answers")
+        splits[split] = dataset
+        paragraph = getattr(dataset.features.get(PARAGRAPHS), "feature", None)
+        if isinstance(paragraph, dict) and {"context", "qas"} <= paragraph.keys():
+            questions = [row for article in dataset for row in _questions_in(article)]
+            columns = {name: [row[name] for row in questions] for name in FEATURES}
+            splits[split] = Dataset.from_dict(columns, FEATURES)
+            if all(answers is None for answers in columns["answers"]):
+                splits[split] = splits[split].remove_columns("answers")
+    return splits
 
 
 def _questions_in(article: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield a row for each question of a SQuAD article, with the columns of `FEATURES`."""
     for paragraph in article[PARAGRAPHS] or ():
         for question in paragraph["qas"] or ():
+            answers = question.get("answers")
+            if answers is None and question.get("is_impossible"):
+                answers = []
+            if answers is not None:
+                answers = {
+                    name: [answer.get(name) for answer in answers]
+                    for name in ("text", "answer_start")
+                }
             yield {
                 "id": str(question.get("id")),
                 "title": article.get("title"),
                 "question": question.get("question"),
                 "context": paragraph["context"],
-                "answers": _answers_in(question),
+                "answers": answers,
             }
-
-
-def _answers_in(question: dict[str, Any]) -> dict[str, list] | None:
-    """Return the answers of a SQuAD question as {"text": [...], "answer_start": [...]}."""
-    answers = question.get("answers")
-    if answers is None:
-        return {"text": [], "answer_start": []} if question.get("is_impossible") else None
-    return {name: [answer.get(name) for answer in answers] for name in ANSWERS}
