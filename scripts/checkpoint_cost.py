@@ -19,10 +19,11 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from transformers import GPT2Config, GPT2LMHeadModel
+from common import Shape, build_model
 
 from hf_ga.recovery.saving import CheckpointSaver
 
+SHAPE = Shape("gpt")  # GPT-2-small: 124 million parameters
 MINUTE = 60.0  # seconds between checkpoints, of which the cost is a share
 WARM_UP_STEPS = 4
 SLOWER = 2.0  # a stretch is so many times as long as a checkpoint takes without training
@@ -31,7 +32,7 @@ SLOWER = 2.0  # a stretch is so many times as long as a checkpoint takes without
 def make_step(accelerator: Accelerator, num_tokens: int) -> tuple[Callable[[], float], tuple]:
     """Return a function that makes an update and returns its seconds, and (model, optimizer)."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config())
+    model = build_model(SHAPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     model, optimizer = accelerator.prepare(model, optimizer)
     tokens = torch.randint(50_000, (1, num_tokens))
