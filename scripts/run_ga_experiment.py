@@ -22,12 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
+from common import Shape, build_model, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from tqdm.auto import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
+from hf_ga.check.gradients import relative_error
 from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import ConfigError
@@ -223,18 +225,8 @@ class Experiment:
         self.steps = steps
         self.same_bits = same_bits
         torch.manual_seed(SEED)
-        tokenizer = self.data.tokenizer
-        self.model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=len(tokenizer),
-                n_positions=max_length,
-                n_embd=64,
-                n_layer=2,
-                n_head=4,
-                bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-            )
-        )
+        shape = Shape("gpt", layers=2, width=64, heads=4, words=len(self.data.tokenizer))
+        self.model = build_model(shape, positions=max_length)
 
     def run(self, arm: Arm, on_step: Callable[[], Any] = lambda: None) -> ArmResult:
         """Train a copy of the initial model with the settings of one run, and evaluate it.
@@ -262,12 +254,11 @@ class Experiment:
                 losses.append(mistaken_step(model, optimizer, window, arm))
             on_step()
         steps_per_second = self.steps / (time.perf_counter() - start)
-        weights = [p.detach().double().flatten().cpu() for p in model.parameters()]
         return ArmResult(
             arm=arm,
             train_losses=losses,
             validation_loss=self._validate(arm, accelerator, model),
-            final_weights=torch.cat(weights),
+            final_weights=parameters_to_vector(model.parameters()).detach().double().cpu(),
             steps_per_second=steps_per_second,
         )
 
@@ -367,11 +358,10 @@ def differences(result: ArmResult, reference: ArmResult) -> dict[str, float]:
     reference_losses = np.array(reference.train_losses)
     step_errors = np.abs(losses - reference_losses) / reference_losses
     validation_error = abs(result.validation_loss - reference.validation_loss)
-    weight_error = (result.final_weights - reference.final_weights).norm()
     return {
         "train loss": float(np.max(step_errors)),
         "validation loss": validation_error / reference.validation_loss,
-        "final weights": float(weight_error / reference.final_weights.norm()),
+        "final weights": relative_error(result.final_weights, reference.final_weights),
     }
 
 
@@ -429,11 +419,11 @@ def main() -> int:
             for group, arms in groups.items()
         }
     flags.output_dir.mkdir(parents=True, exist_ok=True)
-    table = make_table(results)
+    results_table = make_table(results)
     failures = broken_limits(results, limits)
-    (flags.output_dir / "experiment.md").write_text(table + "\n")
+    (flags.output_dir / "experiment.md").write_text(results_table + "\n")
     plot(results, flags.output_dir / "experiment.png")
-    print(table)
+    print(results_table)
     if failures:
         print("\n".join(failures))
         return 1
@@ -464,7 +454,7 @@ def make_table(results: dict[str, list[ArmResult]]) -> str:
     Args:
         results: Name of the group -> results of its runs.
     """
-    rows = [COLUMNS, ["---"] + ["---:"] * (len(COLUMNS) - 1)]
+    rows = []
     for group, group_results in results.items():
         prefix = "**mistake:** " if group == "mistakes" else ""
         for result in group_results:
@@ -478,7 +468,7 @@ def make_table(results: dict[str, list[ArmResult]]) -> str:
                     f"{result.steps_per_second:.1f}",
                 ]
             )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    return table(COLUMNS, rows)
 
 
 def broken_limits(

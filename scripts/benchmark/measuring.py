@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import common
 import psutil
 import torch
 from tqdm.auto import tqdm
@@ -61,7 +62,6 @@ class BenchmarkRun:
     Attributes:
         setting: The setting of the benchmark.
         model: The model to train, with new weights.
-        collator: The function that `collate` calls; a training loop may replace it.
         has_samples: Whether the loop trains on samples that `collate` returned.
         seconds: Seconds of each window so far.
     """
@@ -69,16 +69,13 @@ class BenchmarkRun:
     def __init__(self, setting: Setting, turn: Connection | None = None) -> None:
         self.setting = setting
         self.model = build_model(setting)
-        self.collator = setting.collate
         self.has_samples = True
         self.seconds: list[float] = []
         self._turn = turn
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """Collate samples with `collator`, and record their ids and the number of tokens with
-        padding.
-        """
-        batch = self.collator(samples)
+        """Collate samples, and record their ids and the number of tokens with padding."""
+        batch = common.collate(samples)
         if not torch.is_grad_enabled():
             # hf_ga's audit collates some samples a second time: do not count them.
             return batch
