@@ -1,8 +1,11 @@
-"""What the scripts share: models with random weights, samples of different lengths, and tables."""
+"""What the scripts share: models with random weights, samples of different lengths, a timer, and
+tables.
+"""
 
 import math
+import time
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +153,20 @@ def random_samples(kind: str, max_length: int, count: int) -> list[Sample]:
 
 # Name of the lengths -> function that makes the samples.
 SAMPLES = {"docstrings": docstring_samples, "lognormal": random_samples}
+
+
+def flat(tensors: dict[str, Tensor]) -> Tensor:
+    """Concatenate all elements of tensors by name, such as gradients, to one vector."""
+    return torch.cat([tensor.flatten() for tensor in tensors.values()])
+
+
+def seconds_of(function: Callable[[], object]) -> float:
+    """Measure the seconds of calling a function, with its work on a GPU, if there is one."""
+    start = time.perf_counter()
+    function()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def table(header: Sequence[str], rows: Iterable[Sequence[Any]], alignment: str = "---:") -> str:

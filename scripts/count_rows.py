@@ -11,15 +11,15 @@ are not. Seconds of a CPU say nothing about a GPU, so none are printed but those
 
 import argparse
 import math
-import time
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from statistics import mean
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from common import Shape, build_model, collate, table
+from common import Shape, build_model, collate, seconds_of, table
 from torch import nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
@@ -122,10 +122,10 @@ def count(flags: argparse.Namespace, *, compiled: bool, with_rows: bool) -> Coun
         for index, window in enumerate(windows):
             is_last = index == len(windows) - 1
             profiler = profile(activities=[ProfilerActivity.CPU])
-            start = time.perf_counter()
+            step = partial(hf_ga.train_step, accelerator, model, optimizer, window)
             with profiler if is_last else nullcontext():
-                hf_ga.train_step(accelerator, model, optimizer, window)
-            counts.seconds = max(counts.seconds, time.perf_counter() - start)
+                seconds = seconds_of(step)
+            counts.seconds = max(counts.seconds, seconds)
             counts.num_micro_batches.append(len(window.batches))
             num_tokens = sum(lengths[sample] for sample in window.sample_ids)
             counts.num_needed.append(math.ceil(num_tokens / (MICRO_BATCH * max(lengths))))

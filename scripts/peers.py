@@ -198,18 +198,18 @@ def cached_step(model: EmbeddingModel, micro_batches: list[Batch], accumulation_
 # The models and data with which the libraries are checked.
 
 
-def language_model(dropout: float) -> tuple[nn.Module, list[dict[str, Any]], Callable]:
+def language_model(dropout: float) -> tuple[nn.Module, list[dict[str, Any]]]:
     """Build a small GPT-2, and load one window of docstrings from Python's standard library.
 
     Returns:
-        The model, its tokenized samples, and the function that collates them.
+        The model and its tokenized samples.
     """
     tokenizer = corpus.load_stdlib_tokenizer()
     texts = [row["text"] for row in corpus.stdlib_splits()["train"][:NUM_SAMPLES]]
     ids = tokenizer(texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]
     samples = [{"input_ids": row} for row in ids]
     shape = Shape("gpt", layers=2, width=64, heads=4, words=len(tokenizer))
-    return build_model(shape, dropout, MAX_LENGTH), samples, collate
+    return build_model(shape, dropout, MAX_LENGTH), samples
 
 
 def embedding_model() -> tuple[nn.Module, list[dict[str, Any]], Callable]:
@@ -280,14 +280,14 @@ def check_all() -> list[tuple[str, hf_ga.EquivalenceReport]]:
     torch.manual_seed(0)
     reports = []
     for dropout in (0.0, DROPOUT):
-        model, samples, collate_fn = language_model(dropout)
+        model, samples = language_model(dropout)
         steps = installed_steps(LANGUAGE_MODEL_PEERS)
-        report = hf_ga.check_equivalence(model, samples, collate_fn, steps=steps)
+        report = hf_ga.check_equivalence(model, samples, collate, steps=steps)
         reports.append((f"A language model (GPT-2), dropout {dropout:g}", report))
-    model, samples, collate_fn = embedding_model()
+    model, pairs, collate_texts = embedding_model()
     loss = InfoNCE(TEMPERATURE)
     steps = installed_steps(EMBEDDING_PEERS)
-    report = hf_ga.check_equivalence(model, samples, collate_fn, steps=steps, whole_batch=loss)
+    report = hf_ga.check_equivalence(model, pairs, collate_texts, steps=steps, whole_batch=loss)
     return [*reports, (f"Embeddings (BERT, InfoNCE over the window), dropout {DROPOUT:g}", report)]
 
 

@@ -16,7 +16,7 @@ Compiled rows are counted under an assumption, see `KERNELS_OF_THEIR_OWN`.
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -133,10 +133,6 @@ class Work:
     kernels: float = 0.0
     tokens: float = 0.0
     micro_batches: float = 0.0
-
-    def __add__(self, other: "Work") -> "Work":
-        """Return the total work of two: each count is added."""
-        return Work(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
 
 
 def random_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
@@ -481,7 +477,7 @@ def work_of_window(
         window: Samples of an optimizer step.
         micro_batch: Samples of a micro-batch.
     """
-    total = Work()
+    works = []
     batches = mode.batches(lengths, window, micro_batch)
     with FakeTensorMode():
         model = build(shape, mode)
@@ -494,16 +490,18 @@ def work_of_window(
             if mode.has_rows:
                 tail = row_length(num_real, micro_batch * int(lengths.max())) - num_real
             counter = count(model, shape, mode, batch_lengths, tail)
-            total += Work(
-                flops=flops(shape, mode, batch_lengths, tail),
-                num_bytes=counter.num_bytes,
-                kernels=counter.kernels,
-                tokens=num_real + tail if mode.is_packed else num_padded,
-                micro_batches=1,
+            works.append(
+                Work(
+                    flops=flops(shape, mode, batch_lengths, tail),
+                    num_bytes=counter.num_bytes,
+                    kernels=counter.kernels,
+                    tokens=num_real + tail if mode.is_packed else num_padded,
+                    micro_batches=1,
+                )
             )
     num_windows = len(lengths) / window
-    average = Work(*(value / num_windows for value in vars(total).values()))
-    return average + Work(num_bytes=OPTIMIZER_BYTES * num_weights)
+    works.append(Work(num_bytes=OPTIMIZER_BYTES * num_weights * num_windows))
+    return Work(*np.sum([astuple(work) for work in works], axis=0) / num_windows)
 
 
 def table(works: dict[str, Work], device: Device, real_tokens: float) -> str:

@@ -6,7 +6,6 @@ import argparse
 import json
 import platform
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -15,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
-from common import MODELS, SAMPLES
+from common import MODELS, SAMPLES, seconds_of
 
 import hf_ga
 from benchmark import gpu
@@ -121,18 +120,20 @@ def seconds_to_first_window(num_samples: int) -> float:
     drawn = np.random.default_rng(0).lognormal(3.5, 1.0, num_samples)
     lengths = np.clip(drawn, 2, 256).astype(np.int64)
     accelerator = Accelerator(cpu=True)
-    start = time.perf_counter()
-    windows = hf_ga.WindowLoader(
-        # The content of the samples does not matter.
-        range(num_samples),
-        lambda samples: {"input_ids": torch.tensor(samples)[:, None]},
-        accelerator=accelerator,
-        per_device_batch_size=8,
-        global_batch_size=64,
-        lengths=lengths,
-    )
-    next(iter(windows))
-    return time.perf_counter() - start
+
+    def first_window() -> None:
+        """Load the first window. The content of the samples does not matter."""
+        windows = hf_ga.WindowLoader(
+            range(num_samples),
+            lambda samples: {"input_ids": torch.tensor(samples)[:, None]},
+            accelerator=accelerator,
+            per_device_batch_size=8,
+            global_batch_size=64,
+            lengths=lengths,
+        )
+        next(iter(windows))
+
+    return seconds_of(first_window)
 
 
 # Name of the section -> function that measures it for the setting of one model.

@@ -17,8 +17,7 @@ import itertools
 import json
 import multiprocessing
 import statistics
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -26,9 +25,10 @@ from functools import partial
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from common import flat, seconds_of
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import hf_ga
@@ -106,17 +106,12 @@ def prepare_hf_ga(setting: Setting) -> tuple[nn.Module, Step]:
     )
     model.train()
 
-    def endless_windows() -> Iterator[hf_ga.Window]:
-        """Yield the windows of one epoch after the other."""
-        while True:
-            yield from windows
-
-    iterator = endless_windows()
+    endless_windows = itertools.chain.from_iterable(itertools.repeat(windows))
 
     def step() -> float:
         """Compute the gradient of the next window, and return its loss."""
         model.zero_grad()
-        result = hf_ga.backward_window(accelerator, model, next(iterator))
+        result = hf_ga.backward_window(accelerator, model, next(endless_windows))
         return float(result.loss)
 
     return unwrapped(model).encoder, step
@@ -158,11 +153,6 @@ def prepare_sentence_transformers(setting: Setting) -> tuple[nn.Module, Step]:
 ARMS = {"hf_ga": prepare_hf_ga, "sentence-transformers": prepare_sentence_transformers}
 
 
-def gradient(encoder: nn.Module) -> Tensor:
-    """Take the gradient of all parameters of the encoder, as one vector."""
-    return torch.cat([part.flatten() for part in take_gradients(encoder).values()])
-
-
 def without_dropout(setting: Setting, num_windows: int) -> None:
     """Compare the losses and gradients of both libraries on the first window, without dropout, then
     their times of a window; print the results.
@@ -176,15 +166,13 @@ def without_dropout(setting: Setting, num_windows: int) -> None:
     for name, prepare in ARMS.items():
         encoders[name], steps[name] = prepare(setting)
     losses = {name: step() for name, step in steps.items()}
-    error = relative_error(*map(gradient, encoders.values()))
+    error = relative_error(*(flat(take_gradients(encoder)) for encoder in encoders.values()))
     shown = ", ".join(f"{name} {loss:.7f}" for name, loss in losses.items())
     print(f"dropout 0: loss {shown}; relative difference of the gradients {error:.1e}")
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     for _ in range(num_windows):
         for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(seconds_of(step))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratio = medians["hf_ga"] / medians["sentence-transformers"]
     shown = ", ".join(f"{name} {value:.2f} s" for name, value in medians.items())
@@ -200,7 +188,7 @@ def with_dropout(setting: Setting, micro_batch_sizes: tuple[int, int]) -> None:
         for size in micro_batch_sizes:
             encoder, step = prepare(replace(setting, micro_batch_size=size, dropout=0.1))
             step()
-            found.append(gradient(encoder))
+            found.append(flat(take_gradients(encoder)))
         error = relative_error(*found)
         first, second = micro_batch_sizes
         print(f"dropout 0.1, micro-batches of {first} and {second}: {name} {error:.1e}")

@@ -3,14 +3,13 @@ model's setting and returns a table with its targets.
 """
 
 import math
-import time
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from common import collate
+from common import collate, seconds_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
@@ -187,20 +186,16 @@ def profile(setting: Setting) -> Section:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     first, second, *_ = windows
 
-    def timed_step(window: hf_ga.Window) -> float:
-        """Train on one window, wait for the device, and return the seconds."""
-        start = time.perf_counter()
+    def step(window: hf_ga.Window) -> None:
+        """Train on one window."""
         hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
 
     # The first steps warm up.
-    timed_step(first)
-    timed_step(second)
-    unprofiled = timed_step(second)
+    step(first)
+    step(second)
+    unprofiled = seconds_of(partial(step, second))
     with torch.profiler.profile(activities=activities) as profiler:
-        profiled = timed_step(second)
+        profiled = seconds_of(partial(step, second))
     events = profiler.key_averages()
 
     def microseconds(event: Any) -> float:
