@@ -140,7 +140,7 @@ def main() -> int:
     SERVER.set_forkserver_preload(PRELOAD)
     if flags.elastic:
         folder = flags.output_dir.resolve()
-        join_or_kill([start_process(write_inputs, folder, True)])
+        write_inputs(folder, is_numbered=True)
         return run_elastic_test(folder, flags.door, flags.kills, flags.same_bits, flags.seed)
     runs = Runs(flags.output_dir.resolve(), flags.processes)
     random = np.random.default_rng(flags.seed)
@@ -235,7 +235,7 @@ class Runs:
         self.seconds = 0.0
         self.operations = np.zeros(num_processes)
         self.counts: list[Any] = []
-        join_or_kill([start_process(write_inputs, folder)])
+        write_inputs(folder)
 
     def start(self, output: Path, victim: int = 0, die_at: int = 0) -> list[Any]:
         """Start the processes of a training run, which resumes from the output folder's checkpoint,

@@ -240,22 +240,7 @@ def _small_value(
         return _limit_size(name, value)
     if isinstance(value, list | tuple):
         return _small_list(name, value, dropout, layers)
-    if isinstance(value, dict) and "rope" in name:
-        return _small_rope_parameters(value)
     return value
-
-
-def _small_rope_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return a config's rotary parameters for a head dim of 8: the sections of a multimodal rotary
-    embedding with three position dims become 2, 1 and 1. The parameters may be nested by kind of
-    layer.
-    """
-    small = {}
-    for name, value in parameters.items():
-        small[name] = _small_rope_parameters(value) if isinstance(value, dict) else value
-    if len(parameters.get("mrope_section", ())) == 3:
-        small["mrope_section"] = [2, 1, 1]
-    return small
 
 
 def _size_rule(name: str) -> tuple[int | None, int]:
@@ -329,7 +314,7 @@ def _representative_layers(config: PreTrainedConfig) -> list[int] | None:
     for name, value in _size_attributes(config).items():
         if not isinstance(value, list | tuple) or len(value) != num_layers:
             continue
-        if _is_per_layer(name) and all(isinstance(entry, str | int) for entry in value):
+        if _is_per_layer(name):
             lists.append(value)
     if not lists or not num_layers:
         return None
