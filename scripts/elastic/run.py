@@ -247,7 +247,7 @@ class ElasticRun:
         arguments = settings(
             self.folder,
             output,
-            max_steps=-1,
+            max_steps=None,
             num_train_epochs=self.epochs,
             eval_steps=10_000,
             save_steps=SAVE_STEPS,
