@@ -25,15 +25,15 @@ from functools import partial
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
-from common import flat, seconds_of
+from common import seconds_of
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import hf_ga
 from benchmark.measuring import memory_now, peak_memory
-from hf_ga.check.gradients import relative_error, take_gradients
+from hf_ga.check.gradients import relative_error
 from hf_ga.embedding.layout import saved_pooling
 from hf_ga.embedding.losses import InfoNCE
 from hf_ga.embedding.model import EmbeddingModel
@@ -153,6 +153,12 @@ def prepare_sentence_transformers(setting: Setting) -> tuple[nn.Module, Step]:
 ARMS = {"hf_ga": prepare_hf_ga, "sentence-transformers": prepare_sentence_transformers}
 
 
+def gradient(encoder: nn.Module) -> Tensor:
+    """Return the gradient of all parameters that have one, as one vector."""
+    parameters = encoder.parameters()
+    return torch.cat([one.grad.flatten() for one in parameters if one.grad is not None])
+
+
 def without_dropout(setting: Setting, num_windows: int) -> None:
     """Compare the losses and gradients of both libraries on the first window, without dropout, then
     their times of a window; print the results.
@@ -166,7 +172,7 @@ def without_dropout(setting: Setting, num_windows: int) -> None:
     for name, prepare in ARMS.items():
         encoders[name], steps[name] = prepare(setting)
     losses = {name: step() for name, step in steps.items()}
-    error = relative_error(*(flat(take_gradients(encoder)) for encoder in encoders.values()))
+    error = relative_error(*map(gradient, encoders.values()))
     shown = ", ".join(f"{name} {loss:.7f}" for name, loss in losses.items())
     print(f"dropout 0: loss {shown}; relative difference of the gradients {error:.1e}")
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
@@ -188,7 +194,7 @@ def with_dropout(setting: Setting, micro_batch_sizes: tuple[int, int]) -> None:
         for size in micro_batch_sizes:
             encoder, step = prepare(replace(setting, micro_batch_size=size, dropout=0.1))
             step()
-            found.append(flat(take_gradients(encoder)))
+            found.append(gradient(encoder))
         error = relative_error(*found)
         first, second = micro_batch_sizes
         print(f"dropout 0.1, micro-batches of {first} and {second}: {name} {error:.1e}")
