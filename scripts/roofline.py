@@ -394,16 +394,8 @@ def _loss(
     num_targets: int,
     eager: AbstractContextManager[None],
 ) -> Tensor:
-    """Compute the model's loss with the operators that a way of training uses; only the operators
-    are counted, the value does not matter.
-
-    Args:
-        model: The model, of fake tensors.
-        shape: The sizes of the model.
-        mode: The way of training.
-        inputs: The model's arguments, without labels.
-        num_targets: Number of target tokens, whose logits are computed if `mode.is_lean`.
-        eager: Context of what is not compiled: the loss in chunks.
+    """Compute the model's loss with the operators of a way of training; the value does not matter.
+    The loss in chunks, of `num_targets` tokens, is in the context `eager`: it is not compiled.
     """
     ids = inputs["input_ids"]
     if shape.kind == "bert":
@@ -555,13 +547,7 @@ def table(works: dict[str, Work], device: Device, real_tokens: float) -> str:
 
 
 def _format_range(values: Sequence[float], factor: float, digits: str) -> str:
-    """Format two numbers as "low to high", or as one number if they look the same.
-
-    Args:
-        values: The two numbers.
-        factor: Multiplies both, such as 1e3 for seconds as milliseconds.
-        digits: Format of a number, such as ".0f".
-    """
+    """Format two numbers, times a factor, as "low to high", or as one if they look the same."""
     low, high = (f"{value * factor:{digits}}" for value in values)
     return low if low == high else f"{low} to {high}"
 

@@ -376,11 +376,6 @@ def differences(result: ArmResult, reference: ArmResult) -> dict[str, float]:
 def _draw_other_samples(window: Window, generator: np.random.Generator, num_samples: int) -> Window:
     """Return a window with micro-batches of the same sizes, but of samples that are drawn
     independently, with replacement.
-
-    Args:
-        window: The window.
-        generator: Draws the samples.
-        num_samples: Number of samples in the dataset.
     """
     sample_ids = generator.integers(num_samples, size=window.num_samples)
     request = replace(window.request, sample_ids=sample_ids)

@@ -148,14 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _examine_all(heads: list[Head], options: argparse.Namespace) -> list[Verdict]:
     """Examine heads, print one line for each, and write the report every `WRITE_EVERY` heads and at
-    the end.
-
-    Args:
-        heads: The heads to examine.
-        options: The command-line flags.
-
-    Returns:
-        The verdicts in the order of the heads.
+    the end; return the verdicts in the order of the heads.
     """
     start = time.perf_counter()
     verdicts: list[Verdict] = []

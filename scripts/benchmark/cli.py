@@ -67,13 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_section(name: str, flags: argparse.Namespace) -> Iterator[Section]:
-    """Measure one section of the benchmark, and yield a table for each model; the section "plan"
-    has one table.
-
-    Args:
-        name: A key of `SECTIONS`, or "plan".
-        flags: The command-line flags.
-    """
+    """Measure one section of the benchmark: a table for each model, but one for "plan"."""
     if name == "plan":
         seconds = {number: seconds_to_first_window(number) for number in PLANNED_SAMPLES}
         yield planning_section(seconds)

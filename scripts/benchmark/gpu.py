@@ -250,12 +250,8 @@ def attention(setting: Setting) -> Section:
 
 
 def _packed_attention(packed: Tensor, lengths: np.ndarray, dropout_p: float) -> None:
-    """Run forward and backward of hf_ga's attention kernels on packed samples, with keyed dropout.
-
-    Args:
-        packed: Queries, keys and values, shape (tokens, 3, heads, head_dim).
-        lengths: Tokens of each sample, shape (samples,).
-        dropout_p: Dropout probability.
+    """Run forward and backward of hf_ga's attention kernels with keyed dropout; `packed` has the
+    queries, keys and values, shape (tokens, 3, heads, head_dim).
     """
     # Imported lazily, because it needs Triton.
     from hf_ga.rows.attention_kernel import attention
@@ -278,11 +274,8 @@ def _packed_attention(packed: Tensor, lengths: np.ndarray, dropout_p: float) -> 
 
 
 def _padded_attention(padded: Tensor, dropout_p: float) -> None:
-    """Run forward and backward of torch's attention on padded samples, with its own dropout.
-
-    Args:
-        padded: Queries, keys and values, shape (3, samples, heads, tokens, head_dim).
-        dropout_p: Dropout probability.
+    """Run forward and backward of torch's attention with its own dropout; `padded` has the
+    queries, keys and values, shape (3, samples, heads, tokens, head_dim).
     """
     query, key, value = padded
     output = scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True)

@@ -214,13 +214,8 @@ def measure_one_by_one(
 def _run_in_process(
     setting: Setting, arm: Callable[[BenchmarkRun], None], turn: Connection
 ) -> None:
-    """Measure one way of training in this process of the benchmark, and send its measurements to
-    the main process.
-
-    Args:
-        setting: The setting of the benchmark.
-        arm: The training loop.
-        turn: Connection to the main process, which lets the arms take turns.
+    """Measure an arm in this process, and send its measurements to the main process, which lets
+    the arms take turns.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -231,13 +226,8 @@ def _run_in_process(
 
 
 def _receive(name: str, connection: Connection) -> Measurements | None:
-    """Wait for the next message from the process of an arm.
-
-    Returns:
-        The arm's measurements at its end. None: it waits for its next turn.
-
-    Raises:
-        RuntimeError: If its process has exited without a result.
+    """Wait for a message from the process of an arm: its measurements at its end; None: it waits
+    for its turn. Raises RuntimeError if the process has exited without a result.
     """
     try:
         return connection.recv()

@@ -221,10 +221,8 @@ class ElasticRun:
         )
 
     def _wait(self, is_over: Callable[[int], bool], machines: Machines) -> None:
-        """Wait until `is_over` is true of the number of windows that were computed.
-
-        Raises:
-            SystemExit: If no window was computed for `PATIENCE` seconds, or all agents have ended.
+        """Wait until `is_over` is true of the number of windows so far; exit if no window was
+        computed for `PATIENCE` seconds, or all agents have ended.
         """
         deadline = time.monotonic() + PATIENCE
         last = -1

@@ -296,16 +296,8 @@ def _examine_hf_ga(
     collate: PaddingCollator,
     truth: Tensor,
 ) -> None:
-    """Compute hf_ga's gradients of a head (a model class of transformers with a loss) in several
-    layouts (micro-batch sizes), compare them with the true gradient, and write status, error and
-    reason into the verdict, in place.
-
-    Args:
-        verdict: The verdict of the head.
-        model: The small model of the head.
-        samples: Its samples.
-        collate: The collate function.
-        truth: The true gradient, of plain PyTorch on the full batch.
+    """Compare hf_ga's gradients in several layouts (micro-batch sizes) with the true gradient, and
+    write status, error and reason into the verdict, in place.
     """
     try:
         facts = try_head(model, samples, collate)
@@ -333,15 +325,8 @@ def _examine_trainer(
     collate: PaddingCollator,
     truth: Tensor,
 ) -> None:
-    """Compute Trainer's gradient of a head (a model class of transformers with a loss), compare it
-    with the true gradient, and write the error, or Trainer's exception, into the verdict, in place.
-
-    Args:
-        verdict: The verdict of the head.
-        model: The small model of the head.
-        samples: Its samples.
-        collate: The collate function.
-        truth: The true gradient, of plain PyTorch on the full batch.
+    """Compare Trainer's gradient with the true one, and write the error, or Trainer's exception,
+    into the verdict, in place.
     """
     try:
         gradient = trainer_gradient(model, samples, collate)
@@ -353,14 +338,8 @@ def _examine_trainer(
 
 
 def _examine_dropout(verdict: Verdict, head: Head, truth: Tensor) -> None:
-    """Build the model of a head again with dropout, compute hf_ga's gradients in several layouts
-    (micro-batch sizes), and compare them with each other and with the gradient without dropout.
-    Write the result into the verdict, in place.
-
-    Args:
-        verdict: The verdict of the head.
-        head: The head.
-        truth: The true gradient without dropout.
+    """Compare hf_ga's gradients with dropout in several layouts with each other, and with the
+    gradient without dropout, `truth`; write the result into the verdict, in place.
     """
     try:
         model, samples, collate = build_head(head, DROPOUT)
@@ -414,11 +393,8 @@ def _check_text(model_class: type[PreTrainedModel]) -> None:
 
 
 def _set_special_tokens(config: transformers.PreTrainedConfig) -> int:
-    """Set the padding id, and the id that a decoder starts with, where a config has none because
-    it leaves them to the tokenizer. Changes the config and its text config, in place.
-
-    Returns:
-        The padding id.
+    """Set the padding id, and the id that a decoder starts with, where a config leaves them to the
+    tokenizer; return the padding id. Changes the config and its text config, in place.
     """
     text_config = config.get_text_config()
     default = 0

@@ -125,13 +125,8 @@ def write_report(verdicts: list[Verdict], num_heads: int, folder: Path, minutes:
 
 
 def _format_page(verdicts: list[Verdict], origin: str) -> str:
-    """Format the page heads.md of a sweep over heads (model classes of transformers with a loss):
-    summary, counts by kind of head, heads that are wrong or refused, the method, and a table of all
-    heads.
-
-    Args:
-        verdicts: The verdicts of the sweep.
-        origin: A line with the versions of the libraries and the duration of the sweep.
+    """Format heads.md: summary, counts by kind, heads that are wrong or refused, the method, and a
+    table of all heads. `origin` names versions and duration.
     """
     built = [v for v in verdicts if v.status in BUILT]
     parts = [

@@ -156,17 +156,8 @@ class PaddingCollator:
 def _make_sample(
     kind: str, input_ids: list[int], target_ids: list[int], rng: np.random.Generator, index: int
 ) -> Sample:
-    """Make a sample of a text with the labels of a kind of head.
-
-    Args:
-        kind: The kind of loss, a key of `KINDS`.
-        input_ids: The token ids of the text.
-        target_ids: The token ids of the text that a sequence-to-sequence model generates.
-        rng: Draws labels.
-        index: Index of the sample in the window.
-
-    Returns:
-        The model's arguments before padding, as lists and numbers.
+    """Make sample number `index` of a text, with the labels of a kind of head: the model's
+    arguments before padding. `target_ids` is the text that a seq2seq model generates.
     """
     sample: Sample = {"input_ids": input_ids, "attention_mask": [1] * len(input_ids)}
     if kind.startswith("causal LM"):
@@ -204,9 +195,8 @@ def _make_sample(
 
 
 def _ignore_some(labels: list[int], rng: np.random.Generator) -> list[int]:
-    """Replace a random part of the labels by -100, so that samples have very different numbers of
-    targets: about half of the labels of a short sample, and 70 % or none of those of a long one.
-    The second label always stays, so that each sample has a target.
+    """Replace about half of a short sample's labels by -100, and 70 % or none of a long one's, so
+    that numbers of targets are very different. The second label stays: each has a target.
     """
     ignored_share = 0.5
     if len(labels) > LENGTHS[0]:
@@ -232,11 +222,6 @@ def _image_sample(rng: np.random.Generator, config: PreTrainedConfig, index: int
 def _pretraining_labels(class_name: str, sample: Sample, rng: np.random.Generator) -> Sample:
     """Return the additional or different labels that some pre-training classes need; an empty dict
     for other classes.
-
-    Args:
-        class_name: Name of the model class.
-        sample: The sample.
-        rng: Draws the labels.
     """
     family = class_name.removesuffix("ForPreTraining")
     if family in ("Electra", "Funnel"):
@@ -254,12 +239,6 @@ def _architecture_inputs(
 ) -> Sample:
     """Return the additional model arguments that single architectures need; an empty dict for
     others.
-
-    Args:
-        class_name: Name of the model class.
-        sample: The sample with its labels.
-        config: The config of the small model.
-        rng: Draws the inputs.
     """
     per_token = sample["labels"] if isinstance(sample.get("labels"), list) else sample["input_ids"]
     num_tokens = len(per_token)
