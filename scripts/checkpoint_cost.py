@@ -13,43 +13,42 @@ import math
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from transformers import GPT2Config, GPT2LMHeadModel
+from common import Shape, build_model, seconds_of
 
 from hf_ga.recovery.saving import CheckpointSaver
 
+SHAPE = Shape("gpt")  # GPT-2-small: 124 million parameters
 MINUTE = 60.0  # seconds between checkpoints, of which the cost is a share
 WARM_UP_STEPS = 4
 SLOWER = 2.0  # a stretch is so many times as long as a checkpoint takes without training
 
 
-def make_step(accelerator: Accelerator, num_tokens: int) -> tuple[Callable[[], float], tuple]:
-    """Return a function that makes an update and returns its seconds, and (model, optimizer)."""
+def make_step(accelerator: Accelerator, num_tokens: int) -> tuple[Callable[[], None], tuple]:
+    """Return a function that makes an update, and (model, optimizer)."""
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config())
+    model = build_model(SHAPE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
     model, optimizer = accelerator.prepare(model, optimizer)
     tokens = torch.randint(50_000, (1, num_tokens))
 
-    def step() -> float:
+    def step() -> None:
         """Make one update."""
-        start = time.perf_counter()
         accelerator.backward(model(input_ids=tokens, labels=tokens).loss)
         optimizer.step()
         optimizer.zero_grad()
-        return time.perf_counter() - start
 
     return step, (model, optimizer)
 
 
-def stretch(step: Callable[[], float], num_steps: int) -> float:
+def stretch(step: Callable[[], None], num_steps: int) -> float:
     """Make so many updates, and return their seconds."""
-    return sum(step() for _ in range(num_steps))
+    return sum(seconds_of(step) for _ in range(num_steps))
 
 
 def num_bytes(folder: Path) -> int:
@@ -77,19 +76,20 @@ def measure(num_checkpoints: int, num_tokens: int, folder: Path) -> None:
     costs: list[float] = []
     controls: list[float] = []
     with CheckpointSaver(accelerator, folder, keep=1) as saver:
-        saver.save(model, optimizer, {}, step=0)  # whose copy takes new memory
-        saver.wait()
-        start = time.perf_counter()
-        saver.save(model, optimizer, {}, step=1)
-        saver.wait()
-        seconds = time.perf_counter() - start
-        num_steps = math.ceil(SLOWER * seconds / statistics.median(step() for _ in range(5)))
+
+        def save_and_wait(number: int) -> None:
+            """Write a checkpoint."""
+            saver.save(model, optimizer, {}, step=number)
+            saver.wait()
+
+        save_and_wait(0)  # whose copy takes new memory
+        seconds = seconds_of(partial(save_and_wait, 1))
+        seconds_of_step = statistics.median(seconds_of(step) for _ in range(5))
+        num_steps = math.ceil(SLOWER * seconds / seconds_of_step)
         print(f"written alone in        {seconds:.2f} s; {num_steps} steps a stretch", flush=True)
         for number in range(2, num_checkpoints + 2):
             before = stretch(step, num_steps)
-            start = time.perf_counter()
-            saver.save(model, optimizer, {}, step=number)
-            waits.append(time.perf_counter() - start)
+            waits.append(seconds_of(partial(saver.save, model, optimizer, {}, step=number)))
             during = stretch(step, num_steps)
             saver.wait()
             after = stretch(step, num_steps)

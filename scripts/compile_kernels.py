@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -69,13 +70,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(
         "capability  type  size  kernel                     blocks   warps  registers  shared KiB"
     )
-    for capability in options.capabilities:
-        for dtype in options.dtypes:
-            for head_dim in options.sizes:
-                for kernel, launch in attention_kernels(head_dim, DTYPES[dtype], capability):
-                    resources = compile_kernel(kernel, launch, head_dim, dtype, capability)
-                    print_row(resources, launch, head_dim, dtype, capability)
-                    check_limits(resources, capability)
+    for capability, dtype, head_dim in product(options.capabilities, options.dtypes, options.sizes):
+        for kernel, launch in attention_kernels(head_dim, DTYPES[dtype], capability):
+            resources = compile_kernel(kernel, launch, head_dim, dtype, capability)
+            blocks = f"{launch.rows}x{launch.columns}"
+            print(
+                f"{capability / 10:10}  {dtype}  {head_dim:4}  {resources.name:25}  {blocks:7}  "
+                f"{launch.num_warps:5}  {resources.registers:9}  "
+                f"{resources.shared_bytes / 1024:10.1f}",
+                flush=True,
+            )
+            check_limits(resources, capability)
 
 
 def attention_kernels(
@@ -184,28 +189,6 @@ def read_registers(cubin: bytes) -> tuple[int, int]:
     usage = re.search(r"REG:(\d+) STACK:(\d+)", report)
     assert usage, f"cuobjdump reports no registers: {report}"
     return int(usage[1]), int(usage[2])
-
-
-def print_row(
-    resources: KernelResources, launch: Launch, head_dim: int, dtype: str, capability: int
-) -> None:
-    """Print the resources of one compiled attention kernel as a line of the table.
-
-    Args:
-        resources: The resources that the kernel uses.
-        launch: Its block sizes, warps and stages.
-        head_dim: Elements of one attention head.
-        dtype: A key of `DTYPES`.
-        capability: Compute capability of the GPU times 10.
-    """
-    blocks = f"{launch.rows}x{launch.columns}"
-    shared_kib = resources.shared_bytes / 1024
-    spills = f"  {resources.spilled_bytes} bytes spilled" if resources.spilled_bytes else ""
-    print(
-        f"{capability / 10:10}  {dtype}  {head_dim:4}  {resources.name:25}  {blocks:7}  "
-        f"{launch.num_warps:5}  {resources.registers:9}  {shared_kib:10.1f}{spills}",
-        flush=True,
-    )
 
 
 def check_limits(resources: KernelResources, capability: int) -> None:

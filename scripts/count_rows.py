@@ -11,24 +11,26 @@ are not. Seconds of a CPU say nothing about a GPU, so none are printed but those
 
 import argparse
 import math
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from statistics import mean
 
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState, GradientState
-from first_updates import samples
-from steady_step import collate
+from common import Shape, build_model, collate, seconds_of, table
+from torch import nn
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
 import hf_ga
 from hf_ga.engine import speed_ups
+from hf_ga.engine.speed_ups import candidates
+from hf_ga.model.override import override
 from hf_ga.rows.packing import Packing
+from hf_ga.speed.speed_up import SpeedUp
 
 WINDOW = 64  # samples
 MICRO_BATCH = 8  # samples of the longest length
@@ -78,18 +80,17 @@ def num_operators(profiler: profile) -> tuple[int, int]:
     return number, number_in_attention
 
 
-@contextmanager
-def without_rows(is_on: bool) -> Iterator[None]:
-    """Leave packing out in the block, if it is on."""
-    original = speed_ups.candidates
-    if is_on:
-        speed_ups.candidates = lambda model: [
-            s for s in original(model) if not isinstance(s, Packing)
-        ]
-    try:
-        yield
-    finally:
-        speed_ups.candidates = original
+def samples(number: int, longest: int) -> list[dict[str, list[int]]]:
+    """Return samples of 8 to `longest` tokens, most of them short."""
+    generator = torch.Generator().manual_seed(0)
+    shares = torch.rand(number, generator=generator) ** 2
+    lengths = (8 + shares * (longest - 8)).int().tolist()
+    return [{"input_ids": torch.arange(1, 1 + length).tolist()} for length in lengths]
+
+
+def candidates_without_rows(model: nn.Module) -> list[SpeedUp]:
+    """Return the speed-ups that hf_ga may use, but for packing."""
+    return [speed_up for speed_up in candidates(model) if not isinstance(speed_up, Packing)]
 
 
 def count(flags: argparse.Namespace, *, compiled: bool, with_rows: bool) -> Counts:
@@ -100,10 +101,7 @@ def count(flags: argparse.Namespace, *, compiled: bool, with_rows: bool) -> Coun
     counters.clear()
     accelerator = Accelerator(cpu=True)
     torch.manual_seed(0)
-    config = GPT2Config(
-        vocab_size=8192, n_embd=flags.width, n_layer=flags.layers, n_head=8, n_positions=1024
-    )
-    model = GPT2LMHeadModel(config).train()
+    model = build_model(Shape("gpt", flags.layers, flags.width, heads=8, words=8192))
     if compiled:
         hf_ga.compile_layers(model, backend=flags.backend)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
@@ -118,15 +116,16 @@ def count(flags: argparse.Namespace, *, compiled: bool, with_rows: bool) -> Coun
         lengths=lengths,
     )
     counts = Counts([], [], [], 0, 0, 0.0)
-    with without_rows(not with_rows):
+    offered = candidates if with_rows else candidates_without_rows
+    with override(speed_ups, candidates=offered):
         model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows)
         for index, window in enumerate(windows):
             is_last = index == len(windows) - 1
             profiler = profile(activities=[ProfilerActivity.CPU])
-            start = time.perf_counter()
+            step = partial(hf_ga.train_step, accelerator, model, optimizer, window)
             with profiler if is_last else nullcontext():
-                hf_ga.train_step(accelerator, model, optimizer, window)
-            counts.seconds = max(counts.seconds, time.perf_counter() - start)
+                seconds = seconds_of(step)
+            counts.seconds = max(counts.seconds, seconds)
             counts.num_micro_batches.append(len(window.batches))
             num_tokens = sum(lengths[sample] for sample in window.sample_ids)
             counts.num_needed.append(math.ceil(num_tokens / (MICRO_BATCH * max(lengths))))
@@ -152,20 +151,24 @@ def main() -> None:
         "compiled, padded": {"compiled": True, "with_rows": False},
         "compiled rows": {"compiled": True, "with_rows": True},
     }
-    columns = ["micro-batches", "needed", "graphs", "after window 5", "operators", "in attention"]
-    print(f"| way | {' | '.join(columns)} | slowest, s |")
-    print(f"| --- |{' ---: |' * (len(columns) + 1)}")
+    header = ["way", "micro-batches", "needed", "graphs", "after window 5", "operators"]
+    header += ["in attention", "slowest, s"]
+    rows = []
     for name, way in ways.items():
         counts = count(flags, **way)
-        steady = counts.num_micro_batches[3:]
-        needed = counts.num_needed[3:]
-        new_graphs = counts.num_graphs[-1] - counts.num_graphs[4]
-        print(
-            f"| {name} | {sum(steady) / len(steady):.1f} | {sum(needed) / len(needed):.1f} | "
-            f"{counts.num_graphs[-1]} | {new_graphs} | {counts.num_operators:,} | "
-            f"{counts.num_in_attention:,} | {counts.seconds:.1f} |",
-            flush=True,
+        rows.append(
+            [
+                name,
+                f"{mean(counts.num_micro_batches[3:]):.1f}",
+                f"{mean(counts.num_needed[3:]):.1f}",
+                counts.num_graphs[-1],
+                counts.num_graphs[-1] - counts.num_graphs[4],
+                f"{counts.num_operators:,}",
+                f"{counts.num_in_attention:,}",
+                f"{counts.seconds:.1f}",
+            ]
         )
+    print(table(header, rows))
 
 
 if __name__ == "__main__":

@@ -88,7 +88,7 @@ PARTS = {
     ),
     "speed-ups": Part(
         "Keyed and native dropout, constants, each speed-up left out",
-        f"{BENCHMARK} dropout cost ablation",
+        f"{BENCHMARK} cost ablation",
         200,
     ),
     "small_cost": Part(

@@ -31,12 +31,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from elastic.inputs import settings, write_inputs
 from elastic.run import run_elastic_test
 from tqdm.auto import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel
 
 import hf_ga
-from hf_ga.finetuning.data.formats.corpus import train_tokenizer
 
 # Python's audit events of file operations that may change a folder -> index of the event's argument
 # that is the file descriptor of a folder, to which the path is relative; None if it has none.
@@ -48,10 +47,6 @@ DESCRIPTOR_INDEX = {
     "os.truncate": None,
     "open": None,
 }
-TEXT = (
-    "the window of samples is one step and every split gives same update while dropout stays "
-    "keyed by position"
-)
 # The server process imports the modules of `PRELOAD` once; each run is still a process of its own.
 SERVER = multiprocessing.get_context("forkserver")
 PRELOAD = [
@@ -145,7 +140,7 @@ def main() -> int:
     SERVER.set_forkserver_preload(PRELOAD)
     if flags.elastic:
         folder = flags.output_dir.resolve()
-        join_or_kill([start_process(write_inputs, folder)])
+        write_inputs(folder, is_numbered=True)
         return run_elastic_test(folder, flags.door, flags.kills, flags.same_bits, flags.seed)
     runs = Runs(flags.output_dir.resolve(), flags.processes)
     random = np.random.default_rng(flags.seed)
@@ -160,58 +155,6 @@ def main() -> int:
             num_different += 1
     print(f"{num_different} of {flags.kills} differ")
     return int(num_different > 0)
-
-
-def write_inputs(folder: Path) -> None:
-    """Write the inputs of a training run into a folder: train.jsonl and validation.jsonl with
-    random short texts, and a small GPT-2 with its tokenizer.
-    """
-    random = np.random.default_rng(0)
-    words = TEXT.split()
-    for name, count in {"train": 60, "validation": 13}.items():
-        lines = []
-        for _ in range(count):
-            chosen = random.choice(words, random.integers(1, 13))
-            lines.append(json.dumps({"text": " ".join(chosen)}) + "\n")
-        (folder / f"{name}.jsonl").write_text("".join(lines))
-    tokenizer = train_tokenizer([TEXT] * 3, 300)
-    ends = {"bos_token_id": tokenizer.eos_token_id, "eos_token_id": tokenizer.eos_token_id}
-    torch.manual_seed(0)
-    sizes = {
-        "vocab_size": len(tokenizer),
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "n_positions": 64,
-    }
-    model = GPT2LMHeadModel(GPT2Config(**sizes, **ends))
-    model.save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-
-
-def settings(folder: Path, output: Path) -> dict[str, Any]:
-    """Return the arguments of `hf_ga.FinetuneConfig` for every run of the kill test.
-
-    Args:
-        folder: The folder of the inputs (`write_inputs`).
-        output: The run's output folder.
-    """
-    return {
-        "model_name_or_path": folder / "model",
-        "dataset_name": folder / "train.jsonl",
-        "validation_file": folder / "validation.jsonl",
-        "output_dir": output,
-        "max_steps": 12,
-        "eval_steps": 3,
-        "save_steps": 2,
-        "save_total_limit": 2,
-        "warmup_steps": 2,
-        "max_length": 24,
-        "per_device_train_batch_size": 4,
-        "global_batch_size": 16,
-        "learning_rate": 1e-3,
-        "resume_from_checkpoint": "auto",
-    }
 
 
 def train(
@@ -292,7 +235,7 @@ class Runs:
         self.seconds = 0.0
         self.operations = np.zeros(num_processes)
         self.counts: list[Any] = []
-        join_or_kill([start_process(write_inputs, folder)])
+        write_inputs(folder)
 
     def start(self, output: Path, victim: int = 0, die_at: int = 0) -> list[Any]:
         """Start the processes of a training run, which resumes from the output folder's checkpoint,

@@ -20,9 +20,10 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from common import Shape, build_model, collate, table
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
-from transformers import BertConfig, BertModel, GPT2Config, GPT2LMHeadModel, logging
+from transformers import BertConfig, BertModel, logging
 
 import hf_ga
 from hf_ga.check.arms import accelerate_arm, trainer_arm
@@ -198,44 +199,18 @@ def cached_step(model: EmbeddingModel, micro_batches: list[Batch], accumulation_
 # The models and data with which the libraries are checked.
 
 
-def language_model(dropout: float) -> tuple[nn.Module, list[dict[str, Any]], Callable]:
+def language_model(dropout: float) -> tuple[nn.Module, list[dict[str, Any]]]:
     """Build a small GPT-2, and load one window of docstrings from Python's standard library.
 
     Returns:
-        The model, its tokenized samples, and the function that collates them.
+        The model and its tokenized samples.
     """
     tokenizer = corpus.load_stdlib_tokenizer()
     texts = [row["text"] for row in corpus.stdlib_splits()["train"][:NUM_SAMPLES]]
     ids = tokenizer(texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]
     samples = [{"input_ids": row} for row in ids]
-    config = GPT2Config(
-        vocab_size=len(tokenizer),
-        n_positions=MAX_LENGTH,
-        n_embd=64,
-        n_layer=2,
-        n_head=4,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    collate = partial(collate_texts, pad_token_id=tokenizer.pad_token_id)
-    return GPT2LMHeadModel(config), samples, collate
-
-
-def collate_texts(samples: list[dict[str, Any]], pad_token_id: int) -> Batch:
-    """Collate token ids into a right-padded batch for a causal language model; labels are the
-    token ids, -100 at padding.
-    """
-    rows = [torch.tensor(sample["input_ids"]) for sample in samples]
-    masks = [torch.ones_like(row) for row in rows]
-    padded = partial(nn.utils.rnn.pad_sequence, batch_first=True)
-    return {
-        "input_ids": padded(rows, padding_value=pad_token_id),
-        "attention_mask": padded(masks),
-        "labels": padded(rows, padding_value=-100),
-    }
+    shape = Shape("gpt", layers=2, width=64, heads=4, words=len(tokenizer))
+    return build_model(shape, dropout, MAX_LENGTH), samples
 
 
 def embedding_model() -> tuple[nn.Module, list[dict[str, Any]], Callable]:
@@ -306,14 +281,14 @@ def check_all() -> list[tuple[str, hf_ga.EquivalenceReport]]:
     torch.manual_seed(0)
     reports = []
     for dropout in (0.0, DROPOUT):
-        model, samples, collate = language_model(dropout)
+        model, samples = language_model(dropout)
         steps = installed_steps(LANGUAGE_MODEL_PEERS)
         report = hf_ga.check_equivalence(model, samples, collate, steps=steps)
         reports.append((f"A language model (GPT-2), dropout {dropout:g}", report))
-    model, samples, collate = embedding_model()
+    model, pairs, collate_texts = embedding_model()
     loss = InfoNCE(TEMPERATURE)
     steps = installed_steps(EMBEDDING_PEERS)
-    report = hf_ga.check_equivalence(model, samples, collate, steps=steps, whole_batch=loss)
+    report = hf_ga.check_equivalence(model, pairs, collate_texts, steps=steps, whole_batch=loss)
     return [*reports, (f"Embeddings (BERT, InfoNCE over the window), dropout {DROPOUT:g}", report)]
 
 
@@ -352,16 +327,13 @@ def format_table(report: hf_ga.EquivalenceReport) -> str:
     each layout, and in how many layouts it passed.
     """
     layouts = [row.layout for row in report.arm("hf_ga").rows]
-    lines = [
-        "| | " + " | ".join(layouts) + " | passed |",
-        "|---|" + "---:|" * len(layouts) + "---:|",
-    ]
+    table_rows = []
     for arm in report.arms:
         rows = report.arm(arm).rows
         cells = ["refused" if row.refused else f"{row.error:.0e}" for row in rows]
-        passed = sum(row.passed for row in rows)
-        lines.append(f"| {arm} | " + " | ".join(cells) + f" | {passed} of {len(rows)} |")
-    return "\n".join(lines)
+        num_passed = sum(row.passed for row in rows)
+        table_rows.append([arm, *cells, f"{num_passed} of {len(rows)}"])
+    return table(["", *layouts, "passed"], table_rows)
 
 
 def format_causes(report: hf_ga.EquivalenceReport, shown: set[tuple[str, str]]) -> str:

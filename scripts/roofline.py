@@ -16,23 +16,18 @@ Compiled rows are counted under an assumption, see `KERNELS_OF_THEIR_OWN`.
 import argparse
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from benchmark.setting import MODELS, SAMPLES
+from common import MODELS, SAMPLES, Shape, build_model
+from common import table as format_table
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    GPT2Config,
-    GPT2LMHeadModel,
-)
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from hf_ga.model.override import override
@@ -40,7 +35,6 @@ from hf_ga.order.length_plan import GPU_OVERHEAD, ByLength
 from hf_ga.rows.compiled_rows import row_length
 from hf_ga.speed.chunked_loss import CHUNK_BYTES, OutputProjection, chunked_cross_entropy
 
-MAX_POSITIONS = 1024
 # Seconds that the host needs to launch one kernel: an assumption, no vendor states it.
 LAUNCH_SECONDS = (2e-6, 5e-6)
 # AdamW reads weight, gradient and two moments, and writes all but the gradient; clipping reads the
@@ -89,27 +83,10 @@ DEVICES = {
 }
 
 
-@dataclass(frozen=True)
-class Shape:
-    """The sizes of a transformer for which the roofline model predicts times.
-
-    Attributes:
-        kind: "gpt" (GPT-2, a causal language model) or "bert" (BERT, a sequence classifier).
-        layers: Number of layers.
-        width: Hidden size.
-        heads: Number of attention heads.
-        words: Vocabulary size.
-    """
-
-    kind: str
-    layers: int = 12
-    width: int = 768
-    heads: int = 12
-    words: int = 50257
-
-
 SHAPES = {"gpt": Shape("gpt"), "bert": Shape("bert", words=30522)}
 MODEL_NAMES = {"gpt": "GPT-2-small", "bert": "BERT-base"}
+POSITIONS = {"gpt": 1024, "bert": 512}
+ATTENTION_DROPOUT = {"gpt": "attn_pdrop", "bert": "attention_probs_dropout_prob"}
 
 
 @dataclass(frozen=True)
@@ -156,14 +133,6 @@ class Work:
     kernels: float = 0.0
     tokens: float = 0.0
     micro_batches: float = 0.0
-
-    def __add__(self, other: "Work") -> "Work":
-        """Return the total work of two: each count is added."""
-        return Work(*(getattr(self, name) + getattr(other, name) for name in vars(self)))
-
-    def __truediv__(self, number: float) -> "Work":
-        """Return the average work: each count is divided by `number`."""
-        return Work(*(value / number for value in vars(self).values()))
 
 
 def random_batches(lengths: np.ndarray, window: int, micro_batch: int) -> list[np.ndarray]:
@@ -241,18 +210,17 @@ def planned_batches(
 
 TRAINER = Mode("Trainer", random_batches)
 HF_GA = Mode("hf_ga, packed", planned_batches, is_packed=True, is_lean=True)
-PADDED_HF_GA = replace(
-    HF_GA,
-    name="hf_ga, padded, scores stored",
-    batches=partial(planned_batches, is_packed=False),
-    is_packed=False,
-)
 MODES = (
     TRAINER,
     replace(TRAINER, name="Trainer, scores stored", keeps_scores=True),
     Mode("Trainer, group_by_length", grouped_batches),
     Mode("Trainer, batch_rebalance", rebalanced_batches),
-    replace(PADDED_HF_GA, keeps_scores=True),
+    Mode(
+        "hf_ga, padded, scores stored",
+        partial(planned_batches, is_packed=False),
+        keeps_scores=True,
+        is_lean=True,
+    ),
     HF_GA,
     replace(HF_GA, name="hf_ga, compiled rows", has_rows=True),
 )
@@ -363,34 +331,17 @@ def build(shape: Shape, mode: Mode) -> nn.Module:
         shape: The sizes of the model.
         mode: The way of training, which chooses the attention and the activation.
     """
-    attention_dropout = 0.1 if mode.keeps_scores else 0.0
-    attention = "eager" if mode.keeps_scores else "sdpa"
+    arguments: dict[str, Any] = {}
+    if not mode.keeps_scores:
+        arguments[ATTENTION_DROPOUT[shape.kind]] = 0.0
     if shape.kind == "gpt":
-        config = GPT2Config(
-            vocab_size=shape.words,
-            n_layer=shape.layers,
-            n_embd=shape.width,
-            n_head=shape.heads,
-            n_positions=MAX_POSITIONS,
-            attn_pdrop=attention_dropout,
-            activation_function="gelu_pytorch_tanh" if mode.is_lean else "gelu_new",
-            use_cache=False,
-            attn_implementation=attention,
-        )
-        model = GPT2LMHeadModel(config)
-        # transformers finds the loss by the class name, but not for GPT-2, and would warn.
-        model.loss_type = "ForCausalLM"
-        return model.train()
-    config = BertConfig(
-        vocab_size=shape.words,
-        num_hidden_layers=shape.layers,
-        hidden_size=shape.width,
-        num_attention_heads=shape.heads,
-        intermediate_size=4 * shape.width,
-        attention_probs_dropout_prob=attention_dropout,
-        attn_implementation=attention,
+        arguments["use_cache"] = False
+        if mode.is_lean:
+            arguments["activation_function"] = "gelu_pytorch_tanh"
+    attention = "eager" if mode.keeps_scores else "sdpa"
+    return build_model(
+        shape, positions=POSITIONS[shape.kind], attn_implementation=attention, **arguments
     )
-    return BertForSequenceClassification(config).train()
 
 
 def count(
@@ -443,16 +394,8 @@ def _loss(
     num_targets: int,
     eager: AbstractContextManager[None],
 ) -> Tensor:
-    """Compute the model's loss with the operators that a way of training uses; only the operators
-    are counted, the value does not matter.
-
-    Args:
-        model: The model, of fake tensors.
-        shape: The sizes of the model.
-        mode: The way of training.
-        inputs: The model's arguments, without labels.
-        num_targets: Number of target tokens, whose logits are computed if `mode.is_lean`.
-        eager: Context of what is not compiled: the loss in chunks.
+    """Compute the model's loss with the operators of a way of training; the value does not matter.
+    The loss in chunks, of `num_targets` tokens, is in the context `eager`: it is not compiled.
     """
     ids = inputs["input_ids"]
     if shape.kind == "bert":
@@ -526,7 +469,7 @@ def work_of_window(
         window: Samples of an optimizer step.
         micro_batch: Samples of a micro-batch.
     """
-    total = Work()
+    works = []
     batches = mode.batches(lengths, window, micro_batch)
     with FakeTensorMode():
         model = build(shape, mode)
@@ -539,37 +482,18 @@ def work_of_window(
             if mode.has_rows:
                 tail = row_length(num_real, micro_batch * int(lengths.max())) - num_real
             counter = count(model, shape, mode, batch_lengths, tail)
-            total += Work(
-                flops=flops(shape, mode, batch_lengths, tail),
-                num_bytes=counter.num_bytes,
-                kernels=counter.kernels,
-                tokens=num_real + tail if mode.is_packed else num_padded,
-                micro_batches=1,
+            works.append(
+                Work(
+                    flops=flops(shape, mode, batch_lengths, tail),
+                    num_bytes=counter.num_bytes,
+                    kernels=counter.kernels,
+                    tokens=num_real + tail if mode.is_packed else num_padded,
+                    micro_batches=1,
+                )
             )
     num_windows = len(lengths) / window
-    return total / num_windows + Work(num_bytes=OPTIMIZER_BYTES * num_weights)
-
-
-def bounds(work: Work, device: Device, launch_seconds: float) -> tuple[float, float, float]:
-    """Compute the three lower bounds of the roofline model for the time of some work.
-
-    Args:
-        work: The counted work.
-        device: The GPU.
-        launch_seconds: Seconds that the host needs to launch one kernel.
-
-    Returns:
-        The seconds of floating point operations, of memory traffic and of kernel launches. The
-        largest is the predicted time.
-
-    >>> bounds(Work(flops=2e12, num_bytes=3e9, kernels=1000), Device("any", 1e12, 1e9), 5e-6)
-    (2.0, 3.0, 0.005)
-    """
-    return (
-        work.flops / device.flops,
-        work.num_bytes / device.bandwidth,
-        work.kernels * launch_seconds,
-    )
+    works.append(Work(num_bytes=OPTIMIZER_BYTES * num_weights * num_windows))
+    return Work(*np.sum([astuple(work) for work in works], axis=0) / num_windows)
 
 
 def table(works: dict[str, Work], device: Device, real_tokens: float) -> str:
@@ -595,41 +519,35 @@ def table(works: dict[str, Work], device: Device, real_tokens: float) -> str:
         "prediction, ms",
         "times Trainer",
     )
-    lines = [f"| {' | '.join(header)} |", f"| --- |{' ---: |' * (len(header) - 1)}"]
-    baseline = next(iter(works.values()))
-    baseline_times = [max(bounds(baseline, device, seconds)) for seconds in LAUNCH_SECONDS]
+    rows = []
+    times_of_trainer: list[float] = []
     for name, work in works.items():
-        computing, memory, _ = bounds(work, device, 0.0)
+        computing = work.flops / device.flops
+        memory = work.num_bytes / device.bandwidth
         launches = [work.kernels * seconds for seconds in LAUNCH_SECONDS]
-        times = [max(bounds(work, device, seconds)) for seconds in LAUNCH_SECONDS]
-        speed_ups = [
-            baseline_time / time for baseline_time, time in zip(baseline_times, times, strict=True)
-        ]
-        cells = (
-            name,
-            f"{work.tokens / real_tokens:.2f}",
-            f"{work.micro_batches:.1f}",
-            f"{work.flops / 1e12:.1f}",
-            f"{work.num_bytes / 1e9:.0f}",
-            f"{work.kernels:,.0f}",
-            f"{computing * 1e3:.0f}",
-            f"{memory * 1e3:.0f}",
-            _format_range(launches, 1e3, ".0f"),
-            _format_range(times, 1e3, ".0f"),
-            _format_range(speed_ups, 1, ".2f"),
+        times = [max(computing, memory, launch) for launch in launches]
+        times_of_trainer = times_of_trainer or times
+        speed_ups = [base / time for base, time in zip(times_of_trainer, times, strict=True)]
+        rows.append(
+            [
+                name,
+                f"{work.tokens / real_tokens:.2f}",
+                f"{work.micro_batches:.1f}",
+                f"{work.flops / 1e12:.1f}",
+                f"{work.num_bytes / 1e9:.0f}",
+                f"{work.kernels:,.0f}",
+                f"{computing * 1e3:.0f}",
+                f"{memory * 1e3:.0f}",
+                _format_range(launches, 1e3, ".0f"),
+                _format_range(times, 1e3, ".0f"),
+                _format_range(speed_ups, 1, ".2f"),
+            ]
         )
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join(lines)
+    return format_table(header, rows)
 
 
 def _format_range(values: Sequence[float], factor: float, digits: str) -> str:
-    """Format two numbers as "low to high", or as one number if they look the same.
-
-    Args:
-        values: The two numbers.
-        factor: Multiplies both, such as 1e3 for seconds as milliseconds.
-        digits: Format of a number, such as ".0f".
-    """
+    """Format two numbers, times a factor, as "low to high", or as one if they look the same."""
     low, high = (f"{value * factor:{digits}}" for value in values)
     return low if low == high else f"{low} to {high}"
 
@@ -654,7 +572,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     add("--layers", type=int, default=12, help="layers of the models (default: 12)")
     flags = parser.parse_args(arguments)
     for kind in flags.models:
-        samples = SAMPLES[flags.lengths](kind, flags.max_length, flags.num_samples)["samples"]
+        samples = SAMPLES[flags.lengths](kind, flags.max_length, flags.num_samples)
         lengths = np.array([len(sample["input_ids"]) for sample in samples])
         shape = replace(SHAPES[kind], layers=flags.layers)
         works = {

@@ -22,12 +22,14 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate import Accelerator, PartialState
+from common import Shape, build_model, table
 from matplotlib.figure import Figure
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 from tqdm.auto import tqdm
-from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.utils import logging
 
+from hf_ga.check.gradients import relative_error
 from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import ConfigError
@@ -88,6 +90,11 @@ class Arm:
     keyed: bool = True
     same_window: bool = True
     token_weighted_validation: bool = True
+
+    @property
+    def is_mistake(self) -> bool:
+        """Whether the run has a mistake; otherwise it must match the full batch."""
+        return self.weights is not None or not self.token_weighted_validation
 
 
 @dataclass
@@ -223,18 +230,8 @@ class Experiment:
         self.steps = steps
         self.same_bits = same_bits
         torch.manual_seed(SEED)
-        tokenizer = self.data.tokenizer
-        self.model = GPT2LMHeadModel(
-            GPT2Config(
-                vocab_size=len(tokenizer),
-                n_positions=max_length,
-                n_embd=64,
-                n_layer=2,
-                n_head=4,
-                bos_token_id=tokenizer.bos_token_id,
-                eos_token_id=tokenizer.eos_token_id,
-            )
-        )
+        shape = Shape("gpt", layers=2, width=64, heads=4, words=len(self.data.tokenizer))
+        self.model = build_model(shape, positions=max_length)
 
     def run(self, arm: Arm, on_step: Callable[[], Any] = lambda: None) -> ArmResult:
         """Train a copy of the initial model with the settings of one run, and evaluate it.
@@ -262,12 +259,11 @@ class Experiment:
                 losses.append(mistaken_step(model, optimizer, window, arm))
             on_step()
         steps_per_second = self.steps / (time.perf_counter() - start)
-        weights = [p.detach().double().flatten().cpu() for p in model.parameters()]
         return ArmResult(
             arm=arm,
             train_losses=losses,
             validation_loss=self._validate(arm, accelerator, model),
-            final_weights=torch.cat(weights),
+            final_weights=parameters_to_vector(model.parameters()).detach().double().cpu(),
             steps_per_second=steps_per_second,
         )
 
@@ -356,6 +352,12 @@ def mistaken_step(
     return logged_loss
 
 
+def step_errors(result: ArmResult, reference: ArmResult) -> np.ndarray:
+    """Compute the relative difference of the training loss of each step, shape (steps,)."""
+    expected = np.array(reference.train_losses)
+    return np.abs(np.array(result.train_losses) - expected) / expected
+
+
 def differences(result: ArmResult, reference: ArmResult) -> dict[str, float]:
     """Compute the relative differences of a training run from the reference run.
 
@@ -363,26 +365,17 @@ def differences(result: ArmResult, reference: ArmResult) -> dict[str, float]:
         "train loss": the largest relative difference over all steps; "validation loss"; "final
         weights": the L2 norm of the difference over that of the reference's weights.
     """
-    losses = np.array(result.train_losses)
-    reference_losses = np.array(reference.train_losses)
-    step_errors = np.abs(losses - reference_losses) / reference_losses
     validation_error = abs(result.validation_loss - reference.validation_loss)
-    weight_error = (result.final_weights - reference.final_weights).norm()
     return {
-        "train loss": float(np.max(step_errors)),
+        "train loss": float(np.max(step_errors(result, reference))),
         "validation loss": validation_error / reference.validation_loss,
-        "final weights": float(weight_error / reference.final_weights.norm()),
+        "final weights": relative_error(result.final_weights, reference.final_weights),
     }
 
 
 def _draw_other_samples(window: Window, generator: np.random.Generator, num_samples: int) -> Window:
     """Return a window with micro-batches of the same sizes, but of samples that are drawn
     independently, with replacement.
-
-    Args:
-        window: The window.
-        generator: Draws the samples.
-        num_samples: Number of samples in the dataset.
     """
     sample_ids = generator.integers(num_samples, size=window.num_samples)
     request = replace(window.request, sample_ids=sample_ids)
@@ -416,24 +409,20 @@ def main() -> int:
     flags = parser.parse_args()
     logging.set_verbosity_error()
     experiment = Experiment(flags.steps, same_bits=flags.same_bits)
-    groups = {"layouts": LAYOUTS, "dropout 0": WITHOUT_DROPOUT, "mistakes": MISTAKES}
+    arms = [*LAYOUTS, *WITHOUT_DROPOUT, *MISTAKES]
     limits = LIMITS
     if flags.same_bits:
         sizes = [size for size in (64, 32, 16, 8, 4, 2, 1) if size >= flags.same_bits]
-        groups = {"layouts": [Arm(f"{size} x {64 // size}", size) for size in sizes]}
+        arms = [Arm(f"{size} x {64 // size}", size) for size in sizes]
         limits = dict.fromkeys(LIMITS, 0.0)
-    num_arms = sum(map(len, groups.values()))
-    with tqdm(total=flags.steps * num_arms, unit="step", dynamic_ncols=True) as bar:
-        results = {
-            group: [experiment.run(arm, bar.update) for arm in arms]
-            for group, arms in groups.items()
-        }
+    with tqdm(total=flags.steps * len(arms), unit="step", dynamic_ncols=True) as bar:
+        results = [experiment.run(arm, bar.update) for arm in arms]
     flags.output_dir.mkdir(parents=True, exist_ok=True)
-    table = make_table(results)
+    results_table = make_table(results)
     failures = broken_limits(results, limits)
-    (flags.output_dir / "experiment.md").write_text(table + "\n")
+    (flags.output_dir / "experiment.md").write_text(results_table + "\n")
     plot(results, flags.output_dir / "experiment.png")
-    print(table)
+    print(results_table)
     if failures:
         print("\n".join(failures))
         return 1
@@ -445,95 +434,83 @@ def main() -> int:
     return 0
 
 
-def reference_of(results: dict[str, list[ArmResult]], group: str) -> ArmResult:
-    """Return the run with which the runs of a group are compared: micro-batches of 64, which is the
-    full batch, with the same dropout.
-
-    Args:
-        results: Name of the group -> results of its runs.
-        group: "layouts", "dropout 0" or "mistakes".
+def reference_of(results: list[ArmResult], result: ArmResult) -> ArmResult:
+    """Return the run with which a run is compared: the first one with the same dropout, whose
+    micro-batches of 64 samples are the full batch.
     """
-    reference_group = "dropout 0" if group == "dropout 0" else "layouts"
-    return results[reference_group][0]
+    return next(other for other in results if other.arm.dropout == result.arm.dropout)
 
 
-def make_table(results: dict[str, list[ArmResult]]) -> str:
+def make_table(results: list[ArmResult]) -> str:
     """Format the results as a Markdown table with one row per run: losses, relative differences
     from the reference run (`reference_of`), and speed.
-
-    Args:
-        results: Name of the group -> results of its runs.
     """
-    rows = [COLUMNS, ["---"] + ["---:"] * (len(COLUMNS) - 1)]
-    for group, group_results in results.items():
-        prefix = "**mistake:** " if group == "mistakes" else ""
-        for result in group_results:
-            errors = differences(result, reference_of(results, group)).values()
-            rows.append(
-                [
-                    prefix + result.arm.name,
-                    f"{result.train_losses[-1]:.12f}",
-                    f"{result.validation_loss:.12f}",
-                    *("0" if error == 0 else f"{error:.1e}" for error in errors),
-                    f"{result.steps_per_second:.1f}",
-                ]
-            )
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+    rows = []
+    for result in results:
+        prefix = "**mistake:** " if result.arm.is_mistake else ""
+        errors = differences(result, reference_of(results, result)).values()
+        rows.append(
+            [
+                prefix + result.arm.name,
+                f"{result.train_losses[-1]:.12f}",
+                f"{result.validation_loss:.12f}",
+                *("0" if error == 0 else f"{error:.1e}" for error in errors),
+                f"{result.steps_per_second:.1f}",
+            ]
+        )
+    return table(COLUMNS, rows)
 
 
-def broken_limits(
-    results: dict[str, list[ArmResult]], limits: dict[str, float] = LIMITS
-) -> list[str]:
+def broken_limits(results: list[ArmResult], limits: dict[str, float] = LIMITS) -> list[str]:
     """Compare all layouts, with and without dropout, with their reference runs, and return one line
     for each difference that exceeds its limit; mistakes are not compared.
 
     Args:
-        results: Name of the group -> results of its runs.
+        results: The results of the runs.
         limits: Name of the difference -> its largest accepted value.
     """
     lines = []
-    for group in ("layouts", "dropout 0"):
-        for result in results.get(group, []):
-            reference = reference_of(results, group)
-            errors = differences(result, reference)
-            if group == "dropout 0":
-                validation_error = abs(result.validation_loss - reference.validation_loss)
-                errors["validation loss, dropout 0"] = validation_error
-            lines += [
-                f"{result.arm.name}: {name} differs by {value:.1e}, limit {limits[name]:.0e}"
-                for name, value in errors.items()
-                if not value <= limits[name]
-            ]
+    for result in results:
+        if result.arm.is_mistake:
+            continue
+        reference = reference_of(results, result)
+        errors = differences(result, reference)
+        if not result.arm.dropout:
+            validation_error = abs(result.validation_loss - reference.validation_loss)
+            errors["validation loss, dropout 0"] = validation_error
+        lines += [
+            f"{result.arm.name}: {name} differs by {value:.1e}, limit {limits[name]:.0e}"
+            for name, value in errors.items()
+            if not value <= limits[name]
+        ]
     return lines
 
 
-def plot(results: dict[str, list[ArmResult]], path: Path) -> None:
+def plot(results: list[ArmResult], path: Path) -> None:
     """Plot, for each run, the relative difference of the training loss from the reference run over
     the optimizer steps, on a logarithmic axis, and save the plot.
 
     Args:
-        results: Name of the group -> results of its runs; layouts and mistakes are plotted.
+        results: The results of the runs.
         path: The PNG file to write.
     """
     figure = Figure(figsize=(9, 5), layout="constrained")
     axes = figure.subplots()
-    for group, style in (("layouts", "-"), ("mistakes", "--")):
-        reference = reference_of(results, group)
-        for result in results.get(group, []):
-            # A run whose mistake is in the validation only trains like a layout.
-            trains_like_a_layout = not result.arm.token_weighted_validation
-            if result is reference or trains_like_a_layout:
-                continue
-            pairs = zip(result.train_losses, reference.train_losses, strict=True)
-            # A logarithmic axis cannot show 0.
-            errors = [max(abs(loss - expected) / expected, 1e-9) for loss, expected in pairs]
-            axes.semilogy(
-                range(1, len(errors) + 1),
-                errors,
-                style,
-                linewidth=1.2,
-                label=f"{group.removesuffix('s')}: {result.arm.name}",
-            )
+    for result in results:
+        reference = reference_of(results, result)
+        # A run whose mistake is in the validation only trains like a layout.
+        trains_like_a_layout = not result.arm.token_weighted_validation
+        if result is reference or trains_like_a_layout:
+            continue
+        errors = step_errors(result, reference)
+        kind = "mistake" if result.arm.is_mistake else "layout"
+        axes.semilogy(
+            range(1, len(errors) + 1),
+            np.maximum(errors, 1e-9),  # a logarithmic axis cannot show 0
+            "--" if result.arm.is_mistake else "-",
+            linewidth=1.2,
+            label=f"{kind}: {result.arm.name}",
+        )
     axes.axhline(LIMITS["train loss"], color="black", linewidth=0.8, linestyle=":")
     axes.set(
         xlabel="optimizer step",

@@ -11,24 +11,13 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from transformers import GPT2Config, GPT2LMHeadModel
+from common import Shape, build_model, collate
 
 import hf_ga
 from hf_ga.engine.look.rehearsal import NUM_FIRST_WINDOWS
 
 PACKAGE = str(Path(hf_ga.__file__).parent)
 NUM_WARM_UP = NUM_FIRST_WINDOWS + 2  # rehearsals, then trials of speed-ups
-
-
-def collate(samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    """Collate token ids into a right-padded batch for a causal language model; labels are the
-    token ids, -100 at padding.
-    """
-    ids = [torch.tensor(sample["input_ids"]) for sample in samples]
-    padded = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True)
-    mask = (padded > 0).long()
-    labels = padded.masked_fill(mask == 0, -100)
-    return {"input_ids": padded, "attention_mask": mask, "labels": labels}
 
 
 class Profile:
@@ -98,8 +87,7 @@ def main() -> None:
     """
     accelerator = Accelerator(cpu=True)
     samples = [{"input_ids": list(range(1, 5 + i % 20))} for i in range(32 * (NUM_WARM_UP + 1))]
-    config = GPT2Config(vocab_size=99, n_embd=32, n_layer=2, n_head=2)
-    model = GPT2LMHeadModel(config).train()
+    model = build_model(Shape("gpt", layers=2, width=32, heads=2, words=99))
     optimizer = torch.optim.AdamW(model.parameters())
     windows = hf_ga.WindowLoader(
         samples, collate, accelerator=accelerator, per_device_batch_size=8, global_batch_size=32

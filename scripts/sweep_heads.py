@@ -35,11 +35,26 @@ TIME_LIMIT = 60.0  # seconds per head
 WRITE_EVERY = 50  # heads
 
 
+def send_verdict(sender: Connection, head: Head) -> None:
+    """Examine a head (a model class of transformers with a loss) in this process, without warnings
+    and on one thread, and send the verdict to the parent process.
+    """
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    torch.set_num_threads(1)
+    # transformers imports lazily: import the model's module before `gc.freeze`.
+    getattr(transformers, head.class_name, None)
+    gc.collect()
+    # Exclude imported modules from the garbage collection after every run of Trainer.
+    gc.freeze()
+    sender.send(examine(head))
+
+
 def sweep(
     heads: list[Head],
     jobs: int = 1,
     time_limit: float = TIME_LIMIT,
-    send: Callable[[Connection, Head], None] | None = None,
+    send: Callable[[Connection, Head], None] = send_verdict,
 ) -> Iterator[Verdict]:
     """Examine heads (model classes of transformers with a loss), each in a separate process, so
     that a crash or hang only affects one head; yield their verdicts in order.
@@ -49,9 +64,8 @@ def sweep(
         jobs: Number of processes at the same time.
         time_limit: Seconds per head.
         send: Function that a process runs: it sends the head's verdict through the connection.
-            None: `send_verdict`.
     """
-    examine_one = partial(examine_in_process, time_limit=time_limit, send=send or send_verdict)
+    examine_one = partial(examine_in_process, time_limit=time_limit, send=send)
     with ThreadPoolExecutor(jobs) as pool:
         yield from pool.map(examine_one, heads)
 
@@ -88,21 +102,6 @@ def examine_in_process(
     process.join()
     verdict.seconds = time.perf_counter() - start
     return verdict
-
-
-def send_verdict(sender: Connection, head: Head) -> None:
-    """Examine a head (a model class of transformers with a loss) in this process, without warnings
-    and on one thread, and send the verdict to the parent process.
-    """
-    warnings.filterwarnings("ignore")
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
-    torch.set_num_threads(1)
-    # transformers imports lazily: import the model's module before `gc.freeze`.
-    getattr(transformers, head.class_name, None)
-    gc.collect()
-    # Exclude imported modules from the garbage collection after every run of Trainer.
-    gc.freeze()
-    sender.send(examine(head))
 
 
 def evenly_spread(heads: list[Head], count: int) -> list[Head]:
@@ -149,14 +148,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _examine_all(heads: list[Head], options: argparse.Namespace) -> list[Verdict]:
     """Examine heads, print one line for each, and write the report every `WRITE_EVERY` heads and at
-    the end.
-
-    Args:
-        heads: The heads to examine.
-        options: The command-line flags.
-
-    Returns:
-        The verdicts in the order of the heads.
+    the end; return the verdicts in the order of the heads.
     """
     start = time.perf_counter()
     verdicts: list[Verdict] = []

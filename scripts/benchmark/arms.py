@@ -7,12 +7,13 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
-from accelerate import Accelerator
+from common import collate
 from torch.utils.data import DataLoader
 
 import hf_ga
 from benchmark.measuring import BenchmarkRun
-from benchmark.trainers import train_with_trainer
+from benchmark.setting import SEED, make_accelerator
+from benchmark.trainers import full_rows, train_with_trainer
 from hf_ga.engine.look.trial import try_loss
 from hf_ga.engine.speed_ups import candidates
 from hf_ga.order.plan import Plan, plan_window
@@ -29,10 +30,13 @@ GROUPED = "Trainer, group_by_length"
 REBALANCED = "Trainer, batch_rebalance"
 WITHOUT_CUDNN = ", cuDNN attention off"  # behind the name of an arm of Trainer
 COMPILED = "hf_ga, compiled layers"
+FULL_ROWS = "limit: full rows"
+COMPILED_FULL_ROWS = "limit: full rows, compiled"
 PLAN = "plan by length"
 CHUNKED = "chunked loss"
 NATIVE = "native dropout in place of keyed"
 ANY_ORDER = "any order of sums, in place of one (same_bits)"
+Arm = Callable[[BenchmarkRun], None]
 SPEED_UPS = (PLAN, CHUNKED, "lean forward", "packing", "fused attention")
 
 
@@ -47,9 +51,7 @@ def train_like_finetune(run: BenchmarkRun, disabled: str = "") -> None:
             (`same_bits`) instead of any order. "": nothing is disabled.
     """
     setting = run.setting
-    loader_arguments: dict[str, Any] = {
-        "lengths": [len(sample["input_ids"]) for sample in setting.samples]
-    }
+    loader_arguments: dict[str, Any] = {"lengths": setting.lengths}
     if disabled == PLAN:
         planner = partial(_plan_by_number, micro_batch_size=setting.micro_batch_size)
         loader_arguments = {"planner": planner}
@@ -59,7 +61,7 @@ def train_like_finetune(run: BenchmarkRun, disabled: str = "") -> None:
     loop = loop_of(run.model, LocalBackend(next(run.model.parameters()).device), given)
     speed_ups = [speed_up for speed_up in candidates(run.model) if speed_up.name != disabled]
     loop.engine.speed_ups.candidates = lambda model: speed_ups
-    try_loss(loop, setting.samples[:64], setting.collate)
+    try_loss(loop, setting.samples[:64], collate)
     native = loop.engine.draws.suspended() if disabled == NATIVE else nullcontext()
     with native:
         own_loop(run, loader_arguments, given)
@@ -85,14 +87,14 @@ def own_loop(
         given: Its loss settings. None: those of `hf_ga.prepare`.
     """
     setting = run.setting
-    accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
+    accelerator = make_accelerator(setting)
     windows = hf_ga.WindowLoader(
         setting.samples,
         run.collate,
         accelerator=accelerator,
         per_device_batch_size=setting.micro_batch_size,
         global_batch_size=setting.window_size,
-        seed=setting.seed,
+        seed=SEED,
         **(loader_arguments or {}),
     )
     model, optimizer = accelerator.prepare(run.model, run.optimizer())
@@ -119,7 +121,7 @@ def accelerate_loop(run: BenchmarkRun) -> None:
     accelerator = hf_ga.Accelerator(
         cpu=setting.device == "cpu",
         mixed_precision=setting.mixed_precision,
-        gradient_accumulation_steps=setting.window_size // setting.micro_batch_size,
+        gradient_accumulation_steps=setting.accumulation_steps,
     )
     loader = DataLoader(
         setting.samples, setting.micro_batch_size, shuffle=True, collate_fn=run.collate
@@ -137,25 +139,46 @@ def accelerate_loop(run: BenchmarkRun) -> None:
                 run.step_done()
 
 
-def without_cudnn(run: BenchmarkRun, loop: Callable[[BenchmarkRun], None]) -> None:
+def without_cudnn(run: BenchmarkRun, loop: Arm) -> None:
     """Train with a loop that torch's choice of cuDNN's attention does not slow down."""
     with without_cudnn_attention():
         loop(run)
 
 
-def speed_arms(device: str) -> dict[str, Callable[[BenchmarkRun], None]]:
-    """Return the arms that are compared: on a GPU Trainer as shipped and, in each of its modes,
-    without cuDNN's attention; a CPU has none.
+def with_cudnn_off(names: Sequence[str], device: str) -> dict[str, Arm]:
+    """Return arms of Trainer by name and, on a GPU, also without cuDNN's attention; a CPU has none.
+
+    Args:
+        names: Keys of `SPEED`.
+        device: "cpu" or "cuda".
     """
-    if device == "cpu":
-        return SPEED
-    modes = (TRAINER, GROUPED, REBALANCED)
-    others = {name + WITHOUT_CUDNN: partial(without_cudnn, loop=SPEED[name]) for name in modes}
-    return SPEED | others
+    arms = {name: SPEED[name] for name in names}
+    if device == "cuda":
+        for name in names:
+            arms[name + WITHOUT_CUDNN] = partial(without_cudnn, loop=SPEED[name])
+    return arms
+
+
+def speed_arms(device: str) -> dict[str, Arm]:
+    """Return the arms whose speed is compared: hf_ga, and all modes of Trainer."""
+    return SPEED | with_cudnn_off((TRAINER, GROUPED, REBALANCED), device)
+
+
+def peer_arms(device: str) -> dict[str, Arm]:
+    """Return the arms that the GPU report has time for, each of which loads the GPU libraries. A
+    CPU leaves out those that compile, for minutes.
+    """
+    arms = with_cudnn_off((TRAINER, REBALANCED), device)
+    arms |= {name: SPEED[name] for name in (ACCELERATE_LOOP, DEFAULT)}
+    arms[FULL_ROWS] = full_rows
+    if device == "cuda":
+        arms[COMPILED] = compiled_loop
+        arms[COMPILED_FULL_ROWS] = partial(full_rows, backend="inductor")
+    return arms
 
 
 # Name of the arm -> training loop.
-SPEED: dict[str, Callable[[BenchmarkRun], None]] = {
+SPEED: dict[str, Arm] = {
     TRAINER: train_with_trainer,
     GROUPED: partial(train_with_trainer, strategy="group_by_length"),
     REBALANCED: partial(train_with_trainer, strategy="batch_rebalance"),
@@ -164,10 +187,6 @@ SPEED: dict[str, Callable[[BenchmarkRun], None]] = {
     OWN_LOOP: own_loop,
     DEFAULT: train_like_finetune,
 }
-ABLATION: dict[str, Callable[[BenchmarkRun], None]] = {
-    DEFAULT: train_like_finetune,
-    **{
-        name: partial(train_like_finetune, disabled=name)
-        for name in (*SPEED_UPS, NATIVE, ANY_ORDER)
-    },
+ABLATION: dict[str, Arm] = {DEFAULT: train_like_finetune} | {
+    name: partial(train_like_finetune, disabled=name) for name in (*SPEED_UPS, NATIVE, ANY_ORDER)
 }

@@ -6,7 +6,6 @@ import argparse
 import json
 import platform
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from importlib.metadata import version
@@ -15,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import Accelerator
+from common import MODELS, SAMPLES, seconds_of
 
 import hf_ga
 from benchmark import gpu
@@ -29,8 +29,9 @@ from benchmark.report import (
     ranks_section,
     speed_section,
 )
-from benchmark.setting import MODELS, SAMPLES, SIZES, Setting
+from benchmark.setting import SIZES, Setting
 
+PLANNED_SAMPLES = (10**4, 10**5, 10**6, 10**7)  # of the datasets of the section plan
 METHOD = """Every arm runs in a separate process with the same environment, forked from one with all imports. They take turns
 window by window: one process runs at a time. A first epoch is not measured. Real tokens per second: those of an epoch over the
 median of the epochs' seconds, from the end of one optimizer step to the end of the next, data loading included. All arms have the
@@ -66,19 +67,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _measure_section(name: str, flags: argparse.Namespace) -> Iterator[Section]:
-    """Measure one section of the benchmark, and yield a table for each model; the section "plan"
-    has one table.
-
-    Args:
-        name: A key of `SECTIONS`, or "plan".
-        flags: The command-line flags.
-    """
+    """Measure one section of the benchmark: a table for each model, but one for "plan"."""
     if name == "plan":
-        yield _measure_planning(flags.most_samples)
+        seconds = {number: seconds_to_first_window(number) for number in PLANNED_SAMPLES}
+        yield planning_section(seconds)
         return
-    measure = SECTIONS[name]
-    for setting in _make_settings(flags):
-        yield measure(setting)
+    for model in flags.models:
+        yield SECTIONS[name](_make_setting(model, flags))
 
 
 def _measure_speed(setting: Setting) -> Section:
@@ -119,26 +114,20 @@ def seconds_to_first_window(num_samples: int) -> float:
     drawn = np.random.default_rng(0).lognormal(3.5, 1.0, num_samples)
     lengths = np.clip(drawn, 2, 256).astype(np.int64)
     accelerator = Accelerator(cpu=True)
-    start = time.perf_counter()
-    windows = hf_ga.WindowLoader(
-        # The content of the samples does not matter.
-        range(num_samples),
-        lambda samples: {"input_ids": torch.tensor(samples)[:, None]},
-        accelerator=accelerator,
-        per_device_batch_size=8,
-        global_batch_size=64,
-        lengths=lengths,
-    )
-    next(iter(windows))
-    return time.perf_counter() - start
 
+    def first_window() -> None:
+        """Load the first window. The content of the samples does not matter."""
+        windows = hf_ga.WindowLoader(
+            range(num_samples),
+            lambda samples: {"input_ids": torch.tensor(samples)[:, None]},
+            accelerator=accelerator,
+            per_device_batch_size=8,
+            global_batch_size=64,
+            lengths=lengths,
+        )
+        next(iter(windows))
 
-def _measure_planning(max_samples: int) -> Section:
-    """Measure how long `WindowLoader` needs until its first window, for datasets of 10,000 to
-    10,000,000 samples, but at most `max_samples`.
-    """
-    sizes = [size for size in (10**4, 10**5, 10**6, 10**7) if size <= max_samples]
-    return planning_section({size: seconds_to_first_window(size) for size in sizes})
+    return seconds_of(first_window)
 
 
 # Name of the section -> function that measures it for the setting of one model.
@@ -148,6 +137,7 @@ SECTIONS = {
     "ranks": _measure_ranks,
     **gpu.SECTIONS,
 }
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DEFAULT_SECTIONS = ["speed", "ablation", "ranks", "plan"]
 
 
@@ -179,21 +169,12 @@ def _parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
         help="small: 4 layers x 256; base: 12 x 768 (default: small)",
     )
     add(
-        "--device",
-        choices=("cpu", "cuda"),
-        default="cuda" if torch.cuda.is_available() else "cpu",
-        help="default: a GPU if any",
-    )
-    add(
         "--num_threads",
         type=int,
         default=torch.get_num_threads(),
         help="torch's threads (default: torch's)",
     )
     add("--mixed_precision", choices=("no", "bf16"), default="no", help="default: no")
-    add(
-        "--dropout", type=float, default=0.1, help="dropout probability at all sites (default: 0.1)"
-    )
     add("--num_samples", type=int, default=512, help="samples of an epoch (default: 512)")
     add("--max_length", type=int, default=256, help="maximum tokens of a sample (default: 256)")
     add(
@@ -205,26 +186,17 @@ def _parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     add(
         "--window",
-        dest="window_size",
         type=int,
         default=64,
         help="samples of an optimizer step (default: 64)",
     )
     add(
         "--micro_batch",
-        dest="micro_batch_size",
         type=int,
         default=8,
         help="samples of a micro-batch (default: 8)",
     )
     add("--epochs", type=int, default=3, help="measured epochs, after one unmeasured (default: 3)")
-    add("--arms", nargs="+", default=(), help="arms of the section peers (default: all)")
-    add(
-        "--most_samples",
-        type=int,
-        default=10**7,
-        help="size of the largest dataset of the section plan (default: 10,000,000)",
-    )
     add(
         "--assert",
         dest="assert_bounds",
@@ -234,46 +206,45 @@ def _parse_flags(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--output_dir", type=Path, help="folder for benchmark.md and benchmark.json")
     flags = parser.parse_args(arguments)
     has_partial_batches = (
-        flags.window_size % flags.micro_batch_size != 0
-        or flags.num_samples % flags.window_size != 0
+        flags.window % flags.micro_batch != 0 or flags.num_samples % flags.window != 0
     )
     if has_partial_batches or flags.epochs < 1:
         parser.error(
             f"num_samples ({flags.num_samples}) must be a multiple of window "
-            f"({flags.window_size}), and window of micro_batch "
-            f"({flags.micro_batch_size}), because Trainer drops or repeats the rest; epochs must "
+            f"({flags.window}), and window of micro_batch "
+            f"({flags.micro_batch}), because Trainer drops or repeats the rest; epochs must "
             f"be at least 1, got {flags.epochs}"
         )
     return flags
 
 
-def _make_settings(flags: argparse.Namespace) -> list[Setting]:
-    """Build the benchmark's setting for each model in the command-line flags, with its tokenized
-    samples.
-    """
-    common = {
-        name: value for name, value in vars(flags).items() if name in Setting.__dataclass_fields__
-    }
-    settings = []
-    for model in flags.models:
-        make_samples = SAMPLES[flags.lengths]
-        data_attributes = make_samples(model, flags.max_length, flags.num_samples)
-        settings.append(Setting(model, **common, **data_attributes))
-    return settings
+def _make_setting(model: str, flags: argparse.Namespace) -> Setting:
+    """Build the benchmark's setting of a model, with its tokenized samples."""
+    return Setting(
+        model=model,
+        size=flags.size,
+        device=DEVICE,
+        num_threads=flags.num_threads,
+        mixed_precision=flags.mixed_precision,
+        max_length=flags.max_length,
+        window_size=flags.window,
+        micro_batch_size=flags.micro_batch,
+        epochs=flags.epochs,
+        samples=SAMPLES[flags.lengths](model, flags.max_length, flags.num_samples),
+    )
 
 
 def _describe_machine(flags: argparse.Namespace) -> str:
     """Describe the machine, the library versions and the benchmark's flags in one line."""
     device = f"{platform.machine()} CPU"
-    if flags.device == "cuda":
+    if DEVICE == "cuda":
         device = torch.cuda.get_device_name()
     versions = ", ".join(
         f"{name} {version(name)}" for name in ("torch", "transformers", "accelerate")
     )
     return (
         f"{device}, {flags.num_threads} thread(s), {versions}; size {flags.size}, precision "
-        f"{flags.mixed_precision}, dropout "
-        f"{flags.dropout}, window {flags.window_size}, micro-batch {flags.micro_batch_size}, "
+        f"{flags.mixed_precision}, dropout {Setting.dropout}, window {flags.window}, micro-batch {flags.micro_batch}, "
         f"{flags.num_samples} samples ({flags.lengths}) of at "
         f"most {flags.max_length} tokens, {flags.epochs} epoch(s) measured."
     )

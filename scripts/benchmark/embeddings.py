@@ -15,17 +15,17 @@ separate process, minus its memory after building model and pairs.
 import argparse
 import itertools
 import json
+import multiprocessing
 import statistics
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from common import seconds_of
 from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.losses import CachedMultipleNegativesRankingLoss
 from torch import Tensor, nn
@@ -33,6 +33,7 @@ from transformers import AutoConfig, AutoModel, AutoTokenizer
 
 import hf_ga
 from benchmark.measuring import memory_now, peak_memory
+from hf_ga.check.gradients import relative_error
 from hf_ga.embedding.layout import saved_pooling
 from hf_ga.embedding.losses import InfoNCE
 from hf_ga.embedding.model import EmbeddingModel
@@ -46,7 +47,6 @@ NUM_WINDOWS = 4  # of different pairs, without equal texts, which sentence-trans
 DROPOUTS = ("hidden_dropout_prob", "attention_probs_dropout_prob")
 MIB = 2**20
 
-Gradients = dict[str, Tensor]
 Step = Callable[[], float]  # computes the gradient of the next window, and returns its loss
 
 
@@ -106,17 +106,12 @@ def prepare_hf_ga(setting: Setting) -> tuple[nn.Module, Step]:
     )
     model.train()
 
-    def endless_windows() -> Iterator[hf_ga.Window]:
-        """Yield the windows of one epoch after the other."""
-        while True:
-            yield from windows
-
-    iterator = endless_windows()
+    endless_windows = itertools.chain.from_iterable(itertools.repeat(windows))
 
     def step() -> float:
         """Compute the gradient of the next window, and return its loss."""
         model.zero_grad()
-        result = hf_ga.backward_window(accelerator, model, next(iterator))
+        result = hf_ga.backward_window(accelerator, model, next(endless_windows))
         return float(result.loss)
 
     return unwrapped(model).encoder, step
@@ -158,33 +153,10 @@ def prepare_sentence_transformers(setting: Setting) -> tuple[nn.Module, Step]:
 ARMS = {"hf_ga": prepare_hf_ga, "sentence-transformers": prepare_sentence_transformers}
 
 
-def gradients(encoder: nn.Module) -> Gradients:
-    """Copy the encoder's gradients by parameter name; parameters without a gradient are omitted."""
-    return {
-        name: parameter.grad.clone()
-        for name, parameter in encoder.named_parameters()
-        if parameter.grad is not None
-    }
-
-
-def relative_error(gradients: Gradients, expected: Gradients) -> float:
-    """Compute ||gradients - expected|| / ||expected|| over all parameters together.
-
-    Raises:
-        ValueError: If the two have gradients for different parameters.
-    """
-    if gradients.keys() != expected.keys():
-        raise ValueError(
-            f"gradients of different parameters: {gradients.keys() ^ expected.keys()} have only one"
-        )
-    difference = sum(_sum_of_squares(gradients[name] - expected[name]) for name in gradients)
-    size = sum(_sum_of_squares(gradient) for gradient in expected.values())
-    return (difference / size) ** 0.5
-
-
-def _sum_of_squares(tensor: Tensor) -> float:
-    """Return the sum of the squares of all elements, computed in float64."""
-    return float(tensor.double().square().sum())
+def gradient(encoder: nn.Module) -> Tensor:
+    """Return the gradient of all parameters that have one, as one vector."""
+    parameters = encoder.parameters()
+    return torch.cat([one.grad.flatten() for one in parameters if one.grad is not None])
 
 
 def without_dropout(setting: Setting, num_windows: int) -> None:
@@ -200,16 +172,13 @@ def without_dropout(setting: Setting, num_windows: int) -> None:
     for name, prepare in ARMS.items():
         encoders[name], steps[name] = prepare(setting)
     losses = {name: step() for name, step in steps.items()}
-    first_window = [gradients(encoder) for encoder in encoders.values()]
-    error = relative_error(*first_window)
+    error = relative_error(*map(gradient, encoders.values()))
     shown = ", ".join(f"{name} {loss:.7f}" for name, loss in losses.items())
     print(f"dropout 0: loss {shown}; relative difference of the gradients {error:.1e}")
     seconds: dict[str, list[float]] = {name: [] for name in ARMS}
     for _ in range(num_windows):
         for name, step in steps.items():
-            start = time.perf_counter()
-            step()
-            seconds[name].append(time.perf_counter() - start)
+            seconds[name].append(seconds_of(step))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
     ratio = medians["hf_ga"] / medians["sentence-transformers"]
     shown = ", ".join(f"{name} {value:.2f} s" for name, value in medians.items())
@@ -225,7 +194,7 @@ def with_dropout(setting: Setting, micro_batch_sizes: tuple[int, int]) -> None:
         for size in micro_batch_sizes:
             encoder, step = prepare(replace(setting, micro_batch_size=size, dropout=0.1))
             step()
-            found.append(gradients(encoder))
+            found.append(gradient(encoder))
         error = relative_error(*found)
         first, second = micro_batch_sizes
         print(f"dropout 0.1, micro-batches of {first} and {second}: {name} {error:.1e}")
@@ -247,39 +216,30 @@ def memory_of_window(arm: str, setting: Setting) -> int:
     return peak_memory(device) - before
 
 
-def memory_in_new_process(flags: argparse.Namespace, arm: str, window_size: int) -> int:
-    """Call `memory_of_window` in a new process, whose peak memory is that of this window, and
-    return the bytes.
-
-    Args:
-        flags: The command-line flags of this script.
-        arm: Name of the library, a key of `ARMS`.
-        window_size: Pairs of the window.
-    """
-    command = [sys.executable, "-m", "benchmark.embeddings", "--memory_of", arm]
-    command += ["--model_name_or_path", flags.model_name_or_path, "--pairs", flags.pairs]
-    command += ["--window_size", str(window_size)]
-    command += ["--micro_batch_size", str(flags.micro_batch_size)]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    return int(done.stdout.splitlines()[-1])
-
-
-def print_memory(flags: argparse.Namespace) -> None:
+def print_memory(setting: Setting) -> None:
     """Measure and print the memory that one window needs with each library, and that hf_ga needs
-    for a window of a single micro-batch.
-
-    Args:
-        flags: The command-line flags of this script.
+    for a window of a single micro-batch. Each is measured in a new process, whose peak memory is
+    that of this window.
     """
-    memory = {arm: memory_in_new_process(flags, arm, flags.window_size) for arm in ARMS}
-    shown = ", ".join(f"{arm} {num_bytes / MIB:.0f} MiB" for arm, num_bytes in memory.items())
-    ratio = memory["hf_ga"] / memory["sentence-transformers"]
-    print(f"memory of a window of {flags.window_size}: {shown}; ratio {ratio:.2f}")
-    large = memory["hf_ga"]
-    small = memory_in_new_process(flags, "hf_ga", flags.micro_batch_size)
+    size = setting.window_size
+    small_size = setting.micro_batch_size
+    one_micro_batch = replace(
+        setting, pairs=setting.pairs[: NUM_WINDOWS * small_size], window_size=small_size
+    )
+    measured = []
+    windows = [(arm, setting) for arm in ARMS] + [("hf_ga", one_micro_batch)]
+    for arm, window in windows:
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(1, mp_context=context) as pool:
+            measured.append(pool.submit(memory_of_window, arm, window).result() / MIB)
+    ours, theirs, small = measured
     print(
-        f"memory of hf_ga, windows of {flags.window_size} and {flags.micro_batch_size}: "
-        f"{large / MIB:.0f} and {small / MIB:.0f} MiB; ratio {large / small:.2f}",
+        f"memory of a window of {size}: hf_ga {ours:.0f} MiB, sentence-transformers "
+        f"{theirs:.0f} MiB; ratio {ours / theirs:.2f}"
+    )
+    print(
+        f"memory of hf_ga, windows of {size} and {small_size}: {ours:.0f} and "
+        f"{small:.0f} MiB; ratio {ours / small:.2f}",
         flush=True,
     )
 
@@ -307,7 +267,6 @@ def main() -> None:
     parser.add_argument("--window_size", type=int, default=512, help="Pairs.")
     parser.add_argument("--micro_batch_size", type=int, default=32, help="Pairs.")
     parser.add_argument("--num_windows", type=int, default=3, help="Windows to time.")
-    parser.add_argument("--memory_of", choices=ARMS, help=argparse.SUPPRESS)
     flags = parser.parse_args()
     setting = Setting(
         folder=flags.model_name_or_path,
@@ -315,11 +274,8 @@ def main() -> None:
         window_size=flags.window_size,
         micro_batch_size=flags.micro_batch_size,
     )
-    if flags.memory_of:
-        print(memory_of_window(flags.memory_of, setting))
-        return
     # First, because a process inherits the peak of the one that starts it.
-    print_memory(flags)
+    print_memory(setting)
     without_dropout(setting, flags.num_windows)
     with_dropout(setting, (flags.micro_batch_size, flags.micro_batch_size // 2))
 

@@ -3,107 +3,73 @@ model's setting and returns a table with its targets.
 """
 
 import math
-import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate import Accelerator
+from common import collate, seconds_of
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.benchmark import Timer
 
 import hf_ga
 from benchmark.arms import (
-    ABLATION,
     ACCELERATE_LOOP,
     COMPILED,
+    COMPILED_FULL_ROWS,
     DEFAULT,
-    NATIVE,
     REBALANCED,
     TRAINER,
-    WITHOUT_CUDNN,
-    compiled_loop,
-    speed_arms,
+    peer_arms,
 )
-from benchmark.measuring import Measurements, measure_one_by_one
-from benchmark.report import Bound, Section, ablation_section, speed_section
-from benchmark.setting import SIZES, Setting, build_model
-from benchmark.trainers import COMPILED_FULL_ROWS, FULL_ROWS, LIMITS, PEERS, PLAIN
+from benchmark.measuring import measure_one_by_one
+from benchmark.report import Bound, Section, best_of_trainer, speed_table
+from benchmark.setting import Setting, build_model, make_accelerator
 from hf_ga.order.length_plan import ATTENTION_WIDTH, CPU_OVERHEAD, GPU_OVERHEAD
 from hf_ga.training import LossSettings, remember
 
 # Number of kernels in the table of the profile.
 NUM_KERNELS = 25
-# The arms that the GPU report has time for: each starts a process, which loads the GPU libraries.
-GPU_ARMS = (
-    TRAINER,
-    TRAINER + WITHOUT_CUDNN,
-    REBALANCED,
-    REBALANCED + WITHOUT_CUDNN,
-    ACCELERATE_LOOP,
-    DEFAULT,
-    COMPILED,
-    FULL_ROWS,
-    COMPILED_FULL_ROWS,
-)
-# The arms that a CPU leaves out, too, unless they are asked for: they compile for minutes.
-COMPILED_ARMS = (COMPILED, COMPILED_FULL_ROWS)
 # Targets: tokens per second over the best of Trainer's, by model.
 MIN_RATIO_TO_TRAINER = {"gpt": 3.0, "bert": 2.0}
 
 
 def peers(setting: Setting) -> Section:
-    """Benchmark the training speed of hf_ga, all modes of Trainer, TRL, a plain PyTorch loop and
-    full rows, and the share of the device's peak that useful FLOPs reach; the peak is that of a
-    measured matrix product.
-
-    Arms that are not measured (`setting.arms`; by default some) have NaN.
+    """Benchmark the training speed of hf_ga, Trainer and full rows, and the share of the device's
+    peak that useful FLOPs reach; the peak is that of a measured matrix product.
     """
     name = setting.model
-    arms = speed_arms(setting.device) | {COMPILED: compiled_loop, NATIVE: ABLATION[NATIVE]}
-    arms |= {arm: loop for arm, loop in PEERS.items() if name == "gpt" or arm == PLAIN}
-    arms |= LIMITS
-    default_names = GPU_ARMS
-    if setting.device == "cpu":
-        default_names = tuple(arm for arm in arms if arm not in COMPILED_ARMS)
-    chosen_names = setting.arms or default_names
-    chosen = {arm: loop for arm, loop in arms.items() if arm in chosen_names}
-    not_measured = Measurements([math.nan] * setting.epochs * setting.windows_per_epoch)
-    measured = dict.fromkeys(arms, not_measured)
-    measured |= measure_one_by_one(setting, chosen, f"{name}, peers")
-    section = speed_section(setting, measured)
-
+    measured = measure_one_by_one(setting, peer_arms(setting.device), f"{name}, peers")
+    section = speed_table(setting, measured)
+    matrix_size = 512
+    dtype = torch.float32
     if setting.device == "cuda":
         matrix_size = 8192
         dtype = torch.bfloat16
-    else:
-        matrix_size = 512
-        dtype = torch.float32
     matrix = torch.randn(matrix_size, matrix_size, dtype=dtype, device=setting.device)
     peak_flops = 2 * matrix_size**3 / median_seconds(lambda: matrix @ matrix, setting)
     # Times tokens per second, it is the share of the peak.
     share_per_rate = flops_per_token(setting) / peak_flops
-
-    rates = {arm: rate for arm, rate, *_ in section.rows}
-    best = np.nanmax([rate for arm, rate in rates.items() if arm.startswith(TRAINER)])
+    rates = {COMPILED: math.nan, COMPILED_FULL_ROWS: math.nan}  # on a CPU
+    rates |= {arm: rate for arm, rate, *_ in section.rows}
+    best = best_of_trainer(rates, TRAINER, REBALANCED)
     ours = np.nanmax([rates[DEFAULT], rates[COMPILED]])
-    ratio = MIN_RATIO_TO_TRAINER[name]
-    limit = rates[COMPILED_FULL_ROWS]
     section.bounds = [
-        Bound(f"{name}: tokens/s over the best arm of Trainer", ours / best, ratio),
-        Bound(f"{name}: tokens/s over full rows, compiled", ours / limit, 0.6),
+        Bound(
+            f"{name}: tokens/s over the best arm of Trainer",
+            ours / best,
+            MIN_RATIO_TO_TRAINER[name],
+        ),
+        Bound(f"{name}: tokens/s over full rows, compiled", ours / rates[COMPILED_FULL_ROWS], 0.6),
         Bound(f"{name}: hf_ga.Accelerator over hf_ga", rates[ACCELERATE_LOOP] / ours, 0.85),
         Bound(f"{name}: useful FLOPs over the peak", ours * share_per_rate, 0.45),
     ]
-    return replace(
-        section,
-        header=[*section.header, "of peak"],
-        rows=[[*row, row[1] * share_per_rate] for row in section.rows],
-    )
+    section.header.append("of peak")
+    for row in section.rows:
+        row.append(row[1] * share_per_rate)
+    return section
 
 
 def flops_per_token(setting: Setting) -> float:
@@ -111,26 +77,14 @@ def flops_per_token(setting: Setting) -> float:
     average, without padding and recomputation: 6 for each weight of a matrix product, and 12 x
     hidden size for each layer and token that it attends to.
     """
-    num_layers, hidden_size, _, vocab_size = SIZES[setting.size]
-    num_pairs = sum(len(sample["input_ids"]) ** 2 for sample in setting.samples)
-    num_weights = 12 * num_layers * hidden_size**2
-    is_causal = setting.model == "gpt"
-    if is_causal:
+    shape = setting.shape
+    num_pairs = sum(length**2 for length in setting.lengths)
+    num_weights = 12 * shape.layers * shape.width**2
+    if shape.kind == "gpt":  # causal attention, and the output projection
         num_pairs /= 2
-        num_weights += vocab_size * hidden_size
-    attention_flops = 12 * num_layers * hidden_size * num_pairs / setting.real_tokens
+        num_weights += shape.words * shape.width
+    attention_flops = 12 * shape.layers * shape.width * num_pairs / setting.real_tokens
     return 6 * num_weights + attention_flops
-
-
-def dropout(setting: Setting) -> Section:
-    """Benchmark how much longer training takes with hf_ga's keyed dropout than with torch's own."""
-    arms = {name: ABLATION[name] for name in (DEFAULT, NATIVE)}
-    section = ablation_section(setting, measure_one_by_one(setting, arms, "dropout"))
-    _, native_row = section.rows
-    native_over_keyed = native_row[1]
-    title = f"{setting.model}: time of keyed over native dropout"
-    bound = Bound(title, 1 / native_over_keyed, 1.02, at_most=True)
-    return replace(section, bounds=[bound])
 
 
 def cost(setting: Setting) -> Section:
@@ -140,7 +94,7 @@ def cost(setting: Setting) -> Section:
     The model is: seconds of a micro-batch = a + b x samples x length + c x samples x length^2, with
     the padded length. It is fitted by least squares of relative errors.
     """
-    name = f"{setting.model}, width {SIZES[setting.size][1]}"
+    name = f"{setting.model}, width {setting.shape.width}"
     if setting.device == "cuda":
         lengths = (32, 128, 512)
         token_counts = (512, 2048, 8192, 32768)
@@ -169,7 +123,7 @@ def cost(setting: Setting) -> Section:
     errors = np.abs(terms @ (a, b, c) / seconds - 1)
     rows.append(["largest relative error", float(errors.max()), ""])
     return Section(
-        f"{name}: time of a micro-batch", ("constant", "measured", "in use"), rows, bounds
+        f"{name}: time of a micro-batch", ["constant", "measured", "in use"], rows, bounds
     )
 
 
@@ -184,7 +138,7 @@ def micro_batch_seconds(setting: Setting, shapes: list[tuple[int, int]]) -> np.n
     Returns:
         Seconds of each micro-batch, shape (micro-batches,).
     """
-    accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
+    accelerator = make_accelerator(setting)
     model = accelerator.prepare(build_model(setting))
     remember(accelerator, model, LossSettings())
     seconds = []
@@ -192,7 +146,7 @@ def micro_batch_seconds(setting: Setting, shapes: list[tuple[int, int]]) -> np.n
         sample = setting.samples[0] | {"input_ids": [5] * length}
         (window,) = hf_ga.WindowLoader(
             [sample] * 2 * num_samples,
-            setting.collate,
+            collate,
             accelerator=accelerator,
             per_device_batch_size=num_samples,
             global_batch_size=2 * num_samples,
@@ -214,16 +168,16 @@ def profile(setting: Setting) -> Section:
     """Profile one optimizer step of hf_ga with torch's profiler: list the kernels that take most
     time on the device, their total, and the duration of the step.
     """
-    accelerator = Accelerator(cpu=setting.device == "cpu", mixed_precision=setting.mixed_precision)
+    accelerator = make_accelerator(setting)
     model = build_model(setting)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     windows = hf_ga.WindowLoader(
         setting.samples,
-        setting.collate,
+        collate,
         accelerator=accelerator,
         per_device_batch_size=setting.micro_batch_size,
         global_batch_size=setting.window_size,
-        lengths=[len(sample["input_ids"]) for sample in setting.samples],
+        lengths=setting.lengths,
     )
     model, optimizer = hf_ga.prepare(accelerator, model, optimizer, windows)
     on_gpu = setting.device == "cuda"
@@ -232,20 +186,16 @@ def profile(setting: Setting) -> Section:
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     first, second, *_ = windows
 
-    def timed_step(window: hf_ga.Window) -> float:
-        """Train on one window, wait for the device, and return the seconds."""
-        start = time.perf_counter()
+    def step(window: hf_ga.Window) -> None:
+        """Train on one window."""
         hf_ga.train_step(accelerator, model, optimizer, window, max_grad_norm=1.0)
-        if on_gpu:
-            torch.cuda.synchronize()
-        return time.perf_counter() - start
 
     # The first steps warm up.
-    timed_step(first)
-    timed_step(second)
-    unprofiled = timed_step(second)
+    step(first)
+    step(second)
+    unprofiled = seconds_of(partial(step, second))
     with torch.profiler.profile(activities=activities) as profiler:
-        profiled = timed_step(second)
+        profiled = seconds_of(partial(step, second))
     events = profiler.key_averages()
 
     def microseconds(event: Any) -> float:
@@ -259,7 +209,7 @@ def profile(setting: Setting) -> Section:
     rows.append(["the step, without the profiler", "", unprofiled * 1e3])
     rows.append(["the step, with it", "", profiled * 1e3])
     title = f"{setting.model}: kernels of a step of {len(second.micro_batches)} micro-batches"
-    return Section(title, ("kernel", "calls", "ms"), rows, [])
+    return Section(title, ["kernel", "calls", "ms"], rows)
 
 
 def attention(setting: Setting) -> Section:
@@ -268,9 +218,9 @@ def attention(setting: Setting) -> Section:
     its own dropout. The heads are those of the setting's model.
     """
     if setting.device == "cpu":
-        return Section("Attention alone: needs a GPU", ("attention",), [], [])
-    _, hidden_size, num_heads, _ = SIZES[setting.size]
-    head_dim = hidden_size // num_heads
+        return Section("Attention alone: needs a GPU", ["attention"], [])
+    num_heads = setting.shape.heads
+    head_dim = setting.shape.width // num_heads
     rows = []
     for max_length in (128, 512, 1024):
         num_samples = 2**15 // max_length
@@ -295,17 +245,13 @@ def attention(setting: Setting) -> Section:
                 memory = (torch.cuda.max_memory_allocated() - before) / 2**20
                 tflops = operations / seconds / 1e12
                 rows.append([max_length, dropout_p, name, 1e3 * seconds, tflops, memory])
-    header = ("longest", "dropout", "attention", "ms", "TFLOP/s on real tokens", "memory, MiB")
-    return Section(f"Attention alone, {num_heads} heads of {head_dim}, bf16", header, rows, [])
+    header = ["longest", "dropout", "attention", "ms", "TFLOP/s on real tokens", "memory, MiB"]
+    return Section(f"Attention alone, {num_heads} heads of {head_dim}, bf16", header, rows)
 
 
 def _packed_attention(packed: Tensor, lengths: np.ndarray, dropout_p: float) -> None:
-    """Run forward and backward of hf_ga's attention kernels on packed samples, with keyed dropout.
-
-    Args:
-        packed: Queries, keys and values, shape (tokens, 3, heads, head_dim).
-        lengths: Tokens of each sample, shape (samples,).
-        dropout_p: Dropout probability.
+    """Run forward and backward of hf_ga's attention kernels with keyed dropout; `packed` has the
+    queries, keys and values, shape (tokens, 3, heads, head_dim).
     """
     # Imported lazily, because it needs Triton.
     from hf_ga.rows.attention_kernel import attention
@@ -328,11 +274,8 @@ def _packed_attention(packed: Tensor, lengths: np.ndarray, dropout_p: float) -> 
 
 
 def _padded_attention(padded: Tensor, dropout_p: float) -> None:
-    """Run forward and backward of torch's attention on padded samples, with its own dropout.
-
-    Args:
-        padded: Queries, keys and values, shape (3, samples, heads, tokens, head_dim).
-        dropout_p: Dropout probability.
+    """Run forward and backward of torch's attention with its own dropout; `padded` has the
+    queries, keys and values, shape (3, samples, heads, tokens, head_dim).
     """
     query, key, value = padded
     output = scaled_dot_product_attention(query, key, value, dropout_p=dropout_p, is_causal=True)
@@ -343,7 +286,6 @@ def _padded_attention(padded: Tensor, dropout_p: float) -> None:
 # Name of the section -> function that measures it for the setting of one model.
 SECTIONS = {
     "peers": peers,
-    "dropout": dropout,
     "cost": cost,
     "profile": profile,
     "attention": attention,

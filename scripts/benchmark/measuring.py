@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import common
 import psutil
 import torch
 from tqdm.auto import tqdm
@@ -61,7 +62,6 @@ class BenchmarkRun:
     Attributes:
         setting: The setting of the benchmark.
         model: The model to train, with new weights.
-        collator: The function that `collate` calls; a training loop may replace it.
         has_samples: Whether the loop trains on samples that `collate` returned.
         seconds: Seconds of each window so far.
     """
@@ -69,16 +69,13 @@ class BenchmarkRun:
     def __init__(self, setting: Setting, turn: Connection | None = None) -> None:
         self.setting = setting
         self.model = build_model(setting)
-        self.collator = setting.collate
         self.has_samples = True
         self.seconds: list[float] = []
         self._turn = turn
 
     def collate(self, samples: Sequence[Any]) -> dict[str, Any]:
-        """Collate samples with `collator`, and record their ids and the number of tokens with
-        padding.
-        """
-        batch = self.collator(samples)
+        """Collate samples, and record their ids and the number of tokens with padding."""
+        batch = common.collate(samples)
         if not torch.is_grad_enabled():
             # hf_ga's audit collates some samples a second time: do not count them.
             return batch
@@ -217,13 +214,8 @@ def measure_one_by_one(
 def _run_in_process(
     setting: Setting, arm: Callable[[BenchmarkRun], None], turn: Connection
 ) -> None:
-    """Measure one way of training in this process of the benchmark, and send its measurements to
-    the main process.
-
-    Args:
-        setting: The setting of the benchmark.
-        arm: The training loop.
-        turn: Connection to the main process, which lets the arms take turns.
+    """Measure an arm in this process, and send its measurements to the main process, which lets
+    the arms take turns.
     """
     logging.set_verbosity_error()
     logging.disable_progress_bar()
@@ -234,13 +226,8 @@ def _run_in_process(
 
 
 def _receive(name: str, connection: Connection) -> Measurements | None:
-    """Wait for the next message from the process of an arm.
-
-    Returns:
-        The arm's measurements at its end. None: it waits for its next turn.
-
-    Raises:
-        RuntimeError: If its process has exited without a result.
+    """Wait for a message from the process of an arm: its measurements at its end; None: it waits
+    for its turn. Raises RuntimeError if the process has exited without a result.
     """
     try:
         return connection.recv()

@@ -2,16 +2,18 @@
 
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from common import table
 
 from benchmark.arms import (
     DEFAULT,
     EXACT_TRAINER,
     GROUPED,
+    NATIVE,
     OWN_LOOP,
     REBALANCED,
     TRAINER,
@@ -32,6 +34,8 @@ MIN_EXACT_TRAINER_RATIO = 1.15
 MIN_OWN_LOOP_RATIO = 0.97
 # Maximum ratio of memory: hf_ga / the lower of group_by_length and batch_rebalance.
 MAX_MEMORY_RATIO = 1.05
+# Maximum time with keyed dropout / with torch's own.
+MAX_DROPOUT_RATIO = 1.02
 # Maximum time to the first window.
 MAX_FIRST_WINDOW_SECONDS = 3.0
 # Without a speed-up, time or memory must be larger by at least one of these factors.
@@ -86,19 +90,17 @@ class Section:
     """
 
     title: str
-    header: Sequence[str]
-    rows: list[Sequence[Any]]
+    header: list[str]
+    rows: list[list[Any]]
     bounds: list[Bound] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         """Format the section as Markdown: title, table, list of targets."""
-        alignment = ["---"] + ["---:"] * (len(self.header) - 1)
         rows = [[_format_cell(cell) for cell in row] for row in self.rows]
-        table = [f"| {' | '.join(line)} |" for line in (self.header, alignment, *rows)]
         lines = [f"- {line}" for line in (*self.notes, *self.bounds)]
-        return "\n".join([f"## {self.title}", "", *table, "", *lines, ""])
+        return "\n".join([f"## {self.title}", "", table(self.header, rows), "", *lines, ""])
 
 
 def speed_section(setting: Setting, measured: dict[str, Measurements]) -> Section:
@@ -109,20 +111,14 @@ def speed_section(setting: Setting, measured: dict[str, Measurements]) -> Sectio
         setting: The setting of the benchmark.
         measured: Name of the arm -> its measurements.
     """
-    rates = {arm: tokens_per_second(setting, result) for arm, result in measured.items()}
+    section = speed_table(setting, measured)
+    rates = {arm: rate for arm, rate, *_ in section.rows}
     memory = {arm: added_memory(result) for arm, result in measured.items()}
-    # NaN: not measured.
-    base = np.nanmax(_both_settings(rates, TRAINER))
-    rebalanced = np.nanmax(_both_settings(rates, REBALANCED))
-    faster = np.nanmax(_both_settings(rates, GROUPED, REBALANCED))
-    less_memory = np.nanmin(_both_settings(memory, GROUPED, REBALANCED))
-    rows = []
-    for arm, result in measured.items():
-        rate = rates[arm]
-        rows.append([arm, rate, rate / base, rate / faster, result.padding, memory[arm]])
-    num_each_once = sum(result.each_once for result in measured.values())
+    rebalanced = best_of_trainer(rates, REBALANCED)
+    faster = best_of_trainer(rates, GROUPED, REBALANCED)
+    less_memory = best_of_trainer(memory, GROUPED, REBALANCED, best=np.nanmin)
     name = setting.model
-    bounds = [
+    section.bounds = [
         Bound(
             f"{name}: tokens/s over the better of Trainer's two by length",
             rates[DEFAULT] / faster,
@@ -146,29 +142,50 @@ def speed_section(setting: Setting, measured: dict[str, Measurements]) -> Sectio
         ),
         Bound(
             f"{name}: arms with each sample once per epoch",
-            num_each_once,
+            sum(result.each_once for result in measured.values()),
             len(measured),
         ),
     ]
-    header = (
+    return section
+
+
+def speed_table(setting: Setting, measured: dict[str, Measurements]) -> Section:
+    """Build a section of the speed, padding and memory of ways of training, without targets.
+
+    Args:
+        setting: The setting of the benchmark.
+        measured: Name of the arm -> its measurements, Trainer's among them.
+    """
+    rates = {arm: tokens_per_second(setting, result) for arm, result in measured.items()}
+    base = best_of_trainer(rates, TRAINER)
+    faster = best_of_trainer(rates, GROUPED, REBALANCED)
+    rows = []
+    for arm, result in measured.items():
+        rate = rates[arm]
+        rows.append([arm, rate, rate / base, rate / faster, result.padding, added_memory(result)])
+    header = [
         "arm",
         "real tokens/s",
         "x Trainer",
         "x better by length",
         "padded / real",
         "memory that training adds, MiB",
-    )
-    title = f"{name}: {len(setting.samples)} ragged samples"
+    ]
     note = "ratios are to the better of Trainer as shipped and with cuDNN's attention off"
     if setting.device == "cpu":
         note = "a CPU has no cuDNN attention, so Trainer has one arm for each of its modes"
-    return Section(title, header, rows, bounds, [note], _to_dicts(measured))
+    title = f"{setting.model}: {len(setting.samples)} ragged samples"
+    return Section(title, header, rows, notes=[note], figures=_to_dicts(measured))
 
 
-def _both_settings(values: dict[str, float], *arms: str) -> list[float]:
-    """Return values of arms of Trainer: as shipped and, if measured, without cuDNN attention."""
+def best_of_trainer(
+    values: dict[str, float], *arms: str, best: Callable[[list[float]], float] = np.nanmax
+) -> float:
+    """Return the best of arms of Trainer, as shipped and, if measured, without cuDNN attention. NaN
+    is an arm that failed.
+    """
     names = [name for arm in arms for name in (arm, arm + WITHOUT_CUDNN)]
-    return [values[name] for name in names if name in values]
+    return best([values[name] for name in names if name in values])
 
 
 def ablation_section(setting: Setting, measured: dict[str, Measurements]) -> Section:
@@ -179,7 +196,7 @@ def ablation_section(setting: Setting, measured: dict[str, Measurements]) -> Sec
     Args:
         setting: The setting of the benchmark.
         measured: Name of the arm -> its measurements: hf_ga's default first, then the arms with one
-            speed-up disabled.
+            speed-up or keyed dropout disabled.
     """
     default = measured[DEFAULT]
     rows = []
@@ -193,15 +210,22 @@ def ablation_section(setting: Setting, measured: dict[str, Measurements]) -> Sec
     # The first row is the default itself.
     rows[0][0] = "nothing"
     rows[0][-1] = ""
-    header = (
+    header = [
         "left out",
         "time",
         "memory that training adds, MiB",
         "memory",
         "worth 5 % of time or 10 % of memory",
+    ]
+    time_of_native = next(row[1] for row in rows if row[0] == NATIVE)
+    bound = Bound(
+        f"{setting.model}: time of keyed over native dropout",
+        1 / time_of_native,
+        MAX_DROPOUT_RATIO,
+        at_most=True,
     )
     title = f"{setting.model}: each speed-up left out"
-    return Section(title, header, rows, figures=_to_dicts(measured))
+    return Section(title, header, rows, [bound], figures=_to_dicts(measured))
 
 
 def ranks_section(setting: Setting, measured: dict[str, dict[str, Measurements]]) -> Section:
@@ -212,37 +236,26 @@ def ranks_section(setting: Setting, measured: dict[str, dict[str, Measurements]]
         setting: The setting of the benchmark.
         measured: "idle" or "busy" -> name of the arm -> its measurements.
     """
-    rates: dict[str, dict[str, float]] = {}
     rows = []
+    ratios: dict[str, tuple[float, float]] = {}  # over batch_rebalance; two ranks over one process
     for load_name, results in measured.items():
-        arm_rates = {arm: tokens_per_second(setting, result) for arm, result in results.items()}
-        rates[load_name] = arm_rates
-        for arm, rate in arm_rates.items():
-            rows.append(
-                [
-                    f"{arm}, {load_name}",
-                    rate,
-                    rate / arm_rates[REBALANCED],
-                    rate / arm_rates[DEFAULT],
-                ]
-            )
+        rates = {arm: tokens_per_second(setting, result) for arm, result in results.items()}
+        for arm, rate in rates.items():
+            title = f"{arm}, {load_name}"
+            rows.append([title, rate, rate / rates[REBALANCED], rate / rates[DEFAULT]])
+        over_trainer = rates[DEFAULT] / rates[REBALANCED]
+        ratios[load_name] = (over_trainer, rates[TWO_RANKS] / rates[DEFAULT])
     name = setting.model
-    busy = rates["busy"]
-    idle = rates["idle"]
     bounds = [
         Bound(
             f"{name}, busy loop on a core: one process over batch_rebalance",
-            busy[DEFAULT] / busy[REBALANCED],
+            ratios["busy"][0],
             MIN_BUSY_SPEED_RATIO,
         ),
-        Bound(f"{name}, idle: two ranks over one process", idle[TWO_RANKS] / idle[DEFAULT], 1.0),
-        Bound(
-            f"{name}, busy loop on a core: two ranks over one process",
-            busy[TWO_RANKS] / busy[DEFAULT],
-            1.0,
-        ),
+        Bound(f"{name}, idle: two ranks over one process", ratios["idle"][1], 1.0),
+        Bound(f"{name}, busy loop on a core: two ranks over one process", ratios["busy"][1], 1.0),
     ]
-    header = ("arm", "real tokens/s", "x batch_rebalance", "x one process")
+    header = ["arm", "real tokens/s", "x batch_rebalance", "x one process"]
     figures = {load_name: _to_dicts(results) for load_name, results in measured.items()}
     title = f"{name}: two ranks (cpu_2.yaml) and one process"
     return Section(title, header, rows, bounds, figures=figures)
@@ -264,7 +277,7 @@ def planning_section(seconds: dict[int, float]) -> Section:
     rows = [[f"{num_samples:,}", value] for num_samples, value in seconds.items()]
     return Section(
         "Order and plan",
-        ("samples", "seconds to the first window"),
+        ["samples", "seconds to the first window"],
         rows,
         [bound],
         figures={"seconds": seconds},

@@ -1,28 +1,16 @@
-"""Arms of the benchmark that train with transformers' Trainer, TRL's SFTTrainer or ExactTrainer,
-whose own loops are timed by a callback; and plain PyTorch loops.
+"""Arms of the benchmark that train with transformers' Trainer or ExactTrainer, whose own loops are
+timed by a callback; and full rows, the limit of any loop.
 """
 
 import math
 import tempfile
-from collections.abc import Iterable
-from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils.data import DataLoader
-from transformers import (
-    DataCollatorWithFlattening,
-    PrinterCallback,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-)
-from transformers.utils import is_flash_attn_2_available
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from benchmark.measuring import BenchmarkRun
-from hf_ga.finetuning.data.formats.corpus import load_stdlib_tokenizer
+from benchmark.setting import SEED
 
 
 class _StepTimer(TrainerCallback):
@@ -37,11 +25,7 @@ class _StepTimer(TrainerCallback):
 
 
 def train_with_trainer(
-    run: BenchmarkRun,
-    strategy: str = "random",
-    trainer_class: Any = Trainer,
-    arguments_class: Any = TrainingArguments,
-    **trainer_arguments: Any,
+    run: BenchmarkRun, strategy: str = "random", trainer_class: type[Trainer] = Trainer
 ) -> None:
     """Train with transformers' Trainer, or a subclass, until the benchmark is over.
 
@@ -49,12 +33,10 @@ def train_with_trainer(
         run: The measured run of the benchmark.
         strategy: Trainer's `train_sampling_strategy`.
         trainer_class: Trainer or a subclass.
-        arguments_class: TrainingArguments or a subclass.
-        trainer_arguments: More arguments for the trainer.
     """
     setting = run.setting
     with tempfile.TemporaryDirectory() as folder:
-        training_arguments = arguments_class(
+        arguments = TrainingArguments(
             output_dir=folder,
             train_sampling_strategy=strategy,
             per_device_train_batch_size=setting.micro_batch_size,
@@ -67,7 +49,7 @@ def train_with_trainer(
             optim="adamw_torch_fused",
             bf16=setting.mixed_precision == "bf16",
             use_cpu=setting.device == "cpu",
-            seed=setting.seed,
+            seed=SEED,
             remove_unused_columns=False,
             save_strategy="no",
             logging_strategy="no",
@@ -75,62 +57,16 @@ def train_with_trainer(
             disable_tqdm=True,
         )
         # With several GPUs Trainer would wrap the model in DataParallel.
-        training_arguments._n_gpu = 1
-        trainer_arguments.setdefault("train_dataset", setting.samples)
+        arguments._n_gpu = 1
         trainer = trainer_class(
             model=run.model,
-            args=training_arguments,
+            args=arguments,
+            train_dataset=setting.samples,
             data_collator=run.collate,
             callbacks=[_StepTimer(run)],
-            **trainer_arguments,
         )
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-
-
-def train_padding_free(run: BenchmarkRun) -> None:
-    """Train with Trainer and transformers' padding-free batches: the samples of a micro-batch are
-    concatenated into one row. FlashAttention keeps them apart if it is installed, otherwise an
-    attention mask does.
-    """
-    run.collator = DataCollatorWithFlattening()
-    implementation = "flash_attention_2" if is_flash_attn_2_available() else "sdpa"
-    run.model.set_attn_implementation(implementation)
-    train_with_trainer(run)
-
-
-def train_with_trl(run: BenchmarkRun) -> None:
-    """Train with TRL's SFTTrainer on the tokenized samples of the benchmark, without its default of
-    gradient checkpointing.
-    """
-    # Imported lazily, because both packages are optional.
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    arguments_class = partial(
-        SFTConfig,
-        gradient_checkpointing=False,
-        max_length=None,
-        dataset_kwargs={"skip_prepare_dataset": True},
-    )
-    train_with_trainer(
-        run,
-        trainer_class=SFTTrainer,
-        arguments_class=arguments_class,
-        train_dataset=Dataset.from_list(run.setting.samples),
-        processing_class=load_stdlib_tokenizer(),
-    )
-
-
-def plain_loop(run: BenchmarkRun) -> None:
-    """Train with a plain PyTorch loop until the benchmark is over: shuffled batches, each mean loss
-    divided by the accumulation steps, torch's own dropout.
-    """
-    setting = run.setting
-    loader = DataLoader(
-        setting.samples, setting.micro_batch_size, shuffle=True, collate_fn=run.collate
-    )
-    _train_on(run, loader, setting.accumulation_steps)
 
 
 def full_rows(run: BenchmarkRun, backend: str | None = None) -> None:
@@ -144,54 +80,29 @@ def full_rows(run: BenchmarkRun, backend: str | None = None) -> None:
         backend: That of torch.compile, which compiles the model for this shape. None: it does not.
     """
     setting = run.setting
+    run.has_samples = False
     if backend is not None:
         run.model.compile(dynamic=False, backend=backend)
     num_tokens = setting.real_tokens / setting.windows_per_epoch
     size = setting.micro_batch_size
     num_batches = math.ceil(num_tokens / (size * setting.max_length))
-    shape = (
-        setting.windows_per_epoch * num_batches,
-        size,
-        math.ceil(num_tokens / num_batches / size),
-    )
+    length = math.ceil(num_tokens / num_batches / size)
     ids = torch.tensor([token for sample in setting.samples for token in sample["input_ids"]])
-    rows = ids[torch.arange(math.prod(shape)) % len(ids)].view(shape)
-    batches = []
-    for of_batch in rows:
-        labels = of_batch if setting.model == "gpt" else torch.arange(size) % setting.num_labels
-        batches.append({"input_ids": of_batch, "labels": labels})
-    run.has_samples = False
-    _train_on(run, batches, num_batches)
-
-
-def _train_on(
-    run: BenchmarkRun, batches: Iterable[dict[str, Tensor]], accumulation_steps: int
-) -> None:
-    """Train in a plain PyTorch loop on the batches of an epoch, until the benchmark is over."""
-    setting = run.setting
+    num_rows = setting.windows_per_epoch * num_batches * size
+    rows = ids[torch.arange(num_rows * length) % len(ids)].view(num_rows, length)
     optimizer = run.optimizer()
     is_bf16 = setting.mixed_precision == "bf16"
     while True:  # until `step_done` raises
-        for num_batches, batch in enumerate(batches, start=1):
-            on_device = {name: values.to(setting.device) for name, values in batch.items()}
+        for number, batch in enumerate(rows.split(size), start=1):
+            batch = batch.to(setting.device)
+            labels = batch
+            if setting.model == "bert":
+                labels = torch.arange(size, device=setting.device) % setting.num_labels
             with torch.autocast(setting.device, torch.bfloat16, enabled=is_bf16):
-                loss = run.model(**on_device).loss
-            (loss / accumulation_steps).backward()
-            if num_batches % accumulation_steps == 0:
+                loss = run.model(input_ids=batch, labels=labels).loss
+            (loss / num_batches).backward()
+            if number % num_batches == 0:
                 torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
                 run.step_done()
-
-
-PLAIN = "plain loop"
-PADDING_FREE = "Trainer, padding-free"
-TRL = "TRL"
-# Name of the arm -> training loop.
-PEERS = {PLAIN: plain_loop, PADDING_FREE: train_padding_free}
-FULL_ROWS = "limit: full rows"
-COMPILED_FULL_ROWS = "limit: full rows, compiled"
-# What no run without padding can exceed by much.
-LIMITS = {FULL_ROWS: full_rows, COMPILED_FULL_ROWS: partial(full_rows, backend="inductor")}
-if find_spec("trl") and find_spec("datasets"):
-    PEERS[TRL] = train_with_trl

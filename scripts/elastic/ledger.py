@@ -23,19 +23,21 @@ class LedgerWriter:
         folder: The folder of the ledger; created if it is missing.
         rank: The rank of this process.
         num_processes: The number of processes of this start of the run.
+        pace: Seconds to wait after each line, so that events meet the run.
     """
 
-    def __init__(self, folder: Path, rank: int, num_processes: int) -> None:
+    def __init__(self, folder: Path, rank: int, num_processes: int, pace: float = 0.0) -> None:
         """Agree with the other processes on a name of this start: all of them must call it."""
         (start,) = broadcast_object_list([time.time()]) if num_processes > 1 else (time.time(),)
         folder.mkdir(parents=True, exist_ok=True)
         self.start = start
         self.rank = rank
         self.num_processes = num_processes
+        self.pace = pace
         self.path = folder / f"{start:.3f}-{rank}{SUFFIX}"
 
     def write(self, window: int, samples: list[Any], loss: float) -> None:
-        """Append the line of a window whose update is made.
+        """Append the line of a window whose update is made, then wait.
 
         Args:
             window: The number of the window in the run, from 0.
@@ -53,6 +55,7 @@ class LedgerWriter:
         }
         with self.path.open("a") as file:
             file.write(json.dumps(line) + "\n")
+        time.sleep(self.pace)
 
 
 @dataclass(frozen=True)

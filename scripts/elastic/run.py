@@ -9,17 +9,18 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
+from common import flat
 from safetensors.torch import load_file
 
-from elastic.inputs import NUM_SAMPLES, WINDOWS_PER_EPOCH, number_rows, settings
+from elastic.inputs import NUM_SAMPLES, SAVE_STEPS, WINDOW_SIZE, WINDOWS_PER_EPOCH, settings
 from elastic.launching import Agent
 from elastic.ledger import Ledger
+from hf_ga.check.gradients import relative_error
 from hf_ga.recovery.checkpoint import state_sha256
 
-WORKERS = Path(__file__).parent
+WORKER = Path(__file__).with_name("worker.py")
 MAX_AGENTS = 3
 TOLERANCE = 1e-6  # relative difference of a loss
 # Seconds. Without a new window for so long, the run hangs; a change takes 20 to 40.
@@ -38,7 +39,6 @@ class Event:
         delay: Seconds after that window.
         agents: The number of agents before and after.
         time: When it happened, in seconds of `time.time()`.
-        num_done: The number of windows that were done then.
     """
 
     kind: str
@@ -46,7 +46,6 @@ class Event:
     delay: float
     agents: tuple[int, int] = (0, 0)
     time: float = 0.0
-    num_done: int = 0
 
 
 class Machines:
@@ -72,6 +71,16 @@ class Machines:
     def running(self) -> list[Agent]:
         """The agents that run and were not told to leave."""
         return [agent for agent in self.agents if agent.is_running]
+
+    @property
+    def have_ended_the_run(self) -> bool:
+        """Whether an agent has ended without an error."""
+        return any(agent.process.poll() == 0 for agent in self.agents)
+
+    @property
+    def ledger(self) -> Ledger:
+        """What the workers have written so far."""
+        return Ledger.read(self.folder / "ledger")
 
     def end(self) -> None:
         """Kill all agents that are left."""
@@ -145,7 +154,7 @@ class ElasticRun:
     """Runs one kind of training twice: undisturbed on one process, and with events.
 
     Args:
-        folder: The folder of inputs and outputs, with the inputs of `kill_test.write_inputs`.
+        folder: The folder of outputs and of the inputs, whose rows are numbered.
         door: What trains: "command", "accelerate", "trainer", or "stock" for Accelerate's own.
         epochs: The number of epochs.
         same_bits: The flag of the command; None for the others.
@@ -155,21 +164,18 @@ class ElasticRun:
     def __init__(
         self, folder: Path, door: str, epochs: int, same_bits: int | None, pace: float
     ) -> None:
-        """Number the rows of the inputs."""
         self.folder = folder
         self.door = door
         self.epochs = epochs
         self.same_bits = same_bits
         self.pace = pace
         self.num_windows = epochs * WINDOWS_PER_EPOCH
-        number_rows(folder / "train.jsonl")
 
     def undisturbed(self) -> None:
         """Train on one process, without a launcher."""
         folder = self.folder / "undisturbed"
-        folder.mkdir()
+        command = [sys.executable, *self._worker(folder, pace=0.0)]
         with (folder / "run.log").open("w") as log:
-            command = [sys.executable, *self._worker(folder, pace=0.0)]
             done = subprocess.run(command, stdout=log, stderr=log, check=False)
         if done.returncode:
             raise SystemExit(f"the undisturbed run failed: see {folder / 'run.log'}")
@@ -186,45 +192,43 @@ class ElasticRun:
             SystemExit: If the run does not end.
         """
         folder = self.folder / "elastic"
-        folder.mkdir()
         machines = Machines(folder, self._worker(folder, pace=self.pace))
         for _ in range(num_agents):
             machines.join()
         try:
             for event in events:
-                self._wait_for(event.after, machines, folder)
+                self._wait(lambda done, after=event.after: done >= after, machines)
                 time.sleep(event.delay)
-                self._happen(event, machines, random, folder)
-            self._wait_for(self.num_windows, machines, folder)
-            self._wait_for_end(machines)
+                self._happen(event, machines, random)
+            self._wait(lambda done: done >= self.num_windows, machines)
+            self._wait(lambda _: machines.have_ended_the_run, machines)
+            deadline = time.monotonic() + END_SECONDS
+            while machines.running and time.monotonic() < deadline:
+                time.sleep(0.1)
         finally:
             machines.end()
 
-    def _happen(
-        self, event: Event, machines: Machines, random: np.random.Generator, folder: Path
-    ) -> None:
+    def _happen(self, event: Event, machines: Machines, random: np.random.Generator) -> None:
         """Let an event happen now, and note what it met."""
         before = len(machines.running)
         event.time = time.time()
-        event.num_done = Ledger.read(folder / "ledger").num_windows
+        num_done = machines.ledger.num_windows
         KINDS[event.kind](machines, random)
         event.agents = (before, len(machines.running))
         print(
-            f"{event.kind} after window {event.num_done}: {before} -> {event.agents[1]} agents",
+            f"{event.kind} after window {num_done}: {before} -> {event.agents[1]} agents",
             flush=True,
         )
 
-    def _wait_for(self, num_windows: int, machines: Machines, folder: Path) -> None:
-        """Wait until so many windows were computed.
-
-        Raises:
-            SystemExit: If no window was computed for `PATIENCE` seconds, or all agents have ended.
+    def _wait(self, is_over: Callable[[int], bool], machines: Machines) -> None:
+        """Wait until `is_over` is true of the number of windows so far; exit if no window was
+        computed for `PATIENCE` seconds, or all agents have ended.
         """
         deadline = time.monotonic() + PATIENCE
         last = -1
         while True:
-            done = Ledger.read(folder / "ledger").num_windows
-            if done >= num_windows:
+            done = machines.ledger.num_windows
+            if is_over(done):
                 return
             if done > last:
                 deadline = time.monotonic() + PATIENCE
@@ -234,34 +238,32 @@ class ElasticRun:
                 raise SystemExit(f"the run hangs, or has ended, after window {done}:\n{logs}")
             time.sleep(0.1)
 
-    def _wait_for_end(self, machines: Machines) -> None:
-        """Wait until an agent has ended the run, and a little for the others.
-
-        Raises:
-            SystemExit: If the run failed.
-        """
-        deadline = time.monotonic() + PATIENCE
-        while not any(agent.process.poll() == 0 for agent in machines.agents):
-            is_done = (machines.folder / "output" / "done").exists()
-            if time.monotonic() > deadline or not (machines.running or is_done):
-                logs = "\n".join(agent.last_lines() for agent in machines.agents[-MAX_AGENTS:])
-                raise SystemExit(f"the run did not end:\n{logs}")
-            time.sleep(0.1)
-        deadline = time.monotonic() + END_SECONDS
-        while machines.running and time.monotonic() < deadline:
-            time.sleep(0.1)
-
     def _worker(self, folder: Path, pace: float) -> list[str]:
-        """The command of a worker, without the interpreter."""
+        """Write the job of a run's workers; return their command without the interpreter."""
+        folder.mkdir()
         output = folder / "output"
-        ledger = folder / "ledger"
-        if self.door == "command":
-            path = folder / "settings.json"
-            path.write_text(json.dumps(settings(self.folder, output, self.epochs, self.same_bits)))
-            return [str(WORKERS / "worker_command.py"), str(path), str(ledger), str(pace)]
-        script = "worker_trainer.py" if self.door == "trainer" else "worker_accelerate.py"
-        words = [str(WORKERS / script), str(output), str(ledger), str(self.epochs), str(pace)]
-        return [*words, self.door] if script == "worker_accelerate.py" else words
+        arguments = settings(
+            self.folder,
+            output,
+            max_steps=None,
+            num_train_epochs=self.epochs,
+            eval_steps=10_000,
+            save_steps=SAVE_STEPS,
+            max_length=32,
+            global_batch_size=WINDOW_SIZE,
+            same_bits=self.same_bits,
+        )
+        job = {
+            "door": self.door,
+            "output": str(output),
+            "ledger": str(folder / "ledger"),
+            "epochs": self.epochs,
+            "pace": pace,
+            "settings": arguments,
+        }
+        path = folder / "job.json"
+        path.write_text(json.dumps(job))
+        return [str(WORKER), str(path)]
 
     def report(self, events: list[Event]) -> list[str]:
         """Compare both runs, and print what was found.
@@ -276,15 +278,20 @@ class ElasticRun:
         ledger = Ledger.read(self.folder / "elastic" / "ledger")
         found = ledger.miscounts(self.num_windows, WINDOWS_PER_EPOCH, NUM_SAMPLES)
         print_lost(events, ledger)
-        difference = largest_difference(ledger.losses(), reference.losses())
+        losses = [np.array(one.losses()) for one in (ledger, reference)]
+        difference = np.inf
+        if len(losses[0]) == len(losses[1]):
+            difference = np.max(np.abs(losses[0] / losses[1] - 1))
         computed = len(ledger.times())
         print(f"windows: {self.num_windows}, computed {computed} times in all")
         print(f"processes of the windows: {runs_of(ledger.num_processes())}")
         print(f"largest relative difference of a loss: {difference:.1e}")
         if not difference <= TOLERANCE:
             found.append(f"losses differ by {difference:.1e}")
-        weights = [load_file(self._weights(name)) for name in ("undisturbed", "elastic")]
-        print(f"relative distance of the weights: {distance(*weights):.1e}")
+        files = [self.folder / run / "output" for run in ("undisturbed", "elastic")]
+        weights = [load_file(file / "model.safetensors") for file in files]
+        error = relative_error(flat(weights[1]), flat(weights[0]))
+        print(f"relative distance of the weights: {error:.1e}")
         hashes = [state_sha256(one) for one in weights]
         if self.same_bits and hashes[0] != hashes[1]:
             found.append(f"SHA-256 of the weights {hashes[1]}, undisturbed {hashes[0]}")
@@ -292,10 +299,6 @@ class ElasticRun:
         if not found:
             print("each sample counted exactly once in each epoch")
         return found
-
-    def _weights(self, name: str) -> Path:
-        """The file of a run's last weights."""
-        return self.folder / name / "output" / "model.safetensors"
 
 
 def print_lost(events: list[Event], ledger: Ledger) -> None:
@@ -333,20 +336,6 @@ def runs_of(numbers: list[int]) -> str:
     return ", ".join(f"{number} ({length} windows)" for number, length in parts)
 
 
-def largest_difference(values: list[float], others: list[float]) -> float:
-    """The largest relative difference of two sequences; infinite if their lengths differ."""
-    if len(values) != len(others):
-        return float("inf")
-    return float(np.max(np.abs(np.array(values) / np.array(others) - 1)))
-
-
-def distance(weights: dict[str, Any], others: dict[str, Any]) -> float:
-    """The relative distance of two models' weights, in float64."""
-    difference = sum(float((weights[n].double() - others[n].double()).norm() ** 2) for n in others)
-    size = sum(float(others[name].double().norm() ** 2) for name in others)
-    return (difference / size) ** 0.5
-
-
 def run_elastic_test(
     folder: Path, door: str, num_events: int, same_bits: int | None, seed: int
 ) -> int:
@@ -356,7 +345,7 @@ def run_elastic_test(
         The exit code: 1 if a promise does not hold.
     """
     os.environ["PYTHONPATH"] = os.pathsep.join(
-        [str(WORKERS.parent), os.environ.get("PYTHONPATH", "")]
+        [str(WORKER.parents[1]), os.environ.get("PYTHONPATH", "")]
     )
     # An agent takes about 10 s to start, which is as long as the windows between two events.
     epochs = 3 * num_events

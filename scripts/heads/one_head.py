@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import transformers
 from accelerate import Accelerator
+from common import flat
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto import modeling_auto
@@ -23,6 +24,7 @@ import hf_ga
 from heads.small_models import build_small, small_config, switch_off_dropout
 from heads.small_samples import KINDS, PADDED_LENGTHS, PaddingCollator, Sample, make_samples
 from hf_ga.check.arms import trainer_arm
+from hf_ga.check.gradients import relative_error, take_gradients
 from hf_ga.engine.look.trial import LossFacts
 from hf_ga.order.plan import plan_by_sizes
 from hf_ga.training import LossSettings, try_before
@@ -53,7 +55,6 @@ MAPPINGS: dict[str, tuple[str, ...]] = {
     "IMAGE_CLASSIFICATION": ("image classification",),
 }
 ROUTER = "causal LM with router loss"
-Gradient = list[Tensor]  # of each trainable parameter
 REFUSALS = (hf_ga.LossNotAdditive, hf_ga.UnkeyedRandomness, hf_ga.ConfigError)
 
 
@@ -139,13 +140,12 @@ def all_heads() -> list[Head]:
     for mapping, kinds in MAPPINGS.items():
         names = getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES")
         for model_type, classes in names.items():
-            applicable = [kind for kind in kinds if kind != ROUTER or _has_router(model_type)]
-            class_names = [classes] if isinstance(classes, str) else classes
-            for class_name in class_names:
-                if class_name not in heads_of_class:
-                    heads_of_class[class_name] = [
-                        Head(model_type, class_name, kind) for kind in applicable
-                    ]
+            config_class = transformers.CONFIG_MAPPING[model_type]
+            has_router = hasattr(config_class, "output_router_logits")
+            for name in [classes] if isinstance(classes, str) else classes:
+                heads = [Head(model_type, name, kind) for kind in kinds]
+                heads = [head for head in heads if head.kind != ROUTER or has_router]
+                heads_of_class.setdefault(name, heads)
     return [head for heads in heads_of_class.values() for head in heads]
 
 
@@ -158,9 +158,9 @@ def examine(head: Head) -> Verdict:
     try:
         model, samples, collate = build_head(head, 0.0)
         truth = true_gradient(model, samples, collate)
-        is_finite = all(part.isfinite().all() for part in truth)
-        if not is_finite or not norm(truth):
-            raise ValueError(f"its true gradient has the norm {norm(truth)}")
+        norm = float(truth.norm())
+        if not norm or not math.isfinite(norm):
+            raise ValueError(f"its true gradient has the norm {norm}")
     except OutOfScope as error:
         verdict.status = "out of scope"
         verdict.reason = str(error)
@@ -186,30 +186,34 @@ def build_head(head: Head, dropout: float) -> tuple[PreTrainedModel, list[Sample
         OutOfScope: If the sweep does not cover the head.
     """
     model_class = getattr(transformers, head.class_name)
-    _check_text(head, model_class)
+    if head.kind == "pre-training":
+        _check_text(model_class)
     attributes = dict(KINDS[head.kind])
     if head.kind.startswith("causal LM"):
         attributes["is_decoder"] = True
-    config = small_config(_config_class(head, model_class), dropout, **attributes)
+    config = small_config(model_class.config_class, dropout, **attributes)
     pad_id = _set_special_tokens(config)
     model = build_small(model_class, config)
     if head.kind == "image classification":
         _check_attention(model)
+    samples = make_samples(head.kind, head.class_name, config)
+    collate = PaddingCollator(pad_id, PADDED_LENGTHS.get(head.model_type, 0))
     if not dropout:
         switch_off_dropout(model)
-        _check_router(head, model, pad_id)
-    samples = make_samples(head.kind, head.class_name, config)
-    return model, samples, PaddingCollator(pad_id, PADDED_LENGTHS.get(head.model_type, 0))
+        if head.kind == ROUTER:
+            _check_router(model, collate(samples))
+    return model, samples, collate
 
 
-def true_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
+def true_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Tensor:
     """Compute the correct gradient with plain torch and transformers: one forward and backward of
-    the head's own loss over all samples in one batch.
+    the head's own loss over all samples in one batch. Like all gradients of the sweep, it is one
+    vector of all trainable parameters, 0 where there is none.
     """
     model.zero_grad(set_to_none=True)
     loss = model(**collate(samples)).loss
     loss.backward()
-    return take_gradient(model)
+    return flat(take_gradients(model))
 
 
 def try_head(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> LossFacts:
@@ -223,7 +227,7 @@ def hf_ga_gradient(
     collate: PaddingCollator,
     facts: LossFacts,
     **layout: Any,
-) -> Gradient:
+) -> Tensor:
     """Compute the gradient of the samples with hf_ga, as one window (the samples of one optimizer
     step) split into micro-batches.
 
@@ -247,10 +251,10 @@ def hf_ga_gradient(
     model.zero_grad(set_to_none=True)
     (window,) = windows
     hf_ga.backward_window(accelerator, model, window)
-    return take_gradient(model)
+    return flat(take_gradients(model))
 
 
-def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Gradient:
+def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> Tensor:
     """Return the gradient of the samples that `transformers.Trainer` passes to its optimizer, in
     micro-batches of `MICRO_BATCH` samples in their order.
     """
@@ -259,7 +263,7 @@ def trainer_gradient(model: nn.Module, samples: list[Sample], collate: PaddingCo
         for start in range(0, len(samples), MICRO_BATCH)
     ]
     _, gradients = trainer_arm()(model, micro_batches, ACCUMULATION, "fp32")
-    return list(gradients.values())
+    return flat(gradients)
 
 
 def draws_randomness(model: nn.Module, samples: list[Sample], collate: PaddingCollator) -> bool:
@@ -270,37 +274,6 @@ def draws_randomness(model: nn.Module, samples: list[Sample], collate: PaddingCo
     with torch.no_grad():
         model(**collate(samples))
     return not torch.equal(before, torch.get_rng_state())
-
-
-def take_gradient(model: nn.Module) -> Gradient:
-    """Copy the gradients of all trainable parameters, zeros where there is none, and set `.grad` to
-    None.
-    """
-    taken = []
-    for parameter in model.parameters():
-        if not parameter.requires_grad:
-            continue
-        gradient = parameter.grad
-        if gradient is None:
-            gradient = torch.zeros_like(parameter)
-        taken.append(gradient.detach().clone())
-    model.zero_grad(set_to_none=True)
-    return taken
-
-
-def norm(gradient: Gradient) -> float:
-    """Compute the L2 norm of a gradient over all parameters together, in float64."""
-    norms = [part.double().norm() for part in gradient]
-    return float(torch.stack(norms).norm())
-
-
-def relative_error(gradient: Gradient, reference: Gradient) -> float:
-    """Compute ||gradient - reference|| / ||reference|| over all parameters together; infinity
-    instead of NaN.
-    """
-    difference = [g.double() - r.double() for g, r in zip(gradient, reference, strict=True)]
-    value = norm(difference) / norm(reference)
-    return float("inf") if math.isnan(value) else value
 
 
 def describe_error(error: Exception) -> str:
@@ -321,18 +294,10 @@ def _examine_hf_ga(
     model: nn.Module,
     samples: list[Sample],
     collate: PaddingCollator,
-    truth: Gradient,
+    truth: Tensor,
 ) -> None:
-    """Compute hf_ga's gradients of a head (a model class of transformers with a loss) in several
-    layouts (micro-batch sizes), compare them with the true gradient, and write status, error and
-    reason into the verdict, in place.
-
-    Args:
-        verdict: The verdict of the head.
-        model: The small model of the head.
-        samples: Its samples.
-        collate: The collate function.
-        truth: The true gradient, of plain PyTorch on the full batch.
+    """Compare hf_ga's gradients in several layouts (micro-batch sizes) with the true gradient, and
+    write status, error and reason into the verdict, in place.
     """
     try:
         facts = try_head(model, samples, collate)
@@ -358,17 +323,10 @@ def _examine_trainer(
     model: nn.Module,
     samples: list[Sample],
     collate: PaddingCollator,
-    truth: Gradient,
+    truth: Tensor,
 ) -> None:
-    """Compute Trainer's gradient of a head (a model class of transformers with a loss), compare it
-    with the true gradient, and write the error, or Trainer's exception, into the verdict, in place.
-
-    Args:
-        verdict: The verdict of the head.
-        model: The small model of the head.
-        samples: Its samples.
-        collate: The collate function.
-        truth: The true gradient, of plain PyTorch on the full batch.
+    """Compare Trainer's gradient with the true one, and write the error, or Trainer's exception,
+    into the verdict, in place.
     """
     try:
         gradient = trainer_gradient(model, samples, collate)
@@ -376,18 +334,12 @@ def _examine_trainer(
         verdict.trainer_reason = describe_error(error)
         return
     verdict.trainer_error = relative_error(gradient, truth)
-    verdict.trainer_ratio = norm(gradient) / norm(truth)
+    verdict.trainer_ratio = float(gradient.norm() / truth.norm())
 
 
-def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
-    """Build the model of a head again with dropout, compute hf_ga's gradients in several layouts
-    (micro-batch sizes), and compare them with each other and with the gradient without dropout.
-    Write the result into the verdict, in place.
-
-    Args:
-        verdict: The verdict of the head.
-        head: The head.
-        truth: The true gradient without dropout.
+def _examine_dropout(verdict: Verdict, head: Head, truth: Tensor) -> None:
+    """Compare hf_ga's gradients with dropout in several layouts with each other, and with the
+    gradient without dropout, `truth`; write the result into the verdict, in place.
     """
     try:
         model, samples, collate = build_head(head, DROPOUT)
@@ -415,18 +367,8 @@ def _examine_dropout(verdict: Verdict, head: Head, truth: Gradient) -> None:
         )
 
 
-def _has_router(model_type: str) -> bool:
-    """Whether an architecture is a mixture of experts whose loss can include a router loss."""
-    return hasattr(transformers.CONFIG_MAPPING[model_type], "output_router_logits")
-
-
-def _check_router(head: Head, model: PreTrainedModel, pad_id: int) -> None:
-    """Raise OutOfScope if a head with router loss has the same loss without it; do nothing for
-    heads of other kinds.
-    """
-    if head.kind != ROUTER:
-        return
-    batch = PaddingCollator(pad_id)(make_samples(head.kind, head.class_name, model.config))
+def _check_router(model: PreTrainedModel, batch: dict[str, Tensor]) -> None:
+    """Raise OutOfScope if the loss of a head with router loss is the same without it."""
     with torch.no_grad():
         without = model(**batch, output_router_logits=False).loss
         with_router = model(**batch, output_router_logits=True).loss
@@ -440,36 +382,19 @@ def _check_attention(model: PreTrainedModel) -> None:
         raise OutOfScope("an image classifier without attention layers")
 
 
-def _check_text(head: Head, model_class: type[PreTrainedModel]) -> None:
+def _check_text(model_class: type[PreTrainedModel]) -> None:
     """Raise OutOfScope for a pre-training class whose forward does not take `input_ids` and labels
-    of text; do nothing for heads of other kinds.
+    of text.
     """
-    if head.kind != "pre-training":
-        return
     names = inspect.signature(model_class.forward).parameters
     has_labels = "labels" in names or "start_positions" in names
     if "input_ids" not in names or not has_labels:
         raise OutOfScope("pre-training without a loss of text labels")
 
 
-def _config_class(head: Head, model_class: type[PreTrainedModel]) -> type:
-    """Return the config class that a model class declares, or that of its architecture if it
-    declares none.
-
-    The two differ for the text model of a multimodal architecture.
-    """
-    declared = getattr(model_class, "config_class", None)
-    if isinstance(declared, type):
-        return declared
-    return transformers.CONFIG_MAPPING[head.model_type]
-
-
 def _set_special_tokens(config: transformers.PreTrainedConfig) -> int:
-    """Set the padding id, and the id that a decoder starts with, where a config has none because
-    it leaves them to the tokenizer. Changes the config and its text config, in place.
-
-    Returns:
-        The padding id.
+    """Set the padding id, and the id that a decoder starts with, where a config leaves them to the
+    tokenizer; return the padding id. Changes the config and its text config, in place.
     """
     text_config = config.get_text_config()
     default = 0

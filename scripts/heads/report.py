@@ -4,13 +4,13 @@ summary, heads.md and heads.json.
 
 import json
 from collections import Counter
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
 import transformers
+from common import table
 
 from heads.one_head import ACCUMULATION, DROPOUT, LAYOUTS, MICRO_BATCH, TOLERANCE, Verdict
 
@@ -125,13 +125,8 @@ def write_report(verdicts: list[Verdict], num_heads: int, folder: Path, minutes:
 
 
 def _format_page(verdicts: list[Verdict], origin: str) -> str:
-    """Format the page heads.md of a sweep over heads (model classes of transformers with a loss):
-    summary, counts by kind of head, heads that are wrong or refused, the method, and a table of all
-    heads.
-
-    Args:
-        verdicts: The verdicts of the sweep.
-        origin: A line with the versions of the libraries and the duration of the sweep.
+    """Format heads.md: summary, counts by kind, heads that are wrong or refused, the method, and a
+    table of all heads. `origin` names versions and duration.
     """
     built = [v for v in verdicts if v.status in BUILT]
     parts = [
@@ -144,18 +139,16 @@ def _format_page(verdicts: list[Verdict], origin: str) -> str:
         "\n".join(f"- {sentence}" for sentence in summary(verdicts)),
         "## By kind",
         _table_by_kind(built),
-        *_reason_list("## Wrong", {v.head.name: v.reason for v in built if v.status == "wrong"}),
-        *_reason_list(
-            "## Refused", {v.head.name: v.reason for v in built if v.status == "refused"}
-        ),
+        *_reason_list("## Wrong", [v for v in built if v.status == "wrong"]),
+        *_reason_list("## Refused", [v for v in built if v.status == "refused"]),
         *_reason_list(
             "## Dropout: drawn, but the layouts do not agree",
-            {v.head.name: v.dropout_reason for v in built if v.dropout in DRAWING[1:]},
+            [v for v in built if v.dropout in DRAWING[1:]],
         ),
         "## Method",
         METHOD,
         "## All heads",
-        _table(
+        table(
             [
                 "head",
                 "hf_ga",
@@ -166,15 +159,11 @@ def _format_page(verdicts: list[Verdict], origin: str) -> str:
                 "ratio",
                 f"dropout {DROPOUT}",
             ],
-            (_table_row(v) for v in built),
+            [_table_row(verdict) for verdict in built],
+            alignment="---",
         ),
-        *_reason_list(
-            "## Not built", {v.head.name: v.reason for v in verdicts if v.status == "not built"}
-        ),
-        *_reason_list(
-            "## Out of scope",
-            {v.head.name: v.reason for v in verdicts if v.status == "out of scope"},
-        ),
+        *_reason_list("## Not built", [v for v in verdicts if v.status == "not built"]),
+        *_reason_list("## Out of scope", [v for v in verdicts if v.status == "out of scope"]),
     ]
     return "\n\n".join(parts) + "\n"
 
@@ -198,22 +187,13 @@ def _table_by_kind(built: list[Verdict]) -> str:
                 f"{dropout['agree']} of {num_drawing}",
             ]
         )
-    return _table(["kind", "heads", *BUILT, "Trainer right", "dropout layouts agree"], rows)
+    return table(["kind", "heads", *BUILT, "Trainer right", "dropout layouts agree"], rows)
 
 
-def _reason_list(title: str, reasons: dict[str, str]) -> list[str]:
-    """Format a part of the page: a title, and a Markdown list of heads with their reasons.
-
-    Args:
-        title: The title in Markdown.
-        reasons: Name of the head -> reason.
-
-    Returns:
-        Title and list; an empty list if there are no heads.
-    """
-    if not reasons:
-        return []
-    return [title, "\n".join(f"- {name}: {reason}" for name, reason in reasons.items())]
+def _reason_list(title: str, verdicts: list[Verdict]) -> list[str]:
+    """Format a title and a Markdown list of heads with their reasons; nothing without heads."""
+    lines = [f"- {v.head.name}: {v.reason or v.dropout_reason}" for v in verdicts]
+    return [title, "\n".join(lines)] if lines else []
 
 
 def _table_row(verdict: Verdict) -> list[str]:
@@ -242,15 +222,6 @@ def _trainer_status(verdict: Verdict) -> str:
     if verdict.trainer_error is not None:
         return "wrong"
     return "fails"
-
-
-def _table(header: list[str], rows: Iterable[Iterable[Any]]) -> str:
-    """Format a Markdown table; "|" in cells is escaped."""
-    lines = []
-    for cells in (header, ["---"] * len(header), *rows):
-        escaped = [str(cell).replace("|", "\\|") for cell in cells]
-        lines.append(f"| {' | '.join(escaped)} |")
-    return "\n".join(lines)
 
 
 def _format_dropout(verdict: Verdict) -> str:

@@ -214,15 +214,8 @@ def _get_attribute(config: PreTrainedConfig, name: str) -> Any:
 def _small_value(
     name: str, value: Any, dropout: float, layers: list[int] | None, token_ids: dict[int, int]
 ) -> Any:
-    """Return the value of a config attribute for a small version of the config, chosen by the
-    attribute's name and type; the value itself if the rule does not change it.
-
-    Args:
-        name: Name of the attribute.
-        value: Its value in the config of full size.
-        dropout: Value of dropout probabilities.
-        layers: Indices of the layers to keep. None: the first ones.
-        token_ids: Maps ids of special tokens to their new ids; new ones are added, in place.
+    """Return the small value of a config attribute by its name and type: the value itself if the
+    rule does not change it. `layers` are the layers to keep; None: the first ones.
     """
     if isinstance(value, PreTrainedConfig):
         return {**small_arguments(value, dropout, token_ids), "model_type": value.model_type}
@@ -240,30 +233,12 @@ def _small_value(
         return _limit_size(name, value)
     if isinstance(value, list | tuple):
         return _small_list(name, value, dropout, layers)
-    if isinstance(value, dict) and "rope" in name:
-        return _small_rope_parameters(value)
     return value
 
 
-def _small_rope_parameters(parameters: dict[str, Any]) -> dict[str, Any]:
-    """Return a config's rotary parameters for a head dim of 8: the sections of a multimodal rotary
-    embedding with three position dims become 2, 1 and 1. The parameters may be nested by kind of
-    layer.
-    """
-    small = {}
-    for name, value in parameters.items():
-        small[name] = _small_rope_parameters(value) if isinstance(value, dict) else value
-    if len(parameters.get("mrope_section", ())) == 3:
-        small["mrope_section"] = [2, 1, 1]
-    return small
-
-
 def _size_rule(name: str) -> tuple[int | None, int]:
-    """Look up how a config attribute is shrunk, by the first pattern of `SIZES` that matches its
-    name.
-
-    Returns:
-        The maximum of a number (None: it is not a size) and the divisor of numbers in a list.
+    """Return the maximum of a number (None: it is not a size) and the divisor of numbers in a list,
+    by the first pattern of `SIZES` that matches the attribute's name.
     """
     for pattern, limit, divisor in SIZES:
         if re.search(pattern, name):
@@ -280,17 +255,8 @@ def _limit_size(name: str, value: int) -> int:
 
 
 def _small_list(name: str, value: Any, dropout: float, layers: list[int] | None) -> Any:
-    """Return the value of a list attribute for a small version of a config.
-
-    A list with one entry per layer is reduced to the layers to keep. In a list with one entry per
-    stage, dropout probabilities are replaced, numbers of layers are limited to `MIN_LAYERS`, and
-    other sizes are divided.
-
-    Args:
-        name: Name of the attribute.
-        value: A list or a tuple, whose type is kept.
-        dropout: Value of dropout probabilities.
-        layers: Indices of the layers to keep. None: the config does not list kinds of layers.
+    """Return a list attribute for a small version of a config: the layers to keep of a list by
+    layer; in a list by stage, probabilities are replaced, layers limited, sizes divided.
     """
     sequence_type = type(value)
     is_per_layer = _is_per_layer(name) or len(value) > MAX_STAGES
@@ -318,18 +284,15 @@ def _is_per_layer(name: str) -> bool:
 
 
 def _representative_layers(config: PreTrainedConfig) -> list[int] | None:
-    """Choose the layers that a small version of a config keeps: the first layer of each kind, at
-    most four, or the first two layers if all have the same kind.
-
-    Returns:
-        Indices of the layers. None: the config does not list kinds of layers.
+    """Choose the layers to keep: the first one of each kind, at most four, or the first two if all
+    have the same kind. None: the config does not list kinds of layers.
     """
     num_layers = getattr(config, "num_hidden_layers", None)
     lists = []
     for name, value in _size_attributes(config).items():
         if not isinstance(value, list | tuple) or len(value) != num_layers:
             continue
-        if _is_per_layer(name) and all(isinstance(entry, str | int) for entry in value):
+        if _is_per_layer(name):
             lists.append(value)
     if not lists or not num_layers:
         return None
@@ -344,11 +307,7 @@ def _representative_layers(config: PreTrainedConfig) -> list[int] | None:
 
 def _small_token_ids(value: Any, token_ids: dict[int, int]) -> Any:
     """Return new ids for special tokens, below `NUM_RESERVED`: small ids stay, large ones get the
-    last reserved ids, and equal ids stay equal.
-
-    Args:
-        value: An id, or a list or tuple of ids; other values are returned unchanged.
-        token_ids: Maps ids of special tokens to their new ids; new ones are added, in place.
+    last reserved ids, and equal ids stay equal. New ones are added to `token_ids`, in place.
     """
     if isinstance(value, list | tuple):
         return type(value)(_small_token_ids(token_id, token_ids) for token_id in value)

@@ -77,7 +77,10 @@ def make_samples(
     vocab_size = getattr(config.get_text_config(), "vocab_size", None) or END_ID
     end_id = min(END_ID, vocab_size)
     eos_token_id = end_token(config)
-    texts = [_draw_tokens(rng, length, end_id, eos_token_id) for length in LENGTHS]
+    texts = [rng.integers(FIRST_ID, end_id, length).tolist() for length in LENGTHS]
+    if eos_token_id is not None:
+        for input_ids in texts:
+            input_ids[-1] = eos_token_id
     # In sequence-to-sequence models each text generates another one.
     target_texts = reversed(texts)
     samples = [
@@ -125,25 +128,17 @@ class PaddingCollator:
     def __call__(self, samples: list[Sample]) -> dict[str, Tensor]:
         """Collate samples into a batch of tensors: float32, or int64 for integers."""
         return {
-            name: self._pad_and_stack([sample[name] for sample in samples], self._pad_value(name))
+            name: self._pad_and_stack(name, [sample[name] for sample in samples])
             for name in samples[0]
         }
 
-    def _pad_value(self, name: str) -> int:
-        """Return the number with which a model input of this name is padded."""
+    def _pad_and_stack(self, name: str, values: list[Any]) -> Tensor:
+        """Pad the values of a model input in all dims to their largest sizes, and stack them."""
+        pad_value = 0
         if "labels" in name:
-            return IGNORED
-        if name.endswith("input_ids"):
-            return self.pad_id
-        return 0
-
-    def _pad_and_stack(self, values: list[Any], pad_value: int) -> Tensor:
-        """Pad arrays in all dims to their largest sizes, and stack them.
-
-        Args:
-            values: One number, list or array for each sample, all with the same number of dims.
-            pad_value: The number to pad with.
-        """
+            pad_value = IGNORED
+        elif name.endswith("input_ids"):
+            pad_value = self.pad_id
         arrays = [np.asarray(value) for value in values]
         dtype = arrays[0].dtype
         shape = np.max([array.shape for array in arrays], axis=0).astype(int)
@@ -158,37 +153,11 @@ class PaddingCollator:
         return tensor.float() if tensor.is_floating_point() else tensor.long()
 
 
-def _draw_tokens(
-    rng: np.random.Generator, length: int, end_id: int, eos_token_id: int | None
-) -> list[int]:
-    """Draw the token ids of a random text.
-
-    Args:
-        rng: The random generator.
-        length: Number of tokens.
-        end_id: All drawn ids are below.
-        eos_token_id: Replaces the last id. None: it does not.
-    """
-    input_ids = rng.integers(FIRST_ID, end_id, length).tolist()
-    if eos_token_id is not None:
-        input_ids[-1] = eos_token_id
-    return input_ids
-
-
 def _make_sample(
     kind: str, input_ids: list[int], target_ids: list[int], rng: np.random.Generator, index: int
 ) -> Sample:
-    """Make a sample of a text with the labels of a kind of head.
-
-    Args:
-        kind: The kind of loss, a key of `KINDS`.
-        input_ids: The token ids of the text.
-        target_ids: The token ids of the text that a sequence-to-sequence model generates.
-        rng: Draws labels.
-        index: Index of the sample in the window.
-
-    Returns:
-        The model's arguments before padding, as lists and numbers.
+    """Make sample number `index` of a text, with the labels of a kind of head: the model's
+    arguments before padding. `target_ids` is the text that a seq2seq model generates.
     """
     sample: Sample = {"input_ids": input_ids, "attention_mask": [1] * len(input_ids)}
     if kind.startswith("causal LM"):
@@ -218,13 +187,16 @@ def _make_sample(
             "attention_mask": [[1] * len(input_ids)] * NUM_CHOICES,
             "labels": index % NUM_CHOICES,
         }
-    return {**sample, "labels": _sample_label(kind, rng, index)}
+    if kind == "regression":
+        return {**sample, "labels": float(rng.normal())}
+    if kind == "multi-label":
+        return {**sample, "labels": rng.integers(0, 2, NUM_CLASSES).astype(float).tolist()}
+    return {**sample, "labels": index % (2 if kind == "next sentence" else NUM_CLASSES)}
 
 
 def _ignore_some(labels: list[int], rng: np.random.Generator) -> list[int]:
-    """Replace a random part of the labels by -100, so that samples have very different numbers of
-    targets: about half of the labels of a short sample, and 70 % or none of those of a long one.
-    The second label always stays, so that each sample has a target.
+    """Replace about half of a short sample's labels by -100, and 70 % or none of a long one's, so
+    that numbers of targets are very different. The second label stays: each has a target.
     """
     ignored_share = 0.5
     if len(labels) > LENGTHS[0]:
@@ -234,22 +206,6 @@ def _ignore_some(labels: list[int], rng: np.random.Generator) -> list[int]:
         is_kept = position == 1 or rng.random() >= ignored_share
         result.append(label if is_kept else IGNORED)
     return result
-
-
-def _sample_label(kind: str, rng: np.random.Generator, index: int) -> Any:
-    """Return the label of a head that has one label for each sample: a number for "regression", a
-    0/1 vector for "multi-label", otherwise a class.
-
-    Args:
-        kind: The kind of loss, a key of `KINDS`.
-        rng: Draws the label, if it is no class.
-        index: Index of the sample in the window, which sets the class.
-    """
-    if kind == "regression":
-        return float(rng.normal())
-    if kind == "multi-label":
-        return rng.integers(0, 2, NUM_CLASSES).astype(float).tolist()
-    return index % (2 if kind == "next sentence" else NUM_CLASSES)
 
 
 def _image_sample(rng: np.random.Generator, config: PreTrainedConfig, index: int) -> Sample:
@@ -266,11 +222,6 @@ def _image_sample(rng: np.random.Generator, config: PreTrainedConfig, index: int
 def _pretraining_labels(class_name: str, sample: Sample, rng: np.random.Generator) -> Sample:
     """Return the additional or different labels that some pre-training classes need; an empty dict
     for other classes.
-
-    Args:
-        class_name: Name of the model class.
-        sample: The sample.
-        rng: Draws the labels.
     """
     family = class_name.removesuffix("ForPreTraining")
     if family in ("Electra", "Funnel"):
@@ -288,12 +239,6 @@ def _architecture_inputs(
 ) -> Sample:
     """Return the additional model arguments that single architectures need; an empty dict for
     others.
-
-    Args:
-        class_name: Name of the model class.
-        sample: The sample with its labels.
-        config: The config of the small model.
-        rng: Draws the inputs.
     """
     per_token = sample["labels"] if isinstance(sample.get("labels"), list) else sample["input_ids"]
     num_tokens = len(per_token)

@@ -15,6 +15,7 @@ from accelerate.state import AcceleratorState
 from benchmark.gpu import median_seconds as seconds_of
 from benchmark.report import MIN_TIME_GAIN
 from benchmark.setting import Setting, build_model
+from common import collate
 from steps import backward_window, train_step
 from torch.nn.utils.rnn import pad_sequence
 from tried import later, tried
@@ -65,7 +66,7 @@ def setting_of(
 def check(setting: Setting, **more) -> None:
     precision = {"no": "fp32"}.get(setting.mixed_precision, setting.mixed_precision)
     report = hf_ga.check_equivalence(
-        build_model(setting), setting.samples, setting.collate, precision=precision, **more
+        build_model(setting), setting.samples, collate, precision=precision, **more
     )
     print(f"{setting.model}, {precision}, dropout {setting.dropout}: {report.verdict('hf_ga')}")
     assert report.passed, report
@@ -104,7 +105,7 @@ def trained(setting, folder, resumes):
         "per_device_batch_size": setting.micro_batch_size,
         "global_batch_size": setting.window_size,
     }
-    windows = hf_ga.WindowLoader(setting.samples, setting.collate, accelerator=accelerator, **sizes)
+    windows = hf_ga.WindowLoader(setting.samples, collate, accelerator=accelerator, **sizes)
     model = build_model(setting)
     model, optimizer = hf_ga.prepare(
         accelerator, model, torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -129,7 +130,7 @@ def test_a_step_waits_for_the_device_at_most_once():
     accelerator = Accelerator(mixed_precision="bf16")
     windows = hf_ga.WindowLoader(
         setting.samples,
-        setting.collate,
+        collate,
         accelerator=accelerator,
         per_device_batch_size=2,
         global_batch_size=4,
@@ -175,11 +176,9 @@ def test_packed_layers_are_proven_and_timed(model, kernel):
         built = build_model(setting)
         built.set_attn_implementation(attention)
         speed_ups = [*candidates(built), *speed_ups]
-        found = tried(built, setting.samples, setting.collate, speed_ups)
+        found = tried(built, setting.samples, collate, speed_ups)
         sizes = {"per_device_batch_size": 16, "global_batch_size": 16}
-        (window,) = hf_ga.WindowLoader(
-            setting.samples, setting.collate, accelerator=accelerator, **sizes
-        )
+        (window,) = hf_ga.WindowLoader(setting.samples, collate, accelerator=accelerator, **sizes)
         prepared = accelerator.prepare(built)
         seconds[name] = seconds_of(
             partial(backward_window, accelerator, prepared, later(window)), setting

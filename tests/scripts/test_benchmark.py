@@ -18,6 +18,8 @@ from benchmark import cli, report
 from benchmark.arms import (
     ABLATION,
     CHUNKED,
+    COMPILED,
+    COMPILED_FULL_ROWS,
     DEFAULT,
     EXACT_TRAINER,
     GROUPED,
@@ -27,14 +29,16 @@ from benchmark.arms import (
     SPEED,
     TRAINER,
     WITHOUT_CUDNN,
+    peer_arms,
     speed_arms,
 )
 from benchmark.gpu import flops_per_token
 from benchmark.measuring import BenchmarkRun, Measurements, measure_interleaved
 from benchmark.ranks import busy_core, measure_two_ranks
 from benchmark.report import Bound
-from benchmark.setting import Setting, build_model, random_samples
-from benchmark.trainers import PADDING_FREE, PEERS, PLAIN, full_rows
+from benchmark.setting import Setting, build_model
+from benchmark.trainers import full_rows
+from common import collate, random_samples
 from torch.utils.flop_counter import FlopCounterMode
 
 from hf_ga.order.length_plan import MAX_PADDING
@@ -73,10 +77,7 @@ ARMS = [
         if name not in (GROUPED, REBALANCED)
     )
 ]
-ARMS += [
-    ("gpt", WITHOUT_PLAN, ABLATION["plan by length"]),
-    *(("gpt", name, PEERS[name]) for name in (PLAIN, PADDING_FREE)),
-]
+ARMS.append(("gpt", WITHOUT_PLAN, ABLATION["plan by length"]))
 
 
 @pytest.mark.parametrize(
@@ -99,8 +100,7 @@ def test_every_arm_sees_each_sample_once_an_epoch_and_waits_for_its_turn(model, 
     assert len(waits) == 2 * setting.windows_per_epoch == 6
     assert measured.each_once
     assert len(measured.seconds) == setting.windows_per_epoch
-    assert (measured.padding == 1) == (name == PADDING_FREE)
-    bound = 2.5 if name in (TRAINER, OWN_LOOP, EXACT_TRAINER, WITHOUT_PLAN, PLAIN) else 1.5
+    bound = 2.5 if name in (TRAINER, OWN_LOOP, EXACT_TRAINER, WITHOUT_PLAN) else 1.5
     if name == DEFAULT:  # it packs: its plan allows padding, which is not computed
         bound = MAX_PADDING
     assert measured.padding < bound
@@ -125,12 +125,12 @@ def test_full_rows_have_one_shape_and_as_many_tokens_as_a_window(model, backend)
 
 
 def test_random_samples_are_spread_as_described():
-    samples = random_samples("bert", 1024, 2048)["samples"]
+    samples = random_samples("bert", 1024, 2048)
     lengths = [len(sample["input_ids"]) for sample in samples]
     assert min(lengths) == 8 and max(lengths) == 1024
     assert np.mean(lengths) == pytest.approx(240, rel=0.02)
     assert {sample["label"] for sample in samples} == {0, 1, 2, 3}
-    assert samples == random_samples("bert", 1024, 2048)["samples"]
+    assert samples == random_samples("bert", 1024, 2048)
 
 
 def test_arms_without_cudnns_attention_are_trainers_on_a_gpu(monkeypatch):
@@ -141,6 +141,12 @@ def test_arms_without_cudnns_attention_are_trainers_on_a_gpu(monkeypatch):
     arms = speed_arms("cuda")
     modes = (TRAINER, GROUPED, REBALANCED)
     assert list(arms) == [*SPEED, *(mode + WITHOUT_CUDNN for mode in modes)]
+    assert peer_arms("cuda").keys() - peer_arms("cpu").keys() == {
+        TRAINER + WITHOUT_CUDNN,
+        REBALANCED + WITHOUT_CUDNN,
+        COMPILED,
+        COMPILED_FULL_ROWS,
+    }
     for name in (TRAINER, TRAINER + WITHOUT_CUDNN, TRAINER):
         arms[name](None)
     assert seen == [True, False, True]
@@ -238,6 +244,14 @@ def test_ratios_are_to_the_better_of_trainers_settings():
     assert "a CPU has no cuDNN" in str(report.speed_section(setting_of(), GOOD))
 
 
+@pytest.mark.parametrize(("keyed", "holds"), [(1.0, True), (1.05, False)])
+def test_keyed_dropout_over_native(keyed, holds):
+    section = report.ablation_section(setting_of(), {DEFAULT: one(keyed), NATIVE: one(1.0)})
+    (bound,) = section.bounds
+    assert bound.value == pytest.approx(keyed)
+    assert bound.holds == holds
+
+
 def test_each_bound_of_the_speed_can_fail():
     for change, failed in [
         ({DEFAULT: one(1.1), OWN_LOOP: one(1.1)}, "better of Trainer's"),
@@ -259,9 +273,8 @@ def test_each_bound_of_the_speed_can_fail():
 
 @pytest.mark.parametrize(("flags", "code"), [(["--assert"], 1), ([], 0)])
 def test_assert_prints_the_bounds_that_fail(tmp_path, monkeypatch, capsys, flags, code):
-    monkeypatch.setattr(
-        cli, "_measure_planning", lambda max_samples: report.planning_section({1000: 4.0})
-    )
+    monkeypatch.setattr(cli, "PLANNED_SAMPLES", (1000,))
+    monkeypatch.setattr(cli, "seconds_to_first_window", lambda num_samples: 4.0)
     assert cli.main(["--sections", "plan", "--output_dir", str(tmp_path / "out"), *flags]) == code
     printed = capsys.readouterr()
     assert printed.err.count("FAILED: ") == code
@@ -280,7 +293,7 @@ def test_useful_flops_are_those_that_torch_counts():
     model = build_model(setting)
     model.set_attn_implementation("eager")
     with FlopCounterMode(display=False) as counted:
-        model(**setting.collate(samples)).loss.backward()
+        model(**collate(samples)).loss.backward()
     assert counted.get_total_flops() == pytest.approx(100 * flops_per_token(setting), rel=0.01)
 
 

@@ -1,15 +1,13 @@
 """scripts/checkpoint_cost.py with a small model."""
 
-from functools import partial
-
 import checkpoint_cost
 import pytest
-from transformers import GPT2Config
+from common import Shape
 
 
 def test_costs_are_printed_beside_a_control(tmp_path, monkeypatch, capsys):
-    small = partial(GPT2Config, n_embd=16, n_layer=1, n_head=2, vocab_size=50_000)
-    monkeypatch.setattr(checkpoint_cost, "GPT2Config", small)
+    small = Shape("gpt", layers=1, width=16, heads=2, words=50_000)
+    monkeypatch.setattr(checkpoint_cost, "SHAPE", small)
     checkpoint_cost.measure(2, 8, tmp_path)
     out = capsys.readouterr().out
     assert out.count("control") == 3

@@ -86,8 +86,8 @@ def test_the_lost_time_is_printed(tmp_path, capsys):
     content = [dict(zip(keys, line, strict=True)) | {"rank": 0} for line in lines]
     (tmp_path / "a.ledger").write_text("".join(f"{json.dumps(one)}\n" for one in content))
     events = [
-        Event("a worker is killed", 2, 0.0, (2, 2), 12.5, 3),
-        Event("an agent joins", 3, 0.0, (2, 3), 30.5, 3),
+        Event("a worker is killed", 2, 0.0, (2, 2), 12.5),
+        Event("an agent joins", 3, 0.0, (2, 3), 30.5),
     ]
     print_lost(events, Ledger.read(tmp_path))
     first, second = capsys.readouterr().out.splitlines()

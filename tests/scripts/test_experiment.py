@@ -32,22 +32,18 @@ def trial(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def results(trial):
-    groups = {
-        "layouts": [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4]],
-        "dropout 0": WITHOUT_DROPOUT,
-        "mistakes": MISTAKES,
-    }
-    return {group: [trial.run(arm) for arm in arms] for group, arms in groups.items()}
+    arms = [LAYOUTS[0], LAYOUTS[2], LAYOUTS[4], *WITHOUT_DROPOUT, *MISTAKES]
+    return [trial.run(arm) for arm in arms]
 
 
 def test_with_same_bits_layouts_differ_in_nothing(trial, results, monkeypatch):
     monkeypatch.setattr(trial, "same_bits", 16)
     assert set(differences(*(trial.run(arm) for arm in LAYOUTS[:2])).values()) == {0.0}
-    assert differences(*results["layouts"][:2])["final weights"] > 0
+    assert differences(*results[:2])["final weights"] > 0
 
 
 def test_layouts_agree(results):
-    assert script.broken_limits({**results, "mistakes": []}) == []
+    assert script.broken_limits(results) == []
 
 
 @pytest.mark.parametrize("index", range(len(MISTAKES)), ids=[arm.name for arm in MISTAKES])
@@ -55,17 +51,16 @@ def test_each_mistake_shows(results, index):
     """The control: with these arms the limits would be broken, by a factor of 10 at least in one of
     the three figures.
     """
-    off = differences(results["mistakes"][index], results["layouts"][0])
+    result = results[5 + index]
+    assert result.arm is MISTAKES[index]
+    off = differences(result, results[0])
     assert max(value / LIMITS[name] for name, value in off.items()) > 10
 
 
-def test_a_mistake_breaks_the_limits(results):
-    assert script.broken_limits(
-        {"layouts": [results["layouts"][0], results["mistakes"][1]], "dropout 0": []}
-    )
-    assert (
-        results["layouts"][0].train_losses[-1] != results["dropout 0"][0].train_losses[-1]
-    )  # it is on
+def test_a_mistake_breaks_the_limits(results, monkeypatch):
+    monkeypatch.setattr(script.Arm, "is_mistake", False)
+    assert script.broken_limits([results[0], results[6]])
+    assert results[0].train_losses[-1] != results[3].train_losses[-1]  # dropout is on
 
 
 def test_table_and_plot(results, tmp_path):

@@ -3,7 +3,6 @@ it, small, on a CPU.
 """
 
 import json
-import math
 import multiprocessing
 import signal
 import subprocess
@@ -107,9 +106,7 @@ def test_the_whole_report_on_a_cpu(tmp_path):
         == {n for n, part in gpu_report.PARTS.items() if part.needs_cuda}
     )
     rates = {row[0]: row[1] for row in found["peers"]["sections"][-1]["rows"]}
-    not_measured = {name for name, rate in rates.items() if math.isnan(rate)}
-    assert not_measured == {"hf_ga, compiled layers", "limit: full rows, compiled"}
-    assert len(rates) == 14
-    assert min(rates[name] for name in rates.keys() - not_measured) > 0
+    assert len(rates) == 5
+    assert min(rates.values()) > 0
     assert "8 passed" in found["promises"]["output"]
     assert "target >= 0.45" in (tmp_path / "report.md").read_text()

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import roofline
 import torch
+from common import Shape
 from roofline import HF_GA, MODES, SHAPES, TRAINER, CountKernels, Device, Work
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -42,7 +43,7 @@ def test_packed_operations_by_hand():
     """A layer of width 2 has 48 weights; of 3 and 1 tokens (9 + 1) / 2 pairs attend, causally; 2 + 0
     targets choose one of 10 words.
     """
-    shape = roofline.Shape("gpt", layers=1, width=2, heads=1, words=10)
+    shape = Shape("gpt", layers=1, width=2, heads=1, words=10)
     by_hand = 6 * 48 * 4 + 12 * 2 * 5 + 6 * 10 * 2 * 2
     assert roofline.flops(shape, HF_GA, np.array([3, 1])) == by_hand
     padded = 6 * 48 * 6 + 12 * 2 * 18 + 6 * 10 * 2 * 6
@@ -141,7 +142,7 @@ def test_the_largest_bound_is_the_prediction():
 
 def test_the_command(capsys, monkeypatch):
     samples = [{"input_ids": [5] * length} for length in range(4, 8)]
-    monkeypatch.setitem(roofline.SAMPLES, "docstrings", lambda *_: {"samples": samples})
+    monkeypatch.setitem(roofline.SAMPLES, "docstrings", lambda *_: samples)
     sizes = ["--num_samples", "4", "--window", "4", "--micro_batch", "2", "--layers", "1"]
     roofline.main(["--models", "bert", "--devices", "h200", *sizes])
     printed = capsys.readouterr().out

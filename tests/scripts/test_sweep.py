@@ -7,10 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 import sweep_heads
+from common import flat
 from heads import one_head as sweep
 from heads.one_head import TOLERANCE, Head, Verdict, all_heads, build_head, examine
 from heads.small_samples import KINDS, PaddingCollator
 from sweep_workers import send_strange_verdict
+
+from hf_ga.check.gradients import relative_error, take_gradients
 
 SIMPLE = ("gpt2", "bert", "mixtral", "t5", "vit")  # between them, heads of all kinds
 
@@ -31,7 +34,7 @@ def test_hf_ga_is_right_and_trainer_multiplies_a_bert_classifier_by_four():
     model, samples, collate = build_head(classifier, 0.0)
     truth = sweep.true_gradient(model, samples, collate)
     gradient = sweep.trainer_gradient(model, samples, collate)
-    assert sweep.relative_error([g / 4 for g in gradient], truth) < TOLERANCE
+    assert relative_error(gradient / 4, truth) < TOLERANCE
     verdict = examine(classifier)
     assert (verdict.status, verdict.dropout, verdict.trainer_right) == ("right", "agree", False), (
         verdict
@@ -43,7 +46,7 @@ def test_a_mean_of_means_is_called_wrong(monkeypatch):
         model.zero_grad(set_to_none=True)
         for i in range(0, len(samples), 2):
             (model(**collate(samples[i : i + 2])).loss / 4).backward()
-        return sweep.take_gradient(model)
+        return flat(take_gradients(model))
 
     monkeypatch.setattr(sweep, "hf_ga_gradient", naive)
     verdict = examine(Head("gpt2", "GPT2LMHeadModel", "causal LM"))
