@@ -14,7 +14,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from hf_ga.check.causes.diagnosis import explain
-from hf_ga.check.causes.drawing import find_draws
+from hf_ga.check.causes.drawing import look_at_forwards
 from hf_ga.check.layouts import CheckedLayout, choose_layouts
 from hf_ga.check.steps import (
     DTYPES,
@@ -244,7 +244,7 @@ def _prepare_own_step(context: CheckContext) -> None:
     settings = context.settings
     # The reference needs the unwrapped model, so DDP or FSDP wraps a copy.
     on_several_processes = context.accelerator.num_processes > 1
-    unkeyed = find_draws(context)
+    unkeyed = look_at_forwards(context)
     if settings.allow_split_dependent_randomness:
         _set_evaluation_mode(unkeyed)
     trained = copy.deepcopy(context.model) if on_several_processes else context.model

@@ -52,6 +52,7 @@ class CheckContext:
         max_grad_norm: L2 norm that the window's gradient is clipped to. None: no clipping.
         settings: The user's loss, and whether draws that belong to no sample are accepted.
         draws: The random draws of the reference, keyed by sample as hf_ga's are.
+        has_batch_norm: Whether the model normalises by statistics of the micro-batch.
         facts: What hf_ga found out about the loss. None: hf_ga refuses the model.
         refusal: Why hf_ga refuses the model. None: it does not.
         prepared: The model that hf_ga's own step trains: `model` itself on one process, a copy
@@ -67,6 +68,7 @@ class CheckContext:
     max_grad_norm: float | None
     settings: LossSettings
     draws: KeyedDraws = field(default_factory=partial(ReferenceDraws, allow_unkeyed=True))
+    has_batch_norm: bool = False
     facts: LossFacts | None = None
     refusal: HfGaError | None = None
     prepared: nn.Module = field(init=False)
