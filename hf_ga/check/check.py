@@ -5,6 +5,7 @@ and if not, why?
 import copy
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from hf_ga.check.steps import (
     own_accelerate_state,
     working_copy,
 )
-from hf_ga.check.verdict.judging import Reference, compute_reference, write_verdict
+from hf_ga.check.verdict.judging import compute_reference, judged
 from hf_ga.check.verdict.pipeline import pipeline_row
 from hf_ga.check.verdict.report import EquivalenceReport
 from hf_ga.check.verdict.rows import OURS, ReportRow
@@ -39,11 +40,7 @@ from hf_ga.model.forward import LossFunction, unwrapped
 from hf_ga.parallel.backend import check_supported
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import prepare
-from hf_ga.parallel.processes import (
-    broadcast_from_main,
-    check_agreement,
-    raise_on_all_ranks,
-)
+from hf_ga.parallel.processes import check_agreement, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.versions import versions
 from hf_ga.training import LossSettings, remember, try_before
@@ -195,43 +192,14 @@ def _run_and_explain_all(
             same_window = [layout for layout in layouts if layout.num_samples == num_samples]
             for arm, layout in itertools.product(arms, same_window):
                 bar.set_postfix_str(f"{arm}, {layout.name}", refresh=False)
-                row = _run_in_layout(context, arm, arms[arm], layout, reference)
-                # All processes must diagnose the same rows: use the main process's verdict.
-                row_of[arm, layout.name] = broadcast_from_main(context.accelerator, row)
+                row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
+                run = partial(layout.run, context, arms[arm], layout.collate_window(context))
+                row_of[arm, layout.name] = judged(context, row, run, reference)
                 bar.update()
     layouts_by_name = {layout.name: layout for layout in layouts}
     for arm, step in arms.items():
         explain(context, [row_of[arm, name] for name in layouts_by_name], layouts_by_name, step)
     return [row_of[arm, name] for arm in arms for name in layouts_by_name]
-
-
-def _run_in_layout(
-    context: CheckContext,
-    arm: str,
-    step: StepFunction | None,
-    layout: CheckedLayout,
-    reference: Reference,
-) -> ReportRow:
-    """Run one step (None: hf_ga's own) in one layout, and compare its gradient with the reference.
-
-    The row is marked as refused if hf_ga does not support the model, or if the user's step raises.
-    """
-    row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
-    if step is None and context.refusal is not None:
-        row.refused = str(context.refusal)
-        return row
-    try:
-        loss, gradients = layout.run(context, step, layout.collate_window(context))
-    except (LossNotAdditive, UnkeyedRandomness) as error:
-        row.refused = str(error)
-    except Exception as error:
-        if step is None:
-            raise
-        # An error in one of the user's steps must not lose the results of the others.
-        row.refused = f"raised {type(error).__name__}: {error}"
-    else:
-        write_verdict(row, loss, gradients, reference)
-    return row
 
 
 def _prepare_own_step(context: CheckContext) -> None:

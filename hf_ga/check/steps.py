@@ -92,8 +92,11 @@ class CheckContext:
 
 def run_hf_ga_step(context: CheckContext, window: Window) -> tuple[float, Gradients]:
     """Run hf_ga's own step on this process's micro-batches of a window; return the mean loss of the
-    whole window and its unscaled gradients, clipped once.
+    whole window and its unscaled gradients, clipped once. Raises the error with which hf_ga refuses
+    the model, if it does.
     """
+    if context.refusal is not None:
+        raise context.refusal
     model = context.prepared
     context.facts.note_padding(window.state)
     with restored_buffers(model):

@@ -168,12 +168,3 @@ class PipelineBackend(Backend):
         norm = squared.sqrt().float()
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
-
-    def is_same_on_all_stages(self, number: int) -> bool:
-        """Return whether the stages of this rank's replica have the same number, an integer from 0
-        below 2**53. All ranks must call it.
-        """
-        ends = torch.tensor([number, -number], dtype=torch.float64, device=self.device)
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.stages)
-        largest, negated = ends.tolist()
-        return largest == -negated

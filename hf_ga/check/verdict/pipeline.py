@@ -8,11 +8,10 @@ from accelerate.utils import gather_object
 
 from hf_ga.check.gradients import Gradients, take_gradients
 from hf_ga.check.steps import CheckContext
-from hf_ga.check.verdict.judging import compute_reference, write_verdict
+from hf_ga.check.verdict.judging import compute_reference, judged
 from hf_ga.check.verdict.rows import ReportRow
-from hf_ga.errors import ConfigError, LossNotAdditive, ProcessFailed, UnkeyedRandomness
+from hf_ga.errors import ConfigError
 from hf_ga.loading.window import Window
-from hf_ga.parallel.processes import broadcast_from_main
 from hf_ga.pipeline.pipeline import Pipeline, prepare_pipeline
 
 ARM = "hf_ga, pipeline"  # name of this training step in the report
@@ -27,35 +26,26 @@ def pipeline_row(context: CheckContext, num_stages: int) -> ReportRow:
     num_replicas = max(1, context.accelerator.num_processes // num_stages)
     batch_size = max(1, num_samples // (MICRO_BATCHES_PER_REPLICA * num_replicas))
     row = ReportRow(ARM, f"{num_stages} stages", micro_batches=[], accumulation_steps=0)
-    reference = compute_reference(context, context.first_samples_window(num_samples))
-    settings = context.settings
-    try:
+
+    def run() -> tuple[float, Gradients]:
+        """Compute the gradient; its errors are raised on all processes."""
+        settings = context.settings
         if settings.loss_fn is not None or settings.whole_batch is not None:
             raise ConfigError(
                 "unsupported loss in a pipeline: only that of the model's own head is supported, "
                 "so omit loss_fn and whole_batch, or use FSDP."
             )
-        pipeline, window = _prepare_stages(context, num_stages, batch_size)
+        model = copy.deepcopy(context.model)
+        windows = context.loader(num_samples, per_device_batch_size=batch_size)
+        pipeline = prepare_pipeline(context.accelerator, model, windows, num_stages=num_stages)
+        (window,) = windows
         loss = pipeline.backward_window(window).loss
-    # Raised on all processes: as ProcessFailed on those where nothing failed.
-    except (ConfigError, LossNotAdditive, UnkeyedRandomness, ProcessFailed) as error:
-        row.refused = str(error)
-    else:
         row.micro_batches = _gather_micro_batch_sizes(pipeline, window)
         row.accumulation_steps = len(row.micro_batches)
-        write_verdict(row, loss, _gather_gradients(pipeline, context), reference)
-    return broadcast_from_main(context.accelerator, row)
+        return loss, _gather_gradients(pipeline, context)
 
-
-def _prepare_stages(
-    context: CheckContext, num_stages: int, batch_size: int
-) -> tuple[Pipeline, Window]:
-    """Split a copy of the model into stages; return the pipeline and one window of all samples."""
-    model = copy.deepcopy(context.model)
-    windows = context.loader(len(context.samples), per_device_batch_size=batch_size)
-    pipeline = prepare_pipeline(context.accelerator, model, windows, num_stages=num_stages)
-    (window,) = windows
-    return pipeline, window
+    reference = compute_reference(context, context.first_samples_window(num_samples))
+    return judged(context, row, run, reference)
 
 
 def _gather_micro_batch_sizes(pipeline: Pipeline, window: Window) -> list[int]:
