@@ -24,7 +24,6 @@ from hf_ga.check.gradients import relative_errors, total_norm
 from hf_ga.check.script_arm import (
     OUTPUT,
     RESULT,
-    ArmReport,
     ArmRequest,
     ArmResult,
     run_in_process,
@@ -98,7 +97,7 @@ def check_script(arguments: Sequence[str]) -> bool:
             "a script is checked on one process: start it with python -m hf_ga.check, without "
             "accelerate launch."
         )
-    report = _run(ArmRequest(is_exact=True), arguments, "as written").report
+    report = _run(ArmRequest(is_exact=True), arguments, "as written")
     print(
         f"{arguments[0]}: the first update is a window of {report.num_samples} samples, which the "
         f"script splits into {report.num_micro_batches}"
@@ -117,7 +116,7 @@ def check_script(arguments: Sequence[str]) -> bool:
         is_own = number == report.num_micro_batches
         _print_error("hf_ga", number, error, limit, "as written" if is_own else "")
         if is_own:
-            as_written = result.report  # with the divisors of each micro-batch
+            as_written = result  # with the divisors of each micro-batch
     # The script's own library, in its own split, or in another one if that is the full batch.
     number = report.num_micro_batches if report.num_micro_batches in splits else splits[-1]
     name = f"{'accelerate' if report.kind == 'Accelerator' else 'transformers'}.{report.kind}"
@@ -131,7 +130,7 @@ def check_script(arguments: Sequence[str]) -> bool:
     return passed
 
 
-def causes(report: ArmReport, scale: float = 1.0) -> list[str]:
+def causes(report: ArmResult, scale: float = 1.0) -> list[str]:
     """Return why splits differ without hf_ga, in words: divisors and draws that were read.
 
     Args:
@@ -153,7 +152,7 @@ def causes(report: ArmReport, scale: float = 1.0) -> list[str]:
     return found or ["neither divisors nor draws differ: state that the loop keeps, or kernels"]
 
 
-def splits_of(report: ArmReport) -> list[int]:
+def splits_of(report: ArmResult) -> list[int]:
     """Return the numbers of micro-batches to try: that of the script, and others of equal sizes.
 
     A script that accumulates by hand cannot have more than its own.
@@ -197,14 +196,14 @@ def relative_error(result: ArmResult, full: ArmResult) -> float:
     Raises:
         ConfigError: If the two runs began with other weights, or had windows of other sizes.
     """
-    if result.report.num_samples != full.report.num_samples:
+    if result.num_samples != full.num_samples:
         raise ConfigError(
-            f"the first update has {result.report.num_samples} samples in one split and "
-            f"{full.report.num_samples} in another, so they cannot be compared: give the script a "
+            f"the first update has {result.num_samples} samples in one split and "
+            f"{full.num_samples} in another, so they cannot be compared: give the script a "
             "number of samples that its batch size divides."
         )
-    weights = full.report.weights
-    if abs(result.report.weights - weights) > 1e-9 * weights:
+    weights = full.weights
+    if abs(result.weights - weights) > 1e-9 * weights:
         raise ConfigError(
             "two runs of the script begin with other weights, so their updates cannot be "
             "compared: seed it, for example with accelerate.utils.set_seed(0)."

@@ -32,12 +32,13 @@ OUTPUT = "output.txt"
 
 
 @dataclass
-class ArmReport:
-    """What a run found.
+class ArmResult:
+    """What one run of the script found.
 
     Attributes:
         kind: "Accelerator" or "Trainer".
         num_micro_batches: Number of micro-batches of the window.
+        gradients: The gradient of the first update, by the index of the parameter.
         is_by_hand: Whether the script accumulates by hand: it divides its losses itself.
         num_samples: Number of samples of the window. None without hf_ga.
         is_low_precision: Whether forwards ran in bf16 or fp16.
@@ -48,25 +49,13 @@ class ArmReport:
 
     kind: str
     num_micro_batches: int
+    gradients: Gradients = field(default_factory=dict)
     is_by_hand: bool = False
     num_samples: int | None = None
     is_low_precision: bool = False
     weights: float = 0.0
     terms: list[tuple[str, list[float]]] = field(default_factory=list)
     draws: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class ArmResult:
-    """One run of the script.
-
-    Attributes:
-        report: What it found.
-        gradients: The gradient of the first update, by the index of the parameter.
-    """
-
-    report: ArmReport
-    gradients: Gradients
 
 
 @dataclass
@@ -80,7 +69,7 @@ class ArmRequest:
     """
 
     is_exact: bool
-    as_written: ArmReport | None = None
+    as_written: ArmResult | None = None
     num_micro_batches: int | None = None
 
     @property
@@ -148,43 +137,40 @@ class Arm:
             self.keep(parameters, factor=own / request.num_micro_batches)
 
     def keep(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
-        """Keep the gradients, 0 where there is none, and the report, and end the script.
+        """Keep the gradients, 0 where there is none, and what is known, and end the script.
 
         Raises:
             FirstUpdate: Always.
         """
-        gradients = {}
+        result = ArmResult(self.kind, self.num_steps, is_low_precision=self.is_low_precision)
         for index, parameter in enumerate(parameters):
             gradient = parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            gradients[str(index)] = (gradient.detach().float() * factor).cpu()
-        report = self.report()
-        report.weights = sum(float(p.detach().double().abs().sum()) for p in parameters)
-        self.result = ArmResult(report, gradients)
+            result.gradients[str(index)] = (gradient.detach().float() * factor).cpu()
+        result.weights = sum(float(p.detach().double().abs().sum()) for p in parameters)
+        engine = self.engine
+        if engine is not None and engine.gradient is not None:
+            self._describe_window(result, engine)
+        self.result = result
         raise FirstUpdate
 
-    def report(self) -> ArmReport:
-        """Return what is known of the window."""
-        report = ArmReport(self.kind, self.num_steps, is_low_precision=self.is_low_precision)
-        engine = self.engine
-        if engine is None or engine.gradient is None:
-            return report
+    def _describe_window(self, result: ArmResult, engine: WindowEngine) -> None:
+        """Write into the result what hf_ga's engine knows of the window."""
         if self.kind == "Accelerator":
             num_parts = self.owner.training_loop.num_parts_by_hand
-            report.is_by_hand = num_parts > 1
-            report.num_micro_batches = max(num_parts, report.num_micro_batches)
+            result.is_by_hand = num_parts > 1
+            result.num_micro_batches = max(num_parts, result.num_micro_batches)
         readings = on_host([r for r in engine.gradient.readings if r.is_counted])
         of_first_term = [r for r in readings if r.key == readings[0].key]
-        report.num_samples = sum(reading.num_samples for reading in of_first_term)
+        result.num_samples = sum(reading.num_samples for reading in of_first_term)
         names: dict[Any, str] = {}
         divisors: dict[Any, list[float]] = {}
         for reading in readings:
             names.setdefault(reading.key, reading.name.split(", factor")[0])
             divisors.setdefault(reading.key, []).append(float(reading.divisor))
-        report.terms = [(names[key], divisors[key]) for key in names]
-        report.draws = dict(engine.draws.places)
-        return report
+        result.terms = [(names[key], divisors[key]) for key in names]
+        result.draws = dict(engine.draws.places)
 
     @property
     def engine(self) -> WindowEngine | None:
