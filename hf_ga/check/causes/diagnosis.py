@@ -32,7 +32,7 @@ from hf_ga.check.steps import CheckContext, StepFunction, device_of
 from hf_ga.check.verdict.rows import Cause, ReportRow
 from hf_ga.engine.look.rehearsal import widths_of
 from hf_ga.engine.whole.router import WindowRouter
-from hf_ga.errors import UnkeyedRandomness
+from hf_ga.errors import LossNotAdditive, UnkeyedRandomness
 from hf_ga.loading.window import Window
 from hf_ga.parallel.processes import broadcast_from_main
 
@@ -132,7 +132,7 @@ class Trial:
         micro_batch_gradients: For each micro-batch, the gradient of its own mean loss.
         missing: Names of the parameters that should have a gradient but have a zero one. The
             vectors above do not contain them.
-        terms: What the terms of the loss divide by, the one closest to the full batch first.
+        terms: What the terms of the loss divide by.
     """
 
     def __init__(
@@ -168,15 +168,7 @@ class Trial:
         for micro_batch in window.micro_batches:
             _, gradients = plain_backward(context, window, micro_batch, draws=draws)
             self.micro_batch_gradients.append(_flatten(gradients, names, stride))
-        terms = read_divisors(context, window)
-        self.terms = sorted(terms, key=lambda term: self.error_of_sum(term.shares))
-
-    def error_of_sum(self, weights: np.ndarray) -> float:
-        """Return the relative error of a weighted sum of the micro-batches' gradients, compared
-        with the full batch's gradient.
-        """
-        weighted_sum = Hypothesis(weights).gradient(self.micro_batch_gradients)
-        return relative_error(weighted_sum, self.reference)
+        self.terms = read_divisors(context, window)
 
     def causes(self) -> tuple[list[Cause], bool]:
         """Return the causes; if there is none, one named "unknown". And whether known weights
@@ -223,13 +215,12 @@ class Trial:
         mistakes, then the same with clipping after every micro-batch, then any.
         """
         terms = self.terms
-        # Of a sum of several means, the step may have weighted by any of their divisors.
-        is_additive = self.error_of_sum(terms[0].shares) <= self.match_limit
         counts = count_usual(self.window)
         steps = self.layout.accumulation_steps
         num_processes = self.context.accelerator.num_processes
         known = []
-        for term in terms[:1] if is_additive else terms:
+        # Of a sum of several means, the step may have weighted by any of their divisors.
+        for term in terms:
             known += list_hypotheses(Split(term.values, counts, steps, num_processes))
         closest, error = self._best_match(known)
         if error <= self.match_limit:
@@ -278,32 +269,31 @@ class Trial:
         return [Cause("precision", text)]
 
     def _additivity_causes(self) -> list[Cause]:
-        """Return why no weights of the micro-batches give the full batch's gradient, if the correct
-        ones do not.
-        """
+        """Return why no weights of the micro-batches give the full batch's gradient."""
         context = self.context
         terms = self.terms
-        residual = self.error_of_sum(terms[0].shares)
-        if residual <= self.match_limit:
+        text = "the loss of the window is not a weighted mean of its micro-batches' losses"
+        if len(self.layout.offsets) == 1:
             return []
         if context.has_batch_norm:
             return [BATCH_NORM]
-        text = "the loss of the window is not a weighted mean of its micro-batches' losses"
-        evidence = f"residual {residual:.1e}"
         if context.settings.whole_batch is not None:
             negatives = "each micro-batch compares its own samples only (in-batch negatives)"
-            return [Cause("cross-batch loss", f"{text}: {negatives}", evidence)]
+            return [Cause("cross-batch loss", f"{text}: {negatives}")]
         if context.settings.loss_fn is None and WindowRouter([context.model]).is_on:
             balancing = "the router's auxiliary loss is a product of means over the micro-batch"
-            return [Cause("auxiliary loss", balancing, evidence)]
-        if context.refusal is not None:
+            return [Cause("auxiliary loss", balancing)]
+        if isinstance(context.refusal, LossNotAdditive):
             return [_cause_of_refusal(context, str(context.refusal))]
         if any(not np.allclose(term.shares, terms[0].shares) for term in terms):
             means = "it is a sum of several means, each over its own targets"
             divisors = "; ".join(f"{term.name}: {format_numbers(term.values)}" for term in terms)
-            return [Cause("several means", f"{text}: {means}", f"{evidence}, divisors {divisors}")]
+            return [Cause("several means", f"{text}: {means}", f"divisors {divisors}")]
+        correct_sum = Hypothesis(terms[0].shares).gradient(self.micro_batch_gradients)
+        if relative_error(correct_sum, self.reference) <= self.match_limit:
+            return []
         pairs = "it compares samples (in-batch negatives), or is no sum of means"
-        return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", evidence)]
+        return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}")]
 
     def _clipping_causes(self) -> list[Cause]:
         """Return causes from calls of torch's clipping."""
