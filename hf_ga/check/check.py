@@ -26,10 +26,9 @@ from hf_ga.check.steps import (
     working_copy,
 )
 from hf_ga.check.verdict.judging import compute_reference, judged
-from hf_ga.check.verdict.pipeline import pipeline_row
+from hf_ga.check.verdict.more_rows import pipeline_row, same_bits_row
 from hf_ga.check.verdict.report import EquivalenceReport
 from hf_ga.check.verdict.rows import OURS, ReportRow
-from hf_ga.check.verdict.same_bits import same_bits_row
 from hf_ga.draws.generators import preserved_random_states
 from hf_ga.engine.look.trial import LossFacts
 from hf_ga.engine.whole.whole_window import WholeBatchLoss

@@ -7,7 +7,7 @@ gradient of the first update. `script.py` starts a process for each run.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import new_class
@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from hf_ga.check.causes.divisors import name_of_term, readings_by_term
 from hf_ga.check.gradients import Gradients
-from hf_ga.engine.sums.divisors import on_host
 from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import ConfigError, HfGaError
 from hf_ga.run import exact_accelerator, exact_trainer, replace_classes, run_as_main
@@ -107,11 +107,13 @@ class Arm:
         """Start before the script."""
         self.request = request
         self.result: ArmResult | None = None
-        self.kind = "Accelerator"
-        self.num_steps = 1
         self.num_backwards = 0
-        self.is_low_precision = False
         self.owner: Any = None
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether the script has a trainer."""
+        return isinstance(self.owner, SplitTrainer)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Keep the gradient before an optimizer steps; a hook of all optimizers.
@@ -142,7 +144,14 @@ class Arm:
         Raises:
             FirstUpdate: Always.
         """
-        result = ArmResult(self.kind, self.num_steps, is_low_precision=self.is_low_precision)
+        owner = self.owner
+        accelerator = owner.accelerator if self.is_trainer else owner
+        settings = owner.args if self.is_trainer else owner
+        result = ArmResult(
+            kind="Trainer" if self.is_trainer else "Accelerator",
+            num_micro_batches=settings.gradient_accumulation_steps,
+            is_low_precision=accelerator.mixed_precision != "no",
+        )
         for index, parameter in enumerate(parameters):
             gradient = parameter.grad
             if gradient is None:
@@ -157,19 +166,16 @@ class Arm:
 
     def _describe_window(self, result: ArmResult, engine: WindowEngine) -> None:
         """Write into the result what hf_ga's engine knows of the window."""
-        if self.kind == "Accelerator":
+        if not self.is_trainer:
             num_parts = self.owner.training_loop.num_parts_by_hand
             result.is_by_hand = num_parts > 1
             result.num_micro_batches = max(num_parts, result.num_micro_batches)
-        readings = on_host([r for r in engine.gradient.readings if r.is_counted])
-        of_first_term = [r for r in readings if r.key == readings[0].key]
-        result.num_samples = sum(reading.num_samples for reading in of_first_term)
-        names: dict[Any, str] = {}
-        divisors: dict[Any, list[float]] = {}
-        for reading in readings:
-            names.setdefault(reading.key, reading.name.split(", factor")[0])
-            divisors.setdefault(reading.key, []).append(float(reading.divisor))
-        result.terms = [(names[key], divisors[key]) for key in names]
+        counted = [reading for reading in engine.gradient.readings if reading.is_counted]
+        terms = readings_by_term(counted)
+        result.num_samples = sum(reading.num_samples for reading in terms[0])
+        for readings in terms:
+            divisors = [float(reading.divisor) for reading in readings]
+            result.terms.append((name_of_term(readings), divisors))
         result.draws = dict(engine.draws.places)
 
     @property
@@ -177,7 +183,7 @@ class Arm:
         """The engine of an exact accelerator or trainer."""
         if not self.request.is_exact:
             return None
-        if self.kind == "Trainer":
+        if self.is_trainer:
             window = self.owner._window
             return None if window is None else window.engine
         return self.owner.training_loop.engine
@@ -218,9 +224,7 @@ class SplitAccelerator:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make the accelerator with another number of micro-batches."""
         super().__init__(*args, **kwargs)
-        arm = self.arm
-        arm.owner = self
-        arm.is_low_precision |= self.mixed_precision != "no"
+        self.arm.owner = self
         self.gradient_accumulation_steps = self.gradient_accumulation_steps
 
     @property
@@ -234,7 +238,6 @@ class SplitAccelerator:
         request = self.arm.request
         if request.num_micro_batches is not None and not request.is_by_hand:
             number = request.num_micro_batches
-        self.arm.num_steps = number
         accelerate.Accelerator.gradient_accumulation_steps.fset(self, number)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -266,14 +269,11 @@ class SplitTrainer:
         """Make the trainer with batches of another size."""
         from transformers import TrainingArguments
 
-        arm = self.arm
-        arm.kind = "Trainer"
-        arm.owner = self
+        self.arm.owner = self
         for settings in (*args, *kwargs.values()):
             if isinstance(settings, TrainingArguments):
                 self._split(settings)
         super().__init__(*args, **kwargs)
-        arm.num_steps = self.args.gradient_accumulation_steps
 
     def _split(self, settings: Any) -> None:
         """Change the settings of a trainer."""
@@ -283,26 +283,24 @@ class SplitTrainer:
         if request.num_micro_batches is not None:
             settings.gradient_accumulation_steps = request.num_micro_batches
         settings.max_grad_norm = 0.0  # the gradient is compared
-        self.arm.is_low_precision |= settings.bf16 or settings.fp16
 
 
 def run_arm(request: ArmRequest, arguments: Sequence[str]) -> ArmResult | None:
     """Run a script with its arguments up to its first update. None: it ended without one."""
     arm = Arm(request)
 
-    def with_split(base: type, mixin: type) -> type:
-        """Return the class of an object that the script makes."""
-        return new_class(base.__name__, (mixin, base), exec_body=lambda body: body.update(arm=arm))
+    def split(exact: Callable[[type], type], mixin: type) -> Callable[[type], type]:
+        """Return a function: class that the script calls -> class of the object that it gets."""
 
-    def accelerators(cls: type) -> type:
-        """Return the class of an accelerator."""
-        return with_split(exact_accelerator(cls) if request.is_exact else cls, SplitAccelerator)
+        def choose(cls: type) -> type:
+            """Return the class, exact or not, with the mixin."""
+            base = exact(cls) if request.is_exact else cls
+            name = base.__name__
+            return new_class(name, (mixin, base), exec_body=lambda body: body.update(arm=arm))
 
-    def trainers(cls: type) -> type:
-        """Return the class of a trainer."""
-        return with_split(exact_trainer(cls) if request.is_exact else cls, SplitTrainer)
+        return choose
 
-    replace_classes(accelerators, trainers)
+    replace_classes(split(exact_accelerator, SplitAccelerator), split(exact_trainer, SplitTrainer))
     register_optimizer_step_pre_hook(arm.before_step)
     set_seed(SEED)
     try:

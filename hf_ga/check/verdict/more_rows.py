@@ -1,5 +1,5 @@
-"""The report row for pipeline stages: the gradient of a window that several stages compute
-together.
+"""Two more rows of a report: the gradient of a window that several pipeline stages compute, and
+`same_bits`: the gradient must have the same bits for every per-device batch size.
 """
 
 import copy
@@ -7,13 +7,15 @@ import copy
 from accelerate.utils import gather_object
 
 from hf_ga.check.gradients import Gradients, take_gradients
-from hf_ga.check.steps import CheckContext
+from hf_ga.check.steps import CheckContext, run_hf_ga_step
 from hf_ga.check.verdict.judging import compute_reference, judged
-from hf_ga.check.verdict.rows import ReportRow
+from hf_ga.check.verdict.rows import OURS, Cause, ReportRow
 from hf_ga.errors import ConfigError
 from hf_ga.loading.window import Window
 from hf_ga.pipeline.pipeline import Pipeline, prepare_pipeline
+from hf_ga.recovery.checkpoint import state_sha256
 
+MULTIPLES = (1, 2, 4)  # per-device batch sizes, in chunks
 ARM = "hf_ga, pipeline"  # name of this training step in the report
 MICRO_BATCHES_PER_REPLICA = 4
 
@@ -64,3 +66,33 @@ def _gather_gradients(pipeline: Pipeline, context: CheckContext) -> Gradients:
         for stage_gradients in gather_object([own])
         for name, gradient in stage_gradients.items()
     }
+
+
+def same_bits_row(context: CheckContext, chunk_size: int) -> ReportRow:
+    """Return the row "bits": the window's gradient in chunks of `chunk_size` samples, with
+    per-device batch sizes of 1, 2 and 4 chunks, has one hash and loss.
+    """
+    hashes = {}  # batch size -> hash of the gradients
+    losses = []
+    for batch_size in [chunk_size * multiple for multiple in MULTIPLES]:
+        window = context.first_samples_window(
+            len(context.samples),
+            per_device_batch_size=batch_size,
+            canonical_micro_batch=chunk_size,
+        )
+        loss, gradients = run_hf_ga_step(context, window)
+        hashes[batch_size] = state_sha256(gradients)
+        losses.append(loss)
+    sizes = [len(micro_batch) for micro_batch in window.micro_batches]
+    row = ReportRow(OURS, "bits", sizes, len(sizes), loss=losses[0])
+    row.passed = len(set(hashes.values())) == len(set(losses)) == 1
+    row.error = 0.0 if row.passed else float("inf")
+    row.worst_share = row.error
+    if not row.passed:
+        text = (
+            "a kernel of the model gives other bits when it runs again: call "
+            "torch.use_deterministic_algorithms(True)"
+        )
+        seen = [f"per-device batch size {size}: {digest[:12]}" for size, digest in hashes.items()]
+        row.causes.append(Cause("not deterministic", text, ", ".join(seen)))
+    return row
