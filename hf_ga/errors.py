@@ -22,7 +22,7 @@ class LossNotAdditive(HfGaError, RuntimeError):
     it cannot be computed in micro-batches: no way of counting targets fits, or several do.
 
     Attributes:
-        cause: The name of the cause in a report of `check_equivalence`. None: unknown.
+        cause: The most likely cause, as a clause for the message. None: unknown.
     """
 
     cause: str | None = None

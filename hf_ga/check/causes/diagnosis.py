@@ -1,7 +1,7 @@
 """Why a training step under test differs from the full batch.
 
-Read: the divisors of the loss, the random functions of the forward, BatchNorm, clipping, and what
-hf_ga found out about the loss: padding, or why it refuses it. Tried, as a step is a black box: with
+Read: the divisors of the loss, BatchNorm in its graph, the random functions of the forward, calls
+of torch's clipping, padding from hf_ga's trial of the loss. Tried, as a step is a black box: with
 which weights it summed its micro-batches. For that it runs once more, with constant random numbers,
 one padded width, and without clipping.
 """
@@ -32,7 +32,7 @@ from hf_ga.check.steps import CheckContext, StepFunction, device_of
 from hf_ga.check.verdict.rows import Cause, ReportRow
 from hf_ga.engine.look.rehearsal import widths_of
 from hf_ga.engine.whole.router import WindowRouter
-from hf_ga.errors import LossNotAdditive, UnkeyedRandomness
+from hf_ga.errors import UnkeyedRandomness
 from hf_ga.loading.window import Window
 from hf_ga.parallel.processes import broadcast_from_main
 
@@ -63,9 +63,11 @@ def explain(
     """
     failed = [row for row in rows if not row.passed and (row.refused is None or step is None)]
     for row in _rows_to_diagnose(failed, context.accelerator.num_processes):
-        if row.refused is not None:
-            row.causes = [_cause_of_refusal(context, row.refused)]
-        elif row.share <= 1:
+        if isinstance(context.refusal, UnkeyedRandomness) and row.refused is not None:
+            row.causes = [Cause("randomness", row.refused)]
+        elif context.has_batch_norm and row.refused is not None:
+            row.causes = [BATCH_NORM]
+        elif row.refused is None and row.share <= 1:
             text = (
                 "the gradient is correct, but the number that the step returns is not the mean loss"
             )
@@ -88,15 +90,6 @@ def _rows_to_diagnose(failed: list[ReportRow], num_processes: int) -> list[Repor
         )
         of_kind.setdefault(kind, row)
     return list(of_kind.values())
-
-
-def _cause_of_refusal(context: CheckContext, refusal: str) -> Cause:
-    """Return why hf_ga refuses the model."""
-    if isinstance(context.refusal, UnkeyedRandomness):
-        return Cause("randomness", refusal)
-    if context.has_batch_norm:
-        return BATCH_NORM
-    return Cause(getattr(context.refusal, "cause", None) or "cross-batch loss", refusal)
 
 
 def _causes_in(
@@ -126,13 +119,14 @@ class Trial:
 
     Attributes:
         has_several_widths: Whether the micro-batches were padded to one width.
+        is_refused: Whether there is no step to run, because hf_ga refuses the model.
         clipped: See `unclipped`.
         reference: Gradient of the full batch.
         step_gradient: Gradient that the step left.
         micro_batch_gradients: For each micro-batch, the gradient of its own mean loss.
         missing: Names of the parameters that should have a gradient but have a zero one. The
             vectors above do not contain them.
-        terms: What the terms of the loss divide by.
+        terms: What the terms of the loss divide by, the one closest to the full batch first.
     """
 
     def __init__(
@@ -156,8 +150,11 @@ class Trial:
         self.window = window
         whole = window.split([np.arange(window.num_samples)])
         _, reference = plain_backward(context, whole, whole.micro_batches[0], draws=draws)
-        with unclipped() as self.clipped, nullcontext() if draws is None else draws.scope():
-            _, step_gradients = layout.run(context, step, window)
+        step_gradients = reference
+        self.is_refused = step is None and context.refusal is not None
+        if not self.is_refused:
+            with unclipped() as self.clipped, nullcontext() if draws is None else draws.scope():
+                _, step_gradients = layout.run(context, step, window)
         self.missing = _parameters_without_gradient(step_gradients, reference)
         names = [name for name in reference if name not in self.missing]
         num_elements = sum(reference[name].numel() for name in names)
@@ -168,12 +165,15 @@ class Trial:
         for micro_batch in window.micro_batches:
             _, gradients = plain_backward(context, window, micro_batch, draws=draws)
             self.micro_batch_gradients.append(_flatten(gradients, names, stride))
-        self.terms = read_divisors(context, window)
+        terms = read_divisors(context, window)
+        self.terms = sorted(terms, key=lambda term: self._error_of_sum(term.shares))
 
     def causes(self) -> tuple[list[Cause], bool]:
         """Return the causes; if there is none, one named "unknown". And whether known weights
         explain the gradient of the step.
         """
+        if self.is_refused:
+            return self._additivity_causes() or [Cause("unknown", str(self.context.refusal))], True
         if not self.step_gradient.any():
             text = "the step left no gradient in any parameter: leave it in .grad, without updating"
             return [Cause("no gradients", text)], True
@@ -215,12 +215,13 @@ class Trial:
         mistakes, then the same with clipping after every micro-batch, then any.
         """
         terms = self.terms
+        # Of a sum of several means, the step may have weighted by any of their divisors.
+        is_additive = self._error_of_sum(terms[0].shares) <= self.match_limit
         counts = count_usual(self.window)
         steps = self.layout.accumulation_steps
         num_processes = self.context.accelerator.num_processes
         known = []
-        # Of a sum of several means, the step may have weighted by any of their divisors.
-        for term in terms:
+        for term in terms[:1] if is_additive else terms:
             known += list_hypotheses(Split(term.values, counts, steps, num_processes))
         closest, error = self._best_match(known)
         if error <= self.match_limit:
@@ -272,28 +273,36 @@ class Trial:
         """Return why no weights of the micro-batches give the full batch's gradient."""
         context = self.context
         terms = self.terms
-        text = "the loss of the window is not a weighted mean of its micro-batches' losses"
-        if len(self.layout.offsets) == 1:
+        residual = self._error_of_sum(terms[0].shares)
+        if residual <= self.match_limit:
             return []
         if context.has_batch_norm:
             return [BATCH_NORM]
+        text = "the loss of the window is not a weighted mean of its micro-batches' losses"
+        evidence = f"residual {residual:.1e}"
         if context.settings.whole_batch is not None:
             negatives = "each micro-batch compares its own samples only (in-batch negatives)"
-            return [Cause("cross-batch loss", f"{text}: {negatives}")]
+            return [Cause("cross-batch loss", f"{text}: {negatives}", evidence)]
         if context.settings.loss_fn is None and WindowRouter([context.model]).is_on:
             balancing = "the router's auxiliary loss is a product of means over the micro-batch"
-            return [Cause("auxiliary loss", balancing)]
-        if isinstance(context.refusal, LossNotAdditive):
-            return [_cause_of_refusal(context, str(context.refusal))]
+            return [Cause("auxiliary loss", balancing, evidence)]
         if any(not np.allclose(term.shares, terms[0].shares) for term in terms):
             means = "it is a sum of several means, each over its own targets"
             divisors = "; ".join(f"{term.name}: {format_numbers(term.values)}" for term in terms)
-            return [Cause("several means", f"{text}: {means}", f"divisors {divisors}")]
-        correct_sum = Hypothesis(terms[0].shares).gradient(self.micro_batch_gradients)
-        if relative_error(correct_sum, self.reference) <= self.match_limit:
-            return []
+            return [Cause("several means", f"{text}: {means}", f"{evidence}, divisors {divisors}")]
+        if self._error_of_sum(np.ones(len(self.layout.offsets))) <= self.match_limit:
+            constant = "the loss divides by a constant, so that of the window is their sum"
+            divisors = f"it divides by {format_numbers(terms[0].values)}"
+            return [Cause("constant divisor", f"{text}: {constant}", divisors)]
         pairs = "it compares samples (in-batch negatives), or is no sum of means"
-        return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}")]
+        return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", evidence)]
+
+    def _error_of_sum(self, weights: np.ndarray) -> float:
+        """Return the relative error of a weighted sum of the micro-batches' gradients, compared
+        with the full batch's gradient.
+        """
+        weighted_sum = Hypothesis(weights).gradient(self.micro_batch_gradients)
+        return relative_error(weighted_sum, self.reference)
 
     def _clipping_causes(self) -> list[Cause]:
         """Return causes from calls of torch's clipping."""

@@ -395,11 +395,9 @@ def _untrusted(readings: Sequence[Reading]) -> LossNotAdditive:
         "?" if reading.count is None else f"{reading.count:.6g}" for reading in readings[:4]
     )
     samples = ", ".join(str(reading.num_samples) for reading in readings[:4])
-    error = LossNotAdditive(
+    return LossNotAdditive(
         f"{readings[0].name}: it divides by {divisors} in micro-batches of {samples} samples with "
         f"{counts} targets, which follows neither: a constant, or one was added to it. The divisor "
         "of the full batch cannot be known from that. Divide by what the sum is over, or pass the "
         "sum and its number of targets: accelerator.backward(sum, num_targets=n)."
     )
-    error.cause = "constant divisor"
-    return error
