@@ -175,30 +175,26 @@ def _run_and_explain_all(
         One row for each step and layout, ordered by step, hf_ga's own first; the same on all
         processes.
     """
-    row_of: dict[tuple[str, str], ReportRow] = {}  # (name of the step, name of the layout) -> row
     arms: dict[str, StepFunction | None] = {OURS: None, **steps}
-    with tqdm(
-        total=len(layouts) * len(arms),
-        unit="layout",
-        delay=5,
-        leave=False,
-        dynamic_ncols=True,
-        disable=not context.accelerator.is_main_process,
-    ) as bar:
-        # Layouts with the same samples share a reference. One is in memory at a time.
-        for num_samples in dict.fromkeys(layout.num_samples for layout in layouts):
+    # Layouts with the same samples share a reference. One is in memory at a time.
+    by_samples = sorted(layouts, key=lambda layout: layout.num_samples, reverse=True)
+    runs = list(itertools.product(by_samples, arms))
+    is_shown = context.accelerator.is_main_process
+    num_samples = None
+    row_of: dict[tuple[str, str], ReportRow] = {}  # (name of the step, name of the layout) -> row
+    for layout, arm in tqdm(runs, unit="run", delay=5, leave=False, disable=not is_shown):
+        if layout.num_samples != num_samples:
+            num_samples = layout.num_samples
             reference = compute_reference(context, context.first_samples_window(num_samples))
-            same_window = [layout for layout in layouts if layout.num_samples == num_samples]
-            for arm, layout in itertools.product(arms, same_window):
-                bar.set_postfix_str(f"{arm}, {layout.name}", refresh=False)
-                row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
-                run = partial(layout.run, context, arms[arm], layout.collate_window(context))
-                row_of[arm, layout.name] = judged(context, row, run, reference)
-                bar.update()
-    layouts_by_name = {layout.name: layout for layout in layouts}
+        row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
+        run = partial(layout.run, context, arms[arm], layout.collate_window(context))
+        row_of[arm, layout.name] = judged(context, row, run, reference)
+    rows = []
     for arm, step in arms.items():
-        explain(context, [row_of[arm, name] for name in layouts_by_name], layouts_by_name, step)
-    return [row_of[arm, name] for arm in arms for name in layouts_by_name]
+        of_arm = [row_of[arm, layout.name] for layout in layouts]
+        explain(context, of_arm, layouts, step)
+        rows += of_arm
+    return rows
 
 
 def _prepare_own_step(context: CheckContext) -> None:

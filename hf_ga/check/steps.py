@@ -139,17 +139,13 @@ def run_user_step(
     seed_generators(context.seed)
     with own_accelerate_state(), torch.enable_grad():
         returned = step(model, batches, **arguments)
-    if isinstance(returned, tuple):
-        loss, returned_gradients = returned
-    else:
-        loss = returned
-        returned_gradients = take_gradients(model)
+    loss, gradients = returned if isinstance(returned, tuple) else (returned, take_gradients(model))
     if loss is not None:
         local_loss = float(torch.as_tensor(loss).detach())
         loss = sum_over_ranks(context.accelerator, [local_loss])[0] / num_processes
     trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
-    left_out = trained.keys() - returned_gradients.keys()
-    gradients = returned_gradients | {name: torch.zeros_like(trained[name]) for name in left_out}
+    left_out = trained.keys() - gradients.keys()
+    gradients |= {name: torch.zeros_like(trained[name]) for name in left_out}
     return loss, {name: gradients[name] for name in trained}
 
 

@@ -49,7 +49,7 @@ BATCH_NORM = Cause(
 def explain(
     context: CheckContext,
     rows: list[ReportRow],
-    layouts: Mapping[str, CheckedLayout],
+    layouts: list[CheckedLayout],
     step: StepFunction | None,
 ) -> None:
     """Write the causes into the failed rows of a training step, in place: into a few, which show
@@ -58,11 +58,21 @@ def explain(
     Args:
         context: The model and the settings of the check.
         rows: The report rows of this step.
-        layouts: The layouts of the check by name.
+        layouts: The layout of each row.
         step: The step function. None: hf_ga's own step.
     """
-    failed = [row for row in rows if not row.passed and (row.refused is None or step is None)]
-    for row in _rows_to_diagnose(failed, context.accelerator.num_processes):
+    num_processes = context.accelerator.num_processes
+    kinds = set()
+    for row, layout in zip(rows, layouts, strict=True):
+        # The first row of each kind: in a short last window or not, of even or uneven sizes, with
+        # as many micro-batches on each process or not.
+        sizes = row.micro_batches
+        is_short = len(sizes) < row.accumulation_steps
+        kind = (is_short, max(sizes) - min(sizes) > 1, len(sizes) % num_processes > 0)
+        has_raised = row.refused is not None and step is not None
+        if row.passed or has_raised or kind in kinds:
+            continue
+        kinds.add(kind)
         if isinstance(context.refusal, UnkeyedRandomness) and row.refused is not None:
             row.causes = [Cause("randomness", row.refused)]
         elif context.has_batch_norm and row.refused is not None:
@@ -73,23 +83,7 @@ def explain(
             )
             row.causes = [Cause("reported loss", text)]
         else:
-            row.causes = _causes_in(context, layouts[row.layout], step)
-
-
-def _rows_to_diagnose(failed: list[ReportRow], num_processes: int) -> list[ReportRow]:
-    """Choose the first row of each kind: in a short last window or not, of even or uneven sizes,
-    with as many micro-batches on each process or not.
-    """
-    of_kind: dict[tuple[bool, ...], ReportRow] = {}
-    for row in failed:
-        sizes = row.micro_batches
-        kind = (
-            len(sizes) < row.accumulation_steps,
-            max(sizes) - min(sizes) > 1,
-            len(sizes) % num_processes > 0,
-        )
-        of_kind.setdefault(kind, row)
-    return list(of_kind.values())
+            row.causes = _causes_in(context, layout, step)
 
 
 def _causes_in(
