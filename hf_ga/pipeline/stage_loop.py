@@ -7,13 +7,12 @@ the loss on the last stage and lets its hooks act until the window's end, and gr
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from hf_ga.draws.generators import moved_generators, random_states
 from hf_ga.engine.own_loop import OwnLoop
@@ -60,12 +59,8 @@ class StageLoop(OwnLoop):
         self._window: Window | None = None
 
     def _plan_slots(self, window: Window) -> list[Slot]:
-        """Return the micro-batches of this replica, with fillers if the schedule needs more."""
-        slots = [Slot(micro_batch) for micro_batch in window.micro_batches]
-        num_missing = self._backend.min_calls - len(slots)
-        if not slots or num_missing <= 0:
-            return slots
-        return [*slots, *[replace(slots[0], is_filler=True)] * num_missing]
+        """Return the micro-batches of this replica."""
+        return [Slot(micro_batch) for micro_batch in window.micro_batches]
 
     def _run(self, window: Window) -> None:
         """Run torch's schedule: all forwards and backwards of a window on this rank."""
@@ -119,8 +114,12 @@ class StageLoop(OwnLoop):
             group=self._backend.stages,
         )
         num_micro_batches = len(self._slots)
+        # 1F1B needs a micro-batch for each stage. With fewer, GPipe keeps no more activations.
+        schedule_class = self.schedule
+        if num_micro_batches < self._backend.num_stages:
+            schedule_class = ScheduleGPipe
         # Its loss function gets what the last stage returns, the loss of a micro-batch.
-        schedule = self.schedule(
+        schedule = schedule_class(
             stage, num_micro_batches, loss_fn=lambda loss, index: loss, scale_grads=False
         )
         # torch splits its input into micro-batches of equal size along dim 0. Ours differ in size,
