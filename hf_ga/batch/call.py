@@ -260,9 +260,8 @@ def _make_window(
     micro_batch_size: int | Literal["auto"],
     step: int,
 ) -> BatchWindow:
-    """Make the window of one call: the samples of the global batch, and a plan that splits this
-    rank's into micro-batches of similar lengths. They are taken from the gathered global batch if
-    `needs_all`, or if some rank has no samples of its own.
+    """Make the window of one call. Its micro-batches have samples of similar lengths of this rank,
+    taken from the gathered global batch if `needs_all`, or if some rank has no samples.
     """
     if micro_batch_size == "auto":
         micro_batch_size = max(1, collated.num_samples)

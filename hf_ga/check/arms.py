@@ -178,10 +178,8 @@ def backward_arm(micro_batch_size: int, **arguments: Any) -> StepFunction:
 
 
 def _take_from_prepared(prepared: nn.Module) -> Gradients:
-    """Take the gradients of a model that Accelerate or Trainer prepared.
-
-    DDP's wrapper may hang when it is destroyed, unless the process group is kept alive until then.
-    """
+    """Take the gradients of a model that Accelerate or Trainer prepared."""
+    # DDP's wrapper may hang when it is destroyed, unless its process group lives until then.
     if isinstance(prepared, nn.parallel.DistributedDataParallel):
         keep_process_group_alive(prepared)
     return take_gradients(prepared)

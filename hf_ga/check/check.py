@@ -168,12 +168,8 @@ def _check_has_weights(model: nn.Module, accelerator: Accelerator) -> None:
 def _run_and_explain_all(
     context: CheckContext, layouts: list[CheckedLayout], steps: Mapping[str, StepFunction]
 ) -> list[ReportRow]:
-    """Run hf_ga's own step and the user's in all layouts, compare their gradients with the full
-    batch's, and find the causes of failures.
-
-    Returns:
-        One row for each step and layout, ordered by step, hf_ga's own first; the same on all
-        processes.
+    """Run hf_ga's own step and the user's in all layouts, and find the causes of failures. Return the
+    rows, ordered by step, hf_ga's own first; the same on all processes.
     """
     arms: dict[str, StepFunction | None] = {OURS: None, **steps}
     # Layouts with the same samples share a reference. One is in memory at a time.
@@ -200,9 +196,6 @@ def _run_and_explain_all(
 def _prepare_own_step(context: CheckContext) -> None:
     """Find the model's random draws, try its loss, and prepare it for hf_ga's own step. Writes what
     was found into `context`: `facts` and `prepared`, or why hf_ga refuses the model.
-
-    Modules whose random draws depend on the split are put into evaluation mode, but not their
-    submodules: such draws cannot be compared.
     """
     settings = context.settings
     # The reference needs the unwrapped model, so DDP or FSDP wraps a copy.
@@ -227,7 +220,9 @@ def _prepare_own_step(context: CheckContext) -> None:
 
 
 def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
-    """Put modules into evaluation mode, but not their submodules (unlike `Module.eval`)."""
+    """Put modules into evaluation mode, whose random draws depend on the split and could not be
+    compared; but not their submodules (unlike `Module.eval`).
+    """
     for module in modules:
         module.training = False
 

@@ -173,11 +173,8 @@ def splits_of(report: ArmResult) -> list[int]:
 
 
 def _run(request: ArmRequest, arguments: Sequence[str], name: str) -> ArmResult:
-    """Run the script in a process of its own.
-
-    Raises:
-        Refused: If hf_ga refused it.
-        ConfigError: If it failed; the message has the end of what it printed.
+    """Run the script in a process of its own. The ConfigError of one that fails has the end of what
+    it printed.
     """
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)

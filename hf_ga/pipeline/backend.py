@@ -50,10 +50,7 @@ class PipelineBackend(Backend):
     )
 
     def __init__(self, accelerator: Accelerator, num_stages: int) -> None:
-        """Arrange the ranks in a grid of replicas x pipeline stages, and make the process groups of
-        its rows and columns. Raises a ConfigError if the number of processes is not a multiple of
-        the number of stages.
-        """
+        """Arrange the ranks in a grid, and make the process groups of its rows and columns."""
         super().__init__(accelerator)
         self.num_stages = num_stages
         self.num_replicas = self.num_processes // num_stages

@@ -192,9 +192,6 @@ def table_lines(rows: Sequence[ReportRow]) -> list[str]:
 def _plot(rows: Sequence[ReportRow]) -> str:
     """Plot the relative error of every arm in every layout, with the limits; return the data URL of
     a PNG image.
-
-    Raises:
-        MissingPackage: If matplotlib is not installed.
     """
     # Imported lazily: it takes 0.7 s, and most processes plot nothing.
     try:
