@@ -168,8 +168,8 @@ def _check_has_weights(model: nn.Module, accelerator: Accelerator) -> None:
 def _run_and_explain_all(
     context: CheckContext, layouts: list[CheckedLayout], steps: Mapping[str, StepFunction]
 ) -> list[ReportRow]:
-    """Run hf_ga's own step and the user's in all layouts, and find the causes of failures. Return the
-    rows, ordered by step, hf_ga's own first; the same on all processes.
+    """Run hf_ga's own step and the user's in all layouts, and find the causes of failures. Return
+    the rows, ordered by step, hf_ga's own first; the same on all processes.
     """
     arms: dict[str, StepFunction | None] = {OURS: None, **steps}
     # Layouts with the same samples share a reference. One is in memory at a time.

@@ -110,8 +110,8 @@ class _Float64Casts(TorchFunctionMode):
 
 
 def _grouped_matmul(rows: Tensor, matrices: Tensor, group_ends: Tensor) -> Tensor:
-    """Multiply each group of consecutive rows by the matrix of its group, in any dtype; group i ends
-    before row `group_ends[i]`. The result is 0 for rows behind the last group.
+    """Multiply each group of consecutive rows by the matrix of its group, in any dtype. Group i
+    ends before row `group_ends[i]`; the result is 0 for rows behind the last group.
     """
     groups = torch.tensor_split(rows, group_ends.cpu().long())
     # tensor_split also returns the rows behind the last group: multiply them by zeros.
