@@ -173,10 +173,10 @@ def backward(
         state.max_elements = memory.max_elements
         window = _make_window(
             backend,
-            _make_fetcher(backend, collated, agreement, whole_batch),
             collated,
             agreement,
             state,
+            needs_all=whole_batch is not None,
             micro_batch_size=micro_batch_size,
             step=step,
         )
@@ -231,23 +231,17 @@ def _collate_and_agree(
     """Read this rank's batch, and exchange with the other ranks what all must know about the global
     batch. Stores its token entries (which may lose padding) in `memory`.
     """
-    collated = None
-    failure = None
-    try:
+    with backend.failing_on_all_ranks():
         collated = CollatedBatch(batch)
-    except Exception as error:
-        # `agree_on_global_batch` raises it on all ranks.
-        failure = error
-    if collated is not None and collated.structure in memory.token_entries:
+    if collated.structure in memory.token_entries:
         earlier_groups = memory.token_entries[collated.structure]
         collated.set_token_entries(groups_in_both(collated.token_entries, earlier_groups))
     agreement = agree_on_global_batch(
         backend,
         collated,
-        failure,
         seed=torch.initial_seed() if seed is None else seed,
         step=step,
-        setup=[module_modes(unwrapped(model)), *(loss is None for loss in losses)],
+        setup=(module_modes(unwrapped(model)), *(loss is None for loss in losses)),
     )
     if not model.training:
         raise ConfigError("the model is in evaluation mode: call model.train() before the loop.")
@@ -256,40 +250,26 @@ def _collate_and_agree(
     return collated, agreement
 
 
-def _make_fetcher(
-    backend: Backend,
-    collated: CollatedBatch,
-    agreement: Agreement,
-    whole_batch: WholeBatchLoss | None,
-) -> CollatedFetcher:
-    """Return the fetcher of the micro-batches: parts of this rank's batch, or of the gathered
-    global batch for a loss over all samples, and if some rank has no samples of its own.
-    """
-    has_empty_rank = 0 in agreement.num_samples_by_rank
-    needs_global_batch = whole_batch is not None or has_empty_rank
-    if needs_global_batch and backend.num_processes > 1:
-        return CollatedFetcher(gather_batches(backend, collated), 0)
-    first_offset = agreement.first_offset(backend.process_index)
-    return CollatedFetcher(collated, first_offset)
-
-
 def _make_window(
     backend: Backend,
-    fetcher: CollatedFetcher,
     collated: CollatedBatch,
     agreement: Agreement,
     state: LoaderState,
     *,
+    needs_all: bool,
     micro_batch_size: int | Literal["auto"],
     step: int,
 ) -> BatchWindow:
-    """Make the window of one call: the samples of the global batch, and a plan that splits this
-    rank's into micro-batches of similar lengths.
+    """Make the window of one call. Its micro-batches have samples of similar lengths of this rank,
+    taken from the gathered global batch if `needs_all`, or if some rank has no samples.
     """
     if micro_batch_size == "auto":
         micro_batch_size = max(1, collated.num_samples)
     (micro_batches,) = plan_by_sizes(collated.lengths, 1, [micro_batch_size])
     first_offset = agreement.first_offset(backend.process_index)
+    fetcher = CollatedFetcher(collated, first_offset)
+    if backend.num_processes > 1 and (needs_all or 0 in agreement.num_samples_by_rank):
+        fetcher = CollatedFetcher(gather_batches(backend, collated), 0)
     offsets = np.arange(agreement.num_samples)
     request = WindowRequest(
         seed=agreement.seed,
@@ -301,8 +281,7 @@ def _make_window(
         max_micro_batches=backend.max_over_ranks(len(micro_batches)),
         pad_to_window=state.pad_to_window,
     )
-    can_pad = agreement.has_one_padded_length or not agreement.is_padded
-    window = BatchWindow(request, fetcher, fetcher[request], state, can_pad=can_pad)
-    if state.pad_to_window and not can_pad:
+    window = BatchWindow(request, fetcher, fetcher[request], state, can_pad=agreement.can_pad)
+    if state.pad_to_window and not agreement.can_pad:
         window.padded_to_window()  # raises
     return window

@@ -4,9 +4,9 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-import torch
 from accelerate.utils import send_to_device
 from torch import Tensor
+from torch.nn import functional as F
 
 from hf_ga.batch.padding import LABELS, TokenEntries, find_token_entries
 from hf_ga.errors import DataError
@@ -55,16 +55,12 @@ class CollatedBatch:
         """
         self.token_entries = tuple(token_entries)
         # For each group, the length of each sample without padding.
-        self._lengths_by_group = [group.lengths(self.entries) for group in token_entries]
-        total_lengths = np.zeros(self.num_samples, np.int64)
-        for lengths in self._lengths_by_group:
-            total_lengths = total_lengths + lengths
-        self.lengths = total_lengths.clip(1)
+        self._lengths_of = {group: group.lengths(self.entries) for group in self.token_entries}
+        total = sum(self._lengths_of.values(), np.zeros(self.num_samples, np.int64))
+        self.lengths = total.clip(1)
         self.is_padded = any(
-            lengths.min() < padded_length
-            for lengths, padded_length in zip(
-                self._lengths_by_group, self.padded_lengths, strict=True
-            )
+            lengths.min() < group.padded_length(self.entries)
+            for group, lengths in self._lengths_of.items()
         )
 
     @property
@@ -95,7 +91,7 @@ class CollatedBatch:
         """
         entries = dict(self.entries)
         if trim_padding:
-            for group, lengths in zip(self.token_entries, self._lengths_by_group, strict=True):
+            for group, lengths in self._lengths_of.items():
                 longest = int(lengths[indices].max())
                 for name in group.names:
                     entries[name] = entries[name][:, :longest]
@@ -160,7 +156,8 @@ def concatenate_batches(
         values = [batch[name] for batch in batches]
         if name in padded_names:
             filler = IGNORED_LABEL if name == LABELS else 0
-            values = _pad_to_longest(values, filler)
+            longest = max(value.shape[1] for value in values)
+            values = [_pad(value, longest, filler) for value in values]
         row_shapes = {shape_of(value)[1:] for value in values}
         if len(row_shapes) > 1:
             raise DataError(
@@ -172,17 +169,12 @@ def concatenate_batches(
     return result
 
 
-def _pad_to_longest(values: Sequence[Tensor], filler: int) -> list[Tensor]:
-    """Pad tensors of shape (samples, tokens, ...), one from each rank's collated batch, with
-    `filler` on the right to the largest number of tokens of any of them.
-    """
-    longest = max(value.shape[1] for value in values)
-    padded_values = []
-    for value in values:
-        num_samples, num_tokens, *other_dims = value.shape
-        padding = value.new_full((num_samples, longest - num_tokens, *other_dims), filler)
-        padded_values.append(torch.cat([value, padding], dim=1))
-    return padded_values
+def _pad(value: Tensor, num_tokens: int, filler: int) -> Tensor:
+    """Pad a tensor of shape (samples, tokens, ...) with `filler` on the right of its tokens."""
+    # F.pad wants the padding before and after of each dim, from the last one on.
+    of_other_dims = [0, 0] * (value.dim() - 2)
+    missing = num_tokens - value.shape[1]
+    return F.pad(value, [*of_other_dims, 0, missing], value=filler)
 
 
 def _check_is_flat_dict(batch: Any) -> None:

@@ -5,6 +5,7 @@ and if not, why?
 import copy
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from torch import nn
 from tqdm.auto import tqdm
 
 from hf_ga.check.causes.diagnosis import explain
-from hf_ga.check.causes.drawing import find_draws
+from hf_ga.check.causes.drawing import look_at_forwards
 from hf_ga.check.layouts import CheckedLayout, choose_layouts
 from hf_ga.check.steps import (
     DTYPES,
@@ -24,11 +25,10 @@ from hf_ga.check.steps import (
     own_accelerate_state,
     working_copy,
 )
-from hf_ga.check.verdict.judging import Reference, compute_reference, write_verdict
-from hf_ga.check.verdict.pipeline import pipeline_row
+from hf_ga.check.verdict.judging import compute_reference, judged
+from hf_ga.check.verdict.more_rows import pipeline_row, same_bits_row
 from hf_ga.check.verdict.report import EquivalenceReport
 from hf_ga.check.verdict.rows import OURS, ReportRow
-from hf_ga.check.verdict.same_bits import same_bits_row
 from hf_ga.draws.generators import preserved_random_states
 from hf_ga.engine.look.trial import LossFacts
 from hf_ga.engine.whole.whole_window import WholeBatchLoss
@@ -39,11 +39,7 @@ from hf_ga.model.forward import LossFunction, unwrapped
 from hf_ga.parallel.backend import check_supported
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import prepare
-from hf_ga.parallel.processes import (
-    broadcast_from_main,
-    check_agreement,
-    raise_on_all_ranks,
-)
+from hf_ga.parallel.processes import check_agreement, raise_on_all_ranks
 from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.recovery.versions import versions
 from hf_ga.training import LossSettings, remember, try_before
@@ -172,79 +168,39 @@ def _check_has_weights(model: nn.Module, accelerator: Accelerator) -> None:
 def _run_and_explain_all(
     context: CheckContext, layouts: list[CheckedLayout], steps: Mapping[str, StepFunction]
 ) -> list[ReportRow]:
-    """Run hf_ga's own step and the user's in all layouts, compare their gradients with the full
-    batch's, and find the causes of failures.
-
-    Returns:
-        One row for each step and layout, ordered by step, hf_ga's own first; the same on all
-        processes.
+    """Run hf_ga's own step and the user's in all layouts, and find the causes of failures. Return
+    the rows, ordered by step, hf_ga's own first; the same on all processes.
     """
-    row_of: dict[tuple[str, str], ReportRow] = {}  # (name of the step, name of the layout) -> row
     arms: dict[str, StepFunction | None] = {OURS: None, **steps}
-    with tqdm(
-        total=len(layouts) * len(arms),
-        unit="layout",
-        delay=5,
-        leave=False,
-        dynamic_ncols=True,
-        disable=not context.accelerator.is_main_process,
-    ) as bar:
-        # Layouts with the same samples share a reference. One is in memory at a time.
-        for num_samples in dict.fromkeys(layout.num_samples for layout in layouts):
+    # Layouts with the same samples share a reference. One is in memory at a time.
+    by_samples = sorted(layouts, key=lambda layout: layout.num_samples, reverse=True)
+    runs = list(itertools.product(by_samples, arms))
+    is_shown = context.accelerator.is_main_process
+    num_samples = None
+    row_of: dict[tuple[str, str], ReportRow] = {}  # (name of the step, name of the layout) -> row
+    for layout, arm in tqdm(runs, unit="run", delay=5, leave=False, disable=not is_shown):
+        if layout.num_samples != num_samples:
+            num_samples = layout.num_samples
             reference = compute_reference(context, context.first_samples_window(num_samples))
-            same_window = [layout for layout in layouts if layout.num_samples == num_samples]
-            for arm, layout in itertools.product(arms, same_window):
-                bar.set_postfix_str(f"{arm}, {layout.name}", refresh=False)
-                row = _run_in_layout(context, arm, arms[arm], layout, reference)
-                # All processes must diagnose the same rows: use the main process's verdict.
-                row_of[arm, layout.name] = broadcast_from_main(context.accelerator, row)
-                bar.update()
-    layouts_by_name = {layout.name: layout for layout in layouts}
+        row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
+        run = partial(layout.run, context, arms[arm], layout.collate_window(context))
+        row_of[arm, layout.name] = judged(context, row, run, reference)
+    rows = []
     for arm, step in arms.items():
-        explain(context, [row_of[arm, name] for name in layouts_by_name], layouts_by_name, step)
-    return [row_of[arm, name] for arm in arms for name in layouts_by_name]
-
-
-def _run_in_layout(
-    context: CheckContext,
-    arm: str,
-    step: StepFunction | None,
-    layout: CheckedLayout,
-    reference: Reference,
-) -> ReportRow:
-    """Run one step (None: hf_ga's own) in one layout, and compare its gradient with the reference.
-
-    The row is marked as refused if hf_ga does not support the model, or if the user's step raises.
-    """
-    row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
-    if step is None and context.refusal is not None:
-        row.refused = str(context.refusal)
-        return row
-    try:
-        loss, gradients = layout.run(context, step, layout.collate_window(context))
-    except (LossNotAdditive, UnkeyedRandomness) as error:
-        row.refused = str(error)
-    except Exception as error:
-        if step is None:
-            raise
-        # An error in one of the user's steps must not lose the results of the others.
-        row.refused = f"raised {type(error).__name__}: {error}"
-    else:
-        write_verdict(row, loss, gradients, reference)
-    return row
+        of_arm = [row_of[arm, layout.name] for layout in layouts]
+        explain(context, of_arm, layouts, step)
+        rows += of_arm
+    return rows
 
 
 def _prepare_own_step(context: CheckContext) -> None:
     """Find the model's random draws, try its loss, and prepare it for hf_ga's own step. Writes what
     was found into `context`: `facts` and `prepared`, or why hf_ga refuses the model.
-
-    Modules whose random draws depend on the split are put into evaluation mode, but not their
-    submodules: such draws cannot be compared.
     """
     settings = context.settings
     # The reference needs the unwrapped model, so DDP or FSDP wraps a copy.
     on_several_processes = context.accelerator.num_processes > 1
-    unkeyed = find_draws(context)
+    unkeyed = look_at_forwards(context)
     if settings.allow_split_dependent_randomness:
         _set_evaluation_mode(unkeyed)
     trained = copy.deepcopy(context.model) if on_several_processes else context.model
@@ -264,7 +220,9 @@ def _prepare_own_step(context: CheckContext) -> None:
 
 
 def _set_evaluation_mode(modules: Iterable[nn.Module]) -> None:
-    """Put modules into evaluation mode, but not their submodules (unlike `Module.eval`)."""
+    """Put modules into evaluation mode, whose random draws depend on the split and could not be
+    compared; but not their submodules (unlike `Module.eval`).
+    """
     for module in modules:
         module.training = False
 

@@ -159,11 +159,7 @@ def _built_in_layout(name: str, lengths: np.ndarray, num_processes: int) -> Chec
 def _layout_of_sizes(
     name: str, sizes: list[int], num_samples: int, order: np.ndarray | None = None
 ) -> CheckedLayout:
-    """Build a layout whose micro-batches take the next samples of `order`, or of the window.
-
-    Raises:
-        ConfigError: If a micro-batch is empty, or the sizes do not add up to `num_samples`.
-    """
+    """Build a layout whose micro-batches take the next samples of `order`, or of the window."""
     if min(sizes, default=0) < 1 or sum(sizes) != num_samples:
         raise ConfigError(
             f"the micro-batches of layout {name!r} have {sizes} samples, but must add up to "

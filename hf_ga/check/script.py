@@ -24,7 +24,6 @@ from hf_ga.check.gradients import relative_errors, total_norm
 from hf_ga.check.script_arm import (
     OUTPUT,
     RESULT,
-    ArmReport,
     ArmRequest,
     ArmResult,
     run_in_process,
@@ -98,7 +97,7 @@ def check_script(arguments: Sequence[str]) -> bool:
             "a script is checked on one process: start it with python -m hf_ga.check, without "
             "accelerate launch."
         )
-    report = _run(ArmRequest(is_exact=True), arguments, "as written").report
+    report = _run(ArmRequest(is_exact=True), arguments, "as written")
     print(
         f"{arguments[0]}: the first update is a window of {report.num_samples} samples, which the "
         f"script splits into {report.num_micro_batches}"
@@ -107,31 +106,37 @@ def check_script(arguments: Sequence[str]) -> bool:
         raise ConfigError("a window of one sample cannot be split.")
     limit = LOW_PRECISION_LIMIT if report.is_low_precision else LIMIT
     splits = splits_of(report)
-    full = _run(ArmRequest(True, report, 1), arguments, "full batch")
+    # The script's own library, in its own split, or in another one if that is the full batch.
+    own = report.num_micro_batches if report.num_micro_batches in splits else splits[-1]
+    library = f"{'accelerate' if report.kind == 'Accelerator' else 'transformers'}.{report.kind}"
     as_written = report
     passed = True
-    for number in splits:
-        result = _run(ArmRequest(True, report, number), arguments, f"{number} micro-batches")
-        error = relative_error(result, full)
-        passed = passed and error <= limit
-        is_own = number == report.num_micro_batches
-        _print_error("hf_ga", number, error, limit, "as written" if is_own else "")
-        if is_own:
-            as_written = result.report  # with the divisors of each micro-batch
-    # The script's own library, in its own split, or in another one if that is the full batch.
-    number = report.num_micro_batches if report.num_micro_batches in splits else splits[-1]
-    name = f"{'accelerate' if report.kind == 'Accelerator' else 'transformers'}.{report.kind}"
-    full = _run(ArmRequest(False, report, 1), arguments, f"{name}, full batch")
-    result = _run(ArmRequest(False, report, number), arguments, name)
-    error = relative_error(result, full)
-    _print_error(name, number, error, limit, "as written")
-    if error > limit:
-        for cause in causes(as_written, scale_of(result, full)):
-            print(f"    {cause}")
+    for name, numbers in (("hf_ga", splits), (library, [own])):
+        is_exact = name == "hf_ga"
+        full = _run(ArmRequest(is_exact, report, 1), arguments, f"{name}, full batch")
+        for number in numbers:
+            request = ArmRequest(is_exact, report, number)
+            result = _run(request, arguments, f"{name}, {number} micro-batches")
+            error = relative_error(result, full)
+            is_full = error <= limit
+            verdict = "is the full batch" if is_full else "IS NOT the full batch"
+            is_as_written = number == report.num_micro_batches or not is_exact
+            note = " (as written)" if is_as_written else ""
+            print(
+                f"  {name}, {number} micro-batches: relative error {error:.0e}, {verdict}{note}",
+                flush=True,
+            )
+            if is_exact:
+                passed = passed and is_full
+            if is_exact and number == own:
+                as_written = result  # with the divisors of each micro-batch
+            if not is_exact and not is_full:
+                for cause in causes(as_written, scale_of(result, full)):
+                    print(f"    {cause}")
     return passed
 
 
-def causes(report: ArmReport, scale: float = 1.0) -> list[str]:
+def causes(report: ArmResult, scale: float = 1.0) -> list[str]:
     """Return why splits differ without hf_ga, in words: divisors and draws that were read.
 
     Args:
@@ -153,7 +158,7 @@ def causes(report: ArmReport, scale: float = 1.0) -> list[str]:
     return found or ["neither divisors nor draws differ: state that the loop keeps, or kernels"]
 
 
-def splits_of(report: ArmReport) -> list[int]:
+def splits_of(report: ArmResult) -> list[int]:
     """Return the numbers of micro-batches to try: that of the script, and others of equal sizes.
 
     A script that accumulates by hand cannot have more than its own.
@@ -168,11 +173,8 @@ def splits_of(report: ArmReport) -> list[int]:
 
 
 def _run(request: ArmRequest, arguments: Sequence[str], name: str) -> ArmResult:
-    """Run the script in a process of its own.
-
-    Raises:
-        Refused: If hf_ga refused it.
-        ConfigError: If it failed; the message has the end of what it printed.
+    """Run the script in a process of its own. The ConfigError of one that fails has the end of what
+    it printed.
     """
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
@@ -197,14 +199,14 @@ def relative_error(result: ArmResult, full: ArmResult) -> float:
     Raises:
         ConfigError: If the two runs began with other weights, or had windows of other sizes.
     """
-    if result.report.num_samples != full.report.num_samples:
+    if result.num_samples != full.num_samples:
         raise ConfigError(
-            f"the first update has {result.report.num_samples} samples in one split and "
-            f"{full.report.num_samples} in another, so they cannot be compared: give the script a "
+            f"the first update has {result.num_samples} samples in one split and "
+            f"{full.num_samples} in another, so they cannot be compared: give the script a "
             "number of samples that its batch size divides."
         )
-    weights = full.report.weights
-    if abs(result.report.weights - weights) > 1e-9 * weights:
+    weights = full.weights
+    if abs(result.weights - weights) > 1e-9 * weights:
         raise ConfigError(
             "two runs of the script begin with other weights, so their updates cannot be "
             "compared: seed it, for example with accelerate.utils.set_seed(0)."
@@ -218,12 +220,3 @@ def scale_of(result: ArmResult, full: ArmResult) -> float:
     pairs = [(result.gradients[name].double(), g.double()) for name, g in full.gradients.items()]
     product = sum(float((gradient * reference).sum()) for gradient, reference in pairs)
     return product / sum(float(reference.square().sum()) for _, reference in pairs)
-
-
-def _print_error(name: str, number: int, error: float, limit: float, note: str) -> None:
-    """Print one line of the table."""
-    verdict = "is the full batch" if error <= limit else "IS NOT the full batch"
-    note = f" ({note})" if note else ""
-    print(
-        f"  {name}, {number} micro-batches: relative error {error:.0e}, {verdict}{note}", flush=True
-    )

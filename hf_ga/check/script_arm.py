@@ -7,7 +7,7 @@ gradient of the first update. `script.py` starts a process for each run.
 
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import new_class
@@ -20,8 +20,8 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
+from hf_ga.check.causes.divisors import name_of_term, readings_by_term
 from hf_ga.check.gradients import Gradients
-from hf_ga.engine.sums.divisors import on_host
 from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import ConfigError, HfGaError
 from hf_ga.run import exact_accelerator, exact_trainer, replace_classes, run_as_main
@@ -32,12 +32,13 @@ OUTPUT = "output.txt"
 
 
 @dataclass
-class ArmReport:
-    """What a run found.
+class ArmResult:
+    """What one run of the script found.
 
     Attributes:
         kind: "Accelerator" or "Trainer".
         num_micro_batches: Number of micro-batches of the window.
+        gradients: The gradient of the first update, by the index of the parameter.
         is_by_hand: Whether the script accumulates by hand: it divides its losses itself.
         num_samples: Number of samples of the window. None without hf_ga.
         is_low_precision: Whether forwards ran in bf16 or fp16.
@@ -48,25 +49,13 @@ class ArmReport:
 
     kind: str
     num_micro_batches: int
+    gradients: Gradients = field(default_factory=dict)
     is_by_hand: bool = False
     num_samples: int | None = None
     is_low_precision: bool = False
     weights: float = 0.0
     terms: list[tuple[str, list[float]]] = field(default_factory=list)
     draws: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass
-class ArmResult:
-    """One run of the script.
-
-    Attributes:
-        report: What it found.
-        gradients: The gradient of the first update, by the index of the parameter.
-    """
-
-    report: ArmReport
-    gradients: Gradients
 
 
 @dataclass
@@ -80,7 +69,7 @@ class ArmRequest:
     """
 
     is_exact: bool
-    as_written: ArmReport | None = None
+    as_written: ArmResult | None = None
     num_micro_batches: int | None = None
 
     @property
@@ -118,11 +107,13 @@ class Arm:
         """Start before the script."""
         self.request = request
         self.result: ArmResult | None = None
-        self.kind = "Accelerator"
-        self.num_steps = 1
         self.num_backwards = 0
-        self.is_low_precision = False
         self.owner: Any = None
+
+    @property
+    def is_trainer(self) -> bool:
+        """Whether the script has a trainer."""
+        return isinstance(self.owner, SplitTrainer)
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         """Keep the gradient before an optimizer steps; a hook of all optimizers.
@@ -148,50 +139,51 @@ class Arm:
             self.keep(parameters, factor=own / request.num_micro_batches)
 
     def keep(self, parameters: Sequence[nn.Parameter], factor: float = 1.0) -> None:
-        """Keep the gradients, 0 where there is none, and the report, and end the script.
+        """Keep the gradients, 0 where there is none, and what is known, and end the script.
 
         Raises:
             FirstUpdate: Always.
         """
-        gradients = {}
+        owner = self.owner
+        accelerator = owner.accelerator if self.is_trainer else owner
+        settings = owner.args if self.is_trainer else owner
+        result = ArmResult(
+            kind="Trainer" if self.is_trainer else "Accelerator",
+            num_micro_batches=settings.gradient_accumulation_steps,
+            is_low_precision=accelerator.mixed_precision != "no",
+        )
         for index, parameter in enumerate(parameters):
             gradient = parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            gradients[str(index)] = (gradient.detach().float() * factor).cpu()
-        report = self.report()
-        report.weights = sum(float(p.detach().double().abs().sum()) for p in parameters)
-        self.result = ArmResult(report, gradients)
+            result.gradients[str(index)] = (gradient.detach().float() * factor).cpu()
+        result.weights = sum(float(p.detach().double().abs().sum()) for p in parameters)
+        engine = self.engine
+        if engine is not None and engine.gradient is not None:
+            self._describe_window(result, engine)
+        self.result = result
         raise FirstUpdate
 
-    def report(self) -> ArmReport:
-        """Return what is known of the window."""
-        report = ArmReport(self.kind, self.num_steps, is_low_precision=self.is_low_precision)
-        engine = self.engine
-        if engine is None or engine.gradient is None:
-            return report
-        if self.kind == "Accelerator":
+    def _describe_window(self, result: ArmResult, engine: WindowEngine) -> None:
+        """Write into the result what hf_ga's engine knows of the window."""
+        if not self.is_trainer:
             num_parts = self.owner.training_loop.num_parts_by_hand
-            report.is_by_hand = num_parts > 1
-            report.num_micro_batches = max(num_parts, report.num_micro_batches)
-        readings = on_host([r for r in engine.gradient.readings if r.is_counted])
-        of_first_term = [r for r in readings if r.key == readings[0].key]
-        report.num_samples = sum(reading.num_samples for reading in of_first_term)
-        names: dict[Any, str] = {}
-        divisors: dict[Any, list[float]] = {}
-        for reading in readings:
-            names.setdefault(reading.key, reading.name.split(", factor")[0])
-            divisors.setdefault(reading.key, []).append(float(reading.divisor))
-        report.terms = [(names[key], divisors[key]) for key in names]
-        report.draws = dict(engine.draws.places)
-        return report
+            result.is_by_hand = num_parts > 1
+            result.num_micro_batches = max(num_parts, result.num_micro_batches)
+        counted = [reading for reading in engine.gradient.readings if reading.is_counted]
+        terms = readings_by_term(counted)
+        result.num_samples = sum(reading.num_samples for reading in terms[0])
+        for readings in terms:
+            divisors = [float(reading.divisor) for reading in readings]
+            result.terms.append((name_of_term(readings), divisors))
+        result.draws = dict(engine.draws.places)
 
     @property
     def engine(self) -> WindowEngine | None:
         """The engine of an exact accelerator or trainer."""
         if not self.request.is_exact:
             return None
-        if self.kind == "Trainer":
+        if self.is_trainer:
             window = self.owner._window
             return None if window is None else window.engine
         return self.owner.training_loop.engine
@@ -232,9 +224,7 @@ class SplitAccelerator:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Make the accelerator with another number of micro-batches."""
         super().__init__(*args, **kwargs)
-        arm = self.arm
-        arm.owner = self
-        arm.is_low_precision |= self.mixed_precision != "no"
+        self.arm.owner = self
         self.gradient_accumulation_steps = self.gradient_accumulation_steps
 
     @property
@@ -248,7 +238,6 @@ class SplitAccelerator:
         request = self.arm.request
         if request.num_micro_batches is not None and not request.is_by_hand:
             number = request.num_micro_batches
-        self.arm.num_steps = number
         accelerate.Accelerator.gradient_accumulation_steps.fset(self, number)
 
     def prepare_data_loader(self, data_loader: Any, *args: Any, **kwargs: Any) -> Any:
@@ -280,14 +269,11 @@ class SplitTrainer:
         """Make the trainer with batches of another size."""
         from transformers import TrainingArguments
 
-        arm = self.arm
-        arm.kind = "Trainer"
-        arm.owner = self
+        self.arm.owner = self
         for settings in (*args, *kwargs.values()):
             if isinstance(settings, TrainingArguments):
                 self._split(settings)
         super().__init__(*args, **kwargs)
-        arm.num_steps = self.args.gradient_accumulation_steps
 
     def _split(self, settings: Any) -> None:
         """Change the settings of a trainer."""
@@ -297,26 +283,24 @@ class SplitTrainer:
         if request.num_micro_batches is not None:
             settings.gradient_accumulation_steps = request.num_micro_batches
         settings.max_grad_norm = 0.0  # the gradient is compared
-        self.arm.is_low_precision |= settings.bf16 or settings.fp16
 
 
 def run_arm(request: ArmRequest, arguments: Sequence[str]) -> ArmResult | None:
     """Run a script with its arguments up to its first update. None: it ended without one."""
     arm = Arm(request)
 
-    def with_split(base: type, mixin: type) -> type:
-        """Return the class of an object that the script makes."""
-        return new_class(base.__name__, (mixin, base), exec_body=lambda body: body.update(arm=arm))
+    def split(exact: Callable[[type], type], mixin: type) -> Callable[[type], type]:
+        """Return a function: class that the script calls -> class of the object that it gets."""
 
-    def accelerators(cls: type) -> type:
-        """Return the class of an accelerator."""
-        return with_split(exact_accelerator(cls) if request.is_exact else cls, SplitAccelerator)
+        def choose(cls: type) -> type:
+            """Return the class, exact or not, with the mixin."""
+            base = exact(cls) if request.is_exact else cls
+            name = base.__name__
+            return new_class(name, (mixin, base), exec_body=lambda body: body.update(arm=arm))
 
-    def trainers(cls: type) -> type:
-        """Return the class of a trainer."""
-        return with_split(exact_trainer(cls) if request.is_exact else cls, SplitTrainer)
+        return choose
 
-    replace_classes(accelerators, trainers)
+    replace_classes(split(exact_accelerator, SplitAccelerator), split(exact_trainer, SplitTrainer))
     register_optimizer_step_pre_hook(arm.before_step)
     set_seed(SEED)
     try:

@@ -52,6 +52,7 @@ class CheckContext:
         max_grad_norm: L2 norm that the window's gradient is clipped to. None: no clipping.
         settings: The user's loss, and whether draws that belong to no sample are accepted.
         draws: The random draws of the reference, keyed by sample as hf_ga's are.
+        has_batch_norm: Whether the model normalises by statistics of the micro-batch.
         facts: What hf_ga found out about the loss. None: hf_ga refuses the model.
         refusal: Why hf_ga refuses the model. None: it does not.
         prepared: The model that hf_ga's own step trains: `model` itself on one process, a copy
@@ -67,6 +68,7 @@ class CheckContext:
     max_grad_norm: float | None
     settings: LossSettings
     draws: KeyedDraws = field(default_factory=partial(ReferenceDraws, allow_unkeyed=True))
+    has_batch_norm: bool = False
     facts: LossFacts | None = None
     refusal: HfGaError | None = None
     prepared: nn.Module = field(init=False)
@@ -90,8 +92,11 @@ class CheckContext:
 
 def run_hf_ga_step(context: CheckContext, window: Window) -> tuple[float, Gradients]:
     """Run hf_ga's own step on this process's micro-batches of a window; return the mean loss of the
-    whole window and its unscaled gradients, clipped once.
+    whole window and its unscaled gradients, clipped once. Raises the error with which hf_ga refuses
+    the model, if it does.
     """
+    if context.refusal is not None:
+        raise context.refusal
     model = context.prepared
     context.facts.note_padding(window.state)
     with restored_buffers(model):
@@ -134,17 +139,13 @@ def run_user_step(
     seed_generators(context.seed)
     with own_accelerate_state(), torch.enable_grad():
         returned = step(model, batches, **arguments)
-    if isinstance(returned, tuple):
-        loss, returned_gradients = returned
-    else:
-        loss = returned
-        returned_gradients = take_gradients(model)
+    loss, gradients = returned if isinstance(returned, tuple) else (returned, take_gradients(model))
     if loss is not None:
         local_loss = float(torch.as_tensor(loss).detach())
         loss = sum_over_ranks(context.accelerator, [local_loss])[0] / num_processes
     trained = {name: p for name, p in context.model.named_parameters() if p.requires_grad}
-    left_out = trained.keys() - returned_gradients.keys()
-    gradients = returned_gradients | {name: torch.zeros_like(trained[name]) for name in left_out}
+    left_out = trained.keys() - gradients.keys()
+    gradients |= {name: torch.zeros_like(trained[name]) for name in left_out}
     return loss, {name: gradients[name] for name in trained}
 
 

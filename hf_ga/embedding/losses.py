@@ -98,11 +98,7 @@ def _retrieval_loss(
     text_ids = None
     if TEXT_ID + query_column in batch:
         candidate_ids = [batch[TEXT_ID + column] for column in candidate_columns]
-        text_ids = TextIds(
-            query=batch[TEXT_ID + query_column],
-            match=candidate_ids[0],
-            candidate=torch.cat(candidate_ids),
-        )
+        text_ids = TextIds(batch[TEXT_ID + query_column], torch.cat(candidate_ids))
     candidates = torch.cat([outputs[column] for column in candidate_columns])
     return cross_entropy_in_window(outputs[query_column], candidates, scale, text_ids)
 
@@ -113,13 +109,11 @@ class TextIds:
 
     Attributes:
         query: The id of each query, shape (num_queries,).
-        match: The id of the text that belongs to each query, shape (num_queries,).
         candidate: The id of each candidate, shape (num_candidates,). The first `num_queries` are
-            the matches.
+            the texts that belong to the queries, their matches.
     """
 
     query: Tensor
-    match: Tensor
     candidate: Tensor
 
     def excluded_candidates(self, rows: Tensor) -> Tensor:
@@ -133,7 +127,7 @@ class TextIds:
         Returns:
             A bool mask, shape (num_rows, num_candidates); False for each query's own match.
         """
-        excluded = self.match[rows, None] == self.candidate
+        excluded = self.candidate[rows, None] == self.candidate
         excluded |= self.candidate == NO_TEXT
         excluded[:, : len(self.query)] |= self.query[rows, None] == self.query
         excluded[torch.arange(len(rows), device=rows.device), rows] = False

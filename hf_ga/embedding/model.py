@@ -24,15 +24,6 @@ ENCODER = "encoder."
 LOG_TEMPERATURE = "log_temperature"
 
 
-def columns_of(batch: Mapping[str, Any]) -> list[str]:
-    """List the columns of texts in a batch for an embedding model, by its entries `input_ids_...`.
-
-    >>> columns_of({"input_ids_anchor": 0, "attention_mask_anchor": 0, "input_ids_positive": 0})
-    ['anchor', 'positive']
-    """
-    return [name.removeprefix(INPUT_IDS) for name in batch if name.startswith(INPUT_IDS)]
-
-
 class EmbeddingModel(nn.Module):
     """An encoder or decoder whose last hidden states are pooled to one unit vector per text.
 
@@ -149,9 +140,11 @@ class EmbeddingModel(nn.Module):
             The embeddings `anchor`, `positive`, ..., shape (samples, hidden size); if the
             temperature is learned, also `log_temperature`, a scalar.
         """
+        names = [name for name in batch if name.startswith(INPUT_IDS)]
+        columns = [name.removeprefix(INPUT_IDS) for name in names]
         outputs = {
             column: self.encode(batch[INPUT_IDS + column], batch[ATTENTION_MASK + column])
-            for column in columns_of(batch)
+            for column in columns
         }
         if self.log_temperature is not None:
             outputs[LOG_TEMPERATURE] = self.log_temperature.reshape(())

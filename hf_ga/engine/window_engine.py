@@ -435,9 +435,7 @@ class WindowEngine:
         self.draws.begin(keys, key_of_window)
         self._random_states = random_states()
         with ExitStack() as stack:
-            # Not in a pipeline, where backwards that follow need the buffers as their forwards saw
-            # them. The trial refused models in which buffers of a forward change the next one.
-            if not slot.is_counted and not self.backend.is_stage:
+            if not slot.is_counted:
                 for model in self._all_models:
                     stack.callback(snapshot_buffers(model))
             if slot.is_rehearsal:

@@ -71,6 +71,8 @@ def check_agreement(accelerator: Accelerator, description: str, value: str) -> N
     Raises:
         ConfigError: If the values differ; on all ranks.
     """
+    if accelerator.num_processes == 1:
+        return
     values = gather_object([value])
     if len(set(values)) > 1:
         listed = ", ".join(f"process {rank}: {value}" for rank, value in enumerate(values))

@@ -26,11 +26,10 @@ class PipelineBackend(Backend):
     Args:
         accelerator: The accelerator of all ranks.
         num_stages: Number of pipeline stages: the number of ranks of one replica.
-        min_calls: Minimum number of micro-batches that the schedule can run.
 
     Attributes:
-        min_calls: See above: fillers are added to fewer micro-batches.
         stages: Process group of the stages of this rank's replica.
+        ends: Process group of the first and the last stage of this rank's replica.
         replicas: Process group of the ranks that hold this rank's stage in all replicas.
         stage: Index of this rank's stage, from 0.
         num_stages: Number of stages.
@@ -50,11 +49,8 @@ class PipelineBackend(Backend):
         "the others: make it smaller (per_device_batch_size; the results stay the same)"
     )
 
-    def __init__(self, accelerator: Accelerator, num_stages: int, min_calls: int) -> None:
-        """Arrange the ranks in a grid of replicas x pipeline stages, and make the process groups of
-        its rows and columns. Raises a ConfigError if the number of processes is not a multiple of
-        the number of stages.
-        """
+    def __init__(self, accelerator: Accelerator, num_stages: int) -> None:
+        """Arrange the ranks in a grid, and make the process groups of its rows and columns."""
         super().__init__(accelerator)
         self.num_stages = num_stages
         self.num_replicas = self.num_processes // num_stages
@@ -73,7 +69,11 @@ class PipelineBackend(Backend):
         self.replicas = mesh.get_group("replicas")
         self.replica = self.process_index // num_stages
         self.stage = self.process_index % num_stages
-        self.min_calls = min_calls
+        for replica in range(self.num_replicas):
+            first = replica * num_stages
+            ends = dist.new_group([first, first + num_stages - 1])  # all ranks must make all groups
+            if replica == self.replica:
+                self.ends = ends
         self.tied: nn.Parameter | None = None
         self._hooks = ExitStack()  # of the losses of the current window
 
@@ -136,24 +136,11 @@ class PipelineBackend(Backend):
         """
         if self.num_replicas > 1:
             sum_gradients(parameters, has_gradient, group=self.replicas)
-        if self.tied is not None and self.tied.requires_grad:
-            self._sum_tied(self.tied)
-
-    def _sum_tied(self, copy: nn.Parameter) -> None:
-        """Set the gradients of both copies of a tied weight, on the first and the last stage, to
-        their sum, which the first one computes and sends back: both have the same bits.
-        """
-        gradient = torch.zeros_like(copy) if copy.grad is None else copy.grad.contiguous()
-        if self.is_first:
-            last = self.num_stages - 1
-            head_gradient = torch.empty_like(gradient)
-            dist.recv(head_gradient, group=self.stages, group_src=last)
-            gradient += head_gradient
-            dist.send(gradient, group=self.stages, group_dst=last)
-        else:
-            dist.send(gradient, group=self.stages, group_dst=0)
-            dist.recv(gradient, group=self.stages, group_src=0)
-        copy.grad = gradient
+        tied = self.tied
+        if tied is not None and tied.requires_grad:
+            gradient = torch.zeros_like(tied) if tied.grad is None else tied.grad.contiguous()
+            dist.all_reduce(gradient, group=self.ends)
+            tied.grad = gradient
 
     def clip(self, model: nn.Module, parameters: Sequence[nn.Parameter], max_norm: float) -> Tensor:
         """Clip the gradients of this pipeline stage to a global L2 norm of at most `max_norm`, and
@@ -168,12 +155,3 @@ class PipelineBackend(Backend):
         norm = squared.sqrt().float()
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return norm
-
-    def is_same_on_all_stages(self, number: int) -> bool:
-        """Return whether the stages of this rank's replica have the same number, an integer from 0
-        below 2**53. All ranks must call it.
-        """
-        ends = torch.tensor([number, -number], dtype=torch.float64, device=self.device)
-        dist.all_reduce(ends, dist.ReduceOp.MAX, group=self.stages)
-        largest, negated = ends.tolist()
-        return largest == -negated

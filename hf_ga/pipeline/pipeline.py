@@ -247,9 +247,7 @@ def prepare_pipeline(
     weights = [p.detach().double() for p in model.parameters()]
     norm = float(torch.nn.utils.get_total_norm(weights))
     check_agreement(accelerator, "weights of the model (here their norm)", repr(norm))
-    # torch's 1F1B schedule needs at least one micro-batch for each stage.
-    min_calls = num_stages if schedule == "1f1b" else 1
-    backend = PipelineBackend(accelerator, num_stages, min_calls)
+    backend = PipelineBackend(accelerator, num_stages)
     autocast = accelerator.autocast() if needs_autocast(model) else nullcontext()
     with backend.failing_on_all_ranks(), autocast:
         samples = windows.trial_samples(NUM_TRIED_SAMPLES)

@@ -6,15 +6,13 @@ the loss on the last stage and lets its hooks act until the window's end, and gr
 `.grad`.
 """
 
-import zlib
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
 from hf_ga.draws.generators import moved_generators, random_states
 from hf_ga.engine.own_loop import OwnLoop
@@ -26,6 +24,7 @@ from hf_ga.model.forward import head_loss
 from hf_ga.pipeline.backend import PipelineBackend
 from hf_ga.pipeline.model import StageModel
 from hf_ga.pipeline.trial import FullModel
+from hf_ga.recovery.checkpoint import state_sha256
 from hf_ga.speed.cudnn_attention import without_cudnn_attention
 
 
@@ -60,26 +59,20 @@ class StageLoop(OwnLoop):
         self._window: Window | None = None
 
     def _plan_slots(self, window: Window) -> list[Slot]:
-        """Return the micro-batches of this replica, with fillers if the schedule needs more."""
-        slots = [Slot(micro_batch) for micro_batch in window.micro_batches]
-        num_missing = self._backend.min_calls - len(slots)
-        if not slots or num_missing <= 0:
-            return slots
-        return [*slots, *[replace(slots[0], is_filler=True)] * num_missing]
+        """Return the micro-batches of this replica."""
+        return [Slot(micro_batch) for micro_batch in window.micro_batches]
 
     def _run(self, window: Window) -> None:
         """Run torch's schedule: all forwards and backwards of a window on this rank."""
         backend = self._backend
         with backend.failing_on_all_ranks():
             hidden_shape = max_hidden_shape(self._slots, self.model.config.hidden_size)
-            number = checksum([slot.micro_batch.batch for slot in self._slots])
-        with backend.failing_on_all_ranks():
-            if not backend.is_same_on_all_stages(number):
-                raise ConfigError(
-                    "the stages of a pipeline have different batches of the same samples: dataset "
-                    "and collate function must return the same on all processes. Nothing was "
-                    "updated."
-                )
+        hashes = backend.gather_objects((backend.replica, self._hash_of_batches()))
+        if len(set(hashes)) > backend.num_replicas:
+            raise ConfigError(
+                "the stages of a pipeline have different batches of the same samples: dataset and "
+                "collate function must return the same on all processes. Nothing was updated."
+            )
         if not self._slots:
             return
         self._window = window
@@ -95,22 +88,38 @@ class StageLoop(OwnLoop):
         if draws.num_reclassified != num_reclassified:
             self.engine.gradient.must_repeat = "the dims of random numbers with samples were found"
 
+    def _hash_of_batches(self) -> str:
+        """Return a hash of all tensors on the host in this replica's micro-batches."""
+        tensors = {}
+        for number, slot in enumerate(self._slots):
+            for name, value in slot.micro_batch.batch.items():
+                if isinstance(value, Tensor) and value.device.type == "cpu":
+                    tensors[f"{number} {name}"] = value
+        return state_sha256(tensors)
+
     def _run_schedule(self, hidden_shape: tuple[int, ...]) -> None:
         """Run torch's pipeline schedule on the micro-batches of this replica. Raises the error of
         this stage's forward or backward.
         """
+        # Tensors without data of the shapes that this stage receives and returns.
+        hidden = torch.empty(hidden_shape, device="meta", requires_grad=True)
+        loss = torch.empty((), device="meta", requires_grad=True)
         stage = PipelineStage(
             StageForward(self, hidden_shape),
             self._backend.stage,
             self._backend.num_stages,
             self._backend.device,
-            input_args=self._example_input(hidden_shape),
-            output_args=self._example_output(hidden_shape),
+            input_args=() if self.stage_model.is_first else hidden,
+            output_args=loss if self.stage_model.is_last else hidden,
             group=self._backend.stages,
         )
         num_micro_batches = len(self._slots)
+        # 1F1B needs a micro-batch for each stage. With fewer, GPipe keeps no more activations.
+        schedule_class = self.schedule
+        if num_micro_batches < self._backend.num_stages:
+            schedule_class = ScheduleGPipe
         # Its loss function gets what the last stage returns, the loss of a micro-batch.
-        schedule = self.schedule(
+        schedule = schedule_class(
             stage, num_micro_batches, loss_fn=lambda loss, index: loss, scale_grads=False
         )
         # torch splits its input into micro-batches of equal size along dim 0. Ours differ in size,
@@ -123,21 +132,6 @@ class StageLoop(OwnLoop):
                 raise
             # Raise the stage's own error, without the list of shapes that torch adds.
             raise error.__cause__ from None
-
-    def _example_input(self, hidden_shape: tuple[int, ...]) -> Tensor | tuple[()]:
-        """Return a tensor without data of the shape of the hidden states that this stage receives,
-        for torch's schedule; () on the first stage, which receives none.
-        """
-        if self.stage_model.is_first:
-            return ()
-        return torch.empty(hidden_shape, device="meta", requires_grad=True)
-
-    def _example_output(self, hidden_shape: tuple[int, ...]) -> Tensor:
-        """Return a tensor without data (on the meta device) of the shape of what this pipeline
-        stage returns, for torch's schedule: hidden states or, on the last stage, a scalar.
-        """
-        shape = () if self.stage_model.is_last else hidden_shape
-        return torch.empty(shape, device="meta", requires_grad=True)
 
     def run_forward(self, index: int, hidden: Tensor | None) -> Tensor:
         """Run this stage's forward of a micro-batch.
@@ -282,23 +276,6 @@ def max_hidden_shape(slots: list[Slot], hidden_size: int) -> tuple[int, int, int
     max_samples = max((ids.shape[0] for ids in all_input_ids), default=0)
     max_tokens = max((ids.shape[1] for ids in all_input_ids), default=0)
     return max_samples, max_tokens, hidden_size
-
-
-def checksum(batches: Sequence[Any]) -> int:
-    """Return a number that hardly any other batches have, from all their tensors on the host.
-
-    Args:
-        batches: name -> tensor or anything else, of each micro-batch.
-    """
-    number = 0
-    for batch in batches:
-        for name in sorted(batch):
-            value = batch[name]
-            if isinstance(value, Tensor) and value.device.type == "cpu":
-                number = zlib.crc32(f"{name} {tuple(value.shape)} {value.dtype}".encode(), number)
-                flat = value.detach().contiguous().view(-1)
-                number = zlib.crc32(flat.view(torch.uint8).numpy(), number)
-    return number
 
 
 def _unkeyed(what: str) -> UnkeyedRandomness:

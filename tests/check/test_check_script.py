@@ -11,8 +11,8 @@ import sys
 import pytest
 import torch
 
-from hf_ga.check.script import ArmResult, causes, relative_error, scale_of, splits_of
-from hf_ga.check.script_arm import ArmReport
+from hf_ga.check.script import causes, relative_error, scale_of, splits_of
+from hf_ga.check.script_arm import ArmResult
 from hf_ga.errors import ConfigError
 
 TEXTS = """
@@ -182,7 +182,7 @@ def test_what_cannot_be_checked_is_one_error(tmp_path):
 
 def test_splits_are_the_script_s_own_and_its_neighbours():
     def report(number, samples, is_by_hand=False):
-        return ArmReport("Accelerator", number, is_by_hand, num_samples=samples)
+        return ArmResult("Accelerator", number, is_by_hand=is_by_hand, num_samples=samples)
 
     assert splits_of(report(4, 8)) == [2, 4, 8]
     assert splits_of(report(1, 6)) == [2, 3]
@@ -193,13 +193,13 @@ def test_splits_are_the_script_s_own_and_its_neighbours():
 def test_causes_are_divisors_that_differ_and_draws():
     same = ("the mean of A", [2.0, 2.0])
     other = ("the mean of B", [float(n) for n in range(12)])
-    report = ArmReport("Trainer", 2, terms=[same, other], draws={"randn": "train.py:3"})
+    report = ArmResult("Trainer", 2, terms=[same, other], draws={"randn": "train.py:3"})
     first, second = causes(report)
     assert first.startswith("the mean of B divides by 0, 1, 2, 3, 4, 5, 6, 7, ...: ")
     assert second == "randn (train.py:3) draws other numbers in each split"
-    (added_up,) = causes(ArmReport("Trainer", 4, terms=[same]), 3.9)
+    (added_up,) = causes(ArmResult("Trainer", 4, terms=[same]), 3.9)
     assert "about 3.9 times that of the full batch" in added_up
-    assert causes(ArmReport("Trainer", 2, terms=[same]), 1.0) == [
+    assert causes(ArmResult("Trainer", 2, terms=[same]), 1.0) == [
         "neither divisors nor draws differ: state that the loop keeps, or kernels"
     ]
 
@@ -209,10 +209,11 @@ def test_causes_are_divisors_that_differ_and_draws():
 )
 def test_runs_of_other_windows_or_weights_are_not_compared(change, words):
     def result(**more):
-        report = ArmReport("Trainer", 2, **{"num_samples": 8, "weights": 1.0, **more})
-        return ArmResult(report, {"0": torch.tensor([3.0, 4.0])})
+        gradients = {"0": torch.tensor([3.0, 4.0])}
+        found = {"gradients": gradients, "num_samples": 8, "weights": 1.0}
+        return ArmResult("Trainer", 2, **found | more)
 
-    four_times = ArmResult(result().report, {"0": torch.tensor([12.0, 16.0])})
+    four_times = result(gradients={"0": torch.tensor([12.0, 16.0])})
     assert scale_of(four_times, result()) == pytest.approx(4.0)
     assert relative_error(result(), result()) == 0
     with pytest.raises(ConfigError, match=words):

@@ -12,7 +12,7 @@ from forked import on_two_ranks
 
 import hf_ga
 from hf_ga.check.arms import accelerate_arm, trainer_arm
-from hf_ga.check.verdict.pipeline import ARM
+from hf_ga.check.verdict.more_rows import ARM
 from hf_ga.check.verdict.rows import OURS
 
 pytestmark = pytest.mark.slow("starts processes")

@@ -52,7 +52,7 @@ def test_two_stages_train_as_one_process(name):
 
 
 @pytest.mark.parametrize("name", ["GPT-2", "BERT classifier"])
-def test_a_repeated_micro_batch_adds_nothing(name):
+def test_fewer_micro_batches_than_stages(name):
     """The short last window has fewer micro-batches than 1F1B needs for three stages. BERT's
     backwards need its buffers (indices of positions).
     """

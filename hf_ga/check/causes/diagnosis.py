@@ -1,25 +1,21 @@
 """Why a training step under test differs from the full batch.
 
-Read: the divisors of the loss, the random functions of the forward, BatchNorm and clipping where
-they are called, padding from hf_ga's trial of the loss. Tried, as a step is a black box: with which
-weights it summed its micro-batches. For that it runs once more, with what was read switched off.
+Read: the divisors of the loss, BatchNorm in its graph, the random functions of the forward, calls
+of torch's clipping, padding from hf_ga's trial of the loss. Tried, as a step is a black box: with
+which weights it summed its micro-batches. For that it runs once more, with constant random numbers,
+one padded width, and without clipping.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from hf_ga.check.causes.divisors import (
-    Divisors,
-    count_usual,
-    format_numbers,
-    read_divisors,
-)
-from hf_ga.check.causes.switches import Calls, ConstantDraws, switched_off
+from hf_ga.check.causes.divisors import count_usual, format_numbers, read_divisors
+from hf_ga.check.causes.switches import ConstantDraws, unclipped
 from hf_ga.check.causes.weights import (
     Hypothesis,
     Split,
@@ -45,12 +41,15 @@ from hf_ga.parallel.processes import broadcast_from_main
 MAX_ELEMENTS = 16_000_000
 # Weights explain a gradient up to this relative error.
 MATCH = {"fp32": 1e-4, "bf16": 3e-2, "fp16": 4e-3}
+BATCH_NORM = Cause(
+    "BatchNorm", "BatchNorm normalises by the statistics of the micro-batch, not of the window"
+)
 
 
 def explain(
     context: CheckContext,
     rows: list[ReportRow],
-    layouts: Mapping[str, CheckedLayout],
+    layouts: list[CheckedLayout],
     step: StepFunction | None,
 ) -> None:
     """Write the causes into the failed rows of a training step, in place: into a few, which show
@@ -59,81 +58,69 @@ def explain(
     Args:
         context: The model and the settings of the check.
         rows: The report rows of this step.
-        layouts: The layouts of the check by name.
+        layouts: The layout of each row.
         step: The step function. None: hf_ga's own step.
     """
-    failed = [row for row in rows if not row.passed and (row.refused is None or step is None)]
-    for row in _rows_to_diagnose(failed, context.accelerator.num_processes):
-        if row.refused is None and row.share <= 1:
+    num_processes = context.accelerator.num_processes
+    kinds = set()
+    for row, layout in zip(rows, layouts, strict=True):
+        # The first row of each kind: in a short last window or not, of even or uneven sizes, with
+        # as many micro-batches on each process or not.
+        sizes = row.micro_batches
+        is_short = len(sizes) < row.accumulation_steps
+        kind = (is_short, max(sizes) - min(sizes) > 1, len(sizes) % num_processes > 0)
+        has_raised = row.refused is not None and step is not None
+        if row.passed or has_raised or kind in kinds:
+            continue
+        kinds.add(kind)
+        if isinstance(context.refusal, UnkeyedRandomness) and row.refused is not None:
+            row.causes = [Cause("randomness", row.refused)]
+        elif context.has_batch_norm and row.refused is not None:
+            row.causes = [BATCH_NORM]
+        elif row.refused is None and row.share <= 1:
             text = (
                 "the gradient is correct, but the number that the step returns is not the mean loss"
             )
             row.causes = [Cause("reported loss", text)]
-        elif row.refused and isinstance(context.refusal, UnkeyedRandomness):
-            row.causes = [Cause("randomness", row.refused)]
         else:
-            row.causes = Diagnosis(context, layouts[row.layout], step, row.refused).causes()
+            row.causes = _causes_in(context, layout, step)
 
 
-def _rows_to_diagnose(failed: list[ReportRow], num_processes: int) -> list[ReportRow]:
-    """Choose the first row of each kind: in a short last window or not, of even or uneven sizes,
-    with as many micro-batches on each process or not.
-    """
-    of_kind: dict[tuple[bool, ...], ReportRow] = {}
-    for row in failed:
-        sizes = row.micro_batches
-        kind = (
-            len(sizes) < row.accumulation_steps,
-            max(sizes) - min(sizes) > 1,
-            len(sizes) % num_processes > 0,
-        )
-        of_kind.setdefault(kind, row)
-    return list(of_kind.values())
+def _causes_in(
+    context: CheckContext, layout: CheckedLayout, step: StepFunction | None
+) -> list[Cause]:
+    """Run the step in a layout; return all causes, the same on all processes."""
+    trials: list[ConstantDraws | None] = [None]
+    if step is not None:
+        trials = [ConstantDraws(device_of(context.model))]
+        if context.draws.places:
+            # A step of hf_ga draws the numbers of the reference, also where torch's are constant.
+            trials.append(None)
+    found_first = None
+    for draws in trials:
+        trial = Trial(context, layout, step, draws)
+        result = trial.causes() if context.accelerator.is_main_process else None
+        found, is_explained = broadcast_from_main(context.accelerator, result)
+        if is_explained:
+            return found
+        found_first = found_first or found
+    return found_first
 
 
-@dataclass
 class Trial:
-    """One run of the step, with what was read switched off, and the correct gradients to compare it
-    with. All gradients are flat float32 vectors of the same elements.
+    """One run of the step, and the correct gradients to compare it with. All gradients are flat
+    float32 vectors of the same elements.
 
     Attributes:
+        has_several_widths: Whether the micro-batches were padded to one width.
+        is_refused: Whether there is no step to run, because hf_ga refuses the model.
+        clipped: See `unclipped`.
         reference: Gradient of the full batch.
         step_gradient: Gradient that the step left.
         micro_batch_gradients: For each micro-batch, the gradient of its own mean loss.
-        missing_parameters: Names of the parameters that should have a gradient but have a zero
-            one. The vectors above do not contain them.
+        missing: Names of the parameters that should have a gradient but have a zero one. The
+            vectors above do not contain them.
         terms: What the terms of the loss divide by, the one closest to the full batch first.
-        calls: What was called of what is switched off.
-    """
-
-    reference: Tensor
-    step_gradient: Tensor
-    micro_batch_gradients: list[Tensor]
-    missing_parameters: list[str]
-    terms: list[Divisors]
-    calls: Calls
-
-    def error_of_sum(self, weights: np.ndarray) -> float:
-        """Return the relative error of a weighted sum of the micro-batches' gradients, compared
-        with the full batch's gradient.
-        """
-        weighted_sum = Hypothesis(weights).gradient(self.micro_batch_gradients)
-        return relative_error(weighted_sum, self.reference)
-
-    def best_match(self, hypotheses: Sequence[Hypothesis]) -> tuple[Hypothesis, float]:
-        """Return the weights that explain the step's gradient best, with their relative error."""
-        return best_match(self.step_gradient, self.micro_batch_gradients, hypotheses)
-
-
-class Diagnosis:
-    """Finds the causes in one layout of the check.
-
-    Args:
-        context: The model and the settings of the check.
-        layout: The layout in which the step failed.
-        step: The step function. None: hf_ga's own step.
-        refused: Why hf_ga's own step refuses the model, which alone is diagnosed then: the full
-            batch's gradient takes the place of the step's. None: the step ran.
     """
 
     def __init__(
@@ -141,206 +128,196 @@ class Diagnosis:
         context: CheckContext,
         layout: CheckedLayout,
         step: StepFunction | None,
-        refused: str | None,
+        draws: ConstantDraws | None,
     ) -> None:
+        """Compute the gradients of the step, of the full batch and of each micro-batch; `draws` in
+        place of the random numbers of the step, unless they are None.
+        """
         self.context = context
         self.layout = layout
-        self.step = step
-        self.refused = refused
+        self.draws = draws
         self.match_limit = MATCH[context.precision]
-        # Of hf_ga's own step, draws are keyed, and windows padded where it matters.
-        self.is_own = step is None and refused is None
-        self.window = layout.collate_window(context)
-        self.has_several_widths = not self.is_own and _has_several_widths(self.window)
+        window = layout.collate_window(context)
+        self.has_several_widths = _has_several_widths(window)
         if self.has_several_widths:
-            self.window = self.window.padded_to_window()
+            window = window.padded_to_window()
+        self.window = window
+        whole = window.split([np.arange(window.num_samples)])
+        _, reference = plain_backward(context, whole, whole.micro_batches[0], draws=draws)
+        step_gradients = reference
+        self.is_refused = step is None and context.refusal is not None
+        if not self.is_refused:
+            with unclipped() as self.clipped, nullcontext() if draws is None else draws.scope():
+                _, step_gradients = layout.run(context, step, window)
+        self.missing = _parameters_without_gradient(step_gradients, reference)
+        names = [name for name in reference if name not in self.missing]
+        num_elements = sum(reference[name].numel() for name in names)
+        stride = -(-len(layout.offsets) * num_elements // MAX_ELEMENTS) or 1
+        self.reference = _flatten(reference, names, stride)
+        self.step_gradient = _flatten(step_gradients, names, stride)
+        self.micro_batch_gradients = []
+        for micro_batch in window.micro_batches:
+            _, gradients = plain_backward(context, window, micro_batch, draws=draws)
+            self.micro_batch_gradients.append(_flatten(gradients, names, stride))
+        terms = read_divisors(context, window)
+        self.terms = sorted(terms, key=lambda term: self._error_of_sum(term.shares))
 
-    def causes(self) -> list[Cause]:
-        """Return all causes, the same on all processes; if none is found, one named "unknown"."""
-        if self.is_own:
-            found, _ = self._explain(None)
-            return found
-        found, is_explained = self._explain(ConstantDraws(device_of(self.context.model)))
-        if not is_explained and self.context.draws.places:
-            # A step of hf_ga draws the numbers of the reference, also where torch's are constant.
-            found_with_draws, is_explained = self._explain(None)
-            if is_explained:
-                return found_with_draws
-        return found
-
-    def _explain(self, draws: ConstantDraws | None) -> tuple[list[Cause], bool]:
-        """Run the step; return the causes, and whether known weights explain its gradient."""
-        accelerator = self.context.accelerator
-        trial = self._run_trial(draws)
-        result = self._causes_in(trial, draws) if accelerator.is_main_process else None
-        return broadcast_from_main(accelerator, result)
-
-    def _causes_in(self, trial: Trial, draws: ConstantDraws | None) -> tuple[list[Cause], bool]:
-        """Return what `_explain` does."""
-        if not trial.step_gradient.any():
+    def causes(self) -> tuple[list[Cause], bool]:
+        """Return the causes; if there is none, one named "unknown". And whether known weights
+        explain the gradient of the step.
+        """
+        if self.is_refused:
+            return self._additivity_causes() or [Cause("unknown", str(self.context.refusal))], True
+        if not self.step_gradient.any():
             text = "the step left no gradient in any parameter: leave it in .grad, without updating"
             return [Cause("no gradients", text)], True
-        if not trial.step_gradient.isfinite().all():
+        if not self.step_gradient.isfinite().all():
             return [Cause("not finite", "the step left a gradient that is NaN or infinite")], True
-        match, error = self._match(trial)
+        match, error = self._match()
         is_explained = error <= self.match_limit
         found = [
-            *self._additivity_causes(trial),
+            *self._additivity_causes(),
             *match.causes,
-            *self._reduction_causes(trial, error),
-            *_frozen_causes(trial),
-            *self._causes_of_calls(trial.calls),
+            *self._precision_causes(error),
+            *self._clipping_causes(),
         ]
-        if draws is not None:
-            found += _causes_of_draws(self.context.draws.places | draws.places)
-        is_what_is_left = is_explained and not found and not self.refused
-        found += self._padding_causes(is_what_is_left=is_what_is_left)
-        found = list(dict.fromkeys(found))
-        return found or [Cause("unknown", _describe_unexplained(trial))], is_explained
+        if self.missing:
+            text = f"no gradient reaches {', '.join(self.missing[:4])}"
+            found.append(Cause("frozen parameter", text))
+        if self.draws is not None:
+            found += _causes_of_draws(self.context.draws.places | self.draws.places)
+        facts = self.context.facts
+        is_known = facts is not None and facts.pad_to_window
+        is_what_is_left = is_explained and not found
+        if self.has_several_widths and (is_known or is_what_is_left):
+            text = "the loss of a sample depends on the width to which its micro-batch is padded"
+            found.append(Cause("padding width", text))
+        return list(dict.fromkeys(found)) or [self._unknown()], is_explained
 
-    def _run_trial(self, draws: ConstantDraws | None) -> Trial:
-        """Compute the gradients of the step, of the full batch and of each micro-batch."""
-        context = self.context
-        window = self.window
-        whole = window.split([np.arange(window.num_samples)])
-        with switched_off(draws) as calls:
-            _, reference = plain_backward(context, whole, whole.micro_batches[0], draws=draws)
-            step_gradients = reference
-            if not self.refused:
-                _, step_gradients = self.layout.run(context, self.step, window)
-            missing = _parameters_without_gradient(step_gradients, reference)
-            names = [name for name in reference if name not in missing]
-            stride = _element_stride(reference, names, len(self.layout.offsets))
-            micro_batch_gradients = []
-            for micro_batch in window.micro_batches:
-                _, gradients = plain_backward(context, window, micro_batch, draws=draws)
-                micro_batch_gradients.append(_flatten(gradients, names, stride))
-            terms = read_divisors(context, window)
-        trial = Trial(
-            reference=_flatten(reference, names, stride),
-            step_gradient=_flatten(step_gradients, names, stride),
-            micro_batch_gradients=micro_batch_gradients,
-            missing_parameters=missing,
-            terms=terms,
-            calls=calls,
+    def _unknown(self) -> Cause:
+        """Return the cause of a gradient that no known mistake explains."""
+        scale = float(self.step_gradient.double().norm() / self.reference.double().norm())
+        error = relative_error(self.step_gradient, self.reference)
+        text = (
+            "no known cause: with all suspects switched off, the gradient has a relative error of "
+            f"{error:.1e}, its norm is x{scale:.3g} of the reference's"
         )
-        trial.terms.sort(key=lambda term: trial.error_of_sum(term.shares))
-        return trial
+        return Cause("unknown", text)
 
-    def _match(self, trial: Trial) -> tuple[Hypothesis, float]:
+    def _match(self) -> tuple[Hypothesis, float]:
         """Find the weights of the step, and the relative error that they leave: those of known
         mistakes, then the same with clipping after every micro-batch, then any.
         """
-        terms = trial.terms
-        if self.refused:  # there is no step
-            return Hypothesis(terms[0].shares), 0.0
+        terms = self.terms
         # Of a sum of several means, the step may have weighted by any of their divisors.
-        is_additive = trial.error_of_sum(terms[0].shares) <= self.match_limit
+        is_additive = self._error_of_sum(terms[0].shares) <= self.match_limit
         counts = count_usual(self.window)
         steps = self.layout.accumulation_steps
         num_processes = self.context.accelerator.num_processes
         known = []
         for term in terms[:1] if is_additive else terms:
             known += list_hypotheses(Split(term.values, counts, steps, num_processes))
-        closest, error = trial.best_match(known)
+        closest, error = self._best_match(known)
         if error <= self.match_limit:
             return closest, error
-        others = [[fitted_weights(trial.step_gradient, trial.micro_batch_gradients, terms[0])]]
+        others = [[fitted_weights(self.step_gradient, self.micro_batch_gradients, terms[0])]]
         if len(self.layout.offsets) > 1:  # a single one that is clipped just has another weight
-            norm = float(trial.step_gradient.double().norm())
+            norm = float(self.step_gradient.double().norm())
             others.insert(0, [hypothesis.clipped(norm) for hypothesis in known])
         for hypotheses in others:
-            match, match_error = trial.best_match(hypotheses)
+            match, match_error = self._best_match(hypotheses)
             if match_error <= self.match_limit:
                 return match, match_error
-        # Low precision is no explanation where the micro-batches' gradients do not add up to the
-        # window's in any precision.
-        if error > MATCH["bf16"] or self.context.settings.whole_batch is not None:
-            return replace(closest, causes=()), error
-        if self._reduction_causes(trial, error):
+        if self._is_imprecise(error):
             return closest, error
+        return Hypothesis(closest.weights), error
+
+    def _best_match(self, hypotheses: list[Hypothesis]) -> tuple[Hypothesis, float]:
+        """Return the weights that explain the step's gradient best, with their relative error."""
+        return best_match(self.step_gradient, self.micro_batch_gradients, hypotheses)
+
+    def _is_imprecise(self, error: float) -> bool:
+        """Whether low precision may be what known weights do not explain: not where the
+        micro-batches' gradients do not add up to the window's in any precision.
+        """
+        is_whole_batch = self.context.settings.whole_batch is not None
+        return self.match_limit < error <= MATCH["bf16"] and not is_whole_batch
+
+    def _precision_causes(self, error: float) -> list[Cause]:
+        """Return the cause that several processes add up their gradients in half precision, or that
+        the step computes in low precision.
+        """
+        name = half_precision(self.step_gradient)
+        if self.context.accelerator.num_processes > 1 and name is not None:
+            text = (
+                f"the processes add up their gradients in {name} (FSDP's reduce_dtype, or a "
+                "communication hook of DDP)"
+            )
+            evidence = f"every element is a {name} number, relative error {error:.1e}"
+            return [Cause(f"{name} reduction", text, evidence)]
+        if not self._is_imprecise(error):
+            return []
         text = (
             f"the sum of the micro-batches' gradients has a relative error of {error:.1e}: "
             "computed in low precision"
         )
-        return replace(closest, causes=(*closest.causes, Cause("precision", text))), error
+        return [Cause("precision", text)]
 
-    def _reduction_causes(self, trial: Trial, error: float) -> list[Cause]:
-        """Return the cause that several processes add up their gradients in half precision."""
-        name = half_precision(trial.step_gradient)
-        if self.context.accelerator.num_processes == 1 or name is None:
-            return []
-        text = (
-            f"the processes add up their gradients in {name} (FSDP's reduce_dtype, or a "
-            "communication hook of DDP)"
-        )
-        evidence = f"every element is a {name} number, relative error {error:.1e}"
-        return [Cause(f"{name} reduction", text, evidence)]
-
-    def _additivity_causes(self, trial: Trial) -> list[Cause]:
-        """Return why no weights of the micro-batches give the full batch's gradient, if the correct
-        ones do not.
-        """
-        terms = trial.terms
-        residual = trial.error_of_sum(terms[0].shares)
+    def _additivity_causes(self) -> list[Cause]:
+        """Return why no weights of the micro-batches give the full batch's gradient."""
+        context = self.context
+        terms = self.terms
+        residual = self._error_of_sum(terms[0].shares)
         if residual <= self.match_limit:
             return []
-        settings = self.context.settings
+        if context.has_batch_norm:
+            return [BATCH_NORM]
         text = "the loss of the window is not a weighted mean of its micro-batches' losses"
         evidence = f"residual {residual:.1e}"
-        if settings.whole_batch is not None:
+        if context.settings.whole_batch is not None:
             negatives = "each micro-batch compares its own samples only (in-batch negatives)"
             return [Cause("cross-batch loss", f"{text}: {negatives}", evidence)]
-        if settings.loss_fn is None and WindowRouter([self.context.model]).is_on:
+        if context.settings.loss_fn is None and WindowRouter([context.model]).is_on:
             balancing = "the router's auxiliary loss is a product of means over the micro-batch"
             return [Cause("auxiliary loss", balancing, evidence)]
         if any(not np.allclose(term.shares, terms[0].shares) for term in terms):
             means = "it is a sum of several means, each over its own targets"
             divisors = "; ".join(f"{term.name}: {format_numbers(term.values)}" for term in terms)
             return [Cause("several means", f"{text}: {means}", f"{evidence}, divisors {divisors}")]
-        if trial.error_of_sum(np.ones(len(self.layout.offsets))) <= self.match_limit:
+        if self._error_of_sum(np.ones(len(self.layout.offsets))) <= self.match_limit:
             constant = "the loss divides by a constant, so that of the window is their sum"
             divisors = f"it divides by {format_numbers(terms[0].values)}"
             return [Cause("constant divisor", f"{text}: {constant}", divisors)]
         pairs = "it compares samples (in-batch negatives), or is no sum of means"
         return [Cause("cross-batch loss", f"{text} even with all suspects off: {pairs}", evidence)]
 
-    def _causes_of_calls(self, calls: Calls) -> list[Cause]:
-        """Return causes from calls of BatchNorm and of torch's clipping."""
+    def _error_of_sum(self, weights: np.ndarray) -> float:
+        """Return the relative error of a weighted sum of the micro-batches' gradients, compared
+        with the full batch's gradient.
+        """
+        weighted_sum = Hypothesis(weights).gradient(self.micro_batch_gradients)
+        return relative_error(weighted_sum, self.reference)
+
+    def _clipping_causes(self) -> list[Cause]:
+        """Return causes from calls of torch's clipping."""
         found = []
-        if calls.batch_statistics and len(self.layout.offsets) > 1:
-            text = "BatchNorm normalises by the statistics of the micro-batch, not of the window"
-            found.append(Cause("BatchNorm", text))
-        for max_norms in calls.clipped.values():
+        for max_norms in self.clipped.values():
             max_norm = max_norms[-1]
             if len(max_norms) > 1:
                 found.append(clipping_cause(max_norm))
-            elif len(calls.clipped) > 1 or max_norm != self.context.max_grad_norm:
+            elif len(self.clipped) > 1 or max_norm != self.context.max_grad_norm:
                 text = (
-                    f"the step clips once per window, {len(calls.clipped)} group(s) of parameters "
+                    f"the step clips once per window, {len(self.clipped)} group(s) of parameters "
                     f"to a norm of {max_norm:.3g}, but the reference all of them to "
                     f"{self.context.max_grad_norm}: pass max_grad_norm"
                 )
                 found.append(Cause("clipping", text))
         return found
 
-    def _padding_causes(self, *, is_what_is_left: bool) -> list[Cause]:
-        """Return the cause that padding changes the loss: hf_ga's trial of the loss found it, or
-        the step is right with one width, and nothing else was switched off.
-        """
-        facts = self.context.facts
-        is_known = facts is not None and facts.pad_to_window
-        if not self.has_several_widths or not (is_known or is_what_is_left):
-            return []
-        text = "the loss of a sample depends on the width to which its micro-batch is padded"
-        return [Cause("padding width", text)]
-
 
 def _causes_of_draws(places: Mapping[str, str]) -> list[Cause]:
-    """Return a cause for each random function that was called: the step draws other numbers.
-
-    Args:
-        places: Function -> where it was called.
+    """Return a cause for each random function that was called (name -> where): the step draws other
+    numbers.
     """
     found = []
     for function, place in places.items():
@@ -371,32 +348,6 @@ def _parameters_without_gradient(gradients: Gradients, reference: Gradients) -> 
         for name, norm in reference_norms.items()
         if norm > threshold and not gradients[name].any()
     ]
-
-
-def _frozen_causes(trial: Trial) -> list[Cause]:
-    """Return the cause that parameters got no gradient."""
-    if not trial.missing_parameters:
-        return []
-    names = ", ".join(trial.missing_parameters[:4])
-    return [Cause("frozen parameter", f"no gradient reaches {names}")]
-
-
-def _describe_unexplained(trial: Trial) -> str:
-    """Describe a gradient that no known mistake explains."""
-    scale = float(trial.step_gradient.double().norm() / trial.reference.double().norm())
-    return (
-        "no known cause: with all suspects switched off, the gradient has a relative error of "
-        f"{relative_error(trial.step_gradient, trial.reference):.1e}, its norm is x{scale:.3g} of "
-        "the reference's"
-    )
-
-
-def _element_stride(gradients: Gradients, names: list[str], num_copies: int) -> int:
-    """Return the stride (keep every `stride`-th element) with which the named gradients of
-    `num_copies` micro-batches have at most about `MAX_ELEMENTS` elements together; at least 1.
-    """
-    num_elements = sum(gradients[name].numel() for name in names)
-    return -(-num_copies * num_elements // MAX_ELEMENTS) or 1
 
 
 def _flatten(gradients: Gradients, names: list[str], stride: int) -> Tensor:

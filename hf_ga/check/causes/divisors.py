@@ -1,7 +1,7 @@
 """What the loss divides by in each micro-batch, read from it; and what a step may count instead."""
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -13,7 +13,7 @@ from hf_ga.engine.own_loop import OwnLoop
 from hf_ga.engine.sums.divisors import Reading, TermKey, on_host
 from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import DataError, LossNotAdditive
-from hf_ga.loading.batches import IGNORED_LABEL
+from hf_ga.loading.batches import IGNORED_LABEL, count_padded_elements, count_tokens
 from hf_ga.loading.window import Window
 from hf_ga.model.forward import restored_buffers
 from hf_ga.parallel.backend import LocalBackend
@@ -50,24 +50,36 @@ def read_divisors(context: CheckContext, window: Window) -> list[Divisors]:
     Returns:
         The terms; of a loss that cannot be read, the number of samples.
     """
+    by_samples = [Divisors("samples", count_usual(window)["samples"])]
+    if context.settings.whole_batch is not None:
+        return by_samples
     model = context.model
-    by_key: dict[TermKey, list[Reading]] = defaultdict(list)
-    if context.settings.whole_batch is None:
-        backend = LocalBackend(device_of(model))
-        engine = WindowEngine(lambda: backend, allow_split_dependent_randomness=True)
-        engine.rehearses = False  # divisors are read in any case; gradients are compared elsewhere
-        with restored_buffers(model), suppress(LossNotAdditive, DataError):
-            OwnLoop(engine, model, context.settings.loss_fn).add_gradients(window)
-        model.zero_grad()
-        for reading in on_host(engine.gradient.readings):
-            by_key[reading.key].append(reading)
+    backend = LocalBackend(device_of(model))
+    engine = WindowEngine(lambda: backend, allow_split_dependent_randomness=True)
+    engine.rehearses = False  # divisors are read in any case; gradients are compared elsewhere
+    with restored_buffers(model), suppress(LossNotAdditive, DataError):
+        OwnLoop(engine, model, context.settings.loss_fn).add_gradients(window)
+    model.zero_grad()
     found = []
-    for readings in by_key.values():
+    for readings in readings_by_term(engine.gradient.readings):
         is_penalty = readings[0].term is not None and readings[0].term.is_penalty
         values = np.array([engine.gradient.checks.true_divisor(reading) for reading in readings])
         if not is_penalty and len(values) == len(window.micro_batches) and values.sum():
-            found.append(Divisors(readings[0].name.split(", factor")[0], values))
-    return found or [Divisors("samples", count_usual(window)["samples"])]
+            found.append(Divisors(name_of_term(readings), values))
+    return found or by_samples
+
+
+def readings_by_term(readings: Iterable[Reading]) -> list[list[Reading]]:
+    """Return the readings of a window on the host, a list for each term of the loss."""
+    by_key: dict[TermKey, list[Reading]] = defaultdict(list)
+    for reading in on_host(list(readings)):
+        by_key[reading.key].append(reading)
+    return list(by_key.values())
+
+
+def name_of_term(readings: Sequence[Reading]) -> str:
+    """Return the term of these readings in words, without its factor."""
+    return readings[0].name.split(", factor")[0]
 
 
 def count_usual(window: Window) -> dict[str, np.ndarray]:
@@ -79,18 +91,16 @@ def count_usual(window: Window) -> dict[str, np.ndarray]:
     """
     counts: dict[str, list[int]] = defaultdict(list)
     for micro_batch in window.micro_batches:
-        counts["samples"].append(len(micro_batch))
-        labels = micro_batch.batch.get("labels")
+        batch = micro_batch.batch
+        num_samples = len(micro_batch)
+        counts["samples"].append(num_samples)
+        labels = batch.get("labels")
         if isinstance(labels, Tensor) and labels.dim() and not labels.is_floating_point():
             counts[LABELS].append(int((labels != IGNORED_LABEL).sum()))
             if labels.dim() > 1:
                 counts[SHIFTED_LABELS].append(int((labels[:, 1:] != IGNORED_LABEL).sum()))
-        mask = micro_batch.batch.get("attention_mask")
-        if isinstance(mask, Tensor):
-            counts["tokens"].append(int(mask.sum()))
-        tokens = micro_batch.batch.get("input_ids")
-        if isinstance(tokens, Tensor):
-            counts["tokens with padding"].append(tokens.numel())
+        counts["tokens"].append(count_tokens(batch, num_samples))
+        counts["tokens with padding"].append(count_padded_elements(batch, num_samples))
     return {name: np.array(numbers, float) for name, numbers in counts.items() if any(numbers)}
 
 

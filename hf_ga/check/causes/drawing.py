@@ -1,4 +1,6 @@
-"""Where the model of an equivalence check draws random numbers."""
+"""What forwards of the model of an equivalence check show: where they draw random numbers, and
+whether they normalise by statistics of the micro-batch.
+"""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -6,7 +8,7 @@ from typing import Any
 
 import numpy as np
 from accelerate.utils import send_to_device
-from torch import nn
+from torch import Tensor, nn
 
 from hf_ga.check.oracle.reference import begin_draws, mean_loss
 from hf_ga.check.steps import CheckContext, device_of
@@ -18,9 +20,9 @@ from hf_ga.model.forward import force_eager, restored_buffers
 BATCH_SIZES = (2, 3)
 
 
-def find_draws(context: CheckContext) -> list[nn.Module]:
+def look_at_forwards(context: CheckContext) -> list[nn.Module]:
     """Run forwards of copies of the longest sample, in which `context.draws` learn which dim of
-    each draw holds the samples.
+    each draw holds the samples. Sets `context.has_batch_norm`.
 
     Returns:
         The innermost modules with random draws that cannot be tied to samples.
@@ -36,8 +38,24 @@ def find_draws(context: CheckContext) -> list[nn.Module]:
         for num_samples in BATCH_SIZES:
             batch = as_batch(context.collate_fn([longest] * num_samples))
             begin_draws(context, window, np.arange(num_samples))
-            mean_loss(context, send_to_device(batch, device_of(context.model)))
+            loss = mean_loss(context, send_to_device(batch, device_of(context.model)))
+            context.has_batch_norm = _has_batch_norm(loss)
     return list(dict.fromkeys(found))
+
+
+def _has_batch_norm(loss: Tensor) -> bool:
+    """Whether a BatchNorm that a loss depends on normalises by statistics of its input."""
+    nodes_to_visit = [loss.grad_fn]
+    visited = set()
+    while nodes_to_visit:
+        node = nodes_to_visit.pop()
+        if node is None or node in visited:
+            continue
+        if "BatchNorm" in node.name() and getattr(node, "_saved_training", True):
+            return True
+        visited.add(node)
+        nodes_to_visit += [child for child, _ in node.next_functions]
+    return False
 
 
 @contextmanager

@@ -1,17 +1,15 @@
-"""Switches off what makes gradients of micro-batches depend on their company, whatever their
-weights: random numbers, BatchNorm's statistics, clipping. Notes which of them were called.
+"""Switches off what makes a step's gradient no weighted sum of those of its micro-batches: random
+numbers and clipping. Notes which of them were called.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from hf_ga.draws.draw import Draw
 from hf_ga.draws.dropout.dropout_functions import dropped_attention
@@ -71,48 +69,16 @@ def _attention_without_dropout(*args: Any) -> Tensor:
     return dropped_attention(*others, 0.0)
 
 
-@dataclass
-class Calls:
-    """What was called of what is switched off.
-
-    Attributes:
-        batch_statistics: Whether BatchNorm was to normalise by statistics of its input.
-        clipped: For the first parameter of each call of torch's `clip_grad_norm_`, the norms to
-            which gradients with a larger norm were to be clipped.
-    """
-
-    batch_statistics: bool = False
-    clipped: dict[Tensor, list[float]] = field(default_factory=lambda: defaultdict(list))
-
-
 @contextmanager
-def switched_off(draws: ConstantDraws | None) -> Iterator[Calls]:
-    """In the block, torch's random numbers are constant, BatchNorm normalises by its running
-    statistics, and torch's `clip_grad_norm_`, which Accelerate and Trainer call, does not clip.
+def unclipped() -> Iterator[dict[Tensor, list[float]]]:
+    """In the block, torch's `clip_grad_norm_`, which Accelerate and Trainer call, does not clip.
 
-    Args:
-        draws: The constant numbers. None: random numbers are those of the block.
+    Yields:
+        The first parameter of each call -> the norms to which gradients with a larger norm were to
+        be clipped.
     """
-    calls = Calls()
-    batch_norm = F.batch_norm
+    clipped: dict[Tensor, list[float]] = defaultdict(list)
     clip_grad_norm = nn.utils.clip_grad_norm_
-
-    def with_running_statistics(
-        x: Tensor,
-        mean: Tensor | None,
-        variance: Tensor | None,
-        weight: Tensor | None = None,
-        bias: Tensor | None = None,
-        training: bool = False,
-        momentum: float = 0.1,
-        eps: float = 1e-5,
-    ) -> Tensor:
-        """Replacement of `F.batch_norm`. Without running statistics they are 0 and 1."""
-        calls.batch_statistics |= training
-        if mean is None:
-            mean = x.new_zeros(x.shape[1])
-            variance = x.new_ones(x.shape[1])
-        return batch_norm(x, mean, variance, weight, bias, False, momentum, eps)
 
     def only_norm(
         parameters: Tensor | Iterable[Tensor], max_norm: float, *args: Any, **kwargs: Any
@@ -121,12 +87,8 @@ def switched_off(draws: ConstantDraws | None) -> Iterator[Calls]:
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         norm = clip_grad_norm(parameters, math.inf)
         if norm > max_norm:
-            calls.clipped[parameters[0]].append(float(max_norm))
+            clipped[parameters[0]].append(float(max_norm))
         return norm
 
-    with (
-        nullcontext() if draws is None else draws.scope(),
-        override(F, batch_norm=with_running_statistics),
-        override(nn.utils, clip_grad_norm_=only_norm),
-    ):
-        yield calls
+    with override(nn.utils, clip_grad_norm_=only_norm):
+        yield clipped

@@ -143,7 +143,7 @@ def _table_of_weights(split: Split) -> list[Hypothesis]:
     )
     # Of micro-batches with equal numbers on each of several processes, averaging is the mistake.
     is_uneven = any(len(set(n[rank::num_processes])) > 1 for rank in range(num_processes))
-    means = (mean_of_means,) if is_uneven or num_processes == 1 else ()
+    means = (mean_of_means,) if is_uneven else ()
     num_of_first = split.of_process(ones)[0]
     undivided = _normalisation(f"x{num_of_first:.2f}: {_UNDIVIDED}")
     summed = _normalisation(

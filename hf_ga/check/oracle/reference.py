@@ -110,16 +110,8 @@ class _Float64Casts(TorchFunctionMode):
 
 
 def _grouped_matmul(rows: Tensor, matrices: Tensor, group_ends: Tensor) -> Tensor:
-    """Multiply each group of consecutive rows by the matrix of its group, as `torch._grouped_mm`
-    does for a mixture of experts, but in any dtype.
-
-    Args:
-        rows: Shape (rows, in_features).
-        matrices: Shape (groups, in_features, out_features).
-        group_ends: Shape (groups,): group i ends before row `group_ends[i]`.
-
-    Returns:
-        Shape (rows, out_features); zeros for rows behind the last group.
+    """Multiply each group of consecutive rows by the matrix of its group, in any dtype. Group i
+    ends before row `group_ends[i]`; the result is 0 for rows behind the last group.
     """
     groups = torch.tensor_split(rows, group_ends.cpu().long())
     # tensor_split also returns the rows behind the last group: multiply them by zeros.

@@ -6,6 +6,7 @@ most twice that of the full batch in the same precision, plus 1e-6; the same for
 with the floor relative to the norm over all parameters.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,9 +21,10 @@ from hf_ga.check.gradients import (
 )
 from hf_ga.check.oracle.reference import plain_backward
 from hf_ga.check.steps import CheckContext
-from hf_ga.check.verdict.rows import ReportRow
-from hf_ga.errors import ConfigError
+from hf_ga.check.verdict.rows import OURS, ReportRow
+from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.loading.window import Window
+from hf_ga.parallel.processes import broadcast_from_main
 
 TIMES_OWN_ERROR = 2.0
 FLOOR = 1e-6
@@ -96,7 +98,39 @@ def compute_reference(context: CheckContext, window: Window) -> Reference:
     )
 
 
-def write_verdict(
+def judged(
+    context: CheckContext,
+    row: ReportRow,
+    run: Callable[[], tuple[float | None, Gradients]],
+    reference: Reference,
+) -> ReportRow:
+    """Run a training step, and compare its loss and gradients with the reference.
+
+    Args:
+        context: The settings of the check.
+        row: What the report says of the step so far. It is marked as refused if hf_ga does not
+            support the model, or if another step than hf_ga's own raises.
+        run: Returns the loss of the step (None: it is not compared) and its gradients.
+        reference: The correct ones.
+
+    Returns:
+        The row of the main process, on all processes: they must diagnose the same rows.
+    """
+    try:
+        loss, gradients = run()
+    except Exception as error:
+        is_refusal = isinstance(error, LossNotAdditive | UnkeyedRandomness)
+        if row.arm == OURS and not is_refusal:
+            raise
+        # An error in one of the user's steps must not lose the results of the others.
+        is_own_error = isinstance(error, HfGaError)
+        row.refused = str(error) if is_own_error else f"raised {type(error).__name__}: {error}"
+    else:
+        _write_verdict(row, loss, gradients, reference)
+    return broadcast_from_main(context.accelerator, row)
+
+
+def _write_verdict(
     row: ReportRow, loss: float | None, gradients: Gradients, reference: Reference
 ) -> None:
     """Compare a step's loss (None: not compared) and gradients with the reference, and write the

@@ -19,7 +19,6 @@ HTML_HEAD = (
     '<meta charset="utf-8"><meta name="color-scheme" content="light"><title>Equivalence '
     "report</title>"
 )
-COLORS = ("#1a7f4b", "#c0392b", "#d98200", "#6a4fb3", "#2471a3", "#7f8c8d")  # of the arms, in order
 # Relative errors outside this range are drawn at its ends.
 PLOT_MIN_ERROR = 1e-9
 PLOT_MAX_ERROR = 1e3
@@ -193,9 +192,6 @@ def table_lines(rows: Sequence[ReportRow]) -> list[str]:
 def _plot(rows: Sequence[ReportRow]) -> str:
     """Plot the relative error of every arm in every layout, with the limits; return the data URL of
     a PNG image.
-
-    Raises:
-        MissingPackage: If matplotlib is not installed.
     """
     # Imported lazily: it takes 0.7 s, and most processes plot nothing.
     try:
@@ -205,35 +201,23 @@ def _plot(rows: Sequence[ReportRow]) -> str:
             'the plot of this report needs matplotlib: pip install "hf_ga[finetune]".'
         ) from error
 
-    layouts = list(dict.fromkeys(row.layout for row in rows))
-    arms = list(dict.fromkeys(row.arm for row in rows))
+    ran = [row for row in rows if row.refused is None]
+    layouts = dict.fromkeys(row.layout for row in ran)
     figure = Figure(figsize=(9.2, 1.1 + 0.52 * len(layouts)), layout="constrained")
     axes = figure.subplots()
-    for index, arm in enumerate(arms):
-        arm_rows = [row for row in rows if row.arm == arm and row.refused is None]
-        # Points of the same layout are drawn side by side.
-        offset = 0.16 * (index - (len(arms) - 1) / 2)
-        heights = [layouts.index(row.layout) + offset for row in arm_rows]
+    for arm in dict.fromkeys(row.arm for row in ran):
+        of_arm = [row for row in ran if row.arm == arm]
         # A logarithmic axis cannot show 0 and non-finite values.
-        errors = np.nan_to_num([row.error for row in arm_rows], nan=PLOT_MAX_ERROR)
+        errors = np.nan_to_num([row.error for row in of_arm], nan=PLOT_MAX_ERROR)
         errors = np.clip(errors, PLOT_MIN_ERROR, PLOT_MAX_ERROR)
-        label = arm if arm_rows else f"{arm} (refused)"
-        axes.scatter(
-            errors, heights, s=58, color=COLORS[index % len(COLORS)], label=label, zorder=3
-        )
-    for height, layout in enumerate(layouts):
-        limits = [row.limit for row in rows if row.layout == layout and row.refused is None]
-        if limits:
-            label = "limit" if height == 0 else None
-            axes.vlines(
-                max(limits), height - 0.4, height + 0.4, color="black", linewidth=2, label=label
-            )
+        axes.plot(errors, [row.layout for row in of_arm], "o", alpha=0.7, label=arm)
+    limits = [row.limit for row in ran]
+    axes.plot(limits, [row.layout for row in ran], "k|", markersize=24, label="limit")
     axes.set(
         xscale="log",
         xlabel="relative error of the gradient (right of the black line: differs from the full "
         "batch)",
     )
-    axes.set_yticks(range(len(layouts)), layouts)
     axes.invert_yaxis()
     axes.grid(alpha=0.3, axis="x", which="major")
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)

@@ -1,0 +1,98 @@
+"""Two more rows of a report: the gradient of a window that several pipeline stages compute, and
+`same_bits`: the gradient must have the same bits for every per-device batch size.
+"""
+
+import copy
+
+from accelerate.utils import gather_object
+
+from hf_ga.check.gradients import Gradients, take_gradients
+from hf_ga.check.steps import CheckContext, run_hf_ga_step
+from hf_ga.check.verdict.judging import compute_reference, judged
+from hf_ga.check.verdict.rows import OURS, Cause, ReportRow
+from hf_ga.errors import ConfigError
+from hf_ga.loading.window import Window
+from hf_ga.pipeline.pipeline import Pipeline, prepare_pipeline
+from hf_ga.recovery.checkpoint import state_sha256
+
+MULTIPLES = (1, 2, 4)  # per-device batch sizes, in chunks
+ARM = "hf_ga, pipeline"  # name of this training step in the report
+MICRO_BATCHES_PER_REPLICA = 4
+
+
+def pipeline_row(context: CheckContext, num_stages: int) -> ReportRow:
+    """Return the row of the gradient that `num_stages` stages compute, the same on all processes;
+    refused if the model or a setting is unsupported in a pipeline. A collective.
+    """
+    num_samples = len(context.samples)
+    num_replicas = max(1, context.accelerator.num_processes // num_stages)
+    batch_size = max(1, num_samples // (MICRO_BATCHES_PER_REPLICA * num_replicas))
+    row = ReportRow(ARM, f"{num_stages} stages", micro_batches=[], accumulation_steps=0)
+
+    def run() -> tuple[float, Gradients]:
+        """Compute the gradient; its errors are raised on all processes."""
+        settings = context.settings
+        if settings.loss_fn is not None or settings.whole_batch is not None:
+            raise ConfigError(
+                "unsupported loss in a pipeline: only that of the model's own head is supported, "
+                "so omit loss_fn and whole_batch, or use FSDP."
+            )
+        model = copy.deepcopy(context.model)
+        windows = context.loader(num_samples, per_device_batch_size=batch_size)
+        pipeline = prepare_pipeline(context.accelerator, model, windows, num_stages=num_stages)
+        (window,) = windows
+        loss = pipeline.backward_window(window).loss
+        row.micro_batches = _gather_micro_batch_sizes(pipeline, window)
+        row.accumulation_steps = len(row.micro_batches)
+        return loss, _gather_gradients(pipeline, context)
+
+    reference = compute_reference(context, context.first_samples_window(num_samples))
+    return judged(context, row, run, reference)
+
+
+def _gather_micro_batch_sizes(pipeline: Pipeline, window: Window) -> list[int]:
+    """Return the sizes of the micro-batches over all replicas. A collective."""
+    local_sizes = [len(micro_batch) for micro_batch in window.micro_batches]
+    # All stages of a replica compute the same micro-batches, so only first stages count them.
+    counted_here = local_sizes if pipeline.stage == 0 else []
+    return gather_object(counted_here)
+
+
+def _gather_gradients(pipeline: Pipeline, context: CheckContext) -> Gradients:
+    """Return the gradients of all stages by parameter name. A collective."""
+    own = {name: gradient.cpu() for name, gradient in take_gradients(pipeline.model).items()}
+    return {
+        name: gradient.to(context.accelerator.device)
+        for stage_gradients in gather_object([own])
+        for name, gradient in stage_gradients.items()
+    }
+
+
+def same_bits_row(context: CheckContext, chunk_size: int) -> ReportRow:
+    """Return the row "bits": the window's gradient in chunks of `chunk_size` samples, with
+    per-device batch sizes of 1, 2 and 4 chunks, has one hash and loss.
+    """
+    hashes = {}  # batch size -> hash of the gradients
+    losses = []
+    for batch_size in [chunk_size * multiple for multiple in MULTIPLES]:
+        window = context.first_samples_window(
+            len(context.samples),
+            per_device_batch_size=batch_size,
+            canonical_micro_batch=chunk_size,
+        )
+        loss, gradients = run_hf_ga_step(context, window)
+        hashes[batch_size] = state_sha256(gradients)
+        losses.append(loss)
+    sizes = [len(micro_batch) for micro_batch in window.micro_batches]
+    row = ReportRow(OURS, "bits", sizes, len(sizes), loss=losses[0])
+    row.passed = len(set(hashes.values())) == len(set(losses)) == 1
+    row.error = 0.0 if row.passed else float("inf")
+    row.worst_share = row.error
+    if not row.passed:
+        text = (
+            "a kernel of the model gives other bits when it runs again: call "
+            "torch.use_deterministic_algorithms(True)"
+        )
+        seen = [f"per-device batch size {size}: {digest[:12]}" for size, digest in hashes.items()]
+        row.causes.append(Cause("not deterministic", text, ", ".join(seen)))
+    return row
