@@ -3,11 +3,12 @@ with an added `prediction`, one JSON object per line, in the order of the file.
 """
 
 import json
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object, send_to_device
+from accelerate.utils import gather_object
 from datasets import Dataset
 from torch import nn
 from tqdm.auto import tqdm
@@ -16,9 +17,15 @@ from hf_ga.finetuning.data.encoding.choices import collate_choices
 from hf_ga.finetuning.data.encoding.collation import collate_ids
 from hf_ga.finetuning.data.encoding.spans import Span, best_answer, by_question, read_spans
 from hf_ga.finetuning.run.run import Setup
+from hf_ga.finetuning.run.scores.evaluation import (
+    evaluation_mode,
+    evaluation_windows,
+    run_forwards,
+)
 from hf_ga.finetuning.run.scores.readers import generated_targets
-from hf_ga.model.forward import argument_filter, callable_module, restored_modes
-from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.loading.batches import MicroBatch
+from hf_ga.model.forward import argument_filter, callable_module
+from hf_ga.parallel.fsdp import backend_for
 from hf_ga.parallel.processes import print_on_main
 
 Prediction = dict[str, Any]
@@ -77,59 +84,58 @@ def _predict_samples(
     samples: Dataset,
     indices_of_rows: list[list[int]],
 ) -> dict[int, Prediction | Span]:
-    """Predict this process's batches of the samples of `predict_file`, with a progress bar on the
-    main process.
+    """Predict this process's part of the samples of `predict_file`, with a progress bar on the main
+    process.
     """
     accelerator = setup.accelerator
+    backend = backend_for(accelerator)
     row_of_sample = [row for row, indices in enumerate(indices_of_rows) for _ in indices]
-    batches = _batches_of_process(setup, np.asarray(samples["length"][:]))
+    lengths = np.asarray(samples["length"][:])
+    not_empty = np.flatnonzero(lengths)
     found: dict[int, Prediction | Span] = {}
+    if not len(not_empty):
+        return found
+    collate = collate_choices if setup.config.task == "multiple-choice" else collate_ids
+    windows = evaluation_windows(
+        samples.select(not_empty),
+        partial(collate, pad_token_id=setup.data.tokenizer.pad_token_id),
+        accelerator=accelerator,
+        batch_size=setup.config.per_device_eval_batch_size,
+        lengths=lengths[not_empty],
+    )
+
+    def predict(batch: dict[str, Any], micro_batch: MicroBatch) -> dict[int, Prediction | Span]:
+        """Predict the samples of a micro-batch."""
+        indices = not_empty[micro_batch.positions].tolist()
+        batch_samples = [samples[i] for i in indices]
+        batch_rows = [rows[row_of_sample[i]] for i in indices]
+        predictions = _predict_batch(setup, model, batch, batch_samples, batch_rows)
+        return dict(zip(indices, predictions, strict=True))
+
     bar = tqdm(
-        total=sum(map(len, batches)),
+        total=len(not_empty) // accelerator.num_processes,
         desc="predicting",
         unit="sample",
         disable=not accelerator.is_main_process,
     )
-    with torch.no_grad(), restored_modes(model), accelerator.autocast(), bar:
-        model.eval()
-        for indices in batches:
-            batch_samples = [samples[i] for i in indices]
-            batch_rows = [rows[row_of_sample[i]] for i in indices]
-            batch_found = _predict_batch(setup, model, batch_samples, batch_rows)
-            found |= zip(indices, batch_found, strict=True)
-            bar.update(len(indices))
+    with torch.no_grad(), evaluation_mode(backend, model), backend.autocast(), bar:
+        for _, of_batch in run_forwards(backend, windows, predict):
+            found |= of_batch
+            bar.update(len(of_batch))
     return found
 
 
-def _batches_of_process(setup: Setup, lengths: np.ndarray) -> list[list[int]]:
-    """Sort the samples of `predict_file` by length, longest first, split them into batches, and
-    return those that this process predicts, assigned round-robin.
-    """
-    batch_size = setup.config.per_device_eval_batch_size
-    order = np.argsort(-lengths, kind="stable")
-    order = order[lengths[order] > 0]
-    starts = range(0, len(order), batch_size)
-    batches = [order[start : start + batch_size].tolist() for start in starts]
-    accelerator = setup.accelerator
-    if is_sharded(accelerator):
-        # Under FSDP, a forward is a collective, so all processes need the same number of batches:
-        # some predict the first batch again.
-        num_missing = -len(batches) % accelerator.num_processes
-        batches += batches[:1] * num_missing
-    return batches[accelerator.process_index :: accelerator.num_processes]
-
-
 def _predict_batch(
-    setup: Setup, model: nn.Module, samples: list[dict], rows: list[dict]
+    setup: Setup,
+    model: nn.Module,
+    batch: dict[str, Any],
+    samples: list[dict],
+    rows: list[dict],
 ) -> list[Prediction] | list[Span]:
-    """Collate samples of `predict_file`, run the model, and return the prediction of each sample;
-    in question answering, the best span in each sample.
+    """Run the model on a batch of samples of `predict_file`, and return the prediction of each
+    sample; in question answering, the best span in each sample.
     """
-    data = setup.data
     task = setup.config.task
-    collate = collate_choices if task == "multiple-choice" else collate_ids
-    batch_on_cpu = collate(samples, data.tokenizer.pad_token_id)
-    batch = send_to_device(batch_on_cpu, setup.accelerator.device)
     if task == "seq2seq":
         return [{"text": text} for text in generated_targets(setup, model, batch)]
     inputs = argument_filter(model)(batch)
