@@ -105,9 +105,7 @@ def test_answers_by_hand():
         ("", "x", 0.0, 0.0),
     ]:
         for name, value in {"exact_match": same, "f1": f1}.items():
-            assert ANSWER_METRICS[name]([[true]], [predicted]) == pytest.approx(
-                value, rel=1e-12
-            )
+            assert ANSWER_METRICS[name]([[true]], [predicted]) == pytest.approx(value, rel=1e-12)
 
 
 def test_metrics_of_texts_are_means():
