@@ -54,6 +54,16 @@ TASKS_WITH_ADAPTERS = tuple(task for task in TASKS if task != "embedding")
 TASKS_WITH_PREDICT_FILE = tuple(
     task for task in TASKS if task not in ("causal-lm", "masked-lm", "embedding")
 )
+# Flags with a fixed set of values.
+_CHOICES = {
+    "task": TASKS,
+    "optim": OPTIMIZERS,
+    "lr_scheduler_type": SCHEDULES,
+    "on_nonfinite": ON_NONFINITE,
+    "mixed_precision": ("no", "bf16", "fp16"),
+    "pooling": POOLINGS,
+    "truncation_side": ("right", "left"),
+}
 # Flags that apply to some tasks only: name of the flag -> names of its tasks.
 _TASKS_OF_FLAG: dict[str, tuple[str, ...]] = {
     "block_size": ("causal-lm", "masked-lm"),
@@ -381,13 +391,9 @@ class FinetuneConfig(DataOptions):
                 such error.
         """
         check_fields(self)
-        check_one_of("task", self.task, TASKS)
-        check_one_of("optim", self.optim, OPTIMIZERS)
-        check_one_of("lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
-        check_one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        check_one_of("mixed_precision", self.mixed_precision or "no", ("no", "bf16", "fp16"))
-        check_one_of("pooling", self.pooling or "mean", POOLINGS)
-        check_one_of("truncation_side", self.truncation_side or "right", ("right", "left"))
+        for flag, known in _CHOICES.items():
+            if getattr(self, flag) is not None:
+                check_one_of(flag, getattr(self, flag), known)
         # Raises ConfigError for sizes that fit no layout.
         self.layout(num_processes=1)
         for flag, tasks in _TASKS_OF_FLAG.items():

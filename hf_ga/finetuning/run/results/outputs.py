@@ -240,29 +240,18 @@ def _save_in_original_dtype(
     pretrained checkpoint.
     """
     buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
-    # Memory address of a tensor -> its copy in `dtype`: names that share a tensor share the copy.
-    converted: dict[int, Tensor] = {}
-    saved = {}
-    for name, tensor in _tie(model, weights).items():
-        if name in buffers or not tensor.is_floating_point():
-            saved[name] = tensor
-        else:
-            saved[name] = converted.setdefault(tensor.data_ptr(), tensor.to(dtype))
+    saved = {
+        name: tensor if name in buffers or not tensor.is_floating_point() else tensor.to(dtype)
+        for name, tensor in weights.items()
+    }
+    # The names of a tied weight share one tensor, so that it is saved once.
+    for name, source in model.all_tied_weights_keys.items():
+        has_both = name in saved and source in saved
+        if has_both and torch.equal(saved[name], saved[source]):
+            saved[name] = saved[source]
     training_dtype = model.config.dtype
     model.save_pretrained(folder, state_dict=saved)
     # `save_pretrained` wrote the dtype of the model's parameters into config.json.
     model.config.dtype = dtype
     model.config.save_pretrained(folder)
     model.config.dtype = training_dtype
-
-
-def _tie(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Let the names of a tied weight share one tensor in the state dict of a run's model, if their
-    values are equal, so that it is saved once. FSDP gathers a copy for each name.
-    """
-    tied = dict(weights)
-    for name, source in model.all_tied_weights_keys.items():
-        has_both = name in weights and source in weights
-        if has_both and torch.equal(weights[name], weights[source]):
-            tied[name] = weights[source]
-    return tied

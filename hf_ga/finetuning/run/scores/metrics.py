@@ -177,14 +177,11 @@ def predictions_and_references(
         The predictions and the references. Each is a list with an array for each sample, which has
         an entry for each of its targets.
     """
-    if labels.dtype.kind == "f" and labels.ndim == 1:
-        predicted = logits.reshape(-1, 1).astype(np.float64)
-        values = labels.reshape(-1, 1).astype(np.float64)
-        return list(predicted), list(values)
     if labels.dtype.kind == "f":
-        predicted = (logits > 0).astype(np.int64)
-        label_sets = labels.astype(np.int64)
-        return list(predicted[:, None]), list(label_sets[:, None])
+        is_regression = labels.ndim == 1
+        predicted = logits[:, 0] if is_regression else logits > 0
+        dtype = np.float64 if is_regression else np.int64
+        return list(predicted[:, None].astype(dtype)), list(labels[:, None].astype(dtype))
     labels = labels.reshape(len(labels), -1)
     predicted = logits.argmax(-1).reshape(labels.shape)
     is_target = labels != IGNORED_LABEL

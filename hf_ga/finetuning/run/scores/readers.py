@@ -9,9 +9,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.utils import convert_to_fp32
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import denumpify_detensorize
@@ -253,14 +255,10 @@ def _join_samples(samples: Sequence[Any]) -> Any:
     """
     if isinstance(samples[0], tuple):
         return tuple(_join_samples(arrays) for arrays in zip(*samples, strict=True))
-    longest = max(samples, key=lambda sample: sample.shape[:1])
-    joined = np.full_like(longest, IGNORED_LABEL, shape=(len(samples), *longest.shape))
-    for i, sample in enumerate(samples):
-        if sample.ndim == 0:
-            joined[i] = sample
-        else:
-            joined[i, : len(sample)] = sample
-    return joined
+    if samples[0].ndim == 0:
+        return np.stack(samples)
+    tensors = [torch.tensor(sample) for sample in samples]
+    return pad_sequence(tensors, batch_first=True, padding_value=IGNORED_LABEL).numpy()
 
 
 def generated_ids(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
