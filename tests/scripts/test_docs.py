@@ -26,7 +26,7 @@ import hf_ga
 from hf_ga import errors
 from hf_ga.finetuning.data.tasks import TASKS
 from hf_ga.finetuning.run.flags.cli import parse_config
-from hf_ga.finetuning.run.model.reload import Expected, check_model
+from hf_ga.finetuning.run.model.reload import Expected, check_saved
 from hf_ga.loading.memory import out_of_memory_error
 from hf_ga.recovery.manifest import verify, write_manifest
 
@@ -131,7 +131,7 @@ def lost_head():
         dtype=torch.float32,
         output_dir=folder.parent,
     )
-    check_model(setup, folder, model.state_dict(), Expected({}, {}))
+    check_saved(setup, folder, model, model.state_dict(), Expected({}, {}))
 
 
 def loop(loss_of, middle=None):

@@ -284,13 +284,9 @@ def _check_trained_labels(
     trained_ids = [str(i) for i in range(len(trained))]
     if data.labels in (trained, trained_ids):
         return
-    name = config.model_name_or_path
-    unknown = [label for label in data.labels if label not in trained]
-    problem = f"the rows have labels that {name} was not trained on: {', '.join(unknown)}"
-    if not unknown:
-        problem = f"the rows do not have the labels that {name} was trained on"
     raise DataError(
-        f"eval_only: {problem}; it was trained on {', '.join(trained)}. Use its names, remove "
+        f"eval_only: the rows have the labels {', '.join(data.labels)}, but "
+        f"{config.model_name_or_path} was trained on {', '.join(trained)}. Use its names, remove "
         "other rows, or train it on them."
     )
 

@@ -15,8 +15,7 @@ from hf_ga.finetuning.run.model.adapters import is_lora, merge_adapters, save_ad
 from hf_ga.finetuning.run.model.reload import (
     CheckResult,
     Expected,
-    check_adapter,
-    check_model,
+    check_saved,
     expected_outputs,
 )
 from hf_ga.finetuning.run.results.report import plot_curves, read_metrics
@@ -88,7 +87,7 @@ def save_and_check_best(setup: Setup, model: nn.Module) -> CheckResult | None:
     with raise_on_all_ranks(setup.accelerator):
         if setup.accelerator.is_main_process:
             folder = setup.output_dir / "best"
-            result = _check_saved_folder(setup, folder, model, weights, expected)
+            result = check_saved(setup, folder, model, weights, expected)
     return result
 
 
@@ -154,26 +153,15 @@ def save_and_check_trained(
         with partial_folder(folder) as partial:
             save_adapter(partial, model, weights, run.config)
             publish(folder)
-        results["saved_adapter"] = _check_saved_folder(run, folder, model, weights, expected)
+        results["saved_adapter"] = check_saved(run, folder, model, weights, expected)
         if run.config.load_in_4bit:
             # The merged model has the base in its original precision, not in 4 bits.
             expected = expected_outputs(run, model)
         model = merge_adapters(model)
         weights = model.state_dict()
     save_last(run, model, weights)
-    results["saved_model"] = check_model(run, run.output_dir, weights, expected)
+    results["saved_model"] = check_saved(run, run.output_dir, model, weights, expected)
     return results
-
-
-def _check_saved_folder(
-    setup: Setup, folder: Path, model: nn.Module, weights: dict[str, Tensor], expected: Expected
-) -> CheckResult | None:
-    """Load a model or adapter that a run saved, and compare it with the model in memory."""
-    if not is_lora(model):
-        return check_model(setup, folder, weights, expected)
-    if setup.config.model_name_or_path is None:
-        return None
-    return check_adapter(setup, folder, model, weights, expected)
 
 
 def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor]) -> None:
