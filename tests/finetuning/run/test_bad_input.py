@@ -367,7 +367,7 @@ CASES = {
     "wrong type in YAML": ("{d}/wrong_type.yaml", ["--max_steps", "invalid int value", "'many'"]),
     "null in a list in YAML": (
         "{d}/null_in_list.yaml",
-        ["freeze in", "must be a string, a number", "None"],
+        ["freeze must be a string, a number", "None"],
     ),
     "fraction for a whole number in YAML": (
         "{d}/float_for_int.yaml",

@@ -224,8 +224,8 @@ def _arguments_of_file(path: Path) -> list[str]:
         items = value if isinstance(value, list) else [value]
         if not all(isinstance(item, str | int | float) for item in items):
             raise ConfigError(
-                f"{name} in {path} must be a string, a number, true, false, or a list of these, "
-                f"got {value!r:.80}."
+                f"{name} must be a string, a number, true, false, or a list of these, got "
+                f"{value!r:.80} in {path}."
             )
         if isinstance(value, list):
             arguments += [f"--{name}", *map(str, items)]
