@@ -139,7 +139,8 @@ def _prepare_and_print(
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
     check_sharded(config, accelerator)
     if config.push_to_hub:
-        check_login(config, accelerator)
+        with raise_on_all_ranks(accelerator):
+            accelerator.on_main_process(check_login)(config)
     # The other processes read the main one's downloads and tokenized data from caches.
     with main_process_first(accelerator):
         setup = prepare_setup(config, accelerator, **functions)
@@ -172,7 +173,7 @@ def _train(
     metric = config.metric_for_best_model
     if run.compute_metrics is not None and metric != "loss":
         # An evaluation before the first step shows whether the user's function returns the metric.
-        check_one_of("metric_for_best_model", f"eval_{metric}", run.evaluate())
+        check_one_of("metric_for_best_model", f"eval_{metric}", evaluate_split(run, run.model))
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             prepare_output_dir(config, checkpoint)
@@ -298,7 +299,7 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
     weights = full_state_dict(accelerator, run.model)  # gathered on the main process
     summary = _summary(run, progress, weights, seconds)
     if "test" in run.data.splits:
-        summary |= run.evaluate("test")
+        summary |= evaluate_split(run, run.model, "test")
     expected = expected_outputs(run, run.model)
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:

@@ -105,8 +105,10 @@ def parse_config(
 
 
 def _group_flags(parser: _Parser, config_class: type[FinetuneConfig]) -> None:
-    """Let `--help` list the flags in groups."""
+    """Let `--help` list the flags in groups, each with one spelling."""
     action_of_name = {action.dest: action for action in parser._actions}
+    for action in parser._actions:
+        action.option_strings = [f"--{action.dest}"]
     parser._optionals._group_actions = [action_of_name["help"]]
     for heading, options in flag_groups(config_class).items():
         group = parser.add_argument_group(heading)

@@ -4,7 +4,7 @@ and evaluate the embeddings of a split.
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from torch import Tensor, nn
 from transformers import EvalPrediction
 
@@ -144,10 +144,9 @@ def evaluate_embeddings(
         forwards = run_forwards(backend, windows, embed)
         local_vectors = [(micro_batch.sample_ids, vectors) for micro_batch, vectors in forwards]
     gathered = gather_object(local_vectors)
-    results: dict[str, float] = {}
     with raise_on_all_ranks(setup.accelerator):
-        if setup.accelerator.is_main_process:
-            results = _compute_results(setup, _join_vectors(gathered), split)
+        compute = setup.accelerator.on_main_process(_compute_results)
+        results = compute(setup, gathered, split)
     return broadcast_from_main(setup.accelerator, results)
 
 
@@ -168,13 +167,15 @@ def _join_vectors(micro_batches: list[tuple[np.ndarray, Vectors]]) -> Vectors:
     return joined
 
 
-def _compute_results(setup: Setup, vectors: Vectors, split: str) -> dict[str, float]:
+def _compute_results(
+    setup: Setup, micro_batches: list[tuple[np.ndarray, Vectors]], split: str
+) -> dict[str, float]:
     """Compute loss and metrics from the text embeddings of a split, for `--task embedding`: the
     metrics of the task or, if there is one, those of the user's `compute_metrics` instead.
     """
     data = setup.data
     dataset = data.splits[split]
-    vectors = {name: value.to(setup.accelerator.device) for name, value in vectors.items()}
+    vectors = send_to_device(_join_vectors(micro_batches), setup.accelerator.device)
     text_ids = torch.tensor(dataset["text_ids"][:])
     batch: dict[str, Tensor] = {}
     for index, name in enumerate(names_of_texts(text_ids.shape[1])):

@@ -83,12 +83,9 @@ def save_and_check_best(setup: Setup, model: nn.Module) -> CheckResult | None:
     """
     expected = expected_outputs(setup, model)
     weights = save_best(setup, model)
-    result = None
     with raise_on_all_ranks(setup.accelerator):
-        if setup.accelerator.is_main_process:
-            folder = setup.output_dir / "best"
-            result = check_saved(setup, folder, model, weights, expected)
-    return result
+        check = setup.accelerator.on_main_process(check_saved)
+        return check(setup, setup.output_dir / "best", model, weights, expected)
 
 
 def save_best(setup: Setup, model: nn.Module) -> dict[str, Tensor]:
