@@ -1,10 +1,12 @@
 """Metrics against examples by hand, and what they are computed from."""
 
 import math
+from types import SimpleNamespace
 
 import helpers as h
 import numpy as np
 import pytest
+import torch
 
 from hf_ga import FinetuneConfig
 from hf_ga.finetuning.run.scores.metrics import (
@@ -12,9 +14,8 @@ from hf_ga.finetuning.run.scores.metrics import (
     ENTITY_METRICS,
     METRICS,
     TEXT_METRICS,
-    predictions_and_references,
 )
-from hf_ga.finetuning.run.scores.readers import are_entities
+from hf_ga.finetuning.run.scores.readers import are_entities, read_logits
 
 
 def computed(name, predictions, references):
@@ -132,7 +133,9 @@ def test_metrics_of_texts_are_means():
 
 def compared(logits, labels):
     """Of all samples together."""
-    predictions, references = predictions_and_references(logits, labels)
+    outputs = SimpleNamespace(logits=torch.from_numpy(logits))
+    micro_batch = SimpleNamespace(batch={"labels": torch.from_numpy(labels)})
+    predictions, references = read_logits(outputs, {}, micro_batch)
     assert len(predictions) == len(references) == len(labels)
     return np.concatenate(predictions), np.concatenate(references)
 

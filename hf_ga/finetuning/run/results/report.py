@@ -106,8 +106,14 @@ def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the metrics.jsonl of a fine-tuning run: one dict for each line, thus for each window."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Read the metrics.jsonl of a fine-tuning run: one dict for each line, thus for each window.
+    The last line of a run that was killed may be incomplete; it is left out.
+    """
+    lines = []
+    for line in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
 
 
 def describe_world_change(path: Path, step: int, num_processes: int) -> str | None:
@@ -115,7 +121,6 @@ def describe_world_change(path: Path, step: int, num_processes: int) -> str | No
 
     Args:
         path: The metrics.jsonl of the run, with the lines that were written before it was resumed.
-            Incomplete lines, of a run that was killed, are ignored.
         step: The optimizer step of the checkpoint from which the run is resumed.
         num_processes: The number of processes now.
 
@@ -126,13 +131,10 @@ def describe_world_change(path: Path, step: int, num_processes: int) -> str | No
         describe_world_change(path, 8, 1)
         # '2 -> 1 processes after step 11: same updates, resumed at step 8, 3 steps computed again'
     """
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    last: Any = None
-    for line in lines:
-        with suppress(ValueError):  # the last line may be incomplete
-            last = json.loads(line)
-    if not isinstance(last, dict) or last.get("num_processes") in (None, num_processes):
+    lines = read_metrics(path) if path.exists() else []
+    if not lines or lines[-1].get("num_processes") in (None, num_processes):
         return None
+    last = lines[-1]
     num_lost = max(0, last["step"] - step)
     unit = "step" if num_lost == 1 else "steps"
     return (

@@ -15,8 +15,6 @@ import seqeval.metrics
 import sklearn.metrics
 from rouge_score.rouge_scorer import RougeScorer
 
-from hf_ga.loading.batches import IGNORED_LABEL
-
 # A function (references, predictions) -> number, over all samples of a split.
 Score = Callable[[Any, Any], float]
 
@@ -103,7 +101,7 @@ def _mean_rouge(variant: str, references: list[str], predictions: list[str]) -> 
     )
 
 
-# Metrics of classes, sets of classes and numbers, as `predictions_and_references` returns them.
+# Metrics of classes, sets of classes and numbers, as `readers.read_logits` returns them.
 METRICS: dict[str, Score] = {
     "accuracy": sklearn.metrics.accuracy_score,
     "f1": partial(sklearn.metrics.f1_score, average="macro", zero_division=0),
@@ -153,38 +151,3 @@ def compute(
     if not len(references):
         return dict.fromkeys(metrics, math.nan)
     return {name: float(score(references, predictions)) for name, score in metrics.items()}
-
-
-def predictions_and_references(
-    logits: np.ndarray, labels: np.ndarray
-) -> tuple[list[np.ndarray], list[np.ndarray]]:
-    """Turn the logits and labels of an evaluation's batch into predictions and references, the
-    inputs of metrics.
-
-    The dtype and the shape of the labels show the task:
-
-    - floats of shape (samples,): regression; the logit is the prediction
-    - floats of shape (samples, classes): multi-label classification; a logit above 0 predicts 1
-    - integers of shape (samples,) or (samples, length): classes of samples or tokens; the largest
-      logit is the prediction, and the label -100 is ignored
-
-    Args:
-        logits: Shape (samples, classes), (samples, length, classes) or, for a regression, (samples,
-            1).
-        labels: See above.
-
-    Returns:
-        The predictions and the references. Each is a list with an array for each sample, which has
-        an entry for each of its targets.
-    """
-    if labels.dtype.kind == "f":
-        is_regression = labels.ndim == 1
-        predicted = logits[:, 0] if is_regression else logits > 0
-        dtype = np.float64 if is_regression else np.int64
-        return list(predicted[:, None].astype(dtype)), list(labels[:, None].astype(dtype))
-    labels = labels.reshape(len(labels), -1)
-    predicted = logits.argmax(-1).reshape(labels.shape)
-    is_target = labels != IGNORED_LABEL
-    predictions = [row[mask] for row, mask in zip(predicted, is_target, strict=True)]
-    references = [row[mask] for row, mask in zip(labels, is_target, strict=True)]
-    return predictions, references
