@@ -7,6 +7,7 @@ python tests/stand_in_worker.py OUTPUT_DIR standin|cuda
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -22,7 +23,7 @@ from tried import later, tried
 
 import hf_ga
 from hf_ga.finetuning.run import loop
-from hf_ga.finetuning.run.scores.evaluation import evaluate, evaluation_windows
+from hf_ga.finetuning.run.scores.evaluation import evaluate_samples, evaluation_windows
 from hf_ga.trainer.exact_trainer import TrainerWindow
 
 CPU = torch.device("cpu")
@@ -69,11 +70,12 @@ def computed(device, build, make_samples, loss_fn):
             {name: p.grad.cpu() for name, p in model.named_parameters() if p.grad is not None}
         )
     lengths = [len(sample["input_ids"]) for sample in samples]
-    batches = evaluation_windows(
-        samples, h.pad_right, accelerator=accelerator, batch_size=4, lengths=lengths
+    settings = {"accelerator": accelerator, "batch_size": 4, "lengths": lengths}
+    make_windows = partial(evaluation_windows, samples, h.pad_right, **settings)
+    results, of_evaluation = noted(
+        evaluate_samples, accelerator, model, make_windows, loss_fn=loss_fn
     )
-    results, of_evaluation = noted(evaluate, accelerator, model, batches, loss_fn=loss_fn)
-    forwards = sum(len(window.batches) for window in batches)
+    forwards = sum(len(window.batches) for window in make_windows())
     told = {"results": results, "waits": waits, "micro-batches": micro_batches}
     told["windows"] = len(grads)
     return grads, {**told, "waits of evaluation": of_evaluation, "forwards": forwards}

@@ -7,7 +7,6 @@ from typing import Any
 # Packages of the extra `finetune` that nothing which the library needs installs.
 FINETUNE = (
     "datasets",
-    "evaluate",
     "matplotlib",
     "peft",
     "pyarrow",

@@ -159,11 +159,9 @@ def _load_on_main(setup: Setup) -> tuple[nn.Module, list[str]]:
     """Load the model of a fine-tuning run as `_load` does, but the weights on the main process
     only, from which FSDP distributes them; on the others the model is on the meta device.
     """
-    model: nn.Module | None = None
-    new_weights: list[str] = []
     with raise_on_all_ranks(setup.accelerator):
-        if setup.accelerator.is_main_process:
-            model, new_weights = _load(setup)
+        loaded = setup.accelerator.on_main_process(_load)(setup)
+    model, new_weights = loaded or (None, [])
     new_weights = broadcast_from_main(setup.accelerator, new_weights)
     if model is None:
         model = _trainable(setup, empty_model(setup), new_weights)
@@ -232,9 +230,8 @@ def build_run(setup: Setup) -> Run:
     optimizer, scheduler = _optimizer(config, model, max_steps)
     _print_long_warmup(setup, max_steps)
     # Before the weights are sharded, which the main process alone may hold.
-    identity: dict[str, Any] = {}
-    if accelerator.is_main_process:
-        identity = _identity(setup, model, windows.layout.window_size)
+    identity_on_main = accelerator.on_main_process(_identity)
+    identity = identity_on_main(setup, model, windows.layout.window_size)
     identity = broadcast_from_main(accelerator, identity)
     model, optimizer = prepare_with(accelerator, model, optimizer, settings)
     steps_per_epoch = max_steps
@@ -247,7 +244,6 @@ def build_run(setup: Setup) -> Run:
         scheduler=scheduler,
         windows=windows,
         loss_facts=loss_facts,
-        evaluate=partial(evaluate_split, setup, model),
         max_windows=max_windows,
         max_steps=max_steps,
         eval_steps=config.eval_steps or steps_per_epoch,

@@ -139,7 +139,8 @@ def _prepare_and_print(
     accelerator.gradient_accumulation_steps = layout.accumulation_steps  # of a full window
     check_sharded(config, accelerator)
     if config.push_to_hub:
-        check_login(config, accelerator)
+        with raise_on_all_ranks(accelerator):
+            accelerator.on_main_process(check_login)(config)
     # The other processes read the main one's downloads and tokenized data from caches.
     with main_process_first(accelerator):
         setup = prepare_setup(config, accelerator, **functions)
@@ -172,7 +173,7 @@ def _train(
     metric = config.metric_for_best_model
     if run.compute_metrics is not None and metric != "loss":
         # An evaluation before the first step shows whether the user's function returns the metric.
-        check_one_of("metric_for_best_model", f"eval_{metric}", run.evaluate())
+        check_one_of("metric_for_best_model", f"eval_{metric}", evaluate_split(run, run.model))
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
             prepare_output_dir(config, checkpoint)
@@ -298,7 +299,7 @@ def _finish(run: Run, progress: Progress, seconds: float) -> dict[str, Any]:
     weights = full_state_dict(accelerator, run.model)  # gathered on the main process
     summary = _summary(run, progress, weights, seconds)
     if "test" in run.data.splits:
-        summary |= run.evaluate("test")
+        summary |= evaluate_split(run, run.model, "test")
     expected = expected_outputs(run, run.model)
     with raise_on_all_ranks(accelerator):
         if accelerator.is_main_process:
@@ -340,19 +341,28 @@ def _summary(
         "train_seconds": round(seconds, 2),
         "layout": str(run.windows.layout),
         "most_tokens_in_a_micro_batch": state.max_elements,  # None: memory never ran out
-        "precision": precision_name(run.accelerator),
         "learning_rate": max(group["initial_lr"] for group in run.optimizer.param_groups),
         "loss": list(run.loss_facts.terms),
-        "data": run.data.description,
         "data_facts": run.data.notes,
         "labels": run.data.labels,
-        "class_weights": run.class_weights or None,
         "temperature": learned_temperature(weights),
         "saved_best": progress.best_check if progress.best_metric is not None else None,
         "weights_sha256": state_sha256(weights),
-        "versions": versions(),
         "machine": machine(),
-        "config": run.config.to_dict(),
+        **_facts(run),
+    }
+
+
+def _facts(setup: Setup) -> dict[str, Any]:
+    """Return what `summary.json` and `evaluation.json` have in common: data, precision, versions of
+    packages and flags.
+    """
+    return {
+        "data": setup.data.description,
+        "class_weights": setup.class_weights or None,
+        "precision": precision_name(setup.accelerator),
+        "versions": versions(),
+        "config": setup.config.to_dict(),
     }
 
 
@@ -374,14 +384,9 @@ def _evaluate_only(setup: Setup) -> dict[str, Any]:
     """Carry out a run with the flag `eval_only`: evaluate and predict without training, write
     evaluation.json, and return its content.
     """
-    config = setup.config
     accelerator = setup.accelerator
     model = build_model(setup)
-    results: dict[str, Any] = {
-        "model_name_or_path": config.model_name_or_path,
-        "data": setup.data.description,
-        "class_weights": setup.class_weights or None,
-    }
+    results: dict[str, Any] = {"model_name_or_path": setup.config.model_name_or_path}
     unused_optimizer = torch.optim.SGD(model.parameters())  # FSDP2 needs one to prepare a model
     model, _ = prepare(accelerator, model, unused_optimizer)
     if accelerator.is_main_process:
@@ -390,9 +395,7 @@ def _evaluate_only(setup: Setup) -> dict[str, Any]:
         results |= evaluate_split(setup, model, split)
     print_results(accelerator, results)
     write_predictions(setup, model)
-    results["precision"] = precision_name(accelerator)
-    results["versions"] = versions()
-    results["config"] = config.to_dict()
+    results |= _facts(setup)
     if accelerator.is_main_process:
         write_json(setup.output_dir / "evaluation.json", results)
     end_training(accelerator)

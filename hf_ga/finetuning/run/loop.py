@@ -7,15 +7,18 @@ from typing import Any
 from tqdm.auto import tqdm
 
 from hf_ga.errors import DataError, RunStopped
+from hf_ga.finetuning.run.build import evaluate_split
+from hf_ga.finetuning.run.model.adapters import is_lora
 from hf_ga.finetuning.run.results.outputs import save_and_check_best
 from hf_ga.finetuning.run.results.report import MetricsFile
-from hf_ga.finetuning.run.results.saving import save, saver_of
+from hf_ga.finetuning.run.results.saving import save
 from hf_ga.finetuning.run.run import Progress, Run
 from hf_ga.loading.batches import count_tokens
 from hf_ga.loading.window import Window
 from hf_ga.parallel.backend import sum_over_ranks
 from hf_ga.parallel.processes import end_training
 from hf_ga.recovery.checkpoint import PREFIX
+from hf_ga.recovery.saving import CheckpointSaver
 from hf_ga.recovery.signals import StopRequest, stop_requests
 from hf_ga.training import StepResult, train_step
 
@@ -49,7 +52,12 @@ def fit(run: Run, progress: Progress) -> Progress:
     metrics = MetricsFile(path, progress.metrics_size)
     run.model.train()
     must_stop = False
-    saver = saver_of(run)
+    saver = CheckpointSaver(
+        run.accelerator,
+        run.output_dir,
+        keep=run.config.save_total_limit,
+        trained_only=is_lora(run.model),  # frozen weights are in the base model
+    )
     with _progress_bar(run, progress) as bar, stop_requests() as request, saver:
         while not must_stop and not _is_finished(run, progress):
             for window in run.windows:
@@ -206,7 +214,7 @@ def _evaluate(run: Run, progress: Progress) -> dict[str, float]:
     """Evaluate a run on the validation split, save the model to `best/` if it is the best so far,
     and print the metrics.
     """
-    results = run.evaluate()
+    results = evaluate_split(run, run.model)
     value = results[f"eval_{run.config.metric_for_best_model}"]
     progress.evaluations_since_best += 1
     best = progress.best_metric

@@ -101,8 +101,6 @@ class Run(Setup):
         windows: The loader of the training windows.
         loss_facts: What was found out about the loss before training: what it averages over, which
             draws belong to samples, which speed-ups are used.
-        evaluate: Function from the name of a split (default: the validation split) to its loss and
-            metrics, such as `eval_loss` or `test_accuracy`.
         max_windows: Number of windows after which training ends.
         max_steps: Number of steps after which training ends.
         eval_steps: Number of steps between evaluations.
@@ -115,7 +113,6 @@ class Run(Setup):
     scheduler: torch.optim.lr_scheduler.LRScheduler
     windows: WindowLoader | StreamLoader
     loss_facts: LossFacts
-    evaluate: Callable[..., dict[str, float]]
     max_windows: int
     max_steps: int
     eval_steps: int

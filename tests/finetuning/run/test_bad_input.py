@@ -134,15 +134,15 @@ CASES = {
     "whole modules alone": ("--lora_modules_to_save ln_f", ["lora_modules_to_save needs lora_r"]),
     "4 bits without adapters": (
         "--load_in_4bit",
-        ["load_in_4bit freezes the weights", "set lora_r"],
+        ["load_in_4bit needs lora_r or adapter_name_or_path"],
     ),
     "new and old adapters": (
         "--lora_r 2 --adapter_name_or_path a",
-        ["lora_r creates new adapters", "omit one"],
+        ["lora_r and adapter_name_or_path exclude each other", "Omit one"],
     ),
     "freeze and LoRA": (
         "--freeze transformer.wte --lora_r 2",
-        ["freeze has no effect with adapters", "omit one"],
+        ["freeze and lora_r exclude each other", "Omit one"],
     ),
     "new rows that were never trained": (
         "--resize_token_embeddings --eval_only",
@@ -183,7 +183,7 @@ CASES = {
     "balanced class weights of a stream": (
         f"{CLASSIFY} --class_weights balanced --streaming --max_steps 1 "
         "--dataset_name {d}/good.jsonl",
-        ["streaming does not support class_weights balanced", "give numbers"],
+        ["class_weights balanced counts", "streaming", "give the numbers"],
     ),
     "weights of questions": (
         "--task question-answering --weight_column w",
@@ -191,7 +191,7 @@ CASES = {
     ),
     "weights of blocks": (
         "--block_size 16 --weight_column w",
-        ["weight_column weights rows", "block_size splits", "omit one"],
+        ["weight_column and block_size exclude each other", "Omit one"],
     ),
     "no column of weights": (
         f"{CLASSIFY} --weight_column w --dataset_name {{d}}/good.jsonl",
@@ -243,7 +243,7 @@ CASES = {
     ),
     "evaluating and resuming": (
         "--eval_only --resume_from_checkpoint auto",
-        ["eval_only does not resume", "model_name_or_path"],
+        ["eval_only and resume_from_checkpoint exclude each other", "model_name_or_path"],
     ),
     "writing with a decoder alone": (
         f"{WRITE} --dataset_name {{d}}/targets.jsonl",
@@ -277,7 +277,7 @@ CASES = {
     "unknown side": ("--truncation_side end", ["unknown truncation_side 'end'", "right, left"]),
     "a side of blocks": (
         "--truncation_side left --block_size 16",
-        ["truncation_side has no effect with block_size", "omit one"],
+        ["truncation_side and block_size exclude each other", "Omit one"],
     ),
     "windows of plain texts": (
         "--doc_stride 8",
@@ -302,7 +302,7 @@ CASES = {
     ),
     "changes without a checkpoint": (
         "--resume_with_changes",
-        ["resume_with_changes needs a checkpoint", "resume_from_checkpoint"],
+        ["resume_with_changes needs resume_from_checkpoint"],
     ),
     "a part of the corpus": (
         "--dataset_name stdlib --dataset_config_name en",
@@ -319,7 +319,7 @@ CASES = {
     ),
     "stream of answers": (
         f"{ANSWER} --streaming --max_steps 2",
-        ["streaming does not support the task question-answering"],
+        ["streaming applies to the task causal-lm", "not question-answering"],
     ),
     "stream of a corpus": (
         "--streaming --max_steps 2 --dataset_name stdlib",
@@ -327,15 +327,15 @@ CASES = {
     ),
     "stream in blocks": (
         "--streaming --max_steps 2 --block_size 8",
-        ["streaming does not support block_size"],
+        ["streaming and block_size exclude each other"],
     ),
     "stream of some rows": (
         "--streaming --max_steps 2 --max_train_samples 8",
-        ["streaming does not support max_train_samples"],
+        ["streaming and max_train_samples exclude each other"],
     ),
     "stream to evaluate": (
         "--streaming --max_steps 2 --eval_only",
-        ["streaming does not support eval_only"],
+        ["streaming and eval_only exclude each other"],
     ),
     "stream with many readers": (
         "--streaming --max_steps 2 --dataloader_num_workers 2",
@@ -367,11 +367,11 @@ CASES = {
     "wrong type in YAML": ("{d}/wrong_type.yaml", ["--max_steps", "invalid int value", "'many'"]),
     "null in a list in YAML": (
         "{d}/null_in_list.yaml",
-        ["freeze must be a list of strings", "None"],
+        ["freeze must be a string, a number", "None"],
     ),
     "fraction for a whole number in YAML": (
         "{d}/float_for_int.yaml",
-        ["max_steps must be a whole number", "got 3.0"],
+        ["--max_steps", "invalid int value", "'3.0'"],
     ),
     "no UTF-8 in YAML": ("{d}/bytes.yaml", ["bytes.yaml is malformed", "utf-8"]),
     "unknown name in YAML": (

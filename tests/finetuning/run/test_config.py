@@ -167,7 +167,7 @@ def test_output_below_a_read_only_folder(tmp_path, monkeypatch):
 
 
 def test_an_evaluation_needs_a_model_and_may_write_beside_a_run(tmp_path):
-    with pytest.raises(hf_ga.ConfigError, match="eval_only needs a model: set model_name_or_path"):
+    with pytest.raises(hf_ga.ConfigError, match="eval_only needs model_name_or_path"):
         FinetuneConfig(eval_only=True).check()
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").touch()

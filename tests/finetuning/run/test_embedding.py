@@ -27,7 +27,7 @@ from runs import (
 
 import hf_ga
 from hf_ga.errors import ConfigError
-from hf_ga.finetuning.run.build import build_run, prepare_setup
+from hf_ga.finetuning.run.build import build_run, evaluate_split, prepare_setup
 from hf_ga.finetuning.run.scores.retrieval import retrieval_metrics, spearman
 from hf_ga.order.plan import plan_by_sizes
 
@@ -142,7 +142,7 @@ def of_rank(place, sizes):
     _, _, run, window = gradient(place, sizes, still=False, **LEARNED)
     model = run.model.module
     truth = pairs.full_batch_gradient(model, window, both_directions)
-    return h.gradients(model), truth, run.evaluate()
+    return h.gradients(model), truth, evaluate_split(run, run.model)
 
 
 @pytest.mark.slow("starts processes")
@@ -299,7 +299,7 @@ def test_evaluation_does_not_depend_on_the_batch_size(rows, tmp_path):
                 Accelerator(cpu=True),
             )
         )
-        results.append(run.evaluate())
+        results.append(evaluate_split(run, run.model))
     assert results[0] == pytest.approx(results[1], rel=1e-6)
 
 

@@ -71,12 +71,8 @@ def test_early_stopping(name, monkeypatch):
     kept = []
     progress = Progress()
     accelerator = SimpleNamespace(is_main_process=False)
-    run = SimpleNamespace(
-        config=config,
-        accelerator=accelerator,
-        model=None,
-        evaluate=lambda: {f"eval_{metric}": next(left)},
-    )
+    run = SimpleNamespace(config=config, accelerator=accelerator, model=None)
+    monkeypatch.setattr(loop, "evaluate_split", lambda run, model: {f"eval_{metric}": next(left)})
     monkeypatch.setattr(loop, "save_and_check_best", lambda run, model: kept.append(progress.step))
     while progress.step < len(values) and not loop.stopped_early(run, progress):
         progress.step += 1

@@ -150,7 +150,7 @@ def test_a_failed_upload_leaves_the_model_and_the_command(calls, place, tmp_path
             r"Bearer \*\*\*\. Log in",
         ),
         ({"role": "read"}, {}, "the token has no write access"),
-        ({}, {"eval_only": True}, "eval_only trains no model to upload"),
+        ({}, {"eval_only": True}, "eval_only and push_to_hub exclude each other"),
     ],
 )
 def test_what_would_fail_after_the_run_fails_before_it(

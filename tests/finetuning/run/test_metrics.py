@@ -1,10 +1,12 @@
 """Metrics against examples by hand, and what they are computed from."""
 
 import math
+from types import SimpleNamespace
 
 import helpers as h
 import numpy as np
 import pytest
+import torch
 
 from hf_ga import FinetuneConfig
 from hf_ga.finetuning.run.scores.metrics import (
@@ -12,21 +14,12 @@ from hf_ga.finetuning.run.scores.metrics import (
     ENTITY_METRICS,
     METRICS,
     TEXT_METRICS,
-    predictions_and_references,
 )
-from hf_ga.finetuning.run.scores.readers import are_entities
-
-
-def score(metric, references, predictions):
-    (value,) = (
-        metric(keep_in_memory=True).compute(predictions=predictions, references=references).values()
-    )
-    assert type(value) is float
-    return value
+from hf_ga.finetuning.run.scores.readers import are_entities, read_logits
 
 
 def computed(name, predictions, references):
-    return score(METRICS[name], references, predictions)
+    return METRICS[name](np.array(references), np.array(predictions))
 
 
 @pytest.mark.parametrize(
@@ -85,9 +78,9 @@ def test_an_entity_is_right_as_a_whole():
     references = [["B-PER", "I-PER", "O", "B-LOC"], []]
     predictions = [["B-PER", "O", "O", "B-LOC"], []]
     for given, right in ((predictions, references), (predictions[::-1], references[::-1])):
-        values = {name: score(metric, right, given) for name, metric in ENTITY_METRICS.items()}
+        values = {name: metric(right, given) for name, metric in ENTITY_METRICS.items()}
         assert values == {"accuracy": 0.75, "f1": 0.5}
-    assert score(ENTITY_METRICS["f1"], [["O", "O"]], [["O", "O"]]) == 0.0
+    assert ENTITY_METRICS["f1"]([["O", "O"]], [["O", "O"]]) == 0.0
     assert are_entities(["O", "B-PER", "I-PER"])
     assert not are_entities(["O", "noun"])
     assert not are_entities(["O"])
@@ -113,9 +106,7 @@ def test_answers_by_hand():
         ("", "x", 0.0, 0.0),
     ]:
         for name, value in {"exact_match": same, "f1": f1}.items():
-            assert score(ANSWER_METRICS[name], [[true]], [predicted]) == pytest.approx(
-                value, rel=1e-12
-            )
+            assert ANSWER_METRICS[name]([[true]], [predicted]) == pytest.approx(value, rel=1e-12)
 
 
 def test_metrics_of_texts_are_means():
@@ -136,13 +127,15 @@ def test_metrics_of_texts_are_means():
     )
     for table, given, right, results in cases:
         for name, value in results.items():
-            assert score(table[name], right, given) == pytest.approx(value)
-            assert score(table[name], right, given[::-1]) != pytest.approx(value)
+            assert table[name](right, given) == pytest.approx(value)
+            assert table[name](right, given[::-1]) != pytest.approx(value)
 
 
 def compared(logits, labels):
     """Of all samples together."""
-    predictions, references = predictions_and_references(logits, labels)
+    outputs = SimpleNamespace(logits=torch.from_numpy(logits))
+    micro_batch = SimpleNamespace(batch={"labels": torch.from_numpy(labels)})
+    predictions, references = read_logits(outputs, {}, micro_batch)
     assert len(predictions) == len(references) == len(labels)
     return np.concatenate(predictions), np.concatenate(references)
 

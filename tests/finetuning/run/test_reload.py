@@ -4,6 +4,7 @@ outputs. Each fault that is planted in a saved folder is found and named.
 
 import json
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -106,10 +107,9 @@ def saved(models, tmp_path) -> Callable[..., SimpleNamespace]:
         expected = reload.expected_outputs(setup, model)
         if config.lora_r:
             save_adapter(folder, model, weights, config)
-            check = lambda: reload.check_adapter(setup, folder, model, weights, expected)  # noqa: E731
         else:
             outputs._save_in_original_dtype(folder, model, setup.dtype, weights)
-            check = lambda: reload.check_model(setup, folder, weights, expected)  # noqa: E731
+        check = partial(reload.check_saved, setup, folder, model, weights, expected)
         return SimpleNamespace(folder=folder, model=model, expected=expected, check=check)
 
     return save

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
-from itertools import chain
 from math import inf
 from typing import Any
 
@@ -54,6 +53,16 @@ TASKS_WITH_ADAPTERS = tuple(task for task in TASKS if task != "embedding")
 TASKS_WITH_PREDICT_FILE = tuple(
     task for task in TASKS if task not in ("causal-lm", "masked-lm", "embedding")
 )
+# Flags with a fixed set of values.
+_CHOICES = {
+    "task": TASKS,
+    "optim": OPTIMIZERS,
+    "lr_scheduler_type": SCHEDULES,
+    "on_nonfinite": ON_NONFINITE,
+    "mixed_precision": ("no", "bf16", "fp16"),
+    "pooling": POOLINGS,
+    "truncation_side": ("right", "left"),
+}
 # Flags that apply to some tasks only: name of the flag -> names of its tasks.
 _TASKS_OF_FLAG: dict[str, tuple[str, ...]] = {
     "block_size": ("causal-lm", "masked-lm"),
@@ -79,7 +88,34 @@ _TASKS_OF_FLAG: dict[str, tuple[str, ...]] = {
     "lora_r": TASKS_WITH_ADAPTERS,
     "adapter_name_or_path": TASKS_WITH_ADAPTERS,
     "predict_with_generate": ("seq2seq",),
+    "streaming": STREAMED_TASKS,
 }
+# Flag -> the flags of which it needs one.
+_NEEDS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(FLAGS_OF_NEW_ADAPTERS, ("lora_r",)),
+    "load_in_4bit": ("lora_r", "adapter_name_or_path"),
+    "resize_token_embeddings": ("model_name_or_path",),
+    "resume_with_changes": ("resume_from_checkpoint",),
+    "eval_only": ("model_name_or_path",),
+    "streaming": ("max_steps",),
+}
+# Two flags that exclude each other, and the reason.
+_EXCLUDED = (
+    ("weight_column", "block_size", "blocks join the texts of several rows"),
+    ("truncation_side", "block_size", "blocks truncate no text"),
+    (
+        "lora_r",
+        "adapter_name_or_path",
+        "the one creates new adapters, the other loads existing ones",
+    ),
+    ("freeze", "lora_r", "adapters freeze all other weights"),
+    ("freeze", "adapter_name_or_path", "adapters freeze all other weights"),
+    ("eval_only", "resume_from_checkpoint", "model_name_or_path names the model to evaluate"),
+    ("eval_only", "push_to_hub", "no model is trained; upload one with `hf upload`"),
+    ("streaming", "eval_only", "no training rows are read"),
+    ("streaming", "block_size", "blocks need all training rows first"),
+    ("streaming", "max_train_samples", "max_steps limits the training rows"),
+)
 
 
 @dataclass
@@ -381,13 +417,9 @@ class FinetuneConfig(DataOptions):
                 such error.
         """
         check_fields(self)
-        check_one_of("task", self.task, TASKS)
-        check_one_of("optim", self.optim, OPTIMIZERS)
-        check_one_of("lr_scheduler_type", self.lr_scheduler_type, SCHEDULES)
-        check_one_of("on_nonfinite", self.on_nonfinite, ON_NONFINITE)
-        check_one_of("mixed_precision", self.mixed_precision or "no", ("no", "bf16", "fp16"))
-        check_one_of("pooling", self.pooling or "mean", POOLINGS)
-        check_one_of("truncation_side", self.truncation_side or "right", ("right", "left"))
+        for flag, known in _CHOICES.items():
+            if getattr(self, flag) is not None:
+                check_one_of(flag, getattr(self, flag), known)
         # Raises ConfigError for sizes that fit no layout.
         self.layout(num_processes=1)
         for flag, tasks in _TASKS_OF_FLAG.items():
@@ -398,13 +430,15 @@ class FinetuneConfig(DataOptions):
         self.metric_for_best_model = self.metric_for_best_model.removeprefix("eval_")
         if not has_own_metrics:
             self._check_metric_for_best_model()
-        mistakes = chain(
-            self._mistakes_in_values(),
-            self._mistakes_in_adapters(),
-            self._mistakes_in_evaluation_only(),
-            self._mistakes_in_streaming(),
-        )
-        for first_mistake in mistakes:
+        for flag, needed in _NEEDS.items():
+            if getattr(self, flag) and not any(getattr(self, name) for name in needed):
+                raise ConfigError(f"{flag} needs {' or '.join(needed)}: set it, or omit {flag}.")
+        for flag, other, reason in _EXCLUDED:
+            if getattr(self, flag) and getattr(self, other):
+                raise ConfigError(
+                    f"{flag} and {other} exclude each other: {reason}. Omit one of them."
+                )
+        for first_mistake in self._mistakes_in_values():
             raise ConfigError(first_mistake)
         self.check_output_dir()
 
@@ -448,16 +482,6 @@ class FinetuneConfig(DataOptions):
             )
         if any(dim < 1 for dim in self.matryoshka_dims or ()):
             yield f"matryoshka_dims must be at least 1, got {min(self.matryoshka_dims or ())}."
-        if self.block_size and self.weight_column is not None:
-            yield (
-                "weight_column weights rows, but block_size splits the texts of rows into blocks: "
-                "omit one of them."
-            )
-        if self.block_size and self.truncation_side is not None:
-            yield (
-                "truncation_side has no effect with block_size, which truncates no text: omit one "
-                "of them."
-            )
         if self.doc_stride is not None and self.doc_stride >= self.max_length:
             yield (
                 f"doc_stride {self.doc_stride} must be below max_length {self.max_length}: "
@@ -475,82 +499,29 @@ class FinetuneConfig(DataOptions):
                 f"one chunk of same_bits {self.same_bits}: set it to at least {self.same_bits}, or "
                 "lower same_bits."
             )
-        if self.resume_with_changes and self.resume_from_checkpoint is None:
-            yield "resume_with_changes needs a checkpoint: set resume_from_checkpoint, or omit it."
-        if self.resize_token_embeddings and self.model_name_or_path is None:
-            yield (
-                "resize_token_embeddings is for a pretrained model: a new one has a row for every "
-                "token; set model_name_or_path, or omit it."
-            )
-
-    def _mistakes_in_adapters(self) -> Iterator[str]:
-        """Yield an error message for each flag of LoRA adapters that excludes or lacks another, and
-        for each package that they need and that is not installed.
-        """
-        for flag in FLAGS_OF_NEW_ADAPTERS:
-            if getattr(self, flag) and self.lora_r is None:
-                yield f"{flag} needs lora_r, the rank of new adapters."
-        if self.lora_r is not None and self.adapter_name_or_path is not None:
-            yield (
-                "lora_r creates new adapters, adapter_name_or_path loads existing ones: omit one "
-                "of them."
-            )
-        if self.load_in_4bit and not self.has_adapters:
-            yield "load_in_4bit freezes the weights: set lora_r or adapter_name_or_path."
         if self.has_adapters and find_spec("peft") is None:
             yield 'adapters need the package peft: pip install "hf_ga[finetune]".'
         if self.load_in_4bit and find_spec("bitsandbytes") is None:
             yield 'adapters need the package bitsandbytes: pip install "hf_ga[qlora]".'
-        if self.has_adapters and self.freeze:
+        reads_no_rows_first = self.eval_only or self.streaming
+        if self.class_weights == BALANCED and reads_no_rows_first:
             yield (
-                "freeze has no effect with adapters, which freeze all other weights: omit one of "
-                "them."
+                "class_weights balanced counts the labels of all training rows first, which "
+                "eval_only and streaming do not read: give the numbers (a training run has them in "
+                "its summary.json)."
             )
-
-    def _mistakes_in_evaluation_only(self) -> Iterator[str]:
-        """Yield an error message for each flag that has no meaning if nothing is trained."""
-        if not self.eval_only:
-            return
-        if self.class_weights == BALANCED:
-            yield (
-                "class_weights balanced counts the labels of the training rows, which eval_only "
-                "does not read: give the numbers of the training run (in its summary.json)."
-            )
-        if self.resume_from_checkpoint is not None:
-            yield "eval_only does not resume: set model_name_or_path to the model's folder."
-        if self.model_name_or_path is None:
-            yield "eval_only needs a model: set model_name_or_path."
-        if self.push_to_hub:
-            yield (
-                "eval_only trains no model to upload: omit push_to_hub, or upload with `hf upload`."
-            )
-        if self.resize_token_embeddings and self.adapter_name_or_path is None:
+        if self.eval_only and self.resize_token_embeddings and self.adapter_name_or_path is None:
             yield (
                 "resize_token_embeddings would evaluate new rows that were never trained: omit it; "
                 "the folder of a trained model has all rows."
             )
-
-    def _mistakes_in_streaming(self) -> Iterator[str]:
-        """Yield an error message for each flag that needs all training rows of a stream at once."""
-        if not self.streaming:
-            return
-        num_workers = self.dataloader_num_workers
-        is_unsupported = {
-            f"the task {self.task} (it reads all training rows first)": self.task
-            not in STREAMED_TASKS,
-            "block_size": self.block_size,
-            "class_weights balanced (it counts the labels of all training rows first; give "
-            "numbers)": self.class_weights == BALANCED,
-            "max_train_samples": self.max_train_samples,
-            "eval_only": self.eval_only,
-            "the embedded corpus stdlib": "stdlib" in as_list(self.dataset_name),
-            f"dataloader_num_workers {num_workers} (use 1 worker, or 0)": num_workers > 1,
-        }
-        for flag, is_set in is_unsupported.items():
-            if is_set:
-                yield f"streaming does not support {flag}: change it, or omit streaming."
-        if self.max_steps is None:
-            yield "streaming needs max_steps: the number of rows of a stream is unknown."
+        if self.streaming and "stdlib" in as_list(self.dataset_name):
+            yield "streaming does not support the embedded corpus stdlib: name files or a dataset."
+        if self.streaming and self.dataloader_num_workers > 1:
+            yield (
+                f"streaming does not support dataloader_num_workers {self.dataloader_num_workers}: "
+                "use 1 worker, or 0."
+            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return the flags of the run as plain values, for summary.json and experiment trackers."""

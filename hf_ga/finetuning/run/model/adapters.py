@@ -178,26 +178,17 @@ def _trainable_token_indices(
         for name, module in model.named_modules()
         if any(module is embedding for embedding in embeddings)
     ]
-    with_lora = [name for name in names if _has_name(name, config.lora_target_modules)]
-    if with_lora:
-        raise ConfigError(
-            f"resize_token_embeddings trains the new rows of {with_lora[0]} themselves, but "
-            "lora_target_modules names it: remove it there, or train it in full with "
-            f"--lora_modules_to_save {' '.join(names)}."
-        )
+    has_adapter = any(_has_name(name, config.lora_target_modules) for name in names)
     trained_in_full = [name for name in names if _has_name(name, config.lora_modules_to_save)]
-    if trained_in_full == names:
+    if trained_in_full == names and not has_adapter:
         return {}
-    if trained_in_full:
+    has_bias = getattr(embeddings[1], "bias", None) is not None
+    if has_adapter or trained_in_full or has_bias:
         raise ConfigError(
-            f"lora_modules_to_save trains {trained_in_full[0]} in full, but not the other "
-            f"embedding with new rows: use --lora_modules_to_save {' '.join(names)}, or name "
-            "neither."
-        )
-    if getattr(embeddings[1], "bias", None) is not None:
-        raise ConfigError(
-            f"PEFT cannot train the new rows of {names[-1]} alone, as it has a bias: train it in "
-            f"full with --lora_modules_to_save {' '.join(names)}, or train without lora_r."
+            f"PEFT cannot train the new rows of {' and '.join(names)} alone, because one of them "
+            "has a bias, is in lora_target_modules, or is in lora_modules_to_save without the "
+            f"other: train them in full with --lora_modules_to_save {' '.join(names)}, without "
+            "adapters of their own."
         )
     return {name: list(new_tokens) for name in names}
 

@@ -2,11 +2,9 @@
 and evaluate the embeddings of a split.
 """
 
-from collections.abc import Iterator
-
 import numpy as np
 import torch
-from accelerate.utils import gather_object
+from accelerate.utils import gather_object, send_to_device
 from torch import Tensor, nn
 from transformers import EvalPrediction
 
@@ -19,27 +17,27 @@ from hf_ga.embedding.losses import (
     unit_vectors,
 )
 from hf_ga.embedding.model import LOG_TEMPERATURE
-from hf_ga.engine.evaluation import evaluation_slots
 from hf_ga.errors import ConfigError
 from hf_ga.finetuning.data.data import PreparedData
 from hf_ga.finetuning.data.encoding.pairs import names_of_texts
 from hf_ga.finetuning.run.flags.config import FinetuneConfig
 from hf_ga.finetuning.run.run import Setup
-from hf_ga.finetuning.run.scores.evaluation import EVALUATION_WINDOW
+from hf_ga.finetuning.run.scores.evaluation import (
+    EVALUATION_WINDOW,
+    evaluation_mode,
+    run_forwards,
+)
 from hf_ga.finetuning.run.scores.readers import compute_user_metrics
 from hf_ga.finetuning.run.scores.retrieval import MEASURES, retrieval_metrics, spearman
-from hf_ga.loading.window import Window
+from hf_ga.loading.batches import MicroBatch
 from hf_ga.loading.window_loader import WindowLoader
-from hf_ga.model.forward import argument_filter, callable_module, restored_modes
-from hf_ga.parallel.backend import Backend
+from hf_ga.model.forward import argument_filter, callable_module
 from hf_ga.parallel.fsdp import backend_for
 from hf_ga.parallel.processes import broadcast_from_main, raise_on_all_ranks
 
 # Column of texts, such as `anchor` -> their vectors, shape (samples, dim). A learned temperature is
 # in it as `log_temperature`, shape ().
 Vectors = dict[str, Tensor]
-# The indices of a micro-batch's samples in the split, and their vectors.
-MicroBatchVectors = tuple[np.ndarray, Vectors]
 
 
 def has_scores(data: PreparedData) -> bool:
@@ -132,42 +130,29 @@ def evaluate_embeddings(
         that is smaller than the model's vectors, also a metric of truncated vectors, such as
         `ndcg_at_10_dim_64` or `spearman_dim_64`.
     """
-    windows.set_epoch(0)
     backend = backend_for(setup.accelerator)
-    local_vectors: list[MicroBatchVectors] = []
-    with restored_modes(model):
-        model.eval()
-        backend.reshard(model)
-        for window in windows:
-            local_vectors += _embed_micro_batches(backend, model, window)
+    module = callable_module(model)
+    arguments = argument_filter(model)
+
+    def embed(batch: dict[str, Tensor], micro_batch: MicroBatch) -> Vectors:
+        """Compute the text vectors of a micro-batch in float32, and copy them to the CPU."""
+        with backend.autocast():
+            outputs = module(**arguments(batch))
+        return {name: value.float().cpu() for name, value in outputs.items()}
+
+    with evaluation_mode(backend, model):
+        forwards = run_forwards(backend, windows, embed)
+        local_vectors = [(micro_batch.sample_ids, vectors) for micro_batch, vectors in forwards]
     gathered = gather_object(local_vectors)
-    results: dict[str, float] = {}
     with raise_on_all_ranks(setup.accelerator):
-        if setup.accelerator.is_main_process:
-            results = _compute_results(setup, _join_vectors(gathered), split)
+        compute = setup.accelerator.on_main_process(_compute_results)
+        results = compute(setup, gathered, split)
     return broadcast_from_main(setup.accelerator, results)
 
 
-def _embed_micro_batches(
-    backend: Backend, model: nn.Module, window: Window
-) -> Iterator[MicroBatchVectors]:
-    """Run the forwards of this rank's micro-batches of a window in an evaluation of `--task
-    embedding`, and yield the text vectors of each in float32 on the CPU.
-    """
-    module = callable_module(model)
-    arguments = argument_filter(model)
-    for slot in evaluation_slots(backend, window):
-        batch = backend.place(slot.micro_batch.batch)
-        with backend.autocast():
-            outputs = module(**arguments(batch))
-        if not slot.is_filler:
-            vectors = {name: value.float().cpu() for name, value in outputs.items()}
-            yield slot.micro_batch.sample_ids, vectors
-
-
-def _join_vectors(micro_batches: list[MicroBatchVectors]) -> Vectors:
-    """Concatenate the text vectors of all micro-batches of an evaluation of `--task embedding`, and
-    sort them in the order of the split.
+def _join_vectors(micro_batches: list[tuple[np.ndarray, Vectors]]) -> Vectors:
+    """Concatenate the text vectors of all micro-batches of an evaluation of `--task embedding`,
+    each with the indices of its samples, in the order of the split.
     """
     sample_ids = np.concatenate([ids for ids, _ in micro_batches])
     order = torch.from_numpy(np.argsort(sample_ids))
@@ -182,13 +167,15 @@ def _join_vectors(micro_batches: list[MicroBatchVectors]) -> Vectors:
     return joined
 
 
-def _compute_results(setup: Setup, vectors: Vectors, split: str) -> dict[str, float]:
+def _compute_results(
+    setup: Setup, micro_batches: list[tuple[np.ndarray, Vectors]], split: str
+) -> dict[str, float]:
     """Compute loss and metrics from the text embeddings of a split, for `--task embedding`: the
     metrics of the task or, if there is one, those of the user's `compute_metrics` instead.
     """
     data = setup.data
     dataset = data.splits[split]
-    vectors = {name: value.to(setup.accelerator.device) for name, value in vectors.items()}
+    vectors = send_to_device(_join_vectors(micro_batches), setup.accelerator.device)
     text_ids = torch.tensor(dataset["text_ids"][:])
     batch: dict[str, Tensor] = {}
     for index, name in enumerate(names_of_texts(text_ids.shape[1])):

@@ -65,12 +65,10 @@ def load_tokenizer(config: FinetuneConfig) -> PreTrainedTokenizerBase:
     """
     if config.model_name_or_path is None:
         return corpus.load_stdlib_tokenizer()
-    try:
+    with _loading("tokenizer", config):
         tokenizer = AutoTokenizer.from_pretrained(
             config.model_name_or_path, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise _loading_error("tokenizer", config, error) from error
     if tokenizer.pad_token_id is None and tokenizer.eos_token_id is None:
         raise ConfigError(
             f"the tokenizer of {config.model_name_or_path} has neither a padding nor an "
@@ -104,12 +102,10 @@ def load_base_config(config: FinetuneConfig) -> PretrainedConfig | None:
     """
     if config.model_name_or_path is None:
         return None
-    try:
+    with _loading("model", config):
         return AutoConfig.from_pretrained(
             config.model_name_or_path, trust_remote_code=config.trust_remote_code
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise _loading_error("model", config, error) from error
 
 
 def known_labels(model_config: PretrainedConfig | None) -> list[str] | None:
@@ -284,13 +280,9 @@ def _check_trained_labels(
     trained_ids = [str(i) for i in range(len(trained))]
     if data.labels in (trained, trained_ids):
         return
-    name = config.model_name_or_path
-    unknown = [label for label in data.labels if label not in trained]
-    problem = f"the rows have labels that {name} was not trained on: {', '.join(unknown)}"
-    if not unknown:
-        problem = f"the rows do not have the labels that {name} was trained on"
     raise DataError(
-        f"eval_only: {problem}; it was trained on {', '.join(trained)}. Use its names, remove "
+        f"eval_only: the rows have the labels {', '.join(data.labels)}, but "
+        f"{config.model_name_or_path} was trained on {', '.join(trained)}. Use its names, remove "
         "other rows, or train it on them."
     )
 
@@ -371,19 +363,16 @@ def _load_pretrained(setup: Setup, dtype: torch.dtype) -> tuple[PreTrainedModel,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_compute_dtype=compute_dtype(setup),
         )
-    try:
-        with quiet_transformers():
-            model, loading_info = setup.data.task.auto_class.from_pretrained(
-                config.model_name_or_path,
-                config=setup.model_config,
-                dtype=dtype,
-                trust_remote_code=config.trust_remote_code,
-                ignore_mismatched_sizes=config.task not in TASKS_WITHOUT_NEW_HEAD,
-                output_loading_info=True,
-                quantization_config=quantization_config,
-            )
-    except (OSError, ValueError, KeyError) as error:
-        raise _loading_error("model", config, error) from error
+    with _loading("model", config), quiet_transformers():
+        model, loading_info = setup.data.task.auto_class.from_pretrained(
+            config.model_name_or_path,
+            config=setup.model_config,
+            dtype=dtype,
+            trust_remote_code=config.trust_remote_code,
+            ignore_mismatched_sizes=config.task not in TASKS_WITHOUT_NEW_HEAD,
+            output_loading_info=True,
+            quantization_config=quantization_config,
+        )
     missing = list(loading_info["missing_keys"])
     mismatched = [key[0] for key in loading_info["mismatched_keys"]]
     new_weights = sorted(missing + mismatched)
@@ -481,13 +470,17 @@ def _check_new_weights(
         )
 
 
-def _loading_error(what: str, config: FinetuneConfig, error: Exception) -> ConfigError:
-    """Build the ConfigError for a tokenizer or model to fine-tune that transformers cannot load,
-    with the first line of its own error.
+@contextmanager
+def _loading(what: str, config: FinetuneConfig) -> Iterator[None]:
+    """Turn an error of the block, in which transformers loads a tokenizer or model to fine-tune,
+    into a ConfigError with its first line.
     """
-    lines = str(error).strip().splitlines()
-    reason = lines[0] if lines else type(error).__name__
-    return ConfigError(
-        f"cannot load the {what} of model_name_or_path {config.model_name_or_path!r}: {reason} "
-        "Give a hub id or a folder that save_pretrained wrote."
-    )
+    try:
+        yield
+    except (OSError, ValueError, KeyError) as error:
+        lines = str(error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise ConfigError(
+            f"cannot load the {what} of model_name_or_path {config.model_name_or_path!r}: {reason} "
+            "Give a hub id or a folder that save_pretrained wrote."
+        ) from error

@@ -90,81 +90,70 @@ def expected_outputs(setup: Setup, model: nn.Module) -> Expected:
     return Expected(batch, outputs)
 
 
-def check_model(setup: Setup, folder: Path, weights: Weights, expected: Expected) -> CheckResult:
-    """Load with `from_pretrained(folder)` the model that a run saved, and compare it with the
-    trained one.
-
-    Call on the main process only. It needs memory for one more model.
-
-    Args:
-        setup: The setup of the run.
-        folder: The folder of the saved model.
-        weights: The full `state_dict()` of the trained model (with LoRA, of the merged one).
-        expected: The result of `expected_outputs` for the trained model.
-
-    Returns:
-        `relative_error` of the outputs, its `tolerance`, and the number of `rows`.
-
-    Raises:
-        SavedModelDiffers: If a tensor is missing or differs by more than its rounding to the saved
-            dtype, the model has another dtype, or the outputs differ by more than the tolerance.
-    """
-    with _loading(setup, folder):
-        loaded = _load_saved_model(setup, folder)
-    if loaded.config.dtype != setup.dtype:
-        difference = f"it loads in {loaded.config.dtype}, not in {setup.dtype}"
-        raise _difference_error(setup, folder, difference)
-    # The temperature of an embedding loss is not part of the saved model.
-    trained = {name: tensor for name, tensor in weights.items() if name != LOG_TEMPERATURE}
-    saved_dtypes = {
-        name: setup.dtype for name, _ in loaded.named_parameters(remove_duplicate=False)
-    }
-    _compare_tensors(setup, folder, loaded.state_dict(), trained, saved_dtypes)
-    return _compare_outputs(setup, folder, loaded.float(), trained, expected)
-
-
-def check_adapter(
+def check_saved(
     setup: Setup, folder: Path, model: nn.Module, weights: Weights, expected: Expected
-) -> CheckResult:
-    """Load the LoRA adapter that a run saved, add it to its base model, and compare the result with
-    the trained model.
+) -> CheckResult | None:
+    """Load a model or a LoRA adapter that a run saved, as a user would, and compare it with the
+    trained model.
 
-    The base is loaded in its own dtype (QLoRA: in 4 bits). Call on the main process only. It needs
-    memory for one more model.
+    The base of an adapter is loaded in its own dtype (QLoRA: in 4 bits). Call on the main process
+    only. It needs memory for one more model.
 
     Args:
         setup: The setup of the run.
-        folder: The folder of the saved adapter.
+        folder: The folder of the saved model or adapter.
         model: The trained model.
         weights: Its full `state_dict()`.
         expected: The result of `expected_outputs` for the trained model.
 
     Returns:
-        See `check_model`.
+        `relative_error` of the outputs, its `tolerance`, and the number of `rows`; None for an
+        adapter of a base model with random initial weights, which is not saved.
 
     Raises:
-        SavedModelDiffers: If a trained tensor is missing or differs, or the outputs differ by more
-            than the tolerance.
+        SavedModelDiffers: If a tensor is missing or differs by more than its rounding to the saved
+            dtype, the model has another dtype, or the outputs differ by more than the tolerance.
     """
+    is_adapter = is_lora(model)
+    if is_adapter and setup.config.model_name_or_path is None:
+        return None
+    with _loading(setup, folder):
+        loaded = _load_adapter(setup, folder) if is_adapter else _load_saved_model(setup, folder)
+    found = loaded.state_dict()
+    if is_adapter:
+        trained_names = {
+            name.replace("_fsdp_wrapped_module.", "")
+            for name, parameter in unwrapped(model).named_parameters()
+            if parameter.requires_grad
+        }
+        trained = {name: weights[name] for name in trained_names}
+        found = {name: tensor for name, tensor in found.items() if name in trained_names}
+        # An adapter is saved in the dtype in which it was trained.
+        saved_dtypes = {}
+    else:
+        if loaded.config.dtype != setup.dtype:
+            difference = f"it loads in {loaded.config.dtype}, not in {setup.dtype}"
+            raise _difference_error(setup, folder, difference)
+        # The temperature of an embedding loss is not part of the saved model.
+        trained = {name: tensor for name, tensor in weights.items() if name != LOG_TEMPERATURE}
+        parameters = loaded.named_parameters(remove_duplicate=False)
+        saved_dtypes = {name: setup.dtype for name, _ in parameters}
+    _compare_tensors(setup, folder, found, trained, saved_dtypes)
+    has_float32_base = loading_dtype(setup) == torch.float32 and not setup.config.load_in_4bit
+    if has_float32_base or not is_adapter:
+        loaded = loaded.float()  # as in training
+    return _compare_outputs(setup, folder, loaded, trained, expected)
+
+
+def _load_adapter(setup: Setup, folder: Path) -> nn.Module:
+    """Load the LoRA adapter that a run saved in a folder, on its base model."""
     import peft
 
-    in_4_bits = setup.config.load_in_4bit
-    with _loading(setup, folder):
-        base_model, _ = load_model(setup, dtype=loading_dtype(setup) if in_4_bits else setup.dtype)
-        loaded = peft.PeftModel.from_pretrained(base_model, str(folder))
+    dtype = loading_dtype(setup) if setup.config.load_in_4bit else setup.dtype
+    base_model, _ = load_model(setup, dtype=dtype)
+    loaded = peft.PeftModel.from_pretrained(base_model, str(folder))
     keep_4_bit_layout(loaded)
-    trained_names = {
-        name.replace("_fsdp_wrapped_module.", "")
-        for name, parameter in unwrapped(model).named_parameters()
-        if parameter.requires_grad
-    }
-    trained = {name: weights[name] for name in trained_names}
-    found = {name: tensor for name, tensor in loaded.state_dict().items() if name in trained_names}
-    # An adapter is saved in the dtype in which it was trained.
-    _compare_tensors(setup, folder, found, trained, saved_dtypes={})
-    if loading_dtype(setup) == torch.float32 and not in_4_bits:
-        loaded = loaded.float()  # the base was float32 in training, too
-    return _compare_outputs(setup, folder, loaded, trained, expected)
+    return loaded
 
 
 def _load_saved_model(setup: Setup, folder: Path) -> PreTrainedModel | EmbeddingModel:

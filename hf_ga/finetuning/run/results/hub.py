@@ -6,7 +6,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from accelerate import Accelerator
 from huggingface_hub import HfApi, ModelCardData, get_token
 from huggingface_hub.utils import validate_repo_id
 
@@ -14,7 +13,6 @@ from hf_ga.errors import ConfigError, UploadFailed
 from hf_ga.finetuning.data.formats.files import is_file
 from hf_ga.finetuning.data.options import as_list
 from hf_ga.finetuning.run.flags.config import FinetuneConfig
-from hf_ga.parallel.processes import raise_on_all_ranks
 from hf_ga.recovery.files import write_text
 from hf_ga.recovery.latest import LATEST
 from hf_ga.recovery.lock import LOCK
@@ -26,37 +24,32 @@ from hf_ga.recovery.manifest import PREFIX
 NOT_UPLOADED = (f"{PREFIX}*", LATEST, LOCK, "best/*", "trackers/*", "predictions.jsonl")
 
 
-def check_login(config: FinetuneConfig, accelerator: Accelerator) -> None:
+def check_login(config: FinetuneConfig) -> None:
     """Check, before a fine-tuning run starts, that this user can upload to the Hugging Face Hub:
-    the login, the access rights of the token, and the repository's name.
-
-    The main process sends the request. All processes must call this function.
+    the login, the access rights of the token, and the repository's name. Call it on the main
+    process only.
 
     Args:
         config: The configuration of the run.
-        accelerator: The accelerator of the run.
 
     Raises:
         ConfigError: If there is no valid token, the token has no write access, or the name of the
-            repository is invalid; on all processes.
+            repository is invalid.
     """
-    with raise_on_all_ranks(accelerator):
-        if not accelerator.is_main_process:
-            return
-        repo_id = _repo_id(config)
-        # huggingface_hub raises errors of its own and of several HTTP libraries.
-        try:
-            validate_repo_id(repo_id)
-            user = HfApi().whoami()
-            access_token = user.get("auth", {}).get("accessToken", {})
-            if access_token.get("role") == "read":
-                raise ValueError("the token has no write access")
-        except Exception as error:
-            raise ConfigError(
-                f"push_to_hub cannot upload to {repo_id}: {_short_reason(error)} Log "
-                "in with `hf auth login` and a token with write access, set hub_model_id to "
-                "user/name, or omit push_to_hub."
-            ) from error
+    repo_id = _repo_id(config)
+    # huggingface_hub raises errors of its own and of several HTTP libraries.
+    try:
+        validate_repo_id(repo_id)
+        user = HfApi().whoami()
+        access_token = user.get("auth", {}).get("accessToken", {})
+        if access_token.get("role") == "read":
+            raise ValueError("the token has no write access")
+    except Exception as error:
+        raise ConfigError(
+            f"push_to_hub cannot upload to {repo_id}: {_short_reason(error)} Log "
+            "in with `hf auth login` and a token with write access, set hub_model_id to "
+            "user/name, or omit push_to_hub."
+        ) from error
 
 
 def upload(config: FinetuneConfig, summary: dict[str, Any]) -> str:

@@ -15,8 +15,7 @@ from hf_ga.finetuning.run.model.adapters import is_lora, merge_adapters, save_ad
 from hf_ga.finetuning.run.model.reload import (
     CheckResult,
     Expected,
-    check_adapter,
-    check_model,
+    check_saved,
     expected_outputs,
 )
 from hf_ga.finetuning.run.results.report import plot_curves, read_metrics
@@ -84,12 +83,9 @@ def save_and_check_best(setup: Setup, model: nn.Module) -> CheckResult | None:
     """
     expected = expected_outputs(setup, model)
     weights = save_best(setup, model)
-    result = None
     with raise_on_all_ranks(setup.accelerator):
-        if setup.accelerator.is_main_process:
-            folder = setup.output_dir / "best"
-            result = _check_saved_folder(setup, folder, model, weights, expected)
-    return result
+        check = setup.accelerator.on_main_process(check_saved)
+        return check(setup, setup.output_dir / "best", model, weights, expected)
 
 
 def save_best(setup: Setup, model: nn.Module) -> dict[str, Tensor]:
@@ -154,26 +150,15 @@ def save_and_check_trained(
         with partial_folder(folder) as partial:
             save_adapter(partial, model, weights, run.config)
             publish(folder)
-        results["saved_adapter"] = _check_saved_folder(run, folder, model, weights, expected)
+        results["saved_adapter"] = check_saved(run, folder, model, weights, expected)
         if run.config.load_in_4bit:
             # The merged model has the base in its original precision, not in 4 bits.
             expected = expected_outputs(run, model)
         model = merge_adapters(model)
         weights = model.state_dict()
     save_last(run, model, weights)
-    results["saved_model"] = check_model(run, run.output_dir, weights, expected)
+    results["saved_model"] = check_saved(run, run.output_dir, model, weights, expected)
     return results
-
-
-def _check_saved_folder(
-    setup: Setup, folder: Path, model: nn.Module, weights: dict[str, Tensor], expected: Expected
-) -> CheckResult | None:
-    """Load a model or adapter that a run saved, and compare it with the model in memory."""
-    if not is_lora(model):
-        return check_model(setup, folder, weights, expected)
-    if setup.config.model_name_or_path is None:
-        return None
-    return check_adapter(setup, folder, model, weights, expected)
 
 
 def save_last(setup: Setup, model: nn.Module, weights: dict[str, Tensor]) -> None:
@@ -240,29 +225,18 @@ def _save_in_original_dtype(
     pretrained checkpoint.
     """
     buffers = {name.replace("_fsdp_wrapped_module.", "") for name, _ in model.named_buffers()}
-    # Memory address of a tensor -> its copy in `dtype`: names that share a tensor share the copy.
-    converted: dict[int, Tensor] = {}
-    saved = {}
-    for name, tensor in _tie(model, weights).items():
-        if name in buffers or not tensor.is_floating_point():
-            saved[name] = tensor
-        else:
-            saved[name] = converted.setdefault(tensor.data_ptr(), tensor.to(dtype))
+    saved = {
+        name: tensor if name in buffers or not tensor.is_floating_point() else tensor.to(dtype)
+        for name, tensor in weights.items()
+    }
+    # The names of a tied weight share one tensor, so that it is saved once.
+    for name, source in model.all_tied_weights_keys.items():
+        has_both = name in saved and source in saved
+        if has_both and torch.equal(saved[name], saved[source]):
+            saved[name] = saved[source]
     training_dtype = model.config.dtype
     model.save_pretrained(folder, state_dict=saved)
     # `save_pretrained` wrote the dtype of the model's parameters into config.json.
     model.config.dtype = dtype
     model.config.save_pretrained(folder)
     model.config.dtype = training_dtype
-
-
-def _tie(model: Any, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Let the names of a tied weight share one tensor in the state dict of a run's model, if their
-    values are equal, so that it is saved once. FSDP gathers a copy for each name.
-    """
-    tied = dict(weights)
-    for name, source in model.all_tied_weights_keys.items():
-        has_both = name in weights and source in weights
-        if has_both and torch.equal(weights[name], weights[source]):
-            tied[name] = weights[source]
-    return tied

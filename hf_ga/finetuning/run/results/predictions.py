@@ -3,12 +3,12 @@ with an added `prediction`, one JSON object per line, in the order of the file.
 """
 
 import json
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import gather_object, send_to_device
-from datasets import Dataset
+from accelerate.utils import gather_object
 from torch import nn
 from tqdm.auto import tqdm
 
@@ -16,9 +16,15 @@ from hf_ga.finetuning.data.encoding.choices import collate_choices
 from hf_ga.finetuning.data.encoding.collation import collate_ids
 from hf_ga.finetuning.data.encoding.spans import Span, best_answer, by_question, read_spans
 from hf_ga.finetuning.run.run import Setup
+from hf_ga.finetuning.run.scores.evaluation import (
+    evaluation_mode,
+    evaluation_windows,
+    run_forwards,
+)
 from hf_ga.finetuning.run.scores.readers import generated_targets
-from hf_ga.model.forward import argument_filter, callable_module, restored_modes
-from hf_ga.parallel.fsdp import is_sharded
+from hf_ga.loading.batches import MicroBatch
+from hf_ga.model.forward import argument_filter, callable_module
+from hf_ga.parallel.fsdp import backend_for
 from hf_ga.parallel.processes import print_on_main
 
 Prediction = dict[str, Any]
@@ -46,21 +52,13 @@ def write_predictions(setup: Setup, model: nn.Module) -> None:
     """
     if setup.unlabelled is None:
         return
-    rows, rows_by_role, samples = setup.unlabelled
-    windows = [0] * len(samples)
-    if "window_index" in samples.column_names:  # the windows of a question
-        windows = samples["window_index"][:]
-    indices_of_rows = by_question(windows, range(len(samples)))
-    local_found = _predict_samples(setup, model, rows_by_role, samples, indices_of_rows)
-    # The windows of a question may be on several processes.
-    found = dict(gather_object(list(local_found.items())))
-    predictions = []
-    for indices in indices_of_rows:
-        of_row = [found[i] for i in indices if i in found]
-        if of_row and isinstance(of_row[0], Span):
-            predictions.append(best_answer(of_row))
-        else:
-            predictions.append(of_row[0] if of_row else None)  # None: an empty row
+    rows, _, samples = setup.unlabelled
+    # Also the windows of one question may be on several processes.
+    found = dict(gather_object(_predict_samples(setup, model)))
+    predictions = [found.get(i) for i in range(len(samples))]  # None: an empty row
+    if "window_index" in samples.column_names:
+        spans_of_rows = by_question(samples["window_index"][:], predictions)
+        predictions = [best_answer(spans) if spans[0] else None for spans in spans_of_rows]
     path = setup.output_dir / "predictions.jsonl"
     if setup.accelerator.is_main_process:
         with path.open("w", encoding="utf-8") as file:
@@ -70,82 +68,67 @@ def write_predictions(setup: Setup, model: nn.Module) -> None:
     print_on_main(setup.accelerator, f"{len(rows)} rows predicted: {path}")
 
 
-def _predict_samples(
-    setup: Setup,
-    model: nn.Module,
-    rows: Dataset,
-    samples: Dataset,
-    indices_of_rows: list[list[int]],
-) -> dict[int, Prediction | Span]:
-    """Predict this process's batches of the samples of `predict_file`, with a progress bar on the
-    main process.
+def _predict_samples(setup: Setup, model: nn.Module) -> list[tuple[int, Prediction | Span]]:
+    """Predict this process's part of the samples of `predict_file` that are not empty, with a
+    progress bar on the main process: pairs of the index of a sample and its prediction.
     """
     accelerator = setup.accelerator
-    row_of_sample = [row for row, indices in enumerate(indices_of_rows) for _ in indices]
-    batches = _batches_of_process(setup, np.asarray(samples["length"][:]))
-    found: dict[int, Prediction | Span] = {}
+    backend = backend_for(accelerator)
+    _, _, samples = setup.unlabelled
+    lengths = np.asarray(samples["length"][:])
+    not_empty = np.flatnonzero(lengths)
+    found: list[tuple[int, Prediction | Span]] = []
+    if not len(not_empty):
+        return found
+    collate = collate_choices if setup.config.task == "multiple-choice" else collate_ids
+    windows = evaluation_windows(
+        samples.select(not_empty),
+        partial(collate, pad_token_id=setup.data.tokenizer.pad_token_id),
+        accelerator=accelerator,
+        batch_size=setup.config.per_device_eval_batch_size,
+        lengths=lengths[not_empty],
+    )
+
+    def predict(
+        batch: dict[str, Any], micro_batch: MicroBatch
+    ) -> list[tuple[int, Prediction | Span]]:
+        """Predict the samples of a micro-batch."""
+        indices = not_empty[micro_batch.positions].tolist()
+        return list(zip(indices, _predict_batch(setup, model, batch, indices), strict=True))
+
     bar = tqdm(
-        total=sum(map(len, batches)),
+        total=len(not_empty) // accelerator.num_processes,
         desc="predicting",
         unit="sample",
         disable=not accelerator.is_main_process,
     )
-    with torch.no_grad(), restored_modes(model), accelerator.autocast(), bar:
-        model.eval()
-        for indices in batches:
-            batch_samples = [samples[i] for i in indices]
-            batch_rows = [rows[row_of_sample[i]] for i in indices]
-            batch_found = _predict_batch(setup, model, batch_samples, batch_rows)
-            found |= zip(indices, batch_found, strict=True)
-            bar.update(len(indices))
+    with torch.no_grad(), evaluation_mode(backend, model), backend.autocast(), bar:
+        for _, of_batch in run_forwards(backend, windows, predict):
+            found += of_batch
+            bar.update(len(of_batch))
     return found
 
 
-def _batches_of_process(setup: Setup, lengths: np.ndarray) -> list[list[int]]:
-    """Sort the samples of `predict_file` by length, longest first, split them into batches, and
-    return those that this process predicts, assigned round-robin.
-    """
-    batch_size = setup.config.per_device_eval_batch_size
-    order = np.argsort(-lengths, kind="stable")
-    order = order[lengths[order] > 0]
-    starts = range(0, len(order), batch_size)
-    batches = [order[start : start + batch_size].tolist() for start in starts]
-    accelerator = setup.accelerator
-    if is_sharded(accelerator):
-        # Under FSDP, a forward is a collective, so all processes need the same number of batches:
-        # some predict the first batch again.
-        num_missing = -len(batches) % accelerator.num_processes
-        batches += batches[:1] * num_missing
-    return batches[accelerator.process_index :: accelerator.num_processes]
-
-
 def _predict_batch(
-    setup: Setup, model: nn.Module, samples: list[dict], rows: list[dict]
+    setup: Setup, model: nn.Module, batch: dict[str, Any], indices: list[int]
 ) -> list[Prediction] | list[Span]:
-    """Collate samples of `predict_file`, run the model, and return the prediction of each sample;
-    in question answering, the best span in each sample.
+    """Run the model on a batch of samples of `predict_file`, and return the prediction of each
+    sample; in question answering, the best span in each sample.
     """
-    data = setup.data
     task = setup.config.task
-    collate = collate_choices if task == "multiple-choice" else collate_ids
-    batch_on_cpu = collate(samples, data.tokenizer.pad_token_id)
-    batch = send_to_device(batch_on_cpu, setup.accelerator.device)
     if task == "seq2seq":
         return [{"text": text} for text in generated_targets(setup, model, batch)]
     inputs = argument_filter(model)(batch)
     outputs = callable_module(model)(**inputs)
     if task == "question-answering":
-        return read_spans(outputs, samples)
+        _, _, samples = setup.unlabelled
+        return read_spans(outputs, [samples[i] for i in indices])
     logits = outputs.logits.float().cpu()
-    return [
-        _prediction_from_logits(setup, sample_logits, sample, row)
-        for sample_logits, sample, row in zip(logits, samples, rows, strict=True)
-    ]
+    pairs = zip(logits, indices, strict=True)
+    return [_prediction_from_logits(setup, of_sample, index) for of_sample, index in pairs]
 
 
-def _prediction_from_logits(
-    setup: Setup, logits: torch.Tensor, sample: dict, row: dict
-) -> Prediction:
+def _prediction_from_logits(setup: Setup, logits: torch.Tensor, index: int) -> Prediction:
     """Turn the logits of one sample of `predict_file` into its entry in predictions.jsonl, see
     `write_predictions`.
     """
@@ -161,7 +144,7 @@ def _prediction_from_logits(
         }
         return {"labels": [label for label in scores if scores[label] > 0.5], "scores": scores}
     if task == "token-classification":
-        return {"tags": _tags_of_words(labels, logits, sample, row)}
+        return {"tags": _tags_of_words(setup, logits, index)}
     probability, best = logits.softmax(-1).max(-1)
     score = round(probability.item(), 6)
     if task == "multiple-choice":
@@ -169,15 +152,14 @@ def _prediction_from_logits(
     return {"label": labels[int(best)], "score": score}
 
 
-def _tags_of_words(
-    labels: list[str], logits: torch.Tensor, sample: dict, row: dict
-) -> list[str | None]:
+def _tags_of_words(setup: Setup, logits: torch.Tensor, index: int) -> list[str | None]:
     """Return the predicted tag of each word of a row of `predict_file` in token classification:
     that of the word's first token, or None if the word was truncated.
     """
-    tags: list[str | None] = [None] * len(row["tokens"])
-    for token, word in enumerate(sample["label"]):
+    _, rows_by_role, samples = setup.unlabelled
+    tags: list[str | None] = [None] * len(rows_by_role[index]["tokens"])
+    for token, word in enumerate(samples[index]["label"]):
         if word >= 0:
             best = int(logits[token].argmax())
-            tags[word] = labels[best]
+            tags[word] = setup.data.labels[best]
     return tags

@@ -10,7 +10,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import pandas as pd
 from accelerate import Accelerator
 
 from hf_ga.parallel.processes import print_on_main
@@ -106,8 +106,14 @@ def print_results(accelerator: Accelerator, results: Mapping[str, Any]) -> None:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Read the metrics.jsonl of a fine-tuning run: one dict for each line, thus for each window."""
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    """Read the metrics.jsonl of a fine-tuning run: one dict for each line, thus for each window.
+    The last line of a run that was killed may be incomplete; it is left out.
+    """
+    lines = []
+    for line in path.read_text(errors="replace").splitlines():
+        with suppress(ValueError):
+            lines.append(json.loads(line))
+    return lines
 
 
 def describe_world_change(path: Path, step: int, num_processes: int) -> str | None:
@@ -115,7 +121,6 @@ def describe_world_change(path: Path, step: int, num_processes: int) -> str | No
 
     Args:
         path: The metrics.jsonl of the run, with the lines that were written before it was resumed.
-            Incomplete lines, of a run that was killed, are ignored.
         step: The optimizer step of the checkpoint from which the run is resumed.
         num_processes: The number of processes now.
 
@@ -126,13 +131,10 @@ def describe_world_change(path: Path, step: int, num_processes: int) -> str | No
         describe_world_change(path, 8, 1)
         # '2 -> 1 processes after step 11: same updates, resumed at step 8, 3 steps computed again'
     """
-    lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-    last: Any = None
-    for line in lines:
-        with suppress(ValueError):  # the last line may be incomplete
-            last = json.loads(line)
-    if not isinstance(last, dict) or last.get("num_processes") in (None, num_processes):
+    lines = read_metrics(path) if path.exists() else []
+    if not lines or lines[-1].get("num_processes") in (None, num_processes):
         return None
+    last = lines[-1]
     num_lost = max(0, last["step"] - step)
     unit = "step" if num_lost == 1 else "steps"
     return (
@@ -160,76 +162,33 @@ def plot_curves(metrics: list[dict[str, Any]], path: Path, title: str) -> None:
     loss_axes, rate_axes = figure.subplots(2, sharex=True, height_ratios=(4, 1))
     trained = [line for line in metrics if not line["skipped"]]
     steps = [line["step"] for line in trained]
-    losses = np.array([line["loss"] for line in trained], float)
+    losses = [line["loss"] for line in trained]
     rates = [line["learning_rate"] for line in trained]
-    loss_axes.plot(
-        steps, losses, color="tab:blue", alpha=0.4, linewidth=1, label="training, each window"
-    )
-    radius = len(losses) // 40
-    loss_axes.plot(
-        steps,
-        _moving_mean(losses, radius),
-        color="tab:blue",
-        linewidth=2,
-        label=f"training, mean of {2 * radius + 1} windows",
-    )
+    loss_axes.plot(steps, losses, color="tab:blue", alpha=0.4, label="training, each window")
+    width = 2 * (len(losses) // 40) + 1
+    smooth = pd.Series(losses).rolling(width, center=True, min_periods=1).mean()
+    loss_axes.plot(steps, smooth, color="tab:blue", label=f"training, mean of {width} windows")
     evaluated = [line for line in metrics if "eval_loss" in line]
     if evaluated:
-        loss_axes.plot(
-            [line["step"] for line in evaluated],
-            [line["eval_loss"] for line in evaluated],
-            color="tab:orange",
-            linewidth=1.5,
-            marker="o",
-            label="validation",
-        )
-    _mark_world_changes(loss_axes, trained)
+        evaluated_steps = [line["step"] for line in evaluated]
+        eval_losses = [line["eval_loss"] for line in evaluated]
+        loss_axes.plot(evaluated_steps, eval_losses, "o-", color="tab:orange", label="validation")
+    for before, after in pairwise(trained):
+        numbers = [line.get("num_processes") for line in (before, after)]
+        if None not in numbers and numbers[0] != numbers[1]:
+            between = (before["step"] + after["step"]) / 2
+            loss_axes.axvline(between, color="tab:red", linestyle=":")
+            text = f"{numbers[0]} -> {numbers[1]} processes"
+            loss_axes.annotate(text, (between, 1), xycoords=("data", "axes fraction"))
     rate_axes.plot(steps, rates, color="tab:gray")
     loss_axes.set(title=title, ylabel="loss (nats per target)")
     rate_axes.set(xlabel="optimizer step", ylabel="learning rate")
     rate_axes.set_ylim(bottom=0)
-    rate_axes.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
     loss_axes.legend()
     for axes in (loss_axes, rate_axes):
         axes.grid(alpha=0.3)
-        axes.spines[["top", "right"]].set_visible(False)
     # Written under a temporary name, so that a crash leaves no incomplete image.
     temporary = path.with_name(path.name + SUFFIX)
     figure.savefig(temporary, dpi=120, format=path.suffix[1:])
     flush(temporary)
     temporary.replace(path)
-
-
-def _mark_world_changes(axes: Any, lines: list[dict[str, Any]]) -> None:
-    """Draw a vertical line, with a text such as "2 -> 1 processes", where the number of processes
-    of a run changed.
-    """
-    for before, after in pairwise(lines):
-        numbers = [line.get("num_processes") for line in (before, after)]
-        if None in numbers or numbers[0] == numbers[1]:
-            continue
-        between = (before["step"] + after["step"]) / 2
-        axes.axvline(between, color="tab:red", linewidth=1, linestyle=":")
-        axes.annotate(
-            f"{numbers[0]} -> {numbers[1]} processes",
-            (between, 1),
-            xycoords=("data", "axes fraction"),
-            xytext=(2, -2),
-            textcoords="offset points",
-            rotation=90,
-            verticalalignment="top",
-            fontsize="x-small",
-            color="tab:red",
-        )
-
-
-def _moving_mean(values: np.ndarray, radius: int) -> list[float]:
-    """Smooth the training losses in a run's curves.png: return, for each value, the mean of itself
-    and its neighbors, of as many before it as after it.
-    """
-    last = len(values) - 1
-    means = []
-    for i in range(len(values)):
-        num_neighbors = min(radius, i, last - i)
-        means.append(values[i - num_neighbors : i + num_neighbors + 1].mean())
-    return means

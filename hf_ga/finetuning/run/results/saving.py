@@ -38,16 +38,6 @@ _AFFECTS_METRIC = {
 }
 
 
-def saver_of(run: Run) -> CheckpointSaver:
-    """Return what saves the checkpoints of a fine-tuning run."""
-    return CheckpointSaver(
-        run.accelerator,
-        run.output_dir,
-        keep=run.config.save_total_limit,
-        trained_only=is_lora(run.model),  # frozen weights are in the base model
-    )
-
-
 def save(run: Run, progress: Progress, saver: CheckpointSaver) -> None:
     """Save a checkpoint of a fine-tuning run, between two windows: model, optimizer, schedule,
     progress, and the settings that must be equal on a resume. All processes must call it.

@@ -29,17 +29,15 @@ def tracker_names(report_to: str) -> list[str]:
     """
     installed = [str(name) for name in get_available_trackers()]
     names = [name.strip() for name in report_to.split(",")]
-    names = [name for name in names if name not in ("", "none")]
-    missing = [name for name in names if name not in ("all", *installed)]
-    if missing:
-        known = ", ".join(installed) or "no others"
-        raise ConfigError(
-            f"report_to {missing[0]} is not an installed tracker of Accelerate: install its "
-            f"package, or use none, all, or some of {known}."
-        )
+    for name in names:
+        if name not in ("", "none", "all", *installed):
+            raise ConfigError(
+                f"report_to {name} is not an installed tracker of Accelerate: install its package, "
+                f"or use none, all, or some of {', '.join(installed)}."
+            )
     if "all" in names:
         return installed
-    return names
+    return [name for name in names if name in installed]
 
 
 def start_trackers(accelerator: Accelerator, config: FinetuneConfig, *, resumed: bool) -> None:

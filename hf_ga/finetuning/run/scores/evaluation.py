@@ -8,12 +8,12 @@ which process computed them.
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from operator import itemgetter
-from typing import Any
+from typing import Any, TypeVar
 
-import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import gather_object
@@ -26,16 +26,20 @@ from hf_ga.engine.evaluation import (
     mean_of_parts,
 )
 from hf_ga.loading.batches import MicroBatch
-from hf_ga.loading.window import Window
 from hf_ga.loading.window_loader import WindowLoader
 from hf_ga.model.forward import LossFunction, restored_modes
 from hf_ga.order.plan import plan_by_sizes
+from hf_ga.parallel.backend import Backend
 from hf_ga.parallel.fsdp import backend_for
 from hf_ga.parallel.processes import broadcast_from_main
 
 # Samples in a window of an evaluation. If the loss depends on padding, all samples of a window
 # are padded to one length. A constant, so that the loss does not depend on the layout.
 EVALUATION_WINDOW = 256
+T = TypeVar("T")
+# The loss of a micro-batch, one prediction per sample for the metrics, and what to compare each
+# prediction with; both () if only the loss is computed.
+Forward = tuple[LossParts, Sequence[Any], Sequence[Any]]
 
 
 @dataclass(frozen=True)
@@ -101,10 +105,45 @@ def evaluation_windows(
     )
 
 
-class DependsOnWidth(Exception):
-    """The loss depends on the padded width, so the windows of the evaluation must be padded."""
+@contextmanager
+def evaluation_mode(backend: Backend, model: nn.Module) -> Iterator[None]:
+    """Within the block, the model of a run computes in evaluation mode; the modes of its modules
+    are restored afterwards.
+
+    Args:
+        backend: How ranks communicate.
+        model: The prepared model.
+    """
+    with restored_modes(model):
+        model.eval()
+        backend.reshard(model)
+        yield
 
 
+def run_forwards(
+    backend: Backend, windows: WindowLoader, forward: Callable[[dict[str, Any], MicroBatch], T]
+) -> Iterator[tuple[MicroBatch, T]]:
+    """Run the forwards of this rank's micro-batches of a split, in an evaluation or for the rows of
+    `predict_file`. Call it within `evaluation_mode`, without gradients.
+
+    Args:
+        backend: How ranks communicate.
+        windows: The loader of the split, see `evaluation_windows`.
+        forward: A function (batch on the device, micro-batch on the CPU) -> result.
+
+    Yields:
+        Each micro-batch with its result. Under FSDP, a rank with fewer micro-batches than another
+        repeats a forward, whose result is dropped.
+    """
+    windows.set_epoch(0)
+    for window in windows:
+        for slot in evaluation_slots(backend, window):
+            result = forward(backend.place(slot.micro_batch.batch), slot.micro_batch)
+            if not slot.is_filler:
+                yield slot.micro_batch, result
+
+
+@torch.no_grad()
 def evaluate_samples(
     accelerator: Accelerator,
     model: nn.Module,
@@ -113,35 +152,8 @@ def evaluate_samples(
     loss_fn: LossFunction | None = None,
     reader: Reader | None = None,
 ) -> dict[str, float]:
-    """Evaluate a model, in windows that are padded to one length each if the loss depends on it.
-
-    Args:
-        accelerator: The accelerator of the run.
-        model: The prepared model.
-        make_windows: `evaluation_windows` with all arguments but `pad_to_window`.
-        loss_fn: See `evaluate`.
-        reader: See `evaluate`.
-
-    Returns:
-        See `evaluate`.
-    """
-    try:
-        return evaluate(accelerator, model, make_windows(), loss_fn=loss_fn, reader=reader)
-    except DependsOnWidth:
-        windows = make_windows(pad_to_window=True)
-        return evaluate(accelerator, model, windows, loss_fn=loss_fn, reader=reader)
-
-
-@torch.no_grad()
-def evaluate(
-    accelerator: Accelerator,
-    model: nn.Module,
-    windows: WindowLoader,
-    *,
-    loss_fn: LossFunction | None = None,
-    reader: Reader | None = None,
-) -> dict[str, float]:
-    """Evaluate the model of a fine-tuning run: compute the mean loss and the metrics of a split.
+    """Evaluate the model of a fine-tuning run: compute the mean loss and the metrics of a split, in
+    windows that are padded to one length each if the loss depends on it.
 
     All ranks must call it, and all return the same numbers. The model is in evaluation mode
     meanwhile; the modes of its modules are restored.
@@ -149,7 +161,7 @@ def evaluate(
     Args:
         accelerator: The accelerator of the run.
         model: The prepared model.
-        windows: The loader of the split, see `evaluation_windows`.
+        make_windows: `evaluation_windows` with all arguments but `pad_to_window`.
         loss_fn: (outputs, batch) -> (sum of the loss, number of targets), in place of the model's
             own loss.
         reader: How to compute metrics besides the loss, or None to compute the loss alone.
@@ -161,85 +173,40 @@ def evaluate(
 
     Raises:
         LossNotAdditive: If the loss is not a sum of means.
-        DependsOnWidth: If the loss depends on the padded width, and the windows are not padded.
     """
-    windows.set_epoch(0)
     backend = backend_for(accelerator)
     loss = EvaluatedLoss(backend, model, loss_fn)
-    local_results: list[_MicroBatchResult] = []
-    with restored_modes(model), loss.router.patched(), loss.trainable():
-        model.eval()
-        backend.reshard(model)
-        for index, window in enumerate(windows):
-            if index == 0 and not window.request.pad_to_window and loss.depends_on_width(window):
-                raise DependsOnWidth
-            local_results += _run_micro_batches(loss, window, reader)
-    gathered = gather_object([result.on_host() for result in local_results])
+
+    def forward(batch: dict[str, Any], micro_batch: MicroBatch) -> Forward:
+        """Compute the loss of a micro-batch, and read what the metrics compare."""
+        outputs, parts = loss.run(batch, len(micro_batch))
+        if reader is None:
+            return parts, (), ()
+        return parts, *reader.read(outputs, batch, micro_batch)
+
+    windows = make_windows()
+    with evaluation_mode(backend, model), loss.router.patched(), loss.trainable():
+        if loss.depends_on_width(next(iter(windows))):
+            windows = make_windows(pad_to_window=True)
+        forwards = list(run_forwards(backend, windows, forward))
+    # To the host only after all forwards, because each copy waits for the device.
+    local_results = [
+        (micro_batch.positions, parts.on_host(), *compared)
+        for micro_batch, (parts, *compared) in forwards
+    ]
     # A fixed order for every number of ranks.
-    micro_batch_results = sorted(gathered, key=lambda result: result.positions[0])
-    mean, num_targets = mean_of_parts([result.parts for result in micro_batch_results])
+    gathered = sorted(gather_object(local_results), key=lambda result: result[0][0])
+    mean, num_targets = mean_of_parts([parts for _, parts, *_ in gathered])
     results = {"loss": mean, "num_targets": num_targets}
     if reader is None or reader.predicts_tokens:
         # Larger losses would overflow.
         results["perplexity"] = math.exp(min(results["loss"], 700.0))
     if reader is not None:
-        predictions, references = _in_order_of_split(micro_batch_results)
+        samples: list[tuple[int, Any, Any]] = []
+        for positions, _, predictions, references in gathered:
+            samples += zip(positions, predictions, references, strict=True)
+        _, predictions, references = zip(*sorted(samples, key=itemgetter(0)), strict=True)
         # A metric of the user named `loss` does not replace the loss.
-        results |= reader.compute(predictions, references) | results
+        results |= reader.compute(list(predictions), list(references)) | results
     # Ranks on other machines may round differently.
     return broadcast_from_main(accelerator, results)
-
-
-@dataclass(frozen=True)
-class _MicroBatchResult:
-    """The result of one micro-batch of an evaluation in a fine-tuning run. The results of all ranks
-    are gathered.
-
-    Attributes:
-        positions: The positions of its samples in the split, int64, shape (samples,).
-        parts: What its loss consists of.
-        predictions: One prediction per sample for the metrics; () if only the loss is computed.
-        references: What to compare each prediction with; () if only the loss is computed.
-    """
-
-    positions: np.ndarray
-    parts: LossParts
-    predictions: Sequence[Any] = ()
-    references: Sequence[Any] = ()
-
-    def on_host(self) -> "_MicroBatchResult":
-        """Return the result with its numbers on the host; only after all forwards, because each
-        copy waits for the device.
-        """
-        return replace(self, parts=self.parts.on_host())
-
-
-def _run_micro_batches(
-    loss: EvaluatedLoss, window: Window, reader: Reader | None
-) -> Iterator[_MicroBatchResult]:
-    """Run the forwards of this rank's micro-batches of a window in an evaluation, and yield the
-    loss and the predictions of each.
-    """
-    for slot in evaluation_slots(loss.backend, window):
-        batch = loss.backend.place(slot.micro_batch.batch)
-        outputs, parts = loss.run(batch, len(slot.micro_batch))
-        if slot.is_filler:
-            continue
-        predictions: Sequence[Any] = ()
-        references: Sequence[Any] = ()
-        if reader is not None:
-            predictions, references = reader.read(outputs, batch, slot.micro_batch)
-        yield _MicroBatchResult(slot.micro_batch.positions, parts, predictions, references)
-
-
-def _in_order_of_split(results: Sequence[_MicroBatchResult]) -> tuple[list[Any], list[Any]]:
-    """Return the predictions and the references of all samples of an evaluation, each in the order
-    of the split, for the metrics.
-    """
-    samples: list[tuple[int, Any, Any]] = []
-    for result in results:
-        samples += zip(result.positions, result.predictions, result.references, strict=True)
-    ordered = sorted(samples, key=itemgetter(0))
-    predictions = [prediction for _, prediction, _ in ordered]
-    references = [reference for _, _, reference in ordered]
-    return predictions, references

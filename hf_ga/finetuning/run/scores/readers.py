@@ -9,9 +9,11 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate.utils import convert_to_fp32
 from datasets import Dataset
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import EvalPrediction
 from transformers.trainer_pt_utils import nested_numpify
 from transformers.trainer_utils import denumpify_detensorize
@@ -26,7 +28,6 @@ from hf_ga.finetuning.run.scores.metrics import (
     METRICS,
     TEXT_METRICS,
     compute,
-    predictions_and_references,
 )
 from hf_ga.loading.batches import IGNORED_LABEL, MicroBatch
 from hf_ga.model.forward import unwrapped
@@ -141,19 +142,38 @@ def read_logits(
     outputs: Any, batch: dict[str, Any], micro_batch: MicroBatch
 ) -> tuple[list[np.ndarray], list[np.ndarray]]:
     """Read, in an evaluation of a run, predictions from the logits of a classification or
-    regression head, and references from the labels, see `predictions_and_references`.
+    regression head, and references from the labels.
+
+    The dtype and the shape of the labels show the task:
+
+    - floats of shape (samples,): regression; the logit is the prediction
+    - floats of shape (samples, classes): multi-label classification; a logit above 0 predicts 1
+    - integers of shape (samples,) or (samples, length): classes of samples or tokens; the largest
+      logit is the prediction, and the label -100 is ignored
 
     Args:
-        outputs: The model's outputs.
+        outputs: The model's outputs. Its logits have the shape (samples, classes), (samples,
+            length, classes) or, for a regression, (samples, 1).
         batch: The batch on the device, which is not used.
         micro_batch: The same batch on the CPU, with its labels.
 
     Returns:
-        Predictions and references, each with one array for each sample.
+        Predictions and references. Each is a list with an array for each sample, which has an
+        entry for each of its targets.
     """
-    logits = outputs.logits.float().cpu()
-    labels = micro_batch.batch["labels"]
-    return predictions_and_references(logits.numpy(), labels.numpy())
+    logits = outputs.logits.float().cpu().numpy()
+    labels = micro_batch.batch["labels"].numpy()
+    if labels.dtype.kind == "f":
+        is_regression = labels.ndim == 1
+        predicted = logits[:, 0] if is_regression else logits > 0
+        dtype = np.float64 if is_regression else np.int64
+        return list(predicted[:, None].astype(dtype)), list(labels[:, None].astype(dtype))
+    labels = labels.reshape(len(labels), -1)
+    predicted = logits.argmax(-1).reshape(labels.shape)
+    is_target = labels != IGNORED_LABEL
+    predictions = [row[mask] for row, mask in zip(predicted, is_target, strict=True)]
+    references = [row[mask] for row, mask in zip(labels, is_target, strict=True)]
+    return predictions, references
 
 
 def user_metrics_reader(setup: Setup, model: nn.Module) -> Reader:
@@ -253,14 +273,10 @@ def _join_samples(samples: Sequence[Any]) -> Any:
     """
     if isinstance(samples[0], tuple):
         return tuple(_join_samples(arrays) for arrays in zip(*samples, strict=True))
-    longest = max(samples, key=lambda sample: sample.shape[:1])
-    joined = np.full_like(longest, IGNORED_LABEL, shape=(len(samples), *longest.shape))
-    for i, sample in enumerate(samples):
-        if sample.ndim == 0:
-            joined[i] = sample
-        else:
-            joined[i, : len(sample)] = sample
-    return joined
+    if samples[0].ndim == 0:
+        return np.stack(samples)
+    tensors = [torch.tensor(sample) for sample in samples]
+    return pad_sequence(tensors, batch_first=True, padding_value=IGNORED_LABEL).numpy()
 
 
 def generated_ids(setup: Setup, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -68,17 +68,13 @@ def _retrieve(
     retrieved: dict[str, dict[str, float]] = {}
     num_retrieved = min(NUM_RETRIEVED, len(documents))
     # By blocks, because the similarities of all queries may not fit into memory.
-    query_blocks = queries.split(QUERIES_PER_BLOCK)
-    id_blocks = query_ids.split(QUERIES_PER_BLOCK)
-    for query_block, id_block in zip(query_blocks, id_blocks, strict=True):
-        similarities = query_block @ documents.T
-        scores, indices = similarities.topk(num_retrieved)
-        retrieved_ids = document_ids[indices.cpu()]
-        for query_id, ids_of_query, scores_of_query in zip(
-            id_block.tolist(), retrieved_ids.tolist(), scores.tolist(), strict=True
-        ):
-            names = map(str, ids_of_query)
-            retrieved[str(query_id)] = dict(zip(names, scores_of_query, strict=True))
+    found = [
+        (block @ documents.T).topk(num_retrieved) for block in queries.split(QUERIES_PER_BLOCK)
+    ]
+    scores = torch.cat([values for values, _ in found]).tolist()
+    ids = document_ids[torch.cat([indices for _, indices in found]).cpu()].tolist()
+    for i, query_id in enumerate(query_ids.tolist()):
+        retrieved[str(query_id)] = dict(zip(map(str, ids[i]), scores[i], strict=True))
     return retrieved
 
 
