@@ -20,7 +20,7 @@ from hf_ga.finetuning.run import PACKAGES
 
 ROOT = Path(__file__).parents[1]
 HEAVY = {*FINETUNE, "pandas"}
-SUBMODULES = {"datasets", "pyarrow", "sklearn"}
+SUBMODULES = {"datasets", "pyarrow", "sklearn", "evaluate"}
 # transformers.Trainer imports datasets and peft by itself where they are installed.
 LIGHT = ("WindowLoader", "StreamLoader", "prepare", "train_step", "plan_batch", "check_equivalence")
 

@@ -7,6 +7,7 @@ from typing import Any
 # Packages of the extra `finetune` that nothing which the library needs installs.
 FINETUNE = (
     "datasets",
+    "evaluate",
     "matplotlib",
     "peft",
     "pyarrow",

@@ -18,8 +18,16 @@ from hf_ga.finetuning.run.scores.metrics import (
 from hf_ga.finetuning.run.scores.readers import are_entities, read_logits
 
 
+def score(metric, references, predictions):
+    (value,) = (
+        metric(keep_in_memory=True).compute(predictions=predictions, references=references).values()
+    )
+    assert type(value) is float
+    return value
+
+
 def computed(name, predictions, references):
-    return METRICS[name](np.array(references), np.array(predictions))
+    return score(METRICS[name], references, predictions)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +86,9 @@ def test_an_entity_is_right_as_a_whole():
     references = [["B-PER", "I-PER", "O", "B-LOC"], []]
     predictions = [["B-PER", "O", "O", "B-LOC"], []]
     for given, right in ((predictions, references), (predictions[::-1], references[::-1])):
-        values = {name: metric(right, given) for name, metric in ENTITY_METRICS.items()}
+        values = {name: score(metric, right, given) for name, metric in ENTITY_METRICS.items()}
         assert values == {"accuracy": 0.75, "f1": 0.5}
-    assert ENTITY_METRICS["f1"]([["O", "O"]], [["O", "O"]]) == 0.0
+    assert score(ENTITY_METRICS["f1"], [["O", "O"]], [["O", "O"]]) == 0.0
     assert are_entities(["O", "B-PER", "I-PER"])
     assert not are_entities(["O", "noun"])
     assert not are_entities(["O"])
@@ -106,7 +114,9 @@ def test_answers_by_hand():
         ("", "x", 0.0, 0.0),
     ]:
         for name, value in {"exact_match": same, "f1": f1}.items():
-            assert ANSWER_METRICS[name]([[true]], [predicted]) == pytest.approx(value, rel=1e-12)
+            assert score(ANSWER_METRICS[name], [[true]], [predicted]) == pytest.approx(
+                value, rel=1e-12
+            )
 
 
 def test_metrics_of_texts_are_means():
@@ -127,8 +137,8 @@ def test_metrics_of_texts_are_means():
     )
     for table, given, right, results in cases:
         for name, value in results.items():
-            assert table[name](right, given) == pytest.approx(value)
-            assert table[name](right, given[::-1]) != pytest.approx(value)
+            assert score(table[name], right, given) == pytest.approx(value)
+            assert score(table[name], right, given[::-1]) != pytest.approx(value)
 
 
 def compared(logits, labels):

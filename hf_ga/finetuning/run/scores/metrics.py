@@ -1,32 +1,71 @@
-"""Metrics of evaluations as functions (references, predictions) -> number: those of scikit-learn,
-seqeval and rouge-score, and SQuAD's metrics of answers.
+"""Metrics of evaluations as `evaluate.Metric` classes, defined here so that nothing is downloaded:
+those of scikit-learn, seqeval and rouge-score, and SQuAD's metrics of answers.
 """
 
 import math
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import datasets
+import evaluate
 import numpy as np
 import seqeval.metrics
 import sklearn.metrics
 from rouge_score.rouge_scorer import RougeScorer
 
-# A function (references, predictions) -> number, over all samples of a split.
-Score = Callable[[Any, Any], float]
+_INTEGER = datasets.Value("int64")
+_FLOAT = datasets.Value("float64")
+_STRING = datasets.Value("string")
+_STRINGS = datasets.Sequence(_STRING)
 
 
-def _micro_f1(references: np.ndarray, predictions: np.ndarray) -> float:
+def _metric(
+    name: str, score: Callable, prediction_type: Any, reference_type: Any = None
+) -> type[evaluate.Metric]:
+    """Create an `evaluate.Metric` class for the evaluations of a run. Its result is `{name:
+    score(references, predictions)}`.
+    """
+    features = datasets.Features(
+        {"predictions": prediction_type, "references": reference_type or prediction_type}
+    )
+
+    class ScoreMetric(evaluate.Metric):
+        """A metric of the library `evaluate` that calls `score`."""
+
+        def _info(self) -> evaluate.MetricInfo:
+            """Return the name of a metric of evaluations and the types of its inputs.
+            `evaluate.Metric` calls this method.
+            """
+            return evaluate.MetricInfo(description=name, citation="", features=features)
+
+        def _compute(
+            self, predictions: Sequence[Any], references: Sequence[Any]
+        ) -> dict[str, float]:
+            """Compute the metric over all samples of an evaluation. `evaluate.Metric` calls this
+            method.
+            """
+            return {name: float(score(list(references), list(predictions)))}
+
+    return ScoreMetric
+
+
+def _accuracy(references: list[Any], predictions: list[Any]) -> float:
+    """Compute the metric accuracy of an evaluation: the fraction of correct labels."""
+    return sklearn.metrics.accuracy_score(np.asarray(references), np.asarray(predictions))
+
+
+def _micro_f1(references: list[list[int]], predictions: list[list[int]]) -> float:
     """Compute the metric `micro_f1` of an evaluation of multi-label classification: the F1 score,
     micro-averaged over all samples and labels.
     """
     return sklearn.metrics.f1_score(np.ravel(references), np.ravel(predictions), zero_division=0)
 
 
-def _pearson(references: np.ndarray, predictions: np.ndarray) -> float:
+def _pearson(references: list[float], predictions: list[float]) -> float:
     """Compute the metric `pearson` of an evaluation of a regression: Pearson's correlation of
     predictions and true values; 0 if either are constant, for which it is not defined.
     """
@@ -102,41 +141,45 @@ def _mean_rouge(variant: str, references: list[str], predictions: list[str]) -> 
 
 
 # Metrics of classes, sets of classes and numbers, as `readers.read_logits` returns them.
-METRICS: dict[str, Score] = {
-    "accuracy": sklearn.metrics.accuracy_score,
-    "f1": partial(sklearn.metrics.f1_score, average="macro", zero_division=0),
-    "exact_match": sklearn.metrics.accuracy_score,
-    "micro_f1": _micro_f1,
-    "mae": sklearn.metrics.mean_absolute_error,
-    "pearson": _pearson,
+METRICS: dict[str, type[evaluate.Metric]] = {
+    "accuracy": _metric("accuracy", _accuracy, _INTEGER),
+    "f1": _metric(
+        "f1", partial(sklearn.metrics.f1_score, average="macro", zero_division=0), _INTEGER
+    ),
+    "exact_match": _metric("exact_match", _accuracy, datasets.Sequence(_INTEGER)),
+    "micro_f1": _metric("micro_f1", _micro_f1, datasets.Sequence(_INTEGER)),
+    "mae": _metric("mae", sklearn.metrics.mean_absolute_error, _FLOAT),
+    "pearson": _metric("pearson", _pearson, _FLOAT),
 }
 # Metrics of named entities: accuracy of tags such as B-PER, I-PER and O, F1 of whole entities. A
 # prediction is the list of a text's tags.
-ENTITY_METRICS: dict[str, Score] = {
-    "accuracy": seqeval.metrics.accuracy_score,
-    "f1": partial(seqeval.metrics.f1_score, zero_division=0),
+ENTITY_METRICS = {
+    "accuracy": _metric("accuracy", seqeval.metrics.accuracy_score, _STRINGS),
+    "f1": _metric("f1", partial(seqeval.metrics.f1_score, zero_division=0), _STRINGS),
 }
 # Metrics of question answering. A reference is the list of the correct answers to a question.
-ANSWER_METRICS: dict[str, Score] = {
-    "exact_match": partial(_mean_answer_score, list.__eq__),
-    "f1": partial(_mean_answer_score, words_f1),
+ANSWER_METRICS = {
+    "exact_match": _metric(
+        "exact_match", partial(_mean_answer_score, list.__eq__), _STRING, _STRINGS
+    ),
+    "f1": _metric("f1", partial(_mean_answer_score, words_f1), _STRING, _STRINGS),
 }
 # Metrics of generated texts.
-TEXT_METRICS: dict[str, Score] = {
-    "exact_match": _fraction_of_equal_texts,
-    "rouge1": partial(_mean_rouge, "rouge1"),
-    "rouge2": partial(_mean_rouge, "rouge2"),
-    "rougeL": partial(_mean_rouge, "rougeL"),
+TEXT_METRICS = {
+    "exact_match": _metric("exact_match", _fraction_of_equal_texts, _STRING),
+    "rouge1": _metric("rouge1", partial(_mean_rouge, "rouge1"), _STRING),
+    "rouge2": _metric("rouge2", partial(_mean_rouge, "rouge2"), _STRING),
+    "rougeL": _metric("rougeL", partial(_mean_rouge, "rougeL"), _STRING),
 }
 
 
 def compute(
-    metrics: Mapping[str, Score], predictions: list[Any], references: list[Any]
+    metrics: Mapping[str, type[evaluate.Metric]], predictions: list[Any], references: list[Any]
 ) -> dict[str, float]:
     """Compute several metrics over all samples of a split, in an evaluation of a run.
 
     Args:
-        metrics: Name of a metric -> its function.
+        metrics: Name of a metric -> its class.
         predictions: One entry per sample: a text or a list, or an array with a prediction for each
             target of the sample.
         references: One entry per sample, like the predictions.
@@ -150,4 +193,9 @@ def compute(
         references = np.concatenate(references)
     if not len(references):
         return dict.fromkeys(metrics, math.nan)
-    return {name: float(score(references, predictions)) for name, score in metrics.items()}
+    results: dict[str, float] = {}
+    for metric in metrics.values():
+        # By default, inputs are written to cache files that processes on one machine would share.
+        metric_in_memory = metric(keep_in_memory=True)
+        results |= metric_in_memory.compute(predictions=predictions, references=references)
+    return results
