@@ -14,6 +14,7 @@ import os
 import runpy
 import sys
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -53,6 +54,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         by a signal. Other errors of the script, and its own exit codes, are left as they are.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments in (["-h"], ["--help"]):
+        print(__doc__)
+        return 0
     try:
         run_script(arguments)
     except RunStopped as stopped:
@@ -62,10 +66,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if not _is_main_process():
             # If all ranks have this error, the launcher stops them after the main process.
             time.sleep(PATIENCE)
-        in_one_line = " ".join(str(error).split())
-        print(f"\nerror: {in_one_line}", file=sys.stderr)  # a progress bar may be in this line
+        message = in_one_line(error, arguments)
+        print(f"\nerror: {message}", file=sys.stderr)  # a progress bar may be in this line
         return ERROR
     return 0
+
+
+def in_one_line(error: HfGaError, arguments: Sequence[str]) -> str:
+    """Return the message of an error, after the script, and its line that the error comes from.
+
+    Args:
+        error: The error.
+        arguments: The script and its arguments.
+    """
+    message = " ".join(str(error).split())
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [frame.lineno for frame in frames if frame.filename in arguments[:1]]
+    line = f", line {lines[-1]}" if lines else ""
+    return f"{' '.join(arguments[:1])}{line}: {message}"
 
 
 def run_script(arguments: Sequence[str]) -> None:

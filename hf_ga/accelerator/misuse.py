@@ -80,11 +80,12 @@ def late_parameters() -> ConfigError:
 def not_fetched() -> ConfigError:
     """Return the error for a batch that is fetched while the one before waits for its backward."""
     return ConfigError(
-        "a batch was fetched before accelerator.backward of the one before it. If this is an "
-        "evaluation, call model.eval() before it. If the loop collects several batches, or calls "
-        f"loss.backward() itself: {ACCUMULATE_REMEDY}. Targets need not be counted ahead "
-        "(num_items_in_batch): pass the mean loss of each batch, and the window is divided by its "
-        "number of targets on all processes."
+        "a batch was fetched before accelerator.backward of the one before it. In an evaluation, "
+        "call model.eval() before the loop. In training, call accelerator.backward(loss) for each "
+        "batch, not loss.backward(). If the loop collects several batches to count their targets "
+        "(num_items_in_batch), leave that out: with gradient_accumulation_steps and `with "
+        "accelerator.accumulate(model):` around the loop's body, pass the mean loss of each batch; "
+        "the window is divided by its number of targets on all processes."
     )
 
 
@@ -168,7 +169,7 @@ def check_no_earlier_gradients(
                 if is_left and bool(parameter.grad.any()):
                     raise ConfigError(
                         "gradients of an earlier window are left: its optimizer.step() or "
-                        "zero_grad() was not called. Call both in each iteration; "
+                        "zero_grad() was not called. Call both in each iteration, without an `if`; "
                         f"{ACCUMULATE_REMEDY}."
                     )
 
@@ -176,7 +177,8 @@ def check_no_earlier_gradients(
 def early_step() -> ConfigError:
     """Return the error for an optimizer step before the window's gradient is complete."""
     return ConfigError(
-        "optimizer.step() came before accelerator.backward of every micro-batch of the window "
-        "(loss.backward() bypasses the accelerator, and so does a DataLoader that was not "
-        f"prepared): {ACCUMULATE_REMEDY}. Of two losses of one micro-batch, both come before it."
+        "optimizer.step() came before accelerator.backward of every micro-batch of the window. "
+        "Call accelerator.backward(loss), not loss.backward(), and pass the DataLoader to "
+        f"accelerator.prepare. If the loop accumulates: {ACCUMULATE_REMEDY}. Of two losses of one "
+        "micro-batch, both come before the step."
     )

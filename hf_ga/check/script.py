@@ -30,6 +30,7 @@ from hf_ga.check.script_arm import (
 )
 from hf_ga.errors import ConfigError, HfGaError
 
+HELP = (["-h"], ["--help"])
 USAGE = "usage: python -m hf_ga.check [--assert] SCRIPT.py [arguments of the script]"
 LIMIT = 1e-4  # relative error of a gradient; float32 sums in another order differ by about 1e-6
 LOW_PRECISION_LIMIT = 5e-2  # bf16 keeps 8 bits
@@ -62,12 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         refuses the script; 2 after an error.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments in HELP:
+        print(__doc__)
+        return 0
     is_asserted = "--assert" in arguments[:1]
     script = arguments[is_asserted:]
     try:
         passed = check_script(script)
     except Refused as error:
-        print(f"{script[0]}: hf_ga refuses it before the first update: {error}")
+        print(f"hf_ga refuses the script before its first update: {error}")
         passed = False
     except HfGaError as error:
         print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
@@ -120,8 +124,7 @@ def check_script(arguments: Sequence[str]) -> bool:
             error = relative_error(result, full)
             is_full = error <= limit
             verdict = "is the full batch" if is_full else "IS NOT the full batch"
-            is_as_written = number == report.num_micro_batches or not is_exact
-            note = " (as written)" if is_as_written else ""
+            note = " (as written)" if number == report.num_micro_batches else ""
             print(
                 f"  {name}, {number} micro-batches: relative error {error:.0e}, {verdict}{note}",
                 flush=True,
@@ -178,7 +181,9 @@ def _run(request: ArmRequest, arguments: Sequence[str], name: str) -> ArmResult:
     """
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
-        process = PROCESSES.Process(target=run_in_process, args=(request, folder, list(arguments)))
+        start_method = multiprocessing.get_start_method()
+        inputs = (request, folder, list(arguments), start_method)
+        process = PROCESSES.Process(target=run_in_process, args=inputs)
         with tqdm(total=1, desc=name, leave=False, disable=None):
             process.start()
             process.join()

@@ -5,6 +5,7 @@ The script is not changed: where it makes an accelerator or a trainer, it gets a
 gradient of the first update. `script.py` starts a process for each run.
 """
 
+import multiprocessing
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -24,7 +25,13 @@ from hf_ga.check.causes.divisors import name_of_term, readings_by_term
 from hf_ga.check.gradients import Gradients
 from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import ConfigError, HfGaError
-from hf_ga.run import exact_accelerator, exact_trainer, replace_classes, run_as_main
+from hf_ga.run import (
+    exact_accelerator,
+    exact_trainer,
+    in_one_line,
+    replace_classes,
+    run_as_main,
+)
 
 SEED = 0  # of a script that sets none
 RESULT = "result.pt"  # an ArmResult, or the message of hf_ga's error
@@ -315,17 +322,27 @@ def run_arm(request: ArmRequest, arguments: Sequence[str]) -> ArmResult | None:
     return None
 
 
-def run_in_process(request: ArmRequest, folder: Path, arguments: Sequence[str]) -> None:
+def run_in_process(
+    request: ArmRequest, folder: Path, arguments: Sequence[str], start_method: str
+) -> None:
     """Run a script up to its first update; the function of a new process.
 
     What the script prints is written to the file OUTPUT, the result or hf_ga's error to RESULT.
+
+    Args:
+        request: How to run it.
+        folder: Where to write.
+        arguments: The script and its arguments.
+        start_method: How processes of the script start, such as DataLoader workers: as without the
+            checker.
     """
+    multiprocessing.set_start_method(start_method, force=True)
     with (folder / OUTPUT).open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)
         try:
             result = run_arm(request, arguments)
         except HfGaError as error:
-            result = " ".join(str(error).split())
+            result = in_one_line(error, arguments)
         if result is not None:
             torch.save(result, folder / RESULT)

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 
-from hf_ga.check.script import causes, relative_error, scale_of, splits_of
+from hf_ga.check.script import causes, main, relative_error, scale_of, splits_of
 from hf_ga.check.script_arm import ArmResult
 from hf_ga.errors import ConfigError
 
@@ -91,6 +91,7 @@ PREPARE = "model, optimizer, loader = "
 LATE_STEPS = (
     ACCELERATE.replace("gradient_accumulation_steps=4, ", "")
     .replace("texts, 2", "texts, 32")
+    .replace("=collate)", "=lambda rows: collate(rows), num_workers=1)")
     .replace(PREPARE, "accelerator.free_memory()\n" + PREPARE)
     .replace(
         "for batch in loader", "accelerator.gradient_accumulation_steps = 1\nfor batch in loader"
@@ -127,7 +128,8 @@ def check(tmp_path, script, *options):
             "accelerate.Accelerator",
             ["cross entropy", "randn_like", "dropout"],
         ),
-        # Steps that are set later, and a batch size above the number of samples.
+        # Steps that are set later, a batch size above the number of samples, and a worker, which
+        # would run the script again if it did not fork.
         (LATE_STEPS, [2, 4], "accelerate.Accelerator", ["dropout"]),
     ],
     ids=["Accelerate", "Trainer", "by hand", "late steps"],
@@ -155,7 +157,7 @@ def test_a_script_that_is_refused_fails_the_check(tmp_path, options, code):
     done, rows = check(tmp_path, BY_HAND.replace("LAYER", "nn.BatchNorm1d(8)"), *options)
     assert done.returncode == code
     assert rows == []
-    assert "hf_ga refuses it before the first update: the mean of" in done.stdout
+    assert re.search(r"refuses the script .*train\.py, line \d+: the mean of", done.stdout)
     assert "BatchNorm" in done.stdout
 
 
@@ -177,6 +179,7 @@ def test_what_cannot_be_checked_is_one_error(tmp_path):
         [sys.executable, "-m", "hf_ga.check", "absent.py"], capture_output=True, text=True
     )
     assert none.returncode == 2
+    assert main(["--help"]) == 0
     assert "absent.py is no file. usage: python -m hf_ga.check" in none.stderr
 
 

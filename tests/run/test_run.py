@@ -228,6 +228,7 @@ def refused(folder: Path, body: str, *more: str) -> str:
     lines = [line for line in done.stderr.splitlines() if line.startswith("error:")]
     assert len(lines) == 1
     assert "Traceback" not in done.stderr
+    assert lines[0].startswith(f"error: {script}")
     return lines[0]
 
 
