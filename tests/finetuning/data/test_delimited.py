@@ -9,7 +9,7 @@ import pytest
 from hf_ga import DataError, FinetuneConfig
 from hf_ga.finetuning.data.formats import delimited
 from hf_ga.finetuning.data.formats.delimited import detect_separator
-from hf_ga.finetuning.data.formats.files import load_splits
+from hf_ga.finetuning.data.formats.files import check_same_columns, load_splits
 from hf_ga.finetuning.data.sources import load_rows
 
 pytestmark = pytest.mark.filterwarnings(
@@ -79,6 +79,14 @@ def test_files_with_different_separators(tmp_path):
     written(tmp_path / "4.csv", "text,class\na,1\n")
     with pytest.raises(DataError, match=r"different columns: .*1\.csv has label, text; .*4\.csv"):
         loaded(files[0], tmp_path / "4.csv")
+
+
+def test_parts_of_one_name_are_compared():
+    """Two configurations of a dataset have its name."""
+    parts = [("glue", datasets.Dataset.from_dict({name: [1]})) for name in ("a", "b")]
+    with pytest.raises(DataError, match="different columns: glue has a; glue has b"):
+        check_same_columns(parts)
+    check_same_columns([parts[0]] * 2)
 
 
 # cells of a column -> its values

@@ -198,6 +198,12 @@ def test_answers_that_are_not_where_they_should_be(answers, message):
         encoded(good, {"question": "q", "context": "c d e", "answers": answers})
 
 
+def test_a_start_that_is_no_list_is_one_error():
+    good = {"question": "q", "context": "c d e", "answers": {"text": ["d"], "answer_start": 2}}
+    with pytest.raises(DataError, match=f"{SHAPE}.*1 of 1 train rows"):
+        encoded(good)
+
+
 def best_by_trying_all(start_logits, end_logits, sample):
     """Every pair of context tokens in two loops, and no answer; probabilities in plain Python."""
     places = [i for i, start in enumerate(sample["starts"]) if start >= 0]
