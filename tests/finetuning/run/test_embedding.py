@@ -148,7 +148,8 @@ def of_rank(place, sizes):
 @pytest.mark.slow("starts processes")
 def test_ranks(rows):
     """Gradients of 2 and 3 ranks, and their evaluations."""
-    alone = gradient(rows, [16], still=False, **LEARNED)[2].evaluate()
+    run = gradient(rows, [16], still=False, **LEARNED)[2]
+    alone = evaluate_split(run, run.model)
     for ranks, sizes in ((2, [5]), (3, [7, 1, 5, 3])):
         for found, truth, evaluated in without_errors(
             on_ranks(partial(of_rank, rows, sizes), ranks)
