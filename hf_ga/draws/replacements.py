@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from hf_ga.draws import functions, samplers
-from hf_ga.draws.dropout import dropouts
+from hf_ga.draws.dropout import dropout_variants as variants
 from hf_ga.draws.dropout.dropout_functions import FUNCTIONAL, torch_dropout
 
 # (owner of a torch function, its name, its replacement)
@@ -53,15 +53,15 @@ OF_FUNCTIONAL: list[Replacement] = [
     for owner in (torch, torch._VF)
     for name, replacement in [
         ("dropout", torch_dropout),
-        ("dropout_", partial(dropouts.dropout, None)),
-        ("feature_dropout", partial(dropouts.dropout, 2)),
-        ("feature_dropout_", partial(dropouts.dropout, 2)),
-        ("alpha_dropout", partial(dropouts.alpha_dropout, None)),
-        ("alpha_dropout_", partial(dropouts.alpha_dropout, None)),
-        ("feature_alpha_dropout", partial(dropouts.alpha_dropout, 2)),
-        ("feature_alpha_dropout_", partial(dropouts.alpha_dropout, 2)),
-        ("rrelu", dropouts.rrelu),
-        ("rrelu_", dropouts.rrelu),
+        ("dropout_", partial(variants.dropout, None)),
+        ("feature_dropout", partial(variants.dropout, 2)),
+        ("feature_dropout_", partial(variants.dropout, 2)),
+        ("alpha_dropout", partial(variants.alpha_dropout, None)),
+        ("alpha_dropout_", partial(variants.alpha_dropout, None)),
+        ("feature_alpha_dropout", partial(variants.alpha_dropout, 2)),
+        ("feature_alpha_dropout_", partial(variants.alpha_dropout, 2)),
+        ("rrelu", variants.rrelu),
+        ("rrelu_", variants.rrelu),
     ]
 ]
 

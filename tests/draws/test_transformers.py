@@ -4,13 +4,32 @@ import contextlib
 
 import pytest
 import torch
+import torch.nn.functional as F
 from draws_of_splits import SPLITS, micro_batch
-from transformers import BertConfig, BertForSequenceClassification
+from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    BertConfig,
+    BertForSequenceClassification,
+)
+from transformers.masking_utils import sdpa_mask
 
 from hf_ga.draws.keyed import KeyedDraws
 
 LENGTHS = torch.tensor([9, 5, 7, 12, 3, 8, 12, 6])
 TOKENS = torch.randint(1, 50, (8, 12), generator=torch.Generator().manual_seed(0))
+
+
+def own_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **options):
+    """As CONTRIBUTING.md says: it calls sdpa, and is registered together with its masks."""
+    output = F.scaled_dot_product_attention(
+        query, key, value, attention_mask, dropout_p=dropout, scale=scaling
+    )
+    return output.transpose(1, 2), None
+
+
+AttentionInterface.register("own_attention", own_attention)
+AttentionMaskInterface.register("own_attention", sdpa_mask)
 
 
 def tiny_bert(attention):
@@ -47,7 +66,7 @@ def gradient(model, split, draws=None):
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
 
 
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa", "own_attention"])
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradient_is_that_of_the_full_batch(attention, checkpointing):
     model = tiny_bert(attention)

@@ -1,5 +1,5 @@
-"""Replacements of the dropout functions that `torch.nn.functional` calls (`torch.dropout`, ...),
-also in place, of alpha dropout and of the randomized leaky ReLU.
+"""Replacements of torch's rarer dropouts: in place, of whole channels, alpha dropout, and of the
+randomized leaky ReLU.
 
 They are called like those of `functions.py`.
 """
