@@ -73,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def in_one_line(error: HfGaError, arguments: Sequence[str]) -> str:
-    """Return the message of an error, after the script, and its line that the error comes from.
+    """Return the message of an error, after the line of the script that it comes from, if any.
 
     Args:
         error: The error.
@@ -81,9 +81,11 @@ def in_one_line(error: HfGaError, arguments: Sequence[str]) -> str:
     """
     message = " ".join(str(error).split())
     frames = traceback.extract_tb(error.__traceback__)
-    lines = [frame.lineno for frame in frames if frame.filename in arguments[:1]]
-    line = f", line {lines[-1]}" if lines else ""
-    return f"{' '.join(arguments[:1])}{line}: {message}"
+    scripts = [str(Path(argument)) for argument in arguments[:1]]  # as Python's frames name it
+    lines = [frame.lineno for frame in frames if frame.filename in scripts]
+    if not lines:
+        return message
+    return f"{arguments[0]}, line {lines[-1]}: {message}"
 
 
 def run_script(arguments: Sequence[str]) -> None:

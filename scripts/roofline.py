@@ -31,8 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.trainer_pt_utils import BatchRebalanceSampler, LengthGroupedSampler
 
 from hf_ga.model.override import override
-from hf_ga.order.length_plan import GPU_OVERHEAD, ByLength
-from hf_ga.rows.compiled_rows import row_length
+from hf_ga.order.length_plan import GPU_OVERHEAD, ByLength, Computed, row_length
 from hf_ga.speed.chunked_loss import CHUNK_BYTES, OutputProjection, chunked_cross_entropy
 
 # Seconds that the host needs to launch one kernel: an assumption, no vendor states it.
@@ -182,7 +181,7 @@ def rebalanced_batches(lengths: np.ndarray, window: int, micro_batch: int) -> li
 
 
 def planned_batches(
-    lengths: np.ndarray, window: int, micro_batch: int, *, is_packed: bool = True
+    lengths: np.ndarray, window: int, micro_batch: int, *, computed: Computed = Computed.REAL
 ) -> list[np.ndarray]:
     """Split an epoch into windows in random order, and each into micro-batches by hf_ga's plan by
     length for a GPU.
@@ -191,14 +190,20 @@ def planned_batches(
         lengths: Tokens of each sample of the epoch, shape (samples,).
         window: Samples of an optimizer step.
         micro_batch: Samples of a micro-batch of the longest samples; shorter ones are more.
-        is_packed: Whether the plan counts real tokens only.
+        computed: Which tokens the plan counts.
 
     Returns:
         The sample indices of each micro-batch.
     """
     order = np.random.default_rng(0).permutation(len(lengths))
+    has_rows = computed is Computed.ROWS
     plan = ByLength(
-        micro_batch, None, GPU_OVERHEAD, lockstep=False, is_packed=is_packed, pads_attention=False
+        micro_batch,
+        micro_batch * int(lengths.max()) if has_rows else None,
+        GPU_OVERHEAD,
+        lockstep=False,
+        computed=computed,
+        pads_attention=False,
     )
     batches = []
     for start in range(0, len(order), window):
@@ -217,12 +222,17 @@ MODES = (
     Mode("Trainer, batch_rebalance", rebalanced_batches),
     Mode(
         "hf_ga, padded, scores stored",
-        partial(planned_batches, is_packed=False),
+        partial(planned_batches, computed=Computed.PADDED),
         keeps_scores=True,
         is_lean=True,
     ),
     HF_GA,
-    replace(HF_GA, name="hf_ga, compiled rows", has_rows=True),
+    replace(
+        HF_GA,
+        name="hf_ga, compiled rows",
+        batches=partial(planned_batches, computed=Computed.ROWS),
+        has_rows=True,
+    ),
 )
 
 

@@ -184,7 +184,9 @@ def _run_and_explain_all(
             reference = compute_reference(context, context.first_samples_window(num_samples))
         row = ReportRow(arm, layout.name, layout.sizes, layout.accumulation_steps)
         run = partial(layout.run, context, arms[arm], layout.collate_window(context))
-        row_of[arm, layout.name] = judged(context, row, run, reference)
+        # An error in one of the user's steps must not lose the results of the others.
+        refusals = (LossNotAdditive, UnkeyedRandomness) if arm == OURS else (Exception,)
+        row_of[arm, layout.name] = judged(context, row, run, reference, refusals)
     rows = []
     for arm, step in arms.items():
         of_arm = [row_of[arm, layout.name] for layout in layouts]

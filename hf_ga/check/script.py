@@ -181,9 +181,7 @@ def _run(request: ArmRequest, arguments: Sequence[str], name: str) -> ArmResult:
     """
     with tempfile.TemporaryDirectory() as name_of_folder:
         folder = Path(name_of_folder)
-        start_method = multiprocessing.get_start_method()
-        inputs = (request, folder, list(arguments), start_method)
-        process = PROCESSES.Process(target=run_in_process, args=inputs)
+        process = PROCESSES.Process(target=run_in_process, args=(request, folder, list(arguments)))
         with tqdm(total=1, desc=name, leave=False, disable=None):
             process.start()
             process.join()

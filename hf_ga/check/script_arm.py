@@ -179,7 +179,7 @@ class Arm:
             result.num_micro_batches = max(num_parts, result.num_micro_batches)
         counted = [reading for reading in engine.gradient.readings if reading.is_counted]
         terms = readings_by_term(counted)
-        result.num_samples = sum(reading.num_samples for reading in terms[0])
+        result.num_samples = sum(r.num_samples for readings in terms[:1] for r in readings)
         for readings in terms:
             divisors = [float(reading.divisor) for reading in readings]
             result.terms.append((name_of_term(readings), divisors))
@@ -322,21 +322,13 @@ def run_arm(request: ArmRequest, arguments: Sequence[str]) -> ArmResult | None:
     return None
 
 
-def run_in_process(
-    request: ArmRequest, folder: Path, arguments: Sequence[str], start_method: str
-) -> None:
+def run_in_process(request: ArmRequest, folder: Path, arguments: Sequence[str]) -> None:
     """Run a script up to its first update; the function of a new process.
 
     What the script prints is written to the file OUTPUT, the result or hf_ga's error to RESULT.
-
-    Args:
-        request: How to run it.
-        folder: Where to write.
-        arguments: The script and its arguments.
-        start_method: How processes of the script start, such as DataLoader workers: as without the
-            checker.
     """
-    multiprocessing.set_start_method(start_method, force=True)
+    # Processes of the script, such as DataLoader workers, start as without the checker.
+    multiprocessing.set_start_method(None, force=True)
     with (folder / OUTPUT).open("w") as output:
         os.dup2(output.fileno(), 1)
         os.dup2(output.fileno(), 2)

@@ -39,10 +39,10 @@ def replaced(replacements: Sequence[tuple[Any, str, Any]]) -> Iterator[None]:
         yield
     finally:
         for target, name, previous_value in reversed(previous):
-            if previous_value is MISSING:
-                delattr(target, name)
-            else:
+            if previous_value is not MISSING:
                 setattr(target, name, previous_value)
+            elif name in vars(target):
+                delattr(target, name)
 
 
 @contextmanager

@@ -67,7 +67,8 @@ class StageLoop(OwnLoop):
         backend = self._backend
         with backend.failing_on_all_ranks():
             hidden_shape = max_hidden_shape(self._slots, self.model.config.hidden_size)
-        hashes = backend.gather_objects((backend.replica, self._hash_of_batches()))
+            hash_of_batches = self._hash_of_batches()
+        hashes = backend.gather_objects((backend.replica, hash_of_batches))
         if len(set(hashes)) > backend.num_replicas:
             raise ConfigError(
                 "the stages of a pipeline have different batches of the same samples: dataset and "

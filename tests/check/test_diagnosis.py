@@ -226,8 +226,33 @@ def test_batch_norm_is_named_also_where_hf_ga_refuses_it():
     assert names(check(model, bag_samples(12), ["one by one"]), OURS) == {
         "BatchNorm"
     }  # torch fails on one sample
+    norm.requires_grad_(False)  # a frozen one that is still in training mode
+    model.bert.requires_grad_(False)
+    assert names(check(model, bag_samples(12), steps={"step": loop}), OURS) == {"BatchNorm"}
     norm.eval()
     assert check(model, bag_samples(12), steps={"step": loop}).passed
+
+
+class DrawsForMany(nn.Module):
+    """Draws a factor of its loss, in large micro-batches only."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = helpers.bert_classifier()
+
+    def forward(self, **batch):
+        outputs = self.model(**batch)
+        if len(batch["labels"]) > 8:
+            outputs.loss = outputs.loss * torch.rand(7).sum()
+        return outputs
+
+
+def test_a_refusal_in_one_layout_is_a_row_of_the_report():
+    """The trial of the model has fewer samples."""
+    report = check(DrawsForMany(), helpers.class_samples(24), {"large": [12, 12]})
+    (row,) = report.arm(OURS).rows
+    assert "factor in the loss" in row.refused
+    assert row.causes
 
 
 def test_a_step_that_keys_its_draws_is_not_accused_of_dropout():

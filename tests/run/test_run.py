@@ -268,7 +268,7 @@ def test_a_script_that_makes_no_accelerator_is_said_to_run_unchanged(tmp_path):
     assert "made neither" in done.stderr
 
 
-@pytest.mark.parametrize("arguments", [[], ["--help"], ["missing.py"]])
+@pytest.mark.parametrize("arguments", [[], ["--flag"], ["missing.py"]])
 def test_without_a_script_it_shows_its_usage(arguments):
     done = python(*RUN, *arguments)
     assert done.returncode == 2

@@ -32,7 +32,6 @@ from hf_ga.check.steps import CheckContext, StepFunction, device_of
 from hf_ga.check.verdict.rows import Cause, ReportRow
 from hf_ga.engine.look.rehearsal import widths_of
 from hf_ga.engine.whole.router import WindowRouter
-from hf_ga.errors import UnkeyedRandomness
 from hf_ga.loading.window import Window
 from hf_ga.parallel.processes import broadcast_from_main
 
@@ -70,12 +69,15 @@ def explain(
         is_short = len(sizes) < row.accumulation_steps
         kind = (is_short, max(sizes) - min(sizes) > 1, len(sizes) % num_processes > 0)
         has_raised = row.refused is not None and step is not None
-        if row.passed or has_raised or kind in kinds:
+        if row.passed or has_raised:
+            continue
+        if kind in kinds:
+            row.causes = []
             continue
         kinds.add(kind)
-        if isinstance(context.refusal, UnkeyedRandomness) and row.refused is not None:
-            row.causes = [Cause("randomness", row.refused)]
-        elif context.has_batch_norm and row.refused is not None:
+        if row.causes:  # random numbers, of a refused step
+            continue
+        if context.has_batch_norm and row.refused is not None:
             row.causes = [BATCH_NORM]
         elif row.refused is None and row.share <= 1:
             text = (
@@ -83,13 +85,19 @@ def explain(
             )
             row.causes = [Cause("reported loss", text)]
         else:
-            row.causes = _causes_in(context, layout, step)
+            row.causes = _causes_in(context, layout, step, row.refused)
 
 
 def _causes_in(
-    context: CheckContext, layout: CheckedLayout, step: StepFunction | None
+    context: CheckContext,
+    layout: CheckedLayout,
+    step: StepFunction | None,
+    refused: str | None,
 ) -> list[Cause]:
-    """Run the step in a layout; return all causes, the same on all processes."""
+    """Run the step in a layout; return all causes, the same on all processes.
+
+    `refused` is why hf_ga's own step was refused there, which alone is explained then.
+    """
     trials: list[ConstantDraws | None] = [None]
     if step is not None:
         trials = [ConstantDraws(device_of(context.model))]
@@ -98,7 +106,7 @@ def _causes_in(
             trials.append(None)
     found_first = None
     for draws in trials:
-        trial = Trial(context, layout, step, draws)
+        trial = Trial(context, layout, step, draws, refused)
         result = trial.causes() if context.accelerator.is_main_process else None
         found, is_explained = broadcast_from_main(context.accelerator, result)
         if is_explained:
@@ -113,7 +121,7 @@ class Trial:
 
     Attributes:
         has_several_widths: Whether the micro-batches were padded to one width.
-        is_refused: Whether there is no step to run, because hf_ga refuses the model.
+        refused: Why hf_ga's own step, which is not run then, refuses the model in this layout.
         clipped: See `unclipped`.
         reference: Gradient of the full batch.
         step_gradient: Gradient that the step left.
@@ -129,6 +137,7 @@ class Trial:
         layout: CheckedLayout,
         step: StepFunction | None,
         draws: ConstantDraws | None,
+        refused: str | None,
     ) -> None:
         """Compute the gradients of the step, of the full batch and of each micro-batch; `draws` in
         place of the random numbers of the step, unless they are None.
@@ -145,8 +154,8 @@ class Trial:
         whole = window.split([np.arange(window.num_samples)])
         _, reference = plain_backward(context, whole, whole.micro_batches[0], draws=draws)
         step_gradients = reference
-        self.is_refused = step is None and context.refusal is not None
-        if not self.is_refused:
+        self.refused = refused
+        if refused is None:
             with unclipped() as self.clipped, nullcontext() if draws is None else draws.scope():
                 _, step_gradients = layout.run(context, step, window)
         self.missing = _parameters_without_gradient(step_gradients, reference)
@@ -166,8 +175,8 @@ class Trial:
         """Return the causes; if there is none, one named "unknown". And whether known weights
         explain the gradient of the step.
         """
-        if self.is_refused:
-            return self._additivity_causes() or [Cause("unknown", str(self.context.refusal))], True
+        if self.refused is not None:
+            return self._additivity_causes() or [Cause("unknown", self.refused)], True
         if not self.step_gradient.any():
             text = "the step left no gradient in any parameter: leave it in .grad, without updating"
             return [Cause("no gradients", text)], True

@@ -13,7 +13,7 @@ from hf_ga.engine.own_loop import OwnLoop
 from hf_ga.engine.sums.divisors import Reading, TermKey, on_host
 from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import DataError, LossNotAdditive
-from hf_ga.loading.batches import IGNORED_LABEL, count_padded_elements, count_tokens
+from hf_ga.loading.batches import IGNORED_LABEL
 from hf_ga.loading.window import Window
 from hf_ga.model.forward import restored_buffers
 from hf_ga.parallel.backend import LocalBackend
@@ -92,15 +92,16 @@ def count_usual(window: Window) -> dict[str, np.ndarray]:
     counts: dict[str, list[int]] = defaultdict(list)
     for micro_batch in window.micro_batches:
         batch = micro_batch.batch
-        num_samples = len(micro_batch)
-        counts["samples"].append(num_samples)
+        counts["samples"].append(len(micro_batch))
         labels = batch.get("labels")
         if isinstance(labels, Tensor) and labels.dim() and not labels.is_floating_point():
             counts[LABELS].append(int((labels != IGNORED_LABEL).sum()))
             if labels.dim() > 1:
                 counts[SHIFTED_LABELS].append(int((labels[:, 1:] != IGNORED_LABEL).sum()))
-        counts["tokens"].append(count_tokens(batch, num_samples))
-        counts["tokens with padding"].append(count_padded_elements(batch, num_samples))
+        if isinstance(batch.get("attention_mask"), Tensor):
+            counts["tokens"].append(int(batch["attention_mask"].sum()))
+        if isinstance(batch.get("input_ids"), Tensor):
+            counts["tokens with padding"].append(batch["input_ids"].numel())
     return {name: np.array(numbers, float) for name, numbers in counts.items() if any(numbers)}
 
 

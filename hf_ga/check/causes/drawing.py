@@ -9,12 +9,14 @@ from typing import Any
 import numpy as np
 from accelerate.utils import send_to_device
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from hf_ga.check.oracle.reference import begin_draws, mean_loss
 from hf_ga.check.steps import CheckContext, device_of
 from hf_ga.draws.generators import moved_generators, random_states
 from hf_ga.loading.batches import as_batch, sample_length
 from hf_ga.model.forward import force_eager, restored_buffers
+from hf_ga.model.override import override
 
 # Batch sizes of the forwards. The dim of a draw that holds the samples changes with them.
 BATCH_SIZES = (2, 3)
@@ -33,29 +35,41 @@ def look_at_forwards(context: CheckContext) -> list[nn.Module]:
         context.draws.scope(),
         restored_buffers(context.model),
         force_eager(),
+        _noting_batch_norm(context),
         _drawing_modules(context.model) as found,
     ):
         for num_samples in BATCH_SIZES:
             batch = as_batch(context.collate_fn([longest] * num_samples))
             begin_draws(context, window, np.arange(num_samples))
-            loss = mean_loss(context, send_to_device(batch, device_of(context.model)))
-            context.has_batch_norm = _has_batch_norm(loss)
+            mean_loss(context, send_to_device(batch, device_of(context.model)))
     return list(dict.fromkeys(found))
 
 
-def _has_batch_norm(loss: Tensor) -> bool:
-    """Whether a BatchNorm that a loss depends on normalises by statistics of its input."""
-    nodes_to_visit = [loss.grad_fn]
-    visited = set()
-    while nodes_to_visit:
-        node = nodes_to_visit.pop()
-        if node is None or node in visited:
-            continue
-        if "BatchNorm" in node.name() and getattr(node, "_saved_training", True):
-            return True
-        visited.add(node)
-        nodes_to_visit += [child for child, _ in node.next_functions]
-    return False
+@contextmanager
+def _noting_batch_norm(context: CheckContext) -> Iterator[None]:
+    """Set `context.has_batch_norm` if a BatchNorm in the block normalises by statistics of its
+    input, whatever its parameters need.
+    """
+    batch_norm = F.batch_norm
+
+    def noting(
+        input: Tensor,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        *settings: Any,
+        **named_settings: Any,
+    ) -> Tensor:
+        """Replacement of `F.batch_norm`."""
+        context.has_batch_norm |= training
+        return batch_norm(
+            input, running_mean, running_var, weight, bias, training, *settings, **named_settings
+        )
+
+    with override(F, batch_norm=noting):
+        yield
 
 
 @contextmanager

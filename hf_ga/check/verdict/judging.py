@@ -21,8 +21,8 @@ from hf_ga.check.gradients import (
 )
 from hf_ga.check.oracle.reference import plain_backward
 from hf_ga.check.steps import CheckContext
-from hf_ga.check.verdict.rows import OURS, ReportRow
-from hf_ga.errors import ConfigError, HfGaError, LossNotAdditive, UnkeyedRandomness
+from hf_ga.check.verdict.rows import Cause, ReportRow
+from hf_ga.errors import ConfigError, HfGaError, UnkeyedRandomness
 from hf_ga.loading.window import Window
 from hf_ga.parallel.processes import broadcast_from_main
 
@@ -103,28 +103,27 @@ def judged(
     row: ReportRow,
     run: Callable[[], tuple[float | None, Gradients]],
     reference: Reference,
+    refusals: tuple[type[Exception], ...],
 ) -> ReportRow:
     """Run a training step, and compare its loss and gradients with the reference.
 
     Args:
         context: The settings of the check.
-        row: What the report says of the step so far. It is marked as refused if hf_ga does not
-            support the model, or if another step than hf_ga's own raises.
+        row: What the report says of the step so far.
         run: Returns the loss of the step (None: it is not compared) and its gradients.
         reference: The correct ones.
+        refusals: Errors of the step with which the row is marked as refused.
 
     Returns:
         The row of the main process, on all processes: they must diagnose the same rows.
     """
     try:
         loss, gradients = run()
-    except Exception as error:
-        is_refusal = isinstance(error, LossNotAdditive | UnkeyedRandomness)
-        if row.arm == OURS and not is_refusal:
-            raise
-        # An error in one of the user's steps must not lose the results of the others.
+    except refusals as error:
         is_own_error = isinstance(error, HfGaError)
         row.refused = str(error) if is_own_error else f"raised {type(error).__name__}: {error}"
+        if UnkeyedRandomness in refusals and isinstance(error, UnkeyedRandomness):
+            row.causes = [Cause("randomness", row.refused)]
     else:
         _write_verdict(row, loss, gradients, reference)
     return broadcast_from_main(context.accelerator, row)

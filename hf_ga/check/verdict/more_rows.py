@@ -10,7 +10,7 @@ from hf_ga.check.gradients import Gradients, take_gradients
 from hf_ga.check.steps import CheckContext, run_hf_ga_step
 from hf_ga.check.verdict.judging import compute_reference, judged
 from hf_ga.check.verdict.rows import OURS, Cause, ReportRow
-from hf_ga.errors import ConfigError
+from hf_ga.errors import ConfigError, LossNotAdditive, ProcessFailed, UnkeyedRandomness
 from hf_ga.loading.window import Window
 from hf_ga.pipeline.pipeline import Pipeline, prepare_pipeline
 from hf_ga.recovery.checkpoint import state_sha256
@@ -47,7 +47,9 @@ def pipeline_row(context: CheckContext, num_stages: int) -> ReportRow:
         return loss, _gather_gradients(pipeline, context)
 
     reference = compute_reference(context, context.first_samples_window(num_samples))
-    return judged(context, row, run, reference)
+    # Raised on all processes: as ProcessFailed on those where nothing failed.
+    refusals = (ConfigError, LossNotAdditive, UnkeyedRandomness, ProcessFailed)
+    return judged(context, row, run, reference, refusals)
 
 
 def _gather_micro_batch_sizes(pipeline: Pipeline, window: Window) -> list[int]:
