@@ -180,14 +180,13 @@ def plan_by_length(
     # One micro-batch of more than twice the tokens per process would unbalance the processes.
     twice_tokens_per_process = -(-2 * int(sorted_lengths.sum()) // num_processes)
     largest_limit = min(max_tokens, twice_tokens_per_process)
+    rows = np.array(row_lengths(row_limit), np.int64)
     candidates = []
     for sixteenths in LIMIT_SIXTEENTHS:
         limit = max(1, largest_limit * sixteenths // 16)
         if is_packed:
-            boundaries = packed_boundaries(
-                sorted_lengths, limit, overhead, pads_attention, row_limit
-            )
-            costs = _packed_costs(sorted_lengths, boundaries, pads_attention, row_limit)
+            boundaries = packed_boundaries(sorted_lengths, limit, overhead, pads_attention, rows)
+            costs = _packed_costs(sorted_lengths, boundaries, pads_attention, rows)
         else:
             boundaries = cheapest_boundaries(sorted_lengths, limit, overhead)
             padded_lengths = sorted_lengths[boundaries[1:] - 1]
@@ -311,29 +310,28 @@ def row_length(num_tokens: int, limit: int | None) -> int:
     >>> [row_length(number, 2000) for number in (1900, 1100, 1000, 300, 2100)]
     [2048, 2048, 1024, 512, 4096]
     """
-    long_enough = [length for length in _row_lengths(limit) if length >= num_tokens]
+    long_enough = [length for length in row_lengths(limit) if length >= num_tokens]
     if long_enough:
         return min(long_enough)
     return max(MULTIPLE, 1 << (num_tokens - 1).bit_length())
 
 
-def _row_lengths(limit: int | None) -> list[int]:
+def row_lengths(limit: int | None) -> list[int]:
     """Return the lengths of rows of at most `limit` tokens, in ascending order."""
     if limit is None:
         return []
     return sorted(-(-limit // (part * MULTIPLE)) * MULTIPLE for part in PARTS_OF_LIMIT)
 
 
-def _computed_tokens(num_tokens: np.ndarray, row_limit: int | None) -> np.ndarray:
+def _computed_tokens(num_tokens: np.ndarray, rows: np.ndarray) -> np.ndarray:
     """Return how many tokens are computed for so many real ones: the length of the row, if there
     are rows. More than fit into the longest one, of a single sample, count as they are.
     """
-    if row_limit is None:
+    if not len(rows):
         return num_tokens
-    lengths = np.array(_row_lengths(row_limit))
-    is_row = num_tokens <= lengths[-1]
     computed = num_tokens.copy()
-    computed[is_row] = lengths[np.searchsorted(lengths, num_tokens[is_row])]
+    is_row = num_tokens <= rows[-1]
+    computed[is_row] = rows[np.searchsorted(rows, num_tokens[is_row])]
     return computed
 
 
@@ -342,7 +340,7 @@ def packed_boundaries(
     max_tokens: int,
     overhead: int,
     pads_attention: bool,
-    row_limit: int | None = None,
+    rows: np.ndarray,
 ) -> np.ndarray:
     """Split a window, sorted by length, into packed micro-batches with the smallest sum of costs.
 
@@ -356,7 +354,7 @@ def packed_boundaries(
             times as many.
         overhead: Cost of a micro-batch that does not depend on its size, in tokens.
         pads_attention: Whether attention is padded.
-        row_limit: See `plan_by_length`.
+        rows: Lengths of rows, in ascending order; none if tokens are not filled up.
 
     Returns:
         See `cheapest_boundaries`.
@@ -377,9 +375,9 @@ def packed_boundaries(
         first_begin = first_begins[end - 1]
         sizes = descending_sizes[first_begin - end :]
         costs = best_costs[first_begin:end] + sizes * attention_per_sample[end - 1]
-        if row_limit is not None:
+        if len(rows):
             num_tokens = tokens_before[end] - tokens_before[first_begin:end]
-            costs += _computed_tokens(num_tokens, row_limit) * ATTENTION_WIDTH
+            costs += _computed_tokens(num_tokens, rows) * ATTENTION_WIDTH
         cheapest = int(costs.argmin())
         best_costs[end] = costs[cheapest] + overhead * ATTENTION_WIDTH
         begins[end] = first_begin + cheapest
@@ -390,11 +388,11 @@ def _packed_costs(
     sorted_lengths: np.ndarray,
     boundaries: np.ndarray,
     pads_attention: bool,
-    row_limit: int | None,
+    rows: np.ndarray,
 ) -> np.ndarray:
     """Return the compute cost of each packed micro-batch, see `_costs_per_sample`."""
     starts = boundaries[:-1]
-    tokens = _computed_tokens(np.add.reduceat(sorted_lengths, starts), row_limit)
+    tokens = _computed_tokens(np.add.reduceat(sorted_lengths, starts), rows)
     attention = np.add.reduceat(sorted_lengths**2, starts)
     if pads_attention:
         attention = np.diff(boundaries) * sorted_lengths[boundaries[1:] - 1] ** 2

@@ -21,6 +21,7 @@ from hf_ga.order.length_plan import (
     padded_tokens,
     plan_by_length,
     row_length,
+    row_lengths,
 )
 from hf_ga.order.plan import check_plan, plan_by_sizes, plan_window
 
@@ -126,7 +127,8 @@ def test_cheapest_cuts_of_packed_tokens(lengths, limit, overhead, pads_attention
             if all(fits_packed(group, limit) for group in groups):
                 options = (overhead, pads_attention, row_limit)
                 prices.append(sum(packed_price(group, *options) for group in groups))
-    boundaries = packed_boundaries(widths, limit, overhead, pads_attention, row_limit)
+    rows = np.array(row_lengths(row_limit), np.int64)
+    boundaries = packed_boundaries(widths, limit, overhead, pads_attention, rows)
     chosen = [widths[a:b].tolist() for a, b in pairwise(boundaries)]
     assert all(fits_packed(group, limit) for group in chosen)
     found = sum(packed_price(group, overhead, pads_attention, row_limit) for group in chosen)
