@@ -57,7 +57,7 @@ The batch of an update, its loss and the optimizer are those of the script. What
 - A run always evaluates. Without validation rows, it holds out `--validation_split_percentage` of the training rows.
 - `--optim adafactor` is torch's implementation.
 
-A field of TrainingArguments or flag of a script that [All flags](cli.md) has under the same name means the same. The tables have the others; `python docs/generate_cli.py` writes them from `hf_ga/finetuning/run/flags/arguments.py`.
+[All flags](cli.md) has many fields of TrainingArguments and flags of the scripts under the same name. The tables have the others; `python docs/generate_cli.py` writes them from `hf_ga/finetuning/run/flags/arguments.py`.
 """
 # The text of docs/cli.md above the table of the checker.
 CHECKER_INTRODUCTION = """

@@ -24,6 +24,7 @@ from transformers import (
 from hf_ga.finetuning.data.formats import corpus
 
 Sample = dict[str, Any]
+NUM_CLASSES = 15  # of the classifier: packages of the standard library with enough docstrings
 MODELS = ("gpt", "bert")  # a causal language model, and a classifier
 # Random token ids are from 5 to below this one: of any vocabulary, without special tokens.
 END_ID = 4000

@@ -210,7 +210,9 @@ def language_model(dropout: float) -> tuple[nn.Module, list[dict[str, Any]]]:
     ids = tokenizer(texts, truncation=True, max_length=MAX_LENGTH)["input_ids"]
     samples = [{"input_ids": row} for row in ids]
     shape = Shape("gpt", layers=2, width=64, heads=4, words=len(tokenizer))
-    return build_model(shape, dropout, MAX_LENGTH), samples
+    model = build_model(shape, dropout, MAX_LENGTH)
+    model.loss_type = None  # as users' models have it; with it, Trainer counts other labels
+    return model, samples
 
 
 def embedding_model() -> tuple[nn.Module, list[dict[str, Any]], Callable]:

@@ -193,6 +193,8 @@ def profile(setting: Setting) -> Section:
     # The first steps warm up.
     step(first)
     step(second)
+    if on_gpu:
+        torch.cuda.synchronize()
     unprofiled = seconds_of(partial(step, second))
     with torch.profiler.profile(activities=activities) as profiler:
         profiled = seconds_of(partial(step, second))

@@ -56,11 +56,6 @@ class Setting:
         return replace(SIZES[self.size], kind=self.model)
 
     @property
-    def num_labels(self) -> int:
-        """Number of classes of the classifier."""
-        return 1 + max(sample["label"] for sample in self.samples)
-
-    @property
     def accumulation_steps(self) -> int:
         """Number of micro-batches of an optimizer step."""
         return self.window_size // self.micro_batch_size
@@ -88,7 +83,7 @@ def build_model(setting: Setting) -> PreTrainedModel:
     torch.manual_seed(SEED)
     arguments: dict[str, Any] = {}
     if setting.model == "bert":
-        arguments["num_labels"] = setting.num_labels
+        arguments["num_labels"] = common.NUM_CLASSES
     model = common.build_model(setting.shape, setting.dropout, setting.max_length, **arguments)
     return model.to(setting.device)
 

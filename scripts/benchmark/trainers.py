@@ -7,6 +7,7 @@ import tempfile
 from typing import Any
 
 import torch
+from common import NUM_CLASSES
 from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from benchmark.measuring import BenchmarkRun
@@ -97,7 +98,7 @@ def full_rows(run: BenchmarkRun, backend: str | None = None) -> None:
             batch = batch.to(setting.device)
             labels = batch
             if setting.model == "bert":
-                labels = torch.arange(size, device=setting.device) % setting.num_labels
+                labels = torch.arange(size, device=setting.device) % NUM_CLASSES
             with torch.autocast(setting.device, torch.bfloat16, enabled=is_bf16):
                 loss = run.model(input_ids=batch, labels=labels).loss
             (loss / num_batches).backward()

@@ -365,14 +365,16 @@ def _tokenize_split(rows: Dataset, split: str, options: DataOptions, data: Prepa
         )
     # The whole column at once: numpy would index a column of `datasets` row by row.
     is_empty = np.asarray(samples["length"][:]) == 0
-    if not any(samples["num_targets"][:]):
-        raise DataError(
-            f"none of the {len(samples)} {split} rows has a target ({is_empty.sum()} rows are "
-            "empty or null): a language model needs at least 2 tokens in a row, the end-of-text "
-            "token included, and a completion within max_length."
-        )
+    if is_empty.all():
+        raise DataError(f"all {len(samples)} {split} rows are empty or null: give rows with text.")
     if is_empty.any():
         samples = samples.select(np.flatnonzero(~is_empty))
+    if not any(samples["num_targets"][:]):
+        raise DataError(
+            f"none of the {len(samples)} {split} rows has a target: a language model needs at "
+            "least 2 tokens in a row, the end-of-text token included, and a completion within "
+            "max_length."
+        )
     if options.block_size:
         num_rows = len(samples)
         num_tokens = sum(samples["length"][:])

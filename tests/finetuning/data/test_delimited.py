@@ -193,3 +193,20 @@ def test_a_file_that_is_not_utf8_is_refused_with_the_remedy(tmp_path):
     file.write_bytes("text,label\nKäse,gut\n".encode("latin-1"))
     with pytest.raises(DataError, match=r"is not UTF-8.*save the file as UTF-8.*iconv"):
         load_splits([str(file)])
+
+
+def test_classes_of_several_files_are_the_same(tmp_path):
+    """Numbers of a class take the names of the first file; other names are refused."""
+    classes = datasets.Features(
+        {"text": datasets.Value("string"), "label": datasets.ClassLabel(names=["no", "yes"])}
+    )
+    rows = {"text": ["a", "b"], "label": [0, 1]}
+    datasets.Dataset.from_dict(rows, features=classes).to_parquet(tmp_path / "1.parquet")
+    pd.DataFrame(rows).to_parquet(tmp_path / "2.parquet")
+    both = load_splits([str(tmp_path / "1.parquet"), str(tmp_path / "2.parquet")])["train"]
+    assert both.features == classes
+    assert both["label"][:] == [0, 1, 0, 1]
+    others = datasets.Features(classes | {"label": datasets.ClassLabel(names=["yes", "no"])})
+    datasets.Dataset.from_dict(rows, features=others).to_parquet(tmp_path / "3.parquet")
+    with pytest.raises(DataError, match=r"the classes no, yes in .*1\.parquet, but yes, no"):
+        load_splits([str(tmp_path / "1.parquet"), str(tmp_path / "3.parquet")])

@@ -176,6 +176,17 @@ def test_flags_that_set_the_accelerator(launched):
     assert accelerator.gradient_state.plugin_kwargs["sync_each_batch"] is True
 
 
+def test_a_list_in_a_file_has_no_more_than_its_items(tmp_path):
+    """Neither the values after it nor words of the command line."""
+    path = tmp_path / "run.yaml"
+    path.write_text("freeze: [a, -b]\nrun_name: one run\nvalidation_file: [a.csv]\n")
+    config = parse_config([str(path)])
+    found = (config.freeze, config.run_name, config.validation_file)
+    assert found == (["a", "-b"], "one run", "a.csv")
+    with pytest.raises(hf_ga.ConfigError, match=r"unknown flag other\.yaml"):
+        parse_config([str(path), "other.yaml"])
+
+
 def test_a_file_takes_the_same_names(tmp_path):
     path = tmp_path / "run.json"
     entries = {

@@ -9,7 +9,7 @@ from glob import escape, glob
 from pathlib import Path
 from typing import Any
 
-from datasets import concatenate_datasets, load_dataset, load_dataset_builder
+from datasets import ClassLabel, concatenate_datasets, load_dataset, load_dataset_builder
 from datasets.packaged_modules.json.json import JsonConfig
 from datasets.utils import logging
 
@@ -232,14 +232,29 @@ def _concatenate(parts: Sequence[tuple[str, Any]]) -> Any:
     all_rows = []
     with wrap_read_errors(", ".join(name for name, _ in parts)):
         check_same_columns(parts)
-        for _, rows in parts:
+        for name, rows in parts:
             # Of a stream of a file that is a list, columns have no types.
             if features is not None and rows.features is not None:
                 rows = rows.select_columns(list(features))
-                if rows.features.arrow_schema != features.arrow_schema:
+                if rows.features != features:
+                    _check_same_classes(parts[0], (name, rows))
                     rows = rows.cast(features)
             all_rows.append(rows)
         return concatenate_datasets(all_rows)
+
+
+def _check_same_classes(first: tuple[str, Any], other: tuple[str, Any]) -> None:
+    """Check that class labels of two files, (name, rows), have the same names in the same order:
+    their numbers would mean other classes.
+    """
+    for column, feature in first[1].features.items():
+        of_other = other[1].features[column]
+        both_are_classes = isinstance(feature, ClassLabel) and isinstance(of_other, ClassLabel)
+        if both_are_classes and feature.names != of_other.names:
+            raise DataError(
+                f"the column {column} has the classes {', '.join(feature.names)} in {first[0]}, "
+                f"but {', '.join(of_other.names)} in {other[0]}: give all files the same classes."
+            )
 
 
 def _check_no_lfs_pointer(path: Path) -> None:

@@ -7,7 +7,8 @@ import json
 import sys
 import time
 from argparse import SUPPRESS
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -78,10 +79,12 @@ def parse_config(
     0.0001
     """
     arguments = list(arguments)
+    values_in_file: dict[str, Any] = {}
     if arguments and not arguments[0].startswith("-"):
-        # Before the flags of the command line, of which the last one wins.
-        arguments[:1] = _arguments_of_file(Path(arguments[0]))
-    script_flags, arguments = _split_off_script_flags(arguments)
+        path = Path(arguments.pop(0))
+        option_names = [field.name for field in fields(config_class)]
+        values_in_file = _read_file(path, [*option_names, *example_script_flags()])
+    script_flags, arguments = _split_off_script_flags(values_in_file, arguments)
 
     parser = _Parser(
         config_class,
@@ -93,6 +96,9 @@ def parse_config(
     _group_flags(parser, config_class)
     # Options on the command line override these defaults.
     parser.set_defaults(**convert_script_flags(script_flags))
+    parser.set_defaults(
+        **{name: value for name, value in values_in_file.items() if name not in script_flags}
+    )
     config, unknown = parser.parse_args_into_dataclasses(arguments, return_remaining_strings=True)
     if unknown:
         known_script_flags = [f"--{name}" for name in example_script_flags()]
@@ -115,9 +121,11 @@ def _group_flags(parser: _Parser, config_class: type[FinetuneConfig]) -> None:
         group._group_actions = [action_of_name[option.name] for option in options]
 
 
-def _split_off_script_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
-    """Split the arguments of the command `hf-ga` into the flags of transformers' example scripts
-    and all others.
+def _split_off_script_flags(
+    values_in_file: Mapping[str, Any], arguments: Sequence[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """Split the input of the command `hf-ga` into the flags of transformers' example scripts and
+    all other arguments.
     """
     parser = _Parser(add_help=False, allow_abbrev=False, argument_default=SUPPRESS)
     parser.add_argument("--task")
@@ -127,17 +135,27 @@ def _split_off_script_flags(arguments: Sequence[str]) -> tuple[dict[str, Any], l
         parser.add_argument(*spellings, dest=name, nargs="*")
     parsed, remaining = parser.parse_known_args(arguments)
 
-    script_flags = {name: _to_script_value(name, values) for name, values in vars(parsed).items()}
-    return script_flags, remaining
+    script_flags: dict[str, Any] = {}
+    names = {"task", *example_script_flags()}
+    for name, value in values_in_file.items():
+        # These two are also options of FinetuneConfig, whose check reports a wrong type.
+        has_wrong_type = name in ("task", "report_to") and not isinstance(value, str)
+        if name in names and not has_wrong_type:
+            script_flags[name] = value
+    script_flags.update(vars(parsed))
+    return {name: _to_script_value(name, value) for name, value in script_flags.items()}, remaining
 
 
-def _to_script_value(name: str, values: str | list[str]) -> str | list[str]:
-    """Convert the values of an example script's flag to what `convert_script_flags` expects: a
+def _to_script_value(name: str, value: Any) -> str | list[Any]:
+    """Convert the value of an example script's flag to what `convert_script_flags` expects: a
     string, or a list for a flag that takes several values, such as `train_file`.
     """
-    if RENAMED.get(name) in SEVERAL or isinstance(values, str):
+    values = value if isinstance(value, list) else [value]
+    if not values:
+        return "true"
+    if RENAMED.get(name) in SEVERAL:
         return values
-    return ",".join(values) if values else "true"
+    return ",".join(map(str, values))
 
 
 def finetune_main(arguments: Sequence[str] | None = None) -> int:
@@ -197,8 +215,8 @@ def _finetune(arguments: Sequence[str]) -> None:
     finetune(parse_config(arguments))
 
 
-def _arguments_of_file(path: Path) -> list[str]:
-    """Return the flags in a YAML or JSON file as arguments of the command `hf-ga`."""
+def _read_file(path: Path, known_names: list[str]) -> dict[str, Any]:
+    """Read a YAML or JSON file with flags of the command `hf-ga`."""
     if path.suffix not in CONFIG_SUFFIXES:
         raise ConfigError(
             f"unexpected argument {str(path)!r}: flags begin with --, a configuration file ends "
@@ -219,22 +237,13 @@ def _arguments_of_file(path: Path) -> list[str]:
             f"the configuration file {path} must be a mapping of names to values, got "
             f"{type(values).__name__}."
         )
-    arguments = []
-    for name, value in values.items():
-        if value in (None, {}):
-            continue
-        items = value if isinstance(value, list) else [value]
-        if not all(isinstance(item, str | int | float) for item in items):
-            raise ConfigError(
-                f"{name} must be a string, a number, true, false, or a list of these, got "
-                f"{value!r:.80} in {path}."
-            )
-        if isinstance(value, list):
-            arguments += [f"--{name}", *map(str, items)]
-        else:
-            # In one argument, because the value may begin with a dash.
-            arguments.append(f"--{name}={value}")
-    return arguments
+    value_of_flag = {
+        str(name).replace("-", "_"): value for name, value in values.items() if value is not None
+    }
+    for name in value_of_flag:
+        if name not in known_names:
+            _raise_unknown_flag(f"--{name}", [f"--{known}" for known in known_names])
+    return value_of_flag
 
 
 def _raise_unknown_flag(argument: str, known_flags: list[str]) -> NoReturn:
