@@ -302,7 +302,7 @@ UNDECODED = {
     "nothing but nulls": (
         "jsonl",
         lines([{"text": None}] * 9).encode(),
-        ["8 rows are empty or null"],
+        ["all 8 train rows are empty or null"],
     ),
 }
 
