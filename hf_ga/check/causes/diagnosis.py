@@ -1,6 +1,6 @@
 """Why a training step under test differs from the full batch.
 
-Read: the divisors of the loss, BatchNorm in its graph, the random functions of the forward, calls
+Read: the divisors of the loss, calls of BatchNorm and of random functions in the forward, calls
 of torch's clipping, padding from hf_ga's trial of the loss. Tried, as a step is a black box: with
 which weights it summed its micro-batches. For that it runs once more, with constant random numbers,
 one padded width, and without clipping.
