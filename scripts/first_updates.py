@@ -47,7 +47,8 @@ def seconds_of_updates(
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     number = flags.updates * STEPS * MICRO_BATCH * accelerator.num_processes
     samples = random_samples("gpt", flags.longest, number)
-    loader = DataLoader(samples, MICRO_BATCH, shuffle=True, collate_fn=collate)
+    # Not shuffled: the arms would shuffle differently, and compare windows of other lengths.
+    loader = DataLoader(samples, MICRO_BATCH, collate_fn=collate)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     start = time.perf_counter()
     for batch in loader:
