@@ -230,5 +230,5 @@ def _problems_of_data(trainer: Any) -> Iterator[str]:
     if getattr(trainer, "padding_free", False):  # an attribute of TRL's trainers
         yield (
             "padding_free (or packing) joins samples into one row, so masks cannot be tied to "
-            "samples: omit it"
+            "samples: omit it (hf_ga computes no padding by itself, where the model allows)"
         )
