@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from hf_ga.order.length_plan import MAX_PADDING, Computed, row_length, row_lengths
+from hf_ga.order.length_plan import Computed, row_length, row_lengths
 from hf_ga.order.plan import Plan, Planner, plan_by_sizes
 
 # The limits on real tokens that are tried are so many equal parts of the largest one.
@@ -23,8 +23,8 @@ class ByNumber:
 
     Attributes:
         micro_batch_size: Number of samples of a batch.
-        max_tokens: Maximum number of real tokens of a micro-batch: at least those of a batch of
-            samples as long as the longest one.
+        max_tokens: Maximum number of padded tokens of a micro-batch: that of a batch of samples as
+            long as the longest one, so that the loop needs no more memory than its largest batch.
         computed: Which tokens the model computes.
 
     >>> plan = ByNumber(2, max_tokens=20, computed=Computed.REAL)
@@ -64,7 +64,7 @@ class ByNumber:
         for limits in self._limits(number):
             if sum(limits) < num_tokens:
                 continue
-            boundaries = _filled(descending_lengths, limits, MAX_PADDING * self.max_tokens)
+            boundaries = _filled(descending_lengths, limits, self.max_tokens)
             if boundaries[-1] == len(descending_lengths):
                 break
         return boundaries

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_ga.order.length_plan import MAX_PADDING, Computed, row_length, row_lengths
+from hf_ga.order.length_plan import Computed, row_length, row_lengths
 from hf_ga.order.numbered_plan import ByNumber, numbered_planner
 from hf_ga.order.plan import check_plan, plan_by_sizes
 
@@ -35,8 +35,7 @@ def test_properties(lengths, size, num_processes, computed):
     by_sizes = plan_by_sizes(lengths, num_processes, [size])
     assert list(map(len, plan)) == list(map(len, by_sizes))
     for micro_batch in (micro_batch for share in plan for micro_batch in share):
-        assert lengths[micro_batch].sum() <= max_tokens
-        assert len(micro_batch) * lengths[micro_batch].max() <= MAX_PADDING * max_tokens
+        assert len(micro_batch) * lengths[micro_batch].max() <= max_tokens
 
 
 def test_padded_batches_have_equally_many_samples():
@@ -80,7 +79,7 @@ def fewest_tokens(lengths, number, max_tokens):
     best = None
     for cuts in combinations(range(1, len(lengths)), number - 1):
         parts = [descending[begin:end] for begin, end in pairwise((0, *cuts, len(lengths)))]
-        if all(len(p) * p[0] <= MAX_PADDING * max_tokens and p.sum() <= max_tokens for p in parts):
+        if all(len(part) * part[0] <= max_tokens for part in parts):
             rows = sum(row_length(int(part.sum()), max_tokens) for part in parts)
             best = rows if best is None else min(best, rows)
     return best
