@@ -29,7 +29,7 @@ class ByNumber:
 
     >>> plan = ByNumber(2, max_tokens=20, computed=Computed.REAL)
     >>> [m.tolist() for m in plan(np.array([9, 1, 2, 1, 2, 2]), 1)[0]]
-    [[2, 3, 1], [4, 5], [0]]
+    [[1, 3], [2, 4, 5], [0]]
     """
 
     micro_batch_size: int
