@@ -227,7 +227,7 @@ class WindowEngine:
         self._weight_norms = None
         self._watches_weights = is_rehearsed and not self.backend.is_sharded
         backend = self.backend
-        self.gradient.num_micro_batches = num_slots * backend.num_processes
+        self.gradient.sums.num_micro_batches = num_slots * backend.num_processes
         for model in models:
             backend.begin(model)
             if isinstance(model, DistributedDataParallel):
@@ -294,7 +294,7 @@ class WindowEngine:
                 "and put the loop's body into `with accelerator.accumulate(model):`."
             )
         self._router = router
-        self.gradient.has_parts = True
+        self.gradient.sums.has_parts = True
         run = partial(self.first_pass, slots, request, forward or self._call_models)
         router.count_window(self.gradient.backend, slots, run)
 
@@ -500,15 +500,17 @@ class WindowEngine:
             self.gradient.note_rehearsal(readings)
         if not slot.is_counted:  # a collective with shards, where another rank may have a filler
             with self.speed_ups.in_backward():
-                self.gradient.add_nothing(loss, readings, retain_graph=is_kept, sync=sync)
+                self.gradient.sums.add_nothing(loss, readings, retain_graph=is_kept, sync=sync)
         else:
             with self.speed_ups.in_backward():
                 self.gradient.add(loss, readings, retain_graph=is_kept, sync=sync)
         if part is not None:
             with self.speed_ups.in_backward():
-                self.gradient.add_part(part, loss, readings, retain_graph=retain_graph, sync=sync)
-        if slot.is_counted:
-            self.gradient.end_micro_batch()
+                sums = self.gradient.sums
+                sums.add_part(part, loss, readings, retain_graph=retain_graph, sync=sync)
+        # If the window is repeated, its groups may be others than those of earlier chunks.
+        if slot.is_counted and self.gradient.must_repeat is None:
+            self.gradient.sums.end_micro_batch()
         self.draws.after_backward()
         if self._watches_weights and self._weight_norms is None:
             self._weight_norms = self._norms_of_weights()
