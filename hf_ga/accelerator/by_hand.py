@@ -70,9 +70,9 @@ class ByHand:
                 f"by {parts}: this update would have the gradient of {number} micro-batch alone. "
                 f"Step when (step + 1) % {parts} == 0, not when step % {parts} == 0; or pass "
                 f"gradient_accumulation_steps={parts} to Accelerator, put the loop's body into "
-                "`with accelerator.accumulate(model):`, and leave out the division, and the "
-                "condition of the step. If the loss is meant to be divided by "
-                f"{parts}, multiply it by {1 / parts:.6g}."
+                "`with accelerator.accumulate(model):`, leave out the division, and replace the "
+                "condition of the step by `if accelerator.sync_gradients:`. If the loss is meant "
+                f"to be divided by {parts}, multiply it by {1 / parts:.6g}."
             )
         raise ConfigError(
             f"the optimizer steps after {number} backwards whose losses are divided by {parts}: "

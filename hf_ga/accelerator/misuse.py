@@ -169,8 +169,8 @@ def check_no_earlier_gradients(
                 if is_left and bool(parameter.grad.any()):
                     raise ConfigError(
                         "gradients of an earlier window are left: its optimizer.step() or "
-                        "zero_grad() was not called. Call both in each iteration, without an `if`; "
-                        f"{ACCUMULATE_REMEDY}."
+                        "zero_grad() was not called. Call both in each iteration, or below "
+                        f"`if accelerator.sync_gradients:`; {ACCUMULATE_REMEDY}."
                     )
 
 
