@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from common import Shape, build_model, collate
 
 import hf_ga
-from hf_ga.engine.look.rehearsal import NUM_FIRST_WINDOWS
+from hf_ga.engine.look.choice import NUM_FIRST_WINDOWS
 
 PACKAGE = str(Path(hf_ga.__file__).parent)
 NUM_WARM_UP = NUM_FIRST_WINDOWS + 2  # rehearsals, then trials of speed-ups

@@ -39,7 +39,7 @@ from hf_ga.accelerator.misuse import (
     unexpected_backward,
 )
 from hf_ga.accelerator.named_entries import check_named_entries
-from hf_ga.engine.look.rehearsal import NUM_FIRST_WINDOWS, is_rehearsed
+from hf_ga.engine.look.choice import NUM_FIRST_WINDOWS, is_rehearsed
 from hf_ga.engine.slots import (
     Slot,
     joined,

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate.utils.memory import clear_device_cache
 from torch import Tensor, nn
 
-from hf_ga.engine.look.rehearsal import is_rehearsed, number_of
+from hf_ga.engine.look.choice import is_rehearsed, number_of
 from hf_ga.engine.slots import Slot, extra_rehearsal, plain_slots
 from hf_ga.engine.speed_ups import that_keep_outputs
 from hf_ga.engine.sums.loss_sums import LossSums

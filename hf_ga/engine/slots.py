@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from hf_ga.engine.look.rehearsal import Choice, rehearsal_parts, rehearsed_offsets
+from hf_ga.engine.look.choice import Choice, rehearsal_parts, rehearsed_offsets
 from hf_ga.errors import DataError
 from hf_ga.loading.batches import MicroBatch, row_lengths
 from hf_ga.loading.window import Window

@@ -25,18 +25,11 @@ from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.generators import moved_generators, random_states
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.gradient import WindowGradient
+from hf_ga.engine.look.choice import is_rehearsed
+from hf_ga.engine.look.footprints import footprints_inside, footprints_of
 from hf_ga.engine.look.looks import Looks
-from hf_ga.engine.look.rehearsal import (
-    WIDTH_TOLERANCE,
-    OutputRecorder,
-    Rehearsal,
-    choices_among_samples,
-    footprints_inside,
-    footprints_of,
-    is_inside,
-    is_rehearsed,
-    widths_of,
-)
+from hf_ga.engine.look.recorder import OutputRecorder, choices_among_samples, widths_of
+from hf_ga.engine.look.rehearsal import WIDTH_TOLERANCE, Rehearsal, is_inside
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.speed_ups import SpeedUps
 from hf_ga.engine.state import StateCheck

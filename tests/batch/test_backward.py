@@ -27,7 +27,7 @@ import hf_ga
 from hf_ga.batch.call import MAX_SAMPLES
 from hf_ga.draws.dropout.masks import sample_keys, window_key
 from hf_ga.draws.keyed import KeyedDraws
-from hf_ga.engine.look.rehearsal import NUM_FIRST_WINDOWS
+from hf_ga.engine.look.choice import NUM_FIRST_WINDOWS
 from hf_ga.errors import ConfigError, DataError, LossNotAdditive, OutOfMemory
 from hf_ga.parallel.prepare import enable_fp16_on_cpu
 

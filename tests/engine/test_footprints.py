@@ -4,14 +4,9 @@ import numpy as np
 import pytest
 import torch
 
-from hf_ga.engine.look import rehearsal
-from hf_ga.engine.look.rehearsal import (
-    Choice,
-    _norms_and_products,
-    _numbers_of,
-    rehearsal_parts,
-    rehearsed_offsets,
-)
+from hf_ga.engine.look import footprints
+from hf_ga.engine.look.choice import Choice, rehearsal_parts, rehearsed_offsets
+from hf_ga.engine.look.footprints import _norms_and_products, _numbers_of
 
 
 def test_float32_against_float64():
@@ -52,8 +47,8 @@ def test_samples_are_compared_a_few_at_a_time(has_values, monkeypatch):
         sizes.append(len(gradients))
         return _norms_and_products(values, gradients)
 
-    monkeypatch.setattr(rehearsal, "MAX_ELEMENTS", 2 * 5 * 11)
-    monkeypatch.setattr(rehearsal, "_norms_and_products", noted)
+    monkeypatch.setattr(footprints, "MAX_ELEMENTS", 2 * 5 * 11)
+    monkeypatch.setattr(footprints, "_norms_and_products", noted)
     torch.testing.assert_close(torch.tensor(_numbers_of(values, gradients, chosen)), at_once)
     assert sizes == [2, 2, 1]
     assert at_once[:, 0] == pytest.approx(gradients[chosen].flatten(1).norm(dim=1), rel=1e-6)

@@ -30,7 +30,7 @@ from hf_ga.check.layouts import CheckedLayout
 from hf_ga.check.oracle.reference import plain_backward
 from hf_ga.check.steps import CheckContext, StepFunction, device_of
 from hf_ga.check.verdict.rows import Cause, ReportRow
-from hf_ga.engine.look.rehearsal import widths_of
+from hf_ga.engine.look.recorder import widths_of
 from hf_ga.engine.whole.router import WindowRouter
 from hf_ga.loading.window import Window
 from hf_ga.parallel.processes import broadcast_from_main

@@ -4,16 +4,21 @@ That is a loss of a new form, terms of which no micro-batch has all, or samples 
 in one padded width only.
 """
 
-from collections.abc import Hashable, Sequence
+from collections import deque
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from hf_ga.engine.gradient import WindowGradient
-from hf_ga.engine.look.rehearsal import Rehearsal, form_of, kind_of, widths_of
+from hf_ga.engine.look.recorder import widths_of
+from hf_ga.engine.look.rehearsal import Rehearsal
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.sums.divisors import Reading, TermKey
+from hf_ga.loading.batches import structure_of
 from hf_ga.logs import get_logger
 
 logger = get_logger(__name__)
@@ -21,6 +26,7 @@ logger = get_logger(__name__)
 # At micro-batches that lack a term: which of their samples are rehearsed decides what is seen.
 LOOKS_AT_MISSING_TERM = 3
 MAX_LOOKS = 20  # at losses of new forms, in a run
+NUM_FORM_NODES = 24  # of the graph of a loss, that are compared with those of a rehearsed one
 NO_POSITIONS = np.empty(0, np.int64)
 
 
@@ -191,3 +197,25 @@ class Looks:
         self._tries_widths = False
         self.positions = NO_POSITIONS
         return tried_widths
+
+
+def form_of(loss: Tensor) -> Hashable:
+    """Return the names of the nodes that compute a loss, from the last one on, as far as
+    `NUM_FORM_NODES`: what a loss function does differently for other data shows there.
+    """
+    queue = deque([loss.grad_fn])
+    seen: set[Node] = set()
+    names = []
+    while queue and len(names) < NUM_FORM_NODES:
+        node = queue.popleft()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        names.append(node.name())
+        queue.extend(child for child, _ in node.next_functions)
+    return tuple(names)
+
+
+def kind_of(batch: Any) -> Hashable:
+    """Return the names of a batch's entries, and what they are: types, number of dims."""
+    return structure_of(batch) if isinstance(batch, Mapping) else type(batch)

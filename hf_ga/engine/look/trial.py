@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from hf_ga.draws.generators import preserved_random_states
+from hf_ga.engine.look.choice import NUM_FIRST_WINDOWS
 from hf_ga.engine.look.looks import NO_POSITIONS
-from hf_ga.engine.look.rehearsal import NUM_FIRST_WINDOWS
 from hf_ga.engine.own_loop import OwnLoop
 from hf_ga.engine.speed_ups import ChosenSpeedUps
 from hf_ga.engine.whole.whole_window import UsedOutputs

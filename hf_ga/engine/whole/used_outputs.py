@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from hf_ga.engine.look.rehearsal import widths_of
+from hf_ga.engine.look.recorder import widths_of
 from hf_ga.engine.slots import Slot
 from hf_ga.engine.whole.whole_window import UsedOutputs, WholeBatchLoss, loss_of_all, parameters_of
 from hf_ga.errors import ConfigError, DataError, LossNotAdditive

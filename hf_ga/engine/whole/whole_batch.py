@@ -17,7 +17,7 @@ from accelerate.utils import broadcast_object_list, send_to_device
 from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from hf_ga.engine.look.rehearsal import is_rehearsed, number_of
+from hf_ga.engine.look.choice import is_rehearsed, number_of
 from hf_ga.engine.slots import Slot, extra_rehearsal
 from hf_ga.engine.whole.used_outputs import FewSamples, few_samples, find_used_outputs
 from hf_ga.engine.whole.whole_window import (

@@ -1,0 +1,232 @@
+"""Records what the models return in a micro-batch, and finds where a loss has rows of samples."""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, Node
+
+from hf_ga.engine.look.inside import BackwardCode, nodes_below
+from hf_ga.loss.nodes.saved import inputs, output_shape
+from hf_ga.loss.penalty import PARAMETER, Penalties
+from hf_ga.model.outputs import named_tensors
+
+MAX_NODES = 200  # of the graph that are searched for edges with rows of samples
+MAX_EDGES = 16
+# Nodes of functions that choose among values by their size.
+CHOICES = {
+    "KthvalueBackward0": "torch.kthvalue",
+    "MaxBackward0": "torch.max",
+    "MedianBackward1": "torch.median",
+    "MinBackward0": "torch.min",
+    "SortBackward0": "torch.sort",
+    "TopkBackward0": "torch.topk",
+}
+Place = Hashable  # which output, or (`INSIDE`, which edge)
+INSIDE = "inside"
+
+
+class Arrangement(NamedTuple):
+    """Where a tensor may hold the samples.
+
+    Attributes:
+        dim: The dim of the samples. None: there is a tensor for each sample.
+        rows: "one": a row for each sample. "next": several, next to each other. "blocks": one in
+            each block of rows, as in torch.cat([chosen, rejected]).
+    """
+
+    dim: int | None
+    rows: Literal["one", "next", "blocks"]
+
+
+OF_CALLS = Arrangement(None, "one")
+
+
+@dataclass(frozen=True)
+class Watched:
+    """What the loss is computed from, where the gradients of samples are compared.
+
+    Attributes:
+        targets: Tensors or edges of the graph.
+        values: The values of the tensors. None: unknown.
+        arrangements: All that its shape allows: 4 channels may look like 4 samples. The true one
+            is possible for other numbers of samples, too.
+        kind: What it is, equal in the rehearsal and in the window.
+    """
+
+    targets: Sequence[Tensor | GradientEdge]
+    values: Sequence[Tensor] | None
+    arrangements: Sequence[Arrangement]
+    kind: Place
+
+
+class OutputRecorder:
+    """Records what models return in a micro-batch, while it is switched on.
+
+    Attributes:
+        outputs: Tensors of the models' outputs that need a gradient, in the order of the calls.
+        nested: Those within tuples or lists of the outputs, such as hidden states.
+        inner: Outputs of submodules, for a model that returns nothing but its loss.
+        backward_code: Finds backward code inside of the models that torch does not provide.
+    """
+
+    def __init__(self) -> None:
+        """Start switched off."""
+        self.backward_code = BackwardCode()
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget what was recorded."""
+        self.outputs: list[Tensor] = []
+        self.nested: list[Tensor] = []
+        self.inner: list[Tensor] = []
+        self.backward_code.clear()
+
+    @contextmanager
+    def recording(self, models: Sequence[nn.Module], *, with_submodules: bool) -> Iterator[None]:
+        """Record the outputs of these models (without wrappers) in the block."""
+        handles = []
+        for model in models:
+            if with_submodules:
+                handles += [
+                    module.register_forward_hook(self._record_inner)
+                    for module in model.modules()
+                    if module is not model and not list(module.children())
+                ]
+            handles.append(model.register_forward_hook(self._record))
+        try:
+            with self.backward_code.recording():
+                yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self.clear()
+
+    def _record(self, module: nn.Module, args: tuple, outputs: Any) -> None:
+        """Record the outputs of a model; a forward hook."""
+        for value in _values(outputs):
+            if _needs_gradient(value):
+                self.outputs.append(value)
+            elif not isinstance(value, Tensor):
+                inner = named_tensors(value).values()
+                self.nested += [tensor for tensor in inner if _needs_gradient(tensor)]
+
+    def _record_inner(self, module: nn.Module, args: tuple, outputs: Any) -> None:
+        """Record the outputs of a submodule; a forward hook."""
+        self.inner += [value for value in _values(outputs) if _needs_gradient(value)]
+
+    def candidates(self, num_samples: int, nodes: Sequence[Node]) -> Iterator[list[Watched]]:
+        """Yield lists of what a term may be computed from, the nearest to the loss first.
+
+        Args:
+            num_samples: Number of samples of the micro-batch.
+            nodes: The nodes of the term, for loops that use parameters without their model.
+        """
+        yield [*_calls(self.outputs, num_samples), *_with_rows(self.outputs, num_samples)]
+        yield _with_rows(self.nested, num_samples)
+        for watched in reversed(_with_rows(self.inner, num_samples)):
+            yield [watched]
+        yield _edges_with_rows(nodes, num_samples)
+
+
+def _values(outputs: Any) -> list[Any]:
+    """Return the values of a model's outputs: of a mapping, a tuple, or a single one."""
+    if isinstance(outputs, Mapping):
+        return list(outputs.values())
+    if isinstance(outputs, tuple | list):
+        return list(outputs)
+    return [outputs]
+
+
+def widths_of(batch: Any) -> list[torch.Size]:
+    """Return the sizes of all tensors of a batch, but for the number of samples."""
+    return [tensor.shape[1:] for tensor in named_tensors(batch).values()]
+
+
+def _needs_gradient(value: Any) -> bool:
+    """Whether a value is a tensor of numbers through which samples may have a gradient, and not a
+    parameter or a function of parameters alone.
+    """
+    if not isinstance(value, Tensor) or not value.requires_grad or value.dim() == 0:
+        return False
+    if value.grad_fn is None:
+        return not isinstance(value, nn.Parameter)
+    return not Penalties().has(value.grad_fn)
+
+
+def _with_rows(tensors: Sequence[Tensor], num_samples: int) -> list[Watched]:
+    """Return the tensors with one row, or with equally many rows, for each sample."""
+    found = []
+    for index, tensor in enumerate(tensors):
+        arrangements = _arrangements(tensor.shape, num_samples)
+        if arrangements:
+            found.append(Watched([tensor], [tensor.detach()], arrangements, ("rows", index)))
+    return found
+
+
+def _arrangements(shape: torch.Size, num_samples: int) -> list[Arrangement]:
+    """Return the possible arrangements of samples: in any dim of their number, as the second one
+    where time is first, or in the first dim with several rows for each.
+    """
+    found = [Arrangement(dim, "one") for dim, size in enumerate(shape) if size == num_samples]
+    if shape[0] > num_samples and shape[0] % num_samples == 0:
+        found += [Arrangement(0, "next"), Arrangement(0, "blocks")]
+    return found
+
+
+def _calls(tensors: Sequence[Tensor], num_samples: int) -> list[Watched]:
+    """Return the outputs of calls with one sample each, as a loop over samples makes them."""
+    is_of_samples = len(tensors) >= num_samples and len(tensors) % num_samples == 0
+    has_rows = num_samples > 1 and any(
+        _arrangements(tensor.shape, num_samples) for tensor in tensors
+    )
+    if not tensors or not is_of_samples or has_rows:
+        return []
+    values = [tensor.detach() for tensor in tensors]
+    return [Watched(list(tensors), values, [OF_CALLS], ("calls",))]
+
+
+def edges_inside(edges: Sequence[GradientEdge], num_samples: int) -> list[Watched]:
+    """Return the edges inside of a model at which there are rows of samples."""
+    found = []
+    for number, edge in enumerate(edges):
+        shape = output_shape(edge.node, edge.output_nr)
+        arrangements = _arrangements(shape, num_samples) if len(shape) else []
+        if arrangements:
+            found.append(Watched([edge], None, arrangements, (INSIDE, number, edge.node.name())))
+    return found
+
+
+def _edges_with_rows(nodes: Sequence[Node], num_samples: int) -> list[Watched]:
+    """Return edges of the graph below a term whose first dim is that of the samples."""
+    found = []
+    for number, node in enumerate(nodes_below(nodes, MAX_NODES), start=1):
+        children = [child for child, _ in inputs(node)]
+        is_parameter = bool(children) and all(child.name() == PARAMETER for child in children)
+        shape = output_shape(node)
+        if len(shape) and shape[0] == num_samples and not is_parameter:
+            kind = ("edge", number, node.name())
+            found.append(Watched([GradientEdge(node, 0)], None, [Arrangement(0, "one")], kind))
+        if len(found) == MAX_EDGES:
+            break
+    return found
+
+
+def choices_among_samples(nodes: Sequence[Node], num_samples: int) -> set[str]:
+    """Return the functions below a term that choose among one number for each sample, such as the
+    largest losses. Samples that are chosen both times by luck do not show it.
+
+    Args:
+        nodes: The nodes of the term.
+        num_samples: Number of samples of the micro-batch.
+    """
+    found = set()
+    for node in nodes_below(nodes, MAX_NODES):
+        if node.name() in CHOICES:
+            shapes = [output_shape(child, index) for child, index in inputs(node)]
+            if shapes == [(num_samples,)]:
+                found.add(CHOICES[node.name()])
+    return found
