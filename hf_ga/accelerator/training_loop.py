@@ -113,6 +113,7 @@ class TrainingLoop:
         self._backwards_per_iteration: int | None = None  # of complete iterations
         self._has_stepped = False  # an optimizer, in this window
         self._has_warned = False  # of terms that micro-batches lack
+        self._has_warned_of_iterations = False  # of rehearsals beside the loop's own
         self._is_zeroed = False  # gradients, since a backward of this micro-batch
         self._learning_rates: list[float] = []  # when the window began
         self._iteration = ExitStack()  # contexts of the current iteration
@@ -263,12 +264,20 @@ class TrainingLoop:
         if self._can_look() and self.engine.looks.is_due:
             positions = self.engine.looks.positions
             return slots_with_look(window, num_processes=num_processes, positions=positions)
-        return plan_slots(
+        slots = plan_slots(
             window,
             num_processes=num_processes,
             is_rehearsed=self._is_rehearsal_due(),
             is_first=not self.engine.has_rehearsed,
         )
+        if len(slots) > window.request.max_micro_batches and not self._has_warned_of_iterations:
+            self._has_warned_of_iterations = True
+            logger.warning(
+                "hf_ga: each process has one micro-batch in a window, so the first three windows, "
+                "and one of a hundred, have one iteration more, the rehearsal: count updates "
+                "(accelerator.sync_gradients), not iterations."
+            )
+        return slots
 
     def _is_rehearsal_due(self) -> bool:
         """Whether the window that begins is rehearsed."""

@@ -787,8 +787,6 @@ class WindowEngine:
         gradient = self.gradient
         state = self._state
         is_padded = self._request is not None and self._request.pad_to_window
-        max_micro_batches = 1 if self._request is None else self._request.max_micro_batches
-        gradient.checks.compares_rehearsal = max_micro_batches > 1
         if self._tries_padding and self._rehearsal is not None:
             difference = self._rehearsal.largest_difference
             gradient.needs_padding |= difference * MIN_IMPROVEMENT < self._unpadded_difference

@@ -717,7 +717,7 @@ def refused(words: str, **options) -> Callable[[Body], Body]:
 
 
 LEFT_OUT = (
-    "factor in the loss is 0 in one micro-batch and 1 in another|"
+    "factor in the loss is 0 in one iteration and 1 in another|"
     "among some samples of the window, but not among others"
 )
 EASY = 1.1  # a loss, which some micro-batches of all sizes are below
@@ -741,7 +741,7 @@ def one_more(model, x, y, values):
     return cross_entropy(model, x, y, reduction="sum") / (len(y) + 1)
 
 
-@refused(r"factor in the loss is .* in one micro-batch and .* in another")
+@refused(r"factor in the loss is .* in one iteration and .* in another")
 def factor_of_the_micro_batch(model, x, y, values):
     chosen = y > 0
     if not chosen.any():
@@ -750,7 +750,7 @@ def factor_of_the_micro_batch(model, x, y, values):
     return cross_entropy(model, x, y.masked_fill(~chosen, -100)) * share
 
 
-@refused(r"factor in the loss is .* in one micro-batch and .* in another")
+@refused(r"factor in the loss is .* in one iteration and .* in another")
 def penalty_by_the_micro_batch(model, x, y, values):
     return cross_entropy(model, x, y) + penalty(model) * y.float().mean()
 
@@ -917,7 +917,9 @@ def test_a_compiled_model_is_refused():
 # -- factors that change
 
 
-def annealed(batch_size: int, kind: type = Accelerator) -> Tensor:
+def annealed(
+    batch_size: int, kind: type = Accelerator, *, counts_iterations: bool = False
+) -> Tensor:
     """A factor that follows the updates."""
     done = [0]
 
@@ -925,7 +927,7 @@ def annealed(batch_size: int, kind: type = Accelerator) -> Tensor:
         logits = model(x)
         factor = 0.2 + 0.3 * done[0]
         accelerator.backward(F.mse_loss(logits, values) + factor * F.cross_entropy(logits, y))
-        done[0] += accelerator.sync_gradients
+        done[0] += counts_iterations or accelerator.sync_gradients
 
     return Loop(cross_entropy, iteration=iteration).run(kind, batch_size)
 

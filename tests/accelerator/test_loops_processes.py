@@ -10,7 +10,7 @@ import accelerate
 import pytest
 import torch
 from forked import on_two_ranks, outcome, without_errors
-from test_loops import CLOSE, EXACT, FAR, REFUSED, UNEQUAL, Loop, plain, with_hooks
+from test_loops import CLOSE, EXACT, FAR, REFUSED, UNEQUAL, Loop, annealed, plain, with_hooks
 
 from hf_ga import Accelerator
 
@@ -50,6 +50,22 @@ def test_accelerates_mean_of_means_is_another_one():
     loop = EXACT["raised_to_1"]
     found = for_each({"raised_to_1": partial(loop.error, accelerate.Accelerator)}, LAYOUTS)
     assert min(error for errors in found.values() for error in errors) > FAR
+
+
+def test_factors_follow_the_updates():
+    """Not the iterations: a rehearsal is one more where a process has one micro-batch."""
+    expected = annealed(8, accelerate.Accelerator)
+
+    def error(counts_iterations, size):
+        weights = annealed(size, counts_iterations=counts_iterations)
+        return float((weights - expected).norm() / expected.norm())
+
+    found = for_each({"updates": partial(error, False)}, [2, *LAYOUTS])
+    assert all(map(_are_close, found.values()))
+    found = for_each({"iterations": partial(error, True)}, [4])
+    assert all(
+        "factor in the loss is 0.2 in one iteration and 0.5" in text for text in found.popitem()[1]
+    )
 
 
 # Its body reads a parameter of the bare model, which DDP hides.

@@ -28,8 +28,9 @@ BY_TARGETS = "targets"
 BY_NONZERO = "targets with a weight"
 BY_SAMPLES = "samples"
 NO_SUCH_FACTOR = (
-    "the full batch has no such factor. Change a factor between optimizer steps only; if it is a "
-    "share of targets, divide a sum by the number that it stands for, or pass num_targets."
+    "the full batch has no such factor. Change a factor between optimizer steps only (count "
+    "updates, below `if accelerator.sync_gradients:`, not iterations); if it is a share of "
+    "targets, divide a sum by the number that it stands for, or pass num_targets."
 )
 ALL_KINDS = {BY_TARGETS, BY_NONZERO, BY_SAMPLES}
 
@@ -142,16 +143,12 @@ class DivisorChecks:
         followed: For each term, what its divisor was found to be proportional to, in all windows so
             far.
         trusts_numbers: Whether numbers of targets that were passed were checked before.
-        compares_rehearsal: Whether factors of the window's rehearsal must be those of the window.
-            Where each window is one micro-batch on its process, the loop may change them in each
-            iteration, and the rehearsal is one of its own.
     """
 
     def __init__(self) -> None:
         """Start without any term."""
         self.followed: dict[TermKey, set[str]] = {}
         self.trusts_numbers = False
-        self.compares_rehearsal = True
         self._has_warned = False
 
     def true_divisor(self, reading: Reading) -> float:
@@ -214,9 +211,10 @@ class DivisorChecks:
         return True
 
     def _check_factors(self, readings: Sequence[Reading]) -> None:
-        """Check that a term has one factor in all micro-batches of a window."""
-        compared = [r for r in readings if r.is_counted or self.compares_rehearsal]
-        factors = [reading.factor for reading in compared if true_divisor(reading)]
+        """Check that a term has one factor in all iterations of a window, the rehearsal's too: it
+        may be one more than the loop would have, and a factor that counts iterations be ahead.
+        """
+        factors = [reading.factor for reading in readings if true_divisor(reading)]
         if not factors:
             return
         smallest = min(factors)
@@ -226,7 +224,7 @@ class DivisorChecks:
             if 0.0 in (smallest, largest):
                 remedy = " In place of a loss without targets, pass outputs.sum() * 0."
             raise LossNotAdditive(
-                f"{readings[0].name}: its factor in the loss is {smallest:.6g} in one micro-batch "
+                f"{readings[0].name}: its factor in the loss is {smallest:.6g} in one iteration "
                 f"and {largest:.6g} in another one of the same window, so {NO_SUCH_FACTOR}{remedy}"
             )
 
