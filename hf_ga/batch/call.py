@@ -267,9 +267,11 @@ def _make_window(
         micro_batch_size = max(1, collated.num_samples)
     (micro_batches,) = plan_by_sizes(collated.lengths, 1, [micro_batch_size])
     first_offset = agreement.first_offset(backend.process_index)
-    fetcher = CollatedFetcher(collated, first_offset)
-    if backend.num_processes > 1 and (needs_all or 0 in agreement.num_samples_by_rank):
+    needs_all = needs_all or 0 in agreement.num_samples_by_rank
+    if needs_all and backend.num_processes > 1:
         fetcher = CollatedFetcher(gather_batches(backend, collated), 0)
+    else:
+        fetcher = CollatedFetcher(collated, first_offset)
     offsets = np.arange(agreement.num_samples)
     request = WindowRequest(
         seed=agreement.seed,

@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -108,35 +109,68 @@ def check_script(arguments: Sequence[str]) -> bool:
     )
     if report.num_samples == report.num_micro_batches == 1:
         raise ConfigError("a window of one sample cannot be split.")
-    limit = LOW_PRECISION_LIMIT if report.is_low_precision else LIMIT
     splits = splits_of(report)
     # The script's own library, in its own split, or in another one if that is the full batch.
     own = report.num_micro_batches if report.num_micro_batches in splits else splits[-1]
     library = f"{'accelerate' if report.kind == 'Accelerator' else 'transformers'}.{report.kind}"
-    as_written = report
-    passed = True
-    for name, numbers in (("hf_ga", splits), (library, [own])):
-        is_exact = name == "hf_ga"
-        full = _run(ArmRequest(is_exact, report, 1), arguments, f"{name}, full batch")
-        for number in numbers:
-            request = ArmRequest(is_exact, report, number)
-            result = _run(request, arguments, f"{name}, {number} micro-batches")
-            error = relative_error(result, full)
-            is_full = error <= limit
-            verdict = "is the full batch" if is_full else "IS NOT the full batch"
-            note = " (as written)" if number == report.num_micro_batches else ""
-            print(
-                f"  {name}, {number} micro-batches: relative error {error:.0e}, {verdict}{note}",
-                flush=True,
-            )
-            if is_exact:
-                passed = passed and is_full
-            if is_exact and number == own:
-                as_written = result  # with the divisors of each micro-batch
-            if not is_exact and not is_full:
-                for cause in causes(as_written, scale_of(result, full)):
-                    print(f"    {cause}")
-    return passed
+    ours = dict(_compared("hf_ga", splits, report, arguments, is_exact=True))
+    ((_, of_library),) = _compared(library, [own], report, arguments, is_exact=False)
+    if not of_library.is_full:
+        # With the divisors of each micro-batch.
+        for cause in causes(ours[own].result, of_library.scale):
+            print(f"    {cause}")
+    return all(split.is_full for split in ours.values())
+
+
+@dataclass(frozen=True)
+class ComparedSplit:
+    """A split of the script's window, compared with the full batch.
+
+    Attributes:
+        result: What was computed.
+        is_full: Whether its gradient is that of the full batch.
+        scale: The multiple of the full batch's gradient that is nearest to its own.
+    """
+
+    result: ArmResult
+    is_full: bool
+    scale: float
+
+
+def _compared(
+    name: str,
+    numbers: Sequence[int],
+    report: ArmResult,
+    arguments: Sequence[str],
+    *,
+    is_exact: bool,
+) -> Iterator[tuple[int, ComparedSplit]]:
+    """Run the script with one library in some splits, and print the relative error of each.
+
+    Args:
+        name: The library.
+        numbers: Numbers of micro-batches.
+        report: The window as the script splits it.
+        arguments: The script and its arguments.
+        is_exact: Whether the library is hf_ga.
+
+    Yields:
+        Each number of micro-batches, and its split.
+    """
+    limit = LOW_PRECISION_LIMIT if report.is_low_precision else LIMIT
+    full = _run(ArmRequest(is_exact, report, 1), arguments, f"{name}, full batch")
+    for number in numbers:
+        request = ArmRequest(is_exact, report, number)
+        result = _run(request, arguments, f"{name}, {number} micro-batches")
+        error = relative_error(result, full)
+        is_full = error <= limit
+        verdict = "is the full batch" if is_full else "IS NOT the full batch"
+        note = " (as written)" if number == report.num_micro_batches else ""
+        print(
+            f"  {name}, {number} micro-batches: relative error {error:.0e}, {verdict}{note}",
+            flush=True,
+        )
+        yield number, ComparedSplit(result, is_full, scale_of(result, full))
 
 
 def causes(report: ArmResult, scale: float = 1.0) -> list[str]:
