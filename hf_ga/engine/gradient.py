@@ -21,7 +21,7 @@ from hf_ga.engine.sums.divisors import (
     DivisorChecks,
     Reading,
     TermKey,
-    check_factor_sums,
+    factors_differ,
     factors_of,
     on_host,
     power_sums,
@@ -555,9 +555,8 @@ class WindowGradient:
             else []
         )
         if misfits and self.backend.is_sharded:
-            names = {reading.key: reading.name for reading in self.readings}
             keys = [key for group in groups for key in group.keys]
-            raise _too_many_groups([names.get(key, "one of another process") for key in keys])
+            raise _too_many_groups([self._name_of(key) for key in keys])
         for key in misfits:
             self.grouping.take_out(key)
             self.must_repeat = "processes had terms of the loss in other proportions"
@@ -576,8 +575,7 @@ class WindowGradient:
         if pair is None:
             return
         if not self.tries_terms or frozenset(pair) in self.same_terms.looked_at:
-            names = {reading.key: reading.name for reading in self.readings}
-            named = " and ".join(names.get(key, "one of another process") for key in pair)
+            named = " and ".join(map(self._name_of, pair))
             raise LossNotAdditive(
                 f"the micro-batches of a window have different terms of the loss ({named}), and "
                 "none of them has both, so it cannot be known whether they are one mean over all "
@@ -594,12 +592,17 @@ class WindowGradient:
         """Check that all ranks have the same factors, see `_factor_sums`; all of them raise
         otherwise.
         """
-        names = {reading.key: reading.name for reading in self.readings}
         for index, start in enumerate(range(0, len(sums), 3)):
-            name = "the penalties on parameters"
-            if index < len(keys):
-                name = names.get(keys[index], "a term of the loss")
-            check_factor_sums(name, tuple(sums[start : start + 3]))
+            of_term = tuple(sums[start : start + 3])
+            if squared_differences(of_term):
+                is_penalty = index == len(keys)
+                name = "the penalties on parameters" if is_penalty else self._name_of(keys[index])
+                raise factors_differ(name, of_term)
+
+    def _name_of(self, key: TermKey) -> str:
+        """Return a term in words; of another process if this one has not read it."""
+        names = (reading.name for reading in self.readings if reading.key == key)
+        return next(names, "a term of another process")
 
     def _failure_or_dead_end(self, can_repeat: bool) -> Exception | None:
         """Return this rank's error, also if the window cannot be repeated but must be."""

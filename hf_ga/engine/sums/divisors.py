@@ -292,24 +292,19 @@ def squared_differences(sums: tuple[float, float, float]) -> float:
     return differences if differences > number * total_of_squares * RELATIVE_ROUNDING**2 else 0.0
 
 
-def check_factor_sums(name: str, sums: tuple[float, float, float]) -> None:
-    """Check that the ranks that have a term have one factor of it.
+def factors_differ(name: str, sums: tuple[float, float, float]) -> LossNotAdditive:
+    """Return the error for a term that has another factor on another rank.
 
     Args:
         name: The term in words.
         sums: The `power_sums` of the factors, added up over all ranks.
-
-    Raises:
-        LossNotAdditive: If they have several.
     """
     number, total, _ = sums
-    differences = squared_differences(sums)
-    if differences:
-        raise LossNotAdditive(
-            f"{name}: its factor in the loss differs between processes in the same window, by "
-            f"about {math.sqrt(differences) / abs(number):.3g} (mean {total / number:.6g}), "
-            f"so {NO_SUCH_FACTOR}"
-        )
+    difference = math.sqrt(squared_differences(sums)) / abs(number)
+    return LossNotAdditive(
+        f"{name}: its factor in the loss differs between processes in the same window, by about "
+        f"{difference:.3g} (mean {total / number:.6g}), so {NO_SUCH_FACTOR}"
+    )
 
 
 def _check_class_weights(readings: Sequence[Reading]) -> None:
