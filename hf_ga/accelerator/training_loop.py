@@ -54,7 +54,6 @@ from hf_ga.engine.window_engine import WindowEngine, trainable_parameters
 from hf_ga.errors import ConfigError
 from hf_ga.loading.window import Window
 from hf_ga.model.forward import unwrapped
-from hf_ga.order.length_plan import Computed
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 
 logger = get_logger(__name__)
@@ -216,8 +215,6 @@ class TrainingLoop:
         if window.state.pad_to_window:
             window = window.padded_to_window()
         self.is_inside = self.is_inside or _calls_accumulate(sys._getframe())
-        computed = Computed.PADDED if self._is_rehearsal_due() else window.state.computed
-        window = window.planned_for(computed)
         is_planned = self._is_planned
         self._window = window
         self._slots = self._plan(window)
@@ -253,7 +250,6 @@ class TrainingLoop:
             goes_on=goes_on,
             keeps_rehearsal=keeps_rehearsal,
             state=self._window.state,
-            request=self._window.request,
             looks=self._can_look() and not is_single,
             frozen=[m for m in self._prepared_models.values() if m not in models],
         )
@@ -264,24 +260,21 @@ class TrainingLoop:
         if self._can_look() and self.engine.looks.is_due:
             positions = self.engine.looks.positions
             return slots_with_look(window, num_processes=num_processes, positions=positions)
+        is_due = self._can_look() and self.engine.is_rehearsal_due(self.num_windows)
         slots = plan_slots(
             window,
             num_processes=num_processes,
-            is_rehearsed=self._is_rehearsal_due(),
+            is_rehearsed=is_due,
             is_first=not self.engine.has_rehearsed,
         )
         if len(slots) > window.request.max_micro_batches and not self._has_warned_of_iterations:
             self._has_warned_of_iterations = True
             logger.warning(
-                "hf_ga: each process has one micro-batch in a window, so the first three windows, "
-                "and one of a hundred, have one iteration more, the rehearsal: count updates "
-                "(accelerator.sync_gradients), not iterations."
+                "hf_ga: this window has one micro-batch on each process, so its rehearsal is one "
+                "iteration more, as in any such window of the first three and of one in a hundred: "
+                "count updates (accelerator.sync_gradients), not iterations."
             )
         return slots
-
-    def _is_rehearsal_due(self) -> bool:
-        """Whether the window that begins is rehearsed."""
-        return self._can_look() and self.engine.is_rehearsal_due(self.num_windows)
 
     def _can_look(self) -> bool:
         """Whether a window may be computed with a rehearsal, or again with one. A loss of a whole

@@ -1,5 +1,6 @@
 """Makes the windows of a user's DataLoader: its samples, in the order of its sampler."""
 
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -22,7 +23,7 @@ from hf_ga.errors import ConfigError
 from hf_ga.loading.lengths import find_lengths
 from hf_ga.loading.streams.stream_loader import StreamLoader
 from hf_ga.loading.window_loader import WindowLoader
-from hf_ga.order.numbered_plan import numbered_planner
+from hf_ga.order.plan import plan_by_sizes
 from hf_ga.parallel.processes import broadcast_from_main
 
 
@@ -68,21 +69,20 @@ def make_windows(
             "are made of all of them: leave it out, Accelerate (and hf_ga) distribute the samples."
         )
     micro_batch_size, window_size = _micro_batch_and_window_size(accelerator, batch_size)
-    lengths = None if is_stream or not len(dataset) else find_lengths(dataset, collate)
     settings = {
         "accelerator": accelerator,
         "per_device_batch_size": micro_batch_size,
         "global_batch_size": window_size,
         "seed": broadcast_from_main(accelerator, seed),
         # As many micro-batches as Accelerate's loader has batches.
-        "planner": numbered_planner(micro_batch_size, lengths),
+        "planner": partial(plan_by_sizes, sizes=[micro_batch_size]),
         "drop_last_window": bool(getattr(batch_sampler, "drop_last", False)),
         "num_workers": original.num_workers,
     }
     if is_stream:
         settings["num_workers"] = min(1, original.num_workers)  # a stream is read sequentially
         return StreamLoader(dataset, collate, shuffle_buffer_size=0, **settings)
-    settings["lengths"] = lengths
+    settings["lengths"] = find_lengths(dataset, collate) if len(dataset) else None
     windows = _make_window_loader(original, collate, settings)
     if accelerator.global_batch_size is not None:
         accelerator.set_accumulation_steps(windows.layout)

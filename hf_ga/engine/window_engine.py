@@ -490,7 +490,8 @@ class WindowEngine:
         sync = partial(self._sync, is_last=is_last or self._router is not None)
         is_kept = retain_graph or part is not None
         if slot.is_rehearsal:
-            self.gradient.note_rehearsal(readings)
+            # Of one that is not compared, the loop draws what is not keyed once more.
+            self.gradient.note_rehearsal(readings, is_compared=self._rehearsal is not None)
         if not slot.is_counted:  # a collective with shards, where another rank may have a filler
             with self.speed_ups.in_backward():
                 self.gradient.sums.add_nothing(loss, readings, retain_graph=is_kept, sync=sync)

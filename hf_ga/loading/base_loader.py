@@ -14,7 +14,6 @@ from hf_ga.loading.window import LoaderState
 from hf_ga.order.chunks import ChunkTree
 from hf_ga.order.layout import Layout
 from hf_ga.order.length_plan import CPU_OVERHEAD, GPU_OVERHEAD, ByLength, Computed
-from hf_ga.order.numbered_plan import ByNumber
 from hf_ga.order.plan import Plan, Planner, check_plan, plan_window
 
 
@@ -64,7 +63,7 @@ class Splitter:
         Raises:
             ConfigError: If the plan drops or repeats samples, or has an empty micro-batch.
         """
-        is_by_length = isinstance(self.planner, ByLength | ByNumber)
+        is_by_length = isinstance(self.planner, ByLength)
         if not is_by_length or pad_to_window or self.canonical_micro_batch is not None:
             computed = Computed.PADDED
         plan = self.plan(lengths, pad_to_window, computed)

@@ -158,9 +158,7 @@ class Window:
         return request.lengths is None or is_fixed or request.computed == computed
 
     def planned_for(self, computed: Computed) -> "Window":
-        """Return the window in a plan for a model that computes these tokens."""
-        if self.is_planned_for(computed):
-            return self
+        """Return the window, planned again for a model that computes these tokens."""
         return self._collate_again(self.replan(self.request, computed=computed))
 
     def _collate_again(self, request: WindowRequest) -> "Window":

@@ -40,8 +40,7 @@ from hf_ga.loading.window_loader import WindowLoader
 from hf_ga.model.forward import LossFunction, argument_filter, call_loss_fn
 from hf_ga.model.override import override
 from hf_ga.model.precision import check_step
-from hf_ga.order.length_plan import Computed
-from hf_ga.order.numbered_plan import numbered_planner
+from hf_ga.order.plan import plan_by_sizes
 from hf_ga.parallel.fsdp import backend_for, is_sharded
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu, every_prepare_exact
 from hf_ga.parallel.processes import broadcast_from_main, gather_uneven
@@ -75,7 +74,7 @@ class TrainerWindow:
     def __init__(self, trainer: Trainer, windows: WindowLoader) -> None:
         """Start before the first window of an `ExactTrainer`."""
         self.trainer = trainer
-        self.windows = windows
+        self.fetcher = windows.fetcher
         self.loader_state = windows.state  # what windows of the loader share, such as padding
         if trainer.args.neftune_noise_alpha:
             self.loader_state.pad_to_window = True  # its noise is scaled by the padded width
@@ -119,13 +118,7 @@ class TrainerWindow:
         # micro-batches of the window do not count.
         without_fillers = batches[: len(request.micro_batches)]
         self._batches = batches
-        self._window = Window(
-            request,
-            self.windows.fetcher,
-            without_fillers,
-            self.loader_state,
-            replan=self.windows.splitter.replan,
-        )
+        self._window = Window(request, self.fetcher, without_fillers, self.loader_state)
         # Random draws are keyed by `seed`, whereas the order may be keyed by `data_seed`.
         self._mask_request = replace(request, seed=self.trainer.args.seed)
         self.num_begun = 0
@@ -143,20 +136,15 @@ class TrainerWindow:
             self._window = self._whole_batch.planned(self._window, [trainer.model_wrapped])
         elif self.loader_state.pad_to_window:
             self._window = self._window.padded_to_window()
-        # A loss of a whole window compares samples on purpose.
-        can_look = self._whole_batch is None and self.engine.can_rehearse()
-        is_due = can_look and self.engine.is_rehearsal_due(trainer.state.global_step)
-        self._window = self._window.planned_for(
-            Computed.PADDED if is_due else self.loader_state.computed
-        )
         self._mask_request = replace(
             self._mask_request, pad_to_window=self._window.request.pad_to_window
         )
         self.slots = plain_slots(self._window)
         self._rehearsal = None
+        # A loss of a whole window compares samples on purpose.
         is_single = len(self.slots) == 1 and trainer.accelerator.num_processes == 1
-        looks = can_look and not is_single
-        if looks and is_due:
+        looks = self._whole_batch is None and not is_single and self.engine.can_rehearse()
+        if looks and self.engine.is_rehearsal_due(trainer.state.global_step):
             self._rehearsal = extra_rehearsal(
                 self._window,
                 num_processes=trainer.accelerator.num_processes,
@@ -172,7 +160,6 @@ class TrainerWindow:
             is_rehearsed=self._rehearsal is not None,
             is_full_batch=is_single,
             state=self.loader_state,
-            request=self._window.request,
             looks=looks,
         )
 
@@ -485,7 +472,6 @@ class ExactTrainerMixin:
         if has_pairs(collate_fn):
             collate_fn = partial(collate_pairs, collate_fn)
         micro_batch_size = args.per_device_train_batch_size
-        lengths = find_lengths(loader.dataset, loader.collate_fn)
         windows = WindowLoader(
             loader.dataset,
             collate_fn,
@@ -496,8 +482,8 @@ class ExactTrainerMixin:
             shuffle=args.train_sampling_strategy == "random",
             drop_last_window=args.dataloader_drop_last,
             # As many micro-batches as Trainer's own loader has batches.
-            planner=numbered_planner(micro_batch_size, lengths),
-            lengths=lengths,
+            planner=partial(plan_by_sizes, sizes=[micro_batch_size]),
+            lengths=find_lengths(loader.dataset, loader.collate_fn),
         )
         self._window = TrainerWindow(self, windows)
         # A warning, so that it is shown with the default settings of logging.

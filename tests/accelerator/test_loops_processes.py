@@ -5,10 +5,13 @@ those of the full batch in float64 on one process, or both processes refuse the 
 import os
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 
 import accelerate
+import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from forked import on_two_ranks, outcome, without_errors
 from test_loops import CLOSE, EXACT, FAR, REFUSED, UNEQUAL, Loop, annealed, plain, with_hooks
 
@@ -66,6 +69,21 @@ def test_factors_follow_the_updates():
     assert all(
         "factor in the loss is 0.2 in one iteration and 0.5" in text for text in found.popitem()[1]
     )
+
+
+def test_a_factor_that_is_drawn_for_each_update_may_be_allowed():
+    """The rehearsal, which is not compared then, draws another one."""
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        share = float(np.random.default_rng(next(numbers)).beta(1, 1))
+        np.random.rand()  # as a loop's own draw does, this moves numpy's generator
+        accelerator.backward(share * F.cross_entropy(model(x), y))
+
+    numbers = count()
+    options = {"allow_split_dependent_randomness": True}
+    loop = Loop(plain, iteration=iteration, options=options)
+    (found,) = for_each({"drawn": partial(loop.run, Accelerator)}, [4]).values()
+    assert all(isinstance(weights, torch.Tensor) for weights in found), found
 
 
 # Its body reads a parameter of the bare model, which DDP hides.

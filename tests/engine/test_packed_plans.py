@@ -7,11 +7,8 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from documented_loop import reset_states
 from forked import on_two_ranks, without_errors
 from processes import make_accelerator
-from torch.utils.data import DataLoader
-from trainers import arguments, make_trainer
 
 import hf_ga
 from hf_ga.engine import own_loop, speed_ups, window_engine
@@ -173,63 +170,3 @@ def test_all_processes_must_pack(monkeypatch):
 
     for packed in without_errors(on_two_ranks(work)):
         assert not any(packed)
-
-
-def train_by_loop(*, is_compiled):
-    """Returns: (tokens of each iteration's forward; model) of a loop with `hf_ga.Accelerator`."""
-    accelerator = hf_ga.Accelerator(gradient_accumulation_steps=WINDOW // 2)
-    model = make_model()
-    if is_compiled:
-        hf_ga.compile_layers(model, backend="eager")
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    loader = DataLoader(samples(), 2, collate_fn=h.pad_right)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    tokens = []
-    for batch in loader:
-        tokens.append(int(batch["attention_mask"].sum()))
-        with accelerator.accumulate(model):
-            accelerator.backward(model(**batch).loss)
-            optimizer.step()
-            optimizer.zero_grad()
-    return tokens, accelerator.unwrap_model(model)
-
-
-def train_by_trainer(folder, *, is_compiled):
-    """Returns: (tokens of each training step; model) of an `ExactTrainer`."""
-    tokens = []
-
-    class Watched(hf_ga.ExactTrainer):
-        def compute_loss(self, model, inputs, *args, **kwargs):
-            tokens.append(int(inputs["attention_mask"].sum()))
-            return super().compute_loss(model, inputs, *args, **kwargs)
-
-    model = make_model()
-    if is_compiled:
-        hf_ga.compile_layers(model, backend="eager")
-    options = {"num_train_epochs": 1, "lr_scheduler_type": "constant", "seed": 0}
-    args = arguments(folder, (2, WINDOW // 2), train_sampling_strategy="sequential", **options)
-    trainer = make_trainer(Watched, model, args, samples(), data_collator=h.pad_right)
-    trainer.train()
-    return tokens, trainer.model
-
-
-@pytest.mark.filterwarnings("ignore::UserWarning")  # torch.compile reads `.grad`
-@pytest.mark.parametrize("is_compiled", [True, False])
-@pytest.mark.parametrize("by", ["loop", "trainer"])
-def test_iterations_of_other_loops_get_even_rows(by, is_compiled, tmp_path):
-    """As many iterations as before, each with about equally many tokens, once it is known that the
-    model computes no padding.
-    """
-    torch._dynamo.reset()
-    if by == "loop":
-        tokens, model = train_by_loop(is_compiled=is_compiled)
-    else:
-        tokens, model = train_by_trainer(tmp_path, is_compiled=is_compiled)
-    reset_states()
-    _, reference, _ = train()
-    of_last_window = tokens[-WINDOW // 2 :]
-    assert sum(of_last_window) == LENGTHS[-WINDOW:].sum()
-    mean = sum(of_last_window) / len(of_last_window)
-    assert max(of_last_window) <= mean + LENGTHS.max()
-    assert max(tokens[: WINDOW // 2]) > 2 * mean, "control"
-    assert distance(model, reference) < CLOSE
