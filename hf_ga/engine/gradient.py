@@ -246,15 +246,12 @@ class WindowGradient:
             replace(reading.without_graph(), is_counted=is_counted) for reading in readings
         ]
 
-    def note_rehearsal(self, readings: Sequence[Reading], *, is_compared: bool) -> None:
-        """Learn from the terms of a rehearsal, whose gradient does not count; if it is not compared
-        with the window, only which terms there are.
-        """
+    def note_rehearsal(self, readings: Sequence[Reading]) -> None:
+        """Learn from the terms of a rehearsal, whose gradient does not count."""
         self.sums.agree_on_first_scale(readings)
         self._groups_for(self._terms_to_group(readings))
-        if is_compared:
-            of_rehearsal = [replace(reading, is_counted=False) for reading in readings]
-            self.readings += [reading.without_graph() for reading in of_rehearsal]
+        of_rehearsal = [replace(reading, is_counted=False) for reading in readings]
+        self.readings += [reading.without_graph() for reading in of_rehearsal]
 
     def turn_into_rehearsal(self) -> None:
         """Drop the sums of the window so far, whose samples come again. What `show` set stays."""

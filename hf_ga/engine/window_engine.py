@@ -490,8 +490,7 @@ class WindowEngine:
         sync = partial(self._sync, is_last=is_last or self._router is not None)
         is_kept = retain_graph or part is not None
         if slot.is_rehearsal:
-            # Of one that is not compared, the loop draws what is not keyed once more.
-            self.gradient.note_rehearsal(readings, is_compared=self._rehearsal is not None)
+            self.gradient.note_rehearsal(readings)
         if not slot.is_counted:  # a collective with shards, where another rank may have a filler
             with self.speed_ups.in_backward():
                 self.gradient.sums.add_nothing(loss, readings, retain_graph=is_kept, sync=sync)
@@ -788,6 +787,8 @@ class WindowEngine:
         gradient = self.gradient
         state = self._state
         is_padded = self._request is not None and self._request.pad_to_window
+        max_micro_batches = 1 if self._request is None else self._request.max_micro_batches
+        gradient.checks.compares_rehearsal = max_micro_batches > 1 or self._rehearsal is not None
         if self._tries_padding and self._rehearsal is not None:
             difference = self._rehearsal.largest_difference
             gradient.needs_padding |= difference * MIN_IMPROVEMENT < self._unpadded_difference

@@ -143,12 +143,16 @@ class DivisorChecks:
         followed: For each term, what its divisor was found to be proportional to, in all windows so
             far.
         trusts_numbers: Whether numbers of targets that were passed were checked before.
+        compares_rehearsal: Whether factors of the window's rehearsal must be those of the window.
+            Not where each process has one micro-batch, and the loop draws what is not keyed, as
+            allowed: it may draw its factor for each update.
     """
 
     def __init__(self) -> None:
         """Start without any term."""
         self.followed: dict[TermKey, set[str]] = {}
         self.trusts_numbers = False
+        self.compares_rehearsal = True
         self._has_warned = False
 
     def true_divisor(self, reading: Reading) -> float:
@@ -214,7 +218,8 @@ class DivisorChecks:
         """Check that a term has one factor in all iterations of a window, the rehearsal's too: it
         may be one more than the loop would have, and a factor that counts iterations be ahead.
         """
-        factors = [reading.factor for reading in readings if true_divisor(reading)]
+        compared = [r for r in readings if r.is_counted or self.compares_rehearsal]
+        factors = [reading.factor for reading in compared if true_divisor(reading)]
         if not factors:
             return
         smallest = min(factors)
