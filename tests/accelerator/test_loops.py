@@ -949,6 +949,19 @@ def test_a_factor_that_drifts_within_a_window_is_refused():
         Loop(drifting).run(Accelerator, 2)
 
 
+def test_a_constant_divisor_is_refused_beside_draws_that_are_allowed():
+    """The rehearsal is not compared then, but has a divisor of its own."""
+
+    def divided_by_a_constant(model, x, y, values):
+        np.random.rand()
+        return cross_entropy(model, x, y, reduction="sum") / 100
+
+    with pytest.raises(LossNotAdditive, match="divides by 100"):
+        Loop(divided_by_a_constant, options={"allow_split_dependent_randomness": True}).run(
+            Accelerator, 4
+        )
+
+
 def test_a_loss_that_only_the_rehearsal_lacks_is_refused():
     """Also when the window is computed again, padded."""
     seen = [0]
