@@ -1,9 +1,6 @@
-"""Write the pages docs/cli.md and docs/flags.md from the flags of the command: `python
-docs/generate_cli.py`.
-"""
+"""Write the page docs/cli.md from the flags of the command: `python docs/generate_cli.py`."""
 
 import sys
-from collections import defaultdict
 from dataclasses import Field, fields
 from pathlib import Path
 
@@ -20,8 +17,8 @@ from hf_ga.finetuning.run.flags.config import FinetuneConfig  # noqa: E402
 # The text of docs/cli.md above the tables.
 CLI_INTRODUCTION = """# All flags
 
-The flags of `accelerate launch scripts/finetune.py`; [Fine-tuning](finetune.md) shows them in use, and
-[From an example script](flags.md) lists the flags of transformers' example scripts that are accepted, too.
+The flags of `accelerate launch scripts/finetune.py`; [Fine-tuning](finetune.md) shows them in use. Command lines of
+[transformers' example scripts](#from-an-example-script) run, too.
 
 - Names may have dashes or underscores. A switch (default: off) takes no value; several values are separated by spaces.
 - The first argument may be a YAML or JSON file with the same names; flags on the command line override it.
@@ -30,11 +27,18 @@ The flags of `accelerate launch scripts/finetune.py`; [Fine-tuning](finetune.md)
 
 `python docs/generate_cli.py` writes this page from `hf_ga/finetuning/run/flags/config.py` and `hf_ga/finetuning/data/options.py`.
 """
-# The text of docs/flags.md above the table.
-FLAGS_INTRODUCTION = f"""# From an example script
+# The text of docs/cli.md above the table of the checker.
+CHECKER_INTRODUCTION = """
+## Flags of the checker
 
-The published command lines of transformers' example scripts train with hf_ga: replace the script by `scripts/finetune.py`, and add
-`--task` with the script's name.
+`python scripts/check_equivalence.py` takes the flags above and these; flags about training and output files have no effect.
+"""
+# The end of docs/cli.md.
+SCRIPTS_SECTION = f"""
+## From an example script
+
+The published command lines of transformers' example scripts train here unchanged: replace the script by `scripts/finetune.py`, and
+add `--task` with the script's name.
 
 ```text
 python run_glue.py --model_name_or_path google-bert/bert-base-cased --task_name mrpc ...
@@ -42,11 +46,15 @@ accelerate launch scripts/finetune.py --task run_glue --model_name_or_path googl
 ```
 
 `--task` takes {", ".join(arguments.TASK_OF_SCRIPT)}, each also with `_no_trainer`.
-Flags that you omit have the defaults of the script, not those in [All flags](cli.md):
+Flags that you omit have the defaults of the script, not those above:
 {", ".join(f"{name} {value}" for name, value in arguments.TRAINING_DEFAULTS.items())},
 the script's lengths (at most the model's positions), blocks of tokens for language models, and no clipping for `_no_trainer`.
-A flag by hf_ga's name overrides one by the script's name. With `--do_train`, hf_ga's own tasks (`--task text-classification`, ...)
-use these defaults, too.
+With `--do_train`, the tasks of the first table (`--task text-classification`, ...) use these defaults, too.
+
+Every flag of the scripts and every field of `TrainingArguments` is known. What has another name here is converted (`--bf16`,
+`--max_seq_length`, `--train_file`); a flag by the name above overrides one by the script's name. Flags about speed, logging, and the form of
+evaluations and checkpoints have no effect. What would change the training is refused with a remedy, and the run prints which other flags
+act differently.
 
 The batch of an update, its loss and the optimizer are those of the script. What differs:
 
@@ -56,14 +64,6 @@ The batch of an update, its loss and the optimizer are those of the script. What
 - `run_qa`: the answer is the best of all spans and no answer, whatever its length (`--n_best_size`, `--max_answer_length`).
 - A run always evaluates. Without validation rows, it holds out `--validation_split_percentage` of the training rows.
 - `--optim adafactor` is torch's implementation.
-
-[All flags](cli.md) has many fields of TrainingArguments and flags of the scripts under the same name. The tables have the others; `python docs/generate_cli.py` writes them from `hf_ga/finetuning/run/flags/arguments.py`.
-"""
-# The text of docs/cli.md above the table of the checker.
-CHECKER_INTRODUCTION = """
-## Flags of the checker
-
-`python scripts/check_equivalence.py` takes the flags above and these; flags about training and output files have no effect.
 """
 
 
@@ -90,37 +90,10 @@ def default_text(option: Field) -> str:
     return "off" if option.default is False else f"`{option.default}`"
 
 
-def flags_page() -> str:
-    """Return the text of docs/flags.md: the fields of TrainingArguments and the flags of the
-    example scripts, by their effect in hf_ga, with the meaning, reason or remedy.
-    """
-    renamed = {flag: f"`--{option}`" for flag, option in arguments.RENAMED.items()}
-    groups = [
-        ("Another name, or converted", "hf_ga", renamed | arguments.CONVERTED),
-        ("Refused, unless the value is off or the default", "remedy", arguments.REFUSED),
-        ("Accepted, and the run prints what differs", "what differs", arguments.DIFFERENT),
-        ("Accepted without effect", "reason", arguments.NO_EFFECT),
-    ]
-    parts = [FLAGS_INTRODUCTION]
-    for heading, column, explanations in groups:
-        parts.append(f"\n## {heading}\n\n{flags_table(column, explanations)}\n")
-    return "".join(parts)
-
-
-def flags_table(column: str, explanations: dict[str, str]) -> str:
-    """Return a Markdown table of flags, one row for each explanation."""
-    flags_of = defaultdict(list)
-    for flag, explanation in sorted(explanations.items()):
-        flags_of[explanation].append(flag)
-    rows = []
-    for explanation, names in flags_of.items():
-        flags = ", ".join(f"`--{name}`" for name in names)
-        rows.append(f"| {flags} | {explanation} |")
-    return "\n".join([f"| flag | {column} |", "|---|---|", *rows])
-
-
 def cli_page() -> str:
-    """Return the text of docs/cli.md: tables of the flags of a run and of the checker."""
+    """Return the text of docs/cli.md: tables of the flags of a run and of the checker, and what
+    happens to those of transformers' example scripts.
+    """
     parts = [CLI_INTRODUCTION]
     for heading, options in flag_groups(FinetuneConfig).items():
         parts.append(f"\n## {heading.capitalize()}\n{options_table(options)}")
@@ -128,9 +101,8 @@ def cli_page() -> str:
     checker_options = [
         option for option in fields(CheckConfig) if option.name in CheckConfig.__annotations__
     ]
-    return "".join([*parts, CHECKER_INTRODUCTION, options_table(checker_options)])
+    return "".join([*parts, CHECKER_INTRODUCTION, options_table(checker_options), SCRIPTS_SECTION])
 
 
 if __name__ == "__main__":
     (ROOT / "docs" / "cli.md").write_text(cli_page(), encoding="utf-8")
-    (ROOT / "docs" / "flags.md").write_text(flags_page(), encoding="utf-8")

@@ -21,6 +21,7 @@ from trainers import arguments, make_trainer, word_tokenizer
 from transformers import Qwen3Config, Qwen3ForCausalLM, Trainer
 
 import hf_ga
+from hf_ga.finetuning.run.flags.arguments import example_script_flags
 
 ROOT = Path(__file__).parents[2]
 FILES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
@@ -101,11 +102,16 @@ def test_every_block_and_command_is_tried():
 
 
 def test_commands_and_flags_in_the_text_exist():
-    """Flags are those of the configuration (cli.md, flags.md), of our scripts, and those of
-    `accelerate launch` and pytest that are used here.
+    """Flags are those of the configuration (cli.md), of transformers' example scripts, of our
+    scripts, and those of `accelerate launch` and pytest that are used here.
     """
     sources = "".join(path.read_text() for path in (ROOT / "scripts").rglob("*.py"))
-    known = {*re.findall(r"--\w+", PAGES["cli"] + PAGES["flags"] + sources), *OF_OTHER_PROGRAMS}
+    tables = PAGES["cli"].partition("## From an example script")[0]
+    known = {
+        *re.findall(r"--\w+", tables + sources),
+        *(f"--{name}" for name in example_script_flags()),
+        *OF_OTHER_PROGRAMS,
+    }
     used = {flag for text in [*COMMANDS, *INLINE] for flag in re.findall(r"(?<!\S)--\w+", text)}
     assert used - known == set()
     assert len(used) > 40

@@ -2,9 +2,9 @@
 _no_trainer forms).
 
 Many of them are options of `FinetuneConfig` under the same name. The others are in the tables
-here: those in RENAMED and CONVERTED become its options, those in NO_EFFECT are ignored, those in
-DIFFERENT are ignored with a printed note, and those in REFUSED raise ConfigError, unless their
-value changes nothing. `docs/flags.md` is generated from these tables.
+here: those in RENAMED and CONVERTED become its options, those in REQUIRED are checked against
+them, those in NO_EFFECT are ignored, those in DIFFERENT are ignored with a printed note, and those
+in REFUSED raise ConfigError, unless their value changes nothing.
 """
 
 from collections.abc import Mapping
@@ -83,36 +83,21 @@ RENAMED = {
     "max_val_samples": "max_eval_samples",
     "max_test_samples": "max_predict_samples",
 }
-# Converted to options of FinetuneConfig with other values: flag -> description for docs/flags.md,
-# or, if it starts with "must", the requirement that the value is checked against.
-CONVERTED = {
-    "do_train": "flags that you omit have the defaults of TrainingArguments and of the "
-    "task's script",
-    "do_eval": "`--eval_only` without `--do_train`; a training run always evaluates",
-    "do_predict": "`--predict_file` with the file of `--test_file`; `--eval_only` without "
-    "`--do_train`",
-    "bf16": "`--mixed_precision bf16`",
-    "fp16": "`--mixed_precision fp16`",
-    "eval_strategy": "steps: `--eval_steps 500` unless given; epoch: the default; no: evaluates "
-    "once per epoch, too",
-    "evaluation_strategy": "as `eval_strategy`",
-    "save_strategy": "steps: `--save_steps 500` unless given; others: once per epoch; `best/` "
-    "always has the best model",
-    "checkpointing_steps": "a number: `--save_steps`; epoch: the default",
-    "with_tracking": "`--report_to all` unless given",
-    "task_name": "token-classification: `--label_column NAME_tags`; else `--dataset_name "
-    "nyu-mll/glue --dataset_config_name NAME`",
-    "source_lang": "`--text_column translation.LANGUAGE`",
-    "target_lang": "`--target_column translation.LANGUAGE`",
-    "line_by_line": "masked-lm with the script's defaults: without it, `--block_size` is set, as "
-    "the script concatenates rows",
-    "data_seed": "must equal `--seed`, which the order of samples depends on",
-    "hub_strategy": "must be `end` with `--push_to_hub`: the model is uploaded once, after the run",
-    "greater_is_better": "must match `--metric_for_best_model`: lower is better for loss, "
+# Converted to options of FinetuneConfig with other values.
+CONVERTED = [
+    *("do_train", "do_eval", "do_predict", "bf16", "fp16", "eval_strategy", "evaluation_strategy"),
+    *("save_strategy", "checkpointing_steps", "with_tracking", "task_name", "source_lang"),
+    *("target_lang", "line_by_line"),
+]
+# Checked against options of FinetuneConfig: flag -> the requirement.
+REQUIRED = {
+    "data_seed": "must equal --seed, which the order of samples depends on",
+    "hub_strategy": "must be end with --push_to_hub: the model is uploaded once, after the run",
+    "greater_is_better": "must match --metric_for_best_model: lower is better for loss, "
     "perplexity and mae",
-    "config_name": "must equal `--model_name_or_path`: save configuration, tokenizer and weights "
+    "config_name": "must equal --model_name_or_path: save configuration, tokenizer and weights "
     "in one folder",
-    "tokenizer_name": "must equal `--model_name_or_path`: save configuration, tokenizer and "
+    "tokenizer_name": "must equal --model_name_or_path: save configuration, tokenizer and "
     "weights in one folder",
 }
 # Accepted without an effect: flag -> reason.
@@ -234,12 +219,12 @@ _ALLOWED_VALUES = {
 
 def example_script_flags() -> list[str]:
     """List the flags of TrainingArguments and of transformers' example scripts that the command
-    `hf-ga` renames, converts, ignores or refuses.
+    `hf-ga` renames, converts, checks, ignores or refuses.
 
     Flags that `FinetuneConfig` has under the same name are not in the list, except `report_to`,
     whose value is converted.
     """
-    return [*RENAMED, *CONVERTED, *NO_EFFECT, *DIFFERENT, *REFUSED, "report_to"]
+    return [*RENAMED, *CONVERTED, *REQUIRED, *NO_EFFECT, *DIFFERENT, *REFUSED, "report_to"]
 
 
 def convert_script_flags(script_flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -306,7 +291,7 @@ def adjust_to_script_flags(config: FinetuneConfig, script_flags: Mapping[str, st
     ]
     if not _uses_script_defaults(script_flags):
         return differences
-    notes = ["unset flags have the defaults of the example script (docs/flags.md)", *differences]
+    notes = ["unset flags have the defaults of the example script (docs/cli.md)", *differences]
     if config.gradient_accumulation_steps is None and config.global_batch_size is None:
         config.gradient_accumulation_steps = TRAINING_DEFAULTS["gradient_accumulation_steps"]
     if config.task == "multiple-choice" and config.dataset_name == "stdlib":
@@ -350,8 +335,7 @@ def _check_agreement(config: FinetuneConfig, script_flags: Mapping[str, str]) ->
     for name, required in required_values.items():
         value = script_flags.get(name, "none")
         if value.lower() not in ("none", str(required).lower()):
-            rule = CONVERTED[name].replace("`", "")
-            raise ConfigError(f"{name} {value} is not supported: it {rule}.")
+            raise ConfigError(f"{name} {value} is not supported: it {REQUIRED[name]}.")
 
 
 def _limit_lengths_to_positions(config: FinetuneConfig) -> list[str]:
