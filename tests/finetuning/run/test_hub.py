@@ -122,8 +122,7 @@ def test_a_failed_upload_leaves_the_model_and_the_command(calls, place, tmp_path
             place, output, "classes", **FLAGS | {"hub_model_id": None, "hub_private_repo": True}
         )
     message = str(failed.value)
-    shown = " ".join((DOCS / "troubleshooting.md").read_text().split())
-    assert message.replace(str(tmp_path), "outputs") in shown
+    assert "503 Server Error. The run has finished and" in message
     assert json.loads((output / "summary.json").read_text())["steps"] == 2
     assert tf.AutoModelForSequenceClassification.from_pretrained(output)
     words = shlex.split(message.split("`")[1])
