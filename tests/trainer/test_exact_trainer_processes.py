@@ -29,7 +29,7 @@ WINDOW, NUM_SAMPLES = (
     96,
     101,
 )  # each epoch a full window and one of 5 samples: fewer than some processes' batch
-STEPS = 10  # the table in docs/trainer.md is of 30
+STEPS = 10  # docs/trainer.md: of 30
 SAVED = 6
 FEW = 2  # steps of the cases that would take long
 
