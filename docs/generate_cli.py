@@ -14,20 +14,20 @@ from hf_ga.finetuning.data.options import flag_groups  # noqa: E402
 from hf_ga.finetuning.run.flags import arguments  # noqa: E402
 from hf_ga.finetuning.run.flags.config import FinetuneConfig  # noqa: E402
 
-# The text of docs/cli.md above the tables.
+# The text of docs/cli.md above the lists.
 CLI_INTRODUCTION = """# All flags
 
 The flags of `accelerate launch scripts/finetune.py`; [Fine-tuning](finetune.md) shows them in use. Command lines of
 [transformers' example scripts](#from-an-example-script) run, too.
 
-- Names may have dashes or underscores. A switch (default: off) takes no value; several values are separated by spaces.
+- In parentheses: the default. A switch (off) takes no value; several values are separated by spaces. Names may have dashes or underscores.
 - The first argument may be a YAML or JSON file with the same names; flags on the command line override it.
 - The number of processes and mixed precision are flags of `accelerate launch`.
-- Exit codes: see [Troubleshooting](troubleshooting.md#exit-codes).
+- [Exit codes](troubleshooting.md#exit-codes) tell errors from stops.
 
-`python docs/generate_cli.py` writes this page from `hf_ga/finetuning/run/flags/config.py` and `hf_ga/finetuning/data/options.py`.
+`python docs/generate_cli.py` writes this page from the help texts of `--help`.
 """
-# The text of docs/cli.md above the table of the checker.
+# The text of docs/cli.md above the list of the checker's flags.
 CHECKER_INTRODUCTION = """
 ## Flags of the checker
 
@@ -49,12 +49,11 @@ accelerate launch scripts/finetune.py --task run_glue --model_name_or_path googl
 Flags that you omit have the defaults of the script, not those above:
 {", ".join(f"{name} {value}" for name, value in arguments.TRAINING_DEFAULTS.items())},
 the script's lengths (at most the model's positions), blocks of tokens for language models, and no clipping for `_no_trainer`.
-With `--do_train`, the tasks of the first table (`--task text-classification`, ...) use these defaults, too.
+With `--do_train`, hf_ga's own tasks (`--task text-classification`, ...) use these defaults, too.
 
 Every flag of the scripts and every field of `TrainingArguments` is known. What has another name here is converted (`--bf16`,
-`--max_seq_length`, `--train_file`); a flag by the name above overrides one by the script's name. Flags about speed, logging, and the form of
-evaluations and checkpoints have no effect. What would change the training is refused with a remedy, and the run prints which other flags
-act differently.
+`--max_seq_length`, `--train_file`). Flags about speed, logging and the form of checkpoints have no effect. What would change the training
+is refused with a remedy, and the run prints which other flags act differently.
 
 The batch of an update, its loss and the optimizer are those of the script. What differs:
 
@@ -67,13 +66,13 @@ The batch of an update, its loss and the optimizer are those of the script. What
 """
 
 
-def options_table(options: list[Field]) -> str:
-    """Return a Markdown table of options with their defaults and help texts."""
-    rows = [
-        f"| `{flag_name(option)}` | {default_text(option)} | {option.metadata['help']} |"
+def options_list(options: list[Field]) -> str:
+    """Return a Markdown list of options with their defaults and help texts."""
+    lines = [
+        f"- `{flag_name(option)}`{default_text(option)}: {option.metadata['help']}"
         for option in options
     ]
-    return "\n".join(["", "| flag | default | meaning |", "|---|---|---|", *rows, ""])
+    return "\n".join(["", *lines, ""])
 
 
 def flag_name(option: Field) -> str:
@@ -82,26 +81,26 @@ def flag_name(option: Field) -> str:
 
 
 def default_text(option: Field) -> str:
-    """Return the default of an option as the documentation shows it: `off` for a switch, and "" for
-    None, where the help text explains the default.
+    """Return the default of an option in parentheses, as the documentation shows it: `off` for a
+    switch, and "" for None, where the help text explains the default.
     """
     if option.default is None:
         return ""
-    return "off" if option.default is False else f"`{option.default}`"
+    return " (off)" if option.default is False else f" (`{option.default}`)"
 
 
 def cli_page() -> str:
-    """Return the text of docs/cli.md: tables of the flags of a run and of the checker, and what
+    """Return the text of docs/cli.md: lists of the flags of a run and of the checker, and what
     happens to those of transformers' example scripts.
     """
     parts = [CLI_INTRODUCTION]
     for heading, options in flag_groups(FinetuneConfig).items():
-        parts.append(f"\n## {heading.capitalize()}\n{options_table(options)}")
+        parts.append(f"\n## {heading.capitalize()}\n{options_list(options)}")
     # Without those inherited from FinetuneConfig, except the ones with another default.
     checker_options = [
         option for option in fields(CheckConfig) if option.name in CheckConfig.__annotations__
     ]
-    return "".join([*parts, CHECKER_INTRODUCTION, options_table(checker_options), SCRIPTS_SECTION])
+    return "".join([*parts, CHECKER_INTRODUCTION, options_list(checker_options), SCRIPTS_SECTION])
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ def test_the_flags_are_those_of_the_configuration():
     assert page == (DOCS / "cli.md").read_text()
     assert (
         "## Model\n" in page
-        and "| `--assert` | off |" in page
+        and "- `--assert` (off): " in page
         and page.count("`--output_dir`") == 2
     )
 
