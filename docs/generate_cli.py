@@ -24,8 +24,6 @@ The flags of `accelerate launch scripts/finetune.py`; [Fine-tuning](finetune.md)
 - The first argument may be a YAML or JSON file with the same names; flags on the command line override it.
 - The number of processes and mixed precision are flags of `accelerate launch`.
 - [Exit codes](troubleshooting.md#exit-codes) tell errors from stops.
-
-`python docs/generate_cli.py` writes this page from the help texts of `--help`.
 """
 # The text of docs/cli.md above the list of the checker's flags.
 CHECKER_INTRODUCTION = """
@@ -52,8 +50,8 @@ the script's lengths (at most the model's positions), blocks of tokens for langu
 With `--do_train`, hf_ga's own tasks (`--task text-classification`, ...) use these defaults, too.
 
 Every flag of the scripts and every field of `TrainingArguments` is known. What has another name here is converted (`--bf16`,
-`--max_seq_length`, `--train_file`). Flags about speed, logging and the form of checkpoints have no effect. What would change the training
-is refused with a remedy, and the run prints which other flags act differently.
+`--train_file`). Flags about speed, logging and the form of checkpoints have no effect. What would change the training is refused with a
+remedy, and the run prints which other flags act differently.
 
 The batch of an update, its loss and the optimizer are those of the script. What differs:
 
