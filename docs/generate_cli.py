@@ -35,8 +35,8 @@ CHECKER_INTRODUCTION = """
 SCRIPTS_SECTION = f"""
 ## From an example script
 
-The published command lines of transformers' example scripts train here unchanged: replace the script by `scripts/finetune.py`, and
-add `--task` with the script's name.
+The published command lines of transformers' example scripts run: replace the script by `scripts/finetune.py`, and add `--task` with the
+script's name.
 
 ```text
 python run_glue.py --model_name_or_path google-bert/bert-base-cased --task_name mrpc ...
