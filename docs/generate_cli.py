@@ -50,8 +50,8 @@ the script's lengths (at most the model's positions), blocks of tokens for langu
 With `--do_train`, hf_ga's own tasks (`--task text-classification`, ...) use these defaults, too.
 
 Every flag of the scripts and every field of `TrainingArguments` is known. What has another name here is converted (`--bf16`,
-`--train_file`). Flags about speed, logging and the form of checkpoints have no effect. What would change the training is refused with a
-remedy, and the run prints which other flags act differently.
+`--train_file`). What would change the training is refused with a remedy. Flags about speed, logging and the form of checkpoints have no
+effect: the run prints them, each with what happens instead.
 
 The batch of an update, its loss and the optimizer are those of the script. What differs:
 

@@ -45,7 +45,18 @@ def test_every_field_of_the_installed_version_is_known():
 )
 def test_defaults_are_accepted(name, capsys):
     parse_config([f"--{name}", str(getattr(FIELDS[name], "value", FIELDS[name]))])
-    assert capsys.readouterr().out == ""
+    printed = capsys.readouterr().out
+    assert not printed or arguments.IGNORED[name] in printed
+
+
+def test_what_is_ignored_is_printed_once_for_each_reason(capsys):
+    parse_config(["--log_level", "info", "--disable_tqdm", "--use_cache", "--eval_on_start", "no"])
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.split(None, 1) == [
+        "flags",
+        "log_level, disable_tqdm: messages only; "
+        "use_cache: speed only, and hf_ga chooses its own speed-ups",
+    ]
 
 
 def test_defaults_of_a_script_are_those_of_training_arguments(capsys):

@@ -3,10 +3,11 @@ _no_trainer forms).
 
 Many of them are options of `FinetuneConfig` under the same name. The others are in the tables
 here: those in RENAMED and CONVERTED become its options, those in REQUIRED are checked against
-them, those in NO_EFFECT are ignored, those in DIFFERENT are ignored with a printed note, and those
-in REFUSED raise ConfigError, unless their value changes nothing.
+them, those in IGNORED have no effect, which the run prints, and those in REFUSED raise ConfigError,
+unless their value changes nothing.
 """
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -100,8 +101,8 @@ REQUIRED = {
     "tokenizer_name": "must equal --model_name_or_path: save configuration, tokenizer and "
     "weights in one folder",
 }
-# Accepted without an effect: flag -> reason.
-NO_EFFECT = _by_flag(
+# Accepted without an effect: flag -> what happens instead, which the run prints.
+IGNORED = _by_flag(
     {
         "metrics.jsonl has every optimizer step": """
             logging_strategy logging_steps logging_first_step logging_nan_inf_filter
@@ -112,7 +113,7 @@ NO_EFFECT = _by_flag(
         "when memory runs out, micro-batches become smaller; the update is the same": (
             "auto_find_batch_size torch_empty_cache_steps"
         ),
-        "speed only; hf_ga chooses its own speed-ups": """
+        "speed only, and hf_ga chooses its own speed-ups": """
             use_liger_kernel liger_kernel_config use_cache dataloader_pin_memory
             dataloader_persistent_workers dataloader_prefetch_factor
             dataloader_multiprocessing_context dataloader_in_order ddp_find_unused_parameters
@@ -132,22 +133,18 @@ NO_EFFECT = _by_flag(
         "the model is uploaded once, after the run": "hub_always_push",
         "a head for other labels is always replaced": "ignore_mismatched_sizes",
         "rows without an answer are always allowed": "version_2_with_negative",
+        "an output_dir with another run is never overwritten": "overwrite_output_dir",
+        "output_dir has the last model, best/ the best one": "load_best_model_at_end",
+        "evaluations begin with the first epoch": "eval_delay eval_on_start",
+        "batches are random, their micro-batches have similar lengths": (
+            "group_by_length sortish_sampler"
+        ),
+        "the best span is the answer": "n_best_size",
+        "answers of any length are predicted": "max_answer_length",
+        "no answer is predicted where it is the best span": "null_score_diff_threshold",
+        "texts end with the end-of-text token, not with a line break": "keep_linebreaks",
     }
 )
-# Accepted, although hf_ga differs from the example scripts: flag -> what differs, which the run
-# prints.
-DIFFERENT = {
-    "overwrite_output_dir": "an output_dir with another run is never overwritten",
-    "load_best_model_at_end": "output_dir has the last model, best/ the best one",
-    "eval_delay": "evaluations begin with the first epoch",
-    "eval_on_start": "evaluations begin with the first epoch",
-    "group_by_length": "batches are random, their micro-batches have similar lengths",
-    "sortish_sampler": "batches are random, their micro-batches have similar lengths",
-    "n_best_size": "the best span is the answer",
-    "max_answer_length": "answers of any length are predicted",
-    "null_score_diff_threshold": "no answer is predicted where it is the best span",
-    "keep_linebreaks": "texts end with the end-of-text token, not with a line break",
-}
 # Not supported: flag -> remedy.
 REFUSED = _by_flag(
     {
@@ -224,7 +221,7 @@ def example_script_flags() -> list[str]:
     Flags that `FinetuneConfig` has under the same name are not in the list, except `report_to`,
     whose value is converted.
     """
-    return [*RENAMED, *CONVERTED, *REQUIRED, *NO_EFFECT, *DIFFERENT, *REFUSED, "report_to"]
+    return [*RENAMED, *CONVERTED, *REQUIRED, *IGNORED, *REFUSED, "report_to"]
 
 
 def convert_script_flags(script_flags: Mapping[str, Any]) -> dict[str, Any]:
@@ -277,21 +274,21 @@ def adjust_to_script_flags(config: FinetuneConfig, script_flags: Mapping[str, st
         script_flags: See `convert_script_flags`.
 
     Returns:
-        Notes to print: which defaults are in use, and what differs from the example scripts.
+        Notes to print: which defaults are in use, and which flags have no effect.
 
     Raises:
         ConfigError: If a flag does not agree with another option.
     """
     _replace_script_values(config, script_flags)
     _check_agreement(config, script_flags)
-    differences = [
-        f"{name}: {DIFFERENT[name]}"
-        for name, value in script_flags.items()
-        if name in DIFFERENT and value.lower() not in _OFF
-    ]
+    flags_of_reason: dict[str, list[str]] = defaultdict(list)
+    for name, value in script_flags.items():
+        if name in IGNORED and value.lower() not in _OFF:
+            flags_of_reason[IGNORED[name]].append(name)
+    ignored = [f"{', '.join(names)}: {reason}" for reason, names in flags_of_reason.items()]
     if not _uses_script_defaults(script_flags):
-        return differences
-    notes = ["unset flags have the defaults of the example script (docs/cli.md)", *differences]
+        return ignored
+    notes = ["unset flags have the defaults of the example script (docs/cli.md)", *ignored]
     if config.gradient_accumulation_steps is None and config.global_batch_size is None:
         config.gradient_accumulation_steps = TRAINING_DEFAULTS["gradient_accumulation_steps"]
     if config.task == "multiple-choice" and config.dataset_name == "stdlib":
