@@ -29,6 +29,19 @@ class WindowBatch(dict):
         """Make the dict of a micro-batch for `ExactTrainer`; see the class for the arguments."""
         super().__init__(batch)
         self.request = request
+        self._versions = self._list_versions()
+
+    def is_changed(self) -> bool:
+        """Whether an entry was changed in place, replaced, added or removed since it was made."""
+        now = self._list_versions()
+        if len(now) != len(self._versions):
+            return True
+        pairs = zip(now, self._versions, strict=True)
+        return any(new[0] is not old[0] or new[1:] != old[1:] for new, old in pairs)
+
+    def _list_versions(self) -> list[tuple[Any, str, int]]:
+        """List each entry with its name and, of a tensor, the number of changes in place."""
+        return [(value, name, getattr(value, "_version", 0)) for name, value in self.items()]
 
 
 class MicroBatches(Dataset):

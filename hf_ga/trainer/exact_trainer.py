@@ -182,13 +182,20 @@ class TrainerWindow:
         """Return the index of the micro-batch that Trainer passes to `training_step` (0-based).
 
         Raises:
-            ConfigError: If the window has no further micro-batch, or `inputs` is not this one.
+            ConfigError: If the window has no further micro-batch, or `inputs` is not this one as it
+                was.
         """
         index = self.num_begun
         if index == len(self._batches) or inputs is not self._batches[index]:
             raise ConfigError(
                 "training_step must be called once for each micro-batch that get_batch_samples "
                 "returned."
+            )
+        if inputs.is_changed():
+            raise ConfigError(
+                "an overridden training_step changes the micro-batch, but a window may be computed "
+                "from other batches of its samples: change them in the collate function or in "
+                "compute_loss."
             )
         self.num_begun += 1
         return index

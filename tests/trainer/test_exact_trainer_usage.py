@@ -380,9 +380,21 @@ def trains_twice(self, model, inputs, num_items_in_batch=None):
     )
 
 
+def changes_its_inputs(self, model, inputs, num_items_in_batch=None):
+    inputs["labels"] = inputs["labels"].roll(1, 0)
+    return ExactTrainer.training_step(self, model, inputs)
+
+
+def changes_them_in_place(self, model, inputs, num_items_in_batch=None):
+    inputs["labels"].fill_(1)
+    return ExactTrainer.training_step(self, model, inputs)
+
+
 @pytest.mark.parametrize(
     ("step", "parent", "message"),
     [
+        (changes_its_inputs, ExactTrainer, "changes the micro-batch"),
+        (changes_them_in_place, ExactTrainer, "changes the micro-batch"),
         (
             divides_again,
             tf.Trainer,
