@@ -1,6 +1,8 @@
 """Errors for loops whose calls would train with a wrong gradient."""
 
 from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +35,18 @@ def division_by_number(loss: Tensor) -> int | None:
     if is_sum(divided) or divisor < 2 or not divisor.is_integer():
         return None
     return int(divisor)
+
+
+def is_multiplied_by(loss: Tensor, value: int) -> bool:
+    """Whether a loss is multiplied last by a number of this value."""
+    node = loss.grad_fn
+    if node is None or node.name() not in ("MulBackward0", "MulBackward1"):
+        return False
+    if len(inputs(node)) > 1:  # by a weight
+        return False
+    factor = saved(node, "other")
+    factor = None if factor is None else number(factor)
+    return isinstance(factor, float) and factor == value
 
 
 def is_sum(node: Node) -> bool:
@@ -110,22 +124,63 @@ def unexpected_backward(*, is_in_evaluation: bool) -> ConfigError:
 
 
 def check_undivided(loss: Tensor, num_steps: int) -> None:
-    """Check that a planned loop does not divide its loss by the accumulation steps.
+    """Check that a planned loop neither divides nor multiplies its loss by the accumulation steps.
 
     (a + b) / 2 with 2 steps is taken for the mean of two terms.
 
     Raises:
         ConfigError: If it does.
     """
-    if num_steps < 2 or division_by_number(loss) != num_steps:
+    if num_steps < 2:
         return
-    if num_steps == 2 and is_sum_of_terms(loss):
+    if is_multiplied_by(loss, num_steps):
+        raise ConfigError(
+            f"the loss is multiplied by {num_steps}, the gradient accumulation steps, but the "
+            "window's gradient is that of the mean loss, which nothing divides by them: leave the "
+            f"factor out. If it is meant, divide the loss by {1 / num_steps:.6g}."
+        )
+    if division_by_number(loss) != num_steps or (num_steps == 2 and is_sum_of_terms(loss)):
         return
     raise ConfigError(
         f"the loss is divided by {num_steps}, the gradient accumulation steps, but the window's "
         "gradient is that of the mean loss already: leave the division out. If it is meant, "
         f"multiply the loss by {1 / num_steps:.6g}."
     )
+
+
+def numeric_options(optimizers: Sequence[torch.optim.Optimizer]) -> list[dict[str, Any]]:
+    """Return the options of each parameter group that are numbers, such as the learning rate."""
+    found = []
+    for group in (group for optimizer in optimizers for group in optimizer.param_groups):
+        values = {k: v.item() if _is_scalar(v) else v for k, v in group.items() if k != "params"}
+        found.append({k: v for k, v in values.items() if isinstance(v, Real | tuple)})
+    return found
+
+
+def _is_scalar(value: Any) -> bool:
+    """Whether an option of an optimizer is a tensor of one number."""
+    return isinstance(value, Tensor) and value.numel() == 1
+
+
+def check_same_options(before: list[dict[str, Any]], now: list[dict[str, Any]]) -> None:
+    """Check that no schedule stepped within a window.
+
+    Args:
+        before: The `numeric_options` of all optimizers at the window's first backward.
+        now: Those at another one.
+
+    Raises:
+        ConfigError: If one is different.
+    """
+    for group_before, group in zip(before, now, strict=False):
+        for name in group_before.keys() & group.keys():
+            if group_before[name] != group[name]:
+                raise ConfigError(
+                    f"{name} of the optimizer changed from {group_before[name]} to {group[name]} "
+                    "within a window: a schedule that steps with every micro-batch makes the "
+                    "update depend on their number. Pass the scheduler to accelerator.prepare, or "
+                    "step it only if accelerator.sync_gradients."
+                )
 
 
 def check_no_foreign_gradients(

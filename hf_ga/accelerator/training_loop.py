@@ -32,10 +32,12 @@ from hf_ga.accelerator.misuse import (
     backward_after_zero_grad,
     check_no_earlier_gradients,
     check_no_foreign_gradients,
+    check_same_options,
     check_undivided,
     early_step,
     late_parameters,
     not_fetched,
+    numeric_options,
     unexpected_backward,
 )
 from hf_ga.accelerator.named_entries import check_named_entries
@@ -114,7 +116,7 @@ class TrainingLoop:
         self._has_warned = False  # of terms that micro-batches lack
         self._has_warned_of_iterations = False  # of rehearsals beside the loop's own
         self._is_zeroed = False  # gradients, since a backward of this micro-batch
-        self._learning_rates: list[float] = []  # when the window began
+        self._options: list[dict[str, Any]] | None = None  # at the window's first backward
         self._iteration = ExitStack()  # contexts of the current iteration
         # An iterator that the script still holds ends when modules are gone.
         atexit.register(_leave_at_exit, weakref.ref(self))
@@ -226,7 +228,7 @@ class TrainingLoop:
             goes_on=goes_on,
         )
         if not goes_on:
-            self._learning_rates = self._current_learning_rates()
+            self._options = None
         self.is_complete = False
         self._has_stepped = False
         if self._whole_batch is not None:
@@ -448,12 +450,18 @@ class TrainingLoop:
 
     def _check_before_backward(self, loss: Tensor) -> None:
         """Check that no gradients appeared and no optimizer stepped since the batch was handed out,
-        and that the loss is not divided by the accumulation steps.
+        that the optimizers' options are those of the window's first backward, and that the loss is
+        neither divided nor multiplied by the accumulation steps.
         """
         gradient = self.engine.gradient
         if not self._is_planned:
             gradient.begin_again_if_zeroed()
             self._by_hand.note_backward(loss)
+        options = numeric_options(self.accelerator._optimizers)
+        if self._options is None:
+            self._options = options
+        check_same_options(self._options, options)
+        if not self._is_planned:
             return
         if self._has_stepped:
             raise backward_after_step()
@@ -520,8 +528,6 @@ class TrainingLoop:
             self._by_hand.check_step()
         elif not self.is_complete:
             raise early_step()
-        if len(self._slots) > 1 or engine.gradient.num_backwards > 1:
-            self._check_learning_rates()
 
     def after_step(self) -> None:
         """Note that a prepared optimizer has stepped: a loop by hand begins another window."""
@@ -531,7 +537,7 @@ class TrainingLoop:
             self._by_hand.note_step()
             self.engine.gradient.begin()
             self.is_complete = True
-            self._learning_rates = self._current_learning_rates()
+            self._options = None
 
     def _warn_of_missing_rehearsal(self) -> None:
         """Warn once that a loop of one micro-batch a process is not rehearsed outside of
@@ -556,23 +562,6 @@ class TrainingLoop:
                 "none of its samples has a target of it, but not if the loop leaves it out by the "
                 "loss itself, which is not tried here: put the loop's body into `with "
                 "accelerator.accumulate(model):`, and leave the division out."
-            )
-
-    def _current_learning_rates(self) -> list[float]:
-        """Return the learning rates of all prepared optimizers."""
-        optimizers = self.accelerator._optimizers
-        return [float(group["lr"]) for opt in optimizers for group in opt.param_groups]
-
-    def _check_learning_rates(self) -> None:
-        """Check that no schedule stepped within the window."""
-        before = self._learning_rates
-        now = self._current_learning_rates()
-        if before != now:
-            raise ConfigError(
-                f"the learning rate changed from {before} to {now} within a window: a schedule "
-                "that steps with every micro-batch makes the update depend on their number. Pass "
-                "the scheduler to accelerator.prepare, or step it only if "
-                "accelerator.sync_gradients."
             )
 
     def _is_in_evaluation(self) -> bool:

@@ -1468,11 +1468,17 @@ def divided_by_the_steps(accelerator, model, optimizer, x, y, values):
     accelerator.backward(cross_entropy(model, x, y) / steps)
 
 
+def multiplied_by_the_steps(accelerator, model, optimizer, x, y, values):
+    steps = accelerator.gradient_accumulation_steps
+    accelerator.backward(steps * cross_entropy(model, x, y))
+
+
 @pytest.mark.parametrize(
     ("iteration", "words"),
     [
         (backward_of_the_loss, r"accelerator\.backward"),
         (divided_by_the_steps, "divided by .* accumulation steps.*leave the division out"),
+        (multiplied_by_the_steps, "multiplied by .* accumulation steps.*leave the factor out"),
     ],
 )
 @pytest.mark.parametrize("batch_size", SPLIT)
@@ -1497,8 +1503,38 @@ def test_a_schedule_that_steps_every_micro_batch_is_refused(batch_size, num_samp
 
     schedules = {}
     columns = tuple(column[:num_samples] for column in (X, Y, VALUES))
-    with pytest.raises(ConfigError, match="learning rate changed"):
+    with pytest.raises(ConfigError, match="lr of the optimizer changed"):
         Loop(plain, iteration=iteration, columns=columns).run(Accelerator, batch_size)
+
+
+def scheduled(name, value_of):
+    """A loop that sets an option of the optimizer by hand, by the number of what `value_of` says:
+    iterations or updates.
+    """
+    counts = {"iterations": 0, "updates": 0}
+
+    def iteration(accelerator, model, optimizer, x, y, values):
+        for group in optimizer.param_groups:
+            group[name] = 0.05 + 0.01 * counts[value_of]
+        accelerator.backward(cross_entropy(model, x, y))
+        counts["iterations"] += 1
+        counts["updates"] += accelerator.sync_gradients
+
+    return iteration
+
+
+@pytest.mark.parametrize("name", ["lr", "weight_decay", "momentum"])
+@pytest.mark.parametrize("batch_size", SPLIT)
+def test_options_that_the_loop_sets_in_every_iteration(batch_size, name):
+    """By hand: right by the number of updates, refused by the number of iterations."""
+    full, split = (
+        Loop(plain, iteration=scheduled(name, "updates")).run(Accelerator, size)
+        for size in (WINDOW, batch_size)
+    )
+    learnt = (full - flat(classifier())).norm()
+    assert (split - full).norm() < CLOSE * learnt
+    with pytest.raises(ConfigError, match=f"{name} of the optimizer changed from"):
+        Loop(plain, iteration=scheduled(name, "iterations")).run(Accelerator, batch_size)
 
 
 @pytest.mark.parametrize("batch_size", LAYOUTS)
