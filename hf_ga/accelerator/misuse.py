@@ -124,27 +124,30 @@ def unexpected_backward(*, is_in_evaluation: bool) -> ConfigError:
 
 
 def check_undivided(loss: Tensor, num_steps: int) -> None:
-    """Check that a planned loop neither divides nor multiplies its loss by the accumulation steps.
+    """Check that a planned loop does not divide its loss by the accumulation steps.
 
     (a + b) / 2 with 2 steps is taken for the mean of two terms.
 
     Raises:
         ConfigError: If it does.
     """
-    if num_steps < 2:
+    if num_steps < 2 or division_by_number(loss) != num_steps:
         return
-    if is_multiplied_by(loss, num_steps):
-        raise ConfigError(
-            f"the loss is multiplied by {num_steps}, the gradient accumulation steps, but the "
-            "window's gradient is that of the mean loss, which nothing divides by them: leave the "
-            f"factor out. If it is meant, divide the loss by {1 / num_steps:.6g}."
-        )
-    if division_by_number(loss) != num_steps or (num_steps == 2 and is_sum_of_terms(loss)):
+    if num_steps == 2 and is_sum_of_terms(loss):
         return
     raise ConfigError(
         f"the loss is divided by {num_steps}, the gradient accumulation steps, but the window's "
         "gradient is that of the mean loss already: leave the division out. If it is meant, "
         f"multiply the loss by {1 / num_steps:.6g}."
+    )
+
+
+def multiplied_by_steps(num_steps: int) -> ConfigError:
+    """Return the error for a planned loop that multiplies its loss by the accumulation steps."""
+    return ConfigError(
+        f"the loss is multiplied by {num_steps}, the gradient accumulation steps, but nothing "
+        "divides the window's mean loss by them: leave the factor out. If it is meant, divide the "
+        f"loss by {1 / num_steps:.6g}."
     )
 
 

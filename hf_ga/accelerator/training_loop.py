@@ -35,7 +35,9 @@ from hf_ga.accelerator.misuse import (
     check_same_options,
     check_undivided,
     early_step,
+    is_multiplied_by,
     late_parameters,
+    multiplied_by_steps,
     not_fetched,
     numeric_options,
     unexpected_backward,
@@ -117,6 +119,7 @@ class TrainingLoop:
         self._has_warned_of_iterations = False  # of rehearsals beside the loop's own
         self._is_zeroed = False  # gradients, since a backward of this micro-batch
         self._options: list[dict[str, Any]] | None = None  # at the window's first backward
+        self._is_multiplied = True  # each loss so far, by the accumulation steps
         self._iteration = ExitStack()  # contexts of the current iteration
         # An iterator that the script still holds ends when modules are gone.
         atexit.register(_leave_at_exit, weakref.ref(self))
@@ -434,7 +437,7 @@ class TrainingLoop:
         with engine.failing_together():
             if self._whole_batch is not None:
                 loss, num_targets = self._whole_batch.term(loss, num_targets)
-            self._check_before_backward(loss)
+            self._check_before_backward(loss, num_targets)
             engine.add(
                 loss,
                 num_targets,
@@ -448,10 +451,10 @@ class TrainingLoop:
             self._finish()
         return None if self._whole_batch is None else self._whole_batch.value
 
-    def _check_before_backward(self, loss: Tensor) -> None:
+    def _check_before_backward(self, loss: Tensor, num_targets: Any) -> None:
         """Check that no gradients appeared and no optimizer stepped since the batch was handed out,
         that the optimizers' options are those of the window's first backward, and that the loss is
-        neither divided nor multiplied by the accumulation steps.
+        not divided by the accumulation steps. Notes whether it is multiplied by them.
         """
         gradient = self.engine.gradient
         if not self._is_planned:
@@ -472,11 +475,18 @@ class TrainingLoop:
             self._check_no_late_parameters()
         if not self.is_complete and not gradient.backend.is_sharded:  # FSDP1 keeps its sums there
             check_no_foreign_gradients(gradient.parameters, gradient.earlier)
-        check_undivided(loss, self.accelerator.gradient_accumulation_steps)
+        num_steps = self.accelerator.gradient_accumulation_steps
+        check_undivided(loss, num_steps)
+        if num_targets is not None or not is_multiplied_by(loss, num_steps):
+            self._is_multiplied = False
 
     def _finish(self) -> None:
         """Finish a planned window: `.grad` appears, or the window is computed once more."""
         gradient = self.engine.gradient
+        num_steps = self.accelerator.gradient_accumulation_steps
+        with self.engine.failing_together():
+            if self._is_multiplied and num_steps > 1:  # by chance, if only in some micro-batches
+                raise multiplied_by_steps(num_steps)
         check_no_earlier_gradients(self.accelerator._optimizers, gradient.earlier)
         is_set = self.engine.finish(
             can_repeat=True, keeps_sums=self._backwards_per_iteration is None

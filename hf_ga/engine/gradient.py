@@ -8,7 +8,7 @@ of the parameters stays as the loop left it; the sums are kept here.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from itertools import chain, islice
@@ -27,6 +27,7 @@ from hf_ga.engine.sums.divisors import (
     power_sums,
     squared_differences,
     true_divisor,
+    unknown_share,
 )
 from hf_ga.engine.sums.groups import Group, Grouping
 from hf_ga.engine.sums.same_terms import SameTerms
@@ -424,12 +425,13 @@ class WindowGradient:
         """Add up the divisors of each group, and note the terms' factors."""
         self._factors = factors_of([*self._switched_off, *readings])
         for group in self.sums.groups or []:
-            group.divisors = [
-                self.checks.true_divisor(reading)
-                for reading in readings
-                if reading.is_counted and reading.key == group.keys[0]
-            ]
+            of_group = [r for r in readings if r.is_counted and r.key == group.keys[0]]
+            group.divisors = [self.checks.true_divisor(reading) for reading in of_group]
             group.total = math.fsum(group.divisors)
+            group.num_samples = sum(reading.num_samples for reading in of_group)
+            group.counts_samples = (False, False)
+            if of_group:
+                group.counts_samples = self.checks.may_count_samples(of_group[0])
 
     def _agree_on_groups(self, can_repeat: bool) -> bool:
         """Exchange the status of all ranks: failures, repetitions, divisors. Returns whether the
@@ -479,8 +481,26 @@ class WindowGradient:
             return False
         if self.backend.is_sharded:
             self.sums.take_shards()
-        self.loss = self.sums.take_totals(loss_sum, found)
+        self.loss = self.sums.take_totals(loss_sum, found, self._shares_of_samples(groups, found))
         return True
+
+    def _shares_of_samples(
+        self, groups: Sequence[Group], found: Mapping[str, list[float]]
+    ) -> list[float]:
+        """Return the share of the window's samples that each group's divisors are of, 1 where they
+        do not count samples. The same on all ranks, which raise LossNotAdditive if it is unknown.
+        """
+        (total,) = found["num_samples"]
+        numbers = iter(found["of_groups"])
+        shares = []
+        for group, number, counts, counts_not in zip(
+            groups, numbers, numbers, numbers, strict=True
+        ):
+            is_complete = number in (0, total)
+            if not is_complete and not counts and not counts_not:
+                raise unknown_share(self._name_of(group.keys[0]))
+            shares.append(number / total if counts and not is_complete else 1.0)
+        return shares
 
     def _sum_over_ranks(
         self, groups: Sequence[Group], keys: Sequence[TermKey], can_repeat: bool
@@ -503,6 +523,8 @@ class WindowGradient:
             "parts": [float(self.sums.part)],
             "samples": self.samples.sums(),
             "totals": [group.total for group in groups],
+            "num_samples": [float(self.samples.number)],
+            "of_groups": [float(n) for g in groups for n in (g.num_samples, *g.counts_samples)],
             "values": self.sums.values,
             "factors": self._factor_sums(keys),
             "ratios": self._ratio_sums(groups),
@@ -643,12 +665,14 @@ class WindowGradient:
         self._has_new_terms = False
         if self.grouping.structure == own:
             return
-        totals = {group.keys[0]: group.total for group in self.sums.groups or []}
+        own_groups = {group.keys[0]: group for group in self.sums.groups or []}
         if self._has_group_sums():
             self.must_repeat = "processes had terms of the loss in other proportions"
-        self.sums.use_groups(
-            [Group(list(k), total=totals.get(k[0], 0.0)) for k in self.grouping.structure]
-        )
+        groups = []
+        for keys in self.grouping.structure:
+            before = own_groups.get(keys[0], Group(keys))
+            groups.append(replace(before, keys=list(keys), ratios={}))
+        self.sums.use_groups(groups)
 
 
 def _too_many_groups(names: Sequence[str]) -> ConfigError:

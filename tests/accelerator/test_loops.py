@@ -276,6 +276,27 @@ def stacked_heads(model, x, y, values):
     return torch.stack([F.cross_entropy(first, y), other]).mean()
 
 
+@exact()
+def chosen_over_all(model, x, y, values):
+    """A sum over chosen samples divided by all, which micro-batches without a chosen one lack."""
+    logits = model(x)
+    chosen = y == 0
+    loss = F.cross_entropy(logits, y)
+    if chosen.any():
+        loss = loss + F.mse_loss(logits[chosen], values[chosen], reduction="sum") / len(x)
+    return loss
+
+
+@exact()
+def chosen_alone_over_all(model, x, y, values):
+    """As a loss of its own, with 0 in place of it."""
+    logits = model(x)
+    chosen = y == 0
+    if not chosen.any():
+        return logits.sum() * 0
+    return F.mse_loss(logits[chosen], values[chosen], reduction="sum") / len(x)
+
+
 def two_columns() -> nn.Module:
     return seeded(nn.Linear(2, 2))
 
@@ -660,6 +681,8 @@ UNEQUAL = [  # with other divisors in each micro-batch
     "penalty_beside_an_empty_micro_batch",
     "policy_gradient",
     "class_weights_and_smoothing",
+    "chosen_over_all",
+    "chosen_alone_over_all",
 ]
 
 

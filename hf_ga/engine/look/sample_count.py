@@ -13,10 +13,15 @@ NUM_BITS = 20  # sums over 2^33 samples are exact in float64
 
 
 class SampleCount:
-    """The samples of one window on this rank, as numbers that ranks add up."""
+    """The samples of one window on this rank, as numbers that ranks add up.
+
+    Attributes:
+        number: Number of samples that were counted.
+    """
 
     def __init__(self) -> None:
         """Start with a window without samples."""
+        self.number = 0
         self._counted = 0.0
         self._expected = 0.0
 
@@ -26,6 +31,7 @@ class SampleCount:
         Args:
             positions: Their positions in the epoch, shape (samples,).
         """
+        self.number += len(positions)
         self._counted += _checksum(positions)
 
     def expect(self, positions: np.ndarray) -> None:

@@ -161,6 +161,18 @@ class DivisorChecks:
             return float(reading.divisor)  # of samples, also where their weights are 0
         return true_divisor(reading)
 
+    def may_count_samples(self, reading: Reading) -> tuple[bool, bool]:
+        """Return whether a term divides a sum by the number of samples, also of micro-batches that
+        lack it (`if chosen.any(): loss += losses[chosen].sum() / len(x)`), and whether it does not.
+
+        Both are False if it is unknown, as in micro-batches all of whose samples are targets.
+        """
+        term = reading.term
+        if term is None or term.is_penalty or term.node_divides or reading.key not in self.followed:
+            return False, True
+        followed = self.followed[reading.key]
+        return followed == {BY_SAMPLES}, BY_SAMPLES not in followed
+
     def check(
         self,
         readings: Sequence[Reading],
@@ -295,6 +307,21 @@ def squared_differences(sums: tuple[float, float, float]) -> float:
     number, total, total_of_squares = sums
     differences = number * total_of_squares - total**2
     return differences if differences > number * total_of_squares * RELATIVE_ROUNDING**2 else 0.0
+
+
+def unknown_share(name: str) -> LossNotAdditive:
+    """Return the error for a divided sum that some micro-batches lack.
+
+    Args:
+        name: The term in words.
+    """
+    return LossNotAdditive(
+        f"{name}: some micro-batches lack this sum, and where it is, it divides by the number of "
+        "samples, which is also that of targets, so it cannot be known whether the full batch "
+        "divides by the samples of all micro-batches. Let each micro-batch have the sum, which may "
+        "be 0 (without the condition, an empty sum is), or pass the sum and its number of targets: "
+        "accelerator.backward(sum, num_targets=n)."
+    )
 
 
 def factors_differ(name: str, sums: tuple[float, float, float]) -> LossNotAdditive:

@@ -21,12 +21,16 @@ class Group:
         ratios: For each term, its divisor over the first term's, in this window.
         divisors: The first term's divisors in the micro-batches of this rank.
         total: Their sum; at the window's end over all ranks.
+        num_samples: Number of samples of the micro-batches of this rank that have the first term.
+        counts_samples: Whether its divisor is of samples, and whether it is not.
     """
 
     keys: list[TermKey]
     ratios: dict[TermKey, float] = field(default_factory=dict)
     divisors: list[float] = field(default_factory=list)
     total: float = 0.0
+    num_samples: int = 0
+    counts_samples: tuple[bool, bool] = (False, False)
 
     def fits(self, divisors: Mapping[TermKey, float]) -> bool:
         """Whether the divisors of a micro-batch are in the group's proportions."""

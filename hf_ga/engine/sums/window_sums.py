@@ -387,12 +387,15 @@ class WindowSums:
 
     # The window's end
 
-    def take_totals(self, loss: Tensor, found: Mapping[str, list[float]]) -> Tensor:
+    def take_totals(
+        self, loss: Tensor, found: Mapping[str, list[float]], shares: Sequence[float]
+    ) -> Tensor:
         """Give the groups their divisors over all ranks.
 
         Args:
             loss: The sum of `loss` over all ranks.
             found: Name of a number -> the sums of it over all ranks.
+            shares: The share of each group's divisor that was read.
 
         Returns:
             The window's mean loss, a scalar.
@@ -407,6 +410,7 @@ class WindowSums:
             loss = self.loss
             part = float(self.part)
             values = self.values
+        totals = [total / share for total, share in zip(totals, shares, strict=True)]
         for group, total in zip(groups, totals, strict=True):
             group.total = total
         mean = loss / (totals[0] or 1.0) if totals else loss
