@@ -217,6 +217,12 @@ class KeyedDraws:
         """
         return self._sample_dims.num_reclassified
 
+    def doubtful_shape(self) -> tuple[int, ...] | None:
+        """Return the shape of a draw of which the micro-batches so far, all of one size, do not
+        tell which dim has the samples; None if there is none.
+        """
+        return self._sample_dims.doubtful_shape()
+
     @contextmanager
     def scope(self) -> Iterator[None]:
         """Within the block, torch's random functions draw keyed numbers, in this thread and in

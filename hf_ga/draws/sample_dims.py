@@ -61,6 +61,15 @@ def possible_layouts(shape: Sequence[int], num_samples: int) -> list[Layout]:
     return [*first_dim, *one_row, Shared(tuple(shape)), *padded, *several_rows]
 
 
+def _is_probable(layout: Layout, best: Layout) -> bool:
+    """Whether a layout is nearly as probable as the best one of a draw. That each sample has one
+    row in dim 0 is more probable than that they share the numbers.
+    """
+    if isinstance(layout, SampleRows):
+        return layout.rows == 1 or layout.dim == 0
+    return isinstance(layout, Shared) and best != SampleRows(0, 1)
+
+
 class SampleDims:
     """Remembers the possible layouts of each random draw of a training run.
 
@@ -73,6 +82,16 @@ class SampleDims:
         """Create an empty memory."""
         self.num_reclassified = 0
         self._layouts: dict[Hashable, list[Layout]] = {}
+        self._last_shapes: dict[Hashable, tuple[int, ...]] = {}
+
+    def doubtful_shape(self) -> tuple[int, ...] | None:
+        """Return the shape of a draw whose samples may be in another dim than the most probable
+        one, or share its numbers; None if there is none. Micro-batches of another size tell.
+        """
+        for place, layouts in self._layouts.items():
+            if len({layout.dim for layout in layouts if _is_probable(layout, layouts[0])}) > 1:
+                return self._last_shapes[place]
+        return None
 
     def find(
         self, place: Hashable, shape: Sequence[int], num_samples: int, only_shared: bool = False
@@ -95,6 +114,7 @@ class SampleDims:
             before = possible_layouts(shape, num_samples)
         layouts = [layout for layout in before if layout.fits(shape, num_samples)]
         self._layouts[place] = layouts
+        self._last_shapes[place] = tuple(shape)
         if layouts[:1] != before[:1]:
             self.num_reclassified += 1
         return layouts[0] if layouts else None

@@ -118,6 +118,7 @@ class WindowEngine:
         self._unpadded_difference = 0.0  # of a window before it was padded on trial
         self._random_states: dict[str, bytes] = {}
         self._has_warned = False
+        self._is_full_batch = False  # the current window is one micro-batch
         self._keys: set[TermKey] = set()  # of terms in this micro-batch
         self._window_contexts = ExitStack()
 
@@ -202,6 +203,7 @@ class WindowEngine:
         self._state = state
         self._request = request or self._request
         self._is_rehearsed = is_rehearsed or keeps_rehearsal
+        self._is_full_batch = is_full_batch
         self.looks.begin_window(is_rehearsed=is_rehearsed, may_ask=looks)
         parameters = list(parameters)
         # By identity: equality would compare elements, of a parameter with those of its shards.
@@ -589,6 +591,22 @@ class WindowEngine:
             "not tried whether a sample's loss depends on the other samples of its micro-batch."
         )
 
+    def _warn_of_doubtful_draws(self) -> None:
+        """Warn once that windows of one micro-batch, which are not rehearsed, do not show to which
+        samples some draws belong: other splits may draw other numbers.
+        """
+        shape = None if self._has_warned else self.draws.doubtful_shape()
+        if shape is None:
+            return
+        self._has_warned = True
+        logger.warning(
+            f"hf_ga: random numbers of shape {list(shape)} are drawn in windows of one micro-batch "
+            f"of {self.draws.num_samples} samples, and their sizes do not tell which of them "
+            "belong to which sample, so other splits of the windows may draw other numbers. That "
+            "shows in two micro-batches (gradient_accumulation_steps=2), or with a batch size that "
+            "divides none of these sizes."
+        )
+
     def _compare(self, loss: Tensor, readings: Sequence[Reading]) -> None:
         """Record the samples of a rehearsal, or compare those of the window with it: refuse a
         gradient of a sample that differs in other company.
@@ -800,6 +818,8 @@ class WindowEngine:
         if state is not None:
             state.is_width_tried |= gradient.has_compared_widths
         self.has_rehearsed |= is_done and self._is_rehearsed
+        if is_done and self._is_full_batch:
+            self._warn_of_doubtful_draws()
         if is_done:
             for model in self._models:
                 gradient.backend.drop_unused(model, self.unused)

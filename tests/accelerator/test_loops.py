@@ -1931,3 +1931,24 @@ def test_values_are_clipped_once_a_window():
     assert (
         loop.run(Accelerator, WINDOW) - flat(classifier())
     ).abs().max() <= 3.1e-3 * LEARNING_RATE
+
+
+def noise_for_time(model, x, y, values):
+    """16 numbers that all samples share: two for each of 8 samples, by their shape."""
+    return plain(model, x, y, values) * (1 + torch.rand(16).mean())
+
+
+def noise_for_samples(model, x, y, values):
+    return cross_entropy(model, x + torch.randn_like(x), y)
+
+
+@pytest.mark.parametrize(
+    ("body", "batch_size", "is_told"),
+    [(noise_for_time, 8, True), (noise_for_time, 4, False), (noise_for_samples, 8, False)],
+)
+def test_windows_of_one_micro_batch_may_not_show_whose_the_draws_are(
+    body, batch_size, is_told, caplog
+):
+    columns = tuple(column[:16] for column in (X, Y, VALUES))  # no shorter window
+    Loop(body, columns=columns).run(Accelerator, batch_size)
+    assert ("other splits of the windows may draw other numbers" in caplog.text) == is_told
