@@ -119,6 +119,7 @@ class WindowEngine:
         self._random_states: dict[str, bytes] = {}
         self._has_warned = False
         self._is_full_batch = False  # the current window is one micro-batch
+        self._terms_in_two_widths: set[TermKey] = set()  # that samples were compared in
         self._keys: set[TermKey] = set()  # of terms in this micro-batch
         self._window_contexts = ExitStack()
 
@@ -485,7 +486,7 @@ class WindowEngine:
                 self.gradient.must_pad = True
                 self.gradient.needs_padding = True
         self.looks.note(loss, readings, slot)
-        self._note_samples()
+        self._note_samples(loss, readings)
         if self._rehearsal is not None and not slot.is_filler:
             self._compare(loss, readings)
         # What a sharded model keeps would be reduced together with the part.
@@ -542,12 +543,16 @@ class WindowEngine:
         same_terms.note(self._keys)
         return result
 
-    def _note_samples(self) -> None:
+    def _note_samples(self, loss: Tensor, readings: Sequence[Reading]) -> None:
         """Note the samples of a counted micro-batch, and how wide it is, once."""
         if not self.slot.is_counted or self.num_adds > 1:
             return
         self.gradient.samples.add(self.slot.micro_batch.positions)
-        self.gradient.widths.append(self.looks.note_width(self.slot))
+        terms = set()
+        # A loss of 0 may have no gradient. To read it waits for the device.
+        if self.gradient.tries_widths and bool(loss.detach() != 0):
+            terms = data_terms(readings)
+        self.gradient.widths.append(self.looks.note_width(self.slot, terms))
 
     def _part_of_router(self) -> Tensor | None:
         """Return what the micro-batch adds to the window's balancing loss of a mixture of experts;
@@ -667,8 +672,8 @@ class WindowEngine:
         difference = rehearsal.difference(footprints)
         is_padded = self._request.pad_to_window
         has_other_width = rehearsal.widths != widths_of(self.slot.micro_batch.batch)
-        is_rehearsed = self.looks.has_rehearsed(positions)
-        self.gradient.has_compared_widths |= has_other_width and is_rehearsed
+        if has_other_width and self.looks.has_rehearsed(positions):
+            self._terms_in_two_widths |= rehearsal.terms_with_gradient
         if missing is None and difference is None:
             is_small = rehearsal.largest_difference <= WIDTH_TOLERANCE
             can_try = not is_padded and has_other_width and not self._goes_on
@@ -813,6 +818,8 @@ class WindowEngine:
         if can_repeat and self._request is not None:
             gradient.samples.expect(self._request.positions)
         gradient.computed = self.speed_ups.computed
+        terms = data_terms(gradient.readings)
+        gradient.has_compared_widths = bool(terms) and terms <= self._terms_in_two_widths
         is_done = gradient.finish(is_padded=is_padded, can_repeat=can_repeat, keeps_sums=keeps_sums)
         self.looks.follow(gradient)
         if state is not None:
@@ -858,6 +865,11 @@ class WindowEngine:
         """Set `.grad` to the gradient of the mean so far, for a loop that accumulates by hand."""
         mean = self.gradient.mean_so_far(is_padded=self._request.pad_to_window)
         self.gradient.show(mean, times=times)
+
+
+def data_terms(readings: Sequence[Reading]) -> set[TermKey]:
+    """Return the terms of readings that are not penalties on parameters."""
+    return {r.key for r in readings if r.term is None or not r.term.is_penalty}
 
 
 def _check_scalar(loss: Tensor) -> None:

@@ -29,10 +29,16 @@ class WindowBatch(dict):
         """Make the dict of a micro-batch for `ExactTrainer`; see the class for the arguments."""
         super().__init__(batch)
         self.request = request
+        self._versions: list[tuple[Any, str, int]] = []
+
+    def note_versions(self) -> None:
+        """Remember what the entries are, for `is_changed`."""
         self._versions = self._list_versions()
 
     def is_changed(self) -> bool:
-        """Whether an entry was changed in place, replaced, added or removed since it was made."""
+        """Whether an entry was changed in place, replaced, added or removed since
+        `note_versions`.
+        """
         now = self._list_versions()
         if len(now) != len(self._versions):
             return True

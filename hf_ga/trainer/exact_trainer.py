@@ -118,6 +118,8 @@ class TrainerWindow:
         # micro-batches of the window do not count.
         without_fillers = batches[: len(request.micro_batches)]
         self._batches = batches
+        for batch in batches:
+            batch.note_versions()
         self._window = Window(request, self.fetcher, without_fillers, self.loader_state)
         # Random draws are keyed by `seed`, whereas the order may be keyed by `data_seed`.
         self._mask_request = replace(request, seed=self.trainer.args.seed)

@@ -1142,10 +1142,35 @@ def train_texts(kind, batch_size, body, lengths=LENGTHS):
     return flat(model)
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, LENGTHS.sort().values], ids=["shuffled", "sorted"])
+def mean_with_padding_of_some(model, tokens, mask):
+    """Short texts have no target, so that they do not show that the width matters."""
+    has_target = mask.sum(1, keepdim=True) > 3
+    return (model(tokens).pow(2).mean(-1) * mask * has_target).mean(1).mean()
+
+
+def two_terms_of_some(model, tokens, mask):
+    """Only the second term depends on the width; few texts have it."""
+    logits = model(tokens)
+    has_term = mask.sum(1) > 6
+    loss = F.cross_entropy(logits[mask], tokens[mask])
+    if not has_term.any():
+        return loss
+    pooled = (logits * mask[..., None]).mean(1)
+    return loss + F.cross_entropy(pooled[has_term], tokens[has_term, 0])
+
+
+SHORT_FIRST = LENGTHS[[0, 3, 2, 1, *range(4, NUM_SAMPLES)]]
+ORDERS = {"shuffled": LENGTHS, "sorted": LENGTHS.sort().values, "short ones first": SHORT_FIRST}
+
+
+@pytest.mark.parametrize("lengths", ORDERS.values(), ids=ORDERS)
 @pytest.mark.parametrize(
     ("body", "batch_size"),
     [
+        (mean_with_padding_of_some, 2),
+        (mean_with_padding_of_some, 1),
+        (two_terms_of_some, 2),
+        (two_terms_of_some, 1),
         (width_divisor, 4),
         (width_divisor, 2),
         (width_divisor, 1),

@@ -5,7 +5,7 @@ in one padded width only.
 """
 
 from collections import deque
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,7 +76,7 @@ class Looks:
         self._terms_of: dict[int, MicroBatchTerms] = {}  # of its micro-batches
         self._rehearsed_positions: set[int] = set()
         self._first_positions: dict[TermKey, int] = {}  # of a sample with each term
-        self._narrowest: tuple[float, np.ndarray] | None = None  # (width, positions)
+        self._narrowest: dict[TermKey, tuple[float, np.ndarray]] = {}  # (width, positions)
 
     def begin_window(self, *, is_rehearsed: bool, may_ask: bool) -> None:
         """Begin a window, or begin it again.
@@ -117,11 +117,17 @@ class Looks:
             elif form not in self._forms:
                 self._untried.setdefault(form, positions)
 
-    def note_width(self, slot: Slot) -> float:
-        """Note how wide a micro-batch is, and return the number of elements of one sample."""
+    def note_width(self, slot: Slot, terms: Iterable[TermKey]) -> float:
+        """Note how wide a micro-batch is, and return the number of elements of one sample.
+
+        Args:
+            slot: The micro-batch.
+            terms: The terms of its loss of which its samples can show whether padding matters.
+        """
         width = float(sum(size.numel() for size in widths_of(slot.micro_batch.batch)))
-        if self._narrowest is None or width < self._narrowest[0]:
-            self._narrowest = (width, slot.micro_batch.positions)
+        for term in terms:
+            if term not in self._narrowest or width < self._narrowest[term][0]:
+                self._narrowest[term] = (width, slot.micro_batch.positions)
         return width
 
     @property
@@ -163,9 +169,7 @@ class Looks:
             return
         self._num_looks += 1
         self._looked_at = set(untried)
-        positions = next(iter(untried.values()))
-        half = (len(positions) + 1) // 2  # so that others keep them company
-        self.positions = positions[:half]
+        self.positions = _first_half(next(iter(untried.values())))
         gradient.must_look = True
         gradient.must_repeat = "its loss has a form that was not tried yet"
         if self._num_looks == MAX_LOOKS:
@@ -184,7 +188,8 @@ class Looks:
         self.is_due |= gradient.must_look
         if gradient.must_try_widths:
             self._tries_widths = True
-            self.positions = self._narrowest[1] if self._narrowest else self.positions
+            narrowest = [_first_half(positions) for _, positions in self._narrowest.values()]
+            self.positions = np.concatenate(narrowest) if narrowest else self.positions
         if gradient.undecided is not None:
             of_ranks = gradient.backend.gather_objects(self._first_positions)
             known = {key: position for of_rank in of_ranks for key, position in of_rank.items()}
@@ -197,6 +202,11 @@ class Looks:
         self._tries_widths = False
         self.positions = NO_POSITIONS
         return tried_widths
+
+
+def _first_half(positions: np.ndarray) -> np.ndarray:
+    """Return the positions of half of the samples of a micro-batch: others keep them company."""
+    return positions[: (len(positions) + 1) // 2]
 
 
 def form_of(loss: Tensor) -> Hashable:

@@ -48,6 +48,8 @@ class Rehearsal:
 
     Attributes:
         is_low_precision: Whether outputs were in half precision.
+        terms_with_gradient: Those of which a sample of the last micro-batch that was compared has a
+            gradient.
         num_reclassified: `KeyedDraws.num_reclassified` after the rehearsal; None before it.
         positions: Positions of the rehearsed samples in the epoch.
         is_compared: Whether any came again. They do not in a window that is one micro-batch.
@@ -69,6 +71,7 @@ class Rehearsal:
         self.widths: list[torch.Size] = []
         self.largest_difference = 0.0
         self.is_low_precision = False
+        self.terms_with_gradient: set[TermKey] = set()
 
     def record(
         self,
@@ -101,14 +104,18 @@ class Rehearsal:
             footprints: By term, output and sample.
         """
         self.is_compared = True
+        self.terms_with_gradient = set()
         compared = self._compared(footprints)
         floors = _largest_values(compared.values())
         used = _with_gradient(footprints) | _with_gradient(self._rehearsed)
         for (term, place), by_arrangement in compared.items():
             if not by_arrangement:
                 continue
+            is_used = any(map(_is_any_used, by_arrangement))
+            if is_used:
+                self.terms_with_gradient.add(term)
             # A gradient of 0 at an output says little if the term uses another one.
-            if term not in used or any(map(_is_any_used, by_arrangement)):
+            if term not in used or is_used:
                 self.uncompared.discard(term)
             differences = [_largest_difference(pairs, floors) for pairs in by_arrangement]
             if not is_inside(place):  # where gradients add up more roundings
