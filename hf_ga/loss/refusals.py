@@ -59,7 +59,8 @@ def undivided_sum(node: Node) -> LossNotAdditive:
     """Return the error for a sum over samples without a divisor."""
     return LossNotAdditive(
         f"the loss is a sum, not a mean ({node.name()}): divide it by what it is summed over, or "
-        "pass num_targets=... to accelerator.backward."
+        "pass num_targets=... to accelerator.backward. Of several means, add them up (a + b) "
+        "instead of stacking them."
     )
 
 

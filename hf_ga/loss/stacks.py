@@ -116,9 +116,12 @@ def is_per_sample(stack: Stack, num_samples: int, stack_sizes: StackSizes) -> bo
     Raises:
         LossNotAdditive: If the sizes fitted the other answer before.
     """
-    entries = [nearest_parameters(entry) for entry, _ in inputs(stack.node)]
-    if len(set(entries)) > 1:
-        return False  # heads: they differ in their parameters
+    nodes = [entry for entry, _ in inputs(stack.node)]
+    entries = [nearest_parameters(node) for node in nodes]
+    # A product may be the 0 in place of the loss of a sample without targets.
+    kinds = {node.name() for node in nodes} - {"MulBackward0"}
+    if len(set(entries)) > 1 or len(kinds) > 1:
+        return False  # losses of several heads, or of several kinds
     key = (stack.node.name(), entries[0])
     return sizes_follow_samples(key, num_samples, stack.size, stack_sizes)
 

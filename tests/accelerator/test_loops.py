@@ -277,6 +277,13 @@ def stacked_heads(model, x, y, values):
 
 
 @exact()
+def jacobian_penalty(model, x, y, values):
+    """The model is also called within transforms of torch.func."""
+    jacobians = torch.vmap(torch.func.jacrev(model))(x)
+    return cross_entropy(model, x, y) + 0.1 * jacobians.pow(2).sum((1, 2)).mean()
+
+
+@exact()
 def chosen_over_all(model, x, y, values):
     """A sum over chosen samples divided by all, which micro-batches without a chosen one lack."""
     logits = model(x)

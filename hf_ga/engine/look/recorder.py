@@ -7,6 +7,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.graph import GradientEdge, Node
 
 from hf_ga.engine.look.inside import BackwardCode, nodes_below
@@ -150,7 +151,9 @@ def _needs_gradient(value: Any) -> bool:
     """Whether a value is a tensor of numbers through which samples may have a gradient, and not a
     parameter or a function of parameters alone.
     """
-    if not isinstance(value, Tensor) or not value.requires_grad or value.dim() == 0:
+    if not isinstance(value, Tensor) or is_functorch_wrapped_tensor(value):
+        return False  # within a transform of torch.func, after which it cannot be used
+    if not value.requires_grad or value.dim() == 0:
         return False
     if value.grad_fn is None:
         return not isinstance(value, nn.Parameter)
