@@ -32,14 +32,14 @@ def division_by_number(loss: Tensor) -> int | None:
     divided = node.next_functions[0][0]
     if divided is None or isinstance(divisor, Tensor):
         return None
-    if is_sum(divided) or divisor < 2 or not divisor.is_integer():
+    is_divided_sum = is_sum(divided) and not is_multiple(divided, 0)  # outputs.sum() * 0 is no sum
+    if is_divided_sum or divisor < 2 or not divisor.is_integer():
         return None
     return int(divisor)
 
 
-def is_multiplied_by(loss: Tensor, value: int) -> bool:
-    """Whether a loss is multiplied last by a number of this value."""
-    node = loss.grad_fn
+def is_multiple(node: Node | None, value: int) -> bool:
+    """Whether a node multiplies a loss by a number of this value."""
     if node is None or node.name() not in ("MulBackward0", "MulBackward1"):
         return False
     if len(inputs(node)) > 1:  # by a weight

@@ -35,7 +35,7 @@ from hf_ga.accelerator.misuse import (
     check_same_options,
     check_undivided,
     early_step,
-    is_multiplied_by,
+    is_multiple,
     late_parameters,
     multiplied_by_steps,
     not_fetched,
@@ -477,7 +477,7 @@ class TrainingLoop:
             check_no_foreign_gradients(gradient.parameters, gradient.earlier)
         num_steps = self.accelerator.gradient_accumulation_steps
         check_undivided(loss, num_steps)
-        if num_targets is not None or not is_multiplied_by(loss, num_steps):
+        if num_targets is not None or not is_multiple(loss.grad_fn, num_steps):
             self._is_multiplied = False
 
     def _finish(self) -> None:

@@ -663,6 +663,7 @@ class WindowEngine:
                 "depends on the other samples of its micro-batch, and no split of the window is "
                 "the full batch. Choose in the dataset, or over the whole window with whole_batch."
             )
+        rehearsal.widths_now = widths_of(self.slot.micro_batch.batch)
         same = rehearsal.same_term(footprints, data_readings, self.num_adds)
         if same is not None and not self.gradient.same_terms.are_two(*same):
             self.gradient.same_terms.join(*same)
@@ -671,7 +672,7 @@ class WindowEngine:
         missing = rehearsal.missing_term(footprints, data_readings, self.num_adds, positions)
         difference = rehearsal.difference(footprints)
         is_padded = self._request.pad_to_window
-        has_other_width = rehearsal.widths != widths_of(self.slot.micro_batch.batch)
+        has_other_width = rehearsal.widths != rehearsal.widths_now
         if has_other_width and self.looks.has_rehearsed(positions):
             self._terms_in_two_widths |= rehearsal.terms_with_gradient
         if missing is None and difference is None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -36,11 +37,13 @@ class Footprint:
         norm: Its L2 norm.
         product: Its product with the output.
         scale: The product of both norms, which bounds the rounding of `product`.
+        num_rows: Number of rows of a sample.
     """
 
     norm: float
     product: float
     scale: float
+    num_rows: int = 1
 
 
 Footprints = dict[Arrangement, Footprint]  # of one sample, in all possible arrangements
@@ -87,8 +90,10 @@ def footprints_of(
                 for sample, footprint in zip(chosen, of_samples, strict=False):
                     key = (reading.key, (level, watched.kind), positions[sample])
                     footprints[key] = footprint
-            # Terms share a graph, so the gradient at an output that a term does not use is 0.
-            if any(map(_is_any_nonzero, gradients)):
+            # Terms share a graph, so the gradient at an output that a term does not use is 0. Rows
+            # may be of targets, of which samples happen to have equally many.
+            have_one_row = [any(a.rows == "one" for a in w.arrangements) for w in all_watched]
+            if any(map(_is_any_nonzero, compress(gradients, have_one_row))):
                 break
     return footprints, is_low_precision
 
@@ -200,8 +205,9 @@ def _footprints(
         if watched.values is not None:
             values = _by_sample(watched.values[0], num_samples, arrangement)
         numbers = _numbers_of(values, of_samples, chosen)
+        num_rows = 1 if arrangement.rows == "one" else len(gradient) // num_samples
         for of_sample, (norm, product, scale) in zip(footprints, numbers, strict=True):
-            of_sample[arrangement] = Footprint(norm, product, scale)
+            of_sample[arrangement] = Footprint(norm, product, scale, num_rows)
     return footprints
 
 

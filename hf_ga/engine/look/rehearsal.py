@@ -56,6 +56,7 @@ class Rehearsal:
         uncompared: The terms of which no sample was found again in the window.
         choices: (term, function that chooses among the samples), of the rehearsal.
         widths: `widths_of` its batch.
+        widths_now: Those of the micro-batch that is compared with it.
         largest_difference: The largest relative difference of a sample so far.
     """
 
@@ -69,6 +70,7 @@ class Rehearsal:
         self.uncompared: set[TermKey] = set()
         self.choices: set[tuple[TermKey, str]] = set()
         self.widths: list[torch.Size] = []
+        self.widths_now: list[torch.Size] = []
         self.largest_difference = 0.0
         self.is_low_precision = False
         self.terms_with_gradient: set[TermKey] = set()
@@ -137,7 +139,11 @@ class Rehearsal:
             if before is not None:
                 by_output.setdefault(key[:2], []).append((before, now))
         return {
-            key: _in_common_arrangements(pairs, keeps_unused=is_inside(key[1]))
+            key: _in_common_arrangements(
+                pairs,
+                keeps_unused=is_inside(key[1]),
+                have_same_widths=self.widths == self.widths_now,
+            )
             for key, pairs in by_output.items()
         }
 
@@ -223,7 +229,7 @@ class Rehearsal:
 
 
 def _in_common_arrangements(
-    pairs: Sequence[tuple[Footprints, Footprints]], *, keeps_unused: bool
+    pairs: Sequence[tuple[Footprints, Footprints]], *, keeps_unused: bool, have_same_widths: bool
 ) -> list[list[tuple[Footprint, Footprint]]]:
     """Return the pairs of footprints in each arrangement that is possible before and now.
 
@@ -237,6 +243,8 @@ def _in_common_arrangements(
         if arrangement not in before:
             continue
         of_arrangement = [(before[arrangement], now[arrangement]) for before, now in pairs]
+        if have_same_widths and any(b.num_rows != n.num_rows for b, n in of_arrangement):
+            continue  # rows of targets: those of a sample are as many in micro-batches of one width
         if keeps_unused or _is_any_used(of_arrangement) or arrangement.rows == "one":
             found.append(of_arrangement)
     return found
