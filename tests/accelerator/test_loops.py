@@ -276,6 +276,15 @@ def stacked_heads(model, x, y, values):
     return torch.stack([F.cross_entropy(first, y), other]).mean()
 
 
+@exact(build=lambda: seeded(nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 3))))
+def rows_of_targets(model, x, y, values):
+    """A head on one or three tokens of each sample: two samples have an even number of them."""
+    chosen = torch.ones_like(values, dtype=torch.bool)
+    chosen[:, 1:] = values[:, :1] > 0.2
+    labels = y[:, None].expand_as(chosen)
+    return F.cross_entropy(model(x.unflatten(1, (3, 2))[chosen]), labels[chosen])
+
+
 @exact()
 def jacobian_penalty(model, x, y, values):
     """The model is also called within transforms of torch.func."""
@@ -690,6 +699,7 @@ UNEQUAL = [  # with other divisors in each micro-batch
     "class_weights_and_smoothing",
     "chosen_over_all",
     "chosen_alone_over_all",
+    "rows_of_targets",
 ]
 
 
