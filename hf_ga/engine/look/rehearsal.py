@@ -110,6 +110,8 @@ class Rehearsal:
         compared = self._compared(footprints)
         floors = _largest_values(compared.values())
         used = _with_gradient(footprints) | _with_gradient(self._rehearsed)
+        doubtful: dict[TermKey, Difference] = {}  # where several rows may not be of one sample
+        confirmed: set[TermKey] = set()  # terms that agree where each sample has one row
         for (term, place), by_arrangement in compared.items():
             if not by_arrangement:
                 continue
@@ -122,12 +124,17 @@ class Rehearsal:
             differences = [_largest_difference(pairs, floors) for pairs in by_arrangement]
             if not is_inside(place):  # where gradients add up more roundings
                 self.largest_difference = max(self.largest_difference, min(differences))
+            has_one_row = any(pairs[0][1].num_rows == 1 for pairs in by_arrangement)
             # One arrangement must fit all samples.
             found = [_first_difference(pairs, self._tolerance, floors) for pairs in by_arrangement]
             if all(difference is not None for difference in found):
-                before, now = found[0]
-                return Difference(term, place, before, now)
-        return None
+                difference = Difference(term, place, *found[0])
+                if has_one_row or is_inside(place):
+                    return difference
+                doubtful.setdefault(term, difference)
+            elif is_used and has_one_row and not is_inside(place):
+                confirmed.add(term)
+        return next((found for term, found in doubtful.items() if term not in confirmed), None)
 
     def _compared(
         self, footprints: Mapping[FootprintKey, Footprints]
