@@ -118,8 +118,9 @@ def unexpected_backward(*, is_in_evaluation: bool) -> ConfigError:
         )
     return ConfigError(
         "accelerator.backward needs a batch of a prepared DataLoader that was not used yet: pass "
-        "the training DataLoader to accelerator.prepare, and keep the iterator: `iterator = "
-        "iter(loader)`, not next(iter(loader))."
+        "the training DataLoader itself to accelerator.prepare, not a generator around it (put "
+        "cycle() around the prepared one), and keep the iterator: `iterator = iter(loader)`, not "
+        "next(iter(loader))."
     )
 
 

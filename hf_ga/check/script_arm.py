@@ -45,7 +45,7 @@ class ArmResult:
     Attributes:
         kind: "Accelerator" or "Trainer".
         num_micro_batches: Number of micro-batches of the window.
-        gradients: The gradient of the first update, by the index of the parameter.
+        gradients: The gradient of the first update, by the name of the parameter.
         is_by_hand: Whether the script accumulates by hand: it divides its losses itself.
         num_samples: Number of samples of the window. None without hf_ga.
         is_low_precision: Whether forwards ran in bf16 or fp16.
@@ -159,11 +159,18 @@ class Arm:
             num_micro_batches=settings.gradient_accumulation_steps,
             is_low_precision=accelerator.mixed_precision != "no",
         )
+        names = {
+            parameter: f"{index} {name}"
+            for index, model in enumerate(accelerator._models)
+            for name, parameter in model.named_parameters()
+        }
         for index, parameter in enumerate(parameters):
             gradient = parameter.grad
             if gradient is None:
                 gradient = torch.zeros_like(parameter)
-            result.gradients[str(index)] = (gradient.detach().float() * factor).cpu()
+            # An optimizer may have them in an order of its own, as that of a set.
+            name = names.get(parameter, str(index))
+            result.gradients[name] = (gradient.detach().float() * factor).cpu()
         result.weights = sum(float(p.detach().double().abs().sum()) for p in parameters)
         engine = self.engine
         if engine is not None and engine.gradient is not None:

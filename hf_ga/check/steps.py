@@ -27,7 +27,7 @@ from hf_ga.errors import HfGaError
 from hf_ga.loading.fetch import Collate
 from hf_ga.loading.window import Window
 from hf_ga.loading.window_loader import WindowLoader
-from hf_ga.model.forward import argument_filter, restored_buffers
+from hf_ga.model.forward import argument_filter, restored_state
 from hf_ga.model.override import restored
 from hf_ga.parallel.backend import sum_over_ranks
 from hf_ga.parallel.prepare import enable_fp16_on_cpu, enable_fsdp_on_cpu
@@ -99,7 +99,7 @@ def run_hf_ga_step(context: CheckContext, window: Window) -> tuple[float, Gradie
         raise context.refusal
     model = context.prepared
     context.facts.note_padding(window.state)
-    with restored_buffers(model):
+    with restored_state(model):
         result = backward_window(context.accelerator, model, window)
     gradients = take_gradients(model)
     if context.accelerator.scaler is not None:

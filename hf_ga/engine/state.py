@@ -1,8 +1,8 @@
-"""Finds state that forwards leave in a model's buffers for the next forward: a window has as many
-forwards as micro-batches, the full batch has one.
+"""Finds state that forwards leave in a model for the next forward, in buffers or attributes: a
+window has as many forwards as micro-batches, the full batch has one.
 
-In a rehearsal, a forward that changed buffers is run once more, with the same random numbers. If it
-returns something else, the buffers matter.
+In a rehearsal, a forward that changed some is run once more, with the same random numbers. If it
+returns something else, they matter.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -15,17 +15,17 @@ from torch import Tensor, nn
 from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.errors import LossNotAdditive
 from hf_ga.logs import get_logger
-from hf_ga.model.forward import extra_forwards, snapshot_buffers
+from hf_ga.model.forward import extra_forwards, plain_attributes, snapshot_state
 from hf_ga.model.outputs import named_tensors
 
 logger = get_logger(__name__)
 
 TOLERANCE = 1e-2  # relative, of the same forward run twice where that is not deterministic
-NUM_NAMES = 6  # of buffers in a message
+NUM_NAMES = 6  # of buffers and attributes in a message
 
 
 class StateCheck:
-    """Repeats forwards of a rehearsal that changed buffers.
+    """Repeats forwards of a rehearsal that changed what the model holds.
 
     Args:
         draws: The random draws of the loop.
@@ -35,6 +35,7 @@ class StateCheck:
         """Start before the first rehearsal."""
         self._draws = draws
         self._before: dict[str, Tensor] = {}
+        self._attributes: list[tuple[nn.Module, str, Any]] = []
         self._restore: Callable[[], None] = lambda: None
         self._mark: Any = None  # where the draws stood then
         self._is_repeating = False
@@ -58,29 +59,36 @@ class StateCheck:
                 handle.remove()
 
     def _note(self, model: nn.Module, args: tuple) -> None:
-        """Copy the buffers before a forward; a forward pre-hook."""
+        """Copy the state before a forward; a forward pre-hook."""
         if not self._is_repeating:
             self._before = {name: buffer.clone() for name, buffer in _states(model)}
-            self._restore = snapshot_buffers(model)
+            self._attributes = plain_attributes(model)
+            self._restore = snapshot_state(model)
             self._mark = self._draws.mark()
 
     def _check(self, model: nn.Module, args: tuple, kwargs: dict[str, Any], outputs: Any) -> None:
-        """Repeat a forward that changed buffers; a forward hook."""
+        """Repeat a forward that changed buffers or attributes; a forward hook."""
         if self._is_repeating:
             return
         after = dict(_states(model))
         before = self._before
         changed = [n for n, b in after.items() if n in before and not torch.equal(b, before[n])]
-        if not changed:
+        attributes = [
+            f"{type(module).__name__}.{name}"
+            for module, name, value in self._attributes
+            if vars(module).get(name) is not value
+        ]
+        if not changed and not attributes:
             return
         names = ", ".join(changed[:NUM_NAMES])
         if self._depends_on_state(model, args, kwargs, outputs):
+            all_names = ", ".join([*changed, *attributes][:NUM_NAMES])
             raise LossNotAdditive(
-                f"what a forward leaves in the buffers {names} changes what the next one returns, "
-                "and a window has as many forwards as micro-batches, so its gradient depends on "
-                "their number. Put the modules that hold them into evaluation mode (eval())."
+                f"what a forward leaves in {all_names} changes what the next one returns, and a "
+                "window has as many forwards as micro-batches, so its gradient depends on their "
+                "number. Put the modules that hold them into evaluation mode (eval())."
             )
-        if not self._has_warned:
+        if changed and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 f"hf_ga: training forwards change the buffers {names}. The update does not depend "

@@ -46,7 +46,7 @@ from hf_ga.model.forward import (
     extra_forwards,
     force_eager,
     is_compiled,
-    snapshot_buffers,
+    snapshot_state,
     unwrapped,
 )
 from hf_ga.model.precision import check_trainable
@@ -199,7 +199,7 @@ class WindowEngine:
         self._models = list(models)
         self._all_models = [*models, *frozen]
         if not goes_on:
-            self._buffers_before = [snapshot_buffers(model) for model in self._all_models]
+            self._buffers_before = [snapshot_state(model) for model in self._all_models]
         self._goes_on = goes_on
         self._state = state
         self._request = request or self._request
@@ -433,7 +433,7 @@ class WindowEngine:
         with ExitStack() as stack:
             if not slot.is_counted:
                 for model in self._all_models:
-                    stack.callback(snapshot_buffers(model))
+                    stack.callback(snapshot_state(model))
             if slot.is_rehearsal:
                 bare_models = [unwrapped(model) for model in self._models]
                 stack.enter_context(self._state_check.watching(bare_models))
@@ -885,7 +885,7 @@ def _check_scalar(loss: Tensor) -> None:
     found = f"shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
     raise LossNotAdditive(
         f"backward takes a loss with one element, got {found}: average it over what should count "
-        "equally, for example loss.mean()."
+        "equally, for example loss.mean(). In a rehearsal, batches of one sample have two or more."
     )
 
 

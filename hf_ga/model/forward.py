@@ -21,6 +21,7 @@ from hf_ga.model.precision import at_least_float32
 
 # Modules that wrap a model or its layers after a trial of its loss.
 WRAPPERS = (nn.parallel.DistributedDataParallel, FullyShardedDataParallel, CheckpointWrapper)
+PLAIN_TYPES = frozenset([bool, int, float, str, tuple, type(None), torch.Size, Tensor])
 Batch = Mapping[str, Any]  # the arguments of the forward, by name
 # (outputs of the model, batch) -> (sum of the loss over its targets, number of targets)
 LossFunction = Callable[[Any, Batch], tuple[Tensor, Tensor | int | float]]
@@ -246,11 +247,11 @@ def restored_modes(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def restored_buffers(model: nn.Module) -> Iterator[None]:
-    """Restore all buffers of a model at the end of the block: additional training forwards in it,
-    such as those of a trial, change running statistics (BatchNorm).
+def restored_state(model: nn.Module) -> Iterator[None]:
+    """Restore what a model holds beside its parameters at the end of the block: additional training
+    forwards in it, such as those of a trial, change running statistics (BatchNorm).
     """
-    restore = snapshot_buffers(model)
+    restore = snapshot_state(model)
     try:
         yield
     finally:
@@ -261,18 +262,21 @@ def restored_buffers(model: nn.Module) -> Iterator[None]:
 def extra_forwards(model: nn.Module) -> Iterator[None]:
     """Context for additional forwards in training mode, under `no_grad`, as in a first pass.
 
-    Restores all buffers at the end, and silences torch's warning that activation checkpointing gets
-    no input with a gradient.
+    Restores the model's state at the end, and silences torch's warning that activation
+    checkpointing gets no input with a gradient.
     """
-    with restored_buffers(model), warnings.catch_warnings():
+    with restored_state(model), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "None of the inputs have requires_grad")
         yield
 
 
-def snapshot_buffers(model: nn.Module) -> Callable[[], None]:
-    """Copy all buffers of a model, and return a function that restores them, for a window that is
-    computed again: it registers the same buffer tensors again, if they were replaced, and writes
-    the copied values into them.
+def snapshot_state(model: nn.Module) -> Callable[[], None]:
+    """Copy what forwards may leave in a model, and return a function that restores it, for a window
+    that is computed again.
+
+    That are all buffers: the same tensors are registered again, if they were replaced, and the
+    copied values are written into them. And attributes that may say what buffers hold, such as the
+    length of a cache: see `plain_attributes`.
     """
     saved = [
         (module, name, buffer, buffer.clone())
@@ -280,15 +284,33 @@ def snapshot_buffers(model: nn.Module) -> Callable[[], None]:
         for name, buffer in module._buffers.items()
         if buffer is not None
     ]
+    attributes = plain_attributes(model)
 
     def restore() -> None:
-        """Restore the buffers to their values when `snapshot_buffers` was called."""
+        """Restore what the model held when `snapshot_state` was called."""
         with torch.no_grad():
             for module, name, buffer, value in saved:
                 module._buffers[name] = buffer
                 buffer.copy_(value)
+        for module, name, value in attributes:
+            if vars(module).get(name) is not value:
+                vars(module)[name] = value
 
     return restore
+
+
+def plain_attributes(model: nn.Module) -> list[tuple[nn.Module, str, Any]]:
+    """Return (module, name, value) of attributes that are numbers, texts or tensors; without those
+    of wrappers, the modules' modes, and outputs of a forward, which are no state.
+    """
+    return [
+        (module, name, value)
+        for module in model.modules()
+        if not isinstance(module, WRAPPERS)
+        for name, value in vars(module).items()
+        if type(value) in PLAIN_TYPES and name != "training"
+        if not isinstance(value, Tensor) or value.grad_fn is None
+    ]
 
 
 @contextmanager

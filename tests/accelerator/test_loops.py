@@ -276,6 +276,27 @@ def stacked_heads(model, x, y, values):
     return torch.stack([F.cross_entropy(first, y), other]).mean()
 
 
+class WithCache(nn.Module):
+    """Fills a buffer in the first forward, and says so in an attribute, as rotary embeddings do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.register_buffer("cached", torch.zeros(6), persistent=False)
+        self.num_cached = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.num_cached < x.shape[1]:
+            self.num_cached = x.shape[1]
+            self.cached.copy_(torch.arange(6.0).cos())
+        return self.head(x * self.cached)
+
+
+@exact(build=lambda: seeded(WithCache()))
+def a_cache_in_a_buffer(model, x, y, values):
+    return cross_entropy(model, x, y)
+
+
 class HeadOnTargets(nn.Module):
     """Returns a row for each chosen token, as a head of BERT's pretraining may."""
 
@@ -875,6 +896,25 @@ def noise_of_blocks(model, x, y, values):
     both = torch.cat([x, y])
     first, second = model(both + torch.randn_like(both)).chunk(2)
     return F.mse_loss(first, x) + 0.5 * F.mse_loss(second, y)
+
+
+class Counting(nn.Module):
+    """Scales its outputs by how many forwards it had."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(6, 3)
+        self.num_forwards = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_forwards += 1
+        return self.head(x) * (1 + 1e-4 * self.num_forwards)
+
+
+@refused("leaves in Counting.num_forwards changes what the next one returns", build=Counting)
+def forwards_counted_by_the_model(model, x, y, values):
+    """Too little to show in the gradient of a sample."""
+    return cross_entropy(model, x, y)
 
 
 @refused(OTHERS, build=with_batch_norm)

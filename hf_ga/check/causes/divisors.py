@@ -15,7 +15,7 @@ from hf_ga.engine.window_engine import WindowEngine
 from hf_ga.errors import DataError, LossNotAdditive
 from hf_ga.loading.batches import IGNORED_LABEL
 from hf_ga.loading.window import Window
-from hf_ga.model.forward import restored_buffers
+from hf_ga.model.forward import restored_state
 from hf_ga.parallel.backend import LocalBackend
 
 LABELS = "labels"
@@ -57,7 +57,7 @@ def read_divisors(context: CheckContext, window: Window) -> list[Divisors]:
     backend = LocalBackend(device_of(model))
     engine = WindowEngine(lambda: backend, allow_split_dependent_randomness=True)
     engine.rehearses = False  # divisors are read in any case; gradients are compared elsewhere
-    with restored_buffers(model), suppress(LossNotAdditive, DataError):
+    with restored_state(model), suppress(LossNotAdditive, DataError):
         OwnLoop(engine, model, context.settings.loss_fn).add_gradients(window)
     model.zero_grad()
     found = []

@@ -15,7 +15,7 @@ from hf_ga.check.oracle.reference import begin_draws, mean_loss
 from hf_ga.check.steps import CheckContext, device_of
 from hf_ga.draws.generators import moved_generators, random_states
 from hf_ga.loading.batches import as_batch, sample_length
-from hf_ga.model.forward import force_eager, restored_buffers
+from hf_ga.model.forward import force_eager, restored_state
 from hf_ga.model.override import override
 
 # Batch sizes of the forwards. The dim of a draw that holds the samples changes with them.
@@ -33,7 +33,7 @@ def look_at_forwards(context: CheckContext) -> list[nn.Module]:
     window = context.first_samples_window(max(BATCH_SIZES))
     with (
         context.draws.scope(),
-        restored_buffers(context.model),
+        restored_state(context.model),
         force_eager(),
         _noting_batch_norm(context),
         _drawing_modules(context.model) as found,

@@ -19,7 +19,7 @@ from hf_ga.draws.keyed import KeyedDraws
 from hf_ga.engine.whole.whole_window import loss_of_all
 from hf_ga.loading.batches import MicroBatch
 from hf_ga.loading.window import Window
-from hf_ga.model.forward import Batch, argument_filter, restored_buffers, run_forward
+from hf_ga.model.forward import Batch, argument_filter, restored_state, run_forward
 from hf_ga.model.outputs import named_tensors, with_tensors
 from hf_ga.model.precision import at_least_float32, temporary_dtype
 
@@ -57,7 +57,7 @@ def plain_backward(
     with (
         running_in_float64(model) if precision == "float64" else nullcontext(),
         (draws or context.draws).scope(),
-        restored_buffers(model),
+        restored_state(model),
     ):
         with torch.autocast(device.type, dtype=autocast_dtype, enabled=autocast_dtype is not None):
             mean = mean_loss(context, batch)

@@ -21,7 +21,7 @@ from hf_ga.engine.whole.whole_window import UsedOutputs
 from hf_ga.loading.batches import IGNORED_LABEL
 from hf_ga.loading.fetch import Fetcher, WindowRequest
 from hf_ga.loading.window import LoaderState, Window
-from hf_ga.model.forward import restored_buffers, restored_modes
+from hf_ga.model.forward import restored_modes, restored_state
 
 # In a trial, in micro-batches of two. Seven are rehearsed: no draw of the size of a layer, as 16,
 # is taken for one of rows of seven samples.
@@ -182,7 +182,7 @@ def _unchanged(loop: OwnLoop) -> Iterator[None]:
     """Train in the block, and leave the model as it was."""
     model = loop.model
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    with preserved_random_states(), restored_modes(model), restored_buffers(model):
+    with preserved_random_states(), restored_modes(model), restored_state(model):
         if not model.training:
             model.train()
         try:

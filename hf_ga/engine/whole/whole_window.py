@@ -26,7 +26,7 @@ from hf_ga.errors import ConfigError, LossNotAdditive, UnkeyedRandomness
 from hf_ga.loading.batches import MicroBatch
 from hf_ga.loading.memory import is_out_of_memory
 from hf_ga.loading.window import Window
-from hf_ga.model.forward import Batch, restored_buffers
+from hf_ga.model.forward import Batch, restored_state
 from hf_ga.model.outputs import named_tensors, non_tensor_values, with_tensors
 from hf_ga.model.precision import at_least_float32, autocast_disabled
 from hf_ga.parallel.backend import Backend, RankStatus
@@ -362,7 +362,7 @@ def loss_of_all(
     """
     before = random_states()
     is_module = isinstance(whole_batch, nn.Module)
-    buffers = restored_buffers(whole_batch) if is_module and is_extra else nullcontext()
+    buffers = restored_state(whole_batch) if is_module and is_extra else nullcontext()
     with torch.enable_grad(), autocast_disabled(device), buffers:
         loss = whole_batch(outputs, batch)
     moved = moved_generators(before)
