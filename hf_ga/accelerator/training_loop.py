@@ -110,6 +110,9 @@ class TrainingLoop:
         self._window: Window | None = None
         self._leader: Any = None  # the loader whose windows are computed
         self._has_followers = False  # whether the loop takes batches of another one beside it
+        self._is_followed = False  # in the current iteration
+        self._has_warned_of_followers = False
+        self._has_warned_of_widths = False
         self._slots: list[Slot] = []
         self._index = 0  # of the iteration in the window
         self._attempt = 0  # how often the window was begun again
@@ -326,6 +329,7 @@ class TrainingLoop:
         """Begin an iteration of the loop. Returns its batch on the device."""
         accelerator = self.accelerator
         self._index = index
+        self._is_followed = False
         self._is_zeroed = False
         accelerator.step = index + 1
         accelerator.gradient_state._set_sync_gradients(is_last)
@@ -343,6 +347,9 @@ class TrainingLoop:
         contexts = self._iteration
         self._iteration = ExitStack()
         contexts.close()
+        lacks_follower = self._has_followers and not self._is_followed
+        if lacks_follower and self.engine.num_adds and len(self._slots) > 1:
+            self._warn_of_followers()
         if self.engine.num_adds and self._backwards_per_iteration is None:
             self._backwards_per_iteration = self.engine.num_adds
         if self.num_parts_by_hand > 1:
@@ -406,6 +413,7 @@ class TrainingLoop:
                 if index != self._index or self.engine.slot is None:
                     raise ConfigError(DIFFERENT_SIZES)
                 batch = send_to_device(slot.micro_batch.batch, self.accelerator.device)
+                self._is_followed = True
                 yield batch, index == len(slots) - 1
             if self._attempt == attempt:
                 return
@@ -544,6 +552,7 @@ class TrainingLoop:
         self._has_stepped = True
         if self.engine.gradient is not None and not self._is_planned:
             self._warn_of_missing_rehearsal()
+            self._warn_of_untried_widths()
             self._by_hand.note_step()
             self.engine.gradient.begin()
             self.is_complete = True
@@ -560,6 +569,30 @@ class TrainingLoop:
                 "its process (BatchNorm, in-batch negatives): put the loop's body into `with "
                 "accelerator.accumulate(model):`."
             )
+
+    def _warn_of_untried_widths(self) -> None:
+        """Warn once that the micro-batches of a window by hand have several widths, of which no
+        rehearsal compared two so far: the window cannot be given again for that.
+        """
+        has_several = len(set(self.engine.gradient.widths)) > 1
+        if has_several and not self.engine.has_compared_widths and not self._has_warned_of_widths:
+            self._has_warned_of_widths = True
+            logger.warning(
+                "hf_ga: it was not tried whether padding changes the loss of a sample, as those "
+                "rehearsed so far had one width: pad all batches to one length, or put the loop's "
+                "body into `with accelerator.accumulate(model):`, and leave the division out."
+            )
+
+    def _warn_of_followers(self) -> None:
+        """Warn once that an iteration took no batch of the second loader: it may use an old one."""
+        if self._has_warned_of_followers:
+            return
+        self._has_warned_of_followers = True
+        logger.warning(
+            "hf_ga: an iteration took no batch of the loop's second loader. If it uses an earlier "
+            "one, as itertools.cycle does, the update depends on the split of the window: iterate "
+            "over the loader again (`while True: yield from loader`)."
+        )
 
     def _warn_of_missing_terms(self) -> None:
         """Warn once that micro-batches of a loop by hand lack terms of the loss, which cannot be

@@ -128,6 +128,12 @@ class WindowEngine:
         """Whether the current micro-batch counts: in a look, its samples come again."""
         return self.slot.is_counted and not self.looks.is_on
 
+    @property
+    def has_compared_widths(self) -> bool:
+        """Whether samples with each term of the window were compared in two padded widths."""
+        terms = data_terms(self.gradient.readings)
+        return bool(terms) and terms <= self._terms_in_two_widths
+
     @cached_property
     def backend(self) -> Backend:
         """How ranks communicate. It may be replaced between two windows."""
@@ -673,7 +679,7 @@ class WindowEngine:
         difference = rehearsal.difference(footprints)
         is_padded = self._request.pad_to_window
         has_other_width = rehearsal.widths != rehearsal.widths_now
-        if has_other_width and self.looks.has_rehearsed(positions):
+        if has_other_width:
             self._terms_in_two_widths |= rehearsal.terms_with_gradient
         if missing is None and difference is None:
             is_small = rehearsal.largest_difference <= WIDTH_TOLERANCE
@@ -819,8 +825,7 @@ class WindowEngine:
         if can_repeat and self._request is not None:
             gradient.samples.expect(self._request.positions)
         gradient.computed = self.speed_ups.computed
-        terms = data_terms(gradient.readings)
-        gradient.has_compared_widths = bool(terms) and terms <= self._terms_in_two_widths
+        gradient.has_compared_widths = self.has_compared_widths
         is_done = gradient.finish(is_padded=is_padded, can_repeat=can_repeat, keeps_sums=keeps_sums)
         self.looks.follow(gradient)
         if state is not None:

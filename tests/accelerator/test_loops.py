@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import product
+from itertools import cycle, product
 
 import accelerate
 import numpy as np
@@ -1264,6 +1264,27 @@ def test_the_width_of_a_micro_batch_matters_in_accelerate(body):
     assert (train_texts(accelerate.Accelerator, 2, body) - expected).norm() > FAR * learnt
 
 
+LONG_FIRST = torch.tensor([9, 3, 5, 4, 9, 6, 2, 7] * 2 + [9, 3, 5, 4, 9])
+LONG_THIRD = torch.tensor([3, 4, 9, 4, 9, 6, 2, 7] * 2 + [9, 3, 5, 4, 9])
+
+
+@pytest.mark.parametrize(("lengths", "is_told"), [(LONG_FIRST, True), (LONG_THIRD, False)])
+def test_widths_that_a_loop_by_hand_never_compared_are_told(lengths, is_told, caplog):
+    """The first two samples are rehearsed, then computed with the third one."""
+    reset_states()
+    accelerator = Accelerator()
+    model = seeded(Tagger())
+    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+    loader = DataLoader(Texts(lengths), 2, collate_fn=padded)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for number, batch in enumerate(loader):
+        accelerator.backward(mean_of_texts(model, **batch) / 4)
+        if number % 4 == 3 or number == len(loader) - 1:
+            optimizer.step()
+            optimizer.zero_grad()
+    assert ("not tried whether padding" in caplog.text) == is_told
+
+
 def width_divisor_of_short_texts(model, tokens, mask):
     """Divides the losses of short texts by the padded width, those of others by their length."""
     each = (model(tokens).pow(2).mean(-1) * mask).sum(1)
@@ -1764,6 +1785,39 @@ def test_two_loaders_that_are_zipped(batch_size):
     assert (run(Accelerator, batch_size) - expected).norm() < CLOSE * learnt
     if batch_size == 2:
         assert (run(accelerate.Accelerator, 2) - expected).norm() > FAR * learnt
+
+
+def again_and_again(loader):
+    while True:
+        yield from loader
+
+
+@pytest.mark.parametrize(("repeat", "is_told"), [(cycle, True), (again_and_again, False)])
+def test_a_shorter_second_loader_that_begins_again(repeat, is_told, caplog):
+    """`cycle` gives the batches again that it has seen, those of rehearsals, too."""
+
+    def run(kind, batch_size):
+        reset_states()
+        accelerator = kind(gradient_accumulation_steps=WINDOW // batch_size)
+        model = classifier()
+        optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
+        many = TensorDataset(torch.cat([X[:16]] * 3), torch.cat([Y[:16]] * 3))
+        few = TensorDataset(X[8:16], Y[8:16])
+        loaders = [DataLoader(dataset, batch_size) for dataset in (many, few)]
+        model, optimizer, first, second = accelerator.prepare(model, optimizer, *loaders)
+        for (x, y), (other_x, other_y) in zip(first, repeat(second), strict=False):
+            with accelerator.accumulate(model):
+                loss = cross_entropy(model, x, y) + cross_entropy(model, other_x, other_y)
+                accelerator.backward(loss)
+                optimizer.step()
+                optimizer.zero_grad()
+        return flat(model)
+
+    expected = run(accelerate.Accelerator, 8)
+    error = (run(Accelerator, 2) - expected).norm() / (expected - flat(classifier())).norm()
+    assert (error > FAR) == is_told
+    assert ("second loader" in caplog.text) == is_told
+    assert is_told or error < CLOSE
 
 
 @pytest.mark.parametrize("batch_size", LAYOUTS)
