@@ -485,7 +485,7 @@ class TrainingLoop:
             check_no_foreign_gradients(gradient.parameters, gradient.earlier)
         num_steps = self.accelerator.gradient_accumulation_steps
         check_undivided(loss, num_steps)
-        if num_targets is not None or not is_multiple(loss.grad_fn, num_steps):
+        if num_targets is not None or num_steps < 2 or not is_multiple(loss.grad_fn, num_steps):
             self._is_multiplied = False
 
     def _finish(self) -> None:
@@ -493,7 +493,7 @@ class TrainingLoop:
         gradient = self.engine.gradient
         num_steps = self.accelerator.gradient_accumulation_steps
         with self.engine.failing_together():
-            if self._is_multiplied and num_steps > 1:  # by chance, if only in some micro-batches
+            if self._is_multiplied:  # by chance, if only in some micro-batches
                 raise multiplied_by_steps(num_steps)
         check_no_earlier_gradients(self.accelerator._optimizers, gradient.earlier)
         is_set = self.engine.finish(
