@@ -25,7 +25,7 @@ def division_by_number(loss: Tensor) -> int | None:
 
     None if there is none, or if it is what a sum is divided by to become a mean.
     """
-    node = loss.grad_fn
+    node = getattr(loss, "grad_fn", None)  # what is no tensor is refused later
     if node is None or node.name() not in ("DivBackward0", "DivBackward1"):
         return None
     divisor = number(saved(node, "other"))

@@ -485,7 +485,8 @@ class TrainingLoop:
             check_no_foreign_gradients(gradient.parameters, gradient.earlier)
         num_steps = self.accelerator.gradient_accumulation_steps
         check_undivided(loss, num_steps)
-        if num_targets is not None or num_steps < 2 or not is_multiple(loss.grad_fn, num_steps):
+        node = loss.grad_fn if isinstance(loss, Tensor) else None
+        if num_targets is not None or num_steps < 2 or not is_multiple(node, num_steps):
             self._is_multiplied = False
 
     def _finish(self) -> None:

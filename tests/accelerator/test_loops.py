@@ -1606,6 +1606,10 @@ def divided_by_the_steps(accelerator, model, optimizer, x, y, values):
     accelerator.backward(cross_entropy(model, x, y) / steps)
 
 
+def a_number(accelerator, model, optimizer, x, y, values):
+    accelerator.backward(float(cross_entropy(model, x, y)))
+
+
 def multiplied_by_the_steps(accelerator, model, optimizer, x, y, values):
     steps = accelerator.gradient_accumulation_steps
     accelerator.backward(steps * cross_entropy(model, x, y))
@@ -1615,13 +1619,14 @@ def multiplied_by_the_steps(accelerator, model, optimizer, x, y, values):
     ("iteration", "words"),
     [
         (backward_of_the_loss, r"accelerator\.backward"),
+        (a_number, "backward takes a loss with one element, got float"),
         (divided_by_the_steps, "divided by .* accumulation steps.*leave the division out"),
         (multiplied_by_the_steps, "multiplied by .* accumulation steps.*leave the factor out"),
     ],
 )
 @pytest.mark.parametrize("batch_size", SPLIT)
 def test_calls_that_are_refused(iteration, words, batch_size):
-    with pytest.raises(ConfigError, match=words):
+    with pytest.raises(HfGaError, match=words):
         Loop(plain, iteration=iteration).run(Accelerator, batch_size)
 
 
