@@ -1607,7 +1607,7 @@ def divided_by_the_steps(accelerator, model, optimizer, x, y, values):
 
 
 def a_number(accelerator, model, optimizer, x, y, values):
-    accelerator.backward(float(cross_entropy(model, x, y)))
+    accelerator.backward(cross_entropy(model, x, y).item())
 
 
 def multiplied_by_the_steps(accelerator, model, optimizer, x, y, values):
