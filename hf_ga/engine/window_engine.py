@@ -207,6 +207,8 @@ class WindowEngine:
         if not goes_on:
             self._buffers_before = [snapshot_state(model) for model in self._all_models]
         self._goes_on = goes_on
+        if state is not self._state:  # another loader, whose samples may be of other widths
+            self._terms_in_two_widths = set()
         self._state = state
         self._request = request or self._request
         self._is_rehearsed = is_rehearsed or keeps_rehearsal

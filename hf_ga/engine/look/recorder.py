@@ -126,9 +126,10 @@ class OutputRecorder:
             num_samples: Number of samples of the micro-batch.
             nodes: The nodes of the term, for loops that use parameters without their model.
         """
-        yield [*_calls(self.outputs, num_samples), *_with_rows(self.outputs, num_samples)]
-        yield _with_rows(self.nested, num_samples)
-        for watched in reversed(_with_rows(self.inner, num_samples)):
+        outputs = _usable(self.outputs)
+        yield [*_calls(outputs, num_samples), *_with_rows(outputs, num_samples)]
+        yield _with_rows(_usable(self.nested), num_samples)
+        for watched in reversed(_with_rows(_usable(self.inner), num_samples)):
             yield [watched]
         yield _edges_with_rows(nodes, num_samples)
 
@@ -151,13 +152,18 @@ def _needs_gradient(value: Any) -> bool:
     """Whether a value is a tensor of numbers through which samples may have a gradient, and not a
     parameter or a function of parameters alone.
     """
-    if not isinstance(value, Tensor) or is_functorch_wrapped_tensor(value):
-        return False  # within a transform of torch.func, after which it cannot be used
-    if not value.requires_grad or value.dim() == 0:
+    if not isinstance(value, Tensor) or not value.requires_grad or value.dim() == 0:
         return False
     if value.grad_fn is None:
         return not isinstance(value, nn.Parameter)
     return not Penalties().has(value.grad_fn)
+
+
+def _usable(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return tensors without those of a transform of torch.func, which outlive it in name only. Not
+    in a hook, which torch.compile could not trace.
+    """
+    return [tensor for tensor in tensors if not is_functorch_wrapped_tensor(tensor)]
 
 
 def _with_rows(tensors: Sequence[Tensor], num_samples: int) -> list[Watched]:
